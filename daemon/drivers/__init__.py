@@ -1,1 +1,1 @@
-"""What a worker computes with: the interface, and the two drivers that implement it."""
+"""Drivers, which a worker computes with: the interface, and the two drivers that implement it."""

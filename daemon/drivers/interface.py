@@ -1,19 +1,14 @@
-"""The seam between a session worker and what computes for it.
+"""The interface between a session and the driver that computes for it.
 
-A `Driver` knows the cards of one kind; a `Context` is the one context of one worker process. A driver checks what
-only it can know (is this image loadable, does this kernel fit); handles, ownership and the slice's ledger are
-checked by the session before a call gets here.
+A `Driver` knows the cards of one kind; a `Context` is the one context of one worker process. A driver checks what only
+it can know: whether an image can be loaded, whether a kernel fits. The session checks handles, ownership and the slice
+before it calls the driver. Errors say what happened in words that a tenant can act on; the session turns them into wire
+statuses.
 
-Errors say what happened in words a tenant can act on; the session turns them into wire statuses.
-
-What a launch graph is made of, for a driver: its steps, and what a driver makes of them.
-
-Whatever can be checked without the driver was checked when a step was made (`worker.graphs`).
-
-What no lease supports, on any driver: managed memory, and kernels that need a cooperative launch.
-
-The driver keeps tens of MiB of a card for managed memory, which belong to no lease, until the card's last context
-ends. A kernel that synchronises its grid traps unless it was launched cooperatively, and the trap costs the context.
+Also here: the steps of a launch graph, and what no lease supports on any driver, managed memory and cooperative
+launches. For managed memory the driver keeps tens of MiB of a card, which belong to no lease, until the card's last
+context ends. A kernel that synchronises its grid traps unless it was launched cooperatively, and the trap costs the
+context.
 """
 
 import re
@@ -28,7 +23,7 @@ Dim3 = tuple[int, int, int]
 
 
 class DriverError(Exception):
-    """A call the driver refused or could not finish; the context goes on.
+    """The driver refused a call or could not finish it; the context goes on.
 
     Attributes:
         hint: What the tenant can do about it, a sentence, or "".
@@ -40,11 +35,11 @@ class DriverError(Exception):
 
 
 class OutOfMemory(DriverError):
-    """The card could not give the bytes, though the slice would allow them."""
+    """The card can't give the bytes, though the slice allows them."""
 
 
 class ImageRejected(DriverError):
-    """A module image that could not be loaded.
+    """The driver can't load a module image.
 
     Attributes:
         log: The compiler's log, or the reason with the offending line's text.
@@ -58,17 +53,17 @@ class ImageRejected(DriverError):
 
 
 class LaunchRejected(DriverError):
-    """A launch that was refused before the kernel began: shape, shared memory, argument bytes."""
+    """The driver refused a launch before the kernel began, for its shape, shared memory or argument bytes."""
 
 
 class KernelFault(DriverError):
-    """A kernel that began and failed; reported once, by the first call that can report it.
+    """A kernel began and failed; the first call that can report it raises this, once.
 
     Attributes:
-        tag: The number `launch` was given for it, 0 if the driver can't tell.
+        tag: The tag of its launch, 0 if the driver can't tell.
         kernel: The kernel's name, "" if the driver can't tell.
         address: The faulting device address, or None.
-        context_lost: True if the context can do nothing any more (CUDA's sticky errors).
+        context_lost: The context can do nothing any more (CUDA's sticky errors).
     """
 
     def __init__(
@@ -90,14 +85,14 @@ class KernelFault(DriverError):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One kernel parameter's place in the parameter buffer, in bytes."""
+    """A kernel parameter's offset and size in the parameter buffer, in bytes."""
 
     offset: int
     size: int
 
 
 class Kernel(Protocol):
-    """One entry point of a loaded module."""
+    """A kernel: an entry point of a loaded module."""
 
     @property
     def name(self) -> str:
@@ -105,7 +100,7 @@ class Kernel(Protocol):
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """In declaration order."""
+        """All parameters, in declaration order."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -117,7 +112,7 @@ class Kernel(Protocol):
 
     @property
     def kept_bytes(self) -> int:
-        """What the context must have set aside before this kernel runs, and keeps: the card's local memory for it."""
+        """The card's local memory that the context sets aside before this kernel runs, and then keeps."""
 
 
 class Module(Protocol):
@@ -129,53 +124,53 @@ class Module(Protocol):
 
     @property
     def device_bytes(self) -> int:
-        """What its code, constants and variables take of the card until it is unloaded, rounded as the card does."""
+        """Bytes of the card for code, constants and variables until it is unloaded, rounded as the card does."""
 
     @property
     def shared_bytes(self) -> int:
-        """How many of those lie in pages shared with other modules: the card may keep such pages until all are gone."""
+        """The part of `device_bytes` in pages shared with other modules; the card may keep those until all go."""
 
     @property
     def kept_bytes(self) -> int:
-        """What the context must set aside for it and then keeps. One store serves all, so the greatest counts."""
+        """Bytes that the context sets aside for it and keeps. One store serves all modules: the greatest counts."""
 
 
 class Poll(Protocol):
-    """What a waiting driver calls now and then; it raises when the wait must end."""
+    """Called by a waiting driver now and then; raises when the wait must end."""
 
     def __call__(self) -> None:
-        """Look once."""
+        """Check once whether the wait must end."""
 
 
 def keep_waiting() -> None:
-    """The `Poll` of a wait that nothing ends early."""
+    """A `Poll` that never ends the wait."""
 
 
 class Admit(Protocol):
-    """What a driver asks before it loads an image; it raises ImageRejected if there is no room."""
+    """Called by a driver before it loads an image; raises ImageRejected if there is no room."""
 
     def __call__(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
-        """See `Module`, which will say the same."""
+        """Admit a module with these bytes, which are those of `Module`."""
 
 
 def admit_all(device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
-    """The `Admit` that leaves it to the card."""
+    """An `Admit` without a bound of its own: only the card refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLaunch:
-    """How native code launches in a context and asks after it, in the thread that uses the context.
+    """The functions by which native code launches in a context, in the thread that uses the context.
 
     Attributes:
-        state: The address that both functions get first.
-        launch: Address of `int32 launch(state, record, params, params_bytes, tag)`, which queues one and gives 0, or
-            does nothing and gives another number: `Context.launch` then does it, or says why not.
-        query: Address of `int32 query(state)`: 0 if all that was launched has ended well and there is nothing to tell,
-            1 if something runs, any other number if `Context.sync` is to find out.
-        spin_ns: How long `query` is worth asking again and again.
-        record: What `launch` takes for a kernel, a grid, a block and bytes of shared memory, as long as its module is
-            loaded; None if that can be launched by `Context.launch` alone.
-        launched: To be told which kernel native code launched last, before the context is used otherwise.
+        state: The address that both functions get as first argument.
+        launch: Address of `int32 launch(state, record, params, params_bytes, tag)`. It queues a launch and returns 0,
+            or does nothing and returns another number: `Context.launch` then does it, or raises the reason.
+        query: Address of `int32 query(state)`. It returns 0 if all launches have ended well and there is nothing to
+            report, 1 if something runs, any other number if `Context.sync` has to find out.
+        spin_ns: For how long calling `query` again and again pays.
+        record: Gives the record of a kernel, a grid, a block and bytes of shared memory for `launch`, valid as long as
+            the kernel's module is loaded; None if only `Context.launch` can do such a launch.
+        launched: To be called with the kernel that native code launched last, before any other use of the context.
     """
 
     state: int
@@ -186,187 +181,14 @@ class NativeLaunch:
     launched: Callable[[Kernel], None]
 
 
-class Ticket(Protocol):
-    """A copy that was begun."""
-
-    def is_done(self) -> bool:
-        """Whether its host memory is the caller's again: it is complete, or the context is lost."""
-
-
-class Context(Protocol):
-    """One device context, used by one thread.
-
-    Its streams each run in order, and beside one another where the driver can: running all of them in the order of the
-    calls is allowed too. Launches and copies go into the stream that was selected last, at first into stream 0, which
-    is always there; none is ordered behind another but by `stream_wait`.
-
-    Methods that take `poll` may have to wait for launches. They call it now and then meanwhile, about every
-    millisecond, and it may raise to give up the wait: nothing was done then but waiting, or, by a copy of pinned
-    memory, it may yet be done.
-
-    Every method but `launch` may raise `KernelFault` for an earlier launch. After it did, the fault is forgotten and
-    the context goes on, unless `context_lost`. Launches behind a fault are skipped until it has been raised.
-    """
-
-    @property
-    def page_bytes(self) -> int:
-        """What the card's memory comes in: an allocation may take up to one page more than its size."""
-
-    @property
-    def rounding_bytes(self) -> int:
-        """What all allocations together take of the card beyond their sizes."""
-
-    @property
-    def cached_bytes(self) -> int:
-        """What the context keeps of the card beyond live allocations, for those to come."""
-
-    def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
-        """Device address of memory that is zero for what is queued from now on, aligned to 256 bytes.
-
-        Args:
-            size_bytes: At least 1.
-            spare_bytes: How much may stay kept if more is taken of the card.
-            poll: See the class; called if something kept has to be given back first.
-
-        Raises:
-            OutOfMemory: The card has not so much.
-        """
-
-    def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
-        """Release an allocation, which launches queued before may still use. Takes only what mem_alloc gave."""
-
-    def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
-        """Give back to the card what is kept, until it is at most so many bytes."""
-
-    def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
-        """Copy host bytes to the device in stream order; `data` may be reused on return."""
-
-    def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
-        """Copy device bytes to the host in stream order; complete on return."""
-
-    def pin(self, memory: memoryview) -> None:
-        """Prepare host memory that stays mapped until the process ends for many fast copies, if the driver can."""
-
-    def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
-        """See mem_write; `data` was given to `pin` before, whole or as a part."""
-
-    def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
-        """See write_pinned; may return before `data` may be reused, which the ticket tells, and any later wait."""
-
-    def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
-        """See mem_read; `into` was given to `pin` before, whole or as a part."""
-
-    def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
-        """See read_pinned; may return before the bytes are there, which the ticket tells, and any later wait."""
-
-    def streams_bytes(self, count: int) -> int:
-        """What so many streams at a time, beside stream 0, make the context keep of the card."""
-
-    def stream_create(self) -> int:
-        """A stream's number, at least 1; numbers may be used again. The caller keeps to MAX_STREAMS at a time."""
-
-    def stream_destroy(self, stream: int) -> None:
-        """Let go of a stream; what it holds goes on. Asks nothing of the card."""
-
-    def stream_select(self, stream: int) -> None:
-        """Launches and copies go into this stream from now on. Asks nothing of the card."""
-
-    def stream_wait(self, stream: int, other: int) -> None:
-        """What is put in `stream` later comes after what was put in `other` before; nothing is waited for here."""
-
-    def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
-        """Wait for what one stream holds."""
-
-    def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
-        """Load PTX text or a cubin, once `admit` was told what it will take of the card. Raises ImageRejected."""
-
-    def forget_earlier(self) -> None:
-        """From now on compile all that comes as if it were new: the time it takes must tell nobody what others load."""
-
-    def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
-        """Release a module once everything launched before has ended."""
-
-    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
-        """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
-
-    def be_patient(self, *, spins: bool, yields: bool) -> None:
-        """How waits look at the card: again and again for a while before they sleep; with others let in between."""
-
-    def native(self) -> NativeLaunch | None:
-        """How native code does the same, if it can; not behind `watch`."""
-
-    def graph(self, steps: "Sequence[Step]", admit: "AdmitGraph", poll: Poll = keep_waiting) -> "Graph":
-        """Make a launch graph of at least one step, once `admit` was told what it will take. Raises LaunchRejected."""
-
-    def sync(self, poll: Poll = keep_waiting) -> None:
-        """Wait for what all streams hold, destroyed ones too."""
-
-    def watch(self, poll: Poll) -> None:
-        """Keep count of launches that end from now on, and call `poll` before each launch and while one waits for room.
-
-        `poll` may raise then; the launch was not queued.
-        """
-
-    def running(self) -> Mapping[int, int]:
-        """By stream, of those that have come to a kernel which has not ended: how much of what they held has ended.
-
-        Only after `watch`. As long as a stream's number does not change, it is the same kernel.
-        """
-
-    def fault(self) -> KernelFault | None:
-        """A pending fault, without waiting; it is then forgotten as if raised."""
-
-    def close(self) -> None:
-        """End the context in good order; the process may exit right after."""
-
-
-class Driver(Protocol):
-    """A kind of card."""
-
-    @property
-    def name(self) -> str:
-        """Which driver: cuda or cpu."""
-
-    def preload(self) -> None:
-        """Import what a context needs, without touching a device: the zygote runs this once before it forks."""
-
-    def needs(self) -> "Needs":
-        """What its workers open once they are shut in; asked behind `preload`."""
-
-    def keep_for(self, owner: int) -> tuple[int, ...]:
-        """Descriptors of folders where its workers, processes of that user, may keep what they compiled."""
-
-    def open_context(self, card: str, slice_bytes: int) -> Context:
-        """Make this process's one context on the card of that UUID. Raises DriverError."""
-
-    def rewind(self, context: Context) -> "Opening":
-        """End what a rehearsal was to this context; the result makes the context anew, as if nothing had been.
-
-        All that was allocated and loaded must have been released. Raises DriverError.
-        """
-
-    def recycle(self, context: Context) -> "Opening":
-        """The same after a lease: what the context held is overwritten, and no memory is pinned any more.
-
-        All that was allocated and loaded must have been released. Raises DriverError if something is left.
-        """
-
-
-class Opening(Protocol):
-    """The rest of making a context, once its slice is known."""
-
-    def __call__(self, slice_bytes: int) -> Context:
-        """Called once. Raises DriverError."""
-
-
 SEGMENT_STEPS: Final = 32
-"""Steps queued between two looks at the lease: so many kernels and copies may begin after its end. On a card a segment
-takes some 2 us to queue, whatever it holds, so longer ones gain little."""
+"""Steps queued between two looks at the lease: so many kernels and copies may begin after its end. A card takes some
+2 us to queue a segment, whatever it holds, so longer segments gain little."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelStep:
-    """A launch; see `Context.launch`."""
+    """A launch with the arguments of `Context.launch`."""
 
     kernel: Kernel
     grid: Dim3
@@ -385,7 +207,7 @@ class DataStep:
 
 @dataclass(frozen=True, slots=True)
 class CopyStep:
-    """A copy between the device and memory that was given to `Context.pin`: `to_device`, or from it."""
+    """A copy between the device and memory that was given to `Context.pin`; from the device unless `to_device`."""
 
     address: int
     memory: memoryview
@@ -396,39 +218,212 @@ Step = KernelStep | DataStep | CopyStep
 
 
 class AdmitGraph(Protocol):
-    """What a driver asks before it makes a graph; it raises if there is no room."""
+    """Called by a driver before it makes a graph; raises if there is no room."""
 
     def __call__(self, device_bytes: int) -> None:
-        """See `Graph.device_bytes`."""
+        """Admit a graph with these bytes, which are `Graph.device_bytes`."""
 
 
 def admit_any(device_bytes: int) -> None:
-    """The `AdmitGraph` that leaves it to the card."""
+    """An `AdmitGraph` without a bound of its own: only the card refuses."""
 
 
 class Graph(Protocol):
-    """A sequence that can be queued as a whole, again and again."""
+    """A sequence of steps that can be queued as a whole, again and again."""
 
     @property
     def device_bytes(self) -> int:
-        """What it takes of the card, which keeps it for later graphs when this one goes."""
+        """Bytes it takes of the card; the card keeps them for later graphs when this one is closed."""
 
     def bind(self, step: int, params: bytes) -> None:
-        """Give a KernelStep another parameter buffer; replays that were queued before keep theirs."""
+        """Give a KernelStep another parameter buffer; replays queued before keep theirs."""
 
     def replay(self, tag: int, poll: Poll) -> None:
-        """Queue all steps in order, calling `poll` before each segment but the first; it may raise to end the replay.
+        """Queue all steps in order, calling `poll` before each segment but the first.
 
-        `tag` is what a fault of one of its kernels tells. A driver may have to wait before a copy, and calls `poll`
-        then. Raises LaunchRejected, or KernelFault for an earlier launch; some steps may have been queued then.
+        `poll` may raise to end the replay. A fault of one of its kernels has this `tag`. A driver may have to wait
+        before a copy, and calls `poll` meanwhile. Raises LaunchRejected, or KernelFault for an earlier launch; some
+        steps may have been queued then.
         """
 
     def close(self) -> None:
-        """Give back what it takes; replays that were queued run to their end. Never waits."""
+        """Release the graph; replays queued before run to their end. Never waits."""
 
 
-# ptxas 13.0 reads strings over line ends and without escapes. Every alternative is linear: what is never closed ends
-# the search instead of being looked for again.
+class Ticket(Protocol):
+    """A copy that may still be under way."""
+
+    def is_done(self) -> bool:
+        """Return whether the caller may use the host memory again: the copy is complete, or the context is lost."""
+
+
+class Context(Protocol):
+    """A device context, used by one thread.
+
+    Each stream runs in order. Streams run beside one another where the driver can do that; a driver may also run all
+    of them in the order of the calls. Launches and copies go into the stream that was selected last, at first into
+    stream 0, which always exists. Only `stream_wait` orders one stream behind another.
+
+    Methods that take `poll` may have to wait for launches. They call `poll` about every millisecond meanwhile. It may
+    raise to give up the wait: the method has then done nothing, except that a copy of pinned memory may still be done.
+
+    Every method but `launch` may raise `KernelFault` for an earlier launch. The context then forgets the fault and goes
+    on, unless `context_lost`. It skips launches behind a fault until the fault was raised.
+    """
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of the card's pages: an allocation may take up to one page more than its size."""
+
+    @property
+    def rounding_bytes(self) -> int:
+        """Bytes that all allocations together take of the card beyond their sizes."""
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the card that the context keeps for later allocations."""
+
+    def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
+        """Allocate; the device address, aligned to 256 bytes. All that is queued from now on finds zeros there.
+
+        Args:
+            size_bytes: At least 1.
+            spare_bytes: How many bytes may stay kept if more is taken of the card.
+            poll: As in the class; called if kept memory has to be given back first.
+
+        Raises:
+            OutOfMemory: The card can't give so much.
+        """
+
+    def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
+        """Release an allocation that `mem_alloc` gave; launches queued before may still use it."""
+
+    def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
+        """Give kept memory back to the card until at most so many bytes are kept."""
+
+    def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
+        """Copy host bytes to the device in stream order; `data` may be reused on return."""
+
+    def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
+        """Copy device bytes to the host in stream order; complete on return."""
+
+    def pin(self, memory: memoryview) -> None:
+        """Prepare host memory for many fast copies, if the driver can; it stays mapped until the process ends."""
+
+    def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
+        """Copy as `mem_write` does, from memory, or a part of it, that was given to `pin`."""
+
+    def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """Begin a `write_pinned`: `data` may be reused once the ticket is done, or after any later wait."""
+
+    def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
+        """Copy as `mem_read` does, into memory, or a part of it, that was given to `pin`."""
+
+    def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """Begin a `read_pinned`: the bytes are there once the ticket is done, or after any later wait."""
+
+    def streams_bytes(self, count: int) -> int:
+        """Bytes of the card that the context keeps for so many streams at a time beside stream 0."""
+
+    def stream_create(self) -> int:
+        """Make a stream; its number, at least 1. Numbers may be used again. At most MAX_STREAMS exist at a time."""
+
+    def stream_destroy(self, stream: int) -> None:
+        """Release a stream; what it holds goes on. Does not call the card."""
+
+    def stream_select(self, stream: int) -> None:
+        """Put launches and copies into this stream from now on. Does not call the card."""
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """Order what is put in `stream` later behind what is in `other` now; returns at once."""
+
+    def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
+        """Wait for what one stream holds."""
+
+    def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
+        """Load PTX text or a cubin, after `admit` has admitted its bytes. Raises ImageRejected."""
+
+    def forget_earlier(self) -> None:
+        """Forget all compiled images: the time of a load must not tell one tenant what another has loaded."""
+
+    def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
+        """Release a module, once everything launched before has ended."""
+
+    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+        """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
+
+    def set_spinning(self, *, spins: bool, yields: bool) -> None:
+        """Choose whether waits spin on the card before they sleep, and whether they yield the core meanwhile."""
+
+    def native(self) -> NativeLaunch | None:
+        """The functions by which native code launches here; None if it can't. Not to be used after `watch`."""
+
+    def graph(self, steps: Sequence[Step], admit: AdmitGraph, poll: Poll = keep_waiting) -> Graph:
+        """Make a launch graph of at least one step, after `admit` has admitted its bytes. Raises LaunchRejected."""
+
+    def sync(self, poll: Poll = keep_waiting) -> None:
+        """Wait for what all streams hold, destroyed streams too."""
+
+    def watch(self, poll: Poll) -> None:
+        """Count the launches that end from now on.
+
+        Calls `poll` before each launch and while a launch waits for room. If `poll` raises, the launch is not queued.
+        """
+
+    def running(self) -> Mapping[int, int]:
+        """Map each stream whose current operation is a kernel to the number of its operations that have ended.
+
+        Only after `watch`. While a stream's number does not change, it is the same kernel.
+        """
+
+    def fault(self) -> KernelFault | None:
+        """The pending fault, without waiting; the context then forgets it as if it had raised it."""
+
+    def close(self) -> None:
+        """End the context in good order; the process may exit right afterwards."""
+
+
+class Driver(Protocol):
+    """A kind of card."""
+
+    @property
+    def name(self) -> str:
+        """The driver's name: cuda or cpu."""
+
+    def preload(self) -> None:
+        """Import what a context needs, without touching a device. The zygote calls this once before it forks."""
+
+    def needs(self) -> "Needs":
+        """Paths and devices that its workers open inside the sandbox; asked after `preload`."""
+
+    def keep_for(self, owner: int) -> tuple[int, ...]:
+        """Descriptors of folders where its workers, processes of user `owner`, may cache what they compiled."""
+
+    def open_context(self, card: str, slice_bytes: int) -> Context:
+        """Make this process's one context on the card of that UUID. Raises DriverError."""
+
+    def rewind(self, context: Context) -> "Opening":
+        """End a rehearsal; the result makes the context anew, as if nothing had run in it.
+
+        The caller must have released all allocations and modules. Raises DriverError.
+        """
+
+    def recycle(self, context: Context) -> "Opening":
+        """Overwrite what a lease left in the context and unpin all memory; the result makes the context anew.
+
+        The caller must have released all allocations and modules. Raises DriverError if something is left.
+        """
+
+
+class Opening(Protocol):
+    """The last step of making a context, for which the slice must be known."""
+
+    def __call__(self, slice_bytes: int) -> Context:
+        """Make the context; to be called once. Raises DriverError."""
+
+
+# ptxas 13.0 reads strings across line ends and without escapes. Each alternative takes linear time: a comment or string
+# that is never closed ends the search, instead of being searched for again.
 _MANAGED: Final = re.compile(
     rb"""//[^\n]*|/\*.*?(?:\*/|\Z)|"[^"]*(?:"|\Z)|(?P<managed>\.managed(?![\w$]))""", re.DOTALL
 )
@@ -440,14 +435,14 @@ _SHOWN_NAME_CHARACTERS: Final = 200
 
 
 def text_of(image: bytes) -> bytes:
-    """The PTX text of an image: all before its first NUL, as cuModuleLoadData and cuLinkAddData take a C string."""
+    """The PTX text of an image: all before its first NUL, because cuModuleLoadData and cuLinkAddData take C strings."""
     return image.partition(b"\0")[0]
 
 
 def refuse_managed_text(ptx: bytes) -> None:
     """Raise ImageRejected for PTX text that declares a managed variable (PTX ISA section 11.4, `.attribute`).
 
-    The declaration may stand anywhere, so this looks for the attribute itself, outside of comments and strings.
+    The declaration may stand anywhere, so this searches for the attribute itself, outside of comments and strings.
     """
     if b".managed" not in ptx:
         return
@@ -458,7 +453,7 @@ def refuse_managed_text(ptx: bytes) -> None:
 
 
 def _variable_behind(ptx: bytes, position: int) -> str:
-    """The first name behind an attribute: the variable's, as all else in a declaration begins with a dot or digit."""
+    """The first name behind an attribute: the variable's. All else in a declaration begins with a dot or a digit."""
     for found in _WORD.finditer(ptx, position):
         if found["word"] is not None:
             return found["word"].decode("ascii")

@@ -4,9 +4,9 @@ from gpulease.daemon.drivers.interface import Driver, DriverError
 
 
 def driver_named(name: str) -> Driver:
-    """The driver of that name. Raises DriverError if what it needs is not installed.
+    """The driver of that name. Raises DriverError if a package that it needs is not installed.
 
-    The embedded driver's may have an architecture behind a colon: "cpu:sm_80".
+    The embedded driver's name may have an architecture behind a colon: "cpu:sm_80".
     """
     name, _, architecture = name.partition(":")
     try:

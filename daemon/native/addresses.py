@@ -1,4 +1,4 @@
-"""Where Python's objects keep their bytes, for native code that is told."""
+"""Addresses of Python buffers, for native code."""
 
 import ctypes
 from typing import Final
@@ -32,12 +32,12 @@ _release.restype = None
 
 
 def address_of(data: object) -> int:
-    """Where the bytes of a buffer begin, writable or not. Raises TypeError if it is none.
+    """The address of a buffer's first byte, writable or not. Raises TypeError if `data` is no buffer.
 
-    True for as long as the caller keeps them from being moved or freed.
+    The address stays right for as long as the caller keeps the bytes from being moved or freed.
     """
-    found = _Buffer()
-    _get(data, ctypes.byref(found), _PyBUF_SIMPLE)
-    address = found.buf
-    _release(ctypes.byref(found))
+    buffer = _Buffer()
+    _get(data, ctypes.byref(buffer), _PyBUF_SIMPLE)
+    address = buffer.buf
+    _release(ctypes.byref(buffer))
     return int(address or 0)

@@ -1,12 +1,12 @@
-"""Where compiled code is kept between processes, and under which names.
+"""The disk cache of compiled code, shared between processes.
 
-What is kept is native code that a worker will run, so a directory or file that another user owns or could change is
-passed over, as is one that is damaged (keeping.py). The key is a hash of all that decides what the code is: the text it
-was made from, the sources of what made it, LLVM and the processor. Whoever loads the same image gets the same code,
-whosever it was first.
+A worker runs the native code that it finds there. So the cache ignores a directory or file that another user owns or
+could change, and one that is damaged (private_folder.py). The key is a hash of all that decides what the code is: the
+text it was compiled from, the compiler's sources, LLVM and the processor. Two tenants that load the same image get the
+same code.
 
-What a worker writes there another one runs, so whoever breaks out of one could plant code for the others: workers keep
-code only where the operator has named a directory, and in a part of it that the daemon itself never reads.
+One worker runs what another wrote, so a tenant that breaks out of its worker could plant code for the others. Therefore
+workers cache code only where the operator has named a directory, in a part of it that the daemon itself never reads.
 """
 
 import hashlib
@@ -21,37 +21,37 @@ from gpulease.daemon import native
 from gpulease.daemon.native.compiler import NativeCode, emit_object, load_object, target_identity
 from gpulease.daemon.native.private_folder import PrivateFolder, open_for
 
-# The directory; an operator's setting. Set to nothing: none.
+# The operator's setting for the cache directory. An empty value means no cache.
 DIRECTORY_VARIABLE = "GPULEASE_CPU_CACHE"
 
-# In it, with the number of their user: what workers keep for each other.
+# The workers' folder in that directory; their user's number follows the name.
 WORKERS_FOLDER = "workers"
 
 _for_workers: list[PrivateFolder | None] = []
 
 
 def key_of(kind: bytes, content: bytes, maker: ModuleType) -> bytes:
-    """The key for what a package makes from some content."""
+    """The cache key for what the package `maker` compiles from some content."""
     return hashlib.sha256(kind + b"\0" + _identity(maker) + content).digest()
 
 
 def read_kept(key: bytes) -> bytes | None:
-    """What is kept for a key, or None."""
-    keeper = _current()
-    return None if keeper is None else keeper.read(key)
+    """The cached data of a key, None if there is none."""
+    folder = _current_folder()
+    return None if folder is None else folder.read(key)
 
 
 def keep(key: bytes, data: bytes) -> None:
-    """Keep something for the next process, if there is a place."""
-    keeper = _current()
-    if keeper is not None:
-        keeper.write(key, data)
+    """Cache data for the next process, if this one has a cache."""
+    folder = _current_folder()
+    if folder is not None:
+        folder.write(key, data)
 
 
 def keep_for_workers(owner: int) -> int | None:
-    """From now on, and in forks, use only what workers keep; the descriptor of its directory, which is `owner`'s.
+    """Use only the workers' cache from now on, in forks too; the descriptor of its directory, which `owner` owns.
 
-    None if they keep nothing: the operator named no directory, or it can't be made.
+    None if workers have no cache: the operator named no directory, or it can't be made.
     """
     folder = None
     if os.environ.get(DIRECTORY_VARIABLE):
@@ -61,7 +61,7 @@ def keep_for_workers(owner: int) -> int | None:
 
 
 def load_ir(text: str) -> NativeCode:
-    """The code of the daemon's own IR, compiled now or before. Raises BadIr."""
+    """The daemon's own IR as code, compiled now or taken from the cache. Raises BadIr."""
     key = key_of(b"ir", text.encode(), native)
     data = read_kept(key)
     if data is None:
@@ -72,7 +72,7 @@ def load_ir(text: str) -> NativeCode:
 
 @cache
 def _identity(maker: ModuleType) -> bytes:
-    """A hash of what turns content into code: the maker's sources and this package's, LLVM and the processor."""
+    """A hash of all that turns content into code: the sources of `maker` and this package, LLVM, the processor."""
     digest = hashlib.sha256(target_identity().encode())
     for package in (native, maker):
         for name, data in sorted(_sources(files(package), "")):
@@ -91,15 +91,15 @@ def _sources(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
     return found
 
 
-def _current() -> PrivateFolder | None:
+def _current_folder() -> PrivateFolder | None:
     if _for_workers:
         return _for_workers[0]
     directory = _directory()
-    return None if directory is None else _keeper(directory)
+    return None if directory is None else _folder_at(directory)
 
 
 @cache
-def _keeper(directory: Path) -> PrivateFolder:
+def _folder_at(directory: Path) -> PrivateFolder:
     return PrivateFolder(directory)
 
 
@@ -113,5 +113,5 @@ def _directory() -> Path | None:
     try:
         return Path.home() / ".cache" / "gpulease" / "cpu"
     except RuntimeError:
-        # A user without a home.
+        # The user has no home.
         return None

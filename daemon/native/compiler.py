@@ -1,4 +1,4 @@
-"""LLVM IR text to native code in this process, through llvmlite."""
+"""LLVM IR text compiled to native code in this process, with llvmlite."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -9,32 +9,31 @@ from typing import Any, Final
 
 import llvmlite.binding as llvm
 
-# 2 takes a third less time than 3 and vectorises the same loops.
+# Level 2 takes a third less time than level 3 and vectorises the same loops.
 OPTIMISATION_LEVEL = 2
 
-
-# The C library's clock, under a name that nothing else has.
+# The name by which IR calls the C library's clock_gettime; no other symbol has it.
 CLOCK_GETTIME = "gpulease_clock_gettime"
 
 
 class BadIr(Exception):
-    """LLVM refused the IR: a mistake in the translator, never in the PTX."""
+    """LLVM refused the IR: the translator has a bug, whatever the PTX."""
 
 
 @dataclass(frozen=True, slots=True)
 class NativeCode:
-    """Compiled code; it stays valid for as long as this object is kept."""
+    """Compiled code, valid for as long as this object lives."""
 
     engine: Any
 
     def address(self, name: str) -> int:
-        """Where a function begins."""
+        """The address of a function."""
         return int(self.engine.get_function_address(name))
 
 
 @cache
 def initialise() -> None:
-    """Make LLVM ready for this machine. Starts no thread, so a process may fork behind it."""
+    """Prepare LLVM for this machine. Starts no thread, so the process may fork afterwards."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     libc = ctypes.CDLL(None)
@@ -44,10 +43,12 @@ def initialise() -> None:
 
 
 class Effort(Enum):
-    """How much is done to make code fast.
+    """Optimisation efforts of the compiler.
 
-    `FEW` is for code of vectors, which has no loops left that could be made into vectors: what turns slots into values
-    and simplifies, in half the time. `LEAST` is linear in the size, and not hopelessly slow.
+    FULL: all passes of OPTIMISATION_LEVEL.
+    FEW: turns stack slots into values and simplifies, in half the time. For code that is made of vectors: it has no
+        loops left that LLVM could vectorise.
+    LEAST: takes time linear in the code's size; the code is not hopelessly slow.
     """
 
     FULL = "full"
@@ -55,7 +56,7 @@ class Effort(Enum):
     LEAST = "least"
 
 
-# Beside what LLVM does by itself at the level of an effort.
+# Passes beside those that LLVM runs by itself at an effort's level.
 _PASSES: Final[Mapping[Effort, Sequence[str]]] = {
     Effort.FULL: (),
     Effort.FEW: ("always_inliner", "sroa", "instruction_combine", "simplify_cfg", "dead_code_elimination"),
@@ -64,10 +65,10 @@ _PASSES: Final[Mapping[Effort, Sequence[str]]] = {
 
 
 def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
-    """IR to object code, which names what it calls and holds no address of this process. Raises BadIr."""
+    """Compile IR to object code, which calls by name and holds no address of this process. Raises BadIr."""
     initialise()
     try:
-        # Of its own: LLVM's context for all keeps every constant it has seen.
+        # A context of its own: LLVM's global context keeps every constant that it has seen.
         module = llvm.parse_assembly(text, llvm.create_context())
         module.verify()
     except RuntimeError as error:
@@ -84,7 +85,7 @@ def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
 
 
 def load_object(data: bytes) -> NativeCode:
-    """Object code to code that can be called; what it names must have been bound."""
+    """Link object code so that it can be called; all symbols that it names must be bound (`bind_symbol`)."""
     initialise()
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(OPTIMISATION_LEVEL))
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
@@ -93,7 +94,7 @@ def load_object(data: bytes) -> NativeCode:
 
 
 def target_identity() -> str:
-    """What code is made by and for: another one's code may not run here, or not be the same."""
+    """LLVM's version, the target and the processor: code of another identity may not run here, or may differ."""
     return f"{llvm.llvm_version_info} {llvm.get_default_triple()} {_host()}"
 
 
@@ -108,7 +109,7 @@ def _host() -> tuple[str, str]:
 
 
 def bind_symbol(name: str, function: Any) -> None:
-    """Let IR call a C function, or code at an address, by a name."""
+    """Let IR call a C function, or code at an address, by this name."""
     if isinstance(function, int):
         function = ctypes.c_void_p(function)
     address = ctypes.cast(function, ctypes.c_void_p).value

@@ -1,4 +1,4 @@
-"""A directory of entries that only this user can have written, each whole or not there."""
+"""A directory of entries that only this user can have written; each entry is whole or absent."""
 
 import hashlib
 import os
@@ -7,26 +7,30 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-# What is kept on disk for all processes of a user, oldest out; and one entry, so that one image can't take it all.
-MAX_KEPT_BYTES = 256 << 20
-MAX_KEPT_ENTRIES = 4096
-MAX_KEPT_ENTRY_BYTES = 16 << 20
+# Bounds on disk for all processes of a user; the oldest entries go first. One entry is bounded too, so that one image
+# can't take the whole cache.
+MAX_CACHED_BYTES = 256 << 20
+MAX_CACHED_ENTRIES = 4096
+MAX_ENTRY_BYTES = 16 << 20
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_ENTRY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_ENTRY = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
-# Looking at all entries takes milliseconds where there are thousands.
+# Between two prunes: a look at all entries takes milliseconds where there are thousands.
 _WRITES_PER_PRUNE = 32
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class PrivateFolder:
-    """Entries by key in a directory of mode 0700, made if it is not there, or one that is open.
+    """Entries by key in a directory of mode 0700.
 
-    A directory or an entry that belongs to someone else, or that others could write to, is as good as none; so is one
-    that can't be read or written. Nothing is raised.
+    Ignores a directory or an entry that belongs to another user, that others could write to, or that can't be read or
+    written. Raises nothing.
+
+    Args:
+        directory: Its path, made if it does not exist; or the descriptor of an open directory.
     """
 
     def __init__(self, directory: Path | int) -> None:
@@ -34,7 +38,7 @@ class PrivateFolder:
         self._written = 0
 
     def read(self, key: bytes) -> bytes | None:
-        """What is kept for a key; None if there is nothing, or nothing to be trusted."""
+        """The entry of a key; None if there is none, or none that can be trusted."""
         try:
             folder = self._open()
         except OSError:
@@ -43,7 +47,7 @@ class PrivateFolder:
             data = _read_own(key.hex(), folder)
             if data is None or data[:_DIGEST_BYTES] != _digest(key, data[_DIGEST_BYTES:]):
                 return None
-            # What is used goes last, where anything can be written.
+            # The entry was used, so it goes last. A read-only directory keeps its order.
             with suppress(OSError):
                 os.utime(key.hex(), dir_fd=folder)
             return data[_DIGEST_BYTES:]
@@ -53,8 +57,8 @@ class PrivateFolder:
             os.close(folder)
 
     def write(self, key: bytes, data: bytes) -> None:
-        """Keep an entry; now and then, and the first time, the oldest go if there are too many."""
-        if len(data) + _DIGEST_BYTES > MAX_KEPT_ENTRY_BYTES:
+        """Write an entry. The first write, and each 32nd after it, removes the oldest entries beyond the bounds."""
+        if len(data) + _DIGEST_BYTES > MAX_ENTRY_BYTES:
             return
         try:
             if not isinstance(self._directory, int):
@@ -73,7 +77,7 @@ class PrivateFolder:
             os.close(folder)
 
     def _open(self) -> int:
-        """A descriptor of the directory. Raises OSError if it is not ours alone."""
+        """A descriptor of the directory. Raises OSError unless it is this user's alone."""
         if isinstance(self._directory, int):
             folder = os.dup(self._directory)
         else:
@@ -86,7 +90,7 @@ class PrivateFolder:
 
 
 def open_for(owner: int, directory: Path) -> int | None:
-    """A descriptor of a directory that is a user's own, made if it is not there; None if it can't be."""
+    """A descriptor of a directory that `owner` owns, made if it does not exist; None if it can't be."""
     try:
         _make(directory)
         folder = os.open(directory, _OPEN_DIRECTORY)
@@ -108,7 +112,7 @@ def _make(directory: Path) -> None:
 
 
 def _digest(key: bytes, data: bytes) -> bytes:
-    """Of the key too: an entry under another's name is not that one."""
+    """A hash of the key too: an entry that was renamed to another key's name does not match."""
     return hashlib.sha256(key + data).digest()
 
 
@@ -116,14 +120,14 @@ def _read_own(name: str, folder: int) -> bytes | None:
     with open(os.open(name, _OPEN_ENTRY, dir_fd=folder), "rb") as file:
         found = os.fstat(file.fileno())
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-        if not is_ours or found.st_size > MAX_KEPT_ENTRY_BYTES:
+        if not is_ours or found.st_size > MAX_ENTRY_BYTES:
             return None
-        # No more is asked for than there is: the room for it is made, and may be filled, before it is read.
+        # Ask for no more than the file holds: read() allocates, and may fill, that much memory first.
         return file.read(found.st_size)
 
 
 def _write_whole(name: str, data: bytes, folder: int) -> None:
-    """Under its name there is all of it or nothing, whenever the process ends."""
+    """Write a file that is whole or absent under its name, whenever the process ends."""
     draft = f"{secrets.token_hex(8)}.new"
     try:
         with open(os.open(draft, _CREATE_ENTRY, 0o600, dir_fd=folder), "wb") as file:
@@ -135,18 +139,18 @@ def _write_whole(name: str, data: bytes, folder: int) -> None:
 
 
 def _prune(folder: int) -> None:
-    """Remove the oldest entries, and drafts left behind, past the bounds."""
+    """Remove the oldest entries, and drafts left behind, beyond the bounds."""
     entries = []
     for name in os.listdir(folder):
         try:
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
-            # Another process removed it.
+            # Another process has removed it.
             continue
         entries.append((found.st_mtime_ns, name, found.st_size))
     total, count = sum(size for _, _, size in entries), len(entries)
     for _, name, size in sorted(entries):
-        if total <= MAX_KEPT_BYTES and count <= MAX_KEPT_ENTRIES:
+        if total <= MAX_CACHED_BYTES and count <= MAX_CACHED_ENTRIES:
             return
         _remove(name, folder)
         total, count = total - size, count - 1
@@ -156,5 +160,5 @@ def _remove(name: str, folder: int) -> None:
     try:
         os.unlink(name, dir_fd=folder)
     except OSError:
-        # Gone already, or a directory someone made in here.
+        # Another process has removed it, or it is a directory.
         return

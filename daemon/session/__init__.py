@@ -1,1 +1,1 @@
-"""The session worker: one process, one lease, one context; the end of the process is the end of all of it."""
+"""The session worker: one process, one lease, one context; all of it ends with the process."""

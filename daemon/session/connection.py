@@ -1,23 +1,21 @@
-"""How long a worker looks for what it waits for before it sleeps, as its lease's tenant chose.
+"""A session's connection: the wire that moves its bytes, what it has received, and what it has still to send.
 
-Where a connection's bytes go: a frame reader, or, for the data of large writes, pinned memory.
+In this order: `SpinPolicy`, how long the worker looks for more before it sleeps; `ReceiveBuffer`, where received bytes
+go; `SocketWire` and `RingWire`, which move the bytes; `SendBuffer`, the rest of a reply that the peer has not read; and
+`Connection`, which holds one of each.
 
-A MEM_WRITE that is received into pinned memory is copied by the card from there, with no copy by the host but the
-kernel's, and while the next one is received into the next slot. `PinnedBuffers` are few, of one size, and a session's;
-a frame for which there is none, or that is larger, goes through the reader as all others do.
+Large writes. A MEM_WRITE that is received into pinned memory is copied by the card from there, while the next one is
+received into the next pinned buffer; the host copies nothing but what the kernel does in recv(2). A session has few
+pinned buffers, all of one size. A frame for which none is free, or that is larger, goes through the frame reader.
 
-What a peer has yet to read of its last reply, while the worker goes on with others.
+Rings. A ring in shared memory replaces the socket's stream in both directions. The socket stays as bell and as the sign
+of life. A byte on it says "look", whatever its value. Its end ends the connection, once the worker has served what is
+left in the ring.
 
-A reply that finds no room is waited for shortly, where it stands: an honest peer on this host reads in microseconds.
-Then what is left of it is copied and the connection left aside: nothing of what it asks is done before it has read on.
-So it costs its session one reply's memory, for a bounded time, and nobody's turn.
-
-How an attached connection's bytes come and go: its socket, or a ring beside it.
-
-A ring replaces the socket's stream in both directions; the socket stays as bell and as the sign of life. A byte on it
-says "look", whatever it is, and its end ends the connection, once what is left in the ring has been served.
-
-One connection of a session as the worker has it: what it goes by, what came by it, what its peer has to read.
+Slow readers. If a reply finds no room, the worker waits shortly: an honest peer on this host reads within microseconds.
+Then it copies the rest into a send buffer and pauses the connection: it does nothing of what the peer asks until the
+peer has read on. So a peer that does not read costs its session the memory of one reply for a bounded time, and delays
+nobody else.
 """
 
 import contextlib
@@ -38,80 +36,90 @@ from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.drivers.interface import Context, Ticket
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
-from gpulease.daemon.session.streams import Place
+from gpulease.daemon.session.streams import ConnectionStreams
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, parse_header
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import Opcode, Waiting
 from gpulease.protocol.ring import DATA_AT, LOOKS_PER_CLOCK, RingLayout, Wanted, worker_ends
 
+# --- spinning ---
+
 SPIN_NS: Final = 150_000
-"""How long a served connection is looked at again and again before the worker sleeps. A sleep costs the next request a
-wake-up, tens of microseconds on a virtual machine; a tenant that waits for replies is soon back."""
+"""Time for which the worker looks at a served connection again and again before it sleeps. A sleep costs the next
+request a wake-up, tens of microseconds on a virtual machine, and a tenant that waits for replies is soon back."""
 
 SPINS_PER_REPLY: Final = 2
-"""Looks of that kind without a reply in between. A tenant that only launches does not wait for anything: the worker
+"""Spins of that time after a reply. A tenant that only launches waits for nothing: the worker
 sleeps while requests gather, and takes many at once."""
 
 MIN_SPIN_CORES: Final = 4
-"""Cores this process must have for it to spin while a tenant only launches, or does not read: on fewer it would take
-the tenant's."""
+"""Cores this process must have to spin while a tenant only launches, or does not read. On fewer, the worker would take
+the tenant's core."""
 
-_HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
+_HAS_SPIN_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
 
 @dataclass(frozen=True, slots=True)
 class SpinPolicy:
-    """One session's.
+    """The way in which a session's worker waits, as the lease's tenant chose.
 
     Attributes:
-        spins_per_reply: How often to look for a while for requests after a reply.
-        spins_when_quiet: Whether requests without a reply, too, are worth a while.
-        spins_at_all: Whether the card and a peer that does not read are looked at for a while before sleeping.
-        yields: Whether others may run between two looks.
+        spins_per_reply: How often to spin for requests after a reply.
+        spins_when_quiet: Whether to spin for requests after a request without a reply, too.
+        spins_at_all: Whether to spin on the card, and on a peer that does not read.
+        yields: Whether to let other processes run between two looks.
     """
 
     spins_per_reply: int = SPINS_PER_REPLY
-    spins_when_quiet: bool = _HAS_CORES
+    spins_when_quiet: bool = _HAS_SPIN_CORES
     spins_at_all: bool = True
     yields: bool = False
 
 
-_BY_CHOICE: Final = {
+_POLICIES: Final = {
     None: SpinPolicy(),
     Waiting.SPIN: SpinPolicy(spins_when_quiet=True),
-    # One more: native code, which does not yield, only looks once.
+    # One spin more, because native code does not yield: it looks once instead of spinning.
     Waiting.YIELD: SpinPolicy(SPINS_PER_REPLY + 1, spins_when_quiet=False, yields=True),
     Waiting.BLOCK: SpinPolicy(0, spins_when_quiet=False, spins_at_all=False),
 }
 
 
 def spin_policy_of(waiting: Waiting | None) -> SpinPolicy:
-    """As chosen; None leaves it to the host's number of cores."""
-    return _BY_CHOICE[waiting]
+    """The policy of a tenant's choice; None leaves the choice to the host's number of cores."""
+    return _POLICIES[waiting]
 
 
-SLOTS: Final = 4
-"""Of a session: one that is received into, one that the card copies, and as many in reserve. Bounds, with `SLOT_BYTES`,
-what half-sent frames can hold of them."""
+# --- receiving ---
 
-SLOT_BYTES: Final = DATA_CHUNK_BYTES + 4096
+MAX_PINNED_BUFFERS: Final = 4
+"""Pinned buffers of a session: one that is received into, one that the card copies from, two in reserve. With
+PINNED_BUFFER_BYTES, bounds the pinned memory that half-sent frames can hold."""
+
+PINNED_BUFFER_BYTES: Final = DATA_CHUNK_BYTES + 4096
 """Room for the payload of a MEM_WRITE of the advised size."""
 
-DIVERTED_FROM_BYTES: Final = 64 << 10
-"""Payloads from this size on are received into a slot: below, the copy saved costs less than what is done for it."""
+MIN_PINNED_WRITE_BYTES: Final = 64 << 10
+"""Payloads of this size or more are received into a pinned buffer. Below, the saved copy costs less than the detour."""
 
 PREFIX_BYTES: Final = HEADER_BYTES + 20
-"""Of a MEM_WRITE, what is not data."""
+"""Bytes of a MEM_WRITE before its data."""
 
 _MEM_WRITE: Final = int(Opcode.MEM_WRITE)
 
 
 class PinnedBuffer:
-    """Pinned memory for one payload."""
+    """Pinned memory for one payload.
+
+    Attributes:
+        memory: The mapping, `view` all its bytes.
+        ticket: The card's copy from it, None if there was none since it was acquired.
+        is_held: A connection receives into it, or has its payload handled.
+    """
 
     def __init__(self, context: Context) -> None:
-        self.memory = mmap.mmap(-1, SLOT_BYTES)
+        self.memory = mmap.mmap(-1, PINNED_BUFFER_BYTES)
         self.view = memoryview(self.memory)
         context.pin(self.view)
         self.ticket: Ticket | None = None
@@ -119,81 +127,85 @@ class PinnedBuffer:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody fills it and the card is done with it."""
+        """Return whether no connection holds it and the card has finished its copy."""
         return not self.is_held and (self.ticket is None or self.ticket.is_done())
 
 
 class PinnedBuffers:
-    """A session's, made as they are needed."""
+    """A session's pinned buffers, each made when it is first needed."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._slots: list[PinnedBuffer] = []
+        self._buffers: list[PinnedBuffer] = []
 
-    def take(self) -> PinnedBuffer | None:
-        """A free one, held from now on; None if there is none."""
-        for slot in self._slots:
-            if slot.is_free:
+    def acquire(self) -> PinnedBuffer | None:
+        """A free buffer, held from now on; None if there is none."""
+        for buffer in self._buffers:
+            if buffer.is_free:
                 break
         else:
-            if len(self._slots) == SLOTS:
+            if len(self._buffers) == MAX_PINNED_BUFFERS:
                 return None
-            slot = PinnedBuffer(self._context)
-            self._slots.append(slot)
-        slot.ticket, slot.is_held = None, True
-        return slot
+            buffer = PinnedBuffer(self._context)
+            self._buffers.append(buffer)
+        buffer.ticket, buffer.is_held = None, True
+        return buffer
+
+    def buffer_of(self, data: memoryview) -> PinnedBuffer | None:
+        """The buffer that these bytes lie in, None if it is none."""
+        memory = data.obj
+        for buffer in self._buffers:
+            if buffer.memory is memory:
+                return buffer
+        return None
 
     def close(self) -> None:
-        """Give all back to the host; none is pinned any more."""
-        for slot in self._slots:
-            slot.view.release()
-            slot.memory.close()
-        self._slots.clear()
-
-    def holding(self, data: memoryview) -> PinnedBuffer | None:
-        """The slot that these bytes lie in."""
-        memory = data.obj
-        for slot in self._slots:
-            if slot.memory is memory:
-                return slot
-        return None
+        """Give the memory back to the host; the driver must have unpinned it."""
+        for buffer in self._buffers:
+            buffer.view.release()
+            buffer.memory.close()
+        self._buffers.clear()
 
 
 class ReceiveBuffer:
-    """One connection's; used as a FrameReader is.
+    """The bytes that a connection has received; used as a FrameReader is.
+
+    The payload of a large write goes to a pinned buffer, all else to the reader.
 
     Attributes:
-        reader: Where all else goes.
+        reader: The frame reader.
     """
 
-    def __init__(self, reader: FrameReader, slots: PinnedBuffers) -> None:
+    def __init__(self, reader: FrameReader, pinned_buffers: PinnedBuffers) -> None:
         self.reader = reader
-        self._slots = slots
-        self._slot: PinnedBuffer | None = None
+        self._pinned_buffers = pinned_buffers
+        # The pinned buffer that a large write is being received into, and where its next bytes go there.
+        self._pinned: PinnedBuffer | None = None
         self._rest: memoryview | None = None
         self._header: tuple[int, int, int, int, int, bytes] = (0, 0, 0, 0, 0, b"")
         # The last frame was a large write, so another may follow.
-        self._expects_more = False
-        self._given: PinnedBuffer | None = None
+        self._expects_write = False
+        # The pinned buffer of the frame that `next_frame` returned last.
+        self._returned: PinnedBuffer | None = None
 
     @property
-    def has_whole(self) -> bool:
-        """Whether there is a frame that did not come through the reader."""
-        return self._slot is not None and not self._rest
+    def has_write(self) -> bool:
+        """Return whether a large write has arrived whole."""
+        return self._pinned is not None and not self._rest
 
     @property
     def is_mid_frame(self) -> bool:
-        """Whether part of a frame has arrived."""
-        return self._slot is not None or self.reader.is_mid_frame
+        """Return whether part of a frame has arrived."""
+        return self._pinned is not None or self.reader.is_mid_frame
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes go; never empty. Views of earlier frames are void from here on."""
-        self._let_go()
+        """Room for the next bytes, never empty. Views of earlier frames are void from here on."""
+        self._release_returned()
         if self._rest:
             return self._rest
         room = self.reader.get_buffer()
-        if self._expects_more:
-            # Its header alone, so that its data need not be moved.
+        if self._expects_write:
+            # Receive the next write's prefix alone, so that its data need not be moved.
             missing = PREFIX_BYTES - (self.reader.end - self.reader.start)
             return room[:missing] if missing > 0 else room
         return room
@@ -206,106 +218,66 @@ class ReceiveBuffer:
             self.reader.buffer_updated(count)
 
     def next_frame(self) -> Frame | None:
-        """The next whole frame, or None until more arrives. Raises FramingError; the intake is useless then."""
-        self._let_go()
-        if self._slot is not None:
-            return None if self._rest else self._whole(self._slot)
+        """The next whole frame, or None until more arrives. Raises FramingError; this object is useless then."""
+        self._release_returned()
+        if self._pinned is not None:
+            return None if self._rest else self._take_write(self._pinned)
         frame = self.reader.next_frame()
         if frame is None:
-            self._divert()
+            self._divert_write()
         else:
-            self._expects_more = False
+            self._expects_write = False
         return frame
 
     def close(self) -> None:
-        """Nothing more comes."""
-        self._let_go()
-        if self._slot is not None:
-            self._slot.is_held = False
-            self._slot = self._rest = None
+        """Release the pinned buffers: nothing more is received."""
+        self._release_returned()
+        if self._pinned is not None:
+            self._pinned.is_held = False
+            self._pinned = self._rest = None
 
-    def _whole(self, slot: PinnedBuffer) -> Frame:
+    def _take_write(self, pinned: PinnedBuffer) -> Frame:
         op, flags, status, length, request_id, session_id = self._header
-        self._slot, self._rest, self._given = None, None, slot
-        payload = slot.view[:length]
+        self._pinned, self._rest, self._returned = None, None, pinned
+        payload = pinned.view[:length]
         return Frame(op, flags, status, request_id, int.from_bytes(session_id, "big"), payload)
 
-    def _let_go(self) -> None:
-        if self._given is not None:
-            self._given.is_held = False
-            self._given = None
+    def _release_returned(self) -> None:
+        if self._returned is not None:
+            self._returned.is_held = False
+            self._returned = None
 
-    def _divert(self) -> None:
-        """What has arrived is the beginning of a frame: have the rest of a large write go to a slot."""
+    def _divert_write(self) -> None:
+        """If the reader holds the begin of a large write, receive the rest of it into a pinned buffer."""
         reader = self.reader
         if reader.end - reader.start < HEADER_BYTES:
             return
         header = parse_header(reader.buffer, reader.start)
         op, _, _, length, _, _ = header
-        self._expects_more = is_large = op == _MEM_WRITE and DIVERTED_FROM_BYTES <= length <= SLOT_BYTES
-        slot = self._slots.take() if is_large else None
-        if slot is None:
+        is_large = op == _MEM_WRITE and MIN_PINNED_WRITE_BYTES <= length <= PINNED_BUFFER_BYTES
+        self._expects_write = is_large
+        pinned = self._pinned_buffers.acquire() if is_large else None
+        if pinned is None:
             return
         begin = reader.start + HEADER_BYTES
-        here = reader.end - begin
-        slot.view[:here] = reader.view[begin : reader.end]
+        received = reader.end - begin
+        pinned.view[:received] = reader.view[begin : reader.end]
         reader.start = reader.end
-        self._slot, self._rest, self._header = slot, slot.view[here:length], header
+        self._pinned, self._rest, self._header = pinned, pinned.view[received:length], header
 
 
-ALONE_WAIT_NS: Final = 20_000_000
-"""How long a reply waits for room in a session's only connection: nobody but the broker wants the thread meanwhile."""
-
-SHARED_WAIT_NS: Final = 2_000_000
-"""The same where there are other connections."""
-
-DISTRUST_S: Final = 10.0
-"""For so long after it was left aside a connection of several is not waited for at all. Stops a peer that reads each
-reply only when it was left aside from taking SHARED_WAIT_NS of the others' time for each of its requests."""
-
-UNREAD_BYTES: Final = 64 << 20
-"""What a session may keep of replies together: four of the largest. A well-behaved client asks for 1 MiB at a time."""
-
-UNREAD_TIMEOUT_S: Final = 60.0
-"""For a peer to read on by STEP_BYTES, or to the end. Stops one that never does from keeping memory and a place."""
-
-STEP_BYTES: Final = 64 << 10
-
-
-class Backlog:
-    """The rest of one reply.
-
-    Attributes:
-        rest: What has not gone.
-    """
-
-    def __init__(self, rest: bytes | memoryview) -> None:
-        # A reply may lie in memory that the session uses again at once.
-        self.rest = memoryview(bytes(rest))
-        self._marked_bytes = len(self.rest)
-        self._marked_s = time.monotonic()
-
-    def keep(self, rest: bytes | memoryview) -> None:
-        """So much is left of it now."""
-        self.rest = memoryview(rest)
-        if self._marked_bytes - len(self.rest) >= STEP_BYTES:
-            self._marked_bytes, self._marked_s = len(self.rest), time.monotonic()
-
-    def is_stale(self, now_s: float) -> bool:
-        """Whether its peer has had its time."""
-        return now_s - self._marked_s > UNREAD_TIMEOUT_S
-
+# --- wires ---
 
 RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
-"""A few thousand launches, and a few pieces of a copy on their way. Also the most of the host's memory that a
-connection's ring can hold: its pages are made when they are first used."""
+"""A few thousand launches, and a few pieces of a copy on their way. Also bounds the host's memory of a connection's
+ring: the kernel makes its pages when they are first used."""
 
 BELLS_BYTES: Final = 4096
-"""Bells taken at a time: a peer that rings without end costs a system call for so many."""
+"""Bells received at a time: a peer that rings without end costs one system call for so many."""
 
-TURN_NS: Final = 1_000_000
-"""How long native code serves one connection at most before the others, the broker and the clock of the broker's health
-watch get a look."""
+QUANTUM_NS: Final = 1_000_000
+"""Time for which native code serves one connection before other connections, the broker and the broker's watchdog get
+their share."""
 
 NS_PER_MS: Final = 1_000_000
 
@@ -313,78 +285,101 @@ _REPLY_WORDS_AT: Final = 256
 
 
 class Receiver(Protocol):
-    """What bytes that arrive are put into."""
+    """Takes the bytes that arrive."""
 
     def get_buffer(self) -> memoryview:
-        """Where the next ones go; never empty."""
+        """Room for the next bytes, never empty."""
 
     def buffer_updated(self, count: int) -> None:
-        """So many were put there."""
+        """`count` bytes were put into the last `get_buffer()`."""
 
 
 class ConnectionLost(Exception):
-    """The peer is gone, or what it sends can't be followed."""
+    """The peer is gone, or the worker can't follow what it sends."""
 
 
-def can_share(sock: socket.socket) -> bool:
-    """Whether the peer of a socket is on this host and memory's descriptors can be sent to it."""
-    return sock.family == socket.AF_UNIX
-
-
-def can_ring(sock: socket.socket) -> bool:
-    """The same for a ring, by what it needs of this machine; see `protocol.ring`."""
-    return can_share(sock) and platform.machine() == "x86_64"
-
-
-class SocketWire:
-    """The socket's own stream.
+class Wire(Protocol):
+    """Moves one connection's bytes.
 
     Attributes:
-        spins_when_quiet: Whether requests without a reply, too, are worth a spin.
+        spins_when_quiet: Whether to spin for requests after a request without a reply, too.
     """
 
-    spins_when_quiet = False
+    spins_when_quiet: bool
 
-    def __init__(self, sock: socket.socket, patience: SpinPolicy) -> None:
-        self._sock = sock
-        self._yields = patience.yields
+    def prepare_sleep(self, *, for_room: bool) -> bool:
+        """Get ready for a sleep in poll(2); False if there is something to receive, or (`for_room`) room to send."""
 
-    def doze(self, *, for_room: bool) -> bool:
-        """Get ready for a sleep in poll(2); False if there is something to serve, or (`for_room`) room to send."""
-        return True
-
-    def rise(self, has_event: bool) -> None:
+    def end_sleep(self, has_event: bool) -> None:
         """The sleep is over; `has_event` says that poll(2) named the socket."""
 
     def events(self, *, for_room: bool) -> int:
-        """What poll(2) is to look for on the socket."""
+        """The events that poll(2) is to report of the socket."""
+
+    def receive(self, receiver: Receiver) -> bool:
+        """Take what has arrived; False if nothing has. Raises ConnectionLost or FramingError."""
+
+    def spin(self, receiver: Receiver) -> bool:
+        """Receive, looking again and again for SPIN_NS. Raises ConnectionLost or FramingError."""
+
+    def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
+        """Send, waiting for room for at most `wait_ns`; the unsent rest, None if all went.
+
+        Raises ConnectionLost, and FramingError if the peer's part of a ring makes no sense.
+        """
+
+    def send_final(self, frame: bytes) -> None:
+        """Send what can be sent at once; a peer that it does not reach sees that the connection is closed."""
+
+    def close(self) -> None:
+        """Close the socket, which ends the connection."""
+
+
+class SocketWire:
+    """The socket's own stream."""
+
+    spins_when_quiet = False
+
+    def __init__(self, sock: socket.socket, spin_policy: SpinPolicy) -> None:
+        self._sock = sock
+        self._yields = spin_policy.yields
+
+    def prepare_sleep(self, *, for_room: bool) -> bool:
+        """Do nothing: poll(2) sees all that happens on a socket."""
+        return True
+
+    def end_sleep(self, has_event: bool) -> None:
+        """Do nothing."""
+
+    def events(self, *, for_room: bool) -> int:
+        """POLLIN, or POLLOUT while there is something to send."""
         return select.POLLOUT if for_room else select.POLLIN
 
-    def receive(self, reader: Receiver) -> bool:
-        """Take what has arrived; False if nothing has. Raises ConnectionLost or FramingError."""
+    def receive(self, receiver: Receiver) -> bool:
+        """Receive by one recv(2)."""
         try:
-            count = self._sock.recv_into(reader.get_buffer())
+            count = self._sock.recv_into(receiver.get_buffer())
         except BlockingIOError:
             return False
         except OSError as error:
             raise ConnectionLost(error.strerror) from None
         if count == 0:
             raise ConnectionLost("the peer closed the connection")
-        reader.buffer_updated(count)
+        receiver.buffer_updated(count)
         return True
 
-    def spin(self, reader: Receiver) -> bool:
-        """The same, looking again and again for a bounded time."""
+    def spin(self, receiver: Receiver) -> bool:
+        """Receive by recv(2) again and again."""
         until = time.monotonic_ns() + SPIN_NS
         while time.monotonic_ns() < until:
-            if self.receive(reader):
+            if self.receive(receiver):
                 return True
             if self._yields:
                 os.sched_yield()
         return False
 
     def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
-        """Send it, waiting for room for so long at most; what is left, None if all went. Raises ConnectionLost."""
+        """Send through the socket, asleep in poll(2) while its buffer is full."""
         until_ns = 0
         while True:
             try:
@@ -401,8 +396,8 @@ class SocketWire:
             if now_ns >= until_ns or not _wait(self._sock, select.POLLOUT, until_ns):
                 return data
 
-    def say_last(self, frame: bytes) -> None:
-        """Send what can be sent at once. A peer that can't be told will notice that the connection is closed."""
+    def send_final(self, frame: bytes) -> None:
+        """Send by one send(2)."""
         with contextlib.suppress(OSError):
             self._sock.send(frame, socket.MSG_NOSIGNAL)
 
@@ -412,13 +407,18 @@ class SocketWire:
 
 
 class RingWire:
-    """A ring in sealed memory of this process's making: no peer can cut it short and make a read of it fault."""
+    """A ring in sealed memory that this process makes: no peer can cut it short and make a read of it fault.
 
-    def __init__(self, sock: socket.socket, patience: SpinPolicy) -> None:
-        """Raises OSError if the memory can't be had."""
+    Attributes:
+        layout: The ring's layout.
+        fd: The memory's descriptor, -1 once the peer has it.
+    """
+
+    def __init__(self, sock: socket.socket, spin_policy: SpinPolicy) -> None:
+        """Raises OSError if there is no descriptor or no memory for it."""
         self._sock = sock
-        self._patience = patience
-        self.spins_when_quiet = patience.spins_when_quiet
+        self._spin_policy = spin_policy
+        self.spins_when_quiet = spin_policy.spins_when_quiet
         self.layout = RING_LAYOUT
         self.fd = sealed_memory("gpulease-ring", self.layout.total_bytes)
         try:
@@ -428,77 +428,80 @@ class RingWire:
             raise
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
-            self._requests, self._replies = worker_ends(memory, self.layout, barriers, partial(_ring, sock))
+            self._requests, self._replies = worker_ends(memory, self.layout, barriers, partial(_ring_bell, sock))
         self._has_ended = False
         self._waits_for_room = False
-        memory_at = address_of(self._map)
-        self._ends = RingEnds(
-            words=memory_at,
-            data=memory_at + DATA_AT,
-            capacity=self.layout.request_bytes,
-            reply_words=memory_at + _REPLY_WORDS_AT,
-            reply_data=memory_at + DATA_AT + self.layout.request_bytes,
-            reply_capacity=self.layout.reply_bytes,
+        self._ends = self._native_ends()
+
+    def _native_ends(self) -> RingEnds:
+        address, layout, policy = address_of(self._map), self.layout, self._spin_policy
+        return RingEnds(
+            words=address,
+            data=address + DATA_AT,
+            capacity=layout.request_bytes,
+            reply_words=address + _REPLY_WORDS_AT,
+            reply_data=address + DATA_AT + layout.request_bytes,
+            reply_capacity=layout.reply_bytes,
             spins_per_byte=int(self.spins_when_quiet),
-            spins_per_reply=patience.spins_per_reply,
+            spins_per_reply=policy.spins_per_reply,
             # Native code does not yield: it looks once, and leaves the rest to `spin`.
-            spin_ns=0 if patience.yields else SPIN_NS,
-            turn_ns=TURN_NS,
+            spin_ns=0 if policy.yields else SPIN_NS,
+            quantum_ns=QUANTUM_NS,
         )
 
     def offered(self) -> None:
-        """The descriptor was sent: it is not needed here any more."""
+        """Close the descriptor once the peer has it."""
         os.close(self.fd)
         self.fd = -1
 
-    def doze(self, *, for_room: bool) -> bool:
-        """See SocketWire."""
+    def prepare_sleep(self, *, for_room: bool) -> bool:
+        """Say in the ring that the worker sleeps, so that the peer rings."""
         if not for_room:
             return self._requests.doze()
         self._waits_for_room = True
         try:
             return self._replies.doze()
         except FramingError:
-            return False  # what is wrong, the next send finds too
+            return False  # the next send finds the same fault, and reports it
 
-    def rise(self, has_event: bool) -> None:
-        """See SocketWire."""
+    def end_sleep(self, has_event: bool) -> None:
+        """Say in the ring that the worker is awake, and receive the bells."""
         self._requests.rise()
         if self._waits_for_room:
             self._waits_for_room = False
             self._replies.rise()
         if has_event:
-            self._take_bells()
+            self._receive_bells()
 
     def events(self, *, for_room: bool) -> int:
-        """See SocketWire: a bell says both."""
+        """POLLIN: a bell announces requests and room alike."""
         return select.POLLIN
 
-    def receive(self, reader: Receiver) -> bool:
-        """See SocketWire."""
-        count = self._requests.take(reader.get_buffer()) if self._requests.has_bytes else 0
+    def receive(self, receiver: Receiver) -> bool:
+        """Take bytes from the ring. Raises ConnectionLost only once the ring is empty."""
+        count = self._requests.take(receiver.get_buffer()) if self._requests.has_bytes else 0
         if count:
-            reader.buffer_updated(count)
+            receiver.buffer_updated(count)
             return True
         if self._has_ended:
             raise ConnectionLost("the peer closed the connection")
         return False
 
-    def spin(self, reader: Receiver) -> bool:
-        """See SocketWire."""
-        requests, clock, yields = self._requests, time.monotonic_ns, self._patience.yields
+    def spin(self, receiver: Receiver) -> bool:
+        """Look at the ring's tail again and again."""
+        requests, clock, yields = self._requests, time.monotonic_ns, self._spin_policy.yields
         until = clock() + SPIN_NS
         while not requests.look(1 if yields else LOOKS_PER_CLOCK):
             if clock() > until:
                 return False
             if yields:
                 os.sched_yield()
-        return self.receive(reader)
+        return self.receive(receiver)
 
     def serve(self, serve_ring: Callable[[RingEnds], Outcome | None], spins_left: int) -> tuple[Outcome | None, int]:
         """Have native code serve the ring for a while; why it stopped, and how many spins it left.
 
-        It moves this side's counters, and wakes nobody: that is done here.
+        Native code moves the worker's counters in the ring; this method wakes the peer for it.
         """
         ends, requests, replies = self._ends, self._requests, self._replies
         ends.head, ends.spins_left = requests.head, spins_left
@@ -515,7 +518,7 @@ class RingWire:
         return outcome, ends.spins_left
 
     def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
-        """See SocketWire. Raises FramingError too: the peer's counter is part of what it says."""
+        """Put the data into the ring. Raises FramingError too: the peer's counter is part of what it sends."""
         replies = self._replies
         until_ns = 0
         try:
@@ -531,13 +534,13 @@ class RingWire:
             raise ConnectionLost(error.strerror) from None
         return None
 
-    def say_last(self, frame: bytes) -> None:
-        """See SocketWire."""
+    def send_final(self, frame: bytes) -> None:
+        """Put the frame into the ring, whole or not at all."""
         with contextlib.suppress(OSError, FramingError):
             self._replies.put_whole(frame)
 
     def close(self) -> None:
-        """Close the socket, which ends the connection, and let go of the memory."""
+        """Close the socket, which ends the connection, and unmap the memory."""
         self._requests.leave()
         self._sock.close()
         self._requests.release()
@@ -547,17 +550,17 @@ class RingWire:
             os.close(self.fd)
 
     def _await_room(self, until_ns: int) -> bool:
-        """Whether there is some by then."""
+        """Return whether the peer makes room by then."""
         replies = self._replies
-        if self._patience.spins_when_quiet:
+        if self._spin_policy.spins_when_quiet:
             spin_until_ns = min(until_ns, time.monotonic_ns() + SPIN_NS)
             while time.monotonic_ns() < spin_until_ns:
                 if replies.room():
                     return True
         while replies.doze():
-            # The clock as well: a peer that rings without end keeps every wait short.
+            # The clock is read too: a peer that rings without end keeps every wait short.
             is_in_time = _wait(self._sock, select.POLLIN, until_ns) and time.monotonic_ns() < until_ns
-            self._take_bells()
+            self._receive_bells()
             if self._has_ended:
                 raise ConnectionLost("the peer is gone")
             if not is_in_time:
@@ -565,7 +568,7 @@ class RingWire:
                 return False
         return True
 
-    def _take_bells(self) -> None:
+    def _receive_bells(self) -> None:
         try:
             self._has_ended = not self._sock.recv(BELLS_BYTES)
         except BlockingIOError:
@@ -574,100 +577,170 @@ class RingWire:
             self._has_ended = True
 
 
-def ring_for(sock: socket.socket, wanted: Wanted, patience: SpinPolicy) -> RingWire | None:
-    """A ring for a connection that wants one and can have one."""
-    if not wanted.ring or not can_ring(sock):
+def can_share(sock: socket.socket) -> bool:
+    """Return whether a socket's peer is on this host, so that descriptors of shared memory can be sent to it."""
+    return sock.family == socket.AF_UNIX
+
+
+def ring_for(sock: socket.socket, wanted: Wanted, spin_policy: SpinPolicy) -> RingWire | None:
+    """A ring for a connection that wants one and can have one.
+
+    Rings need a peer on this host and the memory order of x86-64; see `protocol.ring`.
+    """
+    if not wanted.ring or not can_share(sock) or platform.machine() != "x86_64":
         return None
     try:
-        return RingWire(sock, patience)
+        return RingWire(sock, spin_policy)
     except OSError:
-        return None  # no descriptor or no memory for one: the socket does as well
+        return None  # no descriptor or no memory: the socket's stream works as well
 
 
 def _wait(sock: socket.socket, event: int, until_ns: int) -> bool:
-    """Whether it comes by then."""
-    waiting = select.poll()
-    waiting.register(sock, event)
-    return bool(waiting.poll(max(0, -(-(until_ns - time.monotonic_ns()) // NS_PER_MS))))
+    """Sleep until an event on a socket or a time; whether the event came."""
+    poll = select.poll()
+    poll.register(sock, event)
+    return bool(poll.poll(max(0, -(-(until_ns - time.monotonic_ns()) // NS_PER_MS))))
 
 
-def _ring(sock: socket.socket) -> None:
-    # No room for one more: the peer has bells it has not heard yet.
+def _ring_bell(sock: socket.socket) -> None:
+    # A full socket is no failure: the peer has bells that it has not received yet.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)
 
 
+# --- sending ---
+
+ALONE_WAIT_NS: Final = 20_000_000
+"""Longest wait of a reply for room in a session's only connection: only the broker needs the thread meanwhile."""
+
+SHARED_WAIT_NS: Final = 2_000_000
+"""Longest wait of a reply for room in one of several connections."""
+
+NO_WAIT_S: Final = 10.0
+"""Time after a pause for which replies to one of several connections do not wait at all. Stops a peer that reads each
+reply only after the pause began from taking SHARED_WAIT_NS of the others' time for each of its requests."""
+
+UNSENT_BYTES: Final = 64 << 20
+"""Most unsent bytes that a session keeps for its peers together: four of the largest replies. A well-behaved client
+asks for 1 MiB at a time."""
+
+UNSENT_TIMEOUT_S: Final = 60.0
+"""Time for which a peer may read fewer than STEP_BYTES and not to the end. Stops a peer that never reads from keeping
+memory and a connection's place."""
+
+STEP_BYTES: Final = 64 << 10
+
+
+class SendBuffer:
+    """The rest of one reply that a paused connection has still to send.
+
+    Attributes:
+        unsent: The bytes.
+    """
+
+    def __init__(self, rest: bytes | memoryview) -> None:
+        # Copied: a reply may lie in memory that the session uses again at once.
+        self.unsent = memoryview(bytes(rest))
+        # The unsent bytes when the peer last read on by a step, and when that was.
+        self._step_bytes = len(self.unsent)
+        self._step_s = time.monotonic()
+
+    def update(self, rest: bytes | memoryview) -> None:
+        """Keep this rest, once the peer has read some."""
+        self.unsent = memoryview(rest)
+        if self._step_bytes - len(self.unsent) >= STEP_BYTES:
+            self._step_bytes, self._step_s = len(self.unsent), time.monotonic()
+
+    def is_stale(self, now_s: float) -> bool:
+        """Return whether the peer has not read on for UNSENT_TIMEOUT_S."""
+        return now_s - self._step_s > UNSENT_TIMEOUT_S
+
+
+# --- the connection ---
+
 FRAME_TIMEOUT_S: Final = 60.0
-"""From the last byte that came of a frame to the next. Stops a peer that keeps half a frame in the worker's memory;
-one that is only slow never pauses for so long."""
+"""Longest time from the last byte of an incomplete frame to the next. Stops a peer from keeping half a frame in the
+worker's memory; a peer that is only slow never pauses for so long."""
 
 ServeRing = Callable[[FrameReader, RingEnds], Outcome | None]
 """Has native code serve a ring, behind what its reader has; None if it can't now."""
 
 
 class Connection:
-    """One attached socket and what has arrived on it.
+    """An attached socket.
 
     Attributes:
-        guest: Whose token it is bound to; None if it is the lease's own.
-        wire: What its bytes go by: the socket, or a ring beside it.
+        guest: The token's bearer that the connection is bound to; None if it is the lease's own.
+        wire: Moves its bytes: the socket, or a ring beside it.
+        reader: Its received frames, but for large writes.
+        receive_buffer: All that it has received.
         has_arena: Whether the session's arena is this connection's.
-        place: Where its requests stand among the session's streams.
-        spins_left: How often it is looked for more before the worker sleeps.
-        heard_at_s: When something of a frame came that has not ended.
-        backlog: What its peer has not read; None unless it is left aside for that.
-        wait_ns: How long it is waited for when it does not read.
-        distrusted_until_s: Until when it is not waited for at all; 0 if it is.
+        streams: Its streams.
+        spins_left: How often to spin for more requests before the worker sleeps.
+        received_at_s: When bytes of an incomplete frame last came.
+        send_buffer: The rest of a reply that the peer has not read; None unless the connection is paused.
+        wait_ns: How long a reply to it waits for room.
+        no_wait_until_s: Until when replies to it do not wait at all; 0 if they do.
     """
 
     def __init__(
-        self, sock: socket.socket, rest: bytes, slots: PinnedBuffers, patience: SpinPolicy, guest: Guest | None = None
+        self,
+        sock: socket.socket,
+        rest: bytes,
+        pinned_buffers: PinnedBuffers,
+        spin_policy: SpinPolicy,
+        guest: Guest | None = None,
     ) -> None:
         self.sock = sock
         self.guest = guest
         self.fd = sock.fileno()
-        self.wire: SocketWire | RingWire = SocketWire(sock, patience)
+        self.wire: Wire = SocketWire(sock, spin_policy)
         self.reader = FrameReader(MAX_PAYLOAD_BYTES)
         self.reader.receive_data(rest)
-        self.intake = ReceiveBuffer(self.reader, slots)
+        self.receive_buffer = ReceiveBuffer(self.reader, pinned_buffers)
         self.has_arena = False
-        self.place = Place()
-        self.spins_left = patience.spins_per_reply
-        self.heard_at_s = time.monotonic()
-        self.backlog: Backlog | None = None
+        self.streams = ConnectionStreams()
+        self.spins_left = spin_policy.spins_per_reply
+        self.received_at_s = time.monotonic()
+        self.send_buffer: SendBuffer | None = None
         self.wait_ns = 0
-        self.distrusted_until_s = 0.0
+        self.no_wait_until_s = 0.0
+
+    @property
+    def is_paused(self) -> bool:
+        """Return whether the peer has to read on before any request of it is done."""
+        return self.send_buffer is not None
 
     def overdue(self, now_s: float) -> ConnectionLost | FramingError | None:
-        """Why it has to go, if it has kept something here for too long."""
-        if self.backlog is not None:
-            return ConnectionLost("the peer does not read") if self.backlog.is_stale(now_s) else None
-        if self.intake.is_mid_frame and now_s - self.heard_at_s > FRAME_TIMEOUT_S:
+        """The error to drop the connection with, if it has kept memory here for too long."""
+        if self.send_buffer is not None:
+            return ConnectionLost("the peer does not read") if self.send_buffer.is_stale(now_s) else None
+        if self.receive_buffer.is_mid_frame and now_s - self.received_at_s > FRAME_TIMEOUT_S:
             return FramingError(f"a frame did not go on within {FRAME_TIMEOUT_S:g} s")
         return None
 
     def serve_ring(self, serve: ServeRing) -> Outcome | None:
-        """Let native code serve the ring, if there is one and nothing has been taken from it that is not served.
+        """Let native code serve the ring; None if there is none, or if part of a frame has been received.
 
-        Not a guest's: native code knows of no tokens. Raises ConnectionLost or FramingError.
+        Never for a guest: native code knows no tokens. Raises ConnectionLost or FramingError.
         """
         wire = self.wire
-        if self.guest is not None or self.intake.is_mid_frame or not isinstance(wire, RingWire):
+        if self.guest is not None or self.receive_buffer.is_mid_frame or not isinstance(wire, RingWire):
             return None
         outcome, self.spins_left = wire.serve(partial(serve, self.reader), self.spins_left)
         return outcome
 
     def receive(self) -> bool:
-        """Take what has come; False if there is nothing, and no use in looking again at once.
+        """Receive what has come; False if nothing has, and spinning for more does not pay.
 
         Raises ConnectionLost or FramingError.
         """
-        wire, intake = self.wire, self.intake
-        if not wire.receive(intake):
+        wire, receive_buffer = self.wire, self.receive_buffer
+        if not wire.receive(receive_buffer):
             if not self.spins_left:
                 return False
             self.spins_left -= 1
-            if not wire.spin(intake):
+            if not wire.spin(receive_buffer):
                 return False
         if wire.spins_when_quiet:
             self.spins_left = 1

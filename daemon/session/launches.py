@@ -1,19 +1,18 @@
-"""Launches, checked once and repeated cheaply.
+"""Launches: checked once as a plan, repeated cheaply, and the bound on their run time.
 
-Everything of a LAUNCH but its argument bytes keys a plan: the kernel, its shape, and where each argument goes in the
-parameter buffer (CUDA driver API, cuLaunchKernel: parameters lie at their natural alignment; on the wire they have no
-gaps).
+A LAUNCH without its argument bytes is the key of a plan: the kernel, its shape, and the place of each argument in the
+parameter buffer. In that buffer parameters lie at their natural alignment (CUDA driver API, cuLaunchKernel); on the
+wire they have no gaps.
 
-Tenants launch in loops, so a plan also remembers which one came after it last time. As long as the next frame is of
-that plan's pattern, byte for byte, nothing of it has to be parsed or checked again.
+Tenants launch in loops, so a plan also remembers which plan followed it last time. As long as the next frame matches
+that plan's pattern byte for byte, the worker neither parses nor checks it again (`LaunchFastPath`).
 
-How long the kernel that runs has run, as far as it can be told without waiting for it.
-
-What one stream holds runs in order. So as long as the number of what has ended in it does not change, and a kernel is
-next, it is one kernel that runs. Its time counts from the look that saw what was before it ended, or that saw it first:
-later than the stream came to it, never earlier. The broker reads on the control page since when the oldest of them has
-run as the last look saw it, and ends what runs for too long. A kernel that the card has no room for, beside those of
-other streams, can't be told from one that runs.
+`KernelWatch` tells for how long the running kernel has run, as far as that is known without waiting. One stream runs
+its kernels in order. So while the number of ended kernels does not change, and a kernel is next, one kernel runs. Its
+time counts from the look that first saw it, or that saw the kernel before it ended: never earlier than the kernel's
+real start. The broker reads on the control page since when the oldest kernel has run, and ends a worker whose kernel
+runs for too long. A kernel that waits for room on the card, beside those of other streams, counts as running: the two
+can't be told apart.
 """
 
 from collections.abc import Callable
@@ -21,34 +20,73 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import Context, Dim3, DriverError, Kernel, KernelFault
+from gpulease.daemon.drivers.interface import Context, Dim3, DriverError, Kernel, KernelFault, LaunchRejected
 from gpulease.daemon.session.ledger import Ledger, Refused
 from gpulease.daemon.session.native.layout import PlanRecord
+from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.replies import empty
 from gpulease.protocol.codec import parse_body
+from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import LaunchPattern, split_launch
+from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Launch
 from gpulease.protocol.opcodes import Status
 
 MAX_PLANS: Final = 4096
-"""Most plans kept. A tenant that never launches the same shape twice gets no faster, and uses no more memory."""
+"""Most plans kept. A tenant that never launches the same shape twice gains no speed, and takes no more memory."""
+
+_LAUNCHES: Final = int(Counter.LAUNCHES)
+
+
+class LaunchOperations(Operations):
+    """LAUNCH, and SYNC, which waits for all launches."""
+
+    def __init__(self, resources: SessionResources, planner: "Planner") -> None:
+        super().__init__(resources)
+        self._planner = planner
+
+    def launch(self, frame: Frame) -> bytes:
+        """LAUNCH."""
+        planner = self._planner
+        plan, args = planner.plan(frame.payload)  # type: ignore[arg-type]  # received payloads are views
+        params = args if plan.moves is None else plan.lay_out(args)
+        try:
+            self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
+        except LaunchRejected:
+            planner.refused()
+            raise
+        if planner.has_new_kernel:
+            planner.has_new_kernel = False
+            self._resources.may_have_grown = True
+            self._record_usage()
+        self._counters[_LAUNCHES] += 1
+        return b"" if frame.flags else empty(frame)
+
+    def sync(self, frame: Frame) -> bytes:
+        """SYNC."""
+        if frame.payload:
+            raise BodyError("SYNC takes no payload")
+        self._context.sync(self._check_lease)
+        self._counters[Counter.SYNCS] += 1
+        return empty(frame)
 
 
 def launch_failed(message: str, *, kernel: str = "", hint: str = "") -> Refused:
-    """The launch was refused before it was queued."""
+    """The refusal of a launch before it was queued."""
     return Refused(Failure(Status.LAUNCH_FAILED, message, hint=hint, kernel=kernel))
 
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """A checked launch, waiting for argument bytes.
+    """A checked launch that lacks only its argument bytes.
 
     Attributes:
-        moves: (from, to, size) of each argument if the wire's bytes need gaps, None if they fit as they are.
-        pattern: What its frames look like.
-        follower: The plan that came after this one last time.
-        record: The same for native code, if there is any.
-        at: That record's address, 0 without one.
+        moves: (from, to, size) in bytes of each argument; None if the wire's bytes are the parameter buffer.
+        pattern: The bytes of its frames.
+        follower: The plan that followed this one last time.
+        record: This plan as native code reads it; None without native code.
+        address: The record's address, 0 without one.
     """
 
     kernel: Kernel
@@ -59,10 +97,10 @@ class Plan:
     pattern: LaunchPattern
     follower: "Plan | None" = None
     record: PlanRecord | None = None
-    at: int = 0
+    address: int = 0
 
     def lay_out(self, args: bytes) -> bytes:
-        """The kernel's parameter buffer."""
+        """The kernel's parameter buffer for these argument bytes."""
         if self.moves is None:
             return args
         params = bytearray(self.kernel.parameter_bytes)
@@ -72,23 +110,24 @@ class Plan:
 
 
 class Planner:
-    """Plans of one session, by what the launches look like on the wire.
+    """A session's plans, by what the launches look like on the wire.
 
     Attributes:
-        expected: The plan of the next launch, if all goes on as it did.
-        has_new_kernel: A plan was made: its kernel's first launch may make the context grow.
-        write_down: Gives a new plan its record for native code, if there is any.
+        expected: The plan that the next launch is expected to be of; None if there is none.
+        has_new_kernel: A plan was made since the last launch: its kernel's first launch may make the context grow.
+        add_record: Gives a new plan its record for native code; None without native code.
     """
 
     def __init__(self, ledger: Ledger, session_id: int) -> None:
-        self.write_down: Callable[[Plan], None] | None = None
-        self._written: dict[int, Plan] = {}
         self.expected: Plan | None = None
         self.has_new_kernel = False
+        self.add_record: Callable[[Plan], None] | None = None
         self._ledger = ledger
         self._session_id = session_id
         self._plans: dict[bytes, Plan] = {}
+        self._plan_by_address: dict[int, Plan] = {}
         self._latest: Plan | None = None
+        # The context's kept bytes before the plan made last was charged; None if the last launch made no plan.
         self._kept_before: int | None = None
 
     def plan(self, payload: memoryview) -> tuple[Plan, bytes]:
@@ -101,50 +140,50 @@ class Planner:
             if len(self._plans) >= MAX_PLANS:
                 self.forget()
             self._plans[key] = plan
-            if self.write_down is not None:
-                self.write_down(plan)
-                self._written[plan.at] = plan
+            if self.add_record is not None:
+                self.add_record(plan)
+                self._plan_by_address[plan.address] = plan
         self.follow(plan)
         return plan, args
 
     def follow(self, plan: Plan) -> None:
-        """The latest launch was of this plan, so what came after it then is expected to come again."""
+        """Note that a launch is of this plan: it follows the launch before, and its own follower is expected next."""
         latest = self._latest
         if latest is not None and latest.follower is not plan:
             latest.follower = plan
             if latest.record is not None:
-                latest.record.follower = plan.at
+                latest.record.follower = plan.address
         self.resume(plan)
 
     def resume(self, plan: Plan) -> None:
-        """The latest launch was of this plan, and came as expected."""
+        """Note that the latest launch was of this plan and came as expected."""
         self._latest = plan
         self.expected = plan.follower or plan
 
-    def written_at(self, address: int) -> Plan:
-        """The plan whose record lies there."""
-        return self._written[address]
+    def plan_at(self, address: int) -> Plan:
+        """The plan whose record has this address."""
+        return self._plan_by_address[address]
 
     def forget(self) -> None:
-        """A module went away: its plans must not launch it."""
+        """Drop all plans: a module goes, and no plan may launch its kernels."""
         self._plans.clear()
-        self._written.clear()
+        self._plan_by_address.clear()
         self.expected = self._latest = None
 
     def refused(self) -> None:
-        """The driver refused the launch that was planned last: what was charged for its plan was not taken.
+        """Undo the charge for the plan made last, because the driver refused its launch and took nothing.
 
-        The plan goes, so that the next launch of its kind is charged again; so do all that might expect it.
+        Drops all plans: the next such launch is charged again, and no other plan still expects this one.
         """
         if self._kept_before is not None:
-            self._ledger.keep_again(self._kept_before)
+            self._ledger.restore_kept(self._kept_before)
             self.forget()
 
-    def _keep(self, kernel: Kernel) -> None:
-        """Charge what the driver takes at this kernel's first launch."""
+    def _charge(self, kernel: Kernel) -> None:
+        """Charge the slice for what the driver takes at this kernel's first launch."""
         self._kept_before = self._ledger.kept_bytes
         try:
-            self._ledger.keep(kernel.kept_bytes)
+            self._ledger.charge_kept(kernel.kept_bytes)
         except KernelFault:
             raise  # of an earlier launch
         except DriverError as error:
@@ -176,7 +215,7 @@ class Planner:
                 kernel=kernel.name,
                 hint="Use smaller blocks and more of them.",
             )
-        self._keep(kernel)
+        self._charge(kernel)
         block = (launch.block_x, launch.block_y, launch.block_z)
         return Plan(kernel, grid, block, launch.shared_bytes, _moves(kernel), pattern)
 
@@ -208,27 +247,28 @@ def _moves(kernel: Kernel) -> tuple[tuple[int, int, int], ...] | None:
 
 
 LOOKS_PER_BOUND: Final = 8
-"""How late a kernel that runs too long is found at most, as a part of the time it may run."""
+"""Looks within the time that a kernel may run: one that runs for too long is found late by at most that part of it."""
 
 MAX_LOOK_MS: Final = 1000
-"""Between two looks, however long kernels may run."""
+"""Longest time between two looks, however long kernels may run."""
 
 MIN_LOOK_MS: Final = 5
-"""Between two looks, however short: a look costs microseconds."""
+"""Shortest time between two looks, however short kernels may run: a look costs microseconds."""
 
 
 class KernelWatch:
-    """Watches one context's kernels, if a bound was asked for."""
+    """Measures for how long one context's kernels run, if the lease bounds that."""
 
     def __init__(self, context: Context, counters: memoryview, max_kernel_ms: int) -> None:
         self.is_on = max_kernel_ms > 0
         self._context = context
         self._counters = counters
+        # By stream: how much of it has ended, and since when (ns) that number has not changed.
         self._running: dict[int, tuple[int, int]] = {}
         self._look_ms = max(MIN_LOOK_MS, min(max_kernel_ms // LOOKS_PER_BOUND, MAX_LOOK_MS))
 
     def look(self, now_ns: int) -> None:
-        """See what has ended; without a bound there is nothing to see."""
+        """Show on the control page since when the oldest running kernel has run. Does nothing without a bound."""
         if not self.is_on:
             return
         known, self._running = self._running, {}
@@ -238,5 +278,5 @@ class KernelWatch:
         self._counters[Counter.KERNEL_SINCE_NS] = min((since_ns for _, since_ns in self._running.values()), default=0)
 
     def look_after_ms(self) -> int | None:
-        """When to look again at the latest, None if nothing runs."""
+        """Milliseconds until the next look, None if nothing runs."""
         return self._look_ms if self._counters[Counter.KERNEL_SINCE_NS] else None

@@ -1,36 +1,33 @@
-"""What a session owns: allocations counted against the slice, modules, and the numbers a tenant knows them by.
+"""The ledger of a session: its allocations, modules, graphs and streams, and the bytes that they take of the slice.
 
-Allocations count with the bytes asked for. What the card takes besides (rounding to pages, modules, local memory of
-kernels) is on the node up to the lease's allowance, and on the slice beyond it: a tenant gets all the bytes it asked
-for, and the card never gives more than was admitted.
+An allocation counts with the bytes asked for. The card takes more besides: rounding to pages, modules, local memory of
+kernels. Up to the lease's allowance the node pays for that; beyond it, the slice does. So a tenant gets all the
+bytes that it asked for, and the card never gives more than the broker admitted.
 
-Numbers are never reused for modules; a device pointer is one again only when the driver gives the same address. A
-number another session owns is just unknown here: there is one ledger a process.
-
-What all desks of a session work with. A desk does the operations of one kind.
+A module's number is never used again. A device pointer becomes valid again only when the driver gives the same address
+again. A number that another session owns is just unknown here: each process has one ledger.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, Module
+from gpulease.daemon.drivers.interface import DriverError, ImageRejected, Module
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
 MAX_ALLOCATIONS: Final = 65_536
-"""Most live allocations of a session. Stops a loop of one-byte allocations, each of which costs the driver far more."""
+"""Most live allocations of a session. Stops a loop of one-byte allocations: each costs the driver far more."""
 
 MAX_MODULES: Final = 1024
 """Most loaded modules of a session: each costs host memory, which no slice bounds."""
 
 MAX_IMAGE_BYTES: Final = 256 << 20
-"""Most bytes of images loaded at a time, for the same reason."""
+"""Most bytes of images loaded at a time: they cost host memory too."""
 
 
 class Refused(Exception):
-    """An operation that can't be done, and the failure that says so."""
+    """The session refuses an operation; `failure` is the reply."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -38,76 +35,83 @@ class Refused(Exception):
 
 
 def invalid_handle(message: str) -> Refused:
-    """The handle is not one of this session's, or the range is not in it."""
+    """The refusal of a handle that is not this session's, or of a range that is not in the allocation."""
     return Refused(Failure(Status.INVALID_HANDLE, message, hint="Use handles this session gave out and has not freed."))
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModule:
-    """A module and what it weighs."""
+    """A module and the size of its image."""
 
     module: Module
     image_bytes: int
 
 
-def _no_room_needed(most_bytes: int) -> None:
-    """The `make_room` of a driver that keeps nothing."""
+def _keep_all(most_bytes: int) -> None:
+    """The `make_room` of a driver that keeps no memory for later."""
 
 
-class Uses:
-    """Who must be told when something goes.
+class Dependents:
+    """Callbacks of those who must know when something of the session is released.
 
-    Nobody uses most of what a session has: a look at an empty map is all it costs then.
+    Nothing depends on most of what a session has: a look at an empty map is all it costs then.
     """
 
     def __init__(self) -> None:
-        self._users: dict[int, dict[int, Callable[[str], None]]] = {}
+        self._callbacks: dict[int, dict[int, Callable[[str], None]]] = {}
 
-    def add(self, thing: int, user: int, tell: Callable[[str], None]) -> None:
-        """Have `tell` called, with what it was, once `thing` goes."""
-        self._users.setdefault(thing, {})[user] = tell
+    def add(self, thing: int, dependent: int, on_release: Callable[[str], None]) -> None:
+        """Have `on_release` called, with the thing in words, once `thing` is released."""
+        self._callbacks.setdefault(thing, {})[dependent] = on_release
 
-    def remove(self, thing: int, user: int) -> None:
-        """That user is gone; again is harmless."""
-        users = self._users.get(thing)
-        if users is not None:
-            users.pop(user, None)
-            if not users:
-                del self._users[thing]
+    def remove(self, thing: int, dependent: int) -> None:
+        """Forget a dependent; one that is not known is ignored."""
+        callbacks = self._callbacks.get(thing)
+        if callbacks is not None:
+            callbacks.pop(dependent, None)
+            if not callbacks:
+                del self._callbacks[thing]
 
-    def gone(self, thing: int, what: str) -> None:
-        """It went."""
-        for tell in self._users.pop(thing, {}).values():
-            tell(what)
+    def released(self, thing: int, what: str) -> None:
+        """Call all dependents of a released thing, and forget them."""
+        for on_release in self._callbacks.pop(thing, {}).values():
+            on_release(what)
 
 
 class Ledger:
-    """The session's allocations and modules.
+    """A session's allocations and modules, and the bytes that all of it takes.
+
+    Args:
+        slice_bytes: The lease's bytes of the card.
+        allowance_bytes: What the card may take besides without being charged to the slice.
+        page_bytes: The card's page size.
 
     Attributes:
-        used_bytes: What was allocated, as asked for.
-        rounding_bytes: What the card takes of it besides; its keeper is the driver.
-        make_room: Called before the card takes more, with how much may stay that is only kept for later.
-        allocation_uses: Who must be told when an allocation is freed.
-        module_uses: The same of modules.
+        used_bytes: All live allocations, with the bytes asked for.
+        rounding_bytes: What the card takes beyond those; the driver knows, and SessionResources updates it.
+        make_room: Called before the card takes more, with how many bytes the driver may still keep for later.
+        allocation_dependents: Who must know when an allocation is freed, by its handle.
+        module_dependents: Who must know when a module is unloaded, by its number.
     """
 
     def __init__(self, slice_bytes: int, allowance_bytes: int = 0, page_bytes: int = 1) -> None:
         self.slice_bytes = slice_bytes
         self.used_bytes = 0
         self.rounding_bytes = 0
-        self.make_room: Callable[[int], None] = _no_room_needed
+        self.make_room: Callable[[int], None] = _keep_all
         self._allowance_bytes = allowance_bytes
         self._page_bytes = page_bytes
+        # Modules: bytes in pages of their own, in pages they share, and the most ever in shared pages.
         self._own_bytes = 0
         self._shared_bytes = 0
         self._most_shared_bytes = 0
+        # What the context keeps until its end: for kernels and their system calls, for streams, for graphs.
         self._kept_bytes = 0
         self._streams_bytes = 0
         self._graph_bytes = 0
         self._most_graph_bytes = 0
-        self.allocation_uses = Uses()
-        self.module_uses = Uses()
+        self.allocation_dependents = Dependents()
+        self.module_dependents = Dependents()
         self._allocations: dict[int, int] = {}
         self._modules: dict[int, LoadedModule] = {}
         self._image_bytes = 0
@@ -115,19 +119,19 @@ class Ledger:
 
     @property
     def charged_bytes(self) -> int:
-        """What is taken of the slice."""
+        """Bytes that count as taken of the slice."""
         return self.used_bytes + max(0, self._besides_bytes - self._allowance_bytes)
 
     @property
     def room_bytes(self) -> int:
-        """What may yet be taken besides allocations."""
+        """Bytes that may still be taken besides allocations; negative if too much is taken."""
         return self.slice_bytes + self._allowance_bytes - self.used_bytes - self._besides_bytes
 
     @property
     def _besides_bytes(self) -> int:
-        # Pages that modules share are charged at their most: one small module keeps a whole page from going back.
+        # Shared pages are charged at their most: one small module keeps a whole page from going back.
         modules_bytes = self._own_bytes + self._most_shared_bytes
-        # So is what graphs take: the driver keeps it for the next ones.
+        # Graphs are charged at their most, too: the driver keeps their memory for the next ones.
         graphs_bytes = -(-self._most_graph_bytes // self._page_bytes) * self._page_bytes
         return self.rounding_bytes + modules_bytes + self._kept_bytes + self._streams_bytes + graphs_bytes
 
@@ -154,11 +158,11 @@ class Ledger:
             )
 
     def spare_bytes_beside(self, size_bytes: int) -> int:
-        """What of the card may be kept unused while an allocation that was checked takes its pages."""
+        """Most bytes of the card that may stay cached while an allocation, checked before, takes its pages."""
         return self.room_bytes - size_bytes - -size_bytes % self._page_bytes
 
     def add_allocation(self, address: int, size_bytes: int) -> None:
-        """The driver gave this allocation."""
+        """Note an allocation that the driver gave."""
         self._allocations[address] = size_bytes
         self.used_bytes += size_bytes
 
@@ -176,12 +180,12 @@ class Ledger:
         self._size_of(handle)
 
     def remove_allocation(self, handle: int) -> None:
-        """The driver freed it."""
+        """Note that the driver freed an allocation, and call its dependents."""
         self.used_bytes -= self._allocations.pop(handle)
-        self.allocation_uses.gone(handle, f"the allocation {handle:#x}, which is freed")
+        self.allocation_dependents.released(handle, f"the allocation {handle:#x}, which is freed")
 
     def check_load(self, image_bytes: int) -> None:
-        """Raises Refused if one module more is one too many."""
+        """Raises Refused unless the session may load one more module, of an image of that size."""
         if len(self._modules) >= MAX_MODULES or self._image_bytes + image_bytes > MAX_IMAGE_BYTES:
             raise Refused(
                 Failure(
@@ -193,9 +197,9 @@ class Ledger:
             )
 
     def check_module(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
-        """Raises ImageRejected unless there is room for a module that takes so much of the card.
+        """Raises ImageRejected unless there is room for a module that takes so many bytes of the card.
 
-        What `make_room` raises, too.
+        Raises what `make_room` raises, too. The bytes are those of `Module`.
         """
         more_bytes = device_bytes - shared_bytes + max(0, kept_bytes - self._kept_bytes)
         more_bytes += max(0, self._shared_bytes + shared_bytes - self._most_shared_bytes)
@@ -208,7 +212,7 @@ class Ledger:
         self.make_room(self.room_bytes - more_bytes)
 
     def check_graph(self, device_bytes: int) -> None:
-        """Raises Refused unless there is room for a graph that takes so much of the card."""
+        """Raises Refused unless there is room for a graph that takes so many bytes of the card."""
         more_bytes = self._graph_bytes + device_bytes - self._most_graph_bytes
         if more_bytes > max(0, self.room_bytes):
             raise Refused(
@@ -221,38 +225,38 @@ class Ledger:
         self.make_room(self.room_bytes - max(0, more_bytes))
 
     def add_graph(self, device_bytes: int) -> None:
-        """The driver made it."""
+        """Note a graph that the driver made."""
         self._graph_bytes += device_bytes
         self._most_graph_bytes = max(self._most_graph_bytes, self._graph_bytes)
 
     def remove_graph(self, device_bytes: int) -> None:
-        """It is gone; what it took is there for the next one."""
+        """Note that a graph is gone; the driver keeps its bytes for the next one."""
         self._graph_bytes -= device_bytes
 
     @property
     def keeps_for_good(self) -> bool:
-        """Whether the context keeps something until its end: for streams, graphs, or kernels' local memory and heap."""
+        """Return whether the context keeps memory until its end, for streams, graphs, or kernels' memory and heap."""
         return bool(self._kept_bytes or self._streams_bytes or self._most_graph_bytes)
 
     def modules(self) -> list[tuple[int, Module]]:
-        """All that are loaded, with their numbers."""
+        """All loaded modules, each with its number."""
         return [(number, loaded.module) for number, loaded in self._modules.items()]
 
     def allocations(self) -> list[int]:
-        """All live allocations."""
+        """The handles of all live allocations."""
         return list(self._allocations)
 
     @property
     def kept_bytes(self) -> int:
-        """What the context keeps besides allocations and modules."""
+        """Bytes that the context keeps for kernels: their local memory, and the heap of their system calls."""
         return self._kept_bytes
 
-    def keep_again(self, kept_bytes: int) -> None:
-        """What was to be kept beyond that was not taken."""
+    def restore_kept(self, kept_bytes: int) -> None:
+        """Undo a charge: the context did not take what was charged beyond these bytes."""
         self._kept_bytes = kept_bytes
 
-    def keep(self, kept_bytes: int) -> None:
-        """Have the context keep so many bytes in all besides allocations and modules.
+    def charge_kept(self, kept_bytes: int) -> None:
+        """Charge what the context keeps for kernels, so many bytes in all.
 
         Raises DriverError if there is no room, and what `make_room` raises.
         """
@@ -267,8 +271,8 @@ class Ledger:
             self.make_room(self.room_bytes - more_bytes)
         self._kept_bytes = max(self._kept_bytes, kept_bytes)
 
-    def keep_streams(self, streams_bytes: int) -> None:
-        """Have the context keep so many bytes in all for streams: none goes back. Raises Refused."""
+    def charge_streams(self, streams_bytes: int) -> None:
+        """Charge what the context keeps for streams, so many bytes in all; none go back. Raises Refused."""
         more_bytes = streams_bytes - self._streams_bytes
         if more_bytes > max(0, self.room_bytes):
             raise Refused(
@@ -282,7 +286,7 @@ class Ledger:
         self._streams_bytes = max(self._streams_bytes, streams_bytes)
 
     def add_module(self, module: Module, image_bytes: int) -> int:
-        """A number for a loaded module."""
+        """Note a module that the driver loaded; returns its number."""
         self._own_bytes += module.device_bytes - module.shared_bytes
         self._shared_bytes += module.shared_bytes
         self._most_shared_bytes = max(self._most_shared_bytes, self._shared_bytes)
@@ -293,16 +297,16 @@ class Ledger:
         return self._last_module
 
     def module(self, number: int) -> Module:
-        """The module of that number. Raises Refused."""
+        """The loaded module of that number. Raises Refused."""
         loaded = self._modules.get(number)
         if loaded is None:
             raise invalid_handle(f"{number} is not a loaded module of this session")
         return loaded.module
 
     def remove_module(self, number: int) -> None:
-        """It was unloaded."""
+        """Note that the driver unloaded a module, and call its dependents."""
         loaded = self._modules.pop(number)
-        self.module_uses.gone(number, f"module {number}, which is unloaded")
+        self.module_dependents.released(number, f"module {number}, which is unloaded")
         self._image_bytes -= loaded.image_bytes
         self._own_bytes -= loaded.module.device_bytes - loaded.module.shared_bytes
         self._shared_bytes -= loaded.module.shared_bytes
@@ -314,46 +318,3 @@ class Ledger:
         if size_bytes is None:
             raise invalid_handle(f"{handle:#x} is not a live allocation of this session")
         return size_bytes
-
-
-# Plain integers, as in `taking`.
-_COPIES: Final = int(Counter.COPIES)
-_COPIED_BYTES: Final = int(Counter.COPIED_BYTES)
-
-
-@dataclass(slots=True, eq=False)
-class SessionResources:
-    """What a session has, for its desks.
-
-    Attributes:
-        count: Called when what the session holds has changed.
-        check_lease: The look at the lease, for whatever takes long; raises once it is over.
-        counters: The control page's.
-        may_have_grown: The context was made to do what can take memory of the card by itself; whoever looks resets it.
-    """
-
-    ledger: Ledger
-    context: Context
-    count: Callable[[], None]
-    check_lease: Callable[[], None]
-    counters: memoryview
-    may_have_grown: bool = False
-
-
-class Operations:
-    """Each public method that takes a frame does one operation and gives its reply.
-
-    They raise BodyError, Refused, DriverError, and what the look at the lease raises.
-    """
-
-    def __init__(self, holdings: SessionResources) -> None:
-        self._holdings = holdings
-        self._ledger = holdings.ledger
-        self._context = holdings.context
-        self._count = holdings.count
-        self._check_lease = holdings.check_lease
-        self._counters = holdings.counters
-
-    def _count_copy(self, size_bytes: int) -> None:
-        self._counters[_COPIES] += 1
-        self._counters[_COPIED_BYTES] += size_bytes

@@ -1,7 +1,7 @@
-"""A worker from its birth in the zygote to its end: open the context, say so, serve, and leave.
+"""A worker from its fork in the zygote to its exit: open the context, report that, serve, leave.
 
-One that is made ahead has no lease at first: it opens its context, rehearses, and waits to be told of one. It may serve
-another one behind it, once it is scrubbed.
+A warm worker has no lease at first: it opens its context, rehearses, and waits until the broker gives it a lease. Once
+it is scrubbed, it may serve another lease.
 """
 
 import contextlib
@@ -15,36 +15,41 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter, PageFds, WorkerPage
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import TO_WORKER, Failed, Faulted, Ready, Scrubbed, parse_message
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Context, Driver, DriverError, Opening
+from gpulease.daemon.host.heap import is_heap_wiped
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import set_name
 from gpulease.daemon.session.connection import spin_policy_of
 from gpulease.daemon.session.ledger import Ledger
+from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
-from gpulease.daemon.session.scrub import NotScrubbed, scrub
-from gpulease.daemon.session.server import LOOK_MS, OnceServer, Server
+from gpulease.daemon.session.server import LOOK_MS, Server, SubmitServer
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.opcodes import SubmitOption
 from gpulease.protocol.primitives import Tlv
 
 WARM_NAME = "gpul-warm"
-"""Of a worker without a lease, for ps(1)."""
+"""Process name, for ps(1), of a worker without a lease."""
 
 SUBMIT_NAME = "gpul-submit"
-"""Of a submit's."""
+"""Process name of a submit's worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scrubbed:
-    """What a worker goes on with after a lease that left nothing: its next control pages and the rest of its context.
+    """A worker after a lease that left nothing behind.
 
-    `held_bytes` is what its own books say that it still has.
+    Attributes:
+        page_fds: The control pages of the next lease.
+        opening: Makes the context anew, once the next lease's slice is known.
+        held_bytes: What the session's ledger still counts.
     """
 
     page_fds: PageFds
@@ -53,17 +58,17 @@ class _Scrubbed:
 
 
 def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
-    """Be the worker of one lease, in a process just forked and shut in; returns how to exit."""
+    """Be the worker of one lease, in a process just forked and sandboxed; returns how to exit."""
 
     def serve(page: WorkerPage) -> WorkerExit:
         served = _serve(spec, driver, channel, page, lambda: driver.open_context(spec.card_uuid, spec.size_bytes))
         return served if isinstance(served, WorkerExit) else WorkerExit.OK
 
-    return _begin(serve, page_fds)
+    return _run(serve, page_fds)
 
 
 def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
-    """Be a worker without a lease, and then that of one lease, in a process just forked; returns how to exit."""
+    """Be a warm worker, then the worker of one lease after the other, in a process just forked; returns how to exit."""
 
     def wait_and_serve(page: WorkerPage) -> WorkerExit:
         set_name(WARM_NAME)
@@ -78,13 +83,13 @@ def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds:
         _tell(channel, Ready())
         return _serve_leases(spec, driver, channel, page, opening)
 
-    return _begin(wait_and_serve, page_fds)
+    return _run(wait_and_serve, page_fds)
 
 
 def _serve_leases(
     spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, opening: Opening
 ) -> WorkerExit:
-    """Wait for a lease and be its worker; and for another, if nothing of that one is left."""
+    """Wait for a lease and be its worker; then for another, as long as each leaves nothing behind."""
     while True:
         lease = _await_lease(channel, page)
         if lease is None:
@@ -98,13 +103,13 @@ def _serve_leases(
         page.close()
         page, opening = WorkerPage(served.page_fds), served.opening
         close_all([*served.page_fds])
-        # What the lease's objects held is overwritten as they go, and they are cycles.
+        # The heap overwrites what it frees. The lease's objects are cycles, so only the collector frees them.
         gc.collect()
         page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
         _tell(channel, Scrubbed("", served.held_bytes))
 
 
-def _begin(serve: Callable[[WorkerPage], WorkerExit], page_fds: PageFds) -> WorkerExit:
+def _run(serve: Callable[[WorkerPage], WorkerExit], page_fds: PageFds) -> WorkerExit:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         page = WorkerPage(page_fds)
@@ -117,7 +122,7 @@ def _begin(serve: Callable[[WorkerPage], WorkerExit], page_fds: PageFds) -> Work
 
 
 def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
-    """Show that this process goes round until it is told of its lease; None if the broker is gone."""
+    """Wait for the broker to give this worker a lease, showing that it does not hang; None if the broker is gone."""
     channel.setblocking(False)
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -130,7 +135,7 @@ def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
         except ChannelClosed:
             return None
         close_all(fds)
-        # Otherwise the lease that this worker was to take is over, and the broker will kill it.
+        # Any other message says that the lease it was to take is over: the broker will kill this process.
         if isinstance(spec := parse_message(TO_WORKER, message), WorkerSpec):
             return spec
 
@@ -144,8 +149,8 @@ def _serve(
         _tell(channel, Failed(str(error)))
         return WorkerExit.NO_CONTEXT
     set_name(SUBMIT_NAME if spec.submit_of else f"gpul-{spec.lease_id:032x}")
-    patience = spin_policy_of(spec.waiting)
-    context.be_patient(spins=patience.spins_at_all, yields=patience.yields)
+    spin_policy = spin_policy_of(spec.waiting)
+    context.set_spinning(spins=spin_policy.spins_at_all, yields=spin_policy.yields)
     _tell(channel, Ready())
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())
@@ -154,13 +159,13 @@ def _serve(
             number = Tlv(SubmitOption.NUMBER, spec.submit_number.to_bytes(8, "big"))
             welcome = replace(welcome, options=(number, Tlv(SubmitOption.TYPED_VALUES, b"")))
             session = Session(spec.submit_of, context, ledger, page, spec.max_kernel_ms, is_submit=True)
-            OnceServer(channel, session, welcome).run()
+            SubmitServer(channel, session, welcome).run()
             return WorkerExit.OK
         session = Session(spec.lease_id, context, ledger, page, spec.max_kernel_ms, context.native())
-        server = Server(channel, session, welcome, is_shared=spec.is_shared, patience=patience)
+        server = Server(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)
         server.run()
     except MemoryError:
-        # What the operation was about is let go by now. Whether the session is whole, nobody knows.
+        # The operation's own memory is free again by now, but the session may be incomplete.
         _tell(channel, Faulted("its process found no memory on this host"))
         return WorkerExit.NO_MEMORY
     if server.next_pages is None:
@@ -174,6 +179,52 @@ def _serve(
 
 
 def _tell(channel: socket.socket, message: Message) -> None:
-    # If the broker is gone, the loop will see it too, and leave; or the next one will read it.
+    # If the broker is gone, the loop sees that too, and leaves; or the next broker reads the message.
     with contextlib.suppress(ChannelClosed, BlockingIOError):
         send_message(channel, message.to_map())
+
+
+# --- the scrub ---
+#
+# After a freed lease, release and overwrite all that it left, so that its context may serve another lease. Anything
+# that can't be undone ends the attempt: a fault, a kernel that goes on, memory that the driver keeps for good, a module
+# with variables, memory that something still has a view of. The broker then kills the worker, as it does any other.
+
+BUSY_S: Final = 0.1
+"""Time for which kernels may still run. The tenant has freed the lease, so as a rule none does."""
+
+_STDERR: Final = 2
+
+
+class NotScrubbed(Exception):
+    """Something of the lease is left, or may be left; the message says what."""
+
+
+def scrub(session: Session, context: Context, driver: Driver) -> Opening:
+    """Leave nothing of a session behind; returns the opening that makes its context anew. Raises NotScrubbed."""
+    if not is_heap_wiped():
+        raise NotScrubbed("this process does not overwrite what it frees")
+    if not _has_log_reader():
+        raise NotScrubbed("it has said more than is logged of one process: of the next lease nothing would be")
+    try:
+        session.release(_until(time.monotonic() + BUSY_S))
+        opening = driver.recycle(context)
+        session.release_memory()
+    except (DriverError, LeaseOver, BufferError) as error:
+        raise NotScrubbed(str(error) or type(error).__name__) from None
+    return opening
+
+
+def _has_log_reader() -> bool:
+    """Return whether a process reads this one's stderr: poll(2) gives POLLERR for a pipe without a reader (pipe(7))."""
+    poll = select.poll()
+    poll.register(_STDERR, 0)
+    return not any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _until(end_s: float) -> Callable[[], None]:
+    def poll() -> None:
+        if time.monotonic() > end_s:
+            raise DriverError(f"what it launched has not ended after {BUSY_S:g} s")
+
+    return poll

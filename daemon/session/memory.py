@@ -1,11 +1,11 @@
-"""A session's allocations, and copies to and from them whose bytes are on the wire.
+"""A session's allocations, and copies between them and the host: through the wire, or through the session's arena.
 
-The arena: host memory of a session's that its client maps too, so that copies need no bytes on the wire.
-
-One sealed memfd of a fixed size, made for the first client that asks and kept until the worker ends: its pages are
-made when they are first touched, and none can be cut off under a mapping. What is copied is pinned first, in extents as
-large as the copies that come: a pinned copy runs at the bus's speed, and pinning costs as much as copying once. Pinned
-pages are not given back before the worker ends, which is why the size is the bound of what a session can hold.
+The arena is host memory that the client maps too, so that copies through it need no bytes on the wire. It is one sealed
+memfd of a fixed size, made for the first client that asks, and it stays until the worker ends. The kernel makes its
+pages when they are first touched, and the seal keeps any process from cutting pages off under a mapping. The arena pins
+what is copied before the copy, in extents as large as the copies that come: a pinned copy runs at the bus's speed, and
+pinning costs as much as copying once. Pinned pages are not given back before the worker ends, so the arena's size
+bounds what a session can hold of the host's memory.
 """
 
 import mmap
@@ -15,8 +15,8 @@ from typing import Final
 
 from gpulease.daemon.contract.control_page import sealed_memory
 from gpulease.daemon.session.connection import PinnedBuffers
-from gpulease.daemon.session.ledger import Operations, SessionResources
-from gpulease.daemon.session.replies import empty, number
+from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.replies import empty, handle_reply
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.fastpath import (
     ARENA_COPY,
@@ -32,25 +32,25 @@ from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
 from gpulease.protocol.messages import ArenaCopy, Handle, MemAlloc, MemRead
 from gpulease.protocol.opcodes import Status
 
-PINNED_FROM_BYTES: Final = 64 << 10
-"""Replies with so much data or more are copied by the card where they are sent from."""
+MIN_PINNED_READ_BYTES: Final = 64 << 10
+"""For reads of this size or more, the card copies straight into the pinned memory that the reply is sent from."""
 
-PINNED_BYTES: Final = DATA_CHUNK_BYTES + 4096
-"""Of the memory for that: a reply of the advised size. Pinned memory stays, so what is larger goes another way."""
+PINNED_REPLY_BYTES: Final = DATA_CHUNK_BYTES + 4096
+"""Size of that memory: a reply of the advised size. It stays pinned, so larger replies use ordinary memory."""
 
 
 class MemoryOperations(Operations):
-    """See Operations.
+    """The MEM operations.
 
     Attributes:
-        slots: Pinned memory that large writes may be received into.
+        pinned_buffers: Pinned memory that connections may receive large writes into.
     """
 
-    def __init__(self, holdings: SessionResources) -> None:
-        super().__init__(holdings)
-        self._staging = bytearray()
-        self._pinned: memoryview | None = None
-        self.slots = PinnedBuffers(holdings.context)
+    def __init__(self, resources: SessionResources) -> None:
+        super().__init__(resources)
+        self.pinned_buffers = PinnedBuffers(resources.context)
+        self._reply = bytearray()
+        self._pinned_reply: memoryview | None = None
 
     def alloc(self, frame: Frame) -> bytes:
         """MEM_ALLOC."""
@@ -59,8 +59,8 @@ class MemoryOperations(Operations):
         ledger.check_alloc(size_bytes)
         address = self._context.mem_alloc(size_bytes, ledger.spare_bytes_beside(size_bytes), self._check_lease)
         ledger.add_allocation(address, size_bytes)
-        self._count()
-        return number(frame, address)
+        self._record_usage()
+        return handle_reply(frame, address)
 
     def free(self, frame: Frame) -> bytes:
         """MEM_FREE."""
@@ -68,7 +68,7 @@ class MemoryOperations(Operations):
         self._ledger.check_allocation(handle)
         self._context.mem_free(handle, self._check_lease)
         self._ledger.remove_allocation(handle)
-        self._count()
+        self._record_usage()
         return empty(frame)
 
     def write(self, frame: Frame) -> bytes:
@@ -76,26 +76,26 @@ class MemoryOperations(Operations):
         handle, offset, data = parse_mem_write(memoryview(frame.payload))
         address = self._ledger.locate(handle, offset, len(data))
         if data:
-            slot = self.slots.holding(data)
-            if slot is None:
+            pinned = self.pinned_buffers.buffer_of(data)
+            if pinned is None:
                 self._context.mem_write(address, data, self._check_lease)
             elif frame.flags:
-                slot.ticket = self._context.begin_write(address, data, self._check_lease)
+                pinned.ticket = self._context.begin_write(address, data, self._check_lease)
             else:
-                # Its answer is for all before it.
+                # The reply stands for this write and all before it.
                 self._context.write_pinned(address, data, self._check_lease)
         self._count_copy(len(data))
         return empty(frame)
 
     def read(self, frame: Frame) -> bytes | memoryview:
-        """MEM_READ. The reply is this desk's own memory, void at the next read."""
+        """MEM_READ. The reply is this object's own memory, void at the next read."""
         handle, offset, length = parse_fixed(MEM_READ, MemRead, memoryview(frame.payload))
         if length > MAX_DATA_BYTES:
             raise BodyError(f"{length} bytes in one MEM_READ; at most {MAX_DATA_BYTES} are allowed")
         address = self._ledger.locate(handle, offset, length)
         prefix = data_prefix(length, request_id=frame.request_id, session_id=frame.session_id)
-        is_pinned = PINNED_FROM_BYTES <= length <= DATA_CHUNK_BYTES
-        reply = self._room(len(prefix) + length, is_pinned=is_pinned)
+        is_pinned = MIN_PINNED_READ_BYTES <= length <= DATA_CHUNK_BYTES
+        reply = self._reply_memory(len(prefix) + length, is_pinned=is_pinned)
         reply[: len(prefix)] = prefix
         if is_pinned:
             self._context.read_pinned(address, reply[len(prefix) :], self._check_lease)
@@ -105,24 +105,23 @@ class MemoryOperations(Operations):
         return reply
 
     def close(self) -> None:
-        """Give the host back what was pinned; it is not any more."""
-        self.slots.close()
-        if self._pinned is not None:
-            self._pinned.release()
+        """Give the host back all memory that was pinned; the driver must have unpinned it."""
+        self.pinned_buffers.close()
+        if self._pinned_reply is not None:
+            self._pinned_reply.release()
             self._pinned_map.close()
-            self._pinned = None
+            self._pinned_reply = None
 
-    def _room(self, nbytes: int, *, is_pinned: bool) -> memoryview:
-        """This desk's memory for a reply."""
+    def _reply_memory(self, size_bytes: int, *, is_pinned: bool) -> memoryview:
         if is_pinned:
-            if self._pinned is None:
-                self._pinned_map = mmap.mmap(-1, PINNED_BYTES)
-                self._pinned = memoryview(self._pinned_map)
-                self._context.pin(self._pinned)
-            return self._pinned[:nbytes]
-        if len(self._staging) < nbytes:
-            self._staging = bytearray(nbytes)
-        return memoryview(self._staging)[:nbytes]
+            if self._pinned_reply is None:
+                self._pinned_map = mmap.mmap(-1, PINNED_REPLY_BYTES)
+                self._pinned_reply = memoryview(self._pinned_map)
+                self._context.pin(self._pinned_reply)
+            return self._pinned_reply[:size_bytes]
+        if len(self._reply) < size_bytes:
+            self._reply = bytearray(size_bytes)
+        return memoryview(self._reply)[:size_bytes]
 
 
 MAX_ARENA_BYTES: Final = 1 << 30
@@ -130,31 +129,30 @@ MAX_ARENA_BYTES: Final = 1 << 30
 the host's memory; pinned pages can't be swapped out."""
 
 GRANULE_BYTES: Final = 4 << 20
-"""What is pinned at a time at least. Stops a tenant from making the driver keep books on single pages."""
-
+"""Least memory pinned at a time. Stops a tenant from making the driver keep records of single pages."""
 
 MAX_EXTENT_BYTES: Final = 256 << 20
-"""What is pinned at a time at most: it takes 12 ms, between which the lease is looked at."""
+"""Most memory pinned at a time: it takes 12 ms, and the worker looks at the lease between two extents."""
 
-
-Pins = Callable[[memoryview], None]
-"""What pins memory: a context's `pin`."""
+Pin = Callable[[memoryview], None]
+"""Pins memory: a context's `pin`."""
 
 
 class Arena:
-    """The worker's side of it.
+    """The worker's side of a session's arena.
 
     Attributes:
-        fd: Its descriptor, to be given to clients.
-        size_bytes: Its size.
+        fd: The memfd, to be sent to clients.
+        size_bytes: Size of the arena, a multiple of GRANULE_BYTES.
     """
 
-    def __init__(self, wanted_bytes: int, pins: Pins) -> None:
-        """Raises OSError if the memory can't be had, or less than a granule is wanted."""
+    def __init__(self, wanted_bytes: int, pin: Pin) -> None:
+        """Raises OSError if the host has no memory for it, or less than a granule is wanted."""
         self.size_bytes = min(wanted_bytes, MAX_ARENA_BYTES) // GRANULE_BYTES * GRANULE_BYTES
         if not self.size_bytes:
             raise OSError(f"an arena of {wanted_bytes} bytes; the smallest has {GRANULE_BYTES}")
-        self._pin_memory = pins
+        self._pin_memory = pin
+        # By granule: where the pinned extent that holds it ends, 0 if the granule is not pinned.
         self._extent_ends = [0] * (self.size_bytes // GRANULE_BYTES)
         self.fd = sealed_memory("gpulease-arena", self.size_bytes)
         try:
@@ -165,15 +163,15 @@ class Arena:
             raise
 
     def close(self) -> None:
-        """Let go of it; only for one whose memory is not pinned."""
+        """Unmap and close the arena; the driver must have unpinned all of it."""
         self._view.release()
         self._map.close()
         os.close(self.fd)
 
     def pieces(self, offset: int, length: int, check_lease: Callable[[], None]) -> Iterable[memoryview]:
-        """Bytes of the arena, cut where the pinning is.
+        """Pin a range of the arena and return its bytes, cut where pinned extents end.
 
-        Raises BodyError if they are not all inside, and what `check_lease` raises while they are pinned.
+        Raises BodyError if the range is not inside the arena, and what `check_lease` raises between two extents.
         """
         end = offset + length
         if end > self.size_bytes:
@@ -190,7 +188,7 @@ class Arena:
             at = until
 
     def _pin(self, first: int, last: int, check_lease: Callable[[], None]) -> None:
-        """Pin each run of granules that is not, from `first` to before `last`."""
+        """Pin each run of granules that is not pinned, from `first` to before `last`."""
         ends = self._extent_ends
         while first < last:
             if ends[first]:
@@ -206,20 +204,20 @@ class Arena:
 
 
 class ArenaOperations(Operations):
-    """A session's copies between its allocations and its arena, once it has one; see Operations."""
+    """The ARENA operations: copies between a session's allocations and its arena."""
 
-    def __init__(self, holdings: SessionResources) -> None:
-        super().__init__(holdings)
+    def __init__(self, resources: SessionResources) -> None:
+        super().__init__(resources)
         self._arena: Arena | None = None
 
     def open(self, wanted_bytes: int) -> Arena:
-        """The arena, made for the first who asks. Raises OSError."""
+        """The session's arena, made at the first call. Raises OSError."""
         if self._arena is None:
             self._arena = Arena(wanted_bytes, self._context.pin)
         return self._arena
 
     def close(self) -> None:
-        """Let go of the arena; only if nothing was copied with it or it is not pinned any more."""
+        """Close the arena; the driver must have unpinned all of it."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -227,13 +225,14 @@ class ArenaOperations(Operations):
     def write(self, frame: Frame) -> bytes:
         """ARENA_WRITE.
 
-        A quiet one is only begun: a later copy in its stream with a reply, or a wait for the stream, waits for it too.
+        A quiet request only begins the copy. A later copy in its stream with a reply, or a wait for the stream, waits
+        for this copy too.
         """
         self._copy(frame, self._context.begin_write if frame.flags else self._context.write_pinned)
         return empty(frame)
 
     def read(self, frame: Frame) -> bytes:
-        """ARENA_READ; see `write`."""
+        """ARENA_READ; a quiet request only begins the copy, as in `write`."""
         self._copy(frame, self._context.begin_read if frame.flags else self._context.read_pinned)
         return empty(frame)
 
@@ -245,7 +244,10 @@ class ArenaOperations(Operations):
         self._count_copy(copied_bytes)
 
     def pieces(self, payload: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """The device addresses and the pinned memory of a copy; raises as `write` does, if need be at the first."""
+        """The device address and the pinned host memory of each piece of a copy; `payload` is an ArenaCopy.
+
+        Raises BodyError, Refused or LeaseOver, at the first piece or between two.
+        """
         handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, payload)
         if self._arena is None:
             raise BodyError("the session has no arena: ask for one in ATTACH", Status.UNSUPPORTED)

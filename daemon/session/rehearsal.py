@@ -1,9 +1,10 @@
-"""A session without a tenant, played in a worker that was made ahead: what is slow the first time is done before.
+"""The rehearsal of a warm worker: a session without a tenant, so that whatever is slow the first time is done before.
 
-The first compilation in a process has taken the driver of an H100 28 to 126 ms, by what of its compiler the host still
-had in memory, and the first run of any code in a process just forked copies the pages it writes to. So each kind of
-operation is done, by the code that does it for tenants: first by the session alone, then by a server that is handed a
-connection, with a ring and an arena. It is all released in the end: a lease finds nothing of it but the speed.
+The first compilation in a process took the driver of an H100 28 to 126 ms, depending on how much of its compiler the
+host still had in memory. The first run of any code in a process just forked copies the pages that it writes to. So the
+rehearsal does each kind of operation with the code that does it for tenants: first with a session alone, then with a
+server that is handed a connection with a ring and an arena. In the end it releases everything: a lease finds nothing
+of it but the speed.
 """
 
 import gc
@@ -37,10 +38,10 @@ from gpulease.protocol.messages import (
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 
 SLICE_BYTES: Final = 1 << 20
-"""What the driver is told that it may allocate."""
+"""The slice that the driver is given."""
 
 _COUNTED_BYTES: Final = 1 << 30
-"""What the ledger lets it take: the image is ours, so nothing has to be kept from taking more."""
+"""The slice that the ledger is given: the image is ours, so nothing has to be bounded."""
 
 _LEASE: Final = 1
 _BYTES: Final = 4096
@@ -48,7 +49,7 @@ _ARENA_BYTES: Final = 4 << 20
 _FAR_NS: Final = 1 << 62
 
 _ROUNDS: Final = 3
-"""How often it launches, waits and copies. The interpreter adapts code to what it sees twice (PEP 659)."""
+"""Rounds of a launch, a wait and copies: the interpreter specialises code that has run twice (PEP 659)."""
 
 _PTX: Final = b""".version 7.0
 .target sm_75
@@ -67,11 +68,11 @@ _PTX: Final = b""".version 7.0
 
 
 class RehearsalFailed(Exception):
-    """The context can't do what every lease will ask of it; the message says what and why."""
+    """The context can't do something that every lease needs; the message says what and why."""
 
 
 def rehearse(context: Context) -> None:
-    """Do each kind of operation on a page of its own, and release it all. Raises RehearsalFailed and DriverError."""
+    """Do each kind of operation on a control page made for it, and release all. Raises RehearsalFailed, DriverError."""
     broker_page = BrokerPage()
     page = WorkerPage(broker_page.fds)
     try:
@@ -83,12 +84,12 @@ def rehearse(context: Context) -> None:
         broker_page.close()
     # Sessions are cycles, and modules are unloaded with their last reference.
     gc.collect()
-    # What is left is there for good: the collector need not look at it again.
+    # What is left lives until the process ends: the collector need not look at it again.
     gc.freeze()
 
 
 class _Rehearsal:
-    """Requests as a tenant would send them."""
+    """Sends requests as a tenant would."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -96,7 +97,7 @@ class _Rehearsal:
         self._request_id = 0
 
     def run(self) -> None:
-        """Raises RehearsalFailed."""
+        """Send all requests. Raises RehearsalFailed."""
         buffer = parse_body(Handle, self._ask(Opcode.MEM_ALLOC, MemAlloc(_BYTES))).handle
         module = parse_body(ModuleLoaded, self._ask(Opcode.MODULE_LOAD, ModuleLoad(_PTX))).module
         for number in range(_ROUNDS):
@@ -135,7 +136,7 @@ class _Rehearsal:
         return build_frame(op, body, request_id=self._request_id, session_id=_LEASE, flags=flags)
 
     def _ask(self, op: Opcode, body: Any) -> memoryview:
-        """The payload of the reply."""
+        """Send a request; the payload of its reply. Raises RehearsalFailed."""
         self._reader.receive_data(self._frame(op, build_body(body)))
         reply = self._session.handle(cast(Frame, self._reader.next_frame()))
         answers = FrameReader(MAX_PAYLOAD_BYTES)

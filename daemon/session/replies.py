@@ -1,7 +1,4 @@
-"""Why a session did not do what it was asked: errors and ended leases as failures a tenant can read.
-
-A session's replies as frames.
-"""
+"""A session's replies: a success as a frame, an error or an ended lease as a failure that a tenant can act on."""
 
 from typing import Final
 
@@ -49,13 +46,13 @@ _DRIVER_STATUS: Final[dict[int, Status]] = {
 
 
 def refusal_of(status: Status, reason: str = "") -> Failure:
-    """Why every operation is refused from now on, by the control page's word and what the page says besides."""
+    """The failure that refuses every operation after the lease's end, with the broker's reason if it gave one."""
     message, hint = _REFUSAL_TEXT.get(status, ("the lease has ended", "Acquire a new lease."))
     return Failure(status, f"{message}: {reason}" if reason else message, hint=hint)
 
 
 def failure_of(error: Exception, op: int) -> Failure:
-    """What an operation's error was. Raises the error if it is none that an operation may end with."""
+    """The failure that reports an operation's error. Raises the error itself if no operation may end with it."""
     match error:
         case Refused():
             return error.failure
@@ -74,10 +71,10 @@ def failure_of(error: Exception, op: int) -> Failure:
 _REPLY: Final = int(Flag.REPLY)
 
 NO_NUMBER: Final = bytes(8)
-"""The request id that no request may have."""
+"""The request id that no request may have, as it travels."""
 
 _EMPTY_REPLIES: Final[dict[int, tuple[int, bytes, bytes]]] = {}
-"""By operation: a session, and its successful reply without a body before and behind the request id."""
+"""Empty successful replies by opcode: the session id, and the reply's bytes before and behind the request id."""
 
 
 _REFUSALS: Final = {status: build_body(refusal_of(status).to_body()) for status in REFUSALS}
@@ -85,7 +82,10 @@ _REFUSALS: Final = {status: build_body(refusal_of(status).to_body()) for status 
 
 
 class SyncPattern:
-    """What a session's SYNC and its successful reply look like but for the number, to know one without parsing it."""
+    """The bytes of a session's SYNC and of its successful reply around the request id.
+
+    With them a SYNC is recognised without being parsed.
+    """
 
     def __init__(self, session_id: int) -> None:
         request = build_frame(Opcode.SYNC, request_id=0, session_id=session_id)
@@ -95,11 +95,11 @@ class SyncPattern:
 
     @property
     def texts(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """What stands before and behind the number: of the SYNC, and of its reply."""
+        """The SYNC before and behind its request id, then its reply likewise."""
         return self._front, self._tail, self._reply_front, self._reply_tail
 
     def number(self, reader: FrameReader) -> bytes:
-        """The number of a SYNC at the front of what has arrived, as it travels; nothing if there is none."""
+        """The request id, as it travels, of a SYNC at the front of what has arrived; b"" if there is none."""
         start, stands_at = reader.start, reader.buffer.startswith
         if reader.end - start < HEADER_BYTES or not stands_at(self._front, start):
             return b""
@@ -108,26 +108,26 @@ class SyncPattern:
         )
 
     def reply(self, number: bytes) -> bytes:
-        """Its reply."""
+        """The successful reply to the SYNC with this request id."""
         return b"".join((self._reply_front, number, self._reply_tail))
 
 
 def done(frame: Frame, body: Body) -> bytes:
-    """The request succeeded with this body."""
+    """The reply to a request that succeeded with this body."""
     return build_frame(
         frame.op, build_body(body), request_id=frame.request_id, session_id=frame.session_id, flags=_REPLY
     )
 
 
-def number(frame: Frame, value: int) -> bytes:
-    """The request succeeded with a handle: the same as `done`, in a fraction of the time."""
+def handle_reply(frame: Frame, value: int) -> bytes:
+    """The reply to a request that succeeded with a handle: equal to `done`'s, in a fraction of the time."""
     return build_frame(
         frame.op, HANDLE.pack(value), request_id=frame.request_id, session_id=frame.session_id, flags=_REPLY
     )
 
 
 def empty(frame: Frame) -> bytes:
-    """The request succeeded and has nothing to say; no bytes at all if it was quiet."""
+    """The reply, without a body, to a request that succeeded; b"" if the request was quiet."""
     if frame.flags:
         return b""
     op, session_id = frame.op, frame.session_id
@@ -139,7 +139,7 @@ def empty(frame: Frame) -> bytes:
 
 
 def refused(frame: Frame, status: Status, reason: str) -> bytes:
-    """The lease is over; `reason` is what is said of that, if anything."""
+    """The reply to a request after the lease's end; `reason` is the broker's, or ""."""
     payload = None if reason else _REFUSALS.get(status)
     if payload is None:
         return failed(frame, refusal_of(status, reason))
@@ -149,5 +149,5 @@ def refused(frame: Frame, status: Status, reason: str) -> bytes:
 
 
 def failed(frame: Frame, failure: Failure) -> bytes:
-    """The request failed."""
+    """The reply to a request that failed."""
     return failure.to_frame(frame.op, request_id=frame.request_id, session_id=frame.session_id)

@@ -1,20 +1,18 @@
-"""The worker's loop: the broker's channel, and the tenant's connections it handed over.
+"""The worker's loops, which serve the broker's channel and the connections that the broker hands over.
 
-One thread, one poll(2). Between requests the worker sleeps in the kernel and costs nothing. While it waits inside the
-driver it looks at the control page; what it does not see in time, the broker ends with SIGKILL. It waits for no peer:
-one that does not read is left aside (see `backlog`).
+`Server` serves a lease's session in one thread with one poll(2). Between requests the worker sleeps in the kernel and
+costs nothing. While it waits inside the driver it looks at the control page; if it does not see the lease's end in
+time, the broker ends it with SIGKILL. It waits for no peer: a connection whose peer does not read is paused (see
+`SendBuffer`).
 
-The loop of a submit's worker: one connection, one run, and the end.
-
-Nothing of it is shared with the session beside it but the lease. It ends with its connection, whoever closes that, and
-with the broker's word; what it does not see in time, the broker ends with SIGKILL.
+`SubmitServer` serves a submit: one connection, one run, and the end. A submit shares nothing with the session beside
+it but the lease. It ends when its connection ends, whichever side closes it, or when the broker says so.
 """
 
 import contextlib
 import select
 import socket
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -35,12 +33,12 @@ from gpulease.daemon.contract.messages import (
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.session.connection import (
     ALONE_WAIT_NS,
-    DISTRUST_S,
+    NO_WAIT_S,
     SHARED_WAIT_NS,
-    UNREAD_BYTES,
-    Backlog,
+    UNSENT_BYTES,
     Connection,
     ConnectionLost,
+    SendBuffer,
     SpinPolicy,
     can_share,
     ring_for,
@@ -63,21 +61,26 @@ MAX_CONNECTIONS: Final = 16
 """Most connections of a SHARED session. Stops a tenant from filling its worker with descriptors."""
 
 BUFFERS_BYTES: Final = MAX_PAYLOAD_BYTES + (16 << 20)
-"""What a session's connections may hold together of frames that have not ended: one of the largest, and many small
-ones. Stops a lease of one byte from taking a gigabyte of the host's memory."""
+"""Most memory of incomplete frames that a session's connections may hold together: one of the largest frames, and many
+small ones. Stops a lease of one byte from taking a gigabyte of the host's memory."""
 
 LOOK_MS: Final = 5000
-"""How long the worker sleeps at most: it looks at connections with half a frame then, and shows that it goes round."""
+"""Longest sleep of the worker. After it the worker drops connections that kept half a frame for too long, and shows the
+broker that it does not hang."""
 
-READS_PER_TURN: Final = 16
-"""Buffers taken from one connection before the others and the broker get a turn."""
+READS_PER_ROUND: Final = 16
+"""Buffers received from one connection before the others and the broker are served."""
 
 _LAUNCH: Final = int(Opcode.LAUNCH)
 _SYNC: Final = int(Opcode.SYNC)
 
 
 class Server:
-    """Serves one session until the broker's channel closes, or until it is to be scrubbed, for `next_pages`."""
+    """Serves one session until the broker's channel closes, or until the broker has it scrubbed.
+
+    Attributes:
+        next_pages: The control pages for the next lease, if the session is to be scrubbed; else None.
+    """
 
     def __init__(
         self,
@@ -86,18 +89,19 @@ class Server:
         welcome: AttachReply,
         *,
         is_shared: bool,
-        patience: SpinPolicy | None = None,
+        spin_policy: SpinPolicy | None = None,
     ) -> None:
         self._channel = channel
         self._session = session
-        self._patience = patience or SpinPolicy()
+        self._spin_policy = spin_policy or SpinPolicy()
         self._welcome = welcome
         self._max_connections = MAX_CONNECTIONS if is_shared else 1
         self._connections: dict[int, Connection] = {}
-        self._unfinished: set[int] = set()
+        # Descriptors of connections that have more to serve.
+        self._ready: set[int] = set()
         self._poll = select.poll()
-        self._reported_lost = False
-        self._reported_left = True
+        self._has_reported_lost = False
+        self._has_reported_left = True
         self.next_pages: PageFds | None = None
 
     def run(self) -> None:
@@ -106,36 +110,38 @@ class Server:
         self._poll.register(self._channel, select.POLLIN)
         while True:
             self._session.look()
-            timeout_ms = self._look_after_ms()
+            timeout_ms = self._check_connections()
             for connection in self._connections.values():
-                is_aside = connection.backlog is not None
-                if connection.fd not in self._unfinished and not connection.wire.doze(for_room=is_aside):
-                    self._unfinished.add(connection.fd)
-            heard = {fd for fd, _ in self._poll.poll(0 if self._unfinished else timeout_ms)}
+                is_asleep = connection.fd not in self._ready and connection.wire.prepare_sleep(
+                    for_room=connection.is_paused
+                )
+                if not is_asleep:
+                    self._ready.add(connection.fd)
+            heard = {fd for fd, _ in self._poll.poll(0 if self._ready else timeout_ms)}
             for connection in self._connections.values():
-                connection.wire.rise(connection.fd in heard)
+                connection.wire.end_sleep(connection.fd in heard)
             if self._channel.fileno() in heard and not self._serve_broker():
                 return
-            heard |= self._unfinished
-            self._unfinished.clear()
+            heard |= self._ready
+            self._ready.clear()
             for fd in heard & self._connections.keys():
                 self._serve(self._connections[fd])
 
-    def _look_after_ms(self) -> int:
-        """How long to sleep at most; drops connections that have kept something here for too long."""
+    def _check_connections(self) -> int:
+        """Drop connections that have kept memory here for too long; how long to sleep at most, in ms."""
         now_s = time.monotonic()
         for connection in list(self._connections.values()):
             if (error := connection.overdue(now_s)) is not None:
                 self._drop(connection, error)
-            elif connection.backlog is None and 0 < connection.distrusted_until_s < now_s:
-                connection.distrusted_until_s = 0.0
-                self._share_waits()
-        self._drop_late_guests()
+            elif not connection.is_paused and 0 < connection.no_wait_until_s < now_s:
+                connection.no_wait_until_s = 0.0
+                self._set_waits()
+        self._drop_expired_guests()
         self._report_left()
         return self._session.watch.look_after_ms() or LOOK_MS
 
-    def _drop_late_guests(self) -> None:
-        """A connection whose token is over takes no other's place."""
+    def _drop_expired_guests(self) -> None:
+        """Drop connections whose token is over, so that they take no other connection's place."""
         for connection in list(self._connections.values()):
             if connection.guest is not None and not self._session.is_held_by(connection.guest):
                 over = refusal_of(Status.DENIED)
@@ -169,23 +175,13 @@ class Server:
 
     def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> None:
         sock.setblocking(False)
-        connection = Connection(sock, rest, self._session.slots, self._patience, guest)
-        # A peer that closed before this one came must not stand in its way: what it sent last is served, its end seen.
-        for earlier in list(self._connections.values()):
-            earlier.wire.rise(True)
-            self._serve(earlier)
-        self._drop_late_guests()
-        failure = self._session.refusal()
-        if failure is None and len(self._connections) >= self._max_connections:
-            failure = Failure(
-                Status.BUSY,
-                f"the session has {len(self._connections)} connections, the most its exclusivity class allows",
-                hint="Close the other connection first, or acquire the lease as SHARED.",
-            )
+        connection = Connection(sock, rest, self._session.pinned_buffers, self._spin_policy, guest)
+        self._drop_ended()
+        failure = self._admission_failure()
         if failure is not None:
-            # Before its peer hears it, who may try again at once.
+            # Before the peer hears it, who may try again at once.
             self._tell_of(guest, is_in=False)
-            with suppress(ConnectionLost):
+            with contextlib.suppress(ConnectionLost):
                 lease_id = self._session.lease_id
                 connection.wire.send(failure.to_frame(Opcode.ATTACH, request_id=request_id, session_id=lease_id), 0)
             connection.wire.close()
@@ -194,26 +190,47 @@ class Server:
             self._connections[connection.fd] = connection
             self._session.count_connections(len(self._connections))
             self._poll.register(sock, select.POLLIN)
-            self._share_waits()
-            self._welcome_in(connection, request_id, wanted)
+            self._set_waits()
+            self._send_attach_reply(connection, request_id, wanted)
         except ConnectionLost as error:
             self._drop(connection, error)
             self._tell_of(guest, is_in=False)
             return
         self._tell_of(guest, is_in=True)
         try:
-            self._session.streams.sit(connection.place)
+            self._session.streams.switch_to(connection.streams)
             self._serve_frames(connection)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
 
+    def _drop_ended(self) -> None:
+        """Serve what earlier peers sent before they closed, and drop them: they must not block a new connection."""
+        for connection in list(self._connections.values()):
+            connection.wire.end_sleep(True)
+            self._serve(connection)
+        self._drop_expired_guests()
+
+    def _admission_failure(self) -> Failure | None:
+        """The failure for a further connection; None if it may attach."""
+        failure = self._session.refusal()
+        if failure is None and len(self._connections) >= self._max_connections:
+            failure = Failure(
+                Status.BUSY,
+                f"the session has {len(self._connections)} connections, the most its exclusivity class allows",
+                hint="Close the other connection first, or acquire the lease as SHARED.",
+            )
+        return failure
+
     def _tell_of(self, guest: Guest | None, *, is_in: bool) -> None:
-        """Tell the broker of a socket that it handed over: a token that let nobody in may be used again."""
+        """Tell the broker whether a socket it handed over is attached: a token that let nobody in may be used again."""
         report(self._channel, Attached() if guest is None else Attached(guest.mark, is_in))
 
-    def _welcome_in(self, connection: Connection, request_id: int, wanted: Wanted) -> None:
-        """Answer its ATTACH, with a ring if it asks for one and there can be one; all that follows goes through it."""
-        ring, arena = ring_for(connection.sock, wanted, self._patience), self._arena_for(connection, wanted)
+    def _send_attach_reply(self, connection: Connection, request_id: int, wanted: Wanted) -> None:
+        """Reply to ATTACH, with the ring and the arena that the client asks for, where the session can give them.
+
+        After the reply, all bytes go through the ring if there is one. Raises ConnectionLost.
+        """
+        ring, arena = ring_for(connection.sock, wanted, self._spin_policy), self._arena_for(connection, wanted)
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
         options = (*given.to_options(), Tlv(SessionOption.PARAMETER_TYPES, b""))
         body = build_body(replace(self._welcome, options=options))
@@ -221,7 +238,7 @@ class Server:
         frame = build_frame(Opcode.ATTACH, body, **header)
         fds = [shared.fd for shared in (ring, arena) if shared is not None]
         try:
-            # Nothing was sent on this socket since its last reply was read: there is room.
+            # The socket has room: nothing was sent on it since the peer read the last reply.
             sent = socket.send_fds(connection.sock, [frame], fds, socket.MSG_NOSIGNAL)
         except OSError:
             sent = 0
@@ -235,9 +252,10 @@ class Server:
             connection.wire = ring
 
     def _arena_for(self, connection: Connection, wanted: Wanted) -> Arena | None:
-        """The session's arena, unless another connection has it: two clients would use the same bytes.
+        """The session's arena, if the client asks for it and may have it.
 
-        Nor is it a guest's: who had it before still maps it, and may be another tenant.
+        One connection at a time may: two clients would use the same bytes. A guest may not: the client that had the
+        arena before still maps it, and may be another tenant.
         """
         is_taken = connection.guest is not None or any(other.has_arena for other in self._connections.values())
         if not wanted.arena_bytes or is_taken or not can_share(connection.sock):
@@ -248,23 +266,23 @@ class Server:
             return None
 
     def _say_goodbye(self) -> None:
-        """Tell every connection why it will not be answered any more; the process is about to be killed."""
+        """Tell every peer why the session ends, and drop it: the process is about to be killed."""
         failure = self._session.refusal() or Failure(Status.SESSION_FAILED, "the session has ended")
         for connection in list(self._connections.values()):
             self._drop(connection, FramingError(failure.message, failure.status), failure)
 
-    # --- tenants ---
+    # --- requests ---
 
     def _serve(self, connection: Connection) -> None:
-        self._session.streams.sit(connection.place)
+        self._session.streams.switch_to(connection.streams)
         try:
-            if connection.backlog is not None:
-                self._catch_up(connection, connection.backlog)
-            for _ in range(READS_PER_TURN):
-                if connection.backlog is not None:
+            if connection.send_buffer is not None:
+                self._resume(connection, connection.send_buffer)
+            for _ in range(READS_PER_ROUND):
+                if connection.is_paused:
                     return
                 outcome = connection.serve_ring(self._session.serve_ring)
-                if outcome is Outcome.TURN:
+                if outcome is Outcome.QUANTUM_OVER:
                     break
                 if connection.reader.is_mid_frame and outcome is not None:
                     self._serve_frames(connection)
@@ -276,11 +294,12 @@ class Server:
                     self._serve_frames(connection)
                 else:
                     return
-            self._unfinished.add(connection.fd)
+            self._ready.add(connection.fd)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
 
     def _check_buffers(self) -> None:
+        """Raises FramingError if the connections' incomplete frames take too much memory together."""
         held = sum(len(connection.reader.buffer) for connection in self._connections.values())
         if held > BUFFERS_BYTES:
             raise FramingError(
@@ -289,21 +308,23 @@ class Server:
                 Status.BUSY,
             )
 
-    def _serve_guest(self, connection: Connection, guest: Guest) -> None:
-        """Serve what came on a connection that is bound to a token, each request behind a look at the token."""
-        with self._session.serving(guest):
-            while (frame := connection.intake.next_frame()) is not None:
-                reply = guest.refuse(frame) or self._session.handle(frame)
-                if reply is not None:
-                    connection.spins_left = self._patience.spins_per_reply
-                    if not self._send(connection, reply):
-                        break
-
     def _serve_frames(self, connection: Connection) -> None:
-        reader, session, intake = connection.reader, self._session, connection.intake
-        if connection.guest is not None:
+        """Do all requests that have arrived whole. Raises ConnectionLost or FramingError."""
+        if connection.guest is None:
+            self._serve_owner(connection)
+        else:
             self._serve_guest(connection, connection.guest)
-        while connection.guest is None and (reader.start != reader.end or intake.has_whole):
+        if connection.receive_buffer.is_mid_frame:
+            connection.received_at_s = time.monotonic()
+        if self._session.take_growth():
+            report(self._channel, MemoryGrew())
+        if self._session.lost is not None and not self._has_reported_lost:
+            self._has_reported_lost = report(self._channel, Faulted(self._session.lost.message))
+
+    def _serve_owner(self, connection: Connection) -> None:
+        """Do the requests of a connection of the lease's owner: launches and syncs without parsing, where possible."""
+        reader, session, receive_buffer = connection.reader, self._session, connection.receive_buffer
+        while reader.start != reader.end or receive_buffer.has_write:
             reply: bytes | memoryview | None = None
             op = reader.peek_op()
             if op == _LAUNCH:
@@ -312,77 +333,81 @@ class Server:
             if op == _SYNC:
                 reply = session.take_sync(reader)
             if reply is None:
-                frame = intake.next_frame()
+                frame = receive_buffer.next_frame()
                 if frame is None:
                     break
                 reply = session.handle(frame)
             if reply is not None:
-                connection.spins_left = self._patience.spins_per_reply
+                connection.spins_left = self._spin_policy.spins_per_reply
                 if not self._send(connection, reply):
                     break
-        if intake.is_mid_frame:
-            connection.heard_at_s = time.monotonic()
-        if session.take_growth():
-            report(self._channel, MemoryGrew())
-        if self._session.lost is not None and not self._reported_lost:
-            self._reported_lost = report(self._channel, Faulted(self._session.lost.message))
+
+    def _serve_guest(self, connection: Connection, guest: Guest) -> None:
+        """Do the requests of a connection that is bound to a token, each after a look at the token."""
+        with self._session.serving(guest):
+            while (frame := connection.receive_buffer.next_frame()) is not None:
+                reply = guest.refuse(frame) or self._session.handle(frame)
+                if reply is not None:
+                    connection.spins_left = self._spin_policy.spins_per_reply
+                    if not self._send(connection, reply):
+                        break
 
     def _report_left(self) -> None:
-        """Have the broker look at the page, once the last connection has gone."""
-        if not self._reported_left and not self._connections:
-            self._reported_left = report(self._channel, LastLeft())
+        """Have the broker look at the control page, once the last connection has gone."""
+        if not self._has_reported_left and not self._connections:
+            self._has_reported_left = report(self._channel, LastLeft())
 
     # --- replies ---
 
     def _send(self, connection: Connection, data: bytes | memoryview) -> bool:
-        """Whether all of it went. If not, the connection is left aside, and nothing more may be served of it now."""
+        """Send a reply; False if some of it is left, and the connection therefore paused. Raises ConnectionLost."""
         rest = connection.wire.send(data, connection.wait_ns)
         if rest is None:
             return True
-        connection.backlog = Backlog(rest)
-        connection.distrusted_until_s = time.monotonic() + DISTRUST_S
-        self._share_waits()
+        connection.send_buffer = SendBuffer(rest)
+        connection.no_wait_until_s = time.monotonic() + NO_WAIT_S
+        self._set_waits()
         self._poll.modify(connection.fd, connection.wire.events(for_room=True))
-        held = sum(len(other.backlog.rest) for other in self._connections.values() if other.backlog is not None)
-        if held > UNREAD_BYTES:
+        held = sum(len(other.send_buffer.unsent) for other in self._connections.values() if other.send_buffer)
+        if held > UNSENT_BYTES:
             raise ConnectionLost(f"the session's peers have left {held} bytes unread")
         return False
 
-    def _catch_up(self, connection: Connection, backlog: Backlog) -> None:
-        """Send on what its peer has not read; then what it asked meanwhile is served."""
-        rest = connection.wire.send(backlog.rest, 0)
+    def _resume(self, connection: Connection, send_buffer: SendBuffer) -> None:
+        """Send on what the peer has not read. Once all went, do what it asked meanwhile."""
+        rest = connection.wire.send(send_buffer.unsent, 0)
         if rest is not None:
-            backlog.keep(rest)
+            send_buffer.update(rest)
             return
-        connection.backlog = None
+        connection.send_buffer = None
         self._poll.modify(connection.fd, connection.wire.events(for_room=False))
-        self._share_waits()
+        self._set_waits()
         self._serve_frames(connection)
 
-    def _share_waits(self) -> None:
-        """How long each connection is waited for from now on; those that were left aside lately are not."""
+    def _set_waits(self) -> None:
+        """Set for how long replies to each connection wait for room; not at all shortly after a pause."""
         is_alone = len(self._connections) == 1
         for connection in self._connections.values():
-            is_trusted = not connection.distrusted_until_s
-            connection.wait_ns = ALONE_WAIT_NS if is_alone else SHARED_WAIT_NS if is_trusted else 0
+            may_wait = not connection.no_wait_until_s
+            connection.wait_ns = ALONE_WAIT_NS if is_alone else SHARED_WAIT_NS if may_wait else 0
 
     def _drop(self, connection: Connection, error: Exception, failure: Failure | None = None) -> None:
-        # Behind half a reply nothing can be said.
-        if isinstance(error, FramingError) and connection.backlog is None:
+        # No frame can follow half a reply.
+        if isinstance(error, FramingError) and not connection.is_paused:
             failure = failure or Failure(error.status, str(error))
-            connection.wire.say_last(failure.to_frame(Opcode.GOODBYE, request_id=0))
+            connection.wire.send_final(failure.to_frame(Opcode.GOODBYE, request_id=0))
         if self._connections.pop(connection.fd, None) is not None:
             self._poll.unregister(connection.fd)
-            self._session.streams.leave(connection.place)
-            self._share_waits()
+            self._session.streams.release(connection.streams)
+            self._set_waits()
             self._session.count_connections(len(self._connections))
-            self._reported_left = bool(self._connections)
-        connection.intake.close()
+            self._has_reported_left = bool(self._connections)
+        connection.receive_buffer.close()
         connection.wire.close()
 
 
 def report(channel: socket.socket, message: Message) -> bool:
-    """Tell the broker something it can do without; False if it has not read for so long that there is no room."""
+    """Send the broker a message it can do without; False if it is gone, or its socket is full."""
     try:
         send_message(channel, message.to_map())
     except (ChannelClosed, BlockingIOError):
@@ -403,22 +428,25 @@ def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
         return (Attach(0, b"", ring=False, arena_bytes=0) if error.op == Attach.OP else None), []
 
 
-HAND_OVER_S: Final = 10.0
-"""From ready to the connection. A broker that died in between hands over none, and the next one can't know that."""
+# --- submits ---
+
+HANDOVER_S: Final = 10.0
+"""Longest time from ready to the connection. A broker that dies in between hands over none, and the next broker can't
+know that."""
 
 _GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class PeerGone(Exception):
-    """Whoever asked has left, or must be left."""
+    """The client has left."""
 
 
-class BrokerSays(Exception):
-    """The lease, or the submit's time, is over."""
+class SubmitEnded(Exception):
+    """The broker has ended the submit: the lease, or the submit's time, is over."""
 
 
-class OnceServer:
-    """Serves one submit; `run` returns when it is over."""
+class SubmitServer:
+    """Serves one submit."""
 
     def __init__(self, channel: socket.socket, session: Session, welcome: AttachReply) -> None:
         self._channel = channel
@@ -426,13 +454,12 @@ class OnceServer:
         self._welcome = welcome
         self._guest: Guest | None = None
         self._reader = FrameReader(MAX_PAYLOAD_BYTES)
-        self._sock: socket.socket | None = None
 
     def run(self) -> None:
-        """Wait for the connection, serve it, end."""
+        """Wait for the connection and serve it; returns when the submit is over."""
         self._channel.setblocking(False)
         try:
-            self._sock = sock = self._await_connection()
+            sock = self._await_connection()
             if sock is not None:
                 with sock:
                     self._serve(sock)
@@ -440,7 +467,7 @@ class OnceServer:
             return
 
     def _await_connection(self) -> socket.socket | None:
-        until_s = time.monotonic() + HAND_OVER_S
+        until_s = time.monotonic() + HANDOVER_S
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         while (left_s := until_s - time.monotonic()) > 0:
@@ -473,8 +500,8 @@ class OnceServer:
             session_id=self._session.lease_id,
             flags=Flag.REPLY,
         )
-        # Nothing was sent on this socket since its last reply was read: there is room, or the peer is gone, which is
-        # seen at the next look.
+        # The socket has room: nothing was sent on it since the peer read the last reply. If the peer is gone, the next
+        # look finds that.
         with contextlib.suppress(OSError):
             sock.send(reply)
         return sock
@@ -497,10 +524,10 @@ class OnceServer:
                         self._send(sock, memoryview(reply))
                 if not submit.is_spent:
                     self._receive(sock)
-        except BrokerSays:
-            self._say_last(sock, self._session.refusal() or Failure(Status.SESSION_FAILED, "the submit was ended"))
+        except SubmitEnded:
+            self._send_goodbye(sock, self._session.refusal() or Failure(Status.SESSION_FAILED, "the submit was ended"))
         except FramingError as error:
-            self._say_last(sock, Failure(error.status, str(error)))
+            self._send_goodbye(sock, Failure(error.status, str(error)))
         except PeerGone:
             return
 
@@ -528,11 +555,14 @@ class OnceServer:
             except OSError:
                 raise PeerGone from None
 
-    def _wait(self, sock: socket.socket, for_what: int) -> None:
-        """Until the socket is ready. Raises BrokerSays or ChannelClosed."""
+    def _wait(self, sock: socket.socket, event: int) -> None:
+        """Wait for an event on the socket.
+
+        Raises SubmitEnded, ChannelClosed, or FramingError once the guest's token is over.
+        """
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
-        poll.register(sock, for_what)
+        poll.register(sock, event)
         while True:
             self._session.look()
             if self._guest is not None and not self._session.is_held_by(self._guest):
@@ -551,8 +581,8 @@ class OnceServer:
             return
         close_all(fds)
         if isinstance(message, EndSession):
-            raise BrokerSays
+            raise SubmitEnded
 
-    def _say_last(self, sock: socket.socket, failure: Failure) -> None:
+    def _send_goodbye(self, sock: socket.socket, failure: Failure) -> None:
         with contextlib.suppress(OSError):
             sock.send(failure.to_frame(Opcode.GOODBYE, request_id=0), socket.MSG_NOSIGNAL)

@@ -1,13 +1,14 @@
-"""A session's streams: which numbers a connection knows them by, and which one it has selected.
+"""A session's streams: the numbers that each connection knows its streams by, and the one it has selected.
 
-Each connection has a place of its own: its streams are nobody else's, and go with it. The context is told which stream
-is selected whenever that changes, so that launches and copies need not know of streams at all.
+Every connection has its own streams; they end with it. The context learns which stream is selected whenever that
+changes, so launches and copies need not know of streams at all.
 """
 
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.session.ledger import Operations, Refused, SessionResources, invalid_handle
+from gpulease.daemon.session.ledger import Refused, invalid_handle
+from gpulease.daemon.session.operations import Operations, SessionResources
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
@@ -18,15 +19,17 @@ from gpulease.protocol.messages import Handle, StreamWait
 from gpulease.protocol.opcodes import Status
 
 DEFAULT: Final = 0
-"""The stream that is always there, by its number on the wire and by the driver's."""
+"""The default stream's number, on the wire and in the driver. The stream always exists."""
 
 
-class Place:
-    """One connection's streams, and what its requests met.
+class ConnectionStreams:
+    """The streams of a connection.
 
     Attributes:
-        selected: The number of the one that launches and copies go into.
-        skipped_by: The failure for which a quiet request of the connection was skipped last, until it is told.
+        known: The driver's stream by the number on the wire.
+        selected: The number, on the wire, of the stream that launches and copies go into.
+        skipped_by: The failure for which the session last skipped a quiet request of this connection; None once it was
+            reported.
     """
 
     __slots__ = ("known", "selected", "skipped_by")
@@ -38,28 +41,28 @@ class Place:
 
 
 class StreamOperations(Operations):
-    """See Operations.
+    """The STREAM operations.
 
     Attributes:
-        place: The connection's that is served now.
+        current: The streams of the connection that is served now.
     """
 
-    def __init__(self, holdings: SessionResources) -> None:
-        super().__init__(holdings)
+    def __init__(self, resources: SessionResources) -> None:
+        super().__init__(resources)
         self._stream_count = 0
-        self._last = DEFAULT
-        self.place = Place()
+        self._last_number = DEFAULT
+        self.current = ConnectionStreams()
 
-    def sit(self, place: Place) -> None:
+    def switch_to(self, connection: ConnectionStreams) -> None:
         """Serve this connection from now on."""
-        if place is not self.place:
-            self.place = place
-            self._context.stream_select(place.known[place.selected])
+        if connection is not self.current:
+            self.current = connection
+            self._context.stream_select(connection.known[connection.selected])
 
-    def leave(self, place: Place) -> None:
-        """The connection is gone, and its streams with it."""
-        for number in [number for number in place.known if number != DEFAULT]:
-            self._let_go(place, number)
+    def release(self, connection: ConnectionStreams) -> None:
+        """Destroy all streams of a connection that has ended."""
+        for number in [number for number in connection.known if number != DEFAULT]:
+            self._destroy(connection, number)
 
     def create(self, frame: Frame) -> bytes:
         """STREAM_CREATE."""
@@ -73,14 +76,14 @@ class StreamOperations(Operations):
                     hint="Use fewer, and let go of those that are no longer needed.",
                 )
             )
-        self._ledger.keep_streams(self._context.streams_bytes(self._stream_count + 1))
-        self._count()
+        self._ledger.charge_streams(self._context.streams_bytes(self._stream_count + 1))
+        self._record_usage()
         stream = self._context.stream_create()
-        self._holdings.may_have_grown = True
+        self._resources.may_have_grown = True
         self._stream_count += 1
-        self._last += 1
-        self.place.known[self._last] = stream
-        return done(frame, Handle(self._last))
+        self._last_number += 1
+        self.current.known[self._last_number] = stream
+        return done(frame, Handle(self._last_number))
 
     def destroy(self, frame: Frame) -> bytes:
         """STREAM_DESTROY."""
@@ -88,19 +91,19 @@ class StreamOperations(Operations):
         self._stream(number)
         if number == DEFAULT:
             raise BodyError("the default stream is always there")
-        self._let_go(self.place, number)
+        self._destroy(self.current, number)
         return empty(frame)
 
     def select(self, frame: Frame) -> bytes:
         """STREAM_SELECT."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         stream = self._stream(number)
-        self.place.selected = number
+        self.current.selected = number
         self._context.stream_select(stream)
         return empty(frame)
 
     def select_anyway(self, frame: Frame) -> None:
-        """STREAM_SELECT where other requests would be skipped: one that is wrong changes nothing."""
+        """STREAM_SELECT where the session skips other requests; a wrong one changes nothing."""
         try:
             self.select(frame)
         except (BodyError, Refused):
@@ -120,15 +123,15 @@ class StreamOperations(Operations):
         return empty(frame)
 
     def _stream(self, number: int) -> int:
-        stream = self.place.known.get(number)
+        stream = self.current.known.get(number)
         if stream is None:
             raise invalid_handle(f"{number} is not a stream of this connection's")
         return stream
 
-    def _let_go(self, place: Place, number: int) -> None:
-        self._context.stream_destroy(place.known.pop(number))
+    def _destroy(self, connection: ConnectionStreams, number: int) -> None:
+        self._context.stream_destroy(connection.known.pop(number))
         self._stream_count -= 1
-        if place.selected == number:
-            place.selected = DEFAULT
-            if place is self.place:
+        if connection.selected == number:
+            connection.selected = DEFAULT
+            if connection is self.current:
                 self._context.stream_select(DEFAULT)

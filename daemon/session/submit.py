@@ -1,4 +1,4 @@
-"""What a submit does: its image, its buffers, one kernel, its outputs; in a context that nothing else is in."""
+"""A submit's run, alone in its context: load an image, fill buffers, launch one kernel, read the outputs."""
 
 import struct
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from typing import Final
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import DriverError, Module
 from gpulease.daemon.session.launches import Planner, launch_failed
-from gpulease.daemon.session.ledger import Operations, Refused, SessionResources
+from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.modules import ModuleOperations, parameter_types
-from gpulease.daemon.session.native.launch_fast_path import LeaseOver
+from gpulease.daemon.session.operations import LeaseOver, Operations, SessionResources
 from gpulease.daemon.session.replies import done
 from gpulease.protocol.codec import build_body, parse_body
 from gpulease.protocol.errors import BodyError
@@ -28,27 +28,24 @@ _ANSWERED: Final = frozenset({ArgumentKind.OUTPUT, ArgumentKind.INOUT})
 
 
 class SubmitOperations(Operations):
-    """See Operations.
+    """SUBMIT_RUN.
 
     Attributes:
-        is_spent: It has run, well or not: nothing more is done in this context.
-        is_peer_gone: Whether who waits for the outputs has left; looked at while something is waited for.
-        on_growth: Called when the context was made to do what can take memory of the card by itself.
+        is_spent: The submit has run, well or not: nothing more is done in this context.
+        is_peer_gone: Whether the client that waits for the outputs has left; asked during every wait.
+        on_growth: Called after the context did something for which the card may hold more memory.
     """
 
-    def __init__(
-        self, holdings: SessionResources, planner: Planner, modules: ModuleOperations, counters: memoryview
-    ) -> None:
-        super().__init__(holdings)
+    def __init__(self, resources: SessionResources, planner: Planner, modules: ModuleOperations) -> None:
+        super().__init__(resources)
         self.is_spent = False
         self.is_peer_gone: Callable[[], bool] = lambda: False
         self.on_growth: Callable[[], None] = lambda: None
         self._planner = planner
         self._modules = modules
-        self._counters = counters
 
     def run(self, frame: Frame) -> bytes:
-        """SUBMIT_RUN. What its kernel wrote is answered whole, or not at all."""
+        """SUBMIT_RUN. The reply holds all outputs; a failure holds none."""
         if frame.flags:
             raise BodyError("SUBMIT_RUN can't be quiet: its outputs are its reply")
         if self.is_spent:
@@ -58,34 +55,35 @@ class SubmitOperations(Operations):
         types = tuple(map(_type_of, body.arguments))
         body = replace(body, arguments=tuple(map(_untyped, body.arguments)))
         _check(body.arguments)
-        module, loaded = self._modules.take(body.image)
+        module, loaded = self._modules.load_image(body.image)
         self.on_growth()
         _check_types(body, types, loaded)
-        places = [self._place(argument) for argument in body.arguments]
-        self._launch(module, body, places, frame.request_id)
+        addresses = [self._buffer(argument) for argument in body.arguments]
+        self._launch(module, body, addresses, frame.request_id)
         self._wait()
         outputs = tuple(
-            self._read(place, _size(argument))
-            for argument, place in zip(body.arguments, places, strict=True)
+            self._read(address, _size(argument))
+            for argument, address in zip(body.arguments, addresses, strict=True)
             if argument.kind in _ANSWERED
         )
         return done(frame, SubmitDone(outputs))
 
     def _wait(self) -> None:
         try:
-            self._context.sync(self._look)
+            self._context.sync(self._poll)
         except DriverError:
             self._counters[Counter.SYNC_ERRORS] += 1
             raise
         self._counters[Counter.SYNCS] += 1
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
+        """Raises LeaseOver if the lease is over or the client has left."""
         self._check_lease()
         if self.is_peer_gone():
             raise LeaseOver
 
-    def _place(self, argument: SubmitArgument) -> int:
-        """A buffer for it on the card, with what is to be in it; 0 for a value, which is passed by itself."""
+    def _buffer(self, argument: SubmitArgument) -> int:
+        """The device address of an argument's buffer, filled with its data; 0 for a VALUE, which has no buffer."""
         if argument.kind == ArgumentKind.VALUE:
             return 0
         size_bytes, ledger = _size(argument), self._ledger
@@ -93,16 +91,19 @@ class SubmitOperations(Operations):
             ledger.check_alloc(size_bytes)
         except Refused as refused:
             raise Refused(replace(refused.failure, hint=_MORE)) from None
-        address = self._context.mem_alloc(size_bytes, ledger.spare_bytes_beside(size_bytes), self._look)
+        address = self._context.mem_alloc(size_bytes, ledger.spare_bytes_beside(size_bytes), self._poll)
         ledger.add_allocation(address, size_bytes)
-        self._count()
+        self._record_usage()
         if argument.kind in _FILLED:
-            self._context.mem_write(address, memoryview(argument.data), self._look)
+            self._context.mem_write(address, memoryview(argument.data), self._poll)
             self._count_copy(size_bytes)
         return address
 
-    def _launch(self, module: int, body: SubmitRun, places: list[int], tag: int) -> None:
-        packed = [_POINTER.pack(place) if place else a.data for a, place in zip(body.arguments, places, strict=True)]
+    def _launch(self, module: int, body: SubmitRun, addresses: list[int], tag: int) -> None:
+        packed = [
+            _POINTER.pack(address) if address else argument.data
+            for argument, address in zip(body.arguments, addresses, strict=True)
+        ]
         launch = Launch(
             module,
             body.kernel,
@@ -123,7 +124,7 @@ class SubmitOperations(Operations):
 
     def _read(self, address: int, size_bytes: int) -> bytes:
         into = bytearray(size_bytes)
-        self._context.mem_read(address, memoryview(into), self._look)
+        self._context.mem_read(address, memoryview(into), self._poll)
         self._count_copy(size_bytes)
         return bytes(into)
 
@@ -133,7 +134,7 @@ def _size(argument: SubmitArgument) -> int:
 
 
 def _type_of(argument: SubmitArgument) -> ParameterType:
-    """What its client says of it; of what is no value, that it is a pointer."""
+    """The type that the client gave a VALUE; a pointer for any other argument."""
     if argument.kind in _TYPED:
         return _TYPED[argument.kind]
     return ParameterType.UNTOLD if argument.kind == ArgumentKind.VALUE else ParameterType.POINTER
@@ -157,7 +158,7 @@ def _check_types(body: SubmitRun, types: tuple[ParameterType, ...], module: Modu
 
 
 def _check(arguments: tuple[SubmitArgument, ...]) -> None:
-    """Raises BodyError for what makes no sense, before anything is allocated for it."""
+    """Raises BodyError if the arguments make no sense, before anything is allocated for them."""
     passed_bytes = output_bytes = 0
     for index, argument in enumerate(arguments):
         if argument.kind not in _KINDS:

@@ -20,7 +20,7 @@ from helpers.session_rig import stream_of, told
 from .draws import Draws
 
 MAX_BYTES = 512
-SETTINGS = {"RING_LAYOUT": SMALL, "SPIN_NS": 1000, "TURN_NS": 1 << 40}
+SETTINGS = {"RING_LAYOUT": SMALL, "SPIN_NS": 1000, "QUANTUM_NS": 1 << 40}
 """A turn ends when there is nothing more: what two ways of serving did by some moment is not the same."""
 
 MAX_STEPS = 16

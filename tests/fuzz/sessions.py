@@ -210,7 +210,7 @@ def books(tenant: Tenant) -> tuple[Any, ...]:
     return (
         dict(ledger._allocations),
         set(ledger._modules),
-        dict(session.streams.place.known),
+        dict(session.streams.current.known),
         set(session._graphs._graphs),
         ledger.charged_bytes,
         dict(tenant.context._arena._sizes),
@@ -232,8 +232,8 @@ def check_books(tenant: Tenant) -> None:
     assert tenant.page.counter(Counter.ALLOCATED_BYTES) == ledger.charged_bytes
     assert tenant.page.counter(Counter.DOING) == 0
     streams_now = tenant.session.streams
-    assert streams_now._stream_count == len(streams_now.place.known) - 1 <= MAX_STREAMS
-    assert streams_now.place.selected in streams_now.place.known
+    assert streams_now._stream_count == len(streams_now.current.known) - 1 <= MAX_STREAMS
+    assert streams_now.current.selected in streams_now.current.known
 
 
 def _whole_frames() -> tuple[bytes, ...]:

@@ -26,7 +26,7 @@ from gpulease.daemon.drivers.interface import KernelFault
 from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.host.ipc import channel_pair, receive_message, send_message
 from gpulease.daemon.session.ledger import Ledger
-from gpulease.daemon.session.server import OnceServer
+from gpulease.daemon.session.server import SubmitServer
 from gpulease.daemon.session.session import Session
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import Permission
@@ -79,7 +79,7 @@ def play(draws: Draws) -> None:
     try:
         around = Around(draws, page, channel)
         session.around = around
-        OnceServer(workers_end, session, WELCOME).run()
+        SubmitServer(workers_end, session, WELCOME).run()
         around.check_end(session.submit.is_spent)
         check_books(context, ledger, page)
     finally:

@@ -71,7 +71,7 @@ def pair(*, is_native: bool) -> Iterator[Pair]:
             sock.setblocking(False)
             stack.callback(sock.close)
         server = Server(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False)
-        connection = Connection(far, b"", made.session.slots, SpinPolicy())
+        connection = Connection(far, b"", made.session.pinned_buffers, SpinPolicy())
         connection.wire = wire = RingWire(far, SpinPolicy())
         server._connections[connection.fd] = connection
         server._poll.register(far)

@@ -259,9 +259,9 @@ class ScriptedPeer:
     def _listen(self, talk: Conversation, ring: RingWire) -> None:
         reader = talk.connection.reader
         try:
-            if not ring.receive(reader) and ring.doze(for_room=False):
+            if not ring.receive(reader) and ring.prepare_sleep(for_room=False):
                 select.select([talk.sock], [], [])
-                ring.rise(True)
+                ring.end_sleep(True)
         except ConnectionLost:
             talk.connection.receive_eof()
 

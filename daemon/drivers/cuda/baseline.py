@@ -1,4 +1,4 @@
-"""What a program without gpulease would write, with pycuda alone, in the current context."""
+"""The benchmarks' baseline: a program without gpulease, with pycuda alone, in the current context."""
 
 import time
 from typing import Final
@@ -10,12 +10,12 @@ ALLOCATION_BYTES: Final = 1 << 20
 
 
 def alloc_and_free() -> None:
-    """CuMemAlloc and cuMemFree of 1 MiB."""
+    """Allocate and free 1 MiB: cuMemAlloc and cuMemFree."""
     cuda.mem_alloc(ALLOCATION_BYTES).free()
 
 
 def call_us(image: bytes, address: int, count: int, launches: int) -> float:
-    """Microseconds a call of `scale` when calls are issued back to back and then synchronised."""
+    """Microseconds for each call of `scale`, with the calls issued back to back and then synchronised."""
     module = cuda.module_from_buffer(image)
     function = module.get_function("scale")
     pointer, length, factor = np.uint64(address), np.uint32(count), np.float32(1)

@@ -1,9 +1,10 @@
-"""Machine code that the driver made of PTX, for who comes with the same PTX again: making it takes tens of ms.
+"""A cache of the machine code that the driver compiled from PTX: compiling takes tens of milliseconds.
 
-It is kept by one context, of one card, in its own process, and goes with it: whoever took that process over could
-change it for nobody but those who are served by it anyway. Where a context is used again its tenant's next lease finds
-it, though nothing of an earlier lease may be found there. So what is kept is masked with a key made of the PTX, and
-named by another hash of it: of use to whoever has the PTX, to the byte, and noise to all others.
+One context, of one card, keeps the cache in its own process, and it ends with that process. An attacker who takes the
+process over could change the code only for the tenants that this process serves anyway. A context may serve several
+leases, one after the other, and nothing of an earlier lease may be found there. So the code is masked with a key made
+of the PTX, and named by another hash of the PTX: only a tenant that has the PTX, byte for byte, can use the code; to
+any other it is noise.
 """
 
 import hashlib
@@ -14,17 +15,17 @@ from typing import Final
 import numpy as np
 
 MAX_IMAGES: Final = 16
-"""Kept at a time, the latest."""
+"""Most images kept at a time; the latest used stay."""
 
 MAX_KEPT_BYTES: Final = 8 << 20
-"""Of machine code. Stops a tenant from filling its worker's memory with images."""
+"""Most bytes of machine code kept. Stops a tenant from filling its worker's memory with images."""
 
 _NAME: Final = b"gpulease: the name of an image\0"
 _KEY: Final = b"gpulease: the key of an image\0"
 
 
 class Compiled:
-    """What was made of the latest images."""
+    """The machine code of the images used last."""
 
     def __init__(self) -> None:
         self._masked: OrderedDict[bytes, bytearray] = OrderedDict()
@@ -32,8 +33,8 @@ class Compiled:
         self._most_bytes = MAX_KEPT_BYTES
 
     def of(self, ptx: bytes, compile_anew: Callable[[bytes], bytes]) -> bytes:
-        """The machine code of an image; raises what `compile_anew` raises, of which nothing is kept."""
-        # Both are made of a hash, so that an image of many megabytes is read once.
+        """The machine code of an image. Raises what `compile_anew` raises, and keeps nothing then."""
+        # Name and key are hashes of one hash, so that an image of many megabytes is read once.
         digest = hashlib.sha256(ptx).digest()
         name = name_of(digest)
         masked = self._masked.get(name)
@@ -46,7 +47,7 @@ class Compiled:
         return code
 
     def close(self) -> None:
-        """Let go of all, and keep nothing more."""
+        """Drop all code, and keep none from now on."""
         self._masked.clear()
         self._most_bytes = self._kept_bytes = 0
 
@@ -59,14 +60,14 @@ class Compiled:
 
 
 def name_of(digest: bytes) -> bytes:
-    """What the code is known by of an image with that SHA-256."""
+    """The name of the code of the image with this SHA-256."""
     return hashlib.sha256(_NAME + digest).digest()
 
 
 def _mask(data: bytes | bytearray, digest: bytes) -> bytearray:
-    """The same bytes twice masked are themselves. SHAKE256 (FIPS 202) of an image's hash masks its one code alone."""
+    """XOR with SHAKE256 (FIPS 202) of the image's hash; twice gives the data again. The mask serves one code alone."""
     stream = bytearray(hashlib.shake_256(_KEY + digest).digest(len(data)))
-    # In its place: arrays of numpy's own are in memory that it keeps as it is.
+    # In place: numpy does not overwrite the memory of its own arrays when it frees them.
     masked = np.frombuffer(stream, np.uint8)
     np.bitwise_xor(masked, np.frombuffer(data, np.uint8), out=masked)
     return stream

@@ -1,12 +1,4 @@
-"""What buffers of the driver's own keep of a lease's copies and launches, overwritten with zeros.
-
-Copies of memory that is not pinned go through buffers of the driver's, in this process's memory; kernels' parameters
-and small copies go to the card with the commands, in another buffer. All of it stays there until others come, and
-kernels can read both. None of this is documented. On an H100 (driver 580.159) the copies here left nothing of
-either. What came with modules of less than some 100 KB they did not reach.
-
-One CUDA context, in the only thread that uses it.
-"""
+"""The CUDA context of a worker's process, which one thread uses, and its scrub between two leases."""
 
 import ctypes
 import os
@@ -19,7 +11,7 @@ from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.elf import Weight
-from gpulease.daemon.drivers.cuda.graphs import CudaGraph, Replays, device_bytes_of
+from gpulease.daemon.drivers.cuda.graphs import CudaGraph, PinnedBytes, device_bytes_of
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
 from gpulease.daemon.drivers.cuda.memory import (
     HEAP_BYTES,
@@ -38,6 +30,7 @@ from gpulease.daemon.drivers.interface import (
     AdmitGraph,
     Dim3,
     DriverError,
+    KernelFault,
     LaunchRejected,
     NativeLaunch,
     OutOfMemory,
@@ -51,78 +44,58 @@ from gpulease.daemon.drivers.interface import (
 )
 from gpulease.daemon.host.heap import is_heap_wiped
 
-STAGING_BYTES: Final = 2 << 20
-"""Of the driver's buffers for copies to the card, and from it: 2 MiB each were found."""
-
-SMALL_SIZES: Final = (*range(64, 1025, 64), 2048, 4096)
-"""Of copies from the card that go another way, each from the start of a buffer: those of up to 256 bytes were found to,
-those of 1024 not."""
-
-INLINE_BYTES: Final = 64 << 10
-"""Copies to the card of so many bytes, or fewer, go with the commands (CUDA driver API, "API synchronization
-behavior")."""
-
-INLINE_COPIES: Final = 96
-"""For half as much again as commands are written to in turn: 4 MiB were found."""
-
-# Made once: so much memory anew for each wash takes a process that overwrites what it frees a ms.
-_ZEROS: Final = memoryview(bytes(STAGING_BYTES))
-_SINK: Final = memoryview(bytearray(STAGING_BYTES))
-
-
-def wash(address: int, stream: Any) -> None:
-    """Fill them, by way of `STAGING_BYTES` of the card that are zero; the stream is to be waited for.
-
-    Raises cuda.Error.
-    """
-    cuda.memcpy_htod_async(address, _ZEROS, stream)
-    cuda.memcpy_dtoh_async(_SINK, address, stream)
-    for size_bytes in SMALL_SIZES:
-        cuda.memcpy_dtoh_async(_SINK[:size_bytes], address, stream)
-    for _ in range(INLINE_COPIES):
-        cuda.memcpy_htod_async(address, _ZEROS[:INLINE_BYTES], stream)
-
-
 SPIN_S: Final = 200e-6
-"""How long a sync asks the card again and again before it sleeps between two looks: most waits end in it."""
+"""Time for which a sync spins on the card before it sleeps between two looks: most waits end within it."""
 
 COPY_SPIN_BYTES_PER_S: Final = 10e9
-"""A pinned copy is asked after for as long as it would take at this rate, which any bus exceeds: a sleep is coarse
-beside it."""
+"""A wait spins on a pinned copy for as long as the copy would take at this rate, which any bus exceeds: a sleep would
+be coarse beside it."""
 
 MAX_AHEAD_OF_COPY: Final = 512
-"""Launches that may wait when a copy is queued behind them without a wait."""
+"""Most launches that may be queued when a copy is put behind them without a wait."""
 
 MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two looks at card and lease."""
 
 
-class CudaContext(Replays):
-    """See `gpulease.daemon.drivers.interface.Context`; `compiled`, what its images were made into, may outlive it."""
+class CudaContext:
+    """A `gpulease.daemon.drivers.interface.Context` on a CUDA card.
+
+    Attributes:
+        compiled: The machine code of its images, which may outlive it.
+    """
 
     page_bytes = PAGE_BYTES
 
     def __init__(self, context: Any, local: LocalMemory, stream: Any = None, compiled: Compiled | None = None) -> None:
-        super().__init__()
         self._context = context
         self._local = local
         self.compiled = Compiled() if compiled is None else compiled
         self._blocks = Blocks()
         self._streams = Streams(stream)
-        # The selected one: what a launch goes into is looked up as seldom as it changes.
+        # The selected stream, looked up only when the selection changes, not for each launch.
         self._stream = self._streams[0]
-        self._is_alone = True
-        self._can_begin = True
+        # Only stream 0 exists.
+        self._has_one_stream = True
+        # All memory given to `pin` is pinned, so copies may go on after their call has returned.
+        self._can_begin_copies = True
+        # A module was loaded whose kernels may have left something where no scrub reaches it.
         self._leaves_traces = False
-        self._wipes = is_heap_wiped()
+        self._wipes_memory = is_heap_wiped()
         self._markers: Markers | None = None
         self._launcher = Launcher(self._stream.handle)
         self._spin_s = SPIN_S
+        # Addresses given to `pin`, and bytes that replays of closed graphs may still read.
+        self._pinned: list[int] = []
+        self._retired: list[PinnedBytes] = []
+        # The fault that ended the context, and the name of the last kernel, to report with it; "" if not known.
+        self._fault: KernelFault | None = None
+        self._last_kernel = ""
         self._yields = False
 
     @classmethod
     def open(cls) -> "CudaContext":
-        """CuInit and a context on the one card this process sees. Raises DriverError."""
+        """Call cuInit and make a context on the one card that this process sees. Raises DriverError."""
         try:
             cuda.init()
             device = cuda.Device(0)
@@ -138,45 +111,45 @@ class CudaContext(Replays):
         except cuda.Error as error:
             raise DriverError(f"no CUDA context can be made: {error}") from None
 
-    def begin_again(self, compiled: Compiled | None = None) -> "CudaContext":
-        """The same context and stream with new books; all that was allocated and loaded must have been released."""
+    def renew(self, compiled: Compiled | None = None) -> "CudaContext":
+        """The card's context and stream with new records; all allocations and modules must have been released."""
         self.trim(0)
         return CudaContext(self._context, self._local, self._stream, compiled)
 
     def scrub(self) -> None:
-        """Unlock all memory that was pinned, and wash what the driver's buffers keep.
+        """Unpin all memory, and overwrite what the driver's buffers keep.
 
-        Raises DriverError for what stays in the driver's pages.
+        Raises DriverError if something stays in the driver's pages.
         """
         if self._leaves_traces:
             raise DriverError("a module had variables, or called functions of the driver's")
         if len(self._streams) > 1:
             raise DriverError("there were other streams")
         self.sync()
-        self.unlock()
+        self.unpin()
         address = self.mem_alloc(STAGING_BYTES)
-        self._call(wash, address, self._stream)
+        self._call(_scrub_driver_buffers, address, self._stream)
         self.sync()
         self.mem_free(address)
 
     @property
     def rounding_bytes(self) -> int:
-        """As the driver places allocations (see pages.py)."""
+        """Bytes that allocations take beyond their sizes, as the driver places them (memory.py)."""
         return self._blocks.rounding_bytes
 
     @property
     def cached_bytes(self) -> int:
-        """Freed blocks that are kept (see blocks.py)."""
+        """Bytes of freed blocks that are cached (memory.py)."""
         return self._blocks.cached_bytes
 
     def mem_alloc(self, size_bytes: int, spare_bytes: int = MAX_CACHED_BYTES, poll: Poll = keep_waiting) -> int:
-        """A kept block or a new one, zeroed either way, before what is put in any stream from now on.
+        """A cached block or a new one, zeroed either way before what is put in any stream from now on.
 
-        The driver zeroes what other processes had, not what this one had.
+        The driver zeroes memory that another process had, not memory that this one had.
         """
-        kept = self._blocks.take(size_bytes)
-        address = self._new_block(size_bytes, spare_bytes, poll) if kept is None else kept
-        for number in self._call(self._streams.zero, address, block_bytes(size_bytes), kept is not None):
+        cached = self._blocks.reuse(size_bytes)
+        address = self._new_block(size_bytes, spare_bytes, poll) if cached is None else cached
+        for number in self._call(self._streams.zero, address, block_bytes(size_bytes), cached is not None):
             self._mark(number)
         return address
 
@@ -186,7 +159,7 @@ class CudaContext(Replays):
             try:
                 allocation = cuda.mem_alloc(block_bytes(size_bytes))
             except cuda.MemoryError:
-                # What is kept may be all that is missing, or lie where one large piece would.
+                # The cached blocks may be all that is missing, or lie where one large piece would fit.
                 if not self.cached_bytes:
                     raise OutOfMemory(
                         f"the card can't give {size_bytes} bytes in one piece now",
@@ -200,69 +173,70 @@ class CudaContext(Replays):
                 return int(allocation)
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
-        """Keep the block; nothing waits.
+        """Cache the block; nothing waits.
 
-        Launches queued before may go on using it: whoever gets it next gets it by a memset behind all that any stream
-        holds now.
+        Launches queued before may go on using it: the next allocation that gets it has it zeroed behind all that any
+        stream holds now.
         """
-        if self._blocks.may_keep(address):
+        if self._blocks.may_cache(address):
             self._call(self._streams.reuse_behind_all)
-            self._blocks.give(address)
+            self._blocks.cache(address)
             return
         self.sync(poll)
-        self._blocks.give(address)
-        # By half, so that the wait for the card comes once for many frees.
+        self._blocks.cache(address)
+        # Drop half of them, so that many frees wait for the card once.
         self._drop(MAX_CACHED_BYTES // 2, MAX_CACHED_BLOCKS // 2)
 
     def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
-        """Give kept blocks back to the driver, those freed first before the others."""
+        """Give cached blocks back to the driver, the one freed first before the others."""
         if self._blocks.cached_bytes > most_bytes:
             self.sync(poll)
             self._drop(most_bytes, MAX_CACHED_BLOCKS)
 
     def _drop(self, most_bytes: int, most_blocks: int) -> None:
-        """To be called when nothing is under way: the driver's own wait for it can't be given up."""
+        """Free cached blocks. Nothing may be under way: the driver waits for it, and nobody can end that wait."""
         blocks, dropped = self._blocks, list[tuple[Any, int]]()
         while blocks.cached_bytes > most_bytes or blocks.cached_blocks > most_blocks:
             dropped.append(blocks.drop_oldest())
-        # The driver may give parts of their pages to others of this process as they are. Each free waits for all of it.
-        for allocation, size_bytes in dropped if self._wipes else ():
+        # The driver may hand parts of their pages to this process's next lease as they are, so they are zeroed first.
+        # Each free waits for all memsets.
+        for allocation, size_bytes in dropped if self._wipes_memory else ():
             self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._streams[0])
         for allocation, _ in dropped:
             self._call(allocation.free)
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
-        """From pageable memory the driver has taken the bytes when it returns ("API synchronization behavior")."""
-        # Waiting for the card is left to `_await`, which can give up; the driver's own wait for room can't.
+        """Copy pageable memory: the driver has taken the bytes when it returns ("API synchronization behavior")."""
+        # `_await` waits for the card first, because `poll` can end its wait; nobody can end the driver's.
         self._empty(poll)
         self._call(cuda.memcpy_htod_async, address, data, self._stream)
 
     def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
-        """Complete on return ("API synchronization behavior")."""
+        """Copy to pageable memory, complete on return ("API synchronization behavior")."""
         self._empty(poll)
-        # The stream is empty, so the copy starts at once; into pageable memory it is complete when the call returns.
+        # The stream is empty, so the copy starts at once.
         self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
 
     def pin(self, memory: memoryview) -> None:
-        """Lock its pages and tell the card of them (CUDA driver API, cuMemHostRegister).
+        """Lock the memory's pages and register them with the card (CUDA driver API, cuMemHostRegister).
 
-        Where the driver refuses, for want of memory say, copies are as right and as slow as from any other memory.
+        If the driver refuses, for lack of memory for example, copies are right, and as slow as from any other memory.
         """
         (error,) = api.cuMemHostRegister(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), 0)
-        # From memory that is not pinned the driver copies before it returns, and waits for the stream first.
-        self._can_begin = self._can_begin and not error
+        # Memory that is not pinned the driver copies before it returns, after it has waited for the stream.
+        self._can_begin_copies = self._can_begin_copies and not error
         if not error:
             self._pinned.append(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
 
     def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
-        """Queued behind what is queued, and waited for together with it."""
+        """Queue the copy behind what its stream holds, and wait for all of it."""
         self._make_room(poll)
         self._call(cuda.memcpy_htod_async, address, data, self._stream)
         self._await_copy(len(data), poll)
 
     def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
         """Queue it behind what is queued in its stream."""
-        if self._can_begin:
+        if self._can_begin_copies:
             self._make_room(poll)
             self._call(cuda.memcpy_htod_async, address, data, self._stream)
         else:
@@ -271,7 +245,7 @@ class CudaContext(Replays):
 
     def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
         """Queue it behind what is queued in its stream."""
-        if self._can_begin:
+        if self._can_begin_copies:
             self._make_room(poll)
             self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
         else:
@@ -279,10 +253,10 @@ class CudaContext(Replays):
         return self._ticket()
 
     def _make_room(self, poll: Poll) -> None:
-        """The driver lets some 1,000 calls wait, and blocks then where nobody can give up."""
-        if self._streams.is_full or (self._is_alone and self._launcher.state.launches > MAX_AHEAD_OF_COPY):
+        """Wait for a full stream: beyond some 1,000 calls the driver blocks, and nobody can end that wait."""
+        if self._streams.is_full or (self._has_one_stream and self._launcher.state.launches > MAX_AHEAD_OF_COPY):
             self._empty(poll)
-        self._streams.began()
+        self._streams.count_copy()
 
     def _ticket(self) -> Ticket:
         self._mark(self._streams.selected)
@@ -291,7 +265,7 @@ class CudaContext(Replays):
         return CopyTicket(event)
 
     def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
-        """Likewise."""
+        """Queue the copy behind what its stream holds, and wait for all of it."""
         self._make_room(poll)
         self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
         self._await_copy(len(into), poll)
@@ -305,58 +279,58 @@ class CudaContext(Replays):
         self._emptied()
 
     def _mark(self, number: int) -> None:
-        """Something that is no kernel was put in a stream."""
+        """Mark an operation, other than a kernel, that was put in a stream, if the context is watched."""
         if self._markers is not None:
             self._markers.make_room()
             self._call(self._markers.add_other, number, self._streams[number])
 
     def streams_bytes(self, count: int) -> int:
-        """See streams.py."""
+        """Bytes of the card for so many streams (streams.py)."""
         return streams_bytes(count)
 
     def stream_create(self) -> int:
-        """One that was used before, if there is one."""
+        """A stream that was destroyed before, if there is an empty one; else a new one."""
         number: int = self._call(self._streams.create)
-        self._is_alone = False
+        self._has_one_stream = False
         self._launcher.state.other_streams = len(self._streams) - 1
         self._mark(number)
         return number
 
     def stream_destroy(self, stream: int) -> None:
-        """Keep it for the next one that is wanted."""
+        """Keep the stream for a later `stream_create`."""
         self._streams.destroy(stream)
 
     def stream_select(self, stream: int) -> None:
-        """See the interface."""
+        """Select the stream for Python and for native code."""
         self._streams.selected = stream
         self._stream = self._streams[stream]
         self._launcher.state.stream = self._stream.handle
 
     def stream_wait(self, stream: int, other: int) -> None:
-        """By an event (CUDA driver API, cuStreamWaitEvent)."""
+        """Order the streams by an event (CUDA driver API, cuStreamWaitEvent)."""
         self._call(self._streams.wait, stream, other)
         self._mark(stream)
 
     def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
-        """See the interface."""
+        """Wait for what one stream holds."""
         self._await(self._streams[stream], poll)
         self._streams.emptied(stream)
-        if self._is_alone:
+        if self._has_one_stream:
             self._launcher.state.launches = 0
 
     def _empty(self, poll: Poll) -> None:
-        """Wait for the selected stream."""
+        """Wait for what the selected stream holds."""
         self._await(self._stream, poll)
         self._emptied()
 
     def _emptied(self) -> None:
-        """The selected stream holds nothing."""
+        """Note that the selected stream holds nothing."""
         self._streams.emptied(self._streams.selected)
-        if self._is_alone:
+        if self._has_one_stream:
             self._launcher.state.launches = 0
 
     def _await(self, stream: Any, poll: Poll) -> None:
-        """Spin for a bounded time, then sleep longer and longer between looks, so that a long kernel costs no core."""
+        """Wait for a stream. Spin for a while, then sleep longer and longer, so that a long kernel takes no core."""
         started = time.monotonic()
         is_done = stream.is_done
         while not self._call(is_done):
@@ -368,25 +342,25 @@ class CudaContext(Replays):
                 os.sched_yield()
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CudaModule:
-        """PTX or a cubin, weighed before the card sees it."""
+        """Load PTX or a cubin, weighed before the driver gets it."""
         if self._fault is not None:
             raise self._fault
-        return load_image(image, admit, self._local, self.compiled, self._weighed)
+        return load_image(image, admit, self._local, self.compiled, self._on_weighed)
 
     def forget_earlier(self) -> None:
-        """See the interface."""
+        """Drop the machine code of all images, and keep none from now on."""
         self.compiled.close()
 
-    def _weighed(self, weight: Weight) -> None:
+    def _on_weighed(self, weight: Weight) -> None:
         self._leaves_traces = self._leaves_traces or weight.leaves_traces
 
     def module_unload(self, module: Any, poll: Poll = keep_waiting) -> None:
-        """Once everything launched before has ended."""
+        """Unload the module once everything launched before has ended."""
         self.sync(poll)
         unload(module.loaded)
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
-        """Queue a launch: the parameter buffer goes to the driver as it is."""
+        """Queue a launch; the driver gets the parameter buffer as it is."""
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
         if self._markers is not None:
@@ -403,21 +377,21 @@ class CudaContext(Replays):
             self._call(self._markers.add_kernel, self._streams.selected, self._stream)
         self._last_kernel = kernel.name
 
-    def be_patient(self, *, spins: bool, yields: bool) -> None:
-        """See the interface."""
+    def set_spinning(self, *, spins: bool, yields: bool) -> None:
+        """Choose whether waits spin on the card, and whether they yield the core meanwhile."""
         self._spin_s = SPIN_S if spins else 0.0
         self._yields = yields
 
     def native(self) -> NativeLaunch:
-        """See the interface."""
+        """The functions of launch.ll. Their SYNC does not spin where waits yield: native code can't yield."""
         spin_s = 0.0 if self._yields else self._spin_s
-        return self._launcher.native(self._launched, int(spin_s * 1e9))
+        return self._launcher.native(self._on_launched, int(spin_s * 1e9))
 
-    def _launched(self, kernel: Any) -> None:
+    def _on_launched(self, kernel: Any) -> None:
         self._last_kernel = kernel.name
 
     def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> CudaGraph:
-        """CUDA graphs of a segment each."""
+        """Make one CUDA graph for each segment."""
         admit(device_bytes_of(steps))
         if self._retired:
             self.sync(poll)
@@ -426,8 +400,8 @@ class CudaContext(Replays):
         return CudaGraph(self, steps)
 
     def sync(self, poll: Poll = keep_waiting) -> None:
-        """One stream after the other; which ends first makes no difference."""
-        if self._is_alone:
+        """Wait for one stream after the other."""
+        if self._has_one_stream:
             self._empty(poll)
             return
         for number in range(len(self._streams)):
@@ -435,12 +409,137 @@ class CudaContext(Replays):
         self._launcher.state.launches = 0
 
     def watch(self, poll: Poll) -> None:
-        """Mark what goes into the streams with an event from now on."""
+        """Put an event behind each operation in a stream from now on."""
         self._markers = Markers(poll)
 
     def running(self) -> dict[int, int]:
-        """What the events say; after a fault nothing runs."""
+        """The running streams, by their events; none after a fault."""
         return {} if self._markers is None else self._markers.running()
 
     def close(self) -> None:
-        """Leave the context to the end of the process, which ends it whatever state it is in."""
+        """Do nothing: the end of the process ends the context, whatever state it is in."""
+
+    # --- for this context's graphs ---
+
+    @property
+    def is_watched(self) -> bool:
+        """Return whether the context must see each kernel's end."""
+        return self._markers is not None
+
+    @property
+    def stream(self) -> Any:
+        """The selected stream, as cuda-bindings takes it."""
+        return api.CUstream(self._stream.handle)
+
+    def replayed(self, tag: int, kernels: Sequence[str]) -> None:
+        """Note that a graph of these kernels was queued."""
+        self._launcher.state.launches += 1
+        self._launcher.state.tag = tag
+        self._last_kernel = kernels[0] if len(kernels) == 1 else ""
+
+    def retire(self, memory: PinnedBytes) -> None:
+        """Keep bytes that queued copies may still read, until the next graph is made."""
+        self._retired.append(memory)
+
+    def unpin(self) -> None:
+        """Unpin all memory; no queued copy may use it. Raises DriverError."""
+        while self._retired:
+            self._retired.pop().release()
+        while self._pinned:
+            (error,) = api.cuMemHostUnregister(self._pinned.pop())
+            if error:
+                raise self.failure(error)
+
+    def failure(self, error: Any) -> DriverError:
+        """The error of a failed call through cuda-bindings."""
+        _, text = api.cuGetErrorString(error)
+        return self._error(DriverError(f"the driver's call failed: {text.decode()}"))
+
+    # --- failed calls ---
+    #
+    # Errors are sticky (CUDA driver API, "Error handling"): after a kernel has faulted, every call of the context fails
+    # with the same error, and only the end of the process makes the card usable again. The driver does not say which
+    # launch it was.
+
+    def fault(self) -> KernelFault | None:
+        """The fault that an earlier call found. Asking the card takes microseconds; the next call finds it anyway."""
+        return self._fault
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except cuda.Error as error:
+            raise self._error(error) from None
+
+    def _error(self, error: Exception) -> DriverError:
+        """A failed call's error: the call's own, or the fault that ended the context."""
+        return DriverError(str(error)) if self._is_usable() else self._lost(error)
+
+    def _is_usable(self) -> bool:
+        """Return whether the context works: after a sticky error every call fails, after any other only one did."""
+        try:
+            self._stream.is_done()
+        except cuda.Error:
+            return False
+        return True
+
+    def _lost(self, error: Exception | str) -> KernelFault:
+        """The fault that ended the context, with the launch as precisely as CUDA lets us tell."""
+        if self._fault is None:
+            reason = str(error).rpartition("failed: ")[2]
+            launches = self._launcher.state.launches
+            which = "no launch was waiting for its end"
+            if launches == 1:
+                which = f"kernel {self._last_kernel}" if self._last_kernel else "a kernel of a graph"
+            elif launches:
+                last = self._last_kernel or "a graph's"
+                which = f"one of {launches} launches since the last sync, the last of them {last}"
+            self._fault = KernelFault(
+                f"{reason} ({which}); the context is lost",
+                tag=self._launcher.state.tag if launches == 1 else 0,
+                kernel=self._last_kernel if launches == 1 else "",
+                context_lost=True,
+                hint="Free the lease and acquire another; run the kernel under compute-sanitizer to find the access.",
+            )
+        return self._fault
+
+
+# --- scrubbing the driver's buffers ---
+#
+# Copies of memory that is not pinned go through buffers of the driver's in this process's memory. Kernels' parameters
+# and small copies go to the card with the commands, in another buffer. The bytes stay in all of these until others
+# come, and kernels can read both. None of this is documented. On an H100 (driver 580.159) the copies below left nothing
+# of either; they did not reach what came with modules of less than some 100 KB.
+
+STAGING_BYTES: Final = 2 << 20
+"""Size of the driver's buffers for copies to the card, and of those from it: 2 MiB each were found."""
+
+SMALL_SIZES: Final = (*range(64, 1025, 64), 2048, 4096)
+"""Sizes of copies from the card that go another way, each from the start of a buffer: those of up to 256 bytes were
+found to, those of 1024 not."""
+
+INLINE_BYTES: Final = 64 << 10
+"""Copies to the card of so many bytes, or fewer, go with the commands (CUDA driver API, "API synchronization
+behavior")."""
+
+INLINE_COPIES: Final = 96
+"""Copies that fill half as much again as the driver writes commands to in turn: 4 MiB were found."""
+
+# Made once: a process that overwrites what it frees takes a millisecond to make so much memory for each scrub.
+_ZEROS: Final = memoryview(bytes(STAGING_BYTES))
+_SINK: Final = memoryview(bytearray(STAGING_BYTES))
+
+
+def _scrub_driver_buffers(address: int, stream: Any) -> None:
+    """Overwrite the driver's buffers; the caller then waits for the stream. Raises cuda.Error.
+
+    Args:
+        address: `STAGING_BYTES` zero bytes of the card.
+        stream: The stream that the copies go into.
+    """
+    cuda.memcpy_htod_async(address, _ZEROS, stream)
+    cuda.memcpy_dtoh_async(_SINK, address, stream)
+    for size_bytes in SMALL_SIZES:
+        cuda.memcpy_dtoh_async(_SINK[:size_bytes], address, stream)
+    for _ in range(INLINE_COPIES):
+        cuda.memcpy_htod_async(address, _ZEROS[:INLINE_BYTES], stream)

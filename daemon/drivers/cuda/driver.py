@@ -1,6 +1,6 @@
-"""What libcuda opens once a process is shut in: as strace(1) showed it on an H100, driver 580, from cuInit on.
+"""The CUDA driver: its files and devices for the sandbox, and the one context of a worker's process.
 
-Making the one context of a worker's process.
+The files are those that strace(1) showed from cuInit on (H100, driver 580).
 """
 
 import importlib
@@ -16,12 +16,12 @@ from gpulease.daemon.drivers.interface import Context, DriverError, Opening
 from gpulease.daemon.sandbox.measures import Needs
 
 CACHE_VARIABLE: Final = "CUDA_CACHE_PATH"
-"""Where the driver keeps what it compiled, an operator's setting (CUDA C++ Programming Guide, "CUDA Environment
-Variables"). Without it nothing is kept: what one worker writes there the next one runs."""
+"""The operator's setting for the driver's cache of compiled code (CUDA C++ Programming Guide, "CUDA Environment
+Variables"). Without it there is no cache, because one worker runs what another wrote there."""
 
 MAX_PRIVATE_BYTES: Final = 16 << 30
-"""What a worker may take of the host's memory for itself: it has 130 MiB, and what its images' compilation takes.
-Stops an image that makes the compiler take all of the host's."""
+"""Most private host memory of a worker. It uses 130 MiB, and what the compilation of its images takes. Stops an image
+that makes the compiler take all of the host's memory."""
 
 _FILES: Final = (
     "/etc/ld.so.cache",
@@ -44,7 +44,7 @@ _LIBRARY_NAMES: Final = ("libcuda*.so*", "libnvidia*.so*")
 
 
 def paths_of_driver() -> Needs:
-    """Of libcuda, which must be mapped."""
+    """The paths and devices that libcuda opens; libcuda must be mapped into this process."""
     cache = os.environ.get(CACHE_VARIABLE)
     return Needs(
         readable=(*map(Path, _FILES), *_libraries(), *_cards()),
@@ -56,7 +56,7 @@ def paths_of_driver() -> Needs:
 
 
 def _libraries() -> Iterator[Path]:
-    """The driver's own, beside libcuda: the compiler of PTX is one, and is loaded with the first image."""
+    """The driver's libraries beside libcuda: the first image loads the PTX compiler, which is one of them."""
     with open("/proc/self/maps") as maps:
         mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libcuda.so" in line}
     for folder in {Path(path).parent for path in mapped}:
@@ -65,13 +65,13 @@ def _libraries() -> Iterator[Path]:
 
 
 def _cards() -> Iterator[Path]:
-    """The cards' folders below /sys: which node's memory is near them."""
+    """The cards' folders below /sys, which tell the memory node near each card."""
     if _CARDS.is_dir():
         yield from (_PCI / card.name.lower() for card in sorted(_CARDS.iterdir()))
 
 
 def _devices() -> Iterator[Path]:
-    """Their nodes, and the folder of those that MIG partitions are opened by."""
+    """The cards' device nodes, and the folder of the nodes that open MIG partitions."""
     yield from (node for node in sorted(Path("/dev").glob("nvidia*")) if node.is_char_device())
     yield Path("/dev/nvidia-caps")
 
@@ -82,7 +82,7 @@ class CudaDriver:
     name = "cuda"
 
     def preload(self) -> None:
-        """Import and compile; cuInit is left to the workers, because no initialised driver survives a fork."""
+        """Import and compile. Workers call cuInit themselves, because no initialised driver survives a fork."""
         try:
             for module in ("pycuda.driver", "cuda.bindings.driver"):
                 importlib.import_module(module)
@@ -94,32 +94,32 @@ class CudaDriver:
         launching_code()
 
     def needs(self) -> Needs:
-        """The driver's devices, libraries and files; none to be written unless the operator named a cache."""
+        """The driver's devices, libraries and files; none is writable unless the operator named a cache."""
         return paths_of_driver()
 
     def keep_for(self, owner: int) -> tuple[int, ...]:
-        """The driver opens its cache by its path."""
+        """No descriptors: the driver opens its cache by path."""
         return ()
 
     def open_context(self, card: str, slice_bytes: int) -> CudaContext:
-        """The context; this process sees that card and no other from here on. Raises DriverError."""
-        # Read by cuInit (CUDA C++ Programming Guide, "CUDA Environment Variables").
+        """Make the context; this process sees that card and no other from now on. Raises DriverError."""
+        # cuInit reads these variables (CUDA C++ Programming Guide, "CUDA Environment Variables").
         os.environ["CUDA_VISIBLE_DEVICES"] = card
-        # A listing of kernels must not load them (see images.py).
+        # Listing an image's kernels must not load them (images.py).
         os.environ["CUDA_MODULE_LOADING"] = "LAZY"
         if not os.environ.get(CACHE_VARIABLE):
             os.environ["CUDA_CACHE_DISABLE"] = "1"
         return CudaContext.open()
 
     def rewind(self, context: Context) -> Opening:
-        """The same context of the card, with new books. Raises DriverError if it is lost."""
-        return _begin_again(_checked(context))
+        """Keep the card's context, with new records. Raises DriverError if it is lost."""
+        return _renew(_checked(context))
 
     def recycle(self, context: Context) -> Opening:
-        """The same, its blocks overwritten before they went back; what it compiled is kept. Raises DriverError."""
+        """Keep the card's context, scrubbed, with new records and its compiled code. Raises DriverError."""
         ours = _checked(context)
         ours.scrub()
-        return _begin_again(ours, ours.compiled)
+        return _renew(ours, ours.compiled)
 
 
 def _checked(context: Context) -> CudaContext:
@@ -128,7 +128,7 @@ def _checked(context: Context) -> CudaContext:
     return context
 
 
-def _begin_again(context: CudaContext, compiled: Compiled | None = None) -> Opening:
+def _renew(context: CudaContext, compiled: Compiled | None = None) -> Opening:
     context.sync()
-    again = context.begin_again(compiled)
-    return lambda slice_bytes: again
+    renewed = context.renew(compiled)
+    return lambda slice_bytes: renewed

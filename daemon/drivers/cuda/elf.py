@@ -1,10 +1,11 @@
-"""What a cubin will take of the card, read from its ELF headers before the driver sees it (ELF-64, System V ABI).
+"""The weight of a cubin: what it will take of the card, read from its ELF headers before the driver gets it.
 
-Allocated sections are what is placed on the card: code, constants, and variables (.nv.global*), for which the file has
-no bytes. The headers' sizes of those have 32 bits only, whatever their variables sum up to (seen with ptxas 13.0), so
-the symbols in a section count too. Whatever a forged header hides shows in NVML's figure after the load.
+The format is ELF-64 (System V ABI). The driver places the allocated sections on the card: code, constants, and
+variables (.nv.global*), for which the file has no bytes. The headers give the variables' sizes in 32 bits only,
+whatever they sum up to (seen with ptxas 13.0), so the symbols in a section count too. Whatever a forged header hides
+shows in NVML's figure after the load.
 
-Symbols also tell managed variables, which are refused, and code tells which kernels need a cooperative launch.
+The symbols also tell managed variables, which are refused. The code tells which kernels need a cooperative launch.
 """
 
 import struct
@@ -18,17 +19,17 @@ from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES, SHARING_BYTES, whole
 from gpulease.daemon.drivers.interface import ImageRejected, managed_refused
 
 MAX_NAME_BYTES: Final = 32 << 10
-"""Of one symbol. Stops a file of symbols whose names never end from being searched to its end for each."""
+"""Longest name of a symbol. Stops a file of symbols whose names never end from being searched to its end for each."""
 
 MAX_ROWS: Final = 1 << 17
-"""Of one file's section headers, of its symbols, and of its calls. Stops a forged file of 64 MiB of them from costing a
-worker hundreds of MB. Real cubins have some tens of thousands at most."""
+"""Most section headers of one file, most symbols, and most calls. Stops a forged file with 64 MiB of them from costing
+a worker hundreds of MB. Real cubins have some tens of thousands at most."""
 
 MODULE_GRAIN_BYTES: Final = 64 << 10
-"""A module counts as a multiple of this: its small parts lie in pages shared with other modules, with gaps."""
+"""A module's small sections together are rounded up to this: they lie in pages shared with other modules, with gaps."""
 
 SECTION_GRAIN_BYTES: Final = 512
-"""The same for one small section."""
+"""Each small section is rounded up to this."""
 
 _HEADER: Final = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION: Final = struct.Struct("<IIQQQQIIQQ")
@@ -46,10 +47,11 @@ _FUNCTION: Final = 2
 _SECTION_SYMBOL: Final = 3
 _OBJECT: Final = 1
 _MANAGED: Final = 0x04
-"""In a variable's st_other: all in which cubins with and without `__managed__` differ (seen with nvcc 13.0)."""
+"""Bit in a variable's st_other: the only difference between cubins with and without `__managed__` (seen with nvcc
+13.0)."""
 
 _ENTRY: Final = 0x10
-"""In a kernel's st_other."""
+"""Bit in a kernel's st_other."""
 
 _ON_CHIP: Final = b".nv.shared"
 _FREE_OF_CHARGE: Final = frozenset({b"vprintf"})
@@ -57,14 +59,14 @@ _FREE_OF_CHARGE: Final = frozenset({b"vprintf"})
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a module takes.
+    """The weight of a module: what it takes of the card.
 
     Attributes:
-        device_bytes: Of the card, for as long as it is loaded.
+        device_bytes: Bytes of the card for as long as it is loaded.
         shared_bytes: How many of those lie in pages shared with other modules.
-        has_system_calls: Whether it calls functions of the driver's own that make the context grow.
-        leaves_traces: Whether kernels may leave something in what the driver keeps when it is unloaded: in variables,
-            or by the driver's own functions, in the heap or what is printed.
+        has_system_calls: It calls functions of the driver's own that make the context grow.
+        leaves_traces: Its kernels may leave something in memory that the driver keeps when the module is unloaded: in
+            variables, or through the driver's own functions in the heap or the print buffer.
         cooperative: The kernels that seem to synchronise their grid, so that only a cooperative launch can run them.
     """
 
@@ -77,7 +79,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """A section header's fields that matter here."""
+    """The fields of a section header that matter here."""
 
     name_at: int
     kind: int
@@ -89,7 +91,7 @@ class _Section:
 
 @dataclass(frozen=True, slots=True)
 class _Symbol:
-    """A symbol's fields; `names` is the section its name is in."""
+    """A symbol; `names` is the section that its name is in."""
 
     name_at: int
     kind: int
@@ -102,9 +104,11 @@ class _Symbol:
 
 @dataclass(slots=True)
 class _File:
-    """A cubin by its parts; `left_bytes` is how much of its sections' contents may yet be read.
+    """A cubin by its parts.
 
-    Sections of an honest file do not overlap. Many that do would have the same bytes read again and again.
+    Attributes:
+        left_bytes: How many bytes of its sections may still be read. Sections of an honest file do not overlap; many
+            overlapping ones would have the same bytes read again and again.
     """
 
     content: bytes
@@ -117,7 +121,7 @@ class _File:
         self.left_bytes = len(self.content)
 
     def read(self, section: _Section, row_bytes: int) -> memoryview:
-        """A section's whole rows."""
+        """The whole rows of a section. Raises ValueError."""
         end = section.start + section.size
         if end > len(self.content):
             raise ValueError("a section lies outside of the file")
@@ -127,16 +131,16 @@ class _File:
         return memoryview(self.content)[section.start : end - section.size % row_bytes]
 
     def text(self, strings: _Section, offset: int) -> bytes:
-        """A name."""
+        """A string of a string section. Raises ValueError."""
         start = strings.start + offset
         return self.content[start : self.content.index(b"\0", start, start + MAX_NAME_BYTES)]
 
     def name_of(self, symbol: _Symbol) -> bytes:
-        """A symbol's name."""
+        """The name of a symbol. Raises ValueError."""
         return self.text(symbol.names, symbol.name_at)
 
     def rows(self, row: struct.Struct, *kinds: int) -> Iterator[tuple[_Section, tuple[int, ...]]]:
-        """All rows of the sections of some kinds, in order, each with its section."""
+        """All rows of the sections of these kinds, in order, each with its section."""
         tables = [section for section in self.sections if section.kind in kinds]
         _check_count(sum(table.size // row.size for table in tables), "symbols or calls")
         for table in tables:
@@ -149,7 +153,7 @@ class _File:
             yield _Symbol(name_at, info & 0xF, other, index, value, size, self.sections[table.link])
 
     def kept_name_of(self, symbol: _Symbol) -> str:
-        """A symbol's name, counted against what may be read: names could share their bytes."""
+        """The name of a symbol, counted against `left_bytes`: forged names could share their bytes."""
         name = self.name_of(symbol)
         self.left_bytes -= len(name)
         if self.left_bytes < 0:
@@ -163,7 +167,7 @@ def _check_count(count: int, what: str) -> None:
 
 
 def weigh(cubin: bytes) -> Weight:
-    """What a cubin takes. Raises ImageRejected if its headers can't be followed, or for a managed variable."""
+    """Weigh a cubin. Raises ImageRejected if its headers can't be followed, or for a managed variable."""
     try:
         return _weigh(cubin, _open(cubin))
     except (struct.error, IndexError, ValueError) as error:
@@ -196,7 +200,7 @@ def _weigh(cubin: bytes, file: _File) -> Weight:
 
 
 def _share(size: int) -> int:
-    """What a small section takes of a page, in which as many of its size lie as fit whole."""
+    """A small section's bytes of a page that is filled with as many sections of its size as fit whole."""
     grains = -(-size // SECTION_GRAIN_BYTES) * SECTION_GRAIN_BYTES
     return PAGE_BYTES // (PAGE_BYTES // grains) if grains else 0
 
@@ -211,7 +215,7 @@ def _open(cubin: bytes) -> _File:
     if table_at + _SECTION.size > len(cubin):
         raise ValueError("the section headers lie outside of the file")
     if count == 0:
-        # More sections than the field can tell: the first one's size does.
+        # The field is too small for the number of sections: the first section's size holds it.
         count = _SECTION.unpack_from(cubin, table_at)[5]
     if table_at + count * _SECTION.size > len(cubin):
         raise ValueError(f"{count} sections in {len(cubin)} bytes")
@@ -225,34 +229,35 @@ def _open(cubin: bytes) -> _File:
 
 # --- Cooperative launches ----------------------------------------------------------------------------------------
 #
-# nvcc's grid synchronisation takes the address of the grid's barrier from %envreg1 and %envreg2, and traps if it is 0,
-# as it is in any but a cooperative launch. No attribute in the file says so. The machine code does: it reads the two
-# registers at fixed places of constant bank 0, and has an instruction that traps.
+# nvcc's grid synchronisation takes the address of the grid's barrier from %envreg1 and %envreg2. It traps if the
+# address is 0, as it is in any but a cooperative launch. No attribute in the file says so, but the machine code does:
+# it reads the two registers at fixed places of constant bank 0, and has an instruction that traps.
 #
 # Limit: a kernel that asks for the barrier (`is_valid()`) and traps for another reason, or behind its own check, is
-# found too. Of machine code made of PTX, the text tells them apart (drivers/cpu/translate/cooperative.py).
+# refused too. For machine code compiled from PTX, the text tells them apart (drivers/ptx/translate/cooperative.py).
 
 _ABI_OF_CUDA_13: Final = 8
 
 _ENVIRONMENT_AT: Final = ((100, 0x250), (90, 0x40), (0, 0x88))
-"""From which architecture on, %envreg0 lies where in constant bank 0 (seen with ptxas 13.0, sm_75 to sm_121)."""
+"""(architecture, address): from that architecture on, %envreg0 lies at that address in constant bank 0. Seen with ptxas
+13.0, sm_75 to sm_121."""
 
 _INSTRUCTION_BYTES: Final = 16
 _CONSTANT_FORMS: Final = (0x600, 0xA00)
-"""Bits 9 to 11 of an instruction one of whose operands is in a constant bank: bank and word in bits 40 to 58."""
+"""Bits 9 to 11 of an instruction with an operand in a constant bank; bits 40 to 58 hold its bank and word."""
 
 _UNIFORM_LOAD: Final = 0x7AC
-"""LDCU, since sm_100: bank and byte in bits 37 to 58."""
+"""LDCU, since sm_100; bits 37 to 58 hold its operand's bank and byte."""
 
 _TRAP: Final = 0x95C
 
 _MARKS: Final = 0xFFFFFFFC
-"""Callees from this on begin a part of .nv.callgraph: -1 calls, -2 functions whose address is taken, -3 functions that
-call through a pointer, -4 what such calls may reach."""
+"""A callee of this value or more begins a part of .nv.callgraph: -1 calls, -2 functions whose address is taken, -3
+functions that call through a pointer, -4 functions that such calls may reach."""
 
 
 def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
-    """The kernels that reach, in their own code and what they call, both a read of the grid's barrier and a trap."""
+    """The kernels whose code, with all that it calls, both reads the grid's barrier and can trap."""
     reads, traps = set[int](), set[int]()
     for index, section in enumerate(file.sections):
         if section.flags & _EXECUTABLE and section.kind == 1:
@@ -273,7 +278,7 @@ def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
 
 
 def _reads_grid_barrier(code: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]", architecture: int) -> bool:
-    """Whether an instruction has %envreg1 or %envreg2 as an operand. `code`: uint64, shape (instructions,)."""
+    """Return whether an instruction has %envreg1 or %envreg2 as an operand. `code`: uint64, shape (instructions,)."""
     at = next(at for since, at in _ENVIRONMENT_AT if architecture >= since)
     words, bytes_ = code >> np.uint64(40) & np.uint64(0x7FFFF), code >> np.uint64(37) & np.uint64(0x3FFFFF)
     is_uniform = code & np.uint64(0xFFF) == _UNIFORM_LOAD
@@ -283,7 +288,7 @@ def _reads_grid_barrier(code: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]"
 
 
 def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:
-    """By section of code, the sections of those who may call into it."""
+    """Map each section of code to the sections that may call into it."""
     callers: dict[int, set[int]] = {}
     addressed, calling = set[int](), set[int]()
     part, graph = 0, None
@@ -298,7 +303,7 @@ def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:
             calling.add(symbols[caller].section)
         else:
             callers.setdefault(symbols[callee].section, set()).add(symbols[caller].section)
-    # Behind a pointer may be any function whose address is taken; -1 stands for the pointer.
+    # A pointer may hold any function whose address is taken; -1 stands for all pointers.
     for section in addressed:
         callers.setdefault(section, set()).add(-1)
     callers[-1] = calling
@@ -306,7 +311,7 @@ def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:
 
 
 def _callers_of(sections: set[int], callers: dict[int, set[int]]) -> set[int]:
-    """The sections, and all that call into them directly or not."""
+    """The sections, and all sections that call into them, directly or not."""
     found, pending = set(sections), list(sections)
     while pending:
         fresh = callers.get(pending.pop(), set()) - found

@@ -1,13 +1,11 @@
 """Launch graphs as CUDA graphs (CUDA driver API, "Graph Management"), one for each segment.
 
-The nodes of a segment hang one behind the other, as their order is theirs. Other parameters go into the executable
-graph, which leaves launches that were queued before as they were (cuGraphExecKernelNodeSetParams). Destroyed in flight
-it runs to its end (cuGraphExecDestroy).
+The nodes of a segment hang one behind the other, because the steps' order is theirs. `bind` changes the executable
+graph, which leaves launches queued before as they were (cuGraphExecKernelNodeSetParams). A graph that is destroyed in
+flight runs to its end (cuGraphExecDestroy).
 
-A context that is watched must tell each kernel's end, which a graph does not show: there the steps are queued one by
-one.
-
-What a context knows of its launch graphs, and of memory that is locked for the card.
+A context that is watched must see each kernel's end, which a CUDA graph does not show. There the steps are queued one
+by one.
 """
 
 import ctypes
@@ -18,13 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cuda.bindings import driver as api
 
-from gpulease.daemon.drivers.cuda.faults import Faults
-from gpulease.daemon.drivers.cuda.streams import Markers
 from gpulease.daemon.drivers.interface import (
     SEGMENT_STEPS,
     CopyStep,
     DataStep,
-    DriverError,
     KernelStep,
     LaunchRejected,
     Poll,
@@ -36,56 +31,45 @@ if TYPE_CHECKING:
     from gpulease.daemon.drivers.cuda.context import CudaContext
 
 SEGMENT_BYTES: Final = 144 << 10
-"""What an executable graph takes of the card whatever is in it, from the driver's store, which keeps it when the graph
-goes. 123 KB were measured on an H100 (driver 580.159)."""
+"""Bytes of the card for an executable graph, whatever is in it. They come from the driver's store, which keeps them
+when the graph goes. 123 KB were measured on an H100 (driver 580.159)."""
 
 NODE_BYTES: Final = 3 << 10
-"""What a node of it takes besides its parameters: 2 KB were measured."""
+"""Bytes of the card for a node without its parameters: 2 KB were measured."""
 
 PARAMETERS_FACTOR: Final = 2
-"""Of a node's parameter bytes, so many times: 2.0 were measured. Over 1100 graphs of launches with 8 to 3080 bytes, and
-of copies, the sum of these was above what the card showed, by a seventh for launches."""
+"""Bytes of the card for each byte of a node's parameters: 2.0 were measured. Checked
+over 1100 graphs, of launches with 8 to 3080 parameter bytes and of copies: the sum of the three figures was above what
+the card showed, by a seventh for launches."""
 
 
 def device_bytes_of(steps: Sequence[Step]) -> int:
-    """What the graph of these takes of the card at most."""
+    """Most bytes of the card that the graph of these steps takes."""
     segments = -(-len(steps) // SEGMENT_STEPS)
     params = sum(len(step.params) for step in steps if isinstance(step, KernelStep))
     return segments * SEGMENT_BYTES + len(steps) * NODE_BYTES + PARAMETERS_FACTOR * params
 
 
-class PinnedBytes:
-    """Bytes that copies of a graph read, one behind the other, locked for the card."""
-
-    def __init__(self, parts: Sequence[bytes]) -> None:
-        data = b"".join(parts)
-        self._map = mmap.mmap(-1, len(data))
-        self._map[:] = data
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        # Where the driver refuses, the copies are as right, and slower.
-        (error,) = api.cuMemHostRegister(self.address, len(data), 0)
-        self._is_pinned = not error
-
-    def release(self) -> None:
-        """Unlock them: nothing that reads them is queued any more."""
-        if self._is_pinned:
-            api.cuMemHostUnregister(self.address)
-            self._is_pinned = False
-
-
 @dataclass(slots=True, eq=False)
 class _KernelNode:
-    """A kernel's node, and what its parameters are read from whenever the driver is told of them."""
+    """A kernel's node, and the memory that the driver reads when it is given the node's parameters.
+
+    Attributes:
+        node: The CUgraphNode.
+        node_params: The CUDA_KERNEL_NODE_PARAMS.
+        params: The parameter buffer.
+        pointers: The address of each parameter in that buffer.
+    """
 
     node: Any
-    given: Any
+    node_params: Any
     params: Any
     pointers: Any
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """One executable graph, the graph it was made of, and the launches in it by step."""
+    """An executable graph, the graph that it was made of, and its launches by step."""
 
     graph: Any
     launches: dict[int, _KernelNode] = field(default_factory=dict)
@@ -93,15 +77,15 @@ class _Segment:
 
 
 class CudaGraph:
-    """See `gpulease.daemon.drivers.interface.Graph`."""
+    """A `gpulease.daemon.drivers.interface.Graph` on a CUDA card."""
 
     def __init__(self, context: "CudaContext", steps: Sequence[Step]) -> None:
-        """Raises LaunchRejected for a launch that the driver does not take, or DriverError."""
+        """Raises LaunchRejected for a launch that the driver refuses, or DriverError."""
         self._context = context
         self._steps = list(steps)
         self.device_bytes = device_bytes_of(steps)
         self._kernels = [step.kernel.name for step in steps if isinstance(step, KernelStep)]
-        # Parameter buffers by step, where they are not those of the step.
+        # By step: the parameter buffer that `bind` gave it.
         self._bound: dict[int, bytes] = {}
         self._segments: list[_Segment] = []
         data = [step.data for step in steps if isinstance(step, DataStep)]
@@ -115,15 +99,15 @@ class CudaGraph:
             raise
 
     def bind(self, step: int, params: bytes) -> None:
-        """See Graph."""
+        """Change the parameters in the executable graph."""
         self._bound[step] = params
         segment = self._segments[step // SEGMENT_STEPS]
         launch = segment.launches[step]
         ctypes.memmove(launch.params, params, len(params))
-        self._check(api.cuGraphExecKernelNodeSetParams(segment.executable, launch.node, launch.given))
+        self._check(api.cuGraphExecKernelNodeSetParams(segment.executable, launch.node, launch.node_params))
 
     def replay(self, tag: int, poll: Poll) -> None:
-        """See Graph."""
+        """Queue one CUDA graph after the other; step by step if the context is watched."""
         if self._context.is_watched:
             self._replay_one_by_one(tag, poll)
             return
@@ -135,9 +119,9 @@ class CudaGraph:
         self._context.replayed(tag, self._kernels)
 
     def close(self) -> None:
-        """See Graph."""
+        """Destroy the CUDA graphs; the context keeps the bytes that queued copies may still read."""
         for segment in self._segments:
-            # What can fail here is a context that is lost, and all in it with it.
+            # This fails only in a context that is lost, and the graphs with it.
             if segment.executable is not None:
                 api.cuGraphExecDestroy(segment.executable)
             api.cuGraphDestroy(segment.graph)
@@ -162,7 +146,7 @@ class CudaGraph:
             else:
                 context.read_pinned(step.address, step.memory, poll)
 
-    # --- making ---
+    # --- construction ---
 
     def _add_segment(self, first: int, steps: Sequence[Step]) -> None:
         segment = _Segment(self._check(api.cuGraphCreate(0)))
@@ -180,22 +164,22 @@ class CudaGraph:
     def _add_kernel(self, graph: Any, before: list[Any], step: KernelStep) -> _KernelNode:
         params = ctypes.create_string_buffer(step.params, max(1, len(step.params)))
         start = ctypes.addressof(params)
-        places = [start + parameter.offset for parameter in step.kernel.parameters]
-        pointers = (ctypes.c_void_p * max(1, len(places)))(*places)
+        addresses = [start + parameter.offset for parameter in step.kernel.parameters]
+        pointers = (ctypes.c_void_p * max(1, len(addresses)))(*addresses)
         kernel: Any = step.kernel
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
-        given = api.CUDA_KERNEL_NODE_PARAMS()
-        given.func = api.CUfunction(kernel.function)
-        given.gridDimX, given.gridDimY, given.gridDimZ = step.grid
-        given.blockDimX, given.blockDimY, given.blockDimZ = step.block
-        given.sharedMemBytes = step.shared_bytes
-        given.kernelParams = ctypes.addressof(pointers) if places else 0
-        error, node = api.cuGraphAddKernelNode(graph, before, len(before), given)
+        node_params = api.CUDA_KERNEL_NODE_PARAMS()
+        node_params.func = api.CUfunction(kernel.function)
+        node_params.gridDimX, node_params.gridDimY, node_params.gridDimZ = step.grid
+        node_params.blockDimX, node_params.blockDimY, node_params.blockDimZ = step.block
+        node_params.sharedMemBytes = step.shared_bytes
+        node_params.kernelParams = ctypes.addressof(pointers) if addresses else 0
+        error, node = api.cuGraphAddKernelNode(graph, before, len(before), node_params)
         if error == api.CUresult.CUDA_ERROR_INVALID_VALUE:
             raise self._rejected(step, "invalid argument")
         self._check((error,))
-        return _KernelNode(node, given, params, pointers)
+        return _KernelNode(node, node_params, params, pointers)
 
     def _add_copy(self, graph: Any, before: list[Any], step: DataStep | CopyStep) -> Any:
         if isinstance(step, DataStep):
@@ -222,52 +206,26 @@ class CudaGraph:
         )
 
     def _check(self, answer: tuple[Any, ...]) -> Any:
-        """What a call of the driver gave; raises what went wrong."""
+        """The value that a call of the driver returned. Raises the call's error."""
         if answer[0]:
             raise self._context.failure(answer[0])
         return answer[1] if len(answer) > 1 else None
 
 
-class Replays(Faults):
-    """The part of a context that graphs need."""
+class PinnedBytes:
+    """The bytes that a graph's copies read, one after the other, in pinned memory."""
 
-    _markers: Markers | None
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        data = b"".join(parts)
+        self._map = mmap.mmap(-1, len(data))
+        self._map[:] = data
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        # If the driver refuses, the copies are right, and slower.
+        (error,) = api.cuMemHostRegister(self.address, len(data), 0)
+        self._is_pinned = not error
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._retired: list[PinnedBytes] = []
-        self._pinned: list[int] = []
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether each kernel's end must be seen."""
-        return self._markers is not None
-
-    @property
-    def stream(self) -> Any:
-        """Where launches go, as the driver's API takes it."""
-        return api.CUstream(self._stream.handle)
-
-    def replayed(self, tag: int, kernels: Sequence[str]) -> None:
-        """A graph of these was queued."""
-        self._launcher.state.launches += 1
-        self._launcher.state.tag = tag
-        self._last_kernel = kernels[0] if len(kernels) == 1 else ""
-
-    def retire(self, memory: PinnedBytes) -> None:
-        """Keep what copies that are queued may still read until the next graph is made."""
-        self._retired.append(memory)
-
-    def unlock(self) -> None:
-        """Let go of all memory that was locked for the card; nothing that is queued uses it. Raises DriverError."""
-        while self._retired:
-            self._retired.pop().release()
-        while self._pinned:
-            (error,) = api.cuMemHostUnregister(self._pinned.pop())
-            if error:
-                raise self.failure(error)
-
-    def failure(self, error: Any) -> DriverError:
-        """What a call of the driver's API failed with."""
-        _, text = api.cuGetErrorString(error)
-        return self._error(DriverError(f"the driver's call failed: {text.decode()}"))
+    def release(self) -> None:
+        """Unpin the memory; no copy that reads it may be queued any more."""
+        if self._is_pinned:
+            api.cuMemHostUnregister(self.address)
+            self._is_pinned = False

@@ -1,8 +1,8 @@
-"""PTX and cubins to modules whose kernels are known by name and parameters.
+"""Loading PTX and cubins as modules whose kernels are known by name and parameters.
 
-PTX is compiled once, by the driver's linker. The listing is read from the result as a library, which takes nothing
-of the card (cuLibraryEnumerateKernels, cuKernelGetParamInfo: CUDA driver API 12.4); then the same machine code is
-loaded as a module. cuda-bindings does it all: pycuda keeps the handles to itself that native code launches by.
+The driver's linker compiles PTX once. The kernels are listed from the machine code loaded as a library, which takes
+nothing of the card (cuLibraryEnumerateKernels, cuKernelGetParamInfo: CUDA driver API 12.4). Then the same code is
+loaded as a module. All calls go through cuda-bindings, because pycuda hides the handles that native code launches by.
 """
 
 import ctypes
@@ -20,22 +20,22 @@ from gpulease.daemon.drivers.interface import Admit, ImageRejected, Parameter, r
 from gpulease.daemon.drivers.ptx.translate.cooperative import confirm_by_text
 
 LOG_BYTES: Final = 64 << 10
-"""Of the compiler's log that are kept: it may have a line for every line of a hostile image."""
+"""Most bytes kept of the compiler's log, which may have a line for every line of a hostile image."""
 
 _ELF: Final = b"\x7fELF"
 _FATBINS: Final = (b"\x50\xed\x55\xba", b"\xb1\x43\x62\x46")
-"""How a fatbin and the wrapper that nvcc puts around one begin. They hold images that nothing here looks into."""
+"""First bytes of a fatbin, and of the wrapper that nvcc puts around one. Their images are not weighed, so refused."""
 
 _LINE: Final = re.compile(r"\bline (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class CudaKernel:
-    """One entry of a module.
+    """A kernel of a module.
 
     Attributes:
         function: Its CUfunction.
-        is_cooperative: Whether only a cooperative launch could run it; see `cooperative_refused`.
+        is_cooperative: Only a cooperative launch could run it; see `cooperative_refused`.
     """
 
     name: str
@@ -49,7 +49,11 @@ class CudaKernel:
 
 @dataclass(frozen=True, slots=True)
 class CudaModule:
-    """A loaded module; `loaded` is its CUmodule."""
+    """A loaded module.
+
+    Attributes:
+        loaded: Its CUmodule.
+    """
 
     kernels: Mapping[str, CudaKernel]
     device_bytes: int
@@ -63,7 +67,7 @@ def load_image(
 ) -> CudaModule:
     """Load PTX text or a cubin into the current context. Raises ImageRejected with the compiler's log.
 
-    `on_weighed` is told what it is before the driver has any of it, which may keep it though it refuses it.
+    Calls `on_weighed` before the driver gets any of the image: the driver may keep something of an image it refuses.
     """
     cubin = machine_code(image, compiled)
     weight = weigh(cubin)
@@ -86,7 +90,7 @@ def load_image(
 
 
 def machine_code(image: bytes, compiled: Compiled) -> bytes:
-    """An image as a cubin, which `weigh` has yet to look at. Raises ImageRejected."""
+    """An image as a cubin, not weighed yet. Raises ImageRejected."""
     if image.startswith(_ELF):
         return image
     if image.startswith(_FATBINS):
@@ -134,7 +138,7 @@ def _compile(ptx: bytes) -> bytes:
     error, link = api.cuLinkCreate(len(keys), keys, [log, LOG_BYTES])
     _check(error, log)
     try:
-        # The driver reads PTX to its NUL, whatever length is given.
+        # The driver reads PTX up to its NUL, whatever length it is given.
         text = ptx + b"\0"
         kind = api.CUjitInputType.CU_JIT_INPUT_PTX
         (error,) = api.cuLinkAddData(link, kind, text, len(text), b"module", 0, [], [])
@@ -171,7 +175,7 @@ def _parameters(kernel: Any) -> tuple[Parameter, ...]:
     parameters: list[Parameter] = []
     while True:
         error, offset, size = api.cuKernelGetParamInfo(kernel, len(parameters))
-        # The index one past the last parameter is the one way to learn their number.
+        # Only the error for the index behind the last parameter tells how many there are.
         if error == api.CUresult.CUDA_ERROR_INVALID_VALUE:
             return tuple(parameters)
         _check(error)

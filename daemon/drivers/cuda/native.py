@@ -1,4 +1,4 @@
-"""launch.ll: cuLaunchKernel and cuStreamQuery for native code, with what Python wants to know of them kept."""
+"""Python's side of launch.ll: cuLaunchKernel and cuStreamQuery for native code, and the counts that Python reads."""
 
 import ctypes
 from collections.abc import Callable
@@ -19,10 +19,14 @@ _LAUNCH: Final = ctypes.CFUNCTYPE(
 
 
 class LaunchState(ctypes.Structure):
-    """What native code launches with; launch.ll has these offsets too.
+    """A context's state as native code reads and writes it; launch.ll repeats the offsets, eight bytes a field.
 
-    `stream` is where launches go; `other_streams` how many more a wait for all must ask, which native code does not;
-    `launches` counts those since all had last ended, and `tag` is the last one's.
+    launch_kernel  Address of cuLaunchKernel.
+    stream_query   Address of cuStreamQuery.
+    stream         The CUstream that launches go into.
+    other_streams  How many other streams a wait for all must ask; native code asks none, and leaves that to Python.
+    launches       Launches since all were last known to have ended.
+    tag            The last launch's tag.
     """
 
     _fields_ = (
@@ -36,7 +40,14 @@ class LaunchState(ctypes.Structure):
 
 
 class LaunchRecord(ctypes.Structure):
-    """One kernel's launch but for its parameters; launch.ll has these offsets too."""
+    """A kernel's launch without its parameters; launch.ll repeats the offsets.
+
+    function      The CUfunction.
+    grid          Blocks in x, y, z.
+    block         Threads a block in x, y, z.
+    shared_bytes  Dynamic shared memory a block.
+    reserved      Unused.
+    """
 
     _fields_ = (
         ("function", ctypes.c_uint64),
@@ -49,29 +60,29 @@ class LaunchRecord(ctypes.Structure):
 
 @cache
 def launching_code() -> NativeCode:
-    """Its code, compiled once per process; starts no thread."""
+    """The code of launch.ll, compiled once per process; starts no thread."""
     return load_ir(files(cuda).joinpath("launch.ll").read_text("ascii"))
 
 
 def record_of(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes:
-    """A record's bytes. The wire's numbers are u32, as the driver's are."""
+    """The bytes of a LaunchRecord. All numbers fit: on the wire they are u32 too."""
     return bytes(LaunchRecord(kernel.function, grid, block, shared_bytes))
 
 
 def _native_record(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
-    """A record for native code; None for what `CudaContext.launch` refuses."""
+    """A record for native code; None for a launch that `CudaContext.launch` refuses."""
     return None if kernel.is_cooperative else record_of(kernel, grid, block, shared_bytes)
 
 
 class Launcher:
-    """Launches in the current context, for Python and for native code: both go the same way, and count in one place.
+    """Launches in the current context, for Python and for native code; both call launch.ll, which counts for both.
 
     Args:
         stream: The CUstream to launch in.
-        library: Where the driver API is found.
+        library: The driver API's library.
 
     Attributes:
-        state: What both know of it.
+        state: The state that both share.
     """
 
     def __init__(self, stream: int, library: str = LIBRARY) -> None:
@@ -81,27 +92,27 @@ class Launcher:
             stream_query=_address(self._driver.cuStreamQuery),
             stream=stream,
         )
-        self._state_at = ctypes.addressof(self.state)
+        self._state_address = ctypes.addressof(self.state)
         self._launch: Callable[[int, int, bytes, int, int], int] = _LAUNCH(launching_code().address("launch"))
-        # Of Python's last launch: the next one's are often the same.
+        # Python's last launch, and its record: the next launch often has the same shape.
         self._shape: tuple[int, Dim3, Dim3, int] | None = None
         self._record = LaunchRecord()
-        self._record_at = ctypes.addressof(self._record)
+        self._record_address = ctypes.addressof(self._record)
 
     def native(self, launched: Callable[[Kernel], None], spin_ns: int) -> NativeLaunch:
-        """See `Context.native`."""
+        """The functions for native code; the arguments are NativeLaunch's."""
         code = launching_code()
         launch, query = code.address("launch"), code.address("query")
-        return NativeLaunch(self._state_at, launch, query, spin_ns, _native_record, launched)
+        return NativeLaunch(self._state_address, launch, query, spin_ns, _native_record, launched)
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> int:
-        """Queue one; the CUresult, 0 if it was."""
+        """Queue a launch; the CUresult, 0 if it was queued."""
         shape = (kernel.function, grid, block, shared_bytes)
         if shape != self._shape:
             record = record_of(kernel, grid, block, shared_bytes)
-            ctypes.memmove(self._record_at, record, len(record))
+            ctypes.memmove(self._record_address, record, len(record))
             self._shape = shape
-        return self._launch(self._state_at, self._record_at, params, len(params), tag)
+        return self._launch(self._state_address, self._record_address, params, len(params), tag)
 
     def text_of(self, result: int) -> str:
         """A CUresult in words."""

@@ -1,14 +1,14 @@
-"""Events behind what is put in streams: how much has ended, told without a wait (CUDA driver API, cuEventQuery).
+"""A context's streams and the order between them, and events that tell how much of each has ended.
 
-There are fewer of them than the driver lets launches wait, so a launch never blocks inside the driver, where nobody
-could see how long the kernel before it has been running. Copies and waits for other streams are marked too: the time
-that a stream takes for them is no kernel's.
+Streams. Each is made not to synchronise with the driver's own default stream (CUDA driver API, cuStreamCreate,
+CU_STREAM_NON_BLOCKING). So streams have no order but their own and what `Streams` asks for. A destroyed stream is kept
+for the next one that is wanted. What it still holds then runs before the new user's work, which no rule forbids, and
+every wait covers it.
 
-The context's streams, and the order between them.
-
-All are made not to synchronise with the driver's own default stream (CUDA driver API, cuStreamCreate,
-CU_STREAM_NON_BLOCKING), so none has an order but its own and what is asked for here. A stream that is let go of is kept
-for the next one that is wanted: what it holds then comes first there, which no rule forbids, and is waited for as ever.
+Markers. An event behind each operation in a stream tells without a wait how much has ended (CUDA driver API,
+cuEventQuery). `Markers` allows fewer operations in flight than the driver does, so a launch never blocks inside the
+driver: there nobody could see for how long the kernel before it has been running. Copies and waits for other
+streams are marked too: the time that a stream takes for them is no kernel's.
 """
 
 import time
@@ -21,14 +21,149 @@ from gpulease.daemon.drivers.cuda.memory import whole_pages
 from gpulease.daemon.drivers.interface import Poll
 from gpulease.protocol.limits import MAX_STREAMS
 
+MAX_BEGUN_COPIES: Final = 256
+"""Most copies put in a stream without waiting for it. The driver blocks at about 1024 operations, where nobody could
+end the wait."""
+
+STREAM_BYTES: Final = 512 << 10
+"""Bytes that the driver takes of the card for a stream, in pages that it keeps. Measured on an H100 (driver 580.159)
+with 1 to 32 streams, each with copies and kernels in it, and exact: all streams share local memory."""
+
+_NON_BLOCKING: Final = 1
+
+
+def streams_bytes(count: int) -> int:
+    """Bytes that so many streams beside stream 0 take, with the two internal ones that are made with the first."""
+    return whole_pages((count + 2) * STREAM_BYTES) if count else 0
+
+
+class CopyTicket:
+    """A copy under way, as the event behind it tells."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def is_done(self) -> bool:
+        """Return whether the card has reached the event, or the context is lost: it reads nothing more then."""
+        try:
+            return bool(self._event.query())
+        except cuda.Error:
+            return True
+
+
+class Streams:
+    """A context's streams by their numbers; stream 0 always exists.
+
+    Attributes:
+        selected: The number of the stream that launches and copies go into.
+    """
+
+    def __init__(self, default: Any = None) -> None:
+        """Raises cuda.Error.
+
+        Args:
+            default: Stream 0, if it exists already.
+        """
+        self._streams: list[Any] = [default or cuda.Stream(_NON_BLOCKING)]
+        self._spare: list[int] = []
+        self._mark: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
+        self._new_zeroed: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
+        self._used_zeroed: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
+        # As soon as there are several streams, new memory is zeroed in a stream of its own: a kernel that runs in one
+        # stream must not delay the others.
+        self._zeroing_new: Any = None
+        # Memory that was used before is zeroed in another, behind all that may still use it.
+        self._zeroing_used: Any = None
+        # By stream: copies put in it and not waited for.
+        self._copies_begun: dict[int, int] = {}
+        self.selected = 0
+
+    def __getitem__(self, number: int) -> Any:
+        return self._streams[number]
+
+    def __len__(self) -> int:
+        """Number of streams that may hold something, destroyed ones included."""
+        return len(self._streams)
+
+    def create(self) -> int:
+        """The number of a new stream, or of a destroyed one; an empty one where possible. Raises cuda.Error."""
+        for at, number in enumerate(self._spare):
+            if self._streams[number].is_done():
+                return self._spare.pop(at)
+        if len(self._streams) > MAX_STREAMS:
+            return self._spare.pop(0)
+        if self._zeroing_new is None:
+            self._zeroing_new, self._zeroing_used = cuda.Stream(_NON_BLOCKING), cuda.Stream(_NON_BLOCKING)
+            self._zeroing_new.wait_for_event(self._new_zeroed)
+            self.reuse_behind_all()
+        stream = cuda.Stream(_NON_BLOCKING)
+        stream.wait_for_event(self._new_zeroed)
+        stream.wait_for_event(self._used_zeroed)
+        self._streams.append(stream)
+        return len(self._streams) - 1
+
+    def destroy(self, number: int) -> None:
+        """Keep a stream for a later `create`."""
+        self._spare.append(number)
+
+    def wait(self, number: int, other: int) -> None:
+        """Order what is put in `number` from now on behind what `other` holds now. Raises cuda.Error.
+
+        One event serves all: a wait is for what was recorded when the wait was queued, whatever is recorded later (CUDA
+        driver API, cuEventRecord).
+        """
+        self._mark.record(self._streams[other])
+        self._streams[number].wait_for_event(self._mark)
+
+    def reuse_behind_all(self) -> None:
+        """Zero used memory, from now on, only behind what any stream holds now. Raises cuda.Error."""
+        if self._zeroing_used is None:
+            return  # there is one stream, and it zeroes the memory in order
+        for stream in self._streams:
+            self._mark.record(stream)
+            self._zeroing_used.wait_for_event(self._mark)
+
+    def zero(self, address: int, size_bytes: int, was_used: bool) -> list[int]:
+        """Zero memory before what is put in any stream from now on, also in a stream that is made later.
+
+        Returns the numbers of the streams that now hold a wait for it. Raises cuda.Error.
+        """
+        zeroing, zeroed = (self._zeroing_used, self._used_zeroed) if was_used else (self._zeroing_new, self._new_zeroed)
+        cuda.memset_d8_async(address, 0, size_bytes, zeroing or self._streams[0])
+        zeroed.record(zeroing or self._streams[0])
+        if zeroing is None:
+            return []
+        for stream in self._streams:
+            stream.wait_for_event(zeroed)
+        return list(range(len(self._streams)))
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether the selected stream must be waited for before another copy is begun in it."""
+        return self._copies_begun.get(self.selected, 0) >= MAX_BEGUN_COPIES
+
+    def count_copy(self) -> None:
+        """Count a copy that is begun in the selected stream."""
+        self._copies_begun[self.selected] = self._copies_begun.get(self.selected, 0) + 1
+
+    def emptied(self, number: int) -> None:
+        """Note that a stream was waited for."""
+        self._copies_begun.pop(number, None)
+
+
 MAX_WAITING: Final = 512
-"""Launches, copies and waits in flight, in all streams together. The driver blocks at about 1024."""
+"""Most launches, copies and waits in flight, in all streams together. The driver blocks at about 1024."""
 
 _SLEEP_S: Final = 2e-4
 
 
 class _Marked:
-    """What one stream holds: an event behind each thing that is not known to have ended, and whether it is a kernel."""
+    """The operations in a stream.
+
+    Attributes:
+        ended: How many are known to have ended.
+        waiting: For each other operation, in order: the event behind it, and whether it is a kernel.
+    """
 
     __slots__ = ("ended", "waiting")
 
@@ -38,7 +173,7 @@ class _Marked:
 
 
 class Markers:
-    """One event behind everything in any stream that is not known to have ended."""
+    """Events behind all operations, of all streams, that are not known to have ended."""
 
     def __init__(self, poll: Poll) -> None:
         self._poll = poll
@@ -47,18 +182,18 @@ class Markers:
         self._count = 0
 
     def make_room(self) -> None:
-        """Wait until one more may be put in a stream."""
+        """Wait until one more operation may be put in a stream."""
         self._poll()
         while self._count >= MAX_WAITING and self._collect() >= MAX_WAITING:
             time.sleep(_SLEEP_S)
             self._poll()
 
     def add_kernel(self, number: int, stream: Any) -> None:
-        """A launch was put in a stream. Raises cuda.Error."""
+        """Mark a launch that was put in a stream. Raises cuda.Error."""
         self._add(number, stream, is_kernel=True)
 
     def add_other(self, number: int, stream: Any) -> None:
-        """A copy or a wait was. Raises cuda.Error."""
+        """Mark a copy or a wait that was put in a stream. Raises cuda.Error."""
         self._add(number, stream, is_kernel=False)
 
     def _add(self, number: int, stream: Any, *, is_kernel: bool) -> None:
@@ -71,14 +206,14 @@ class Markers:
         marked.waiting.append((event, is_kernel))
 
     def running(self) -> dict[int, int]:
-        """See `Context.running`."""
+        """Map each stream whose current operation is a kernel to the number of its operations that have ended."""
         self._collect()
         return {
             number: marked.ended for number, marked in self._marked.items() if marked.waiting and marked.waiting[0][1]
         }
 
     def _collect(self) -> int:
-        """Take back the events that were reached; how many were not."""
+        """Take back the events that the card has reached; how many it has not."""
         try:
             for marked in self._marked.values():
                 waiting = marked.waiting
@@ -87,131 +222,7 @@ class Markers:
                     marked.ended += 1
                     self._count -= 1
         except cuda.Error:
-            # The context is lost, and its kernels with it; the next real call says so.
+            # The context is lost, and its kernels with it; the next call of the driver reports that.
             self._marked.clear()
             self._count = 0
         return self._count
-
-
-MAX_BEGUN_COPIES: Final = 256
-"""Copies put in a stream without waiting for it. The driver blocks at about 1024 operations, where nobody could end the
-wait."""
-
-STREAM_BYTES: Final = 512 << 10
-"""What a stream makes the driver take of the card, in pages that it keeps. Measured with 1 to 32 of them, each with
-copies and kernels in it, on an H100 (driver 580.159), and exact: local memory is shared by all."""
-
-_NON_BLOCKING: Final = 1
-
-
-def streams_bytes(count: int) -> int:
-    """What so many streams beside stream 0 take, with the two that are made with the first of them."""
-    return whole_pages((count + 2) * STREAM_BYTES) if count else 0
-
-
-class CopyTicket:
-    """An event behind a copy."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def is_done(self) -> bool:
-        """Whether the card has reached it; a lost context's card reads nothing more."""
-        try:
-            return bool(self._event.query())
-        except cuda.Error:
-            return True
-
-
-class Streams:
-    """By their numbers; 0 is always there.
-
-    Attributes:
-        selected: The number of the one that launches and copies go into.
-    """
-
-    def __init__(self, default: Any = None) -> None:
-        """Args: default: Stream 0, if there is one already. Raises cuda.Error."""
-        self._streams: list[Any] = [default or cuda.Stream(_NON_BLOCKING)]
-        self._spare: list[int] = []
-        self._mark: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
-        self._zeroed: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
-        self._zeroed_behind: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
-        # Fresh memory is zeroed here as soon as there are several: a kernel that runs in one must not hold up others.
-        self._apart: Any = None
-        # The same for memory that was freed: behind all that may still use it.
-        self._behind: Any = None
-        self._begun: dict[int, int] = {}
-        self.selected = 0
-
-    def __getitem__(self, number: int) -> Any:
-        return self._streams[number]
-
-    def __len__(self) -> int:
-        """How many may hold something: those that were destroyed too."""
-        return len(self._streams)
-
-    def create(self) -> int:
-        """One that holds nothing if there is one or one can be made. Raises cuda.Error."""
-        for at, number in enumerate(self._spare):
-            if self._streams[number].is_done():
-                return self._spare.pop(at)
-        if len(self._streams) > MAX_STREAMS:
-            return self._spare.pop(0)
-        if self._apart is None:
-            self._apart, self._behind = cuda.Stream(_NON_BLOCKING), cuda.Stream(_NON_BLOCKING)
-            self._apart.wait_for_event(self._zeroed)
-            self.reuse_behind_all()
-        stream = cuda.Stream(_NON_BLOCKING)
-        stream.wait_for_event(self._zeroed)
-        stream.wait_for_event(self._zeroed_behind)
-        self._streams.append(stream)
-        return len(self._streams) - 1
-
-    def destroy(self, number: int) -> None:
-        """It may be given out again."""
-        self._spare.append(number)
-
-    def wait(self, number: int, other: int) -> None:
-        """What is put in one from now on comes after what the other holds now. Raises cuda.Error.
-
-        One event does for all: a wait is for what was recorded when it was asked for, whatever is recorded later (CUDA
-        driver API, cuEventRecord).
-        """
-        self._mark.record(self._streams[other])
-        self._streams[number].wait_for_event(self._mark)
-
-    def reuse_behind_all(self) -> None:
-        """Used memory is zeroed from now on only behind what any stream holds now. Raises cuda.Error."""
-        if self._behind is None:
-            return  # it is zeroed in the one stream there is
-        for stream in self._streams:
-            self._mark.record(stream)
-            self._behind.wait_for_event(self._mark)
-
-    def zero(self, address: int, size_bytes: int, was_used: bool) -> list[int]:
-        """Zero memory before what is put in any stream from now on, also in one that is made later.
-
-        Gives the streams that wait for another. Raises cuda.Error.
-        """
-        apart, zeroed = (self._behind, self._zeroed_behind) if was_used else (self._apart, self._zeroed)
-        cuda.memset_d8_async(address, 0, size_bytes, apart or self._streams[0])
-        zeroed.record(apart or self._streams[0])
-        if apart is None:
-            return []
-        for stream in self._streams:
-            stream.wait_for_event(zeroed)
-        return list(range(len(self._streams)))
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the selected one must be waited for before another copy is put in it and not waited for."""
-        return self._begun.get(self.selected, 0) >= MAX_BEGUN_COPIES
-
-    def began(self) -> None:
-        """Such a copy was put in the selected one."""
-        self._begun[self.selected] = self._begun.get(self.selected, 0) + 1
-
-    def emptied(self, number: int) -> None:
-        """One was waited for."""
-        self._begun.pop(number, None)

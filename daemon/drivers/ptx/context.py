@@ -308,8 +308,8 @@ class CpuContext:
         record, is_shared = self.record(kernel, grid, block, shared_bytes, params, tag)
         self._stream.submit(record, is_shared=is_shared)
 
-    def be_patient(self, *, spins: bool, yields: bool) -> None:
-        """Choose how to wait (`Context.be_patient`)."""
+    def set_spinning(self, *, spins: bool, yields: bool) -> None:
+        """Choose how to wait (`Context.set_spinning`)."""
         self._stream.spin_s, self._stream.yields = SPIN_S if spins else 0.0, yields
 
     def native(self) -> NativeLaunch:

@@ -1,13 +1,11 @@
-"""The code of serve.ll, compiled once per process: the zygote does it for all workers.
+"""Launches and syncs that come as expected, done without parsing a frame: by native code, or by Python.
 
-Python's side of serve.ll: what native code is told of a session, its plans and its ring, and what it says back.
+`LaunchFastPath` compares what a connection sent with the pattern of the plan that is expected next. Native code
+(serve.ll) does the same as `LaunchFastPath._take`, which is the reference: both have the same effects, byte for byte.
+`NativeServing` is Python's side of serve.ll; it fills the structures of layout.py.
 
-Native code works on the very buffer that a connection's `FrameReader` has, and on nothing else that a tenant can name.
-What a structure points to is kept by the structure's owner here, for as long as native code can be given it.
-
-Launches that come as expected, taken from what a connection sent without parsing a frame: natively, or in Python.
-
-Python's way is the reference for native code (native/serve.ll): both come to the same, byte for byte.
+Native code works on the buffer of a connection's `FrameReader` itself, and on nothing else that a tenant can name.
+Whoever fills a structure here keeps alive all that it points to, for as long as native code can be given it.
 """
 
 import ctypes
@@ -25,138 +23,17 @@ from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session import native
 from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
+from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.replies import SyncPattern
 from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.opcodes import Opcode
 
-
-class ServingCode:
-    """The functions of serve.ll; both let other Python threads run meanwhile."""
-
-    def __init__(self) -> None:
-        from gpulease.daemon.native.code_cache import load_ir
-
-        self._code = load_ir(files(native).joinpath("serve.ll").read_text("ascii"))
-        self.take_launches: Callable[[int], int] = self._bind("gpulease_take_launches", 1)
-        self.serve_ring: Callable[[int, int], int] = self._bind("gpulease_serve_ring", 2)
-
-    def _bind(self, name: str, arguments: int) -> Callable[..., int]:
-        function = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * arguments)(self._code.address(name))
-        return function
-
-
-@cache
-def serving_code() -> ServingCode | None:
-    """Compile; starts no thread. None where it can't be done: Python does the same then."""
-    if platform.machine() != "x86_64" or importlib.util.find_spec("llvmlite") is None:
-        return None
-    return ServingCode()
-
-
-SCRATCH_BYTES: Final = 2 * MAX_ARGUMENT_BYTES
-"""Where parameter buffers are laid out; what needs more, gaps and all, is left to Python."""
-
-_ALIGNMENT: Final = 16
-
-
-class NativeServing:
-    """One session's launches and syncs in native code.
-
-    Raises nothing that a tenant can cause: what native code can't do is left as it was.
-    """
-
-    def __init__(self, code: ServingCode, native: NativeLaunch, page: WorkerPage, pattern: SyncPattern) -> None:
-        self._code = code
-        self._native = native
-        self._page = page
-        self._scratch = ctypes.create_string_buffer(SCRATCH_BYTES + _ALIGNMENT)
-        self._texts = [ctypes.create_string_buffer(text, len(text)) for text in pattern.texts]
-        sync_front, sync_tail, reply_front, reply_tail = map(ctypes.addressof, self._texts)
-        self._desk = ServingState(
-            page=address_of(page.word),
-            counters=address_of(page.counters),
-            launch=native.launch,
-            query=native.query,
-            driver=native.state,
-            scratch=-(-ctypes.addressof(self._scratch) // _ALIGNMENT) * _ALIGNMENT,
-            sync_front=sync_front,
-            sync_tail=sync_tail,
-            reply_front=reply_front,
-            reply_tail=reply_tail,
-            sync_spin_ns=native.spin_ns,
-        )
-        self._at = ctypes.addressof(self._desk)
-        self._buffer: bytearray | None = None
-
-    def write_down(self, plan: Plan) -> None:
-        """Give a plan its record."""
-        pattern, params_bytes = plan.pattern, plan.kernel.parameter_bytes
-        args_bytes = pattern.args_end - pattern.args_at
-        launch = None
-        if max(args_bytes, params_bytes) <= SCRATCH_BYTES:
-            launch = self._native.record(plan.kernel, plan.grid, plan.block, plan.shared_bytes)
-        moves = (Move * len(plan.moves))(*(Move(*move) for move in plan.moves)) if plan.moves else None
-        kept = [ctypes.create_string_buffer(text, len(text)) for text in (pattern.front, pattern.middle, pattern.tail)]
-        front, middle, tail = map(ctypes.addressof, kept)
-        held = None if launch is None else ctypes.create_string_buffer(launch, len(launch))
-        plan.record = record = PlanRecord(
-            front=front,
-            middle=middle,
-            middle_bytes=len(pattern.middle),
-            tail=tail,
-            tail_bytes=len(pattern.tail),
-            args_bytes=args_bytes,
-            frame_bytes=pattern.frame_bytes,
-            launch=0 if held is None else ctypes.addressof(held),
-            moves=0 if moves is None else ctypes.addressof(moves),
-            moves_count=len(plan.moves or ()),
-            param_bytes=params_bytes,
-        )
-        record.kept = (kept, held, moves)
-        plan.at = record.follower = ctypes.addressof(record)
-
-    def take(self, reader: FrameReader, expected: Plan) -> bool:
-        """Do the expected launches at the front of the reader; whether the next one is for Python to launch."""
-        self._prepare(reader, expected)
-        is_for_python = self._code.take_launches(self._at)
-        reader.start = self._desk.start
-        return bool(is_for_python)
-
-    def serve(self, reader: FrameReader, expected: Plan | None, ends: RingEnds) -> Outcome:
-        """Serve a ring for a while; the reader is empty."""
-        reader.get_buffer()
-        self._prepare(reader, expected)
-        ends.buffer_bytes = len(reader.buffer)
-        outcome = self._code.serve_ring(self._at, ctypes.addressof(ends))
-        reader.start, reader.end = self._desk.start, self._desk.end
-        return Outcome(outcome)
-
-    def launched(self, kernel: Kernel) -> None:
-        """See NativeLaunch."""
-        self._native.launched(kernel)
-
-    @property
-    def latest(self) -> int:
-        """The address of the record of the plan launched last, 0 if none was."""
-        return int(self._desk.latest)
-
-    def _prepare(self, reader: FrameReader, expected: Plan | None) -> None:
-        desk, buffer = self._desk, reader.buffer
-        if buffer is not self._buffer:
-            desk.buffer = address_of(buffer)
-            # A large one must not be kept alive by being known.
-            self._buffer = buffer if len(buffer) <= RETAINED_BUFFER_BYTES else None
-        desk.start, desk.end = reader.start, reader.end
-        desk.expected = 0 if expected is None else expected.at
-        desk.latest = 0
-
-
 LAUNCHES_PER_CLOCK: Final = 8
-"""Launches taken in a row between two looks at the deadline, some 50 us; the revocation word, which the broker sets at
-the deadline too, is looked at before each. On some hosts the clock takes as long as the rest of a launch's checks.
-serve.ll has this number too."""
+"""Launches done in a row between two looks at the deadline, some 50 us. The worker looks at the revocation word before
+each launch, and the broker sets the word at the deadline too. On some hosts reading the clock takes as long as all
+other checks of a launch. serve.ll repeats this number."""
 
 # Plain integers: looking a member up on its enum costs as much as the rest of a check.
 _LAUNCH: Final = int(Opcode.LAUNCH)
@@ -166,18 +43,16 @@ _DOING: Final = int(Counter.DOING)
 _REQUEST_ID: Final = struct.Struct(">Q")
 
 
-class LeaseOver(Exception):
-    """Raised out of a wait when the control page says that the lease is over."""
-
-
 class LaunchFastPath:
-    """Takes one session's launches.
+    """Does one session's expected launches.
 
-    Each passes the same gate as any request; what was checked when its plan was made is not checked again. A frame that
-    is not expected, incomplete, or behind a failure is left where it is.
+    The fast path looks at the control page before each launch, as `Session` does before any request. It does not check
+    again what was checked when the plan was made. It leaves a frame where it is if the frame is not the expected one,
+    is incomplete, or stands behind a failure.
 
     Args:
-        keep: Is told of a launch that failed, and of its number. Nothing more may be taken until that was reported.
+        keep_failure: Called with a failed launch's error and request id. The caller takes no more launches until the
+            failure was reported.
     """
 
     def __init__(
@@ -185,58 +60,58 @@ class LaunchFastPath:
         context: Context,
         planner: Planner,
         page: WorkerPage,
-        pattern: SyncPattern,
-        keep: Callable[[Exception, int], None],
+        sync_pattern: SyncPattern,
+        keep_failure: Callable[[Exception, int], None],
     ) -> None:
         self._context = context
         self._planner = planner
         self._page = page
         self._counters = page.counters
-        self._pattern = pattern
-        self._keep = keep
-        self._desk: NativeServing | None = None
+        self._sync_pattern = sync_pattern
+        self._keep_failure = keep_failure
+        self._native: NativeServing | None = None
 
-    def go_native(self, native: NativeLaunch) -> None:
-        """Have native code do from now on what it can, if this machine has any; before any launch."""
+    def use_native(self, launch: NativeLaunch) -> None:
+        """Let native code do what it can, if this machine has it. To be called before any launch."""
         code = serving_code()
         if code is not None:
-            self._desk = desk = NativeServing(code, native, self._page, self._pattern)
-            self._planner.write_down = desk.write_down
+            self._native = NativeServing(code, launch, self._page, self._sync_pattern)
+            self._planner.add_record = self._native.add_record
 
     def take(self, reader: FrameReader) -> None:
-        """Take all there are at the front of what a connection sent."""
-        desk = self._desk
-        if desk is None:
+        """Do all expected launches at the front of what a connection sent."""
+        native = self._native
+        if native is None:
             self._take(reader, reader.end - reader.start)
             return
-        # What native code can't launch, Python does, one at a time: it waits for room, and says what failed.
+        # Python does what native code can't launch, one launch at a time: it waits for room, and says what failed.
         while (plan := self._planner.expected) is not None and reader.start != reader.end:
-            is_for_python = desk.take(reader, plan)
-            self._resume_at(desk)
+            is_for_python = native.take(reader, plan)
+            self._resume_after(native)
             if not is_for_python or not self._take(reader, 1):
                 return
 
     def serve(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
-        """Take launches and syncs from a ring and answer there, until something else is to be done; see serve.ll.
+        """Do launches and syncs from a ring and reply there, until Python has something to do; see serve.ll.
 
-        The reader is empty. None without native code.
+        The reader must be empty. Returns None without native code.
         """
-        desk = self._desk
-        if desk is None:
+        native = self._native
+        if native is None:
             return None
-        outcome = desk.serve(reader, self._planner.expected, ends)
-        self._resume_at(desk)
+        outcome = native.serve(reader, self._planner.expected, ends)
+        self._resume_after(native)
         return outcome
 
-    def _resume_at(self, desk: NativeServing) -> None:
-        """Go on behind what native code launched last, if it launched anything."""
-        if desk.latest:
-            plan = self._planner.written_at(desk.latest)
-            desk.launched(plan.kernel)
+    def _resume_after(self, native: "NativeServing") -> None:
+        """Have the planner go on behind the launch that native code did last, if it did any."""
+        if native.latest:
+            plan = self._planner.plan_at(native.latest)
+            native.launched(plan.kernel)
             self._planner.resume(plan)
 
     def _take(self, reader: FrameReader, most: int) -> bool:
-        """Take so many at most; whether so many were there, and launched."""
+        """Do at most so many launches in Python; whether all of them were there and launched."""
         plan = self._planner.expected
         if plan is None or reader.start == reader.end:
             return False
@@ -271,7 +146,7 @@ class LaunchFastPath:
                 latest = plan
                 plan = plan.follower or plan
         except (DriverError, LeaseOver) as error:
-            self._keep(error, request_id)
+            self._keep_failure(error, request_id)
         finally:
             self._counters[_DOING] = 0
         reader.start = start
@@ -280,3 +155,128 @@ class LaunchFastPath:
         self._counters[_OPS] += count
         self._counters[_LAUNCHES] += done
         return done == most
+
+
+class ServingCode:
+    """The functions of serve.ll; ctypes lets other Python threads run while they do."""
+
+    def __init__(self) -> None:
+        from gpulease.daemon.native.code_cache import load_ir
+
+        self._code = load_ir(files(native).joinpath("serve.ll").read_text("ascii"))
+        self.take_launches: Callable[[int], int] = self._bind("gpulease_take_launches", 1)
+        self.serve_ring: Callable[[int, int], int] = self._bind("gpulease_serve_ring", 2)
+
+    def _bind(self, name: str, arguments: int) -> Callable[..., int]:
+        return ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * arguments)(self._code.address(name))
+
+
+@cache
+def serving_code() -> ServingCode | None:
+    """Compile serve.ll once per process; the zygote does it for all workers, and it starts no thread.
+
+    None where serve.ll can't run: Python does the same there.
+    """
+    if platform.machine() != "x86_64" or importlib.util.find_spec("llvmlite") is None:
+        return None
+    return ServingCode()
+
+
+SCRATCH_BYTES: Final = 2 * MAX_ARGUMENT_BYTES
+"""Room for one parameter buffer. Python launches what needs more, gaps and all."""
+
+_ALIGNMENT: Final = 16
+
+
+class NativeServing:
+    """A session's launches and syncs in native code.
+
+    Raises nothing that a tenant can cause: native code leaves what it can't do as it was.
+    """
+
+    def __init__(self, code: ServingCode, launch: NativeLaunch, page: WorkerPage, sync_pattern: SyncPattern) -> None:
+        self._code = code
+        self._launch = launch
+        # Kept alive: the state below holds the addresses of all these.
+        self._page = page
+        self._scratch = ctypes.create_string_buffer(SCRATCH_BYTES + _ALIGNMENT)
+        self._texts = [ctypes.create_string_buffer(text, len(text)) for text in sync_pattern.texts]
+        sync_front, sync_tail, reply_front, reply_tail = map(ctypes.addressof, self._texts)
+        self._state = ServingState(
+            page=address_of(page.word),
+            counters=address_of(page.counters),
+            launch=launch.launch,
+            query=launch.query,
+            driver=launch.state,
+            scratch=-(-ctypes.addressof(self._scratch) // _ALIGNMENT) * _ALIGNMENT,
+            sync_front=sync_front,
+            sync_tail=sync_tail,
+            reply_front=reply_front,
+            reply_tail=reply_tail,
+            sync_spin_ns=launch.spin_ns,
+        )
+        self._state_address = ctypes.addressof(self._state)
+        self._buffer: bytearray | None = None
+
+    def add_record(self, plan: Plan) -> None:
+        """Give a plan its record."""
+        pattern, params_bytes = plan.pattern, plan.kernel.parameter_bytes
+        args_bytes = pattern.args_end - pattern.args_at
+        launch = None
+        if max(args_bytes, params_bytes) <= SCRATCH_BYTES:
+            launch = self._launch.record(plan.kernel, plan.grid, plan.block, plan.shared_bytes)
+        moves = (Move * len(plan.moves))(*(Move(*move) for move in plan.moves)) if plan.moves else None
+        texts = [ctypes.create_string_buffer(text, len(text)) for text in (pattern.front, pattern.middle, pattern.tail)]
+        front, middle, tail = map(ctypes.addressof, texts)
+        launch_buffer = None if launch is None else ctypes.create_string_buffer(launch, len(launch))
+        plan.record = record = PlanRecord(
+            front=front,
+            middle=middle,
+            middle_bytes=len(pattern.middle),
+            tail=tail,
+            tail_bytes=len(pattern.tail),
+            args_bytes=args_bytes,
+            frame_bytes=pattern.frame_bytes,
+            launch=0 if launch_buffer is None else ctypes.addressof(launch_buffer),
+            moves=0 if moves is None else ctypes.addressof(moves),
+            moves_count=len(plan.moves or ()),
+            param_bytes=params_bytes,
+        )
+        # An attribute of its own, so that what the record points to lives as long as the record.
+        record.referents = (texts, launch_buffer, moves)
+        plan.address = record.follower = ctypes.addressof(record)
+
+    def take(self, reader: FrameReader, expected: Plan) -> bool:
+        """Do the expected launches at the front of the reader; whether Python has to launch the next one."""
+        self._prepare(reader, expected)
+        is_for_python = self._code.take_launches(self._state_address)
+        reader.start = self._state.start
+        return bool(is_for_python)
+
+    def serve(self, reader: FrameReader, expected: Plan | None, ends: RingEnds) -> Outcome:
+        """Serve a ring for a while; the reader must be empty."""
+        reader.get_buffer()
+        self._prepare(reader, expected)
+        ends.buffer_bytes = len(reader.buffer)
+        outcome = self._code.serve_ring(self._state_address, ctypes.addressof(ends))
+        reader.start, reader.end = self._state.start, self._state.end
+        return Outcome(outcome)
+
+    def launched(self, kernel: Kernel) -> None:
+        """Tell the driver which kernel native code launched last."""
+        self._launch.launched(kernel)
+
+    @property
+    def latest(self) -> int:
+        """The address of the record of the plan launched last, 0 if none was."""
+        return int(self._state.latest)
+
+    def _prepare(self, reader: FrameReader, expected: Plan | None) -> None:
+        state, buffer = self._state, reader.buffer
+        if buffer is not self._buffer:
+            state.buffer = address_of(buffer)
+            # A reference kept here would keep a large buffer alive.
+            self._buffer = buffer if len(buffer) <= RETAINED_BUFFER_BYTES else None
+        state.start, state.end = reader.start, reader.end
+        state.expected = 0 if expected is None else expected.address
+        state.latest = 0

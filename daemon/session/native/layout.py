@@ -1,27 +1,56 @@
-"""Structures that Python fills and serve.ll reads; serve.ll has these offsets too. All addresses are this process's."""
+"""The C structures that Python fills and serve.ll reads and writes; serve.ll repeats their offsets.
+
+All addresses are this process's own. Each field takes eight bytes (u64), so field n lies at offset 8 * n.
+"""
 
 import ctypes
 from enum import IntEnum
 
 
 class Outcome(IntEnum):
-    """Why the ring's loop came back."""
+    """The reason why `gpulease_serve_ring` returned.
+
+    IDLE: the ring had nothing, for as long as it was to be looked at.
+    FRAMES: the buffer, or the ring's end, holds something that Python has to handle.
+    QUANTUM_OVER: the connection was served for as long as it may before others get their share.
+    WAKE_READER: a reply is in the ring, and the client sleeps until one comes: wake it.
+    WAKE_WRITER: the ring has room, and the client sleeps until it has: wake it.
+    """
 
     IDLE = 0
     FRAMES = 1
-    TURN = 2
+    QUANTUM_OVER = 2
     WAKE_READER = 3
     WAKE_WRITER = 4
 
 
 class Move(ctypes.Structure):
-    """One argument's way from the wire's bytes to the parameter buffer."""
+    """The move of an argument from the wire's bytes to the parameter buffer.
+
+    start   Its first byte among the argument bytes of the frame.
+    target  Its first byte in the parameter buffer.
+    size    Its size in bytes.
+    """
 
     _fields_ = (("start", ctypes.c_uint64), ("target", ctypes.c_uint64), ("size", ctypes.c_uint64))
 
 
 class PlanRecord(ctypes.Structure):
-    """A plan. `launch` is the driver's own record, 0 if only Python can launch it; `follower` is never 0."""
+    """A plan of launches.Planner. A frame of the plan is `front`, the request id, `middle`, arguments, `tail`.
+
+    front         Address of the 16 bytes before the request id.
+    middle        Address of the bytes between the request id and the arguments, `middle_bytes` of them.
+    middle_bytes
+    tail          Address of the bytes behind the arguments, `tail_bytes` of them.
+    tail_bytes
+    args_bytes    Size of the arguments on the wire.
+    frame_bytes   Size of the whole frame.
+    launch        Address of the driver's own record of the launch; 0 if only Python can launch it.
+    moves         Address of `moves_count` Moves; 0 if the arguments on the wire are the parameter buffer.
+    moves_count
+    param_bytes   Size of the parameter buffer.
+    follower      Address of the record of the plan that is expected next; never 0.
+    """
 
     _fields_ = (
         ("front", ctypes.c_uint64),
@@ -40,10 +69,25 @@ class PlanRecord(ctypes.Structure):
 
 
 class ServingState(ctypes.Structure):
-    """A session: its page, its driver's functions, what its SYNCs look like, and the buffer that is worked on.
+    """A session, and the receive buffer that native code works on.
 
-    `expected` is the plan of the next launch, `latest` that of the last one done, both 0 for none; `clock_ns` is what
-    the clock said when it was last asked.
+    page          Address of the lease's control page: the revocation word, then the deadline.
+    counters      Address of the control page's counters.
+    launch        Address of the driver's launch function (NativeLaunch.launch).
+    query         Address of the driver's query function (NativeLaunch.query).
+    driver        First argument of both functions.
+    scratch       Address of SCRATCH_BYTES where parameter buffers are laid out.
+    sync_front    Address of the 16 bytes of a SYNC before its request id.
+    sync_tail     Address of the 16 bytes of a SYNC behind its request id.
+    reply_front   The same of a SYNC's successful reply.
+    reply_tail
+    sync_spin_ns  How long a SYNC may ask the driver again and again before Python waits instead.
+    buffer        Address of the receive buffer.
+    start         Offset in the buffer of the first byte that is not served yet.
+    end           Offset in the buffer behind the last byte received.
+    expected      Address of the PlanRecord of the next launch, 0 for none.
+    latest        Address of the PlanRecord of the last launch done, 0 for none.
+    clock_ns      The monotonic clock when it was last read.
     """
 
     _fields_ = (
@@ -68,11 +112,23 @@ class ServingState(ctypes.Structure):
 
 
 class RingEnds(ctypes.Structure):
-    """A connection's ring as its worker sees it: requests, then replies, then how long to look for more.
+    """The worker's two ends of one connection's ring, and how long to look for more requests.
 
-    `head`, `tail` and `reply_head` are this side's own, never read from the ring; `spins_left` is how often it may look
-    for a while before it sleeps, which what comes sets to `spins_per_byte`, if that is not 0, and a reply to
-    `spins_per_reply`.
+    words            Address of the requests' words (protocol/ring.py).
+    data             Address of the requests' bytes.
+    capacity         Size of the requests' bytes, a power of two.
+    head             The worker's own copy of the requests' head; never read from the ring.
+    reply_words      Address of the replies' words.
+    reply_data       Address of the replies' bytes.
+    reply_capacity   Size of the replies' bytes, a power of two.
+    tail             The worker's own copy of the replies' tail; never read from the ring.
+    reply_head       The worker's own copy of the replies' head; the ring's word must lie between it and `tail`.
+    buffer_bytes     Size of the receive buffer.
+    spins_left       How many more times to look for a while before the worker sleeps.
+    spins_per_byte   Arriving bytes set `spins_left` to this number, unless it is 0.
+    spins_per_reply  A reply sets `spins_left` to this number.
+    spin_ns          How long one such look lasts.
+    quantum_ns       How long one call may serve the connection.
     """
 
     _fields_ = (
@@ -90,5 +146,5 @@ class RingEnds(ctypes.Structure):
         ("spins_per_byte", ctypes.c_uint64),
         ("spins_per_reply", ctypes.c_uint64),
         ("spin_ns", ctypes.c_uint64),
-        ("turn_ns", ctypes.c_uint64),
+        ("quantum_ns", ctypes.c_uint64),
     )

@@ -1,31 +1,31 @@
-; Launches and syncs, frame after frame: what `Session.take_launches` and `take_sync` do, byte for byte, without Python,
-; and the ring that they come through (protocol/ring.py).
+; Launches and syncs, frame after frame, without Python: the same as `Session.take_launches` and `take_sync`, byte for
+; byte, and the ring that the frames come through (protocol/ring.py).
 ;
-; What decides is left where it was. This code does the two frames it knows whole and by heart, as Python has checked
-; them before; anything else, and anything that did not go as always, is left where it stands for Python to look at.
+; Python decides. This code does two kinds of frames, which it compares whole with bytes that Python has checked before.
+; It leaves any other frame, and any that does not go as usual, where it stands, for Python to handle.
 ;
 ; Bounds. A tenant owns the bytes of the ring and two of its words, nothing else here.
 ;   - A word of the ring is read once, by an atomic load, and used from the register. A tail is believed only if it is at
 ;     most the capacity ahead of this side's own head, a head only if it is between what it was and this side's tail.
 ;   - Bytes are copied out of the ring, at most as many as the buffer has room for, in at most two pieces that end with
-;     the ring's data, and are looked at only in the buffer, which nobody else has. memcpy and memcmp are called, not
-;     built in, so that no copy can be left out and no byte read a second time from where it came.
+;     the ring's data. This code reads them only in the buffer, which no other process maps. It calls memcpy and memcmp
+;     and builds neither in, so that the compiler can leave no copy out and read no byte of the ring twice.
 ;   - start <= end <= the buffer's size, always. A frame is looked at only if end - start is at least its plan's
 ;     frame_bytes, which is 24 + middle_bytes + args_bytes + tail_bytes as Python summed it; a SYNC only if 40 are there.
 ;     Lengths come from plans, never from the frame: a length in a frame is among the bytes compared.
-;   - Parameters are laid out in a scratch buffer that Python has made sure takes them: each move ends within it and
-;     within args_bytes.
+;   - Parameters are laid out in a scratch buffer. Python has checked that they fit: each move ends within the scratch
+;     buffer and within args_bytes.
 ;   - The loops end: each round takes bytes of the ring or frames of the buffer, or is bounded by the clock.
 ;
 ; Offsets, as in layout.py.
-;   Desk: page 0, counters 8, launch 16, query 24, driver 32, scratch 40, sync_front 48, sync_tail 56, reply_front 64,
+;   ServingState: page 0, counters 8, launch 16, query 24, driver 32, scratch 40, sync_front 48, sync_tail 56, reply_front 64,
 ;     reply_tail 72, sync_spin_ns 80, buffer 88, start 96, end 104, expected 112, latest 120, clock_ns 128
 ;   PlanRecord: front 0, middle 8, middle_bytes 16, tail 24, tail_bytes 32, args_bytes 40, frame_bytes 48, launch 56,
 ;     moves 64, moves_count 72, param_bytes 80, follower 88
 ;   Move: from 0, to 8, size 16; takes 24
 ;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, tail 56,
-;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, turn_ns 112
-;   The page: word 0, deadline 8. Counters: launches 0, syncs 8, operations 32, what is done 48.
+;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, quantum_ns 112
+;   The control page: revocation word 0, deadline 8. Counters: launches 0, syncs 8, operations 32, current opcode 48.
 ;   A ring's words: tail 0, head 64, reader sleeps 128, writer sleeps 192.
 
 declare i32 @gpulease_clock_gettime(i32, ptr)
@@ -66,7 +66,7 @@ define internal void @set(ptr %base, i64 %offset, i64 %value) {
   ret void
 }
 
-; A word that another process reads or writes.
+; Read a word that another process writes.
 define internal i64 @shown(ptr %base, i64 %offset) {
   %at = getelementptr i8, ptr %base, i64 %offset
   %value = load atomic i64, ptr %at acquire, align 8
@@ -92,24 +92,24 @@ define internal i1 @same(ptr %left, ptr %right, i64 %size) {
   ret i1 %is.same
 }
 
-define internal i1 @is_revoked(ptr %desk) {
-  %page = call ptr @place(ptr %desk, i64 0)
+define internal i1 @is_revoked(ptr %state) {
+  %page = call ptr @place(ptr %state, i64 0)
   %value = call i64 @shown(ptr %page, i64 0)
   %is.set = icmp ne i64 %value, 0
   ret i1 %is.set
 }
 
-; Whether the deadline has come. Keeps what the clock said.
-define internal i1 @is_late(ptr %desk) {
+; Whether the deadline has come. Stores the time in clock_ns.
+define internal i1 @is_late(ptr %state) {
   %time = call i64 @now()
-  call void @set(ptr %desk, i64 128, i64 %time)
-  %page = call ptr @place(ptr %desk, i64 0)
+  call void @set(ptr %state, i64 128, i64 %time)
+  %page = call ptr @place(ptr %state, i64 0)
   %deadline = call i64 @shown(ptr %page, i64 8)
   %is.late = icmp uge i64 %time, %deadline
   ret i1 %is.late
 }
 
-; The kernel's parameter buffer, from the argument bytes.
+; Fill the kernel's parameter buffer from the argument bytes.
 define internal void @lay_out(ptr %plan, ptr %args, ptr %scratch) {
 entry:
   %moves = call ptr @place(ptr %plan, i64 64)
@@ -143,23 +143,24 @@ done:
   ret void
 }
 
-; Do the expected launches at the front of the buffer, up to the first frame that is not one. 0: that is left to others.
-; 1: it is one, and the driver did not take it: Python is to launch it, and finds out why.
-define i32 @gpulease_take_launches(ptr %desk) {
+; Do the expected launches at the front of the buffer, up to the first frame that is no expected launch.
+; Returns 0 if that frame is something else, or there is none; 1 if it is the expected launch and the driver refused it:
+; Python then launches it, and finds out why.
+define i32 @gpulease_take_launches(ptr %state) {
 entry:
-  %first = call ptr @place(ptr %desk, i64 112)
+  %first = call ptr @place(ptr %state, i64 112)
   %is.none = icmp eq ptr %first, null
   br i1 %is.none, label %nothing, label %begin
 nothing:
   ret i32 0
 begin:
-  %counters = call ptr @place(ptr %desk, i64 8)
-  %launch = call ptr @place(ptr %desk, i64 16)
-  %driver = call ptr @place(ptr %desk, i64 32)
-  %scratch = call ptr @place(ptr %desk, i64 40)
-  %buffer = call ptr @place(ptr %desk, i64 88)
-  %from = call i64 @word(ptr %desk, i64 96)
-  %end = call i64 @word(ptr %desk, i64 104)
+  %counters = call ptr @place(ptr %state, i64 8)
+  %launch = call ptr @place(ptr %state, i64 16)
+  %driver = call ptr @place(ptr %state, i64 32)
+  %scratch = call ptr @place(ptr %state, i64 40)
+  %buffer = call ptr @place(ptr %state, i64 88)
+  %from = call i64 @word(ptr %state, i64 96)
+  %end = call i64 @word(ptr %state, i64 104)
   call void @show(ptr %counters, i64 48, i64 1542)
   br label %each
 
@@ -196,7 +197,7 @@ look.clock:
   %is.due = icmp eq i64 %phase, 0
   br i1 %is.due, label %clock, label %number
 clock:
-  %is.late = call i1 @is_late(ptr %desk)
+  %is.late = call i1 @is_late(ptr %state)
   br i1 %is.late, label %stop, label %number
 number:
   %number.at = getelementptr i8, ptr %frame, i64 16
@@ -212,8 +213,8 @@ lay:
   call void @lay_out(ptr %plan, ptr %args, ptr %scratch)
   %param.bytes = call i64 @word(ptr %plan, i64 80)
   %tag = call i64 @llvm.bswap.i64(i64 %number.wire)
-  ; The last look before it, whatever else took time.
-  %is.revoked = call i1 @is_revoked(ptr %desk)
+  ; The last look before the launch: what came before it may have taken time.
+  %is.revoked = call i1 @is_revoked(ptr %state)
   br i1 %is.revoked, label %stop, label %go
 go:
   %result = call i32 %launch(ptr %driver, ptr %record, ptr %scratch, i64 %param.bytes, i64 %tag)
@@ -230,14 +231,14 @@ refuse:
 stop:
   %outcome = phi i32 [ 0, %each ], [ 0, %compare ], [ 0, %compare.middle ], [ 0, %compare.tail ], [ 0, %clock ],
     [ 0, %number ], [ 0, %lay ], [ 1, %refuse ]
-  call void @set(ptr %desk, i64 96, i64 %start)
-  %expected.at = getelementptr i8, ptr %desk, i64 112
+  call void @set(ptr %state, i64 96, i64 %start)
+  %expected.at = getelementptr i8, ptr %state, i64 112
   store ptr %plan, ptr %expected.at
   call void @show(ptr %counters, i64 48, i64 0)
   %did.none = icmp eq i64 %count, 0
   br i1 %did.none, label %leave, label %tell
 tell:
-  %latest.at = getelementptr i8, ptr %desk, i64 120
+  %latest.at = getelementptr i8, ptr %state, i64 120
   store ptr %latest, ptr %latest.at
   call void @count(ptr %counters, i64 32, i64 %count)
   call void @count(ptr %counters, i64 0, i64 %count)
@@ -246,24 +247,25 @@ leave:
   ret i32 %outcome
 }
 
-; Do a SYNC at the front of the buffer, if all goes well and there is room for its reply. 0: that is left to Python,
-; nothing was done. 1: done, the reply is in the ring. 2: the same, and the client sleeps.
-define internal i32 @answer_sync(ptr %desk, ptr %ends) {
+; Do a SYNC at the front of the buffer, if all goes well and the ring has room for its reply.
+; Returns 0 if nothing was done and the SYNC is left to Python; 1 if the reply is in the ring; 2 if the reply is in the
+; ring and the client sleeps.
+define internal i32 @answer_sync(ptr %state, ptr %ends) {
 entry:
   %reply = alloca [40 x i8], align 8
-  %buffer = call ptr @place(ptr %desk, i64 88)
-  %start = call i64 @word(ptr %desk, i64 96)
-  %end = call i64 @word(ptr %desk, i64 104)
+  %buffer = call ptr @place(ptr %state, i64 88)
+  %start = call i64 @word(ptr %state, i64 96)
+  %end = call i64 @word(ptr %state, i64 104)
   %have = sub i64 %end, %start
   %is.whole = icmp uge i64 %have, 40
   br i1 %is.whole, label %compare, label %leave
 compare:
   %frame = getelementptr i8, ptr %buffer, i64 %start
-  %front = call ptr @place(ptr %desk, i64 48)
+  %front = call ptr @place(ptr %state, i64 48)
   %is.front = call i1 @same(ptr %frame, ptr %front, i64 16)
   br i1 %is.front, label %compare.tail, label %leave
 compare.tail:
-  %tail = call ptr @place(ptr %desk, i64 56)
+  %tail = call ptr @place(ptr %state, i64 56)
   %tail.at = getelementptr i8, ptr %frame, i64 24
   %is.tail = call i1 @same(ptr %tail.at, ptr %tail, i64 16)
   br i1 %is.tail, label %number, label %leave
@@ -273,7 +275,7 @@ number:
   %is.goodbye = icmp eq i64 %number.wire, 0
   br i1 %is.goodbye, label %leave, label %claim
 claim:
-  ; The client's head: between what it was and what was put in.
+  ; The client's head must lie between the known head and the tail.
   %words = call ptr @place(ptr %ends, i64 32)
   %claimed = call i64 @shown(ptr %words, i64 64)
   %known = call i64 @word(ptr %ends, i64 64)
@@ -289,30 +291,30 @@ room:
   %has.room = icmp uge i64 %free, 40
   br i1 %has.room, label %look, label %leave
 look:
-  %is.revoked = call i1 @is_revoked(ptr %desk)
+  %is.revoked = call i1 @is_revoked(ptr %state)
   br i1 %is.revoked, label %leave, label %clock
 clock:
-  %is.late = call i1 @is_late(ptr %desk)
+  %is.late = call i1 @is_late(ptr %state)
   br i1 %is.late, label %leave, label %begin
 begin:
-  %counters = call ptr @place(ptr %desk, i64 8)
-  %query = call ptr @place(ptr %desk, i64 24)
-  %driver = call ptr @place(ptr %desk, i64 32)
-  %spin = call i64 @word(ptr %desk, i64 80)
-  %began = call i64 @word(ptr %desk, i64 128)
+  %counters = call ptr @place(ptr %state, i64 8)
+  %query = call ptr @place(ptr %state, i64 24)
+  %driver = call ptr @place(ptr %state, i64 32)
+  %spin = call i64 @word(ptr %state, i64 80)
+  %began = call i64 @word(ptr %state, i64 128)
   %until = add i64 %began, %spin
   call void @show(ptr %counters, i64 48, i64 1543)
   br label %ask
 
-; The word at every look at the stream, the clock at every eighth: LOOKS_PER_CLOCK.
+; Read the revocation word at every look at the stream, and the clock at every eighth look.
 ask:
   %asked = phi i64 [ 0, %begin ], [ %asked.more, %again ], [ %asked.more, %patience ]
-  %state = call i32 %query(ptr %driver)
-  switch i32 %state, label %give.up [ i32 0, label %done
+  %progress = call i32 %query(ptr %driver)
+  switch i32 %progress, label %give.up [ i32 0, label %done
                                       i32 1, label %wait ]
 wait:
   call void @llvm.x86.sse2.pause()
-  %is.over = call i1 @is_revoked(ptr %desk)
+  %is.over = call i1 @is_revoked(ptr %state)
   br i1 %is.over, label %give.up, label %again
 again:
   %asked.more = add i64 %asked, 1
@@ -320,10 +322,10 @@ again:
   %is.due = icmp eq i64 %phase, 0
   br i1 %is.due, label %deadline, label %ask
 deadline:
-  %is.past = call i1 @is_late(ptr %desk)
+  %is.past = call i1 @is_late(ptr %state)
   br i1 %is.past, label %give.up, label %patience
 patience:
-  %time = call i64 @word(ptr %desk, i64 128)
+  %time = call i64 @word(ptr %state, i64 128)
   %is.long = icmp uge i64 %time, %until
   br i1 %is.long, label %give.up, label %ask
 give.up:
@@ -332,12 +334,12 @@ give.up:
 
 done:
   %after = add i64 %start, 40
-  call void @set(ptr %desk, i64 96, i64 %after)
+  call void @set(ptr %state, i64 96, i64 %after)
   call void @count(ptr %counters, i64 32, i64 1)
   call void @count(ptr %counters, i64 8, i64 1)
   call void @show(ptr %counters, i64 48, i64 0)
-  %reply.front = call ptr @place(ptr %desk, i64 64)
-  %reply.tail = call ptr @place(ptr %desk, i64 72)
+  %reply.front = call ptr @place(ptr %state, i64 64)
+  %reply.tail = call ptr @place(ptr %state, i64 72)
   %copied.front = call ptr @gpulease_memcpy(ptr %reply, ptr %reply.front, i64 16)
   %reply.number = getelementptr i8, ptr %reply, i64 16
   store i64 %number.wire, ptr %reply.number
@@ -370,7 +372,7 @@ leave:
 
 declare void @llvm.x86.sse2.pause()
 
-; Copy from the ring what is there, at most so many bytes, and say so to the client; how many bytes came.
+; Copy what the ring holds to %into, at most %room bytes, and advance the head. Returns how many bytes were copied.
 define internal i64 @take_bytes(ptr %ends, ptr %into, i64 %there, i64 %room) {
   %words = call ptr @place(ptr %ends, i64 0)
   %data = call ptr @place(ptr %ends, i64 8)
@@ -393,37 +395,37 @@ define internal i64 @take_bytes(ptr %ends, ptr %into, i64 %there, i64 %room) {
   ret i64 %size
 }
 
-; Serve what comes through the ring until something is for Python, nothing comes, or the turn is over; begins and, but
-; for FRAMES, ends with an empty buffer. What it returns:
-;   0 IDLE: nothing came.  1 FRAMES: what is in the buffer, or the ring's end, is for Python.  2 TURN: the time is over.
+; Serve what comes through the ring until Python has something to do, nothing comes, or the time is over. The buffer is
+; empty at the begin, and at the end too, but for FRAMES. Returns an Outcome (layout.py):
+;   0 IDLE: nothing came.  1 FRAMES: the buffer, or the ring's end, is for Python.  2 QUANTUM_OVER: the time is over.
 ;   3 WAKE_READER: the client sleeps until a reply comes, and one came.  4 WAKE_WRITER: it waits for room, and there is.
-define i32 @gpulease_serve_ring(ptr %desk, ptr %ends) {
+define i32 @gpulease_serve_ring(ptr %state, ptr %ends) {
 entry:
   %words = call ptr @place(ptr %ends, i64 0)
   %capacity = call i64 @word(ptr %ends, i64 16)
   %size = call i64 @word(ptr %ends, i64 72)
-  %buffer = call ptr @place(ptr %desk, i64 88)
-  %turn = call i64 @word(ptr %ends, i64 112)
+  %buffer = call ptr @place(ptr %state, i64 88)
+  %quantum = call i64 @word(ptr %ends, i64 112)
   %began = call i64 @now()
-  %turn.end = add i64 %began, %turn
-  call void @set(ptr %desk, i64 128, i64 %began)
+  %quantum.end = add i64 %began, %quantum
+  call void @set(ptr %state, i64 128, i64 %began)
   br label %next
 
 next:
-  %start = call i64 @word(ptr %desk, i64 96)
-  %end = call i64 @word(ptr %desk, i64 104)
+  %start = call i64 @word(ptr %state, i64 96)
+  %end = call i64 @word(ptr %state, i64 104)
   %have = sub i64 %end, %start
-  %time = call i64 @word(ptr %desk, i64 128)
-  %is.turn = icmp uge i64 %time, %turn.end
+  %time = call i64 @word(ptr %state, i64 128)
+  %is.time.up = icmp uge i64 %time, %quantum.end
   %is.empty = icmp eq i64 %have, 0
   br i1 %is.empty, label %empty, label %frames
 
 frames:
-  %taken = call i32 @gpulease_take_launches(ptr %desk)
+  %taken = call i32 @gpulease_take_launches(ptr %state)
   %is.for.python = icmp ne i32 %taken, 0
   br i1 %is.for.python, label %to.python, label %sync
 sync:
-  %answered = call i32 @answer_sync(ptr %desk, ptr %ends)
+  %answered = call i32 @answer_sync(ptr %state, ptr %ends)
   switch i32 %answered, label %moved [ i32 1, label %replied
                                        i32 2, label %wake.reader ]
 replied:
@@ -435,13 +437,13 @@ wake.reader:
   call void @set(ptr %ends, i64 80, i64 %per.reply.too)
   ret i32 3
 moved:
-  %start.now = call i64 @word(ptr %desk, i64 96)
+  %start.now = call i64 @word(ptr %state, i64 96)
   %left = sub i64 %end, %start.now
   %is.done = icmp eq i64 %left, 0
   br i1 %is.done, label %next, label %part
 part:
-  ; Something else, or the beginning of a frame whose rest is in the ring.
-  %plan = call ptr @place(ptr %desk, i64 112)
+  ; Another frame, or the begin of a frame whose rest is in the ring.
+  %plan = call ptr @place(ptr %state, i64 112)
   %is.known = icmp ne ptr %plan, null
   br i1 %is.known, label %expected, label %needed
 expected:
@@ -451,7 +453,7 @@ needed:
   %frame.most = phi i64 [ 0, %part ], [ %frame.bytes, %expected ]
   %need = call i64 @llvm.umax.i64(i64 %frame.most, i64 40)
   %is.whole = icmp uge i64 %left, %need
-  %is.foreign = or i1 %is.whole, %is.turn
+  %is.foreign = or i1 %is.whole, %is.time.up
   br i1 %is.foreign, label %to.python, label %pull
 pull:
   %from = getelementptr i8, ptr %buffer, i64 %start.now
@@ -459,11 +461,11 @@ pull:
   br label %receive
 
 empty:
-  br i1 %is.turn, label %turn.over, label %receive
+  br i1 %is.time.up, label %quantum.over, label %receive
 receive:
   %pending = phi i64 [ %left, %pull ], [ 0, %empty ]
-  call void @set(ptr %desk, i64 96, i64 0)
-  call void @set(ptr %desk, i64 104, i64 %pending)
+  call void @set(ptr %state, i64 96, i64 0)
+  call void @set(ptr %state, i64 104, i64 %pending)
   %tail = call i64 @shown(ptr %words, i64 0)
   br label %arrived
 arrived:
@@ -486,9 +488,9 @@ take:
   %into = getelementptr i8, ptr %buffer, i64 %pending.now
   %came = call i64 @take_bytes(ptr %ends, ptr %into, i64 %there, i64 %room)
   %filled = add i64 %pending.now, %came
-  call void @set(ptr %desk, i64 104, i64 %filled)
+  call void @set(ptr %state, i64 104, i64 %filled)
   %clock = call i64 @now()
-  call void @set(ptr %desk, i64 128, i64 %clock)
+  call void @set(ptr %state, i64 128, i64 %clock)
   %per.byte = call i64 @word(ptr %ends, i64 88)
   %spins.before = call i64 @word(ptr %ends, i64 80)
   %is.quiet = icmp ne i64 %per.byte, 0
@@ -535,6 +537,6 @@ is.idle:
   ret i32 0
 to.python:
   ret i32 1
-turn.over:
+quantum.over:
   ret i32 2
 }

@@ -1,7 +1,7 @@
-; A driver's functions (interface.py, NativeLaunch) with the time of each launch's begin written down, for measurements.
+; A driver's functions (NativeLaunch, interface.py) that record when each launch began, for measurements.
 ;
-; %state is a Stamps (gate.py); offsets: launch 0, query 8, driver 16, times 24, count 32, room 40. Of more launches than
-; there is room for the first are kept; all are counted.
+; %state is a Stamps (bench/revocation.py), with these offsets: launch 0, query 8, driver 16, times 24, count 32, room 40.
+; All launches are counted; only the first `room` of them are recorded.
 
 declare i32 @gpulease_clock_gettime(i32, ptr)
 

@@ -1,4 +1,4 @@
-"""Launch graphs of a session on the embedded driver: what they do, what is refused, what ends them."""
+"""Launch graphs of a session on the embedded driver: replays, refusals, ends."""
 
 import os
 from collections.abc import Iterator
@@ -128,19 +128,19 @@ def bad_graphs(rig: Rig) -> list[tuple[str, GraphCreate | bytes, Status]]:
     ]
 
 
-def test_what_can_not_be_a_graph(rig: Rig) -> None:
+def test_impossible_graphs_are_refused(rig: Rig) -> None:
     for match, body, status in bad_graphs(rig):
         failure = rig.refused(Opcode.GRAPH_CREATE, body)
         assert failure.status is status, (match, failure)
         with pytest.raises(AssertionError, match=match):
             raise AssertionError(failure.message)
         assert not rig.session._graphs._graphs
-        assert not rig.session._ledger.allocation_uses._users
+        assert not rig.session._ledger.allocation_dependents._callbacks
     rig.replay(rig.graph(rig.launch("bias", 1)))
     assert rig.floats() == [1, 1, 1, 1], "the session goes on"
 
 
-def test_values_that_do_not_fit(rig: Rig) -> None:
+def test_values_that_do_not_fit_are_refused(rig: Rig) -> None:
     graph = rig.graph(
         rig.launch("bias", 0), parameters=(POINTER, FOUR), places=(GraphPlace(0, 0, 0), GraphPlace(1, 0, 12))
     )
@@ -183,8 +183,8 @@ def test_a_graph_is_void_once_what_it_names_is_gone(rig: Rig, names: str) -> Non
     rig.ask(Opcode.GRAPH_DESTROY, Handle(other))
     desk, ledger = rig.session._graphs, rig.session._ledger
     assert not desk._graphs
-    assert not ledger.allocation_uses._users
-    assert not ledger.module_uses._users
+    assert not ledger.allocation_dependents._callbacks
+    assert not ledger.module_dependents._callbacks
     assert (desk._part_count, desk._payload_bytes) == (0, 0)
 
 

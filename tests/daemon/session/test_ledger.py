@@ -46,11 +46,11 @@ def test_the_slice_is_the_limit() -> None:
 def test_what_a_card_takes_besides_is_on_the_allowance_first() -> None:
     ledger = Ledger(SLICE, allowance_bytes=100, page_bytes=10)
     number = ledger.add_module(NoKernels(device_bytes=60), 1)
-    ledger.keep(30)
-    ledger.keep(20)
+    ledger.charge_kept(30)
+    ledger.charge_kept(20)
     assert (ledger.charged_bytes, ledger.room_bytes) == (0, SLICE + 10)
     ledger.check_alloc(SLICE)
-    ledger.keep(70)
+    ledger.charge_kept(70)
     assert ledger.charged_bytes == 30
     with refused(Status.ALLOC_FAILED, "1000 bytes were asked for; 970 of the slice's 1000"):
         ledger.check_alloc(SLICE)
@@ -73,7 +73,7 @@ def test_rounding_to_pages_counts_before_it_is_taken() -> None:
 def test_a_module_must_fit_before_it_is_loaded(device_bytes: int, kept_bytes: int, fits: bool) -> None:
     ledger = Ledger(SLICE, allowance_bytes=100)
     ledger.add_allocation(0x1000, 200)
-    ledger.keep(200)
+    ledger.charge_kept(200)
     if fits:
         ledger.check_module(device_bytes, 0, kept_bytes)
         return
@@ -90,13 +90,13 @@ def test_what_is_kept_for_later_makes_room_for_what_comes() -> None:
     ledger.add_allocation(0x1000, 200)
     assert [ledger.spare_bytes_beside(size) for size in (1, 10, 800)] == [890, 890, 100]
     ledger.check_module(300, 0, 100)
-    ledger.keep(200)
-    ledger.keep(200)
+    ledger.charge_kept(200)
+    ledger.charge_kept(200)
     assert spare == [500, 700], "nothing for what is there already"
     with pytest.raises(ImageRejected):
         ledger.check_module(701, 0, 0)
     with pytest.raises(DriverError):
-        ledger.keep(901)
+        ledger.charge_kept(901)
     assert len(spare) == 2, "nothing for what is refused"
 
 
@@ -195,15 +195,15 @@ def test_the_bytes_of_images_are_bounded() -> None:
 
 def test_streams_take_of_the_allowance_and_then_of_the_slice_and_give_nothing_back() -> None:
     ledger = Ledger(SLICE, 100)
-    ledger.keep_streams(80)
+    ledger.charge_streams(80)
     assert ledger.charged_bytes == 0
-    ledger.keep_streams(130)
-    ledger.keep_streams(80)
+    ledger.charge_streams(130)
+    ledger.charge_streams(80)
     assert ledger.charged_bytes == 30
     ledger.add_allocation(0x1000, SLICE - 30)
-    ledger.keep_streams(130)
+    ledger.charge_streams(130)
     with refused(Status.ALLOC_FAILED, "takes 1 bytes of the card; the slice has room for 0"):
-        ledger.keep_streams(131)
+        ledger.charge_streams(131)
     assert ledger.charged_bytes == SLICE
 
 
@@ -221,20 +221,20 @@ def test_what_graphs_took_stays_taken_and_serves_the_next() -> None:
         ledger.check_graph(61 + ledger.room_bytes)
 
 
-def test_users_are_told_once_what_went() -> None:
-    ledger, told = Ledger(SLICE), list[str]()
+def test_dependents_learn_once_what_was_released() -> None:
+    ledger, released = Ledger(SLICE), list[str]()
     for address in (0x10, 0x20):
         ledger.add_allocation(address, 1)
     number = ledger.add_module(NoKernels(), 1)
-    ledger.allocation_uses.add(0x10, 1, told.append)
-    ledger.allocation_uses.add(0x10, 2, told.append)
-    ledger.allocation_uses.add(0x20, 1, told.append)
-    ledger.module_uses.add(number, 1, told.append)
-    ledger.allocation_uses.remove(0x10, 2)
-    ledger.allocation_uses.remove(0x30, 2)
+    ledger.allocation_dependents.add(0x10, 1, released.append)
+    ledger.allocation_dependents.add(0x10, 2, released.append)
+    ledger.allocation_dependents.add(0x20, 1, released.append)
+    ledger.module_dependents.add(number, 1, released.append)
+    ledger.allocation_dependents.remove(0x10, 2)
+    ledger.allocation_dependents.remove(0x30, 2)
     ledger.remove_allocation(0x10)
-    assert told == ["the allocation 0x10, which is freed"]
+    assert released == ["the allocation 0x10, which is freed"]
     ledger.add_allocation(0x10, 1)
     ledger.remove_allocation(0x10)
     ledger.remove_module(number)
-    assert told[1:] == [f"module {number}, which is unloaded"]
+    assert released[1:] == [f"module {number}, which is unloaded"]

@@ -1,4 +1,4 @@
-"""What a worker that was made ahead does before it has a lease."""
+"""The rehearsal of a warm worker before it has a lease."""
 
 import gc
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def _thaw() -> Iterator[None]:
 
 
 @pytest.mark.exhaustive
-def test_it_leaves_a_context_as_it_was() -> None:
+def test_a_rehearsal_leaves_the_context_as_it_was() -> None:
     context = CpuContext(SLICE_BYTES)
     try:
         rehearse(context)
@@ -49,7 +49,7 @@ def test_it_leaves_a_context_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("kind", "said"), [(Deaf, "MODULE_LOAD: the driver is too old"), (Forgetful, "result is not what it wrote")]
 )
-def test_a_context_that_is_of_no_use(kind: type[CpuContext], said: str) -> None:
+def test_a_context_that_fails_is_reported(kind: type[CpuContext], said: str) -> None:
     context = kind(SLICE_BYTES)
     try:
         with pytest.raises(RehearsalFailed, match=said):

@@ -40,7 +40,7 @@ FAR = 1 << 62
 
 @dataclass
 class Bench:
-    """A session with its page; `ask` talks to it as a tenant would."""
+    """A session with its control page; `ask` sends requests as a tenant would."""
 
     session: Session
     page: BrokerPage
@@ -192,7 +192,7 @@ def test_another_session(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("word", [Status.REVOKED, Status.LEASE_EXPIRED, Status.LEASE_FREED, Status.SESSION_FAILED])
-def test_after_the_word_is_flipped_nothing_is_done(bench: Bench, word: Status) -> None:
+def test_after_the_revocation_nothing_is_done(bench: Bench, word: Status) -> None:
     handle = bench.alloc(16)
     module = bench.load(TRANSFORM)
     bench.page.refuse(word)
@@ -212,12 +212,12 @@ def test_after_the_word_is_flipped_nothing_is_done(bench: Bench, word: Status) -
     assert bench.page.counter(Counter.LAUNCHES) == launches
 
 
-def test_the_deadline_alone_ends_it(bench: Bench) -> None:
+def test_the_deadline_alone_ends_the_session(bench: Bench) -> None:
     bench.page.set_deadline(1, 2)
     assert bench.refused(Opcode.SYNC, Empty()).status is Status.LEASE_EXPIRED
 
 
-def test_a_kept_failure_comes_once_and_the_operation_that_brings_it_is_not_done(bench: Bench) -> None:
+def test_a_quiet_failure_is_reported_once_and_the_operation_that_reports_it_is_not_done(bench: Bench) -> None:
     handle = bench.alloc(16)
     module = bench.load(TRANSFORM)
     number = bench.quiet(Opcode.LAUNCH, bench.bias(module, handle, "nothing"))

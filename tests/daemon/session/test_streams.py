@@ -1,4 +1,4 @@
-"""A session's streams without a daemon: what the context is told, whatever a tenant sends in whatever order."""
+"""A session's streams without a daemon: the calls of the context, whatever a tenant sends in whatever order."""
 
 import os
 import time
@@ -16,7 +16,7 @@ from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.session import Session
-from gpulease.daemon.session.streams import Place
+from gpulease.daemon.session.streams import ConnectionStreams
 from gpulease.protocol.codec import build_body, parse_body, reply_body
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import Frame, FrameReader
@@ -32,7 +32,7 @@ U64 = 2**64 - 1
 
 @dataclass
 class Told:
-    """The embedded driver's context, and what it was told of streams; `selected` is what launches went into."""
+    """The embedded driver's context, which records the calls for streams; `selected` is where launches go."""
 
     context: CpuContext
     calls: list[tuple[object, ...]] = field(default_factory=list)
@@ -237,25 +237,25 @@ def test_a_selection_is_never_skipped(rig: Rig, over: str) -> None:
     assert rig.told.selected == (102 if over == "revoked" else 101)
 
 
-def test_each_connection_has_its_own(rig: Rig) -> None:
-    streams, here = rig.session.streams, rig.session.streams.place
-    there = Place()
+def test_each_connection_has_its_own_streams(rig: Rig) -> None:
+    streams, here = rig.session.streams, rig.session.streams.current
+    there = ConnectionStreams()
     mine = rig.stream()
     rig.ask(Opcode.STREAM_SELECT, Handle(mine))
-    streams.sit(there)
+    streams.switch_to(there)
     assert rig.refused(Opcode.STREAM_SELECT, Handle(mine)) is Status.INVALID_HANDLE
     rig.launch()
     theirs = rig.stream()
     rig.ask(Opcode.STREAM_SELECT, Handle(theirs))
-    streams.sit(here)
+    streams.switch_to(here)
     rig.launch()
-    streams.sit(there)
+    streams.switch_to(there)
     rig.launch()
-    streams.leave(there)
+    streams.release(there)
     rig.launch()
     assert rig.told.calls == [("launch", 0), ("launch", 101), ("launch", 102), ("launch", 0)]
     assert rig.told.live == {101}
-    streams.sit(here)
+    streams.switch_to(here)
     rig.launch()
     assert rig.told.calls[-1] == ("launch", 101)
 
@@ -276,7 +276,7 @@ STEPS = st.lists(
 def test_any_order(steps: list[tuple[str, int, bool]]) -> None:
     """Every launch that is done goes into the stream that its connection selected last, whatever failed before."""
     with made_rig() as rig:
-        model = Model([rig.session.streams.place, Place()])
+        model = Model([rig.session.streams.current, ConnectionStreams()])
         for at in (1, 0, 1, 0):
             switch(rig, model, at, True)
             create(rig, model, 0, True)
@@ -288,9 +288,9 @@ def test_any_order(steps: list[tuple[str, int, bool]]) -> None:
 
 @dataclass
 class Model:
-    """What the specification says of two connections; streams by the context's numbers."""
+    """The state of two connections by the specification; streams by the context's numbers."""
 
-    places: list[Place]
+    connections: list[ConnectionStreams]
     at: int = 0
     failed: bool = False
     created: int = 0
@@ -352,7 +352,7 @@ def fence(rig: Rig, model: Model, _: int, quiet: bool) -> None:
 
 def switch(rig: Rig, model: Model, number: int, _: bool) -> None:
     model.at = number % 2
-    rig.session.streams.sit(model.places[model.at])
+    rig.session.streams.switch_to(model.connections[model.at])
 
 
 STEP: dict[str, Callable[[Rig, Model, int, bool], None]] = {

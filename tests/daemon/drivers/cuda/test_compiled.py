@@ -9,7 +9,7 @@ CODE = b"\x7fELF" + bytes(range(256)) * 3
 
 
 class Compiler:
-    """Makes code of an image, and remembers what it was asked for."""
+    """Makes code of an image, and records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[bytes] = []
@@ -26,8 +26,8 @@ def test_an_image_is_compiled_once() -> None:
     assert compiler.asked == [b"a", b"b", b"a\0", b""]
 
 
-def test_where_a_stranger_is_let_in_each_load_takes_as_long() -> None:
-    """What was loaded before, and what is loaded beside it in the same lease."""
+def test_after_a_stranger_attaches_each_load_compiles() -> None:
+    """Images loaded before, and images loaded again in the same lease."""
     kept, compiler = Compiled(), Compiler()
     assert kept.of(b"a", compiler) == kept.of(b"a", compiler) == CODE + b"a"
     kept.close()
@@ -36,7 +36,7 @@ def test_where_a_stranger_is_let_in_each_load_takes_as_long() -> None:
     assert compiler.asked == [b"a", b"a", b"a"]
 
 
-def test_what_is_kept_is_noise() -> None:
+def test_kept_code_is_noise_without_its_ptx() -> None:
     kept = Compiled()
     ptx = b"a kernel with a secret in it: 0123456789abcdef"
     code = kept.of(ptx, Compiler())
@@ -56,7 +56,7 @@ def test_of_two_images_one_mask_does_not_undo_the_other() -> None:
     assert sum(one == other for one, other in zip(*masks, strict=True)) < 100
 
 
-def test_code_that_is_not_made_is_not_kept() -> None:
+def test_a_failed_compilation_keeps_nothing() -> None:
     kept, compiler = Compiled(), Compiler()
 
     def refuse(ptx: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What launch.ll hands to the driver and makes of its answers: the calling convention, checked without a card."""
+"""Calls that launch.ll makes of the driver, and what it makes of their results; checked without a card."""
 
 import ctypes
 from collections.abc import Callable

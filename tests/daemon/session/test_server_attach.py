@@ -1,4 +1,4 @@
-"""Who is let into a session and may be of another tenant: what earlier leases had compiled is forgotten first."""
+"""A connection that may be of another tenant attaches: the context first forgets what earlier leases compiled."""
 
 import socket
 from typing import Any
@@ -19,7 +19,9 @@ ATTACH: dict[str, Any] = {"op": "attach", "request_id": 1, "rest": b"", "ring": 
 @pytest.mark.parametrize(
     ("said", "forgotten"), [({"is_stranger": False}, 0), ({"is_stranger": True}, 1), ({}, 1)], ids=repr
 )
-def test_what_a_worker_is_told(said: dict[str, bool], forgotten: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_images_are_forgotten_before_a_stranger_attaches(
+    said: dict[str, bool], forgotten: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broker, worker = channel_pair()
     near, far = socket.socketpair()
     count = 0

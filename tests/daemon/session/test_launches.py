@@ -13,7 +13,7 @@ from gpulease.protocol.opcodes import Status
 
 @dataclass
 class MadeKernel:
-    """A kernel of any shape: what the planner knows of one is all it is."""
+    """A kernel of any shape, with the attributes that the planner reads."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -165,7 +165,7 @@ def test_refusals_are_not_remembered_as_plans() -> None:
         ({"block_x": 2**31, "block_y": 2**31, "block_z": 4}, "threads a block"),
     ],
 )
-def test_launches_that_can_not_be(wrong: dict[str, object], said: str) -> None:
+def test_impossible_launches_are_refused(wrong: dict[str, object], said: str) -> None:
     planner, _, launch = planner_for(kernel_of((0, 8)))
     with pytest.raises(Refused, match=said) as caught:
         plan_of(planner, replace(launch, **wrong))  # type: ignore[arg-type]

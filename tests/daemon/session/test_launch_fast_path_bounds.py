@@ -1,4 +1,4 @@
-"""serve.ll within guard pages: a byte read or written outside of what it was given ends this process."""
+"""serve.ll between guard pages: a byte read or written outside of its memory ends this process."""
 
 import ctypes
 import mmap
@@ -34,7 +34,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class Guarded:
-    """Memory with a page before and one behind that nobody may touch; it ends where the one behind begins."""
+    """Memory between two guard pages; it ends where the second begins."""
 
     def __init__(self, size: int, content: bytes = b"") -> None:
         pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -137,7 +137,7 @@ def bench() -> Iterator[Bench]:
         spins_per_byte=1,
         spins_per_reply=2,
         spin_ns=1000,
-        turn_ns=1_000_000,
+        quantum_ns=1_000_000,
     )
     of_requests, of_replies = ((ctypes.c_uint64 * 32).from_address(memory.at) for memory in (words, reply_words))
     it = Bench(desk, ends, of_requests, of_replies, data)
@@ -172,7 +172,7 @@ WORD = st.tuples(st.booleans(), st.sampled_from([0, 8, 16, 24]), st.one_of(st.in
 @pytest.mark.exhaustive
 @settings(max_examples=150, deadline=None)
 @given(rounds=st.lists(st.tuples(PIECES, st.lists(WORD, max_size=2), st.integers(0, 2**64 - 1)), max_size=5))
-def test_nothing_is_touched_but_what_was_given(
+def test_no_byte_outside_its_memory_is_touched(
     rounds: list[tuple[list[bytes], list[tuple[bool, int, int]], int]],
 ) -> None:
     with bench() as made:

@@ -1,4 +1,4 @@
-"""Who is waited for, for how long, and who is not any more."""
+"""Replies to peers that do not read: the waits, the send buffer, the end of the connection."""
 
 import contextlib
 import select
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpulease.daemon.session import connection as backlog
+from gpulease.daemon.session import connection as connections
 from gpulease.daemon.session.connection import (
     STEP_BYTES,
-    UNREAD_BYTES,
-    Backlog,
+    UNSENT_BYTES,
     Connection,
     ConnectionLost,
     RingWire,
+    SendBuffer,
     SocketWire,
     SpinPolicy,
 )
@@ -27,25 +27,25 @@ MS = 1_000_000
 LARGE = bytes(range(256)) * (64 << 10)
 
 
-def test_a_peer_is_stale_that_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_read_on_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    found = Backlog(bytes(4 * STEP_BYTES))
+    found = SendBuffer(bytes(4 * STEP_BYTES))
     assert not found.is_stale(160.0)
     assert found.is_stale(160.1)
     now_s = 150.0
-    found.keep(found.rest[STEP_BYTES - 1 :])
+    found.update(found.unsent[STEP_BYTES - 1 :])
     assert found.is_stale(160.1), "a byte short of a step is no step"
-    found.keep(found.rest[1:])
+    found.update(found.unsent[1:])
     assert not found.is_stale(210.0)
     assert found.is_stale(210.1)
 
 
-def test_it_keeps_its_own_bytes() -> None:
+def test_a_send_buffer_copies_its_bytes() -> None:
     reply = bytearray(b"reply")
-    found = Backlog(memoryview(reply))
+    found = SendBuffer(memoryview(reply))
     reply[:] = b"other"
-    assert bytes(found.rest) == b"reply"
+    assert bytes(found.unsent) == b"reply"
 
 
 @pytest.mark.parametrize("wait_ns", [0, 30 * MS])
@@ -84,10 +84,10 @@ class Pair:
         self.stack.callback(near.close)
         self.stack.callback(far.close)
         far.setblocking(False)
-        connection = Connection(far, b"", self.made.session.slots, SpinPolicy())
+        connection = Connection(far, b"", self.made.session.pinned_buffers, SpinPolicy())
         self.server._connections[connection.fd] = connection
         self.server._poll.register(far, select.POLLIN)
-        self.server._share_waits()
+        self.server._set_waits()
         return near, connection
 
 
@@ -100,44 +100,46 @@ def pair() -> Iterator[Pair]:
         yield Pair(made, channel, stack)
 
 
-def test_who_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_waits_longest_alone_less_when_shared_and_not_after_a_pause(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     near, first = pair.connect()
-    assert first.wait_ns == backlog.ALONE_WAIT_NS
+    assert first.wait_ns == connections.ALONE_WAIT_NS
     _, second = pair.connect()
-    assert first.wait_ns == second.wait_ns == backlog.SHARED_WAIT_NS
+    assert first.wait_ns == second.wait_ns == connections.SHARED_WAIT_NS
     assert not pair.server._send(first, LARGE)
-    assert (first.wait_ns, second.wait_ns) == (0, backlog.SHARED_WAIT_NS)
+    assert (first.wait_ns, second.wait_ns) == (0, connections.SHARED_WAIT_NS)
     read = near.recv(len(LARGE))
     while len(read) < len(LARGE):
         pair.server._serve(first)
         read += near.recv(len(LARGE))
     assert read == LARGE
-    assert first.backlog is None
+    assert first.send_buffer is None
     assert first.wait_ns == 0, "not so soon"
-    pair.server._look_after_ms()
+    pair.server._check_connections()
     assert first.wait_ns == 0
-    monkeypatch.setattr(first, "distrusted_until_s", time.monotonic() - 1)
-    pair.server._look_after_ms()
-    assert first.wait_ns == backlog.SHARED_WAIT_NS
+    monkeypatch.setattr(first, "no_wait_until_s", time.monotonic() - 1)
+    pair.server._check_connections()
+    assert first.wait_ns == connections.SHARED_WAIT_NS
     pair.server._drop(second, ConnectionLost("gone"))
-    assert first.wait_ns == backlog.ALONE_WAIT_NS
+    assert first.wait_ns == connections.ALONE_WAIT_NS
 
 
-def test_one_that_never_reads_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_never_reads_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     near, first = pair.connect()
     _, second = pair.connect()
     assert not pair.server._send(first, LARGE)
-    pair.server._look_after_ms()
+    pair.server._check_connections()
     assert first.fd in pair.server._connections
-    monkeypatch.setattr(backlog, "UNREAD_TIMEOUT_S", -1.0)
-    pair.server._look_after_ms()
+    monkeypatch.setattr(connections, "UNSENT_TIMEOUT_S", -1.0)
+    pair.server._check_connections()
     assert list(pair.server._connections) == [second.fd]
     while data := near.recv(1 << 20):
         assert data in LARGE + LARGE, "nothing stands behind half a reply"
 
 
-def test_what_is_kept_is_bounded(pair: Pair) -> None:
-    connections = [pair.connect()[1] for _ in range(UNREAD_BYTES // len(LARGE))]
+def test_unsent_bytes_are_bounded(pair: Pair) -> None:
+    connections = [pair.connect()[1] for _ in range(UNSENT_BYTES // len(LARGE))]
     for connection in connections:
         assert not pair.server._send(connection, LARGE)
     _, last = pair.connect()

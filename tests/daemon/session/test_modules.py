@@ -1,4 +1,4 @@
-"""What PTX text tells of kernels' parameters, and what is told of text that can't be followed."""
+"""Types of kernels' parameters from PTX text, and no types from text that can't be followed."""
 
 import time
 from dataclasses import dataclass
@@ -65,11 +65,11 @@ def test_a_parameter(parameter: str, kind: T) -> None:
         "\0.entry k(.param .u32 a)",
     ],
 )
-def test_what_says_something_else_tells_nothing(text: str) -> None:
+def test_a_declaration_that_does_not_match_gives_no_types(text: str) -> None:
     assert told(text, k=1) == [[]]
 
 
-def test_machine_code_tells_nothing() -> None:
+def test_machine_code_gives_no_types() -> None:
     assert parameter_types(b"\x7fELF .entry k(.param .u32 a)", listed(k=1)) == (b"",)
 
 

@@ -1,4 +1,4 @@
-"""The directory of kept code: entries are whole or not there, and nobody else's is ever taken."""
+"""The directory of cached code: entries are whole or absent, and another user's entry is never read."""
 
 import os
 import tracemalloc
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.native import private_folder as keeping
-from gpulease.daemon.native.private_folder import MAX_KEPT_ENTRY_BYTES, PrivateFolder, open_for
+from gpulease.daemon.native import private_folder
+from gpulease.daemon.native.private_folder import MAX_ENTRY_BYTES, PrivateFolder, open_for
 
 KEY, OTHER = bytes(32), bytes([1] * 32)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Kept in here is one entry."""
+    """A folder with one entry."""
     folder = tmp_path / "above" / "kept"
     PrivateFolder(folder).write(KEY, b"code")
     return folder
@@ -28,7 +28,7 @@ def test_what_is_written_is_read_again(folder: Path) -> None:
     assert [entry.stat().st_mode & 0o777 for entry in folder.iterdir()] == [0o600]
 
 
-def test_a_second_writer_replaces_it(folder: Path) -> None:
+def test_a_second_write_replaces_the_entry(folder: Path) -> None:
     PrivateFolder(folder).write(KEY, b"")
     assert PrivateFolder(folder).read(KEY) == b""
 
@@ -40,7 +40,7 @@ def test_a_small_entry_is_read_into_little_memory(folder: Path) -> None:
         _, most_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most_bytes < MAX_KEPT_ENTRY_BYTES // 16
+    assert most_bytes < MAX_ENTRY_BYTES // 16
 
 
 def _entry(folder: Path) -> Path:
@@ -72,7 +72,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {
     "a changed byte": _flip_a_bit,
     "a short entry": lambda folder: os.truncate(_entry(folder), 33),
     "an empty entry": lambda folder: os.truncate(_entry(folder), 0),
-    "a huge entry": lambda folder: os.truncate(_entry(folder), MAX_KEPT_ENTRY_BYTES + 1),
+    "a huge entry": lambda folder: os.truncate(_entry(folder), MAX_ENTRY_BYTES + 1),
     "another key's": lambda folder: _entry(folder).rename(folder / OTHER.hex()),
     "an entry others can write": lambda folder: _entry(folder).chmod(0o602),
     "an entry of another user": lambda folder: os.chown(_entry(folder), 12345, -1),
@@ -85,7 +85,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_what_could_be_anothers_is_not_taken(folder: Path, how: str) -> None:
+def test_an_entry_that_another_user_could_change_is_not_read(folder: Path, how: str) -> None:
     if "another user" in how and os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     SPOILT[how](folder)
@@ -93,22 +93,22 @@ def test_what_could_be_anothers_is_not_taken(folder: Path, how: str) -> None:
     assert PrivateFolder(folder).read(OTHER) is None
 
 
-def test_nothing_is_written_where_others_may(folder: Path) -> None:
+def test_nothing_is_written_where_others_may_write(folder: Path) -> None:
     folder.chmod(0o770)
     PrivateFolder(folder).write(OTHER, b"more")
     assert len(list(folder.iterdir())) == 1
 
 
-def test_a_place_that_can_t_be_is_no_error(tmp_path: Path) -> None:
+def test_a_directory_that_can_not_be_made_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     keeper = PrivateFolder(tmp_path / "file" / "kept")
     keeper.write(KEY, b"code")
     assert keeper.read(KEY) is None
 
 
-@pytest.mark.parametrize(("bound", "most"), [("MAX_KEPT_ENTRIES", 3), ("MAX_KEPT_BYTES", 3 * 132)])
+@pytest.mark.parametrize(("bound", "most"), [("MAX_CACHED_ENTRIES", 3), ("MAX_CACHED_BYTES", 3 * 132)])
 def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
-    monkeypatch.setattr(keeping, bound, most)
+    monkeypatch.setattr(private_folder, bound, most)
     keys = [bytes([n] * 32) for n in range(5)]
     for age, key in enumerate(keys):
         PrivateFolder(tmp_path / "kept").write(key, bytes(100))
@@ -118,15 +118,15 @@ def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
     assert [PrivateFolder(tmp_path / "kept").read(key) is not None for key in keys] == [True, False, False, True, True]
 
 
-def test_too_large_an_entry_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MAX_KEPT_ENTRY_BYTES", 40)
+def test_too_large_an_entry_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_folder, "MAX_ENTRY_BYTES", 40)
     PrivateFolder(folder).write(OTHER, bytes(9))
     assert PrivateFolder(folder).read(OTHER) is None
     PrivateFolder(folder).write(OTHER, bytes(8))
     assert PrivateFolder(folder).read(OTHER) == bytes(8)
 
 
-def test_an_open_directory_is_as_good_as_its_name(folder: Path) -> None:
+def test_an_open_directory_works_like_its_path(folder: Path) -> None:
     opened = open_for(os.geteuid(), folder)
     assert opened is not None
     assert PrivateFolder(opened).read(KEY) == b"code"
@@ -146,6 +146,6 @@ def test_a_directory_for_another_user_is_only_theirs(tmp_path: Path) -> None:
     os.close(opened)
 
 
-def test_a_link_in_a_directorys_place_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_instead_of_the_directory_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     assert open_for(os.geteuid(), tmp_path / "link") is None

@@ -13,7 +13,7 @@ SIZE = 20 * GRANULE_BYTES
 
 
 class Book:
-    """Keeps what was pinned, as addresses' distances from the arena's start."""
+    """Records what was pinned, as offsets from the arena's start."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -67,7 +67,7 @@ def test_one_large_copy_is_one_extent_and_the_lease_is_looked_at_between_larger_
     os.close(arena.fd)
 
 
-def test_its_size_is_bounded_and_nobody_can_change_it() -> None:
+def test_the_size_is_bounded_and_sealed() -> None:
     book = Book()
     arena = Arena(1 << 63, book.pin)
     assert arena.size_bytes == MAX_ARENA_BYTES

@@ -1,4 +1,4 @@
-"""A ring served by native code and by Python: the same comes out, whatever the client puts in or scribbles over."""
+"""A ring served by native code and by Python: both do the same, whatever the client puts in or overwrites."""
 
 import pytest
 from hypothesis import given, settings
@@ -60,7 +60,7 @@ def follow(made: Pair, steps: list[tuple[str, object, int]]) -> tuple[object, ..
 @pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(STEPS, max_size=10))
-def test_whatever_comes_native_code_and_python_say_the_same(steps: list[tuple[str, object, int]]) -> None:
+def test_native_code_and_python_do_the_same(steps: list[tuple[str, object, int]]) -> None:
     outcomes = []
     for is_native in (False, True):
         with pair(is_native=is_native) as made:
@@ -73,7 +73,7 @@ def test_launches_and_syncs_are_served_without_python(monkeypatch: pytest.Monkey
         made.put(quiet(launch_of(made.made), 1) * 2 + sync(1))
         # What the ring's end cuts in two is seen by Python, but nothing is launched there.
         monkeypatch.setattr(made.made.session, "handle", None)
-        monkeypatch.setattr(made.made.session._taker, "_take", None)
+        monkeypatch.setattr(made.made.session._fast_path, "_take", None)
         for number in range(2, 300):
             made.words[REPLY_READER_SLEEPS] = number % 3 == 0
             made.put(quiet(launch_of(made.made), number) * 3 + sync(number))
@@ -98,33 +98,33 @@ def test_a_writer_that_waits_for_room_is_woken() -> None:
             assert len(made.made.context.launches) == 10
 
 
-def test_one_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that always has more to do gets no more than its time, and goes on in the next turn."""
-    monkeypatch.setattr(connection, "TURN_NS", 0)
+def test_the_quantum_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that always has more to do gets its quantum and no more, and goes on in the next round."""
+    monkeypatch.setattr(connection, "QUANTUM_NS", 0)
     with pair(is_native=True) as made:
         made.put(quiet(launch_of(made.made), 1) * 2)
-        made.server._unfinished.clear()
+        made.server._ready.clear()
         made.requests.put(quiet(launch_of(made.made), 3) * 4)
         made.server._serve(made.connection)
-        assert made.server._unfinished == {made.connection.fd}
+        assert made.server._ready == {made.connection.fd}
         monkeypatch.undo()
 
 
 def test_replies_without_room_are_left_to_python() -> None:
-    """A ring full of replies that nobody has taken: Python leaves the peer aside, until it reads."""
+    """The ring is full of unread replies: Python pauses the connection until the peer reads."""
     with pair(is_native=True) as made:
         made.put(quiet(launch_of(made.made), 1) * 2 + sync(1))
         asked = SMALL.reply_bytes // HEADER_BYTES + 1
         for number in range(asked):
             assert made.requests.put_whole(sync(number + 1))
             made.server._serve(made.connection)
-        assert made.connection.backlog is not None
+        assert made.connection.send_buffer is not None
         assert made.requests.put_whole(sync(asked + 1))
         made.server._serve(made.connection)
         assert made.made.page.counter(Counter.SYNCS) == asked + 1, "nothing more is done meanwhile"
         made.heard.clear()
         made.turn()
         made.turn()
-        assert made.connection.backlog is None
+        assert made.connection.send_buffer is None
         assert len(made.heard) == HEADER_BYTES * (asked + 1)
         assert made.made.page.counter(Counter.SYNCS) == asked + 2

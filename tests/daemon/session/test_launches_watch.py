@@ -10,7 +10,7 @@ from gpulease.daemon.session.launches import MAX_LOOK_MS, MIN_LOOK_MS, KernelWat
 
 @dataclass
 class MadeContext:
-    """Where its streams' kernels stand is all a watch knows of a context."""
+    """A context that only tells where its streams' kernels stand."""
 
     queued: int = 0
     ended: int = 0
@@ -69,7 +69,7 @@ def test_the_oldest_of_several_streams_counts() -> None:
 
 
 @pytest.mark.parametrize(("max_kernel_ms", "look_ms"), [(8, MIN_LOOK_MS), (800, 100), (60_000, MAX_LOOK_MS)])
-def test_how_often_it_looks(max_kernel_ms: int, look_ms: int) -> None:
+def test_the_time_between_looks_follows_the_bound(max_kernel_ms: int, look_ms: int) -> None:
     watch, _ = watch_of(MadeContext(queued=1), max_kernel_ms)
     assert watch.look_after_ms() is None
     watch.look(5)

@@ -18,7 +18,7 @@ from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
 from gpulease.daemon.session import server as once
 from gpulease.daemon.session.ledger import Ledger
-from gpulease.daemon.session.server import OnceServer
+from gpulease.daemon.session.server import SubmitServer
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.codec import build_body, parse_body
@@ -83,7 +83,7 @@ class Bench:
         self.tenant.sendall(build_frame(op, build_body(body), request_id=request_id, session_id=LEASE))
 
     def heard(self, op: Opcode) -> object:
-        """The next frame, which answers that operation: its body, or why not."""
+        """The body or the failure of the next frame, which must reply to that operation."""
         reader = FrameReader(MAX_PAYLOAD_BYTES)
         while (frame := reader.next_frame()) is None:
             reader.receive_data(self.tenant.recv(1))
@@ -106,7 +106,7 @@ def bench() -> Iterator[Bench]:
     driver = CpuDriver()
     context = driver.open_context("GPU-x", SLICE)
     session = Session(LEASE, context, Ledger(SLICE), worker_page, is_submit=True)
-    server = OnceServer(broker[1], session, AttachReply(SLICE, "cpu", "GPU-x", ()))
+    server = SubmitServer(broker[1], session, AttachReply(SLICE, "cpu", "GPU-x", ()))
     bench = Bench(session, page, broker[0], socket.socket(), threading.Thread(target=server.run))
     bench.thread.start()
     yield bench
@@ -142,7 +142,7 @@ def test_what_came_behind_the_request_is_served(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("what", ["word", "peer"])
-def test_a_kernel_that_runs_on_does_not_keep_it(bench: Bench, what: str) -> None:
+def test_an_endless_kernel_does_not_keep_the_worker(bench: Bench, what: str) -> None:
     bench.attach()
     bench.say(Opcode.SUBMIT_RUN, LONG)
     while bench.page.counter(Counter.LAUNCHES) == 0:
@@ -167,8 +167,8 @@ def test_a_kernel_that_faults_answers_no_outputs(bench: Bench) -> None:
     assert bench.is_over()
 
 
-def test_a_context_that_is_lost_is_told_before_the_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a card, where a fault costs the context: who has the answer has the fault counted already."""
+def test_a_lost_context_is_reported_before_the_reply(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card, where a fault costs the context: the broker counts the fault before the tenant has the reply."""
     sync = CpuContext.sync
 
     def losing(context: CpuContext, look: Callable[[], None] = lambda: None) -> None:
@@ -199,7 +199,7 @@ def test_a_guest_that_may_not_run_is_refused(bench: Bench) -> None:
     assert told.status is Status.DENIED
 
 
-def test_the_brokers_word_ends_one_that_waits(bench: Bench) -> None:
+def test_the_broker_ends_a_submit_that_waits(bench: Bench) -> None:
     bench.attach()
     bench.page.refuse(Status.REVOKED)
     send_message(bench.channel, {"op": "end"})
@@ -210,11 +210,11 @@ def test_the_brokers_word_ends_one_that_waits(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("message", [{"op": "end"}, {"op": "attach"}])
-def test_one_that_gets_no_connection_is_over(bench: Bench, message: dict[str, str]) -> None:
+def test_a_submit_without_a_connection_ends(bench: Bench, message: dict[str, str]) -> None:
     send_message(bench.channel, message)
     assert bench.is_over()
 
 
-def test_and_one_that_is_told_nothing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(once, "HAND_OVER_S", 0.05)
+def test_a_submit_that_hears_nothing_ends(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(once, "HANDOVER_S", 0.05)
     assert request.getfixturevalue("bench").is_over()

@@ -1,4 +1,4 @@
-"""What a session leaves behind when it was given back: nothing, or a reason why not."""
+"""A scrub leaves nothing of a freed lease, or gives the reason why not."""
 
 import time
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
 from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.host.heap import is_heap_wiped
-from gpulease.daemon.session import scrub as scrubbing
+from gpulease.daemon.session import main
 from gpulease.daemon.session.ledger import Ledger
-from gpulease.daemon.session.scrub import NotScrubbed, scrub
+from gpulease.daemon.session.main import NotScrubbed, scrub
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.opcodes import Status
 from helpers.kernels import FAULTS, TRANSFORM
@@ -20,7 +20,7 @@ MINUTE_NS = 60_000_000_000
 
 
 class Scene:
-    """A session of the embedded driver whose lease was just given back."""
+    """A session of the embedded driver whose lease was just freed."""
 
     def __init__(self) -> None:
         self.page = BrokerPage()
@@ -53,7 +53,7 @@ class Scene:
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     # The tests' own process is not started so; a session's is, in tests/behaviour/test_recycling.py.
-    monkeypatch.setattr(scrubbing, "is_heap_wiped", lambda: True)
+    monkeypatch.setattr(main, "is_heap_wiped", lambda: True)
     made = Scene()
     yield made
     made.context.close()
@@ -61,9 +61,9 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made.page.close()
 
 
-def test_all_is_given_back(scene: Scene) -> None:
+def test_everything_is_released(scene: Scene) -> None:
     scene.load(TRANSFORM)
-    slot = scene.session.slots.take()
+    slot = scene.session.pinned_buffers.acquire()
     assert slot is not None
     arena = scene.session.arena.open(4 << 20)
     scene.end()
@@ -80,7 +80,7 @@ def test_all_is_given_back(scene: Scene) -> None:
     again.close()
 
 
-def test_a_fault_that_nobody_was_told_of(scene: Scene) -> None:
+def test_an_unreported_fault_is_found(scene: Scene) -> None:
     scene.load(FAULTS)
     scene.launch("stray_store", 1 << 40)
     scene.end()
@@ -89,7 +89,7 @@ def test_a_fault_that_nobody_was_told_of(scene: Scene) -> None:
 
 
 def test_a_kernel_that_ends_too_late(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrubbing, "BUSY_S", 0.01)
+    monkeypatch.setattr(main, "BUSY_S", 0.01)
     scene.load(FAULTS)
     scene.launch("endless")
     scene.end()
@@ -100,13 +100,13 @@ def test_a_kernel_that_ends_too_late(scene: Scene, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_the_driver_keeps(scene: Scene) -> None:
-    scene.ledger.keep(4096)
+    scene.ledger.charge_kept(4096)
     with pytest.raises(NotScrubbed, match="keeps memory"):
         scene.scrub()
 
 
-def test_memory_that_somebody_uses(scene: Scene) -> None:
-    slot = scene.session.slots.take()
+def test_memory_that_is_still_viewed(scene: Scene) -> None:
+    slot = scene.session.pinned_buffers.acquire()
     assert slot is not None
     view = slot.view[:8]
     with pytest.raises(NotScrubbed):
@@ -115,7 +115,7 @@ def test_memory_that_somebody_uses(scene: Scene) -> None:
 
 
 def test_a_heap_that_is_not_overwritten(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrubbing, "is_heap_wiped", is_heap_wiped)
+    monkeypatch.setattr(main, "is_heap_wiped", is_heap_wiped)
     assert not is_heap_wiped()
     with pytest.raises(NotScrubbed, match="overwrite"):
         scene.scrub()

@@ -1,4 +1,4 @@
-"""The books on blocks, beside a card that gives addresses as cuMemAlloc does."""
+"""Records of blocks, compared with a model of a card that gives addresses as cuMemAlloc does."""
 
 import random
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class Card:
-    """Gives blocks out and knows what they take."""
+    """A card that gives out blocks and counts their pages."""
 
     def __init__(self) -> None:
         self.pages = Pages()
@@ -34,14 +34,14 @@ class Card:
         self.pages.remove(address)
 
 
-def test_blocks_are_those_of_the_card_and_each_is_somebodys_once() -> None:
+def test_blocks_are_those_of_the_card_and_each_has_one_owner() -> None:
     rng, card, blocks = random.Random(1), Card(), Blocks()
     live: dict[int, int] = {}
     for _ in range(4000):
         choice = rng.random()
         if choice < 0.45:
             size = rng.choice([1, 512, 513, 5000, MIB - 1, MIB, MIB + 1, 3 * MIB, 4 * MIB])
-            address = blocks.take(size)
+            address = blocks.reuse(size)
             if address is None:
                 address = card.give(block_bytes(size))
                 blocks.add(address, size, address)
@@ -51,7 +51,7 @@ def test_blocks_are_those_of_the_card_and_each_is_somebodys_once() -> None:
         elif choice < 0.9 and live:
             address = rng.choice(list(live))
             del live[address]
-            blocks.give(address)
+            blocks.cache(address)
         elif blocks.cached_blocks:
             card.take_back(blocks.drop_oldest()[0])
         of_live = Pages()
@@ -63,29 +63,29 @@ def test_blocks_are_those_of_the_card_and_each_is_somebodys_once() -> None:
         assert blocks.cached_blocks == len(card.sizes) - len(live)
 
 
-def test_the_one_freed_last_is_used_first_and_the_one_freed_first_goes_back_first() -> None:
+def test_the_block_freed_last_is_reused_first_and_the_one_freed_first_goes_back_first() -> None:
     card, blocks = Card(), Blocks()
     addresses = [card.give(block_bytes(2 * MIB)) for _ in range(3)]
     for address in addresses:
         blocks.add(address, 2 * MIB, address)
     for address in addresses:
-        blocks.give(address)
-    assert blocks.take(2 * MIB - 1) == addresses[2]
+        blocks.cache(address)
+    assert blocks.reuse(2 * MIB - 1) == addresses[2]
     assert blocks.drop_oldest() == (addresses[0], 2 * MIB)
-    assert blocks.take(MIB) is None
+    assert blocks.reuse(MIB) is None
     assert blocks.cached_bytes == 2 * MIB
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_cached_blocks_are_bounded() -> None:
     card, blocks = Card(), Blocks()
     for size, fits in ((MAX_CACHED_BYTES // 4, 4), (MAX_CACHED_BYTES // (4 * MAX_CACHED_BLOCKS), MAX_CACHED_BLOCKS)):
         addresses = [card.give(size) for _ in range(fits + 1)]
         for address in addresses:
             blocks.add(address, size, address)
         for address in addresses[:-1]:
-            assert blocks.may_keep(address)
-            blocks.give(address)
-        assert not blocks.may_keep(addresses[-1])
+            assert blocks.may_cache(address)
+            blocks.cache(address)
+        assert not blocks.may_cache(addresses[-1])
         while blocks.cached_blocks:
             blocks.drop_oldest()
-        assert blocks.may_keep(addresses[-1])
+        assert blocks.may_cache(addresses[-1])

@@ -25,7 +25,7 @@ def _made(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def outcome(made: Rig, stream: bytes, cuts: list[int], *, expect_launches: bool) -> tuple[object, ...]:
-    """Everything that can be told of it from outside, but for addresses and when it last looked around."""
+    """All that a session shows to the outside, without addresses and the time of its last look."""
     end = ""
     try:
         for cut in cuts:
@@ -111,7 +111,7 @@ def test_a_refused_expected_launch_is_kept_and_what_is_behind_it_skipped(made: R
 @pytest.mark.exhaustive
 def test_a_kernel_refused_at_its_first_launch_is_charged_again(made: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     charged: list[int] = []
-    monkeypatch.setattr(made.session._ledger, "keep", charged.append)
+    monkeypatch.setattr(made.session._ledger, "charge_kept", charged.append)
     made.context.refuse_tag = 2
     made.feed(b"".join(quiet(launch_of(made), number) for number in (1, 1, 1)), expect_launches=True)
     assert len(charged) == 1
@@ -122,8 +122,8 @@ def test_a_kernel_refused_at_its_first_launch_is_charged_again(made: Rig, monkey
 
 
 @pytest.mark.exhaustive
-def test_launches_stop_at_the_look_that_sees_the_word(made: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The word flips while a launch is being queued: not one more begins, though they are all there."""
+def test_launches_stop_at_the_look_that_sees_the_revocation(made: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease is revoked while a launch is being queued: no other begins, though all have arrived."""
     launch = made.context.launch
 
     def flip_at_ten(kernel: Kernel, grid: Dim3, block: Dim3, shared: int, params: bytes, tag: int) -> None:

@@ -1,0 +1,63 @@
+"""The base of all operations of a session, and the resources that they share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.drivers.interface import Context
+from gpulease.daemon.session.ledger import Ledger
+
+# Plain integers: looking a member up on its enum costs as much as the rest of an increment.
+_ALLOCATED_BYTES: Final = int(Counter.ALLOCATED_BYTES)
+_COPIES: Final = int(Counter.COPIES)
+_COPIED_BYTES: Final = int(Counter.COPIED_BYTES)
+
+
+class LeaseOver(Exception):
+    """Raised out of a wait when the control page says that the lease is over."""
+
+
+@dataclass(slots=True, eq=False)
+class SessionResources:
+    """A session's ledger, context and counters, as its operations use them.
+
+    Attributes:
+        ledger: Allocations, modules and their bytes.
+        context: The driver's context.
+        check_lease: The `Poll` for every call that may wait; raises LeaseOver once the lease is over.
+        counters: The control page's counters.
+        may_have_grown: The context did something after which the card may hold more memory than the ledger counts.
+            `Session.take_growth` resets it.
+    """
+
+    ledger: Ledger
+    context: Context
+    check_lease: Callable[[], None]
+    counters: memoryview
+    may_have_grown: bool = False
+
+    def record_usage(self) -> None:
+        """Show the broker the slice's charged bytes, after the session has taken or released something."""
+        self.ledger.rounding_bytes = self.context.rounding_bytes
+        self.counters[_ALLOCATED_BYTES] = self.ledger.charged_bytes
+
+
+class Operations:
+    """Base of the classes that do a session's operations, one class for each kind.
+
+    Each public method that takes a frame does one operation and returns its reply. It raises BodyError, Refused,
+    DriverError or LeaseOver.
+    """
+
+    def __init__(self, resources: SessionResources) -> None:
+        self._resources = resources
+        self._ledger = resources.ledger
+        self._context = resources.context
+        self._check_lease = resources.check_lease
+        self._counters = resources.counters
+        self._record_usage = resources.record_usage
+
+    def _count_copy(self, size_bytes: int) -> None:
+        self._counters[_COPIES] += 1
+        self._counters[_COPIED_BYTES] += size_bytes
