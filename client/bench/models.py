@@ -22,7 +22,7 @@ import click
 from gpulease.client.bench.figures import percentile
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.serve.models.example.digits import DIGITS, load_tests, load_weights
-from gpulease.client.serve.models.settings import EXAMPLE
+from gpulease.client.serve.models.model_settings import EXAMPLE
 from gpulease.client.serve.rpc import RpcClient
 from gpulease.protocol.address import ADDRESS_VARIABLE
 

@@ -53,14 +53,15 @@ def gateway(
     """One lease per request, over HTTP: each request is done once, however often it is asked."""
     try:
         from gpulease.client.serve.gateway.admission import Bounds
-        from gpulease.client.serve.gateway.app import Gateway
-        from gpulease.client.serve.http.server import known_hosts, listening, serve
+        from gpulease.client.serve.gateway.gateway import Gateway
+        from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve
     except ImportError as error:
         raise Unsupported(
             f"no gateway: {error}", "Install it: pip install '.[serve]' in gpulease's repository"
         ) from None
-    from gpulease.client.serve.gateway.serving import DaemonEffects, NodeAuthority
-    from gpulease.client.serve.gateway.settings import EXAMPLE, load_models, open_store
+    from gpulease.client.serve.gateway.attempt import DaemonEffects, NodeAuthority
+    from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
+    from gpulease.client.serve.gateway.store import open_store
 
     if models is None and not demo:
         raise click.UsageError("say which models with --models FILE, or try --demo")

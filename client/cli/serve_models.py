@@ -22,17 +22,17 @@ from gpulease.client.errors import InvalidRequest, Unsupported
 def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: str, demo: bool) -> None:
     """Serve the models of a TOML file, each on a lease that is kept.
 
-    See the README and client/serve/models/settings.py for what the file says.
+    See the README and client/serve/models/model_settings.py for what the file says.
     """
     try:
-        from gpulease.client.serve.http.server import known_hosts, listening, serve
-        from gpulease.client.serve.models.app import ModelServer
+        from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve
+        from gpulease.client.serve.models.model_server import ModelServer
     except ImportError as error:
         raise Unsupported(
             f"no model server: {error}", "Install it: pip install '.[serve]' in gpulease's repository"
         ) from None
     from gpulease.client.serve.models.host import STOP_LIMIT_S
-    from gpulease.client.serve.models.settings import EXAMPLE, load_settings
+    from gpulease.client.serve.models.model_settings import EXAMPLE, load_settings
 
     if config is None and not demo:
         raise click.UsageError("say which models with CONFIG, or try --demo")

@@ -27,8 +27,8 @@ from gpulease.client.serve.gateway import (
     StaleEpoch,
     serve_inference_request,
 )
+from gpulease.client.serve.gateway.inference import MAX_INPUT_BYTES, MAX_LEASE_S, MAX_OUTPUT_BYTES
 from gpulease.client.serve.gateway.ledger import Moment
-from gpulease.client.serve.gateway.settings import MAX_INPUT_BYTES, MAX_LEASE_S, MAX_OUTPUT_BYTES
 from gpulease.client.serve.gateway.sqlite_store import host_clock
 from helpers.daemon import Daemon
 from helpers.gateway_rig import Gateway

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpulease.client.serve.gateway.settings import MAX_INPUT_BYTES
+from gpulease.client.serve.gateway.inference import MAX_INPUT_BYTES
 from helpers.daemon import Daemon
 from helpers.gateway_process import BINARY, GatewayProcess, infer
 from helpers.gateway_steps import INPUT, OUTPUT

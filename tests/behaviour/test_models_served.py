@@ -19,7 +19,7 @@ import pytest
 from gpulease.client import Disconnected
 from gpulease.client.serve.models.example import classify
 from gpulease.client.serve.models.example.digits import DIGITS, load_tests, load_weights
-from gpulease.client.serve.models.settings import EXAMPLE
+from gpulease.client.serve.models.model_settings import EXAMPLE
 from gpulease.client.serve.rpc import CallFailed, RpcClient
 from gpulease.protocol.rpc import CallErrorCode
 from helpers.daemon import Daemon

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.serve.models import ModelHost, ModelSettings, ServerMetrics
+from gpulease.client.serve.models import ModelHost, ModelServerMetrics, ModelSettings
 from gpulease.client.serve.rpc import Answer, Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 from helpers.daemon import Daemon
@@ -62,7 +62,7 @@ class ModelRig:
     """A host of some models, and what it counted."""
 
     def __init__(self, address: str, *models: ModelSettings) -> None:
-        self.metrics = ServerMetrics()
+        self.metrics = ModelServerMetrics()
         self.host = ModelHost({model.name: model for model in models}, address, self.metrics)
 
     async def ask(self, payload: bytes, name: str = "obey", deadline_s: float | None = None) -> Outcome:
@@ -81,7 +81,7 @@ class ModelRig:
     def counted(self, metric: str, name: str = "obey", **labels: str) -> float:
         """A sample's value."""
         self.host.count_lease_time()
-        found = self.metrics._registry.get_sample_value(metric, {"model": name} | labels)
+        found = self.metrics.registry.get_sample_value(metric, {"model": name} | labels)
         return 0.0 if found is None else found
 
 

@@ -40,7 +40,7 @@ from enum import IntEnum
 from typing import Final, TypeAlias
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.gateway.errors import OperationConflict, StaleEpoch
+from gpulease.client.serve.gateway.gateway_errors import OperationConflict, StaleEpoch
 
 RESOURCE: Final = "gpu"
 KIND: Final = "inference"
@@ -88,6 +88,17 @@ def checked_id(text: str, what: str) -> str:
     if not 0 < size <= MAX_ID_BYTES or not text.isprintable():
         raise InvalidRequest(f"a {what} has 1 to {MAX_ID_BYTES} bytes of UTF-8, all of them printable characters")
     return text
+
+
+MAX_OUTCOME_BYTES: Final = 17 << 20
+"""Largest outcome kept: an output of 16 MiB and what is said of it. Stops a model whose outputs fill the store."""
+
+
+def checked_outcome(outcome: bytes) -> bytes:
+    """The outcome. Raises InvalidRequest if it is too large to keep."""
+    if len(outcome) > MAX_OUTCOME_BYTES:
+        raise InvalidRequest(f"an outcome of {len(outcome)} bytes; at most {MAX_OUTCOME_BYTES} are kept")
+    return outcome
 
 
 class Phase(IntEnum):
@@ -173,12 +184,12 @@ class Unknown:
     epoch: int
 
 
-Answer: TypeAlias = Reservation | InFlight | Completed | Unknown
+ReserveResult: TypeAlias = Reservation | InFlight | Completed | Unknown
 
 
 def reserve(
     entry: Entry | None, key: str, request_hash: bytes, claim_id: bytes, at: Moment, claim_ttl_s: float
-) -> tuple[Entry | None, Answer]:
+) -> tuple[Entry | None, ReserveResult]:
     """What is to be kept, and the answer. Raises OperationConflict if the key stands for another operation."""
     if entry is not None and entry.request_hash != request_hash:
         raise OperationConflict(f"{key} was used for another operation: its model, input or output length was another")
@@ -201,20 +212,20 @@ def reserve(
 
 def start(entry: Entry | None, held: Reservation) -> Entry:
     """The effect is about to begin. Raises StaleEpoch."""
-    return _moved(entry, held, Phase.STARTED, (Phase.RESERVED,))
+    return _advanced(entry, held, Phase.STARTED, (Phase.RESERVED,))
 
 
 def complete(entry: Entry | None, held: Reservation, outcome: bytes) -> Entry:
     """The effect was had, and this came of it. Raises StaleEpoch."""
-    return replace(_moved(entry, held, Phase.COMPLETED, (Phase.STARTED,), outcome), outcome=outcome)
+    return replace(_advanced(entry, held, Phase.COMPLETED, (Phase.STARTED,), outcome), outcome=outcome)
 
 
 def release(entry: Entry | None, held: Reservation) -> Entry:
     """Nothing was begun, and nothing will be: who asks next may try. Raises StaleEpoch."""
-    return _moved(entry, held, Phase.RELEASED, (Phase.RESERVED,))
+    return _advanced(entry, held, Phase.RELEASED, (Phase.RESERVED,))
 
 
-def _moved(
+def _advanced(
     entry: Entry | None, held: Reservation, to: Phase, from_phases: tuple[Phase, ...], outcome: bytes = b""
 ) -> Entry:
     is_held = entry is not None and (entry.epoch, entry.claim_id) == (held.epoch, held.claim_id)

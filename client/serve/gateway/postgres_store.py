@@ -36,9 +36,8 @@ from psycopg import errors as sql_errors
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from gpulease.client.serve.gateway import ledger
-from gpulease.client.serve.gateway.errors import StoreUnavailable
-from gpulease.client.serve.gateway.ledger import Answer, Entry, Moment, Phase, Reservation
-from gpulease.client.serve.gateway.store import checked_outcome
+from gpulease.client.serve.gateway.gateway_errors import StoreUnavailable
+from gpulease.client.serve.gateway.ledger import Entry, Moment, Phase, Reservation, ReserveResult, checked_outcome
 
 WatchedConnection = TypeVar("WatchedConnection", bound=Hashable)
 
@@ -217,11 +216,11 @@ class PostgresStore:
 
     # --- what a store does ---
 
-    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> Answer:
+    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
         """See ReplicatedIdempotencyStore."""
         claim_id = secrets.token_bytes(16)
 
-        def job(connection: Connection) -> Answer:
+        def job(connection: Connection) -> ReserveResult:
             now_s = self._now(connection)
             fresh, answer = ledger.reserve(None, key, request_hash, claim_id, Moment("", now_s), claim_ttl_s)
             assert fresh is not None

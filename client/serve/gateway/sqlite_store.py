@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from gpulease.client.serve.gateway import ledger
-from gpulease.client.serve.gateway.errors import GatewayError, StoreUnavailable
-from gpulease.client.serve.gateway.ledger import Answer, Entry, Moment, Phase, Reservation
-from gpulease.client.serve.gateway.store import checked_outcome
+from gpulease.client.serve.gateway.gateway_errors import GatewayError, StoreUnavailable
+from gpulease.client.serve.gateway.ledger import Entry, Moment, Phase, Reservation, ReserveResult, checked_outcome
 
 T = TypeVar("T")
 _Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
@@ -91,11 +90,11 @@ class SqliteStore:
 
     # --- what a store does ---
 
-    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> Answer:
+    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
         """See ReplicatedIdempotencyStore."""
         claim_id = secrets.token_bytes(16)
 
-        def job(connection: sqlite3.Connection) -> Answer:
+        def job(connection: sqlite3.Connection) -> ReserveResult:
             before = _load(connection, key)
             after, answer = ledger.reserve(before, key, request_hash, claim_id, self._clock(), claim_ttl_s)
             self._save(connection, key, before, after)

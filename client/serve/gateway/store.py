@@ -1,33 +1,21 @@
 """The idempotency store: which operations were begun, and what came of them.
 
-A store outlives the processes that use it, and may be used by several at once. Its rules are in `ledger`; a store makes
-each of them one durable transaction: when a method returns, what it did survives a crash.
+A store outlives the processes that use it, and several may use it at once. Its rules are in `ledger`. A store makes
+each of them one durable transaction: when a method returns, its effect survives a crash.
 """
 
 from typing import Final, Protocol
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.gateway.ledger import Answer, Completed, InFlight, Reservation, Unknown
-
-__all__ = [
-    "MAX_OUTCOME_BYTES",
-    "Answer",
-    "Completed",
-    "InFlight",
-    "ReplicatedIdempotencyStore",
-    "Reservation",
-    "Unknown",
-    "checked_outcome",
-]
-
-MAX_OUTCOME_BYTES: Final = 17 << 20
-"""Largest outcome kept: an output of 16 MiB and what is said of it. Stops a model whose outputs fill the store."""
+from gpulease.client.serve.gateway.gateway_errors import StoreUnavailable
+from gpulease.client.serve.gateway.ledger import Reservation, ReserveResult
+from gpulease.client.serve.gateway.sqlite_store import SqliteStore
 
 
 class ReplicatedIdempotencyStore(Protocol):
     """Thread-safe. Every method raises StoreUnavailable if the store does not answer."""
 
-    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> Answer:
+    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
         """The right to attempt an operation, or why there is no need or no right to.
 
         An operation whose attempt was released, or did nothing before its claim ran out, can be reserved again, with a
@@ -64,8 +52,20 @@ class ReplicatedIdempotencyStore(Protocol):
         ...
 
 
-def checked_outcome(outcome: bytes) -> bytes:
-    """The outcome. Raises InvalidRequest if it is too large to keep."""
-    if len(outcome) > MAX_OUTCOME_BYTES:
-        raise InvalidRequest(f"an outcome of {len(outcome)} bytes; at most {MAX_OUTCOME_BYTES} are kept")
-    return outcome
+SQLITE: Final = "sqlite:"
+POSTGRES: Final = ("postgresql://", "postgres://")
+
+
+def open_store(url: str) -> ReplicatedIdempotencyStore:
+    """The store at `sqlite:PATH` or `postgresql://...`. Raises InvalidRequest for another URL, StoreUnavailable."""
+    if url.startswith(SQLITE) and len(url) > len(SQLITE):
+        return SqliteStore(url.removeprefix(SQLITE))
+    if not url.startswith(POSTGRES):
+        raise InvalidRequest(f"{url!r} is no store", "Say sqlite:PATH or postgresql://HOST/DATABASE")
+    try:
+        from gpulease.client.serve.gateway.postgres_store import PostgresStore
+    except ImportError as error:
+        raise StoreUnavailable(
+            f"no PostgreSQL: {error}", "Install it: pip install '.[postgres]' in gpulease's repository"
+        ) from None
+    return PostgresStore(url)

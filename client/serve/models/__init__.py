@@ -6,7 +6,7 @@ its models in a program of one's own, `Instance` one of them. `settings` says wh
 
 from gpulease.client.serve.models.host import ModelHost
 from gpulease.client.serve.models.instance import Instance
-from gpulease.client.serve.models.model_metrics import ServerMetrics
-from gpulease.client.serve.models.settings import ModelSettings, load_settings
+from gpulease.client.serve.models.model_metrics import ModelServerMetrics
+from gpulease.client.serve.models.model_settings import ModelSettings, load_settings
 
-__all__ = ["Instance", "ModelHost", "ModelSettings", "ServerMetrics", "load_settings"]
+__all__ = ["Instance", "ModelHost", "ModelServerMetrics", "ModelSettings", "load_settings"]

@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from gpulease.client.serve.models.instance import Instance
-from gpulease.client.serve.models.model_metrics import ModelMetrics, ServerMetrics
+from gpulease.client.serve.models.model_metrics import ModelMetrics, ModelServerMetrics
+from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.client.serve.models.request_queue import WaitingRequest
-from gpulease.client.serve.models.settings import ModelSettings
 from gpulease.client.serve.rpc import Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
@@ -30,7 +30,7 @@ class ModelHost:
         metrics: Where they count.
     """
 
-    def __init__(self, models: Mapping[str, ModelSettings], address: str | None, metrics: ServerMetrics) -> None:
+    def __init__(self, models: Mapping[str, ModelSettings], address: str | None, metrics: ModelServerMetrics) -> None:
         self.models, self._address, self._metrics = models, address, metrics
         self._names = {model.method_id: name for name, model in models.items()}
         self._instances: dict[str, Instance] = {}

@@ -22,21 +22,14 @@ from gpulease.client.errors import (
     LeaseExpired,
 )
 from gpulease.client.serve.models.model_metrics import ModelMetrics
-from gpulease.client.serve.models.request_queue import (
-    MAX_ATTEMPTS,
-    RequestIntake,
-    RestartPause,
-    WaitingRequest,
-    code_of,
-    ending_of,
-    is_broken,
-)
-from gpulease.client.serve.models.settings import ModelSettings
+from gpulease.client.serve.models.model_settings import ModelSettings
+from gpulease.client.serve.models.recovery import RestartPause, code_of, is_broken, lease_end_of
+from gpulease.client.serve.models.request_queue import MAX_ATTEMPTS, RequestIntake, WaitingRequest
 from gpulease.client.serve.rpc import Answer, Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 
-class Engine:
+class BatchRunner:
     """Runs batches, one after the other; made by `open`.
 
     Inputs and outputs lie in memory that the session's worker shares (`session.empty`), so that a batch is put together
@@ -140,7 +133,7 @@ class Instance:
         self._held_from: float | None = None
         self._pause = RestartPause()
         self._no_room_until = 0.0
-        self._is_doubtful = False
+        self._must_check_session = False
 
     # --- what others see ---
 
@@ -162,7 +155,7 @@ class Instance:
     @property
     def waiting_items(self) -> int:
         """How many items are in line."""
-        return self._intake.line.items
+        return self._intake.queue.items
 
     def submit(self, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
         """Have some items computed. The outcome is an error at once if they can't be, or not within `deadline_s`."""
@@ -186,13 +179,13 @@ class Instance:
         """Lease, serve, and lease again, until it is stopped."""
         intake = self._intake
         while not intake.is_stopping:
-            if self.settings.idle_secs and not intake.line:
+            if self.settings.idle_secs and not intake.queue:
                 intake.trouble = None
-                await self._stir(None)
+                await self._wait_for_change(None)
                 continue
             try:
-                async with self._leased() as (lease, engine, ended):
-                    await self._serve(lease, engine, ended)
+                async with self._leased() as (lease, runner, ended):
+                    await self._serve(lease, runner, ended)
             except GpuLeaseError as error:
                 # Without its frames, which have the lease and its arrays.
                 await self._recover(error.with_traceback(None))
@@ -201,26 +194,26 @@ class Instance:
     def stop(self) -> None:
         """Begin to end: take nothing more, do what waits, give the lease back. Then `run` returns."""
         self._intake.is_stopping = True
-        self._intake.stirred.set()
+        self._intake.changed_event.set()
 
     @asynccontextmanager
-    async def _leased(self) -> AsyncIterator[tuple[GpuLease, Engine, Ended]]:
+    async def _leased(self) -> AsyncIterator[tuple[GpuLease, BatchRunner, Ended]]:
         """A lease with the model on it, kept alive. Raises what can't be done."""
         settings, began = self.settings, self._loop.time()
-        wish = GpuBuilder(self._address).min_vram(settings.min_vram_bytes).lease_secs(settings.lease_secs)
-        wish.max_kernel_secs(settings.max_kernel_secs).timeout(WAIT_FOR_ROOM_S if self._pass_on is None else 0)
-        lease = await wish.acquire()
+        builder = GpuBuilder(self._address).min_vram(settings.min_vram_bytes).lease_secs(settings.lease_secs)
+        builder.max_kernel_secs(settings.max_kernel_secs).timeout(WAIT_FOR_ROOM_S if self._pass_on is None else 0)
+        lease = await builder.acquire()
         self._held_from = self._loop.time()
         try:
             async with GpuSession(lease) as session:
-                engine = await Engine.open(session, settings)
+                runner = await BatchRunner.open(session, settings)
                 ended: Ended = self._loop.create_future()
-                async with self._watched(lease, ended), lease.keep_alive(lambda error: self._lost(error, ended)):
+                async with self._watching(lease, ended), lease.keep_alive(lambda error: self._lost(error, ended)):
                     self._intake.starts.measured(self._loop.time() - began, self._loop.time())
                     self._lease, self._intake.trouble, self._no_room_until = lease, None, 0.0
                     _log.info("%s: serves on lease %s", settings.name, lease.lease_id_text)
                     try:
-                        yield lease, engine, ended
+                        yield lease, runner, ended
                     finally:
                         self._lease = None
         finally:
@@ -231,7 +224,7 @@ class Instance:
             self._held_from = None
 
     @asynccontextmanager
-    async def _watched(self, lease: GpuLease, ended: Ended) -> AsyncIterator[None]:
+    async def _watching(self, lease: GpuLease, ended: Ended) -> AsyncIterator[None]:
         watch = asyncio.create_task(self._watch(lease, ended))
         try:
             yield
@@ -250,12 +243,12 @@ class Instance:
             try:
                 async with lease.events() as events:
                     async for event in events:
-                        if (error := ending_of(event)) is not None:
+                        if (error := lease_end_of(event)) is not None:
                             self._end(ended, error)
                             return
             except Disconnected as broken:
-                self._is_doubtful = True
-                self._intake.stirred.set()
+                self._must_check_session = True
+                self._intake.changed_event.set()
                 await asyncio.sleep(pause.after(broken))
             except GpuLeaseError as over:
                 self._end(ended, over.with_traceback(None))
@@ -269,9 +262,9 @@ class Instance:
     def _end(self, ended: Ended, error: GpuLeaseError) -> None:
         if not ended.done():
             ended.set_result(error)
-        self._intake.stirred.set()
+        self._intake.changed_event.set()
 
-    async def _serve(self, lease: GpuLease, engine: Engine, ended: Ended) -> None:
+    async def _serve(self, lease: GpuLease, runner: BatchRunner, ended: Ended) -> None:
         """Batch after batch; returns when it is stopped, or was idle for long enough. Raises how the lease ended."""
         intake, idle_s, idle_from = self._intake, self.settings.idle_secs, self._loop.time()
         while True:
@@ -280,31 +273,31 @@ class Instance:
             if lease.remaining_s <= 0:
                 # This process stood still: those in line have lost nothing yet.
                 raise LeaseExpired("the lease's time ran out before it was renewed")
-            if self._is_doubtful:
-                self._is_doubtful = False
-                await engine.check()
-            due, now = intake.line.due_at(self.settings.max_delay_ms / 1000), self._loop.time()
+            if self._must_check_session:
+                self._must_check_session = False
+                await runner.check()
+            due, now = intake.queue.due_at(self.settings.max_delay_ms / 1000), self._loop.time()
             if due is None:
                 if intake.is_stopping or (idle_s and now >= idle_from + idle_s):
                     return
-                await self._stir(idle_from + idle_s if idle_s else None)
+                await self._wait_for_change(idle_from + idle_s if idle_s else None)
             elif due > now and not intake.is_stopping:
-                await self._stir(due)
+                await self._wait_for_change(due)
             else:
-                batch = intake.line.next_batch()
+                batch = intake.queue.next_batch()
                 intake.changed()
-                if worth := intake.still_worth(batch, lease.remaining_s):
-                    await self._compute(engine, worth)
+                if in_time := intake.drop_late(batch, lease.remaining_s):
+                    await self._compute(runner, in_time)
                 idle_from = self._loop.time()
 
-    async def _stir(self, until: float | None) -> None:
+    async def _wait_for_change(self, until: float | None) -> None:
         """Wait for something to happen, or for a time."""
-        self._intake.stirred.clear()
+        self._intake.changed_event.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                await self._intake.stirred.wait()
+                await self._intake.changed_event.wait()
 
-    async def _compute(self, engine: Engine, batch: list[WaitingRequest]) -> None:
+    async def _compute(self, runner: BatchRunner, batch: list[WaitingRequest]) -> None:
         intake, began = self._intake, self._loop.time()
         for request in batch:
             request.attempts += 1
@@ -312,7 +305,7 @@ class Instance:
         self._metrics.launches.inc()
         self._metrics.batch_items.observe(sum(request.items for request in batch))
         try:
-            outputs = await engine.run([request.payload for request in batch])
+            outputs = await runner.run([request.payload for request in batch])
         except GpuLeaseError as error:
             self._metrics.failures.inc()
             self._failed(batch, error)
@@ -356,11 +349,11 @@ class Instance:
         if isinstance(error, CapacityExceeded):
             self._no_room_until = self._loop.time() + 2 * pause_s
             if self._pass_on is not None:
-                self._pass_on(intake.line.take_all())
+                self._pass_on(intake.queue.take_all())
                 intake.changed()
         elif is_broken(error):
             text = f"{self.settings.name} can't be served: {error}"
             intake.dismiss(CallError(CallErrorCode.UNAVAILABLE, text))
         until = self._loop.time() + pause_s
         while not intake.is_stopping and self._loop.time() < until:
-            await self._stir(until)
+            await self._wait_for_change(until)

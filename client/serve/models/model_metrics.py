@@ -15,8 +15,9 @@
 
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import Counter, Gauge, Histogram
+
+from gpulease.client.serve.http.server_metrics import ServerMetrics
 
 LATENCY_BUCKETS_MS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
@@ -25,7 +26,7 @@ BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 class ModelMetrics:
     """One model's, without its name."""
 
-    def __init__(self, metrics: "ServerMetrics", model: str) -> None:
+    def __init__(self, metrics: "ModelServerMetrics", model: str) -> None:
         self.lease_seconds = metrics.lease_seconds.labels(model)
         self.launches = metrics.launches.labels(model)
         self.failures = metrics.failures.labels(model)
@@ -41,13 +42,12 @@ class ModelMetrics:
         self._requests.labels(self._model, outcome).inc()
 
 
-class ServerMetrics:
-    """One server's."""
-
-    content_type: Final = CONTENT_TYPE_LATEST
+class ModelServerMetrics(ServerMetrics):
+    """The metrics of one server, by model."""
 
     def __init__(self) -> None:
-        self._registry = kept = CollectorRegistry()
+        super().__init__()
+        kept = self.registry
         one = ("model",)
         self.lease_seconds = Counter("gpu_lease_seconds", "How long leases were held.", one, registry=kept)
         self.launches = Counter("kernel_launch", "Batches launched.", one, registry=kept)
@@ -60,7 +60,3 @@ class ServerMetrics:
         self.queue_depth = Gauge("queue_depth", "Items that wait.", one, registry=kept)
         self.batch_items = Histogram("batch_items", "Items in a launch.", one, buckets=BATCH_BUCKETS, registry=kept)
         self.requests = Counter("requests", "Requests answered.", ("model", "outcome"), registry=kept)
-
-    def text(self) -> bytes:
-        """All of it."""
-        return generate_latest(self._registry)

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from gpulease.client.cli.__main__ import main
-from gpulease.client.serve.models.settings import EXAMPLE
+from gpulease.client.serve.models.model_settings import EXAMPLE
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,7 @@ def test_what_it_refuses(words: list[str], status: int, said: str) -> None:
 
 def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
-    monkeypatch.delitem(sys.modules, "gpulease.client.serve.models.app", raising=False)
+    monkeypatch.delitem(sys.modules, "gpulease.client.serve.models.model_server", raising=False)
+    monkeypatch.delitem(sys.modules, "gpulease.client.serve.http.application", raising=False)
     done = CliRunner().invoke(main, ["serve", "models", "--demo"])
     assert (done.exit_code, "pip install '.[serve]' in gpulease's repository" in done.output) == (1, True), done.output

@@ -1,14 +1,14 @@
-"""What can go wrong between a request and its one effect, beside what a lease tells (`gpulease.client.errors`).
+"""Errors between a request and its effect, beside a lease's own (`gpulease.client.errors`).
 
 GatewayError
 ├── OperationConflict   the id was used for another operation
 ├── OperationInProgress another attempt at the same operation has not ended
-├── OperationFailed     it was attempted and failed; it is not done again
-│   └── OutcomeUnknown  nobody knows whether it was done; it is not done again
+├── OperationFailed     the operation was attempted and failed; it is not done again
+│   └── OutcomeUnknown  the operation may have been done; it is not done again
 ├── StaleEpoch          another attempt has taken this one's place
 ├── CapabilityRefused   the grant does not permit the submission
 ├── StoreUnavailable    the idempotency store does not answer
-└── Overloaded          the gateway has as much to do as it takes
+└── Overloaded          the gateway has no room for the request
 """
 
 from gpulease.client.errors import GpuLeaseError
@@ -28,7 +28,7 @@ class OperationInProgress(GatewayError):
     """Another attempt at the same operation has not ended.
 
     Attributes:
-        retry_after_s: When it will have ended, or its claim will be over, at the latest.
+        retry_after_s: Seconds after which that attempt has ended, or its claim is over, at the latest.
     """
 
     default_hint = "Ask again with the same id"
@@ -42,7 +42,7 @@ class OperationFailed(GatewayError):
     """The operation was attempted and failed; asking again with the same id gives the same answer.
 
     Attributes:
-        kind: The name of the error it failed by.
+        kind: The class of the error that ended it.
     """
 
     default_hint = "Use a new id to have it done anew"
@@ -53,7 +53,7 @@ class OperationFailed(GatewayError):
 
 
 class OutcomeUnknown(OperationFailed):
-    """An attempt had begun its effect and did not live to say what came of it: unknown, not retried."""
+    """An attempt began its effect and died before it recorded the outcome. The operation is not retried."""
 
 
 class StaleEpoch(GatewayError):
@@ -63,21 +63,21 @@ class StaleEpoch(GatewayError):
 
 
 class CapabilityRefused(GatewayError):
-    """The grant does not permit what is to be done by it; nothing was done on the card."""
+    """The grant does not permit the submission; nothing was done on the card."""
 
 
 class StoreUnavailable(GatewayError):
-    """The idempotency store does not answer, so nobody may begin anything."""
+    """The idempotency store does not answer, so no attempt may begin."""
 
     default_hint = "Ask again with the same id in a moment"
 
 
 class Overloaded(GatewayError):
-    """The gateway has as much to do as it takes.
+    """The gateway has no room for the request.
 
     Attributes:
-        retry_after_s: When it is worth asking again.
-        is_queue_full: Whether the request found no place in the queue; else it had one and its time ran out.
+        retry_after_s: Seconds after which asking again makes sense.
+        is_queue_full: True if the request found no place in the queue; False if it waited there for too long.
     """
 
     default_hint = "Ask again with the same id in a moment"

@@ -3,8 +3,8 @@
 import pytest
 
 from gpulease.client import errors
-from gpulease.client.serve.gateway import errors as gateway_errors
-from gpulease.client.serve.gateway.app import problem_of
+from gpulease.client.serve.gateway import gateway_errors
+from gpulease.client.serve.gateway.gateway import problem_of
 
 
 @pytest.mark.parametrize(

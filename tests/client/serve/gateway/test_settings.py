@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import InvalidRequest
-from gpulease.client.serve.gateway.settings import EXAMPLE, MAX_LEASE_S, InferenceKernel, load_models
+from gpulease.client.serve.gateway.inference import MAX_LEASE_S, InferenceKernel
+from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
 
 RIGHT = 'ptx = "k.ptx"\nkernel = "k"\nmin_vram_bytes = 1\n'
 

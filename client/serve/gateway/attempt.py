@@ -1,25 +1,21 @@
-"""The grant a request is submitted by: who issues it, and who says what it permits.
+"""One attempt at a request, on a lease of its own, with one effect however often the request is sent.
 
-All that serving a request does to the world goes through one object, so that each step's failure can be had.
+The order of the steps, and why:
 
-One request on a lease of its own, with one effect however often it is asked.
-
-The order, and why it is this one:
-
-1. Reserve the request in the store. A request that was done is answered from there; one that another attempt is at
-   is waited for, then refused.
-2. Acquire the lease, have a grant of exactly SUBMISSION issued, and have it validated: all before any work on the card.
+1. Reserve the request in the store. The store answers a request that was done. If another attempt is under way, wait
+   for it, then refuse.
+2. Acquire the lease, issue a grant of exactly SUBMISSION, and validate it: all before any work on the card.
 3. As the lease's owner, copy the input in. The grant permits no copies: the memory stays its owner's.
-4. By the grant, load the module. Then write down in the store that the effect may begin, under the reservation's
-   epoch: an attempt whose place was taken learns it here, and stops. Then launch and wait.
-5. As the owner again, read the output and free the memory. (The lease is SESSION_EXCLUSIVE: one connection at a time,
-   so owner and grant take turns, and nobody else can be in between.)
-6. Write down what came of it, free the lease, answer.
+4. By the grant, load the module. Then record in the store, under the reservation's epoch, that the effect may begin.
+   An attempt whose place was taken learns it here, and stops. Then launch and wait.
+5. As the owner again, read the output and free the memory. (The lease is SESSION_EXCLUSIVE: one connection at a time.
+   Owner and grant alternate, and no third connection can come between.)
+6. Record the outcome, free the lease, answer.
 
-Until the launch, any failure gives the reservation back: nothing was done, and the request may be tried again. From
-then on a failure is the outcome, and is told to whoever asks again. If this process dies, the daemon ends the lease at
-its deadline; the claim runs out CLAIM_MARGIN_S after that, so whoever takes the request over finds that nothing of the
-earlier attempt can still be running.
+Until the launch, any failure releases the reservation: nothing was done, and the request may be tried again. From the
+launch on, a failure is the outcome, and every later request of that id is told it. If this process dies, the daemon
+ends the lease at its deadline. The claim runs out CLAIM_MARGIN_S later, so the attempt that takes the request over
+finds that nothing of the earlier one can still be running.
 """
 
 import math
@@ -32,15 +28,14 @@ from gpulease.client.engine.tokens import Grant
 from gpulease.client.errors import Denied, GpuLeaseError, LeaseExpired
 from gpulease.client.handles import Module
 from gpulease.client.kernel_args import KernelArgs
-from gpulease.client.serve.gateway.errors import (
+from gpulease.client.serve.gateway.gateway_errors import (
     CapabilityRefused,
     GatewayError,
     OperationFailed,
     OperationInProgress,
     OutcomeUnknown,
 )
-from gpulease.client.serve.gateway.ledger import Completed, InFlight, Reservation, Unknown
-from gpulease.client.serve.gateway.settings import (
+from gpulease.client.serve.gateway.inference import (
     InferenceKernel,
     InferenceRequest,
     InferenceResponse,
@@ -48,33 +43,34 @@ from gpulease.client.serve.gateway.settings import (
     outcome_to_response,
     response_to_outcome,
 )
+from gpulease.client.serve.gateway.ledger import Completed, InFlight, Reservation, Unknown
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
 from gpulease.client.sync.session import GpuBuilder, GpuLease, GpuSession, inspect_token
 from gpulease.protocol import Exclusivity
 from gpulease.protocol.capabilities import Permission, names_of
 
 SUBMISSION: Final = Permission.LEASE_QUERY | Permission.TASKLET_SUBMIT
-"""What a request's grant permits: exactly this. Whoever has it can load and launch, and neither read the lease's
-memory through the session nor renew, free or revoke the lease."""
+"""The permissions of a request's grant, no more and no less. Its holder can load and launch. It can neither read the
+lease's memory through the session nor renew, free or revoke the lease."""
 
 MAX_TOKEN_S: Final = 300.0
-"""Longest life of a token, by the protocol."""
+"""Longest life of a token in seconds, by the protocol."""
 
 
 class Authority(Protocol):
-    """Issues grants and says what they are worth."""
+    """Issues grants and validates them."""
 
     def issue(self, lease: GpuLease, audience: bytes | None, ttl_s: float, nonce: int) -> Grant:
-        """A grant of SUBMISSION on a lease."""
+        """Issue a grant of SUBMISSION on a lease."""
         ...
 
     def check(self, grant: Grant, lease: GpuLease, now_unix_s: float) -> None:
-        """Raises CapabilityRefused unless this program may submit to the lease by it, and do nothing else."""
+        """Raise CapabilityRefused unless this program may submit to the lease by the grant, and do nothing else."""
         ...
 
 
 class NodeAuthority:
-    """The lease's own node. It signs the grant, and its word on it is asked for anew before anything is done."""
+    """The lease's own node: it signs the grant, and validates it again before any work is done."""
 
     def issue(self, lease: GpuLease, audience: bytes | None, ttl_s: float, nonce: int) -> Grant:
         """See Authority."""
@@ -100,12 +96,12 @@ class NodeAuthority:
 
 
 class Effects(Protocol):
-    """What serving a request needs.
+    """Every effect of serving a request, behind one object, so that a test can fail each step.
 
     Attributes:
-        store: Where requests are reserved and completed.
-        wait_s: How long to wait in the daemon's line for a lease.
-        join_s: How long to wait for another attempt at the same request.
+        store: Reserves and completes requests.
+        wait_s: Seconds to wait in the daemon's queue for a lease.
+        join_s: Seconds to wait for another attempt at the same request.
     """
 
     store: ReplicatedIdempotencyStore
@@ -113,7 +109,7 @@ class Effects(Protocol):
     join_s: float
 
     def monotonic_s(self) -> float:
-        """The time, for waits."""
+        """Return the time for waits, in seconds."""
         ...
 
     def sleep(self, seconds: float) -> None:
@@ -121,27 +117,28 @@ class Effects(Protocol):
         ...
 
     def acquire(self, min_vram_bytes: int, ttl_s: float) -> GpuLease:
-        """A lease of its own, SESSION_EXCLUSIVE. Raises CapacityExceeded if there is no room in time."""
+        """Acquire a SESSION_EXCLUSIVE lease. Raises CapacityExceeded if there is no room in time."""
         ...
 
     def open(self, lease: GpuLease) -> GpuSession:
-        """The lease's session, as its owner."""
+        """Open the lease's session as its owner."""
         ...
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:
-        """The same by a grant: what it does not permit is refused by the session's worker."""
+        """Open the lease's session by a grant; the session's worker refuses operations outside the grant."""
         ...
 
 
 COPYING: Final = Permission.MEM_READ | Permission.MEM_WRITE
-"""What the owner's own sessions need, where a token is demanded of them: they copy in and out, and launch nothing."""
+"""Permissions of the owner's own sessions where the daemon demands a token: copy in and out, launch nothing."""
 
 
 class DaemonEffects:
-    """The real ones: a store, and the daemon at `address` (None: the one `GpuBuilder` finds).
+    """Effects on a store and on the daemon at `address` (None: the one that `GpuBuilder` finds).
 
-    With `by_token` the owner's own sessions are opened by a grant of COPYING that it issues to itself, a new one for
-    each, because a token opens one session: for daemons with `require_token = ["attach"]`.
+    With `by_token`, each of the owner's sessions is opened by a grant of COPYING that the owner issues to itself,
+    because
+    a token opens one session. Daemons with `require_token = ["attach"]` need that.
     """
 
     def __init__(
@@ -181,10 +178,11 @@ class DaemonEffects:
 
 
 CLAIM_MARGIN_S: Final = 15.0
-"""How long after the end of its lease an attempt may still take to write down what came of it."""
+"""Seconds after the end of its lease in which an attempt may still record its outcome."""
 
 END_MARGIN_S: Final = 0.5
-"""How long before its lease a grant may end for the lease to be its reason: the two clocks' steps, and a slow host."""
+"""Seconds. A grant that ends so shortly before its lease ended because of it: the clocks step, and a host may be
+slow."""
 
 _JOIN_PAUSE_S: Final = 0.02
 _LONGEST_JOIN_PAUSE_S: Final = 0.25
@@ -197,18 +195,18 @@ def serve_inference_request(
     module_bytes: bytes,
     kernel: InferenceKernel,
 ) -> InferenceResponse:
-    """Do the request once, or tell what came of it when it was done.
+    """Serve the request once, or return the outcome of the time it was served.
 
     Raises:
-        InvalidRequest: It makes no sense, or its input or output is too large.
+        InvalidRequest: The request makes no sense, or its input or output is too large.
         OperationConflict: Its id stands for another operation.
-        OperationInProgress: Another attempt at it has not ended within `effects.join_s`.
-        CapabilityRefused: The grant does not permit it. Nothing was done on the card.
-        OperationFailed: It was attempted and failed, now or earlier. It is not done again.
-        OutcomeUnknown: The same, and nobody knows whether it was done.
+        OperationInProgress: Another attempt has not ended within `effects.join_s`.
+        CapabilityRefused: The grant does not permit the submission. Nothing was done on the card.
+        OperationFailed: The request was attempted and failed, now or earlier. It is not done again.
+        OutcomeUnknown: An earlier attempt may have done the request. It is not done again.
         StaleEpoch: This attempt was taken for dead, and another has its place.
         StoreUnavailable: The store does not answer.
-        CapacityExceeded, LoadFailed and other GpuLeaseErrors: Nothing was launched; it may be tried again.
+        CapacityExceeded, LoadFailed and other GpuLeaseErrors: Nothing was launched; the request may be tried again.
     """
     request.check()
     held = _reserve(effects, request)
@@ -274,12 +272,12 @@ def _on_lease(
 
 
 def _input_bytes(request: InferenceRequest, kernel: InferenceKernel) -> int:
-    """How large the input's memory is; a kernel is given an address for an empty input, too."""
+    """Size of the input's memory; at least 1, because a kernel gets an address for an empty input, too."""
     return max(1, len(request.input), request.output_len if kernel.is_in_place else 0)
 
 
 def _copy_in(effects: Effects, request: InferenceRequest, kernel: InferenceKernel, lease: GpuLease) -> tuple[int, int]:
-    """Device addresses of the input, and of the output, which is zero, or the input's own."""
+    """Return the device addresses of the input and of the output, which is zeroed or is the input's own memory."""
     with effects.open(lease) as owner:
         into = owner.mem_alloc(_input_bytes(request, kernel))
         out_of = into if kernel.is_in_place else owner.mem_alloc(request.output_len)
@@ -336,7 +334,7 @@ def _complete(
 
 @contextmanager
 def _recorded_on_failure(effects: Effects, held: Reservation) -> Iterator[None]:
-    """From the launch on, how an attempt failed is its outcome. What the store itself says of it is not."""
+    """Record a failure after the launch as the outcome; errors of the store itself are passed on."""
     try:
         yield
     except GatewayError:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.serve.models.request_queue import HALF_LIFE_S, Estimate, Outlook
+from gpulease.client.serve.models.request_queue import HALF_LIFE_S, Estimate, Forecast
 
 
 def test_an_estimate_is_at_least_what_it_was_made_of_and_settles() -> None:
@@ -29,19 +29,19 @@ def test_an_estimate_halves_while_nothing_is_measured(times: list[float], age_s:
 
 
 @pytest.mark.parametrize(
-    ("outlook", "items", "left_s", "said"),
+    ("forecast", "items", "left_s", "said"),
     [
-        (Outlook(0, 8, False, 0.0, 0.0, None), 1, 0.001, ""),  # nothing is known yet
-        (Outlook(0, 8, False, 0.1, 0.0, 10.0), 8, 0.15, ""),
-        (Outlook(0, 8, False, 0.1, 0.0, 10.0), 1, 0.05, "it would take 0.100 s, and has 0.050 s"),
-        (Outlook(0, 8, True, 0.1, 0.0, 10.0), 1, 0.15, "it would take 0.200 s"),
-        (Outlook(8, 8, True, 0.1, 0.0, 10.0), 1, 0.25, "it would take 0.300 s"),
-        (Outlook(7, 8, False, 0.1, 0.0, 10.0), 1, 0.15, ""),
-        (Outlook(0, 8, False, 0.1, 0.2, None), 1, 0.25, "it would take 0.300 s"),
-        (Outlook(0, 8, False, 0.1, 0.0, 0.05), 1, 1.0, "the lease ends in 0.050 s"),
+        (Forecast(0, 8, False, 0.0, 0.0, None), 1, 0.001, ""),  # nothing is known yet
+        (Forecast(0, 8, False, 0.1, 0.0, 10.0), 8, 0.15, ""),
+        (Forecast(0, 8, False, 0.1, 0.0, 10.0), 1, 0.05, "it would take 0.100 s, and has 0.050 s"),
+        (Forecast(0, 8, True, 0.1, 0.0, 10.0), 1, 0.15, "it would take 0.200 s"),
+        (Forecast(8, 8, True, 0.1, 0.0, 10.0), 1, 0.25, "it would take 0.300 s"),
+        (Forecast(7, 8, False, 0.1, 0.0, 10.0), 1, 0.15, ""),
+        (Forecast(0, 8, False, 0.1, 0.2, None), 1, 0.25, "it would take 0.300 s"),
+        (Forecast(0, 8, False, 0.1, 0.0, 0.05), 1, 1.0, "the lease ends in 0.050 s"),
     ],
 )
-def test_refusals(outlook: Outlook, items: int, left_s: float, said: str) -> None:
-    refusal = outlook.refusal(items, left_s)
+def test_refusals(forecast: Forecast, items: int, left_s: float, said: str) -> None:
+    refusal = forecast.refusal(items, left_s)
     assert said in refusal
     assert bool(refusal) == bool(said)

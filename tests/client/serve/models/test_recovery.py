@@ -3,13 +3,13 @@
 import pytest
 
 from gpulease.client import LeaseEvent, Phase, errors
-from gpulease.client.serve.models.request_queue import (
+from gpulease.client.serve.models.recovery import (
     MAX_PAUSE_S,
     PRESSURE_PAUSE_S,
     RestartPause,
     code_of,
-    ending_of,
     is_broken,
+    lease_end_of,
 )
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.rpc import CallErrorCode
@@ -59,7 +59,7 @@ def test_whom_to_blame(error: errors.GpuLeaseError, expected: bool) -> None:
     ],
 )
 def test_events(phase: Phase | int, cause: str, kind: type[errors.GpuLeaseError] | None) -> None:
-    ending = ending_of(LeaseEvent(LeaseId(1), phase, 0.0, 1, cause, "because", 0))
+    ending = lease_end_of(LeaseEvent(LeaseId(1), phase, 0.0, 1, cause, "because", 0))
     assert type(ending) is (type(None) if kind is None else kind)
     assert ending is None or "because" in str(ending)
 

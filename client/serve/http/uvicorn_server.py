@@ -1,4 +1,4 @@
-"""An HTTP face on uvicorn: its socket, its guard, its signals, its end."""
+"""Run an ASGI application on uvicorn: its listening socket, the guard before it, its signals and its end."""
 
 import ipaddress
 import json
@@ -14,7 +14,7 @@ from typing import Any, Final
 import uvicorn
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.gateway.app import MEDIA_TYPE, Problem
+from gpulease.client.serve.http.problems import MEDIA_TYPE, Problem
 from gpulease.protocol.address import TcpAddress, TlsAddress, UnixAddress, parse_address
 from gpulease.protocol.origin import (
     MISDIRECTED,
@@ -27,22 +27,23 @@ from gpulease.protocol.origin import (
 )
 
 MAX_CONNECTIONS: Final = 512
-"""Most connections; one more is answered 503. Stops a peer from taking all of the process's descriptors."""
+"""Most connections at a time; uvicorn answers one more with 503. Stops a peer from taking all descriptors of the
+process."""
 
 MAX_HEAD_BYTES: Final = 16 << 10
-"""Of a request's line and headers. Stops a peer that never ends them."""
+"""Most bytes of a request's line and headers. Stops a peer that never ends them."""
 
 KEEP_ALIVE_S: Final = 5
-"""How long an idle connection stays open."""
+"""Seconds that an idle connection stays open."""
 
 BACKLOG: Final = 128
 
 
 @contextmanager
 def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
-    """A socket that listens at `tcp:127.0.0.1:PORT` or `unix:PATH`, and its URL. Raises InvalidRequest.
+    """Listen at `tcp:127.0.0.1:PORT` or `unix:PATH`; yields the socket and its URL. Raises InvalidRequest.
 
-    Only where this host alone can connect: there is no authentication.
+    Only addresses that this host alone can reach are taken, because clients are not authenticated.
     """
     try:
         where = parse_address(address)
@@ -67,11 +68,11 @@ def _bound(where: UnixAddress | TcpAddress) -> socket.socket:
         _check_loopback(where)
         family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
         sock = socket.create_server((where.host, where.port), family=family, backlog=BACKLOG)
-        # What is accepted inherits it. Without it the second of two writes waits 40 ms for the peer's delayed ACK.
+        # Accepted sockets inherit TCP_NODELAY. Without it, the second of two writes waits 40 ms for a delayed ACK.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
     except OSError as error:
-        # socket.create_server() says the address, too.
+        # socket.create_server() adds the address to its message; this message names it already.
         about = (error.strerror or str(error)).partition(" (while attempting")[0]
         raise InvalidRequest(f"can't listen at {where}: {about}") from None
 
@@ -102,7 +103,7 @@ def _check_loopback(where: TcpAddress) -> None:
 
 
 def _remove_stale(path: str) -> None:
-    """A socket that a killed gateway left; one that somebody listens at, or no socket, stays."""
+    """Remove the socket of a killed server. A socket that a process listens at, or another kind of file, stays."""
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode):
             with socket.socket(socket.AF_UNIX) as probe:
@@ -118,11 +119,13 @@ def _url(sock: socket.socket, where: UnixAddress | TcpAddress) -> str:
 
 
 class GuardedApp:
-    """An ASGI application behind the check of `protocol.origin`: a foreign page in a browser of this host gets nothing.
+    """An ASGI application behind the checks of `protocol.origin`.
+
+    A foreign site's page in a browser of this host gets nothing.
 
     Args:
-        app: What answers the requests that pass.
-        known: The names that it answers to.
+        app: The application that answers requests which pass.
+        known: The host names that the server answers to.
     """
 
     def __init__(self, app: Any, known: KnownHosts) -> None:
@@ -134,12 +137,12 @@ class GuardedApp:
             is_act = scope["method"] not in READING
             refused = refusal(headers_of(scope["headers"]), self._known, is_act=is_act)
             if refused is not None:
-                await _refuse(send, *refused)
+                await _send_refusal(send, *refused)
                 return
         await self._app(scope, receive, send)
 
 
-async def _refuse(send: Any, status: int, text: str) -> None:
+async def _send_refusal(send: Any, status: int, text: str) -> None:
     code = {400: "invalid_request", MISDIRECTED: "unknown_host"}.get(status, "foreign_page")
     body = json.dumps(Problem(status, code, text).body("")).encode()
     head = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
@@ -148,7 +151,7 @@ async def _refuse(send: Any, status: int, text: str) -> None:
 
 
 def known_hosts(sock: socket.socket, host_names: Iterable[str]) -> KnownHosts:
-    """The names that a server at `sock` answers to. Raises InvalidRequest."""
+    """Return the host names that a server at `sock` answers to. Raises InvalidRequest."""
     try:
         named = parse_host_names(host_names)
     except ValueError as error:
@@ -158,7 +161,7 @@ def known_hosts(sock: socket.socket, host_names: Iterable[str]) -> KnownHosts:
 
 
 def serve(app: Any, sock: socket.socket, *, known: KnownHosts, stop_s: float) -> None:
-    """Serve until SIGINT or SIGTERM: then take no more, end what was taken, for up to `stop_s`, and return."""
+    """Serve until SIGINT or SIGTERM; then accept nothing more, finish for up to `stop_s` seconds, and return."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = uvicorn.Config(
@@ -180,7 +183,7 @@ def serve(app: Any, sock: socket.socket, *, known: KnownHosts, stop_s: float) ->
     def stop(*_: object) -> None:
         server.should_exit = True
 
-    # uvicorn has handlers of its own while it runs, and afterwards raises what came once more, for these.
+    # uvicorn has its own handlers while it runs. Afterwards it raises the signal again, for these.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     server.run(sockets=[sock])

@@ -8,25 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.client import InvalidRequest
-from gpulease.client.serve.gateway.app import (
-    BINARY,
-    JSON,
-    Asked,
-    Refused,
+from gpulease.client.serve.gateway.gateway import (
+    ParsedBody,
     answer_of,
-    asked_of,
+    answer_type,
+    checked_media_type,
     headers_of,
     idempotency_key,
-    media_type,
-    wanted_type,
+    parse_body,
 )
-from gpulease.client.serve.gateway.errors import OperationFailed
-from gpulease.client.serve.gateway.settings import (
+from gpulease.client.serve.gateway.gateway_errors import OperationFailed
+from gpulease.client.serve.gateway.inference import (
     InferenceResponse,
     failure_to_outcome,
     outcome_to_response,
     response_to_outcome,
 )
+from gpulease.client.serve.http.application import BINARY, JSON
+from gpulease.client.serve.http.problems import RequestRefused
 from gpulease.protocol.lease_ids import LeaseId
 
 RESPONSE = InferenceResponse("id", LeaseId(0xABC), 1_790_000_000, b"\0out\xff")
@@ -56,35 +55,35 @@ def test_what_is_no_key(values: list[str]) -> None:
     ],
 )
 def test_what_to_answer_in(accept: str, asked_in: str, wanted: str) -> None:
-    assert wanted_type(accept, asked_in) == wanted
+    assert answer_type(accept, asked_in) == wanted
 
 
 def test_media_types() -> None:
-    assert media_type("application/json; charset=utf-8") == JSON
-    assert media_type("Application/Octet-Stream") == BINARY
+    assert checked_media_type("application/json; charset=utf-8") == JSON
+    assert checked_media_type("Application/Octet-Stream") == BINARY
     for header in ("", "text/plain", "application/jsonx"):
-        with pytest.raises(Refused):
-            media_type(header)
+        with pytest.raises(RequestRefused):
+            checked_media_type(header)
 
 
 @given(st.binary(max_size=40), st.integers(0, 2**70))
 def test_both_forms_say_the_same(data: bytes, output_len: int) -> None:
     body = json.dumps({"output_len": output_len, "input_base64": base64.b64encode(data).decode()}).encode()
-    assert asked_of(body, JSON, "") == Asked(data, output_len)
+    assert parse_body(body, JSON, "") == ParsedBody(data, output_len)
     if output_len < 10**20:
-        assert asked_of(data, BINARY, str(output_len)) == Asked(data, output_len)
+        assert parse_body(data, BINARY, str(output_len)) == ParsedBody(data, output_len)
 
 
 @given(st.binary(max_size=60))
 def test_any_json_is_taken_or_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        asked_of(body, JSON, "")
+        parse_body(body, JSON, "")
 
 
 @pytest.mark.parametrize("output_len", ["", "-1", "+1", "1.0", "\N{ARABIC-INDIC DIGIT ONE}", "1" * 21])
 def test_what_is_no_length(output_len: str) -> None:
     with pytest.raises(InvalidRequest):
-        asked_of(b"", BINARY, output_len)
+        parse_body(b"", BINARY, output_len)
 
 
 def test_an_outcome_is_told_again_as_it_was() -> None:

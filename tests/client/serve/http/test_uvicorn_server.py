@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import InvalidRequest
-from gpulease.client.serve.http.server import listening
+from gpulease.client.serve.http.uvicorn_server import listening
 
 
 @pytest.fixture

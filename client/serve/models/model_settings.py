@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.gateway.settings import read_model_tables
+from gpulease.client.serve.model_file import read_model_tables
 from gpulease.client.serve.models.json_numbers import FORMATS, size_of
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 
