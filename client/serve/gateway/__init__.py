@@ -1,4 +1,4 @@
-"""One lease per request: a request has one effect, however often it is sent.
+"""Serve each request on a lease of its own, with one effect however often the request is sent.
 
     from gpulease.client.serve.gateway import DaemonEffects, InferenceKernel, InferenceRequest
     from gpulease.client.serve.gateway import NodeAuthority, SqliteStore

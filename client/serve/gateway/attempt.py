@@ -1,4 +1,4 @@
-"""One attempt at a request, on a lease of its own, with one effect however often the request is sent.
+"""An attempt at a request, on a lease of its own, with one effect however often the request is sent.
 
 The order of the steps, and why:
 
@@ -73,11 +73,11 @@ class NodeAuthority:
     """The lease's own node: it signs the grant, and validates it again before any work is done."""
 
     def issue(self, lease: GpuLease, audience: bytes | None, ttl_s: float, nonce: int) -> Grant:
-        """See Authority."""
+        """Have the lease's node issue a grant of SUBMISSION."""
         return lease.issue(SUBMISSION, audience, min(ttl_s, MAX_TOKEN_S), nonce)
 
     def check(self, grant: Grant, lease: GpuLease, now_unix_s: float) -> None:
-        """See Authority."""
+        """Have the lease's node say what the grant permits. Raises CapabilityRefused."""
         try:
             held = inspect_token(grant, lease.address)
         except Denied as error:
@@ -154,26 +154,26 @@ class DaemonEffects:
         self._address, self._by_token = address, by_token
 
     def monotonic_s(self) -> float:
-        """See Effects."""
+        """Return the time for waits, in seconds."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """See Effects."""
+        """Wait."""
         time.sleep(seconds)
 
     def acquire(self, min_vram_bytes: int, ttl_s: float) -> GpuLease:
-        """See Effects."""
+        """Acquire a SESSION_EXCLUSIVE lease from the daemon."""
         wish = GpuBuilder(self._address).min_vram(min_vram_bytes).lease_secs(ttl_s).timeout(self.wait_s)
         return wish.exclusivity(Exclusivity.SESSION_EXCLUSIVE).acquire()
 
     def open(self, lease: GpuLease) -> GpuSession:
-        """See Effects."""
+        """Open the lease's session as its owner."""
         if self._by_token:
             return GpuSession.attach(lease.issue(COPYING, ttl_secs=MAX_TOKEN_S), lease.address)
         return GpuSession(lease)
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:
-        """See Effects."""
+        """Open the lease's session by a grant."""
         return GpuSession.attach(grant, lease.address)
 
 
@@ -217,11 +217,11 @@ def serve_inference_request(
         try:
             return _on_lease(effects, authority, request, module_bytes, kernel, held, lease)
         finally:
-            # What came of it is known already, and the daemon takes the lease back at its deadline anyway.
+            # The outcome is known already, and the daemon ends the lease at its deadline anyway.
             with suppress(GpuLeaseError), lease:
                 pass
     except BaseException:
-        # Refused once the effect may have begun. Where the store is away, the claim runs out by itself.
+        # The store refuses this once the effect may have begun. If the store is away, the claim runs out by itself.
         with suppress(GatewayError):
             effects.store.release(held)
         raise
@@ -305,7 +305,7 @@ def _run(
         guest.sync()
         guest.module_unload(module)
     except Denied as error:
-        # The grant ends with its lease, and which of the two is noticed first is chance.
+        # The grant ends with its lease, and chance decides which end is noticed first.
         if lease.remaining_s > END_MARGIN_S:
             raise
         raise LeaseExpired(f"the lease ended, and with it the grant, before the kernel did: {error.message}") from error

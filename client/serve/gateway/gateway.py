@@ -234,7 +234,7 @@ LONGEST_RETRY_S: Final = 5.0
 """Longest Retry-After, in seconds: another attempt mostly ends long before its claim does."""
 
 _BY_KIND: Final[tuple[tuple[type[Exception], int, str, float | None], ...]] = (
-    # The first that fits: subclasses before what they are.
+    # The first match counts, so subclasses come before their bases.
     (OperationConflict, 422, "key_conflict", None),
     (StaleEpoch, 409, "in_progress", RETRY_S),
     (OutcomeUnknown, 500, "outcome_unknown", None),

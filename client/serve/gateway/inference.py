@@ -15,34 +15,34 @@ MAX_INPUT_BYTES: Final = 16 << 20
 """Largest input. Stops one request from taking the gateway's memory."""
 
 MAX_OUTPUT_BYTES: Final = 16 << 20
-"""Largest output. It is kept in the idempotency store, too."""
+"""Largest output. The idempotency store keeps it, too."""
 
 MAX_LEASE_S: Final = 300.0
-"""Longest lease of one request: its grant, which has to last as long, can't live for longer."""
+"""Longest lease of one request in seconds: its grant must last as long, and no grant lives for longer."""
 
 MAX_THREADS: Final = 1024
 """Most threads in a block (CUDA C++ Programming Guide, compute capabilities)."""
 
 MAX_MESSAGE_CHARS: Final = 2000
-"""Of an error's text that is kept. Stops a compiler's log from filling the store."""
+"""Most characters of an error's text that are kept. Stops a compiler's log from filling the store."""
 
 _HEAD_BYTES: Final = struct.Struct(">I")
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One request. The first four say what is to be done; the others, how.
+    """An inference request. The first four attributes say what to compute; the others, how.
 
     Attributes:
-        request_id: What makes it the same request when it is asked again.
-        model_id: Which model.
+        request_id: Two requests with the same id are the same request.
+        model_id: The model.
         input: The model's input.
         output_len: Bytes of output.
-        min_vram: Bytes of device memory its lease is to have.
-        lease_ttl_secs: How long its lease lasts; no more of it is done after that.
-        audience: For whom the grant is to be, as `my_audience()` says; None for this program's own user.
+        min_vram: Bytes of device memory that its lease needs.
+        lease_ttl_secs: How long its lease lasts; nothing more is computed after that.
+        audience: The audience of the grant, as `my_audience()` says; None for this program's own user.
         token_nonce: A number of 128 bits that no grant of the lease has had; 0: the daemon draws one.
-        now_secs: The date by the caller's clock, in seconds since 1970; a grant that ends before it is refused.
+        now_secs: The caller's date in seconds since 1970; a grant that ends before it is refused.
     """
 
     request_id: str
@@ -56,7 +56,7 @@ class InferenceRequest:
     now_secs: float
 
     def check(self) -> None:
-        """Raises InvalidRequest if it can't be served, whatever the model is."""
+        """Raise InvalidRequest if no model could serve the request."""
         checked_id(self.request_id, "request id")
         checked_id(self.model_id, "model id")
         if len(self.input) > MAX_INPUT_BYTES:
@@ -71,17 +71,18 @@ class InferenceRequest:
             raise InvalidRequest(f"{self.now_secs} is no date")
 
     def key(self) -> str:
-        """What it is reserved by."""
+        """Return the key that reserves it."""
         return operation_key(self.request_id)
 
     def operation(self) -> bytes:
-        """The hash that tells it from any other."""
+        """Return the hash that tells it from any other."""
         return operation_hash(self.request_id, self.model_id, self.output_len, self.input)
 
 
 BUFFERS: Final = ("in", "out", "inout")
-"""Arguments that are memory: the input; the output, zero at first; one memory with the input at its begin, zero behind
-it, from whose begin the output is read."""
+"""Arguments that are memory: the input; the output, zeroed; or one memory that begins with the input, is zeroed
+behind it,
+and is read from its begin as the output."""
 
 LENGTHS: Final = ("input_len:u32", "input_len:u64", "output_len:u32", "output_len:u64")
 """Arguments that are sizes in bytes."""
@@ -93,8 +94,9 @@ DEFAULT_ARGUMENTS: Final = ("in", "input_len:u64", "out", "output_len:u64")
 class InferenceKernel:
     """A model's kernel, by default `name(const void *input, u64 input_bytes, void *output, u64 output_bytes)`.
 
-    There is at least one thread for each `bytes_per_thread` bytes of output, in blocks of one dimension; there may be
-    more than that, so the kernel must check the output's length.
+    There is at least one thread for each `bytes_per_thread` bytes of output, in blocks of one dimension. There may
+    be more
+    threads than that, so the kernel must check the output's length.
 
     Attributes:
         arguments: The kernel's arguments in order, each of BUFFERS or LENGTHS.
@@ -118,24 +120,24 @@ class InferenceKernel:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether one memory holds the input and the output."""
+        """True if one memory holds the input and the output."""
         return "inout" in self.arguments
 
     def blocks(self, output_bytes: int) -> int:
-        """How many blocks an output takes."""
+        """Return the number of blocks for an output."""
         return -(-output_bytes // (self.threads_per_block * self.bytes_per_thread))
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceResponse:
-    """What came of a request.
+    """The outcome of a request.
 
     Attributes:
-        request_id: Which one.
-        lease_id: The lease it was done on; it is over.
-        token_expires_at_unix_secs: When the grant it was done by ended at the latest, by the daemon's date.
+        request_id: The request.
+        lease_id: The lease that computed it; it is over.
+        token_expires_at_unix_secs: The latest end of its grant, by the daemon's date.
         output: The model's output.
-        is_replayed: Whether it was done for an earlier asking.
+        is_replayed: True if an earlier request of the same id was served.
     """
 
     request_id: str
@@ -146,19 +148,19 @@ class InferenceResponse:
 
 
 def response_to_outcome(response: InferenceResponse) -> bytes:
-    """As the store keeps it: a JSON head behind its length (u32, big-endian), and the output."""
+    """Encode a response for the store: a JSON head behind its length (u32, big-endian), then the output."""
     head = {"lease_id": str(response.lease_id), "token_expires_at": response.token_expires_at_unix_secs}
     return _outcome({"version": 1, "ok": head}, response.output)
 
 
 def failure_to_outcome(error: Exception) -> bytes:
-    """The same of an attempt that failed, with its effect begun."""
+    """Encode the failure of an attempt whose effect had begun."""
     head = {"kind": type(error).__name__, "message": str(error)[:MAX_MESSAGE_CHARS]}
     return _outcome({"version": 1, "failed": head}, b"")
 
 
 def outcome_to_response(request_id: str, outcome: bytes) -> InferenceResponse:
-    """What was kept, to be told again. Raises OperationFailed if that is a failure."""
+    """Decode an outcome. Raises OperationFailed if it is a failure."""
     (size,) = _HEAD_BYTES.unpack_from(outcome)
     head = json.loads(outcome[_HEAD_BYTES.size : _HEAD_BYTES.size + size])
     if "failed" in head:

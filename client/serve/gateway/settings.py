@@ -45,14 +45,14 @@ EXAMPLE: Final = Path(__file__).with_name("example") / "models.toml"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is run for a request, and what its lease is like.
+    """A model and the lease of each of its requests.
 
     Attributes:
         image: PTX or a cubin.
-        kernel: Which kernel of it, and how it is launched.
-        min_vram_bytes: Device memory of each request's lease.
-        lease_s: How long the lease lasts.
-        max_output_bytes: Largest output that may be asked for.
+        kernel: The kernel in it, and its launch.
+        min_vram_bytes: Device memory of the lease.
+        lease_s: Seconds that the lease lasts.
+        max_output_bytes: Largest output that a request may ask for.
     """
 
     image: bytes
@@ -63,7 +63,7 @@ class Model:
 
 
 def load_models(path: Path) -> dict[str, Model]:
-    """The models of a file, by id. Raises InvalidRequest with what is wrong in it."""
+    """Return a file's models by id. Raises InvalidRequest that says what is wrong in it."""
     tables = read_model_tables(path)
     return {checked_id(name, f"model id in {path}"): _model(path, name, table) for name, table in tables.items()}
 

@@ -13,18 +13,19 @@ from gpulease.client.serve.gateway.sqlite_store import SqliteStore
 
 
 class ReplicatedIdempotencyStore(Protocol):
-    """Thread-safe. Every method raises StoreUnavailable if the store does not answer."""
+    """A thread-safe store. Every method raises StoreUnavailable if the store does not answer."""
 
     def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
-        """The right to attempt an operation, or why there is no need or no right to.
+        """Reserve an operation, or say why that is not needed or not allowed.
 
-        An operation whose attempt was released, or did nothing before its claim ran out, can be reserved again, with a
-        higher epoch.
+        An operation can be reserved again, with a higher epoch, after its attempt was released, or after its claim
+        ran out
+        before the attempt began the effect.
 
         Args:
-            key: What the operation is known by.
-            request_hash: Which operation that is.
-            claim_ttl_s: After how long the attempt is thought to be dead. Longer than the effect can last.
+            key: The operation's key.
+            request_hash: The hash that tells the operation from any other.
+            claim_ttl_s: Seconds after which the attempt is presumed dead. Longer than the effect can last.
 
         Raises:
             OperationConflict: The key stands for another operation.
@@ -32,11 +33,11 @@ class ReplicatedIdempotencyStore(Protocol):
         ...
 
     def start(self, held: Reservation) -> None:
-        """Write down that the effect may begin, before it does. Raises StaleEpoch: then it must not."""
+        """Record that the effect may begin, before it does. Raises StaleEpoch: then it must not begin."""
         ...
 
     def complete(self, held: Reservation, outcome: bytes) -> None:
-        """Write down what came of it, for everybody who asks from now on. Raises StaleEpoch."""
+        """Record the outcome, for every later request of the key. Raises StaleEpoch."""
         ...
 
     def release(self, held: Reservation) -> None:
@@ -44,11 +45,11 @@ class ReplicatedIdempotencyStore(Protocol):
         ...
 
     def forget(self, older_than_s: float) -> int:
-        """Drop operations that nothing has happened to for that long, and say how many. They could be done again."""
+        """Drop operations that have not changed for that long; return their number. They could be done again."""
         ...
 
     def close(self) -> None:
-        """Let go of it; what was written stays."""
+        """Close the store; its records stay."""
         ...
 
 
@@ -57,7 +58,12 @@ POSTGRES: Final = ("postgresql://", "postgres://")
 
 
 def open_store(url: str) -> ReplicatedIdempotencyStore:
-    """The store at `sqlite:PATH` or `postgresql://...`. Raises InvalidRequest for another URL, StoreUnavailable."""
+    """Open the store at `sqlite:PATH` or `postgresql://...`.
+
+    Raises:
+        InvalidRequest: The URL has another form.
+        StoreUnavailable: The store can't be opened, or PostgreSQL's client library is not installed.
+    """
     if url.startswith(SQLITE) and len(url) > len(SQLITE):
         return SqliteStore(url.removeprefix(SQLITE))
     if not url.startswith(POSTGRES):

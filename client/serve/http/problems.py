@@ -9,7 +9,7 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One reply to a request that was not served.
+    """The reply to a request that was not served.
 
     Attributes:
         status: HTTP's status code.

@@ -1,7 +1,7 @@
-"""A model server: each model on a lease of its own that is kept for as long as it is served.
+"""A model server: each model on a lease of its own that is kept for as long as the model is served.
 
-`gpulease serve models` runs one (`app`, and calls through shared memory, `gpulease.client.serve.rpc`); `ModelHost` has
-its models in a program of one's own, `Instance` one of them. `settings` says what a model is.
+`gpulease serve models` runs one: `model_server`, with calls through shared memory (`gpulease.client.serve.rpc`).
+`ModelHost` serves models inside another program, `Instance` one model. `model_settings` describes a model.
 """
 
 from gpulease.client.serve.models.host import ModelHost

@@ -1,7 +1,4 @@
-"""A model in a session: its code, its weights and its batches' places on the card.
-
-One model being served: its life from lease to lease.
-"""
+"""A served model: `Instance` leases, serves and leases again; `BatchRunner` computes batches in a session."""
 
 import asyncio
 import logging
@@ -30,10 +27,11 @@ from gpulease.protocol.rpc import CallError, CallErrorCode
 
 
 class BatchRunner:
-    """Runs batches, one after the other; made by `open`.
+    """Runs batches one after the other; made by `open`.
 
-    Inputs and outputs lie in memory that the session's worker shares (`session.empty`), so that a batch is put together
-    where the card takes it from.
+    Inputs and outputs lie in memory that the session's worker shares (`session.empty`): a batch is put together
+    where the
+    card reads it.
     """
 
     def __init__(self, session: GpuSession, settings: ModelSettings, module: Module, buffers: list[Buffer]) -> None:
@@ -46,7 +44,7 @@ class BatchRunner:
 
     @classmethod
     async def open(cls, session: GpuSession, settings: ModelSettings) -> Self:
-        """Load the model. Raises LoadFailed, AllocFailed and their like."""
+        """Load the model's code and weights. Raises LoadFailed, AllocFailed and other session errors."""
         module = await session.module_load(settings.module)
         sizes = (
             max(1, len(settings.weights)),
@@ -60,7 +58,7 @@ class BatchRunner:
         return cls(session, settings, module, buffers)
 
     async def run(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """The outputs of whole items' inputs, in one launch. Raises what the session raises."""
+        """Compute payloads of whole items in one launch and return their outputs. Raises the session's errors."""
         settings, at = self._settings, 0
         for payload in payloads:
             self._in_view[at : at + len(payload)] = payload
@@ -79,7 +77,7 @@ class BatchRunner:
         return outputs
 
     async def check(self) -> None:
-        """Raises what the session ended of, if it did. Not while a batch is under way."""
+        """Raise the error that ended the session, if it has ended. Not for use during a batch."""
         await self._session.sync()
 
     def _args_for(self, items: int) -> KernelArgs:
@@ -94,10 +92,10 @@ class BatchRunner:
 
 
 CLOSE_LIMIT_S: Final = 5.0
-"""For giving a lease back. It ends at its deadline in any case."""
+"""Seconds for freeing a lease. The lease ends at its deadline in any case."""
 
 WAIT_FOR_ROOM_S: Final = 2.0
-"""How long one asks for room where no smaller variant stands in: who waits at the daemon is not overtaken."""
+"""Seconds to wait for room where there is no smaller variant: requests that wait at the daemon are not overtaken."""
 
 _log: Final = logging.getLogger("gpulease.models")
 
@@ -105,7 +103,7 @@ _STOPS: Final = CallError(CallErrorCode.UNAVAILABLE, "the server stops")
 _CUT_OFF: Final = CallError(CallErrorCode.LEASE_LOST, "the server stops")
 
 Ended = asyncio.Future[GpuLeaseError]
-"""How the lease ended, once that is known."""
+"""Completes with the error that ended the lease."""
 
 
 class Instance:
@@ -113,9 +111,10 @@ class Instance:
 
     Args:
         settings: The model.
-        address: Of the daemon; None for the usual one.
-        metrics: Where it counts.
-        pass_on: Gives requests to a smaller variant, if there is one: what waits when there is no room for this one.
+        address: The daemon's address; None for the default one.
+        metrics: The model's metrics.
+        pass_on: Hands waiting requests to a smaller variant when there is no room for this model; None if there is
+            none.
     """
 
     def __init__(
@@ -135,39 +134,39 @@ class Instance:
         self._no_room_until = 0.0
         self._must_check_session = False
 
-    # --- what others see ---
+    # --- for callers ---
 
     @property
     def lease_id_text(self) -> str:
-        """The lease it computes on; "" while there is none."""
+        """Id of the lease that the model computes on; "" while there is none."""
         return "" if self._lease is None else self._lease.lease_id_text
 
     @property
     def lacks_room(self) -> bool:
-        """Whether the card had no room for it when that was tried last, a moment ago."""
+        """True if the card had no room for the model when it was tried, a moment ago."""
         return self._loop.time() < self._no_room_until
 
     @property
     def trouble(self) -> GpuLeaseError | None:
-        """Why it has no lease; None if it has one, or wants none."""
+        """The error for want of which the model has no lease; None if it has one, or wants none."""
         return self._intake.trouble
 
     @property
     def waiting_items(self) -> int:
-        """How many items are in line."""
+        """Number of items that wait."""
         return self._intake.queue.items
 
     def submit(self, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
-        """Have some items computed. The outcome is an error at once if they can't be, or not within `deadline_s`."""
+        """Have some items computed; refused at once if that is impossible, or impossible within `deadline_s`."""
         left_s = None if self._lease is None else self._lease.remaining_s
         return self._intake.submit(payload, deadline_s, left_s or None)
 
     def adopt(self, requests: list[WaitingRequest]) -> None:
-        """Take over what waited for another model."""
+        """Take over requests that waited for another model."""
         self._intake.adopt(requests)
 
     def count_lease_time(self) -> None:
-        """Count what the lease was held for since this was done last."""
+        """Count the time that the lease was held since the last call."""
         if self._held_from is not None:
             now = self._loop.time()
             self._metrics.lease_seconds.inc(now - self._held_from)
@@ -176,7 +175,7 @@ class Instance:
     # --- its life ---
 
     async def run(self) -> None:
-        """Lease, serve, and lease again, until it is stopped."""
+        """Lease, serve, and lease again, until the instance is stopped."""
         intake = self._intake
         while not intake.is_stopping:
             if self.settings.idle_secs and not intake.queue:
@@ -187,18 +186,18 @@ class Instance:
                 async with self._leased() as (lease, runner, ended):
                     await self._serve(lease, runner, ended)
             except GpuLeaseError as error:
-                # Without its frames, which have the lease and its arrays.
+                # Without the frames of the traceback, which hold the lease and its arrays.
                 await self._recover(error.with_traceback(None))
         intake.dismiss(_STOPS)
 
     def stop(self) -> None:
-        """Begin to end: take nothing more, do what waits, give the lease back. Then `run` returns."""
+        """Begin to end: admit nothing more, compute what waits, free the lease. Then `run` returns."""
         self._intake.is_stopping = True
         self._intake.changed_event.set()
 
     @asynccontextmanager
     async def _leased(self) -> AsyncIterator[tuple[GpuLease, BatchRunner, Ended]]:
-        """A lease with the model on it, kept alive. Raises what can't be done."""
+        """Hold a lease with the model loaded, and keep it alive. Raises GpuLeaseError."""
         settings, began = self.settings, self._loop.time()
         builder = GpuBuilder(self._address).min_vram(settings.min_vram_bytes).lease_secs(settings.lease_secs)
         builder.max_kernel_secs(settings.max_kernel_secs).timeout(WAIT_FOR_ROOM_S if self._pass_on is None else 0)
@@ -209,7 +208,7 @@ class Instance:
                 runner = await BatchRunner.open(session, settings)
                 ended: Ended = self._loop.create_future()
                 async with self._watching(lease, ended), lease.keep_alive(lambda error: self._lost(error, ended)):
-                    self._intake.starts.measured(self._loop.time() - began, self._loop.time())
+                    self._intake.starts.add(self._loop.time() - began, self._loop.time())
                     self._lease, self._intake.trouble, self._no_room_until = lease, None, 0.0
                     _log.info("%s: serves on lease %s", settings.name, lease.lease_id_text)
                     try:
@@ -233,10 +232,11 @@ class Instance:
             await asyncio.wait((watch,))
 
     async def _watch(self, lease: GpuLease, ended: Ended) -> None:
-        """Hear of the lease's end at once, rather than by the next batch or renewal.
+        """Learn of the lease's end at once, rather than from the next batch or renewal.
 
-        That nobody tells of it says nothing: a lease and its session may outlast the daemon's restart. `_serve` looks
-        whether they did, between two batches: in the midst of one its failure could be told to who only looks.
+        A lost event stream proves nothing: a lease and its session may outlast the daemon's restart. `_serve`
+        therefore checks
+        the session between two batches; a check during a batch could be told the batch's own failure.
         """
         pause = RestartPause()
         while lease.remaining_s > 0:
@@ -255,7 +255,7 @@ class Instance:
                 return
 
     def _lost(self, error: GpuLeaseError, ended: Ended) -> None:
-        # A drained node's lease is good to its end: admission sees how much of it is left.
+        # A drained node's lease is good to its end; admission counts the time that is left of it.
         if not isinstance(error, Drained):
             self._end(ended, error.with_traceback(None))
 
@@ -265,13 +265,13 @@ class Instance:
         self._intake.changed_event.set()
 
     async def _serve(self, lease: GpuLease, runner: BatchRunner, ended: Ended) -> None:
-        """Batch after batch; returns when it is stopped, or was idle for long enough. Raises how the lease ended."""
+        """Compute batch after batch; return when stopped or idle for long. Raises the error that ended the lease."""
         intake, idle_s, idle_from = self._intake, self.settings.idle_secs, self._loop.time()
         while True:
             if ended.done():
                 raise ended.result()
             if lease.remaining_s <= 0:
-                # This process stood still: those in line have lost nothing yet.
+                # This process was stopped for a while. Queued requests have lost nothing yet.
                 raise LeaseExpired("the lease's time ran out before it was renewed")
             if self._must_check_session:
                 self._must_check_session = False
@@ -291,7 +291,7 @@ class Instance:
                 idle_from = self._loop.time()
 
     async def _wait_for_change(self, until: float | None) -> None:
-        """Wait for something to happen, or for a time."""
+        """Wait until the queue or the lease changes, or until a time."""
         self._intake.changed_event.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -311,7 +311,7 @@ class Instance:
             self._failed(batch, error)
             raise
         except BaseException as error:
-            # Nobody is left waiting, whatever it is: the server's end, or a mistake here.
+            # Answer every request, whether the server ends or this code is at fault.
             is_end = isinstance(error, asyncio.CancelledError)
             why = _CUT_OFF if is_end else CallError(CallErrorCode.INTERNAL, "the server failed; its log says more")
             for request in batch:
@@ -320,19 +320,19 @@ class Instance:
         finally:
             intake.is_running = False
         now = self._loop.time()
-        intake.batches.measured(now - began, now)
+        intake.batches.add(now - began, now)
         self._pause.succeeded()
         for request, output in zip(batch, outputs, strict=True):
             request.settle(Answer(self.settings.method_id, output))
 
-    # --- when it goes wrong ---
+    # --- failures ---
 
     def _failed(self, batch: list[WaitingRequest], error: GpuLeaseError) -> None:
-        """Try again what is safe to be tried again, and tell the others."""
+        """Queue the requests again that can safely be computed again, and answer the others."""
         is_kernels = isinstance(error, GpuSessionFailed)
         again = []
         for request in batch:
-            # Who was in a batch with others may not be what made it fail. A lease that was taken is told, not hidden.
+            # Another request of the batch may have made it fail. A revoked lease is told to the caller, not hidden.
             is_cured = isinstance(error, Disconnected) or (is_kernels and len(batch) > 1)
             if self.settings.is_pure and is_cured and request.attempts < MAX_ATTEMPTS and not request.answer.done():
                 request.is_alone = is_kernels
@@ -342,7 +342,7 @@ class Instance:
         self._intake.put_back(again)
 
     async def _recover(self, error: GpuLeaseError) -> None:
-        """The lease is gone, or there was none: pause, so that what goes on going wrong takes nobody's time."""
+        """After the lease ended or was refused: pause, so that repeated failures take nobody's time."""
         intake = self._intake
         intake.trouble, pause_s = error, self._pause.after(error)
         _log.warning("%s: has no lease, tries again in %.2f s: %s", self.settings.name, pause_s, error)

@@ -1,16 +1,16 @@
-"""What a model server counts, in Prometheus' text format.
+"""The metrics of a model server, in Prometheus' text format.
 
     gpu_lease_seconds_total{model}      counter: how long the model has held leases
     kernel_launch_total{model}          counter: batches launched
     kernel_fail_total{model}            counter: batches whose kernel failed, ran too long, or lost its lease
-    inference_latency_ms{model}         histogram: from a request's arrival to its outcome, of those that were answered
-    bytes_in_total{model}               counter: bytes of inputs taken
-    bytes_out_total{model}              counter: bytes of outputs answered
+    inference_latency_ms{model}         histogram: from a request's arrival to its outcome, of answered requests
+    bytes_in_total{model}               counter: bytes of inputs received
+    bytes_out_total{model}              counter: bytes of outputs sent
     queue_depth{model}                  gauge: items that wait
     batch_items{model}                  histogram: items in a launch
     requests_total{model, outcome}      counter: requests answered; outcome: done, or a CallErrorCode in small letters
 
-`model` is the one that was asked, or, for what a smaller variant did instead, that one.
+`model` is the model that the client named, or the smaller variant that computed the request instead.
 """
 
 from typing import Final
@@ -24,7 +24,7 @@ BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
 class ModelMetrics:
-    """One model's, without its name."""
+    """The metrics of one model: those of the server with its name filled in."""
 
     def __init__(self, metrics: "ModelServerMetrics", model: str) -> None:
         self.lease_seconds = metrics.lease_seconds.labels(model)
@@ -38,7 +38,7 @@ class ModelMetrics:
         self._requests, self._model = metrics.requests, model
 
     def answered(self, outcome: str) -> None:
-        """A request was answered."""
+        """Count one answered request."""
         self._requests.labels(self._model, outcome).inc()
 
 

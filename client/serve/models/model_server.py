@@ -52,16 +52,16 @@ from gpulease.client.serve.rpc import Outcome, RpcServer
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 BODY_LIMIT_S: Final = 10.0
-"""How long a body may take to arrive. Stops peers that send a byte now and then."""
+"""Seconds in which a body must arrive. Stops peers that send a byte now and then."""
 
 MAX_DEADLINE_MS: Final = 3_600_000
 
 _JSON_ROOM: Final = 256
-"""Of a JSON body, beside the base64 or the numbers."""
+"""Bytes of a JSON body beside the base64 or the numbers."""
 
 
 class _Form(Enum):
-    """In what a request is asked, and answered."""
+    """The form of a request and of its answer."""
 
     BYTES = "bytes"
     BASE64 = "base64"
@@ -80,7 +80,7 @@ _STATUS: Final = {
     CallErrorCode.KERNEL_FAILED: 500,
 }
 _RETRYABLE: Final = {CallErrorCode.QUEUE_FULL, CallErrorCode.TOO_LATE, CallErrorCode.UNAVAILABLE}
-"""Those of which nothing was done."""
+"""Codes of requests of which nothing was computed."""
 
 
 class ModelServer:
@@ -88,7 +88,7 @@ class ModelServer:
 
     Args:
         models: By name.
-        address: Of the daemon; None for the usual one.
+        address: The daemon's address; None for the default one.
         rpc: A Unix socket that listens for callers; None for none.
     """
 
@@ -98,7 +98,7 @@ class ModelServer:
         self._rpc = rpc
 
     def app(self) -> Starlette:
-        """The application."""
+        """Return the ASGI application."""
         return make_application(
             infer=self._infer,
             models=self._host.description,
@@ -165,7 +165,7 @@ def _problem_response(problem: Problem) -> Response:
 
 
 def _deadline_s(request: Request) -> float | None:
-    """What the request says of its deadline. Raises RequestRefused."""
+    """Return the request's deadline; None if the header is absent. Raises RequestRefused."""
     text = request.headers.get("Gpulease-Deadline-Ms")
     if text is None:
         return None
@@ -176,7 +176,7 @@ def _deadline_s(request: Request) -> float | None:
 
 
 async def _payload(request: Request, body_type: str, model: ModelSettings) -> tuple[_Form, bytes]:
-    """The items' inputs. Raises RequestRefused."""
+    """Return the body's form and the items' inputs. Raises RequestRefused."""
     most_bytes = model.max_batch * model.input_bytes
     if body_type == BINARY:
         return _Form.BYTES, await read_body(request, most_bytes, BODY_LIMIT_S, "It")
@@ -197,7 +197,7 @@ def _numbers_room(model: ModelSettings) -> int:
 
 
 def _from_numbers(body: bytes, model: ModelSettings) -> tuple[_Form, bytes]:
-    """What is asked in numbers. Raises NumbersRefused."""
+    """Pack inputs that were sent as numbers. Raises NumbersRefused."""
     if not model.input_type:
         raise NumbersRefused('It is an object of "input_base64": this model says of no type of numbers.')
     numbers = model.input_bytes // size_of(model.input_type)
@@ -212,7 +212,7 @@ def _from_numbers(body: bytes, model: ModelSettings) -> tuple[_Form, bytes]:
 
 def _from_base64(body: bytes) -> bytes:
     try:
-        # One field has no comma and no array: what could become much more in memory is not parsed.
+        # An object of one string has no comma and no array. Bodies that could grow in memory are not parsed.
         asked = None if b"," in body or b"[" in body else json.loads(body)
         if not isinstance(asked, dict) or asked.keys() != {"input_base64"}:
             raise ValueError("it is an object of input_base64")

@@ -1,4 +1,4 @@
-"""Which models a server serves: a TOML file, read once.
+"""The models that a server serves: a TOML file, read once.
 
 [models.digits]
 method_id = 1                   # of calls through shared memory; 1 or more
@@ -10,16 +10,16 @@ threads_per_block = 64
 blocks_per_item = 1
 input_bytes = 256               # of one item
 output_bytes = 40
-input_type = "f32"              # for requests in JSON's numbers, see `json_numbers`: what they are to be for the kernel
+input_type = "f32"              # the kernel's type for requests in JSON's numbers, see `json_numbers`
 output_type = "f32"
 min_vram_bytes = 1_048_576      # of the lease
 lease_secs = 30                 # renewed for as long as the model is served
 max_kernel_secs = 5             # a batch that takes longer ends its lease
 max_batch = 32                  # items in one launch
-max_delay_ms = 0                # how long an item waits for others; those that come while a batch is computed are one
+max_delay_ms = 0                # how long an item waits for others; those that arrive during a batch form the next
 max_queue = 256                 # items that wait
-deadline_ms = 1_000             # for a request that does not say
-idle_secs = 0                   # more than 0: leased on demand, and given back after so long without a request
+deadline_ms = 1_000             # for a request that names none
+idle_secs = 0                   # more than 0: leased on demand, and freed after so long without a request
 smaller = "digits-small"        # served instead while there is no room for this one
 is_pure = true                  # the kernel may be run twice for one request: see ModelSettings
 """
@@ -35,10 +35,11 @@ from gpulease.client.serve.models.json_numbers import FORMATS, size_of
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 
 MAX_BATCH_BYTES: Final = 256 << 20
-"""Of a batch's inputs, and of its outputs: they lie in memory shared with the lease's worker, 1 GiB in all."""
+"""Most bytes of a batch's inputs, and of its outputs. They lie in memory shared with the lease's worker, 1 GiB in
+all."""
 
 MAX_FILE_BYTES: Final = 1 << 30
-"""Of weights. Stops a wrong path from filling the server's memory."""
+"""Most bytes of weights. Stops a wrong path from filling the server's memory."""
 
 MAX_NAME_CHARACTERS: Final = 64
 
@@ -48,22 +49,23 @@ EXAMPLE: Final = Path(__file__).with_name("example") / "models.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """One model, computed by one kernel.
+    """A model, computed by one kernel.
 
         name(const void *weights, const void *input, void *output, u32 items, u32 constants...)
 
-    has `input` and `output` of `items` items one behind the other. It runs on items x blocks_per_item blocks,
-    writes every byte of the output, because what a batch before it wrote may lie there, and is given nothing else: what
-    it computes of one item is to depend on that item alone.
+    `input` and `output` hold `items` items one behind the other. The kernel runs on items x blocks_per_item blocks. It
+    must write every byte of the output, where an earlier batch's bytes may lie. It gets nothing else, and its output
+    for
+    one item must depend on that item alone.
 
     Attributes:
-        name: By what HTTP knows it.
+        name: The name in URLs.
         module, weights: The files' bytes.
-        input_type, output_type: Of the numbers in an item (see `json_numbers`); "" if requests in numbers are refused.
-        is_pure: Whether a request may be computed again after a failure that its caller was not told of. Without it a
-            request that was begun is told to have failed.
+        input_type, output_type: Types of an item's numbers (see `json_numbers`); "" refuses requests in numbers.
+        is_pure: Whether a request may be computed again after a failure that its caller was not told of. Otherwise a
+            request that was begun is answered with the failure.
 
-    The others are said in the module's example; times are in what their names say.
+    The module's example explains the other attributes; their names say the units.
     """
 
     name: str
@@ -111,14 +113,14 @@ _NEEDED: Final = [item.name for item in fields(ModelSettings) if item.default is
 
 
 def load_settings(path: Path) -> dict[str, ModelSettings]:
-    """The models of a file, by name. Raises InvalidRequest with what is wrong in it."""
+    """Return a file's models by name. Raises InvalidRequest that says what is wrong in it."""
     models = {name: _model(path, name, table) for name, table in read_model_tables(path).items()}
     check_together(models)
     return models
 
 
 def check_together(models: Mapping[str, ModelSettings]) -> None:
-    """Raises InvalidRequest if two have one number, or a smaller variant can't stand in for its model."""
+    """Raise InvalidRequest if two models share a number, or a smaller variant can't stand in for its model."""
     numbers: dict[int, str] = {}
     for name, model in models.items():
         if (other := numbers.setdefault(model.method_id, name)) != name:

@@ -8,12 +8,12 @@ from gpulease.client import LeaseEvent, Phase, errors
 from gpulease.protocol.rpc import CallErrorCode
 
 FIRST_PAUSE_S: Final = 0.05
-"""Before a lease is asked for again; it doubles with each failure that follows without a batch done in between."""
+"""Seconds before a lease is requested again. They double with each failure until a batch succeeds."""
 
 MAX_PAUSE_S: Final = 5.0
 
 PRESSURE_PAUSE_S: Final = 0.5
-"""The least where there is no room: a lease somebody else holds mostly lasts for seconds."""
+"""Least pause in seconds after a refusal for want of room: other tenants' leases mostly last for seconds."""
 
 _BROKEN: Final = (errors.LoadFailed, errors.AllocFailed, errors.Denied, errors.Unsupported)
 
@@ -28,10 +28,10 @@ _BY_CAUSE: Final[dict[str, type[errors.GpuLeaseError]]] = {
 
 
 class RestartPause:
-    """How long to wait before a lease is asked for again.
+    """The pause before a lease is requested again.
 
     Args:
-        uniform: Random numbers from 0 to 1.
+        uniform: Draws random numbers from 0 to 1.
     """
 
     def __init__(self, uniform: Callable[[], float] = random.random) -> None:
@@ -39,7 +39,7 @@ class RestartPause:
         self._failures = 0
 
     def after(self, error: errors.GpuLeaseError) -> float:
-        """Seconds, after this."""
+        """Return the seconds to wait after this error."""
         has_no_room = isinstance(error, errors.CapacityExceeded)
         least_s = PRESSURE_PAUSE_S if has_no_room or is_broken(error) else 0.0
         pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._failures, 16), MAX_PAUSE_S)
@@ -47,17 +47,17 @@ class RestartPause:
         return max(least_s, pause_s * (0.5 + self._uniform() / 2))
 
     def succeeded(self) -> None:
-        """A batch was done."""
+        """Reset the pause after a batch succeeded."""
         self._failures = 0
 
 
 def is_broken(error: errors.GpuLeaseError) -> bool:
-    """Whether the model or its settings are to blame: nobody is made to wait for it."""
+    """Return True if the model or its settings are at fault, so that waiting would not help."""
     return isinstance(error, _BROKEN) or type(error) is errors.InvalidRequest
 
 
 def lease_end_of(event: LeaseEvent) -> errors.GpuLeaseError | None:
-    """What an event says of the lease's end; None while it lives."""
+    """Return the error that an event of the lease's end means; None while the lease lives."""
     if event.phase in (Phase.ACTIVE, Phase.WARNING):
         return None
     kind = _BY_CAUSE.get(event.cause, errors.GpuSessionFailed)
@@ -65,7 +65,7 @@ def lease_end_of(event: LeaseEvent) -> errors.GpuLeaseError | None:
 
 
 def code_of(error: errors.GpuLeaseError) -> CallErrorCode:
-    """What those in a batch are told."""
+    """Return the code that the requests of a failed batch are answered with."""
     if isinstance(error, errors.GpuSessionFailed):
         return CallErrorCode.KERNEL_FAILED
     return CallErrorCode.LEASE_LOST

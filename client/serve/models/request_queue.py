@@ -15,22 +15,22 @@ from gpulease.client.serve.rpc import Answer, Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 MAX_ATTEMPTS: Final = 2
-"""How often a request of a pure model is computed at most: a request that ends every lease is not tried for ever."""
+"""Most attempts at a request of a pure model: a request that ends every lease must not be tried for ever."""
 
 
 @dataclass(eq=False, slots=True)
 class WaitingRequest:
-    """A request in line.
+    """A request in the queue.
 
     Attributes:
-        payload: Its items' inputs.
-        items: How many.
-        at: When it came, of a monotonic clock in seconds.
-        deadline: Until when it is worth beginning.
-        answer: Where its outcome goes. Done already if its caller went away.
+        payload: The inputs of its items.
+        items: The number of items.
+        at: Arrival, in seconds of a monotonic clock.
+        deadline: The time after which it is not begun.
+        answer: Receives the outcome. Already done if the caller hung up.
         attempts: How often it was begun.
-        is_alone: Whether it is to have a batch of its own: one before failed with it.
-        timer: What answers it at its deadline.
+        is_alone: True after a batch with it failed: it then gets a batch of its own.
+        timer: Answers it at its deadline.
     """
 
     payload: bytes
@@ -43,7 +43,7 @@ class WaitingRequest:
     timer: asyncio.TimerHandle | None = None
 
     def settle(self, outcome: Outcome) -> None:
-        """Answer it, if it is not answered yet."""
+        """Answer the request unless it is answered already."""
         if self.timer is not None:
             self.timer.cancel()
         if not self.answer.done():
@@ -51,14 +51,14 @@ class WaitingRequest:
 
 
 class BatchQueue:
-    """A bounded line, first come first served.
+    """A bounded queue, first come, first served.
 
     Args:
-        max_items: How many may wait.
-        max_batch: How many make a batch at most.
+        max_items: Most items that wait.
+        max_batch: Most items in a batch.
 
     Attributes:
-        items: How many wait.
+        items: Items that wait.
     """
 
     def __init__(self, max_items: int, max_batch: int) -> None:
@@ -69,22 +69,22 @@ class BatchQueue:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def join(self, request: WaitingRequest) -> bool:
-        """Put it at the end; False if the line is full."""
+    def add(self, request: WaitingRequest) -> bool:
+        """Append a request; False if the queue is full."""
         if self.items + request.items > self.max_items:
             return False
         self._waiting.append(request)
         self.items += request.items
         return True
 
-    def rejoin(self, requests: Iterable[WaitingRequest]) -> None:
-        """Put those that were begun back where they were, at the front. They had their places, so there is room."""
+    def put_first(self, requests: Iterable[WaitingRequest]) -> None:
+        """Return begun requests to the front. Their places are still free, because they were taken from there."""
         for request in reversed(list(requests)):
             self._waiting.appendleft(request)
             self.items += request.items
 
-    def leave(self, request: WaitingRequest) -> bool:
-        """Take it out of the line; False if it is not in it."""
+    def remove(self, request: WaitingRequest) -> bool:
+        """Remove a request; False if it is not queued."""
         try:
             self._waiting.remove(request)
         except ValueError:
@@ -93,14 +93,14 @@ class BatchQueue:
         return True
 
     def due_at(self, max_delay_s: float) -> float | None:
-        """When the next batch is to begin: at once (0) if it is full, None if nobody waits."""
+        """Return the time at which to begin the next batch: 0 (at once) if it is full, None if the queue is empty."""
         if not self._waiting:
             return None
         first = self._waiting[0]
         return 0.0 if self.items >= self.max_batch or first.is_alone else first.at + max_delay_s
 
     def next_batch(self) -> list[WaitingRequest]:
-        """Take the next batch out: those in front, as many as fit; whoever's caller went away is left out."""
+        """Remove and return the requests from the front that fit a batch; drop those of callers that hung up."""
         batch: list[WaitingRequest] = []
         items = 0
         while self._waiting:
@@ -118,7 +118,7 @@ class BatchQueue:
         return batch
 
     def take_all(self) -> list[WaitingRequest]:
-        """Empty it."""
+        """Empty the queue and return its requests."""
         found = list(self._waiting)
         self._waiting.clear()
         self.items = 0
@@ -126,16 +126,16 @@ class BatchQueue:
 
 
 class RequestIntake:
-    """One model's.
+    """Admits, queues and times out the requests of one model.
 
     Attributes:
-        line: Who waits.
-        batches, starts: What batches, and new leases, take.
-        is_running: Whether a batch is computed now.
-        is_stopping: Whether nothing more is taken.
-        lease_left_s: What was left of the lease when somebody came last; None if there was none.
-        trouble: Why there is no lease; None while there is one, or none is wanted.
-        changed_event: Set whenever the line changes.
+        queue: Requests that wait.
+        batches, starts: Estimated durations of a batch, and of acquiring a lease.
+        is_running: True while a batch is computed.
+        is_stopping: True once no request is admitted any more.
+        lease_left_s: Seconds left of the lease at the last arrival; None if there was no lease.
+        trouble: The error for want of which there is no lease; None while there is one, or none is wanted.
+        changed_event: Set whenever the queue changes.
     """
 
     def __init__(self, settings: ModelSettings, metrics: ModelMetrics) -> None:
@@ -165,12 +165,12 @@ class RequestIntake:
         return answer
 
     def adopt(self, requests: Iterable[WaitingRequest]) -> None:
-        """Take requests into the line, as far as there is room."""
+        """Queue requests, as far as there is room; refuse the others."""
         for request in requests:
             if self.is_stopping:
                 request.settle(CallError(CallErrorCode.UNAVAILABLE, "the server stops"))
                 continue
-            if not self.queue.join(request):
+            if not self.queue.add(request):
                 text = f"{self.settings.max_queue} items wait already"
                 request.settle(CallError(CallErrorCode.QUEUE_FULL, text, self._retry_ms()))
                 continue
@@ -180,33 +180,36 @@ class RequestIntake:
         self.changed()
 
     def put_back(self, requests: list[WaitingRequest]) -> None:
-        """Let those that were begun wait once more, in front, if there is time for it."""
-        self.queue.rejoin(requests)
+        """Return begun requests to the front of the queue, unless their deadline has passed."""
+        self.queue.put_first(requests)
         for request in requests:
             if request.deadline <= self._loop.time():
                 self._on_deadline(request)
         self.changed()
 
     def drop_late(self, batch: list[WaitingRequest], lease_left_s: float) -> list[WaitingRequest]:
-        """Those that can still be done in their time: what was ahead of them may have taken longer than foretold."""
+        """Return the requests that can still meet their deadlines.
+
+        Earlier batches may have taken longer than foretold.
+        """
         now = self._loop.time()
         forecast = replace(self._forecast(now), items_ahead=0, start_s=0.0, lease_left_s=lease_left_s)
-        worth = []
+        in_time = []
         for request in batch:
             if text := forecast.refusal(request.items, request.deadline - now):
                 request.settle(CallError(CallErrorCode.TOO_LATE, text, self._retry_ms()))
             else:
-                worth.append(request)
-        return worth
+                in_time.append(request)
+        return in_time
 
     def dismiss(self, outcome: CallError) -> None:
-        """Answer all who wait."""
+        """Answer every queued request with an error."""
         for request in self.queue.take_all():
             request.settle(outcome)
         self.changed()
 
     def changed(self) -> None:
-        """The line is another."""
+        """Publish the queue's new depth and wake the model's task."""
         self._metrics.queue_depth.set(self.queue.items)
         self.changed_event.set()
 
@@ -241,7 +244,7 @@ class RequestIntake:
         return max(1, int(self._forecast(self._loop.time()).expected_s(1) * 1000))
 
     def _on_deadline(self, request: WaitingRequest) -> None:
-        if self.queue.leave(request):
+        if self.queue.remove(request):
             self.changed()
             code, why = CallErrorCode.TOO_LATE, "it was not begun in its time"
             if self.trouble is not None:
@@ -252,8 +255,8 @@ class RequestIntake:
         if request.timer is not None:
             request.timer.cancel()
         if request.answer.cancelled():
-            # Its caller went away: nothing is computed for nobody.
-            if self.queue.leave(request):
+            # The caller hung up: do not compute for nobody.
+            if self.queue.remove(request):
                 self.changed()
             self._metrics.answered("cancelled")
             return
@@ -267,22 +270,22 @@ class RequestIntake:
 MEAN_PART: Final = 1 / 8
 DEVIATION_PART: Final = 1 / 4
 DEVIATIONS: Final = 4
-"""How a time is foretold from those before it, as RFC 6298, 2, foretells round trips: mean and four deviations."""
+"""Durations are foretold as RFC 6298, 2, foretells round trips: mean and four deviations."""
 
 HALF_LIFE_S: Final = 1.0
-"""In which an estimate halves while nothing is measured: without it one slow batch could refuse all that would measure
-another."""
+"""Seconds in which an estimate halves while nothing is measured. Otherwise one slow batch could make every request be
+refused that would measure another."""
 
 
 class Estimate:
-    """What the next of its kind will take, in seconds; 0 while nothing is known."""
+    """The foretold duration of the next event of a kind, in seconds; 0 until one was measured."""
 
     def __init__(self) -> None:
         self._mean_s = self._deviation_s = 0.0
         self._measured_at: float | None = None
 
-    def measured(self, took_s: float, now: float) -> None:
-        """One took so long."""
+    def add(self, took_s: float, now: float) -> None:
+        """Take one measured duration into account."""
         if self._measured_at is None:
             self._mean_s, self._deviation_s = took_s, took_s / 2
         else:
@@ -291,7 +294,7 @@ class Estimate:
         self._measured_at = now
 
     def seconds(self, now: float) -> float:
-        """What to reckon with now."""
+        """Return the duration to expect now."""
         if self._measured_at is None:
             return 0.0
         age_s = max(0.0, now - self._measured_at)
@@ -300,15 +303,15 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a request finds when it comes.
+    """The load that a request finds on its arrival.
 
     Attributes:
-        items_ahead: That wait before it.
-        max_batch: Items in a batch.
-        is_running: Whether a batch is computed now.
-        batch_s: What a batch is reckoned to take.
-        start_s: What it is reckoned to take until there is a lease; 0 if there is one.
-        lease_left_s: What is left of the lease; None if there is none yet.
+        items_ahead: Items that wait before it.
+        max_batch: Most items in a batch.
+        is_running: True while a batch is computed.
+        batch_s: Expected seconds of a batch.
+        start_s: Expected seconds until there is a lease; 0 if there is one.
+        lease_left_s: Seconds left of the lease; None if there is none yet.
     """
 
     items_ahead: int
@@ -319,12 +322,12 @@ class Forecast:
     lease_left_s: float | None
 
     def expected_s(self, items: int) -> float:
-        """When so many items more will be done, from now."""
+        """Return in how many seconds so many further items will be done."""
         batches = math.ceil((self.items_ahead + items) / self.max_batch) + self.is_running
         return self.start_s + batches * self.batch_s
 
     def refusal(self, items: int, left_s: float) -> str:
-        """Why they can't be done in `left_s`; "" if they can, as far as can be told."""
+        """Explain why the items can't be done in `left_s`; "" if they can, as far as can be foretold."""
         expected_s = self.expected_s(items)
         if expected_s > left_s:
             return f"it would take {expected_s:.3f} s, and has {left_s:.3f} s"

@@ -1,4 +1,4 @@
-"""The line: bounds, order and batches, whatever happens in it."""
+"""The batch queue: bounds, order and batches, whatever happens in it."""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,64 +24,64 @@ def waiting(items: int = 1, at: float = 0.0, *, is_alone: bool = False) -> Waiti
 
 
 def test_when_a_batch_is_due() -> None:
-    line = BatchQueue(100, 4)
-    assert line.due_at(1.0) is None
-    line.join(waiting(at=5.0))
-    line.join(waiting(2, at=6.0))
-    assert line.due_at(1.0) == 6.0
-    line.join(waiting(at=6.5))
-    assert line.due_at(1.0) == 0.0
+    queue = BatchQueue(100, 4)
+    assert queue.due_at(1.0) is None
+    queue.add(waiting(at=5.0))
+    queue.add(waiting(2, at=6.0))
+    assert queue.due_at(1.0) == 6.0
+    queue.add(waiting(at=6.5))
+    assert queue.due_at(1.0) == 0.0
     alone = BatchQueue(100, 4)
     alone.join(waiting(at=5.0, is_alone=True))
     assert alone.due_at(1.0) == 0.0
 
 
 def test_who_is_to_be_alone_is_alone() -> None:
-    line = BatchQueue(100, 4)
+    queue = BatchQueue(100, 4)
     requests = [waiting(), waiting(is_alone=True), waiting(), waiting()]
     for request in requests:
-        line.join(request)
-    batches = [line.next_batch() for _ in range(4)]
+        queue.add(request)
+    batches = [queue.next_batch() for _ in range(4)]
     assert batches == [requests[:1], requests[1:2], requests[2:], []]
 
 
 def test_who_went_away_is_left_out() -> None:
-    line = BatchQueue(100, 4)
+    queue = BatchQueue(100, 4)
     requests = [waiting(), waiting(), waiting()]
     for request in requests:
-        line.join(request)
+        queue.add(request)
     requests[0].answer.cancel()
     requests[1].settle(Answer(1, b""))
     requests[1].settle(Answer(2, b""))  # a second answer is none
-    assert line.next_batch() == [requests[2]]
-    assert (line.items, bool(line)) == (0, False)
+    assert queue.next_batch() == [requests[2]]
+    assert (queue.items, bool(queue)) == (0, False)
 
 
 def test_those_put_back_are_in_front() -> None:
-    line = BatchQueue(2, 2)
+    queue = BatchQueue(2, 2)
     requests = [waiting(), waiting()]
     for request in requests:
-        assert line.join(request)
-    batch = line.next_batch()
+        assert queue.add(request)
+    batch = queue.next_batch()
     late = waiting()
-    assert line.join(late)
-    line.rejoin(batch)
-    assert line.next_batch() == batch
-    assert line.leave(late)
-    assert not line.leave(late)
-    assert line.items == 0
+    assert queue.add(late)
+    queue.put_first(batch)
+    assert queue.next_batch() == batch
+    assert queue.remove(late)
+    assert not queue.remove(late)
+    assert queue.items == 0
 
 
 @given(st.lists(st.integers(1, 9), max_size=40), st.integers(1, 60), st.integers(9, 20))
 def test_nobody_is_lost_or_overtaken_and_no_bound_is_passed(sizes: list[int], most: int, batch: int) -> None:
-    line = BatchQueue(most, batch)
+    queue = BatchQueue(most, batch)
     requests = [waiting(size) for size in sizes]
-    taken = [request for request in requests if line.join(request)]
-    assert line.items == sum(request.items for request in taken) <= most
+    taken = [request for request in requests if queue.add(request)]
+    assert queue.items == sum(request.items for request in taken) <= most
     done: list[WaitingRequest] = []
-    while line:
-        found = line.next_batch()
+    while queue:
+        found = queue.next_batch()
         assert 0 < sum(request.items for request in found) <= batch
         done += found
     assert done == taken
-    assert line.items == 0
+    assert queue.items == 0

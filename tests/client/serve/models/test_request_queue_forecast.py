@@ -10,10 +10,10 @@ from gpulease.client.serve.models.request_queue import HALF_LIFE_S, Estimate, Fo
 def test_an_estimate_is_at_least_what_it_was_made_of_and_settles() -> None:
     estimate = Estimate()
     assert estimate.seconds(0.0) == 0.0
-    estimate.measured(0.2, 1.0)
+    estimate.add(0.2, 1.0)
     assert estimate.seconds(1.0) > 0.2
     for _ in range(200):
-        estimate.measured(0.1, 2.0)
+        estimate.add(0.1, 2.0)
     assert 0.1 <= estimate.seconds(2.0) < 0.11
 
 
@@ -21,7 +21,7 @@ def test_an_estimate_is_at_least_what_it_was_made_of_and_settles() -> None:
 def test_an_estimate_halves_while_nothing_is_measured(times: list[float], age_s: float) -> None:
     estimate = Estimate()
     for took_s in times:
-        estimate.measured(took_s, 5.0)
+        estimate.add(took_s, 5.0)
     now = estimate.seconds(5.0)
     assert now >= 0
     assert estimate.seconds(5.0 + age_s) <= now
