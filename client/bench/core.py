@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.private_daemon import CannotStart
+from gpulease.client.cli.exit_status import CannotStart
 from gpulease.client.cli.tables import table
 
 LEASES: Final = 10_000

@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import gpulease
-from gpulease.client.cli.endings import check_words, interrupt_unwinds, told_in_words
+from gpulease.client.cli.exit_status import check_words, failures_as_sentences, interrupt_unwinds
 from gpulease.client.cli.start import run
 
 PROGRAM: Final = "gpulease"
@@ -19,7 +19,7 @@ COMMANDS: Final = {
     "completion": ("completion:completion", "Print what makes a shell complete commands and lease ids."),
     "demo": ("demo:demo", "Lease a slice, run two kernels on it, let another lease expire."),
     "drain": ("drain:drain", "Let nobody in, and end what is left by a deadline."),
-    "events": ("drain:events", "Print what leases go through, a line each as it happens."),
+    "events": ("lease_events:events", "Print what leases go through, a line each as it happens."),
     "fence": ("node:fence", "Look after memory that could not be proved free."),
     "health": ("metrics:health", "Show whether the daemon can grant leases, and what keeps it from it."),
     "info": ("node:info", "Show the cards: what may be leased, what is free, what is fenced."),
@@ -29,7 +29,7 @@ COMMANDS: Final = {
     "pki": ("daemon_modules:pki", "Make a test authority and certificates: init, issue, revoke."),
     "revoke": ("node:revoke", "End a lease at once, whatever it is doing."),
     "run": ("run:run", "Run a program with a lease of its own, which ends with it."),
-    "serve": ("serving:serve", "Serve others on leases."),
+    "serve": ("serve:serve", "Serve others on leases."),
     "submit": ("submit:submit", "Run one kernel of a file, and write what it computes."),
     "top": ("top.command:top", "Watch cards and leases live; sort, filter, revoke."),
     "verify": ("verify:verify", "Break every rule on this host's card beside a neighbour."),
@@ -41,12 +41,12 @@ class _Commands(click.Group):
     """Knows the commands by name, and shows a failure as a sentence, never as a traceback."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **kwargs: Any) -> click.Context:
-        with told_in_words():
+        with failures_as_sentences():
             check_words(args)
             return super().make_context(info_name, args, *more, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with told_in_words():
+        with failures_as_sentences():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

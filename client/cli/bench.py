@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import click
 
+from gpulease.client.bench.card import card_title
 from gpulease.client.bench.core import run_core
 from gpulease.client.bench.ends import SPIN_PTX, expiry, revocation
 from gpulease.client.bench.gateway import request_figures
@@ -28,8 +29,9 @@ from gpulease.client.bench.remote import NoCertificates, make_certificates, remo
 from gpulease.client.bench.stream import stream_rates
 from gpulease.client.bench.submits import SUBMIT_ROWS, submit_figures
 from gpulease.client.cli.demo import transform_ptx
-from gpulease.client.cli.private_daemon import CannotStart, private_daemon, running_address
-from gpulease.client.cli.tables import card_title, seconds_text, table
+from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.cli.tables import seconds_text, table
 from gpulease.client.reports import first_card
 
 DIRECT_TIMEOUT_S: Final = 300

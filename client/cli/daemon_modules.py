@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 
 import click
 
-from gpulease.client.cli.endings import CannotStart
+from gpulease.client.cli.exit_status import CannotStart
 
 _BEGIN: Final = "from gpulease.client.cli.start import run_module_instead; run_module_instead()"
 

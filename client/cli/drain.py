@@ -1,10 +1,6 @@
-"""What `gpulease events` says of an event: what comes next, and until when at most.
-
-Emptying a node and hearing of leases: `gpulease drain`, `events`.
-"""
+"""`gpulease drain`: empty a node."""
 
 import json
-import math
 import sys
 import time
 from typing import Any, Final
@@ -12,39 +8,14 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
-from gpulease.client.cli.endings import EXIT_FAILED
-from gpulease.client.cli.lease_ids import lease_id_argument
+from gpulease.client.cli.exit_status import EXIT_FAILED
 from gpulease.client.cli.tables import seconds_text, shown
 from gpulease.client.control import ask
-from gpulease.client.engine.events import EVERY_LEASE, EventStream, LeaseEvent
-from gpulease.client.engine.request import address_of, milliseconds
+from gpulease.client.engine.request import milliseconds
 from gpulease.client.errors import Disconnected, InvalidRequest
 from gpulease.client.reports import cards_of, leases_of
-from gpulease.client.sync.events import LeaseEvents
-from gpulease.protocol import Opcode, Phase
+from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
-
-_NEXT: Final = {
-    Phase.ACTIVE: "its warning comes in {}, if it is not renewed",
-    Phase.WARNING: "it ends in {} at most",
-    Phase.GRACE: "what still runs is killed in {} at most",
-    Phase.TEARDOWN: "its memory is proved free in {}, or fenced",
-}
-"""What an event's time is the time to: of none but a warning's is it the lease's end."""
-
-
-def event_text(event: LeaseEvent) -> str:
-    """One line, nothing in which a terminal obeys."""
-    parts = [str(event.lease_id), event.phase_text]
-    if event.left_s and isinstance(event.phase, Phase) and event.phase in _NEXT:
-        # Rounded up: what is called 0.0 s has passed.
-        parts.append(_NEXT[event.phase].format(seconds_text(math.ceil(event.left_s * 10) / 10)))
-    parts += [part for part in (event.cause, event.reason) if part]
-    if event.lost:
-        which = "1 event before this one was" if event.lost == 1 else f"{event.lost} events before this one were"
-        parts.append(f"{which} not read in time and lost")
-    return shown("  ".join(parts))
-
 
 POLL_S: Final = 0.2
 """Between two looks at who is left."""
@@ -149,25 +120,3 @@ def _show(status: DrainStatus, fenced: list[str], as_json: bool) -> None:
         told = {0: "Nothing is leased.", 1: "1 lease is left"}.get(status.leases, f"{status.leases} leases are left")
         when = f", and will be ended in {seconds_text(left_s)} at most." if status.leases else ""
         click.echo(f"The node grants nothing any more. {told}{when}")
-
-
-@click.command()
-@lease_id_argument(required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
-def events(lease_id: int | None, as_json: bool) -> None:
-    """Print what leases go through, a line each: of LEASE_ID until it has ended, or of all you may see, for ever."""
-    with LeaseEvents(EventStream(address_of(None), EVERY_LEASE if lease_id is None else lease_id)) as heard:
-        for event in heard:
-            click.echo(json.dumps(_map(event)) if as_json else event_text(event))
-
-
-def _map(event: LeaseEvent) -> dict[str, Any]:
-    return {
-        "lease_id": str(event.lease_id),
-        "phase": event.phase_text,
-        "left_s": event.left_s,
-        "generation": event.generation,
-        "cause": event.cause or None,
-        "reason": event.reason,
-        "lost": event.lost,
-    }

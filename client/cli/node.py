@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.endings import EXIT_FAILED
+from gpulease.client.cli.exit_status import EXIT_FAILED
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text, wrapped_text
 from gpulease.client.control import ask

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from gpulease.client.cli.endings import CannotStart as CannotStart
+from gpulease.client.cli.exit_status import CannotStart
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
 
 START_TIMEOUT_S: Final = 90.0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import click
 
 from gpulease.client.cli.drain import milliseconds_of
-from gpulease.client.cli.endings import end_by, fail
+from gpulease.client.cli.exit_status import die_by_signal, fail
 from gpulease.client.engine.request import LEASE_ID_VARIABLE
 from gpulease.client.errors import Disconnected, GpuLeaseError
 from gpulease.client.sync.events import LeaseEvents
@@ -260,4 +260,4 @@ def _end_as(status: int) -> NoReturn:
         sys.exit(code)
     # The program has left its core already.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    end_by(signal.Signals(-code))
+    die_by_signal(signal.Signals(-code))

@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.private_daemon import CannotStart
+from gpulease.client.cli.exit_status import CannotStart
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
 """Beside the client's folder, in a checkout as in an installation."""

@@ -18,9 +18,9 @@ def run_module_instead() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     from runpy import run_module
 
-    from gpulease.client.cli.endings import CannotStart, told_in_words
+    from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences
 
-    with told_in_words():
+    with failures_as_sentences():
         try:
             run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
         except ModuleNotFoundError as error:

@@ -1,135 +1,23 @@
-"""Text in a terminal's cells: how wide it is, and none of it that the terminal would obey.
+"""Tables, sizes and times for people; nothing in a table's cells that a terminal obeys.
 
-What tenants, kernels and daemons say is shown to whoever looks after a node. A control character in it could clear the
-screen, forge a line or set the terminal's title (CWE-150), so whatever is not plainly printable is shown as its escape.
+Names and messages of tenants, kernels and daemons are shown to operators. A control character in them could clear the
+screen, forge a line or set the terminal's title (CWE-150), so each character that is not plainly printable is escaped.
 
-Tables and sizes for people.
-
-Tables where there is little room: columns go in a defined order, and what still does not fit is stacked.
-
-Nothing in a table is cut: an id that was would be copied as another one.
-
-What a table of figures must say to mean something later: the card, its driver, the day.
+A table that is too wide for the terminal drops columns in a defined order; if it still does not fit, its rows are
+stacked. Cells are never cut: a shortened id would be copied as another one.
 """
 
 import os
-import subprocess
 import sys
-import time
 import unicodedata
 from collections.abc import Collection, Sequence
 from typing import Final, TextIO
-
-from gpulease.client.cli.private_daemon import CannotStart
-
-_MARKS: Final = ("Mn", "Mc", "Me")
-"""Categories that take no cell of their own, or one by the font (Unicode Standard, chapter 4.5)."""
-
-_JOINING: Final = range(0x1160, 0x1200)
-"""Hangul vowels and finals: they join what is before them on some terminals and stand alone on others."""
-
-
-def shown(text: str) -> str:
-    """Text as one line of printable characters whose widths terminals agree on; what is not is escaped, as in Python.
-
-    Bidirectional controls and zero-width characters are not printable either: they would hide or reorder others.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(mark if _is_plain(mark) else _escape(mark) for mark in unicodedata.normalize("NFC", text))
-
-
-def _is_plain(mark: str) -> bool:
-    return mark.isprintable() and unicodedata.category(mark) not in _MARKS and ord(mark) not in _JOINING
-
-
-def _escape(mark: str) -> str:
-    return mark.encode("unicode_escape").decode("ascii")
-
-
-def width_of(text: str) -> int:
-    """Cells that shown text takes: two for what East Asian fonts draw wide (Unicode Standard Annex 11)."""
-    if text.isascii():
-        return len(text)
-    return sum(_cells(mark) for mark in text)
-
-
-def _cells(mark: str) -> int:
-    return 2 if unicodedata.east_asian_width(mark) in "WF" else 1
-
-
-def fit(text: str, width: int) -> str:
-    """Shown text cut to so many cells; a `+` says that something is missing."""
-    if width_of(text) <= width:
-        return text
-    kept, used = [], 0
-    for mark in text:
-        used += _cells(mark)
-        if used > width - 1:
-            break
-        kept.append(mark)
-    return "".join(kept) + "+" if width > 0 else ""
-
-
-def wrap(text: str, width: int) -> list[str]:
-    """Shown text in lines of at most so many cells, broken at spaces, or within a word that is wider than a line.
-
-    A line is never less than one character, however narrow it is to be.
-    """
-    lines: list[str] = []
-    line = ""
-    for word in text.split():
-        if line and width_of(line) + 1 + width_of(word) <= width:
-            line += f" {word}"
-            continue
-        lines += [line] if line else []
-        *pieces, line = _pieces(word, width)
-        lines += pieces
-    return [*lines, line] if line else lines
-
-
-def _pieces(word: str, width: int) -> list[str]:
-    pieces, used = [""], 0
-    for mark in word:
-        if pieces[-1] and used + _cells(mark) > width:
-            pieces.append("")
-            used = 0
-        pieces[-1] += mark
-        used += _cells(mark)
-    return pieces
-
-
-def pad(text: str, width: int, *, right: bool = False) -> str:
-    """Shown text in exactly so many cells, flushed left or right."""
-    text = fit(text, width)
-    space = " " * (width - width_of(text))
-    return space + text if right else text + space
-
 
 MISSING: Final = "-"
 """What a table says of what its daemon does not."""
 
 GAP: Final = "  "
 """Between two columns."""
-
-_UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-
-
-def size_text(size_bytes: int) -> str:
-    """Bytes, short: "1.5 GiB"."""
-    for unit, scale in _UNITS:
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.4g} {unit}"
-    return f"{size_bytes} B"
-
-
-def seconds_text(seconds: float) -> str:
-    """A time span, short: "2 h 05 min", "3 min 20 s", "4.2 s"."""
-    if seconds >= 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
-    if seconds >= 60:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    return f"{seconds:.1f} s"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
@@ -152,9 +40,6 @@ def _are_figures(cells: Sequence[str]) -> bool:
     return any(cell[:1].isdigit() for cell in cells) and all(cell[:1].isdigit() or cell == MISSING for cell in cells)
 
 
-MAX_COLUMNS: Final = 1000
-"""Of what the environment says: more is no terminal's width."""
-
 MIN_TEXT: Final = 24
 """Cells of a last column of text, from which on it is read there and not below its row."""
 
@@ -162,27 +47,6 @@ MIN_INDENTED: Final = 12
 """Cells of lines from which on some are indented: below, each is needed."""
 
 _INDENT: Final = "  "
-
-
-def is_terminal() -> bool:
-    """Whether somebody reads the output on a terminal."""
-    # None if whoever started this program closed it.
-    output: TextIO | None = sys.stdout
-    return output is not None and output.isatty()
-
-
-def output_width() -> int | None:
-    """Cells of a line of the output: the terminal's, or what the environment says of a pipe's reader (watch(1) does).
-
-    None where nothing says it: a file, or a program.
-    """
-    if is_terminal():
-        try:
-            return os.get_terminal_size(sys.stdout.fileno()).columns or None
-        except OSError:
-            return None
-    told = os.environ.get("COLUMNS", "")
-    return int(told) if told.isascii() and told.isdigit() and 0 < int(told) <= MAX_COLUMNS else None
 
 
 def fitted(
@@ -273,21 +137,130 @@ def _paragraph(text: str, width: int) -> list[str]:
     return [_INDENT + line for line in wrap(text, width - len(_INDENT))]
 
 
-QUERY_S: Final = 30.0
-"""For nvidia-smi to answer."""
+MAX_COLUMNS: Final = 1000
+"""Of what the environment says: more is no terminal's width."""
 
 
-def card_title(driver: str, card_name: str, card_uuid: str) -> str:
-    """One line. Raises CannotStart."""
-    version = f" {ask_card(card_uuid, 'driver_version')}" if driver == "cuda" else ""
-    return f"{card_name}, driver {driver}{version}, {time.strftime('%Y-%m-%d')}"
+def is_terminal() -> bool:
+    """Whether somebody reads the output on a terminal."""
+    # None if whoever started this program closed it.
+    output: TextIO | None = sys.stdout
+    return output is not None and output.isatty()
 
 
-def ask_card(card_uuid: str, what: str) -> str:
-    """One figure of the card's own. Raises CannotStart: without it nothing would be proved."""
-    command = ["nvidia-smi", f"--id={card_uuid}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise CannotStart(f"nvidia-smi does not say {what}: {error}") from None
-    return done.stdout.strip()
+def output_width() -> int | None:
+    """Cells of a line of the output: the terminal's, or what the environment says of a pipe's reader (watch(1) does).
+
+    None where nothing says it: a file, or a program.
+    """
+    if is_terminal():
+        try:
+            return os.get_terminal_size(sys.stdout.fileno()).columns or None
+        except OSError:
+            return None
+    told = os.environ.get("COLUMNS", "")
+    return int(told) if told.isascii() and told.isdigit() and 0 < int(told) <= MAX_COLUMNS else None
+
+
+_UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes, short: "1.5 GiB"."""
+    for unit, scale in _UNITS:
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.4g} {unit}"
+    return f"{size_bytes} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time span, short: "2 h 05 min", "3 min 20 s", "4.2 s"."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{seconds:.1f} s"
+
+
+_MARKS: Final = ("Mn", "Mc", "Me")
+"""Categories that take no cell of their own, or one by the font (Unicode Standard, chapter 4.5)."""
+
+_JOINING: Final = range(0x1160, 0x1200)
+"""Hangul vowels and finals: they join what is before them on some terminals and stand alone on others."""
+
+
+def shown(text: str) -> str:
+    """Text as one line of printable characters whose widths terminals agree on; what is not is escaped, as in Python.
+
+    Bidirectional controls and zero-width characters are not printable either: they would hide or reorder others.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(mark if _is_plain(mark) else _escape(mark) for mark in unicodedata.normalize("NFC", text))
+
+
+def _is_plain(mark: str) -> bool:
+    return mark.isprintable() and unicodedata.category(mark) not in _MARKS and ord(mark) not in _JOINING
+
+
+def _escape(mark: str) -> str:
+    return mark.encode("unicode_escape").decode("ascii")
+
+
+def width_of(text: str) -> int:
+    """Cells that shown text takes: two for what East Asian fonts draw wide (Unicode Standard Annex 11)."""
+    if text.isascii():
+        return len(text)
+    return sum(_cells(mark) for mark in text)
+
+
+def _cells(mark: str) -> int:
+    return 2 if unicodedata.east_asian_width(mark) in "WF" else 1
+
+
+def fit(text: str, width: int) -> str:
+    """Shown text cut to so many cells; a `+` says that something is missing."""
+    if width_of(text) <= width:
+        return text
+    kept, used = [], 0
+    for mark in text:
+        used += _cells(mark)
+        if used > width - 1:
+            break
+        kept.append(mark)
+    return "".join(kept) + "+" if width > 0 else ""
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Shown text in lines of at most so many cells, broken at spaces, or within a word that is wider than a line.
+
+    A line is never less than one character, however narrow it is to be.
+    """
+    lines: list[str] = []
+    line = ""
+    for word in text.split():
+        if line and width_of(line) + 1 + width_of(word) <= width:
+            line += f" {word}"
+            continue
+        lines += [line] if line else []
+        *pieces, line = _pieces(word, width)
+        lines += pieces
+    return [*lines, line] if line else lines
+
+
+def _pieces(word: str, width: int) -> list[str]:
+    pieces, used = [""], 0
+    for mark in word:
+        if pieces[-1] and used + _cells(mark) > width:
+            pieces.append("")
+            used = 0
+        pieces[-1] += mark
+        used += _cells(mark)
+    return pieces
+
+
+def pad(text: str, width: int, *, right: bool = False) -> str:
+    """Shown text in exactly so many cells, flushed left or right."""
+    text = fit(text, width)
+    space = " " * (width - width_of(text))
+    return space + text if right else text + space

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.cli.endings import end_by
+from gpulease.client.cli.exit_status import die_by_signal
 from gpulease.client.cli.tables import is_terminal, output_width
 from gpulease.client.cli.top.frame import plain
 from gpulease.client.cli.top.readings import Readings
-from gpulease.client.cli.top.sample import LeaseLine, Sample, lease_lines, word
-from gpulease.client.cli.top.view import MAX_EVERY_S, MIN_EVERY_S, Scene, View
+from gpulease.client.cli.top.sample import LeaseLine, Sample, Scene, lease_lines, word
+from gpulease.client.cli.top.view import MAX_EVERY_S, MIN_EVERY_S, View
 from gpulease.client.engine.request import address_of
 from gpulease.client.errors import GpuLeaseError, Unsupported
 
@@ -64,7 +64,7 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
         first.close()
         ended_by = watch(address, every_s or EVERY_S)
         if ended_by is not None:
-            end_by(ended_by)
+            die_by_signal(ended_by)
 
 
 def _stream(readings: Readings, every_s: float) -> None:

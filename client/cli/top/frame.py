@@ -7,14 +7,13 @@ from typing import Final, TypeAlias
 
 from gpulease.client.cli.tables import MISSING, fit, pad, seconds_text, shown, size_text, width_of
 from gpulease.client.cli.top.columns import BY_TITLE, COLUMNS, GAP, bar_text, cell, fitting, offered, time_share
-from gpulease.client.cli.top.sample import LeaseLine, Report, Sample, number, word
+from gpulease.client.cli.top.sample import LeaseLine, Report, Sample, Scene, number, word
 from gpulease.client.cli.top.view import (
     CONFIRMING_DIGITS,
     DEFAULT_REASON,
     MAX_EVERY_S,
     MIN_EVERY_S,
     Mode,
-    Scene,
     View,
     visible,
 )

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from gpulease.client.cli.node import outcome_text
-from gpulease.client.cli.top.sample import Sample
-from gpulease.client.cli.top.view import Revoke, Scene
+from gpulease.client.cli.top.sample import Sample, Scene
 from gpulease.client.control import ask
 from gpulease.client.engine.exchange import TimeLimit, dial, disconnected
 from gpulease.client.engine.exchange import ask as ask_on
@@ -29,7 +28,7 @@ RETRY_S: Final = 2.0
 """Longest pause before a daemon that was not there is looked for again, however rarely it is read."""
 
 
-def _told(error: Exception) -> str:
+def _failure_text(error: Exception) -> str:
     """In a thread nobody would hear of what is no refusal, and Python would write it across the screen."""
     return str(error) if isinstance(error, GpuLeaseError) else f"{type(error).__name__}: {error}"
 
@@ -115,10 +114,10 @@ class Poller:
         with self._lock:
             return self._notices.pop(0) if self._notices else ""
 
-    def revoke(self, wish: Revoke) -> None:
+    def revoke(self, lease_id: str, reason: str) -> None:
         """End a lease; `notice` tells what came of it."""
         # Of its own: proving memory free takes a moment, in which readings go on.
-        threading.Thread(target=self._revoke, args=(wish,), name="gpulease-revoke", daemon=True).start()
+        threading.Thread(target=self._revoke, args=(lease_id, reason), name="gpulease-revoke", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -137,21 +136,21 @@ class Poller:
             sample = self._readings.take()
         except Exception as error:
             with self._lock:
-                self._scene = replace(self._scene, trouble=_told(error))
+                self._scene = replace(self._scene, trouble=_failure_text(error))
             return
         with self._lock:
             if self._scene.trouble and self._scene.sample is not None:
                 self._notices.append("The daemon answers again, on another connection")
             self._scene = Scene(sample, self._scene.sample)
 
-    def _revoke(self, wish: Revoke) -> None:
+    def _revoke(self, lease_id_text: str, reason: str) -> None:
         try:
-            lease_id = lease_id_of(wish.lease_id)
-            outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, wish.reason), str(self._address)).outcome
-            told = outcome_text(lease_id, outcome)
+            lease_id = lease_id_of(lease_id_text)
+            outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, reason), str(self._address)).outcome
+            notice = outcome_text(lease_id, outcome)
         except Exception as error:
-            told = f"{wish.lease_id[:8]} was not revoked: {_told(error)}"
+            notice = f"{lease_id_text[:8]} was not revoked: {_failure_text(error)}"
         with self._lock:
-            self._notices.append(told)
+            self._notices.append(notice)
         self.refresh()
         self._wake()

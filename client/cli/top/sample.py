@@ -36,6 +36,21 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Scene:
+    """What is there to look at.
+
+    Attributes:
+        sample: The last reading; None while there is none.
+        before: The one before it, for rates.
+        trouble: Why there is no newer one, a sentence; "" if there is.
+    """
+
+    sample: Sample | None = None
+    before: Sample | None = None
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseLine:
     """A lease. None is what the daemon does not say, and what two readings are needed for while there is one.
 

@@ -199,8 +199,8 @@ class _Screen:
                         return None
                     case Refresh():
                         self._poller.refresh()
-                    case Revoke():
-                        self._poller.revoke(effect)
+                    case Revoke(lease_id=lease_id, reason=reason):
+                        self._poller.revoke(lease_id, reason)
 
     def _obey(self, number: signal.Signals) -> None:
         if number == signal.SIGTSTP:

@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from gpulease.client.cli.tables import shown
 from gpulease.client.cli.top.columns import COLUMNS, arranged, offered
-from gpulease.client.cli.top.sample import LeaseLine, Sample, lease_lines, number
+from gpulease.client.cli.top.sample import LeaseLine, Scene, lease_lines, number
 
 MIN_EVERY_S: Final = 0.1
 """A shorter interval would have the broker make reports for most of its time."""
@@ -85,21 +85,6 @@ class Revoke:
 
 Effect: TypeAlias = Quit | Refresh | Revoke
 Pressed: TypeAlias = tuple[View, Effect | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What is there to look at.
-
-    Attributes:
-        sample: The last reading; None while there is none.
-        before: The one before it, for rates.
-        trouble: Why there is no newer one, a sentence; "" if there is.
-    """
-
-    sample: Sample | None = None
-    before: Sample | None = None
-    trouble: str = ""
 
 
 def visible(view: View, scene: Scene) -> list[LeaseLine]:

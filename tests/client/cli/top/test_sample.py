@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.client.cli.top.frame import frame, plain
-from gpulease.client.cli.top.sample import Sample, lease_lines
-from gpulease.client.cli.top.view import Scene, View
+from gpulease.client.cli.top.sample import Sample, Scene, lease_lines
+from gpulease.client.cli.top.view import View
 from helpers.node_reports import CARD, lease, sample
 
 

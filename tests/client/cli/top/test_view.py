@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from gpulease.client.cli.top.sample import Scene
 from gpulease.client.cli.top.view import (
     DEFAULT_REASON,
     Effect,
@@ -11,7 +12,6 @@ from gpulease.client.cli.top.view import (
     Quit,
     Refresh,
     Revoke,
-    Scene,
     View,
     press,
     visible,

@@ -32,7 +32,7 @@ def test_when_a_batch_is_due() -> None:
     queue.add(waiting(at=6.5))
     assert queue.due_at(1.0) == 0.0
     alone = BatchQueue(100, 4)
-    alone.join(waiting(at=5.0, is_alone=True))
+    alone.add(waiting(at=5.0, is_alone=True))
     assert alone.due_at(1.0) == 0.0
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpulease.client.cli.drain import event_text
+from gpulease.client.cli.lease_events import event_text
 from gpulease.client.engine.events import LeaseEvent
 from gpulease.protocol import Phase
 from gpulease.protocol.lease_ids import LeaseId

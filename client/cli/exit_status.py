@@ -31,16 +31,16 @@ class CannotStart(Exception):
 
 
 @contextmanager
-def told_in_words() -> Iterator[None]:
+def failures_as_sentences() -> Iterator[None]:
     """Ends the process with a sentence on stderr and a status that says what kind of failure it was."""
     try:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):
         raise
     except KeyboardInterrupt:
-        end_by(signal.SIGINT)
+        die_by_signal(signal.SIGINT)
     except BrokenPipeError:
-        end_by(signal.SIGPIPE)
+        die_by_signal(signal.SIGPIPE)
     except CannotStart as error:
         fail(str(error), EXIT_FAILED)
     except OSError as error:
@@ -81,7 +81,7 @@ def fail(message: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def end_by(number: signal.Signals) -> NoReturn:
+def die_by_signal(number: signal.Signals) -> NoReturn:
     """End as a signal ends any program: a shell sees it, and stops its script, too."""
     if number == signal.SIGPIPE:
         _drop_output()
