@@ -1,4 +1,4 @@
-"""`gpulease`: the group of commands. Each is imported when it is called for: together they take a while."""
+"""`gpulease`: the group of commands. Each is imported when it is called: importing all of them takes a while."""
 
 import sys
 from importlib import import_module
@@ -34,11 +34,11 @@ COMMANDS: Final = {
     "top": ("top.command:top", "Watch cards and leases live; sort, filter, revoke."),
     "verify": ("verify:verify", "Break every rule on this host's card beside a neighbour."),
 }
-"""Every command: where it is, below this package, and what it says of itself in a line."""
+"""Every command by name: its module below this package and its function, and its line in the help text."""
 
 
 class _Commands(click.Group):
-    """Knows the commands by name, and shows a failure as a sentence, never as a traceback."""
+    """Finds commands by name, and shows a failure as a sentence, never as a traceback."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **kwargs: Any) -> click.Context:
         with failures_as_sentences():
@@ -66,7 +66,7 @@ class _Commands(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         names = [name for name in COMMANDS if name.startswith(incomplete)]
-        # A group completes the names of its commands by importing all of them.
+        # click's group would import every command to complete their names.
         return [CompletionItem(name, help=COMMANDS[name][1]) for name in names] + click.Command.shell_complete(
             self, ctx, incomplete
         )
@@ -90,7 +90,7 @@ def main() -> None:
     itself, 74 the output or a file fails; or the signal that ended it.
     """
     for stream in (sys.stdout, sys.stderr):
-        # A name that the locale can't write is shown as its escape.
+        # Escape characters that the locale can't write, instead of failing.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 

@@ -1,8 +1,6 @@
-"""Commands that a module of the daemon does: it takes this process's place, since neither side imports the other.
+"""`gpulease audit` and `gpulease pki`: commands that a module of the daemon executes in this process's place.
 
-`gpulease audit`: reading audit logs, which is done by a module of the daemon in this process's place.
-
-`gpulease pki`: test certificates, which are made by a module of the daemon in this process's place.
+Client and daemon import nothing of each other, so this process is replaced by one that runs the daemon's module.
 """
 
 import os
@@ -19,7 +17,7 @@ _BEGIN: Final = "from gpulease.client.cli.start import run_module_instead; run_m
 
 
 def hand_on(module: str, words: Sequence[str]) -> NoReturn:
-    """Run a module with these words instead of this program. Raises CannotStart if no daemon is installed."""
+    """Replace this program by a module, with these arguments. Raises CannotStart if no daemon is installed."""
     # The daemon need not be installed where its client is.
     if find_spec(module.rpartition(".")[0]) is None:
         raise CannotStart("no daemon is installed beside this client: pip install '.[daemon]' in gpulease's repository")

@@ -18,16 +18,16 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
 
 POLL_S: Final = 0.2
-"""Between two looks at who is left."""
+"""Seconds between two looks at the leases that are left."""
 
 AWAY_S: Final = 30.0
-"""For a daemon that is being restarted while somebody waits."""
+"""Seconds to wait for a daemon that restarts meanwhile."""
 
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 def milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """A time span as people type it: "90", "90s", "10m", "1.5h"."""
+    """Parse a time span as people type it: "90", "90s", "10m", "1.5h"."""
     number = value.rstrip("abcdefghijklmnopqrstuvwxyz")
     try:
         return milliseconds(float(number) * _UNITS[value[len(number) :] or "s"], "a time", least_ms=0)
@@ -83,7 +83,7 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
 
 
 def _check_drained() -> None:
-    """Whoever waits for a node to be empty must not believe it of one that grants again. Raises InvalidRequest."""
+    """Raise InvalidRequest if the node grants again: who waits for an empty node must not be told that it is empty."""
     if all(card.get("drain_left_ms") is None for card in cards_of(_ask_patiently(Opcode.GET_INVENTORY))):
         raise InvalidRequest(
             "the node is not drained any more: somebody cancelled that, or its daemon was started anew without `state`",
@@ -92,7 +92,7 @@ def _check_drained() -> None:
 
 
 def _ask_patiently(op: Opcode) -> Any:
-    """Ask again while the daemon is away: with `state` the next one goes on with the drain. Raises Disconnected."""
+    """Ask again while the daemon is away: with `state` its successor continues the drain. Raises Disconnected."""
     until = time.monotonic() + AWAY_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""How commands end: exit statuses, and a sentence for whatever went wrong, never a traceback."""
+"""Exit statuses of commands, and a sentence for every failure, never a traceback."""
 
 import os
 import signal
@@ -11,28 +11,28 @@ import click
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
-"""What click says of a command line that makes no sense, too."""
+"""The command line makes no sense; click uses it, too."""
 
 EXIT_NO_DAEMON: Final = 69
-"""EX_UNAVAILABLE of sysexits(3): nobody answers."""
+"""EX_UNAVAILABLE of sysexits(3): no daemon answers."""
 
 EXIT_FAULT: Final = 70
-"""EX_SOFTWARE: a fault of this program's own."""
+"""EX_SOFTWARE: a fault of this program itself."""
 
 EXIT_CANNOT_WRITE: Final = 74
 """EX_IOERR: a file or the output can't be read or written."""
 
 TRACEBACK_VARIABLE: Final = "GPULEASE_TRACEBACK"
-"""If set, a fault of this program's own is shown as Python shows it, for its authors."""
+"""If set, a fault of this program is shown as Python's traceback, for its authors."""
 
 
 class CannotStart(Exception):
-    """What a command needs besides the daemon it asks is not there; the message has why."""
+    """A prerequisite of the command, other than a running daemon, is missing; the message names it."""
 
 
 @contextmanager
 def failures_as_sentences() -> Iterator[None]:
-    """Ends the process with a sentence on stderr and a status that says what kind of failure it was."""
+    """End the process with a sentence on stderr and a status for the kind of failure."""
     try:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):
@@ -51,7 +51,7 @@ def failures_as_sentences() -> Iterator[None]:
 
 
 def _fail_by(error: Exception) -> NoReturn:
-    # Only here: these take longer to import than most commands take to run.
+    # Imported here, because importing these takes longer than most commands take to run.
     from gpulease.client.errors import Disconnected, GpuLeaseError
 
     if isinstance(error, Disconnected):
@@ -65,15 +65,15 @@ def _fail_by(error: Exception) -> NoReturn:
 
 
 def check_words(words: Iterable[str]) -> None:
-    """End, as for a command line that makes no sense, if any of them is no text: no message could carry it."""
+    """End with EXIT_USAGE if an argument is not decodable text: no message could carry it."""
     for word in words:
-        # What the locale can't decode Python smuggles in as surrogates (PEP 383).
+        # Python passes bytes that the locale can't decode as surrogates (PEP 383).
         if any("\ud800" <= mark <= "\udfff" for mark in word):
             fail(f"{word!r} is no text in this locale", EXIT_USAGE)
 
 
 def fail(message: str, status: int) -> NoReturn:
-    """Say what is wrong and end."""
+    """Print a sentence on stderr and exit."""
     from gpulease.client.cli.tables import shown
 
     with suppress(OSError):
@@ -95,7 +95,7 @@ def die_by_signal(number: signal.Signals) -> NoReturn:
 
 
 def interrupt_unwinds() -> None:
-    """From here on an interrupt is an exception again, so that a command undoes what it has begun."""
+    """From here on an interrupt raises KeyboardInterrupt, so that a command undoes the steps that it has begun."""
     with suppress(ValueError):  # not the main thread: then no signal is handled here
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -107,7 +107,7 @@ def _about(error: OSError) -> str:
 
 
 def _drop_output() -> None:
-    """What could not be written is not tried again when the interpreter ends, which would say so in its own words."""
+    """Send unwritten output to /dev/null, so that the interpreter does not fail to write it again at its end."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(nowhere, sys.stdout.fileno())

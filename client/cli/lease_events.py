@@ -42,14 +42,14 @@ _NEXT: Final = {
     Phase.GRACE: "what still runs is killed in {} at most",
     Phase.TEARDOWN: "its memory is proved free in {}, or fenced",
 }
-"""What an event's time is the time to: of none but a warning's is it the lease's end."""
+"""The next step after a phase, and the time to it. Only a warning's time is the time to the lease's end."""
 
 
 def event_text(event: LeaseEvent) -> str:
-    """One line, nothing in which a terminal obeys."""
+    """Describe an event in one line, without characters that a terminal obeys."""
     parts = [str(event.lease_id), event.phase_text]
     if event.left_s and isinstance(event.phase, Phase) and event.phase in _NEXT:
-        # Rounded up: what is called 0.0 s has passed.
+        # Rounded up, so that "0.0 s" means that the time has passed.
         parts.append(_NEXT[event.phase].format(seconds_text(math.ceil(event.left_s * 10) / 10)))
     parts += [part for part in (event.cause, event.reason) if part]
     if event.lost:

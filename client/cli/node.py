@@ -1,4 +1,4 @@
-"""Looking after a node: `gpulease info`, `leases`, `revoke`, `fence`."""
+"""`gpulease info`, `leases`, `revoke` and `fence`: an operator's view of a node."""
 
 import json
 import re
@@ -61,7 +61,7 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
     for card in cards:
         if taken := _taken(card):
             click.echo(wrapped_text(taken, width))
-    # All workers of a node are in the same one; a daemon from before there was one says nothing.
+    # All workers of a node have the same sandbox; a daemon older than the sandbox reports none.
     sandbox = cards[0].get("sandbox") if cards else None
     if sandbox and shows_sandbox:
         measures = [[found["measure"], "on" if found["on"] else "OFF", found["detail"]] for found in sandbox]
@@ -72,14 +72,14 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
 
 
 def _taken(card: Report) -> str:
-    """What others hold of the card's memory since the daemon measured it, "" if nothing."""
+    """Describe memory of the card that others have taken since the daemon measured it; "" if none."""
     holders = (("unowned_bytes", "the driver"), ("outside_bytes", "programs outside gpulease"))
     held = [f"{size_text(card[name])} by {holder}" for name, holder in holders if card.get(name)]
     return f"Card {card['index']}: taken since the daemon began: {' and '.join(held)}." if held else ""
 
 
 def _warm(card: Report) -> str:
-    """Contexts that wait for a lease, and what all of the pool's hold."""
+    """Describe the pool: contexts that wait for a lease, and the memory that all of them hold."""
     if not card.get("warm_wanted") and not card.get("warm_bytes"):
         return "0"
     ready, wanted, held_bytes = (card.get(f"warm_{name}") or 0 for name in ("contexts", "wanted", "bytes"))
@@ -109,7 +109,7 @@ def leases(tenant: str | None, as_json: bool) -> None:
 
 
 def _gpus() -> dict[str, str]:
-    """The cards' numbers, as `gpulease info` and `--device` have them, by their UUIDs."""
+    """Return the cards' numbers by their UUIDs, as `gpulease info` and `--device` have them."""
     return {card["uuid"]: str(card["index"]) for card in cards_of(ask(Opcode.GET_INVENTORY, Empty()))}
 
 
@@ -130,7 +130,7 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
 
 
 def _state(lease: Report) -> str:
-    """Where it stands, and why it ends or soon will."""
+    """Describe a lease's state, and the cause that ends it or soon will."""
     if lease.get("cause") is not None:
         return f"{lease['state']} ({lease['cause']})"
     left_ms = lease.get("orphaned_in_ms")
@@ -175,13 +175,13 @@ def _revoke_token(lease_id: LeaseId, nonce: int, as_json: bool) -> None:
 
 
 def outcome_word(outcome: int) -> str:
-    """What came of a revocation, for programs; of a newer daemon perhaps a number."""
+    """Return a revocation's outcome for programs; a newer daemon's may be a number."""
     words = {RevokeOutcome.TORN_DOWN: "torndown", RevokeOutcome.FENCED: "fenced", RevokeOutcome.NOT_FOUND: "notfound"}
     return {int(known): word for known, word in words.items()}.get(int(outcome), str(outcome))
 
 
 def outcome_text(lease_id: LeaseId, outcome: int) -> str:
-    """The same for people."""
+    """Return a revocation's outcome for people."""
     match outcome:
         case RevokeOutcome.TORN_DOWN:
             return f"Lease {lease_id} is torn down and its memory is free."
@@ -193,7 +193,7 @@ def outcome_text(lease_id: LeaseId, outcome: int) -> str:
 
 
 def _sendable(text: str) -> str:
-    """A text that a request can carry. Raises BadParameter."""
+    """Return a text that a request can carry. Raises BadParameter."""
     size_bytes = len(text.encode())
     if size_bytes > MAX_TEXT_BYTES:
         raise click.BadParameter(f"it has {size_bytes} bytes; at most {MAX_TEXT_BYTES} are allowed.")
@@ -201,14 +201,14 @@ def _sendable(text: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """One that tells a tenant something. Raises BadParameter."""
+    """Return a reason that is not blank. Raises BadParameter."""
     if not text.strip():
         raise click.BadParameter("it is blank; say why, or leave --reason out.")
     return _sendable(text)
 
 
 def _nonce_number(text: str) -> int:
-    """A token's nonce as it is typed. Raises BadParameter."""
+    """Parse a token's nonce. Raises BadParameter."""
     if not _NONCE.fullmatch(text):
         raise click.BadParameter(
             f"{text!r} is no token's nonce. Copy one from `gpulease audit show --kind issue FOLDER`."

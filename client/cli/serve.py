@@ -1,4 +1,4 @@
-"""`gpulease serve`: programs that serve others on leases."""
+"""`gpulease serve`: servers that lease for the requests of others: a gateway and a model server."""
 
 import contextlib
 import tempfile
@@ -10,7 +10,7 @@ from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.errors import InvalidRequest, Unsupported
 
 STOP_MARGIN_S = 10.0
-"""Beyond the longest wait and the longest lease, for a gateway to end what it has taken."""
+"""Seconds beyond the longest wait and the longest lease, for a gateway to finish the requests that it has begun."""
 
 _POSITIVE = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0)

@@ -14,17 +14,18 @@ from collections.abc import Collection, Sequence
 from typing import Final, TextIO
 
 MISSING: Final = "-"
-"""What a table says of what its daemon does not."""
+"""Shown in a cell for which the daemon gives no value."""
 
 GAP: Final = "  "
-"""Between two columns."""
+"""Stands between two columns."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
-    """Columns as wide as they need to be; those of figures, or "-" where there is none, are flushed right.
+    """Lay out a table with columns as wide as they need to be; columns of figures are flushed right.
 
-    What is not printable in a cell is shown as its escape. `texts` are heads of columns that are never figures,
-    whatever their cells begin with: ids, names.
+    Unprintable characters in a cell are escaped. `texts` are heads of columns that are never figures, whatever their
+    cells
+    begin with: ids, names.
     """
     columns = [[shown(cell) for cell in column] for column in zip(head, *rows, strict=True)]
     widths = [max(width_of(cell) for cell in column) for column in columns]
@@ -41,10 +42,10 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 MIN_TEXT: Final = 24
-"""Cells of a last column of text, from which on it is read there and not below its row."""
+"""Least cells for a last column of text; with fewer, the text goes below its row."""
 
 MIN_INDENTED: Final = 12
-"""Cells of lines from which on some are indented: below, each is needed."""
+"""Least width in cells from which on lines are indented; below, each cell is needed."""
 
 _INDENT: Final = "  "
 
@@ -59,18 +60,18 @@ def fitted(
     texts: Collection[str] = (),
     is_text_last: bool = False,
 ) -> str:
-    """A table in lines of so many cells.
+    """Lay out a table in lines of so many cells.
 
-    If it is too wide, its last column is wrapped if that is text; else it does without the columns of `spared`, one
-    after the other, until it fits. If it never does, each row is a few lines: its title, and each cell behind its head.
+    If it is too wide, its last column is wrapped if that is text. Else the columns of `spared` are dropped one by one,
+    until it fits. If it never does, each row becomes a few lines: its title, then each cell behind its head.
 
     Args:
-        head: Of the columns; "" where a cell says all.
+        head: Titles of the columns; "" for one whose cells need none.
         rows: A cell for each column.
-        width: None for as many as it takes.
+        width: None for as many cells as it takes.
         title: The column that a stacked row begins with.
-        spared: Heads, the first to go first.
-        texts: Heads of columns that are never figures, as `table` has them.
+        spared: Heads of columns that may be dropped, in this order.
+        texts: Heads of columns that are never figures, as in `table`.
         is_text_last: The last column is text for people.
     """
     whole = table(head, rows, texts=texts)
@@ -90,7 +91,7 @@ def fitted(
 
 
 def wrapped_text(text: str, width: int | None) -> str:
-    """A sentence, in lines of so many cells."""
+    """Wrap a sentence in lines of so many cells."""
     return text if width is None else "\n".join(wrap(shown(text), width))
 
 
@@ -99,7 +100,7 @@ def _fits(text: str, width: int) -> bool:
 
 
 def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """The table, or nothing if there is no room for text."""
+    """Return the table with its last column wrapped; "" if there is no room for that."""
     # Not splitlines(): it would leave out a last row that is empty but for its text.
     others = table(head[:-1], [row[:-1] for row in rows]).split("\n")
     begin = max(width_of(line) for line in others) + len(GAP)
@@ -114,7 +115,7 @@ def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width
 
 
 def _stacked(head: Sequence[str], row: Sequence[str], width: int, title: int, *, is_text_last: bool) -> str:
-    """The row's title, then `head cell` pairs, as many a line as fit; text is a paragraph of its own."""
+    """Lay out the row's title, then `head cell` pairs, as many a line as fit; text is a paragraph of its own."""
     cells = [(shown(name), shown(cell)) for name, cell in zip(head, row, strict=True)]
     text = cells.pop()[1] if is_text_last else ""
     title_cell = cells.pop(title)[1]
@@ -138,20 +139,20 @@ def _paragraph(text: str, width: int) -> list[str]:
 
 
 MAX_COLUMNS: Final = 1000
-"""Of what the environment says: more is no terminal's width."""
+"""Largest width that is believed of the environment: no terminal is wider."""
 
 
 def is_terminal() -> bool:
-    """Whether somebody reads the output on a terminal."""
-    # None if whoever started this program closed it.
+    """Return True if the output is a terminal."""
+    # None if the parent closed this program's output.
     output: TextIO | None = sys.stdout
     return output is not None and output.isatty()
 
 
 def output_width() -> int | None:
-    """Cells of a line of the output: the terminal's, or what the environment says of a pipe's reader (watch(1) does).
+    """Return the cells of a line of the output; None for a file or a program.
 
-    None where nothing says it: a file, or a program.
+    The width is the terminal's, or, for a pipe, the environment's: watch(1) sets it for its pipe.
     """
     if is_terminal():
         try:
@@ -166,7 +167,7 @@ _UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes, short: "1.5 GiB"."""
+    """Return bytes in short: "1.5 GiB"."""
     for unit, scale in _UNITS:
         if size_bytes >= scale:
             return f"{size_bytes / scale:.4g} {unit}"
@@ -174,7 +175,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time span, short: "2 h 05 min", "3 min 20 s", "4.2 s"."""
+    """Return a time span in short: "2 h 05 min", "3 min 20 s", "4.2 s"."""
     if seconds >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
     if seconds >= 60:
@@ -183,16 +184,16 @@ def seconds_text(seconds: float) -> str:
 
 
 _MARKS: Final = ("Mn", "Mc", "Me")
-"""Categories that take no cell of their own, or one by the font (Unicode Standard, chapter 4.5)."""
+"""Categories of characters that take no cell of their own, or one by the font (Unicode Standard, chapter 4.5)."""
 
 _JOINING: Final = range(0x1160, 0x1200)
-"""Hangul vowels and finals: they join what is before them on some terminals and stand alone on others."""
+"""Hangul vowels and finals: some terminals join them to the character before, others show them alone."""
 
 
 def shown(text: str) -> str:
-    """Text as one line of printable characters whose widths terminals agree on; what is not is escaped, as in Python.
+    """Return text as one line of printable characters of agreed widths; others are escaped, as in Python.
 
-    Bidirectional controls and zero-width characters are not printable either: they would hide or reorder others.
+    Bidirectional controls and zero-width characters are escaped, too: they would hide or reorder others.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -208,7 +209,7 @@ def _escape(mark: str) -> str:
 
 
 def width_of(text: str) -> int:
-    """Cells that shown text takes: two for what East Asian fonts draw wide (Unicode Standard Annex 11)."""
+    """Return the cells of shown text: two for characters that East Asian fonts draw wide (Unicode Annex 11)."""
     if text.isascii():
         return len(text)
     return sum(_cells(mark) for mark in text)
@@ -219,7 +220,7 @@ def _cells(mark: str) -> int:
 
 
 def fit(text: str, width: int) -> str:
-    """Shown text cut to so many cells; a `+` says that something is missing."""
+    """Cut shown text to so many cells; a `+` marks the cut."""
     if width_of(text) <= width:
         return text
     kept, used = [], 0
@@ -232,9 +233,9 @@ def fit(text: str, width: int) -> str:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Shown text in lines of at most so many cells, broken at spaces, or within a word that is wider than a line.
+    """Break shown text into lines of at most so many cells, at spaces, or within a word that is wider than a line.
 
-    A line is never less than one character, however narrow it is to be.
+    A line has at least one character, however narrow it is.
     """
     lines: list[str] = []
     line = ""
@@ -260,7 +261,7 @@ def _pieces(word: str, width: int) -> list[str]:
 
 
 def pad(text: str, width: int, *, right: bool = False) -> str:
-    """Shown text in exactly so many cells, flushed left or right."""
+    """Return shown text in exactly so many cells, flushed left or right."""
     text = fit(text, width)
     space = " " * (width - width_of(text))
     return space + text if right else text + space

@@ -1,4 +1,4 @@
-"""`gpulease verify`: whether leases hold on this host's card what they promise, faults and all."""
+"""`gpulease verify`: test on this host's card that leases keep their promises, faults included."""
 
 import json
 import sys
@@ -31,14 +31,14 @@ SIX_SLICES_BYTES: Final = 7 * GIB
 SIX_VRAM: Final = "48GiB"
 
 WARM_CONTEXTS: Final = 4
-"""Beside the faults: what they leave in the driver lasts for as long as any context lives."""
+"""Contexts kept beside the faults: traces in the driver last for as long as any context lives."""
 
 QUIET_S: Final = 1.0
 SMALL_QUIET_S: Final = 0.05
 
 CARD_SIZES: Final = Sizes(launches=1_000_000, long_kernels=150)
 HOST_SIZES: Final = Sizes(launches=20_000, long_kernels=4)
-"""The embedded driver compiles slowly, and launches are not what it is for."""
+"""Smaller, because the embedded driver compiles slowly and is not made for launches."""
 
 
 @click.command()

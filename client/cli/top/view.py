@@ -1,4 +1,4 @@
-"""What of a node is looked at, and what a key does to that. Nothing here knows a terminal or the daemon."""
+"""The state of the live view, and the effect of each key on it, without a terminal or a daemon."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +10,15 @@ from gpulease.client.cli.top.columns import COLUMNS, arranged, offered
 from gpulease.client.cli.top.sample import LeaseLine, Scene, lease_lines, number
 
 MIN_EVERY_S: Final = 0.1
-"""A shorter interval would have the broker make reports for most of its time."""
+"""Least seconds between readings: a shorter interval would keep the broker busy with reports."""
 
 MAX_EVERY_S: Final = 3600.0
 
 MAX_TYPED: Final = 200
-"""Most characters of a line typed: a reason of four bytes each still fits the request."""
+"""Most characters of a typed line: a reason of four bytes each still fits the request."""
 
 CONFIRMING_DIGITS: Final = 4
-"""What is to be typed of a lease's id: enough that nobody does it by habit, or to another lease."""
+"""Digits of a lease's id to type before a revocation: enough that nobody does it by habit, or to another lease."""
 
 DEFAULT_REASON: Final = "revoked by the operator"
 
@@ -26,7 +26,7 @@ NO_CHOICE: Final = "Choose a lease first, with the arrow keys"
 
 
 class Mode(Enum):
-    """What keys mean."""
+    """The meaning of keys."""
 
     BROWSE = auto()
     HELP = auto()
@@ -38,17 +38,17 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How it is looked at.
+    """The state of the live view.
 
     Attributes:
-        every_s: Between two readings.
+        every_s: Seconds between two readings.
         sort: The title of the column that orders the leases.
-        pattern: Only leases of tenants whose name has this in it, in any case, and those whose id begins with it.
-        card: Only leases of the card of this index; None for all.
-        selected: The lease that is chosen, by its id; "" for none.
-        typed: The line that is being typed.
-        target: The lease that is to be revoked: it stays the same whatever the lines do meanwhile.
-        notice: What to say until the next key.
+        pattern: Shows only leases whose tenant's name contains it, in any case, or whose id begins with it.
+        card: Shows only leases of the card of this index; None for all.
+        selected: The id of the selected lease; "" for none.
+        typed: The line being typed.
+        target: The lease to be revoked: it stays the same whatever the lines do meanwhile.
+        notice: A sentence to show until the next key.
     """
 
     every_s: float
@@ -88,7 +88,7 @@ Pressed: TypeAlias = tuple[View, Effect | None]
 
 
 def visible(view: View, scene: Scene) -> list[LeaseLine]:
-    """The leases looked at, in order."""
+    """Return the leases to show, in order."""
     lines = [] if scene.sample is None else lease_lines(scene.sample, scene.before)
     pattern = view.pattern.casefold()
     wanted = [
@@ -101,7 +101,7 @@ def visible(view: View, scene: Scene) -> list[LeaseLine]:
 
 
 def press(view: View, key: str, scene: Scene) -> Pressed:
-    """A key, as a character or by its name ("up", "enter", "esc" ...): how it is looked at then, and what to do."""
+    """Apply a key, a character or a name ("up", "enter", "esc" ...); return the new view and an effect, if any."""
     view = replace(view, notice="")
     if view.mode == Mode.BROWSE:
         return _browse(view, key, scene)
@@ -120,7 +120,7 @@ def press(view: View, key: str, scene: Scene) -> Pressed:
 
 def _browse(view: View, key: str, scene: Scene) -> Pressed:
     if key in ("q", "esc"):
-        # Esc leaves a filter first, so that it never ends what only looks stuck.
+        # Esc clears the filters and never quits, so that a view that only looks stuck is not ended.
         return (view, Quit()) if key == "q" else (replace(view, pattern="", card=None), None)
     if key == " ":
         return view, Refresh()
@@ -138,7 +138,7 @@ def _moved(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
     ids = [line.lease_id for line in lines]
     at = ids.index(view.selected) if view.selected in ids else -1
     step = _MOVES[key]
-    # Without a choice the first step goes to the top.
+    # Without a selection, the first step selects the top line.
     return replace(view, selected=ids[max(0, min(len(ids) - 1, at + step if at >= 0 else max(0, step - 1)))])
 
 
