@@ -1,6 +1,6 @@
-"""What a model server takes: `python -m gpulease.client.bench.models`, on the daemon that runs or a private one.
+"""Measure a model server: `python -m gpulease.client.bench.models`, on the daemon that runs or a private one.
 
-Callers are processes of their own, each with one request at a time; a batch is what they ask together.
+Callers are processes of their own, each with one request at a time; their simultaneous requests form a batch.
 """
 
 import http.client
@@ -36,7 +36,7 @@ Figures = dict[str, dict[str, float]]
 
 @contextmanager
 def _server(address: str, config: Path) -> Iterator[tuple[int, str, int]]:
-    """A model server in a process of its own: (process id, its socket for calls, its port)."""
+    """Run a model server in a process of its own; yields its pid, its socket for calls and its port."""
     with tempfile.TemporaryDirectory(prefix="gpulease-", dir="/tmp") as folder:
         rpc, log_path = f"unix:{folder}/rpc", Path(folder) / "log"
         command = [sys.executable, "-P", "-m", "gpulease.client.cli.__main__", "serve", "models", str(config)]
@@ -88,7 +88,7 @@ def _asker(where: str, stack: ExitStack) -> Callable[[bytes], bytes]:
 
 
 def _call_for(where: str, seconds: float) -> None:
-    """One caller: prints what its requests took, in seconds, as JSON."""
+    """Call for so long, and print the seconds of each request as JSON."""
     images, _ = load_tests()
     inputs = [image.tobytes() for image in images]
     took: list[float] = []
@@ -114,7 +114,7 @@ def _load(where: str, callers: int, seconds: float) -> dict[str, float]:
 
 
 def _right(where: str) -> float:
-    """Which part of the test images the server gets right. Raises SystemExit if a score is not the reference's."""
+    """Return the share of test images that the server classifies rightly. Raises SystemExit if a score is wrong."""
     import numpy as np
 
     images, digits = load_tests()

@@ -20,7 +20,7 @@ from gpulease.client import (
     LoadFailed,
     SyncFailed,
 )
-from gpulease.client.verify.kernels import (
+from gpulease.client.verify.faulty_kernels import (
     BLOCK,
     GRID,
     ONE,
@@ -247,7 +247,7 @@ def _worker_signal(scene: Scene, number: signal.Signals) -> Told:
 
 def _client_signal(scene: Scene, number: signal.Signals) -> Told:
     """The client's process is killed, or stops and never goes on; its lease is then given back in its stead."""
-    command = [sys.executable, "-P", "-m", "gpulease.client.verify.copying", scene.address]
+    command = [sys.executable, "-P", "-m", "gpulease.client.verify.copy_loop", scene.address]
     victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         if victim.stdout is None:

@@ -23,7 +23,7 @@ from gpulease.client import (
     my_audience,
 )
 from gpulease.client.verify.claims import SECRET_BYTES, _count, _pass_through
-from gpulease.client.verify.kernels import count_set, fill, rule_breakers
+from gpulease.client.verify.faulty_kernels import count_set, fill, rule_breakers
 from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
 from gpulease.protocol.messages import CapabilityPresent

@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.client import GpuSession, KernelArgs
 from gpulease.client.verify.claims import PAGE_BYTES, SECRET_BYTES, _count, _count_in, _pass_through
-from gpulease.client.verify.kernels import count_set, fill, rule_breakers
+from gpulease.client.verify.faulty_kernels import count_set, fill, rule_breakers
 from helpers.card_daemon import daemon_on
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job, start_endless

@@ -5,7 +5,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from gpulease.client.bench.gateway import request_figures
+from gpulease.client.bench.gateway_load import request_figures
 from gpulease.client.cli.__main__ import main
 from gpulease.client.cli.bench import _request_table
 from gpulease.client.serve.gateway.settings import EXAMPLE

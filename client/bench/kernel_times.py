@@ -1,4 +1,4 @@
-"""What kernels cost through a lease, beside numpy for the same result in the same run."""
+"""Times of kernels on a lease, beside numpy's for the same result in the same run."""
 
 import os
 import secrets
@@ -17,10 +17,10 @@ from gpulease.client.handles import Buffer, Module
 SLICE_BYTES: Final = 64 << 20
 SAMPLES: Final = 15
 SHORT_SAMPLES: Final = 300
-"""Of what takes microseconds."""
+"""Samples of kernels that take microseconds."""
 
 IMAGES: Final = 3
-"""Loaded in each of two workers."""
+"""Images loaded in each of two workers."""
 
 MATRIX: Final = 256
 TILE: Final = 16
@@ -34,18 +34,18 @@ Figures = dict[str, float]
 
 
 class WrongResult(GpuLeaseError):
-    """A kernel computed something else than numpy."""
+    """A kernel's result differs from numpy's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kernel's launch.
+    """A kernel's launch and its reference.
 
     Attributes:
-        operands: The arrays it reads, behind the one it writes.
-        numbers: What it takes behind those.
-        numpy: The same result, from the same arrays.
-        flop: Floating-point operations, if they are what it is about.
+        operands: Arrays that the kernel reads, float32, behind the one that it writes.
+        numbers: Arguments behind the arrays.
+        numpy: Computes the same result from the same arrays.
+        flop: Floating-point operations, for kernels that are bound by them; else 0.
     """
 
     kernel: str
@@ -61,8 +61,8 @@ class Work:
 
 
 def kernel_figures(address: str) -> dict[str, Figures]:
-    """Milliseconds of each kernel and of numpy, medians; and of loading them, the first time and in other workers."""
-    # Images that nobody has seen.
+    """Return median milliseconds of each kernel, of numpy, and of loading images: first and in another worker."""
+    # Random comments make images that no cache knows.
     images = [kernels_ptx() + f"\n// {secrets.token_hex(16)}\n".encode() for _ in range(IMAGES)]
     with _session(address) as session:
         cold = [_load_ms(session, image) for image in images]
@@ -78,7 +78,7 @@ def kernel_figures(address: str) -> dict[str, Figures]:
 
 @contextmanager
 def _session(address: str) -> Iterator[GpuSession]:
-    """A worker of its own on card 0."""
+    """Open a session with a worker of its own on card 0."""
     wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
     with wanted.acquire() as lease, GpuSession(lease) as session:
         yield session
@@ -90,12 +90,12 @@ def _load_ms(session: GpuSession, image: bytes) -> float:
 
 
 def kernels_ptx() -> bytes:
-    """PTX made by nvcc from the kernels.cu beside it."""
+    """Return PTX compiled by nvcc from the kernels.cu beside this file."""
     return files("gpulease.client.bench").joinpath("kernels.ptx").read_bytes()
 
 
 def works() -> dict[str, Work]:
-    """What is measured, by name."""
+    """Return the measured kernels by name."""
     rng = np.random.default_rng(1)
 
     def drawn(*shape: int) -> Array:
@@ -170,7 +170,7 @@ def _layernorm(rows: Array, weight: Array, bias: Array) -> Array:
 
 
 class Prepared:
-    """A work on the card of a session: its arrays are there, its arguments packed."""
+    """A kernel ready in a session: its arrays are on the card, its arguments packed."""
 
     def __init__(self, session: GpuSession, module: Module, work: Work) -> None:
         self._session, self._module, self._work = session, module, work
@@ -183,7 +183,7 @@ class Prepared:
             self._args = self._args.push_u32(number) if isinstance(number, int) else self._args.push_f32(number)
 
     def launch(self) -> None:
-        """Launch it and wait."""
+        """Launch the kernel and wait."""
         work = self._work
         self._session.launch(
             self._module, work.kernel, work.grid, work.block, self._args, shared_bytes=work.shared_bytes
@@ -191,7 +191,7 @@ class Prepared:
         self._session.sync()
 
     def check(self) -> None:
-        """Launch it on its first values. Raises WrongResult unless the result is numpy's."""
+        """Launch the kernel on its first values. Raises WrongResult unless the result is numpy's."""
         self._session.mem_write(self._buffers[0], 0, self._work.into)
         self.launch()
         found = np.empty_like(self._work.into)
@@ -200,13 +200,13 @@ class Prepared:
             raise WrongResult(f"kernel {self._work.kernel} is off by up to {abs(found - self._wanted).max()}")
 
     def free(self) -> None:
-        """Give its arrays back."""
+        """Free the arrays on the card."""
         for buffer in self._buffers:
             self._session.mem_free(buffer)
 
 
 def _measure(session: GpuSession, module: Module, work: Work) -> Figures:
-    """Each launch with its wait, then numpy; the first launch's result must be numpy's. Raises WrongResult."""
+    """Time each launch with its wait, then numpy. Raises WrongResult unless the first launch's result is numpy's."""
     prepared = Prepared(session, module, work)
     prepared.check()
     leased, numpy = (percentile(timed_us(action, work.samples), 50) / 1e3 for action in (prepared.launch, work.numpy))

@@ -1,6 +1,5 @@
-"""What work through a lease costs, seen from the tenant."""
+"""The speed of one session: launches, graphs, syncs, allocations and copies, seen from the tenant."""
 
-import secrets
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -9,54 +8,34 @@ import numpy as np
 
 from gpulease.client import Buffer, GpuBuilder, GpuSession, KernelArgs
 from gpulease.client.bench.figures import gigabytes_per_s, per_call_us, percentile, timed_us
-from gpulease.client.reports import first_card
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SLICE_BYTES: Final = 256 << 20
 COPY_SIZES: Final = (16 << 20,)
-"""Of large copies, in bytes, whole MiB."""
+"""Sizes of large copies in bytes, whole MiB."""
 
 CARD_COPY_SIZES: Final = (16 << 20, 256 << 20)
-"""The same where a bus lies between: the embedded driver's memory is the host's."""
+"""Sizes where a bus lies between; the embedded driver's memory is the host's."""
 
 COPIES: Final = 15
-"""Of each such size and direction; the median counts."""
+"""Copies of each large size and direction; the median counts."""
 
 SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32
 
 OWN_LAUNCHES: Final = 500
-"""Launches of which the client's own share is told: few enough that they never wait for room, whatever the worker does
-meanwhile."""
+"""Launches in a burst that times the client's own share: few enough that they never wait for room in the ring,
+whatever the
+worker does meanwhile."""
 
 OWN_BURSTS: Final = 40
-POOL_TIMEOUT_S: Final = 30.0
-"""For a pool to be full again; a context takes 0.3 s."""
-
-_LOOK_S: Final = 0.01
-
-FIRST_PTX: Final = b""".version 7.0
-.target sm_75
-.address_size 64
-.visible .entry first_%s(.param .u64 into)
-{
-    .reg .b32 %%r1;
-    .reg .b64 %%rd<3>;
-    ld.param.u64 %%rd1, [into];
-    cvta.to.global.u64 %%rd2, %%rd1;
-    mov.u32 %%r1, 1;
-    st.global.u32 [%%rd2], %%r1;
-    ret;
-}
-"""
-"""A kernel of a name that no compiler's cache knows."""
 
 
 def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
-    """Launches, syncs, copies and allocations of one session, through shared memory or through its socket alone."""
-    # Card 0, because that is the one the direct calls are made on.
+    """Time launches, syncs, copies and allocations of one session, through shared memory or its socket alone."""
+    # The direct calls use card 0, too.
     wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
     with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
         module = session.module_load(ptx)
@@ -87,7 +66,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
 
 
 def _own_share_us(launch: Callable[[], object], sync: Callable[[], object]) -> float:
-    """How long a launch keeps its caller, while the worker takes the earlier ones."""
+    """Return how long a launch keeps its caller, while the worker executes earlier ones."""
     bursts = []
     for _ in range(OWN_BURSTS):
         sync()
@@ -100,12 +79,12 @@ def _own_share_us(launch: Callable[[], object], sync: Callable[[], object]) -> f
 
 
 def copy_sizes(driver: str) -> tuple[int, ...]:
-    """How large the large copies are, in bytes."""
+    """Return the sizes of large copies for a driver, in bytes."""
     return CARD_COPY_SIZES if driver == "cuda" else COPY_SIZES
 
 
 def bulk_copies(address: str, sizes: tuple[int, ...], *, shared_memory: bool = True) -> dict[str, float]:
-    """GB/s of ordinary arrays, and of arrays that session and worker share, if they share any."""
+    """Return GB/s of ordinary arrays, and of arrays in memory shared with the worker, if any is."""
     figures: dict[str, float] = {}
     for size in sizes:
         wanted = GpuBuilder(address).device("0").min_vram(size).lease_secs(600)
@@ -125,7 +104,7 @@ def _copies(session: GpuSession, buffer: Buffer, name: str, array: "NDArray[np.u
     def read() -> None:
         session.mem_read(buffer, 0, array.nbytes, into=array)
 
-    # The first copy pins what it goes through.
+    # The first copy pins its staging memory.
     write()
     return {
         name.format("write"): gigabytes_per_s(write, array.nbytes, COPIES),
@@ -149,50 +128,51 @@ def _small_copies(session: GpuSession, samples: int) -> dict[str, float]:
     }
 
 
-def acquisition(address: str, count: int) -> dict[str, float]:
-    """From asking for a lease to its session's first answer, and from giving it back to memory proved free."""
-    return _figures([_lease(address) for _ in range(count)], ("acquire", "first_kernel", "free"))
+GRAPH_LAUNCHES: Final = 20
+GRAPH_SLICE_BYTES: Final = 64 << 20
+GRAPH_CALLS: Final = 200
+"""Graphs launched without a wait: fewer than the driver queues."""
 
 
-def warm_acquisition(address: str, count: int) -> dict[str, float]:
-    """The same of leases that take a context made ahead: each is asked for once all that are wanted are there."""
-    rounds = []
-    for _ in range(count):
-        await_pool(address)
-        rounds.append(_lease(address))
-    return _figures(rounds, ("warm_acquire", "warm_first_kernel"))
+def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
+    """Return microseconds of twenty launches of a small kernel, as calls and as one graph."""
+    wanted = GpuBuilder(address).device("0").min_vram(GRAPH_SLICE_BYTES).lease_secs(600)
+    with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
+        module = session.module_load(ptx)
+        args = KernelArgs().push_buffer(session.mem_alloc(THREADS * 4)).push_u32(THREADS)
+        args.push_parameter("factor", "f32", 1.0)
 
+        def launch() -> None:
+            for _ in range(GRAPH_LAUNCHES):
+                session.launch(module, "scale", (1, 1, 1), (THREADS, 1, 1), args)
 
-def _lease(address: str) -> tuple[float, ...]:
-    """Milliseconds to the first answer, and to the end of a kernel that nobody has seen; and of the lease's end."""
-    ptx = FIRST_PTX % secrets.token_hex(8).encode()
-    started = time.perf_counter()
-    lease = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(60).acquire()
-    with GpuSession(lease) as session:
-        session.sync()
-        answered = time.perf_counter()
-        module, into = session.module_load(ptx), session.mem_alloc(4)
-        session.launch(module, next(iter(module.kernels)), (1,), (1,), KernelArgs().push_buffer(into))
-        session.sync()
-        done = time.perf_counter()
-    freeing = time.perf_counter()
-    lease.free()
-    freed = time.perf_counter()
-    return tuple(seconds * 1e3 for seconds in (answered - started, done - started, freed - freeing))
+        with session.record() as graph:
+            launch()
+        factors = iter(range(1 << 30))
 
+        def launch_and_sync() -> None:
+            launch()
+            session.sync()
 
-def await_pool(address: str) -> None:
-    """Return once the first card's pool has all the contexts that are wanted. Raises RuntimeError if it never has."""
-    until = time.monotonic() + POOL_TIMEOUT_S
-    while True:
-        card = first_card(address, "warm_contexts", "warm_wanted")
-        if card["warm_contexts"] >= card["warm_wanted"]:
-            return
-        if time.monotonic() > until:
-            raise RuntimeError(f"the pool has {card['warm_contexts']} of {card['warm_wanted']} contexts")
-        time.sleep(_LOOK_S)
+        def graph_and_sync() -> None:
+            graph.launch()
+            session.sync()
 
+        def rebind_and_sync() -> None:
+            graph.launch(factor=next(factors))
+            session.sync()
 
-def _figures(rounds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, float]:
-    columns = zip(names, zip(*rounds, strict=True), strict=False)
-    return {f"{name}_p{part}_ms": percentile(samples, part) for name, samples in columns for part in (50, 99)}
+        for warm in (launch_and_sync, graph_and_sync, rebind_and_sync):
+            timed_us(warm, 20)
+        calls = []
+        for _ in range(samples // GRAPH_CALLS + 1):
+            calls += timed_us(graph.launch, GRAPH_CALLS)
+            session.sync()
+        return {
+            "calls_20_us": per_call_us(launch, session.sync, samples),
+            "graph_20_us": per_call_us(graph.launch, session.sync, samples),
+            "graph_20_call_us": percentile(calls, 50),
+            "calls_20_sync_p50_us": percentile(timed_us(launch_and_sync, samples), 50),
+            "graph_20_sync_p50_us": percentile(timed_us(graph_and_sync, samples), 50),
+            "graph_20_rebound_p50_us": percentile(timed_us(rebind_and_sync, samples), 50),
+        }

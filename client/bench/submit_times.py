@@ -1,4 +1,4 @@
-"""What a submit costs, from its call to its answer, beside the same kernel in a session of the same lease."""
+"""Time a submit from its call to its answer, beside the same kernel in a session of the same lease."""
 
 import time
 from typing import Final
@@ -7,39 +7,28 @@ import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, Submission
 from gpulease.client.bench.figures import percentile, timed_us
-from gpulease.client.bench.leased import await_pool
+from gpulease.client.bench.lease_life import await_pool
 from gpulease.client.errors import GpuLeaseError
 
 SLICE_BYTES: Final = 1 << 20
 ROOM_BYTES: Final = 1 << 20
-"""Kept for submits."""
+"""Memory kept for submits."""
 
 THREADS: Final = 32
 SESSION_SAMPLES: Final = 500
 
 GONE_S: Final = 30.0
-"""For a submit's memory to be proved free."""
+"""Seconds for a submit's memory to be proved free."""
 
 _LOOK_S: Final = 0.005
 _X: Final = np.arange(1, THREADS + 1, dtype=np.float32)
 
-SUBMIT_ROWS: Final = (
-    ("submit_session_p50_ms", "a small kernel and its wait in a session, p50"),
-    ("submit_session_p99_ms", "a small kernel and its wait in a session, p99"),
-    ("submit_p50_ms", "the same as a submit, to its answer, p50"),
-    ("submit_p99_ms", "the same as a submit, to its answer, p99"),
-    ("submit_next_p50_ms", "the same one after the other, each behind the last one's end, p50"),
-    ("submit_next_p99_ms", "the same one after the other, each behind the last one's end, p99"),
-    ("warm_submit_p50_ms", "a submit with a warm context, to its answer, p50"),
-    ("warm_submit_p99_ms", "a submit with a warm context, to its answer, p99"),
-)
-
 
 def submit_figures(address: str, ptx: bytes, count: int, *, has_pool: bool) -> dict[str, float]:
-    """Milliseconds, seen from the tenant. Raises GpuLeaseError, for one if an output is wrong.
+    """Return milliseconds, seen from the tenant. Raises GpuLeaseError, also for a wrong output.
 
-    Of a daemon with a pool, those with a warm context alone, and each once the pool is full: what it has in between is
-    chance.
+    On a daemon with a pool, only submits with a ready context are timed, each once the pool is full: what a submit gets
+    in between is chance.
     """
     wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).submits(ROOM_BYTES).lease_secs(600)
     with wanted.acquire() as lease:
@@ -83,7 +72,7 @@ def _in_a_session(lease: GpuLease, ptx: bytes) -> dict[str, float]:
 
 
 def _await_end(lease: GpuLease) -> None:
-    """Return once no submit is under way: the next one would wait for its memory. Raises GpuLeaseError."""
+    """Wait until no submit is under way: the next one would wait for its memory. Raises GpuLeaseError."""
     until = time.monotonic() + GONE_S
     while "submit" in lease.query():
         if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""Requests a second through the gateway's core, each on a lease of its own, without HTTP."""
+"""Requests a second through the gateway without HTTP, each on a lease of its own."""
 
 import itertools
 import secrets
@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from gpulease.client.bench.figures import percentile
-from gpulease.client.bench.leased import await_pool
+from gpulease.client.bench.lease_life import await_pool
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.serve.gateway import (
     DaemonEffects,
@@ -22,7 +22,7 @@ from gpulease.client.serve.gateway import (
 from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
 
 AT_A_TIME: Final = (1, 4, 8)
-"""Requests in flight together."""
+"""Numbers of requests in flight together."""
 
 INPUT: Final = np.arange(1024, dtype=np.float32)
 SPACED: Final = 10
@@ -30,7 +30,7 @@ SPACED: Final = 10
 
 
 class _Load:
-    """Threads that ask one request after the other, each a new one."""
+    """Threads that send one new request after the other."""
 
     def __init__(self, store: SqliteStore, address: str) -> None:
         (name, self._model), *_ = load_models(EXAMPLE).items()
@@ -39,7 +39,7 @@ class _Load:
         self._numbers = itertools.count()
 
     def ask(self) -> float:
-        """One request: how many seconds it took. Raises GpuLeaseError."""
+        """Send one request; return its seconds. Raises GpuLeaseError."""
         started = time.perf_counter()
         model = self._model
         request = InferenceRequest(
@@ -61,7 +61,7 @@ class _Load:
         return took_s
 
     def run(self, at_a_time: int, seconds: float) -> dict[str, float]:
-        """What came of asking `at_a_time` together for so long."""
+        """Keep `at_a_time` requests in flight for so long; return the figures."""
         took: list[float] = []
         errors: list[BaseException] = []
         started = time.perf_counter()
@@ -84,11 +84,11 @@ class _Load:
 
 
 def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str, dict[str, float]]:
-    """Rates and times by how many are in flight; with a pool also those of requests that find it full.
+    """Measure rates and times by requests in flight; with a pool, also requests that find it full.
 
     Args:
-        address: Of the daemon.
-        seconds: How long each is measured.
+        address: The daemon's address.
+        seconds: Seconds of each measurement.
         has_pool: Whether the daemon keeps contexts ready.
     """
     with tempfile.TemporaryDirectory() as folder:

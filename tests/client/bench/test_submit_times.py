@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gpulease.client.bench.submits import SUBMIT_ROWS, submit_figures
+from gpulease.client.bench.submit_times import submit_figures
+from gpulease.client.cli.bench import SUBMIT_ROWS
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.errors import GpuLeaseError
 from helpers.daemon import Daemon
