@@ -93,7 +93,7 @@ def _children(parent: int) -> list[tuple[int, str]]:
             try:
                 name, _, rest = (_PROC / entry / "stat").read_text().partition("(")[2].rpartition(")")
             except OSError:
-                continue  # It ended while it was looked at.
+                continue  # The process ended meanwhile.
             if int(rest.split()[1]) == parent:
                 found.append((int(entry), name))
     return found

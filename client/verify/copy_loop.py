@@ -1,4 +1,4 @@
-"""`python -m gpulease.client.verify.copy_loop ADDRESS`: a client that copies to and fro until something happens."""
+"""`python -m gpulease.client.verify.copy_loop ADDRESS`: a client that copies back and forth until it is killed."""
 
 import sys
 from typing import Final

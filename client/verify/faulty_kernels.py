@@ -1,4 +1,4 @@
-"""The kernels of `gpulease verify`, and how they are launched."""
+"""Kernels for `gpulease verify`, most of them faulty, and helpers that launch two of them."""
 
 from importlib.resources import files
 from typing import Final
@@ -14,21 +14,21 @@ GRID: Final = (1024, 1, 1)
 _LINE: Final = b"a line that nobody reads\n\0"
 
 LONG_LINES: Final = 200
-"""Instructions of each kernel of a module that compiles for long."""
+"""Instructions of each kernel in a module that takes long to compile."""
 
 
 def rule_breakers() -> bytes:
-    """PTX of all that runs on any driver."""
+    """Return PTX of every kernel that runs on any driver."""
     return files(__package__).joinpath("kernels.ptx").read_bytes()
 
 
 def hungry() -> bytes:
-    """PTX of what makes a card's driver take memory by itself."""
+    """Return PTX of kernels for which a card's driver allocates memory itself."""
     return files(__package__).joinpath("hungry.ptx").read_bytes()
 
 
 def compiling_long(kernels: int) -> bytes:
-    """PTX of many kernels without a use."""
+    """Return PTX of many useless kernels."""
     parts = [".version 7.0\n.target sm_75\n.address_size 64\n"]
     for kernel in range(kernels):
         body = "".join(f"mad.lo.u32 %r1, %r1, {7 * line + 3}, {line + kernel};\n" for line in range(LONG_LINES))
@@ -40,21 +40,21 @@ def compiling_long(kernels: int) -> bytes:
 
 
 def with_variable(size_bytes: int) -> bytes:
-    """PTX of one variable of that size."""
+    """Return PTX of one variable of that size."""
     head = f".version 7.0\n.target sm_75\n.address_size 64\n.global .align 8 .b8 big[{size_bytes}];\n"
     body = ".reg .b32 %r<2>;\n.reg .b64 %rd<2>;\nmov.u64 %rd1, big;\nld.global.u32 %r1, [%rd1];\n"
     return f"{head}.visible .entry touch()\n{{\n{body}st.global.u32 [%rd1], %r1;\nret;\n}}\n".encode()
 
 
 def with_managed_variable() -> bytes:
-    """PTX of one word of managed memory. A driver keeps memory for such until the card's last context ends."""
+    """Return PTX of a word of managed memory, for which a driver keeps memory until the card's last context ends."""
     head = ".version 7.0\n.target sm_75\n.address_size 64\n.visible .global .attribute(.managed) .align 4 .u32 word;\n"
     body = ".reg .b32 %r<2>;\nld.global.u32 %r1, [word];\nst.global.u32 [word], %r1;\nret;\n"
     return f"{head}.visible .entry touch()\n{{\n{body}}}\n".encode()
 
 
 def launching_kernels() -> bytes:
-    """PTX of a kernel that launches kernels itself: it needs CUDA's device runtime, which no session links in."""
+    """Return PTX of a kernel that launches kernels: it needs CUDA's device runtime, which no session links."""
     head = (
         ".version 7.0\n.target sm_75\n.address_size 64\n"
         ".extern .func (.param .b32 status) cudaLaunchDeviceV2(.param .b64 buffer, .param .b64 stream);\n"
@@ -68,7 +68,7 @@ def launching_kernels() -> bytes:
 
 
 def printing() -> bytes:
-    """PTX of a kernel whose every thread prints one line."""
+    """Return PTX of a kernel whose every thread prints one line."""
     head = (
         ".version 7.0\n.target sm_75\n.address_size 64\n"
         ".extern .func (.param .b32 count) vprintf(.param .b64 format, .param .b64 arguments);\n"
@@ -90,7 +90,7 @@ def fill(session: GpuSession, module: Module, buffer: Buffer, words: int, value:
 
 
 def count_set(session: GpuSession, module: Module, buffer: Buffer, words: int) -> int:
-    """How many of the first words of a buffer are not 0."""
+    """Return how many of the first words of a buffer are not 0."""
     count = session.mem_alloc(4)
     args = KernelArgs().push_buffer(buffer).push_u64(words).push_buffer(count)
     session.launch(module, "count_set", GRID, BLOCK, args)
