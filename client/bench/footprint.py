@@ -41,7 +41,7 @@ class Footprints:
 
     def series(self) -> dict[str, float]:
         """Return every figure by its name."""
-        told = {
+        series = {
             f"{name} {what}": float(getattr(footprint, field))
             for name, footprint in (("broker", self.broker), ("zygote", self.zygote))
             for what, field in (
@@ -51,7 +51,7 @@ class Footprints:
                 ("threads", "threads"),
             )
         }
-        return told | {"workers": float(self.workers), "worker PSS, mean KiB": self.worker_pss_kib}
+        return series | {"workers": float(self.workers), "worker PSS, mean KiB": self.worker_pss_kib}
 
 
 def broker_pid(address: str) -> int:

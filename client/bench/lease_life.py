@@ -127,7 +127,7 @@ _END_LOOK_S: Final = 0.002
 
 def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
     """Time from a lease's deadline, under an endless kernel, to the tenant's error and to memory proved free."""
-    told, free = [], []
+    errors_ms, free_ms = [], []
     for _ in range(count):
         lease = GpuBuilder(address).min_vram(SPIN_SLICE_BYTES).lease_secs(ttl_s).acquire()
         deadline = time.monotonic() + lease.remaining_s
@@ -136,12 +136,12 @@ def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
             try:
                 session.sync()
             except LeaseExpired:
-                told.append((time.monotonic() - deadline) * 1e3)
+                errors_ms.append((time.monotonic() - deadline) * 1e3)
             else:
                 raise RuntimeError("a kernel that never ends has ended")
             del kept
-        free.append(_wait_until_torn_down(lease)["ended_after_deadline_us"] / 1e3)
-    return _end_figures("expiry", told, free)
+        free_ms.append(_wait_until_torn_down(lease)["ended_after_deadline_us"] / 1e3)
+    return _end_figures("expiry", errors_ms, free_ms)
 
 
 def revocation(address: str, count: int) -> dict[str, float]:
@@ -149,25 +149,25 @@ def revocation(address: str, count: int) -> dict[str, float]:
 
     Both begin before the revoke is sent, so they include the way to the daemon and, the latter, the way back.
     """
-    told, free = [], []
+    errors_ms, free_ms = [], []
     for _ in range(count):
         lease = GpuBuilder(address).min_vram(SPIN_SLICE_BYTES).lease_secs(REVOKED_LEASE_S).acquire()
         with GpuSession(lease) as session:
             kept = _spin(session)
-            told_at: list[float] = []
-            waiting = threading.Thread(target=_wait_until_revoked, args=(session, told_at), daemon=True)
+            refused_at: list[float] = []
+            waiting = threading.Thread(target=_wait_until_revoked, args=(session, refused_at), daemon=True)
             waiting.start()
             time.sleep(SPINNING_S)
             started = time.monotonic()
             # Answered once the memory is proved free.
             ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "a measurement"), address)
-            free.append((time.monotonic() - started) * 1e3)
+            free_ms.append((time.monotonic() - started) * 1e3)
             waiting.join(TOLD_S)
-            if not told_at:
+            if not refused_at:
                 raise RuntimeError("a tenant was not told that its lease is revoked")
-            told.append((told_at[0] - started) * 1e3)
+            errors_ms.append((refused_at[0] - started) * 1e3)
             del kept
-    return _end_figures("revoke", told, free)
+    return _end_figures("revoke", errors_ms, free_ms)
 
 
 def _spin(session: GpuSession) -> tuple[Module, Buffer]:
@@ -178,11 +178,11 @@ def _spin(session: GpuSession) -> tuple[Module, Buffer]:
     return module, flag
 
 
-def _wait_until_revoked(session: GpuSession, told_at: list[float]) -> None:
+def _wait_until_revoked(session: GpuSession, refused_at: list[float]) -> None:
     try:
         session.sync()
     except Revoked:
-        told_at.append(time.monotonic())
+        refused_at.append(time.monotonic())
 
 
 def _wait_until_torn_down(lease: GpuLease) -> LeaseReport:
@@ -193,9 +193,9 @@ def _wait_until_torn_down(lease: GpuLease) -> LeaseReport:
         time.sleep(_END_LOOK_S)
 
 
-def _end_figures(name: str, told: list[float], free: list[float]) -> dict[str, float]:
+def _end_figures(name: str, errors_ms: list[float], free_ms: list[float]) -> dict[str, float]:
     return {
         f"{name}_{what}_p{percent}_ms": percentile(samples, percent)
-        for what, samples in (("told", told), ("free", free))
+        for what, samples in (("told", errors_ms), ("free", free_ms))
         for percent in (50, 99)
     }

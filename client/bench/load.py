@@ -109,7 +109,7 @@ def measure(
         "control_ms": {name: _figures(samples) for name, samples in churn.took_ms.items()},
         "at_s": at_s,
         "series": series,
-        "trends": {name: _told(series[name], trend) for name, trend in trends.items()},
+        "trends": {name: _trend_fields(series[name], trend) for name, trend in trends.items()},
         "is_flat": all(trend.is_flat for trend in trends.values()),
     }
 
@@ -145,13 +145,13 @@ def tables(report: dict[str, Any]) -> str:
     trends = [
         [
             name,
-            f"{told['first']:.0f}",
-            f"{told['last']:.0f}",
-            f"{told['growth']:+.1f}",
-            f"{told['bound']:g}",
-            told["is"],
+            f"{trend['first']:.0f}",
+            f"{trend['last']:.0f}",
+            f"{trend['growth']:+.1f}",
+            f"{trend['bound']:g}",
+            trend["is"],
         ]
-        for name, told in report["trends"].items()
+        for name, trend in report["trends"].items()
     ]
     ended = ", ".join(f"{count} by {ending}" for ending, count in sorted(report["ended"].items()))
     return "\n\n".join(
@@ -165,7 +165,7 @@ def tables(report: dict[str, Any]) -> str:
     )
 
 
-def _told(values: list[float], trend: Trend) -> dict[str, Any]:
+def _trend_fields(values: list[float], trend: Trend) -> dict[str, Any]:
     return {
         "first": values[0],
         "last": values[-1],

@@ -67,14 +67,14 @@ def _rpc_asker(rpc: str, stack: ExitStack) -> Callable[[bytes], bytes]:
 
 
 def _http_asker(port: int, stack: ExitStack) -> Callable[[bytes], bytes]:
-    line = http.client.HTTPConnection("127.0.0.1", port)
-    line.connect()
-    line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stack.callback(line.close)
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.connect()
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stack.callback(connection.close)
 
     def ask(image: bytes) -> bytes:
-        line.request("POST", f"/v1/models/{MODEL}/infer", image, {"Content-Type": "application/octet-stream"})
-        answer = line.getresponse()
+        connection.request("POST", f"/v1/models/{MODEL}/infer", image, {"Content-Type": "application/octet-stream"})
+        answer = connection.getresponse()
         data = answer.read()
         if answer.status != 200:
             raise SystemExit(f"{answer.status}: {data.decode(errors='replace')}")
@@ -121,8 +121,8 @@ def _right(where: str) -> float:
     wanted = load_weights(MODEL).scores(images)
     with ExitStack() as stack:
         ask = _asker(where, stack)
-        told = b"".join(ask(images[at : at + 20].tobytes()) for at in range(0, len(images), 20))
-    scores = np.frombuffer(told, "<f4").reshape(-1, DIGITS)
+        answers = b"".join(ask(images[at : at + 20].tobytes()) for at in range(0, len(images), 20))
+    scores = np.frombuffer(answers, "<f4").reshape(-1, DIGITS)
     if not np.allclose(scores, wanted, atol=TOLERANCE) or not np.array_equal(scores.argmax(1), wanted.argmax(1)):
         raise SystemExit("the server's scores are not the reference's")
     return float((scores.argmax(1) == digits).mean())

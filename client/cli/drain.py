@@ -117,6 +117,6 @@ def _show(status: DrainStatus, fenced: list[str], as_json: bool) -> None:
     elif left_s is None:
         click.echo("The node is not drained: it grants leases.")
     else:
-        told = {0: "Nothing is leased.", 1: "1 lease is left"}.get(status.leases, f"{status.leases} leases are left")
+        rest = {0: "Nothing is leased.", 1: "1 lease is left"}.get(status.leases, f"{status.leases} leases are left")
         when = f", and will be ended in {seconds_text(left_s)} at most." if status.leases else ""
-        click.echo(f"The node grants nothing any more. {told}{when}")
+        click.echo(f"The node grants nothing any more. {rest}{when}")

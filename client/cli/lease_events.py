@@ -19,8 +19,8 @@ from gpulease.protocol import Phase
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
 def events(lease_id: int | None, as_json: bool) -> None:
     """Print what leases go through, a line each: of LEASE_ID until it has ended, or of all you may see, for ever."""
-    with LeaseEvents(EventStream(address_of(None), EVERY_LEASE if lease_id is None else lease_id)) as heard:
-        for event in heard:
+    with LeaseEvents(EventStream(address_of(None), EVERY_LEASE if lease_id is None else lease_id)) as stream:
+        for event in stream:
             click.echo(json.dumps(_fields(event)) if as_json else event_text(event))
 
 

@@ -26,7 +26,7 @@ MAX_COMPLETIONS: Final = 256
 MIN_PREFIX_DIGITS: Final = 4
 """Least digits of an id's beginning; fewer are more likely a slip than a choice."""
 
-MAX_TOLD: Final = 8
+MAX_LISTED: Final = 8
 """Most leases listed for an ambiguous beginning."""
 
 _PREFIX: Final = re.compile(f"[0-9a-fA-F]{{{MIN_PREFIX_DIGITS},31}}")
@@ -66,8 +66,8 @@ def _that_begins_with(prefix: str) -> LeaseId:
             "See `gpulease leases`; one that has ended needs all 32 digits",
         )
     if len(found) > 1:
-        told = ", ".join(found[:MAX_TOLD]) + (" and more" if len(found) > MAX_TOLD else "")
-        raise InvalidRequest(f"{len(found)} leases begin with {prefix}: {told}", "Give more digits")
+        listed = ", ".join(found[:MAX_LISTED]) + (" and more" if len(found) > MAX_LISTED else "")
+        raise InvalidRequest(f"{len(found)} leases begin with {prefix}: {listed}", "Give more digits")
     return lease_id_of(found[0])
 
 

@@ -42,7 +42,7 @@ EXIT_NO_PROGRAM: Final = 127
 KILL_AFTER_S: Final = 10.0
 """Seconds from SIGTERM, when its lease has ended, until the program is killed."""
 
-UNHEARD_S: Final = 5.0
+UNREPORTED_S: Final = 5.0
 """Seconds beyond its deadline for which a lease is presumed alive while the daemon does not report its end."""
 
 ORPHAN_S: Final = 60.0
@@ -104,14 +104,14 @@ def run(vram_bytes: int, ttl_ms: int, wait_ms: int, device: str | None, command:
     # No lease exists yet that could be left behind, so a wait for room can be interrupted.
     signal.pthread_sigmask(signal.SIG_SETMASK, usual)
     lease = builder.acquire()
-    held = _Held(lease)
+    program = _LeasedProgram(lease)
     try:
         _block()
-        status = held.run(command, usual)
+        status = program.run(command, usual)
     finally:
         _give_back(lease)
     # Signals stay blocked: those that arrive after the program's end were meant for the program.
-    if held.why_ended:
+    if program.end_reason:
         sys.exit(EXIT_LEASE_ENDED)
     _end_as(status)
 
@@ -164,18 +164,18 @@ def _give_back(lease: "GpuLease") -> None:
         click.echo(f"gpulease: lease {lease.lease_id_text} was not given back: {said[0]}", err=True)
 
 
-class _Held:
+class _LeasedProgram:
     """A lease and the program that runs on it.
 
     Attributes:
-        why_ended: The reason for which the lease ended before the program; "" if it did not.
+        end_reason: The reason for which the lease ended before the program; "" if it did not.
     """
 
     def __init__(self, lease: "GpuLease") -> None:
-        self.why_ended = ""
+        self.end_reason = ""
         self._lease = lease
         self._deadline_s = time.monotonic() + lease.remaining_s
-        self._heard = ""
+        self._reported_reason = ""
         self._has_ended = False
         self._pid = 0
 
@@ -199,7 +199,7 @@ class _Held:
             try:
                 for event in events:
                     if event.phase in (Phase.TEARDOWN, Phase.ENDED):
-                        self._heard = event.reason or event.cause or "ended"
+                        self._reported_reason = event.reason or event.cause or "ended"
                         signal.pthread_kill(threading.main_thread().ident or 0, _LEASE_ENDED)
                         return
             except Disconnected:
@@ -218,24 +218,24 @@ class _Held:
             if pid:
                 return status
             now_s = time.monotonic()
-            if self.why_ended:
+            if self.end_reason:
                 if now_s >= kill_s:
                     self._send(signal.SIGKILL)
                 left_s = max(0.0, kill_s - now_s) or KILL_AFTER_S
             else:
-                left_s = max(0.0, self._deadline_s - now_s) + UNHEARD_S
+                left_s = max(0.0, self._deadline_s - now_s) + UNREPORTED_S
             found = signal.sigtimedwait(_AWAITED, left_s)
             if found is None or found.si_signo == _LEASE_ENDED:
-                if not self.why_ended:
+                if not self.end_reason:
                     kill_s = time.monotonic() + KILL_AFTER_S
-                    self._tell_of_the_end()
+                    self._report_end()
             elif found.si_signo in FORWARDED and found.si_code <= 0:  # sent by a process (sigaction(2))
                 # Signals from the terminal (a positive si_code: the kernel's) reach the program by themselves.
                 self._send(signal.Signals(found.si_signo))
 
-    def _tell_of_the_end(self) -> None:
-        self.why_ended = self._heard or "its time is up"
-        about = f"lease {self._lease.lease_id_text} has ended ({self.why_ended})"
+    def _report_end(self) -> None:
+        self.end_reason = self._reported_reason or "its time is up"
+        about = f"lease {self._lease.lease_id_text} has ended ({self.end_reason})"
         click.echo(f"gpulease: {about}: its program gets SIGTERM, and SIGKILL {KILL_AFTER_S:g} s later", err=True)
         self._send(signal.SIGTERM)
 

@@ -159,8 +159,8 @@ def output_width() -> int | None:
             return os.get_terminal_size(sys.stdout.fileno()).columns or None
         except OSError:
             return None
-    told = os.environ.get("COLUMNS", "")
-    return int(told) if told.isascii() and told.isdigit() and 0 < int(told) <= MAX_COLUMNS else None
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isascii() and columns.isdigit() and 0 < int(columns) <= MAX_COLUMNS else None
 
 
 _UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))

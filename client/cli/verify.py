@@ -68,10 +68,10 @@ def _tables(report: Report) -> str:
         spared = ("quiet p99", "quiet p50", "p99 us", "p50 us", "within ms")
         parts.append(fitted(head, [_cells(row) for row in report.faults], width, spared=spared, texts=("fault",)))
     if report.claims:
-        told = [
+        rows = [
             [claim.name, "BREACH" if claim.breach else "held", claim.breach or claim.found] for claim in report.claims
         ]
-        parts.append(fitted(["promise", "", "what was found"], told, width, is_text_last=True))
+        parts.append(fitted(["promise", "", "what was found"], rows, width, is_text_last=True))
     return "\n\n".join(parts)
 
 

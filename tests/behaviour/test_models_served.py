@@ -68,7 +68,7 @@ def start(daemon: Daemon, folder: Path) -> ModelProcess:
 
 @pytest.fixture(scope="module")
 def server(shared_daemon: Daemon) -> Iterator[ModelProcess]:
-    """One for all tests that leave it as they found it."""
+    """Run a model server for all tests that leave it as they found it."""
     with tempfile.TemporaryDirectory(prefix="gpul-", dir="/tmp") as folder:
         found = start(shared_daemon, Path(folder))
         try:

@@ -1,4 +1,4 @@
-"""What a process has in its memory, looked at from outside."""
+"""Search another process's allocated memory."""
 
 from pathlib import Path
 

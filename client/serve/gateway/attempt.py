@@ -13,7 +13,7 @@ The order of the steps, and why:
 6. Record the outcome, free the lease, answer.
 
 Until the launch, any failure releases the reservation: nothing was done, and the request may be tried again. From the
-launch on, a failure is the outcome, and every later request of that id is told it. If this process dies, the daemon
+launch on, a failure is the outcome, and every later request of that id gets it. If this process dies, the daemon
 ends the lease at its deadline. The claim runs out CLAIM_MARGIN_S later, so the attempt that takes the request over
 finds that nothing of the earlier one can still be running.
 """
@@ -163,8 +163,8 @@ class DaemonEffects:
 
     def acquire(self, min_vram_bytes: int, ttl_s: float) -> GpuLease:
         """Acquire a SESSION_EXCLUSIVE lease from the daemon."""
-        wish = GpuBuilder(self._address).min_vram(min_vram_bytes).lease_secs(ttl_s).timeout(self.wait_s)
-        return wish.exclusivity(Exclusivity.SESSION_EXCLUSIVE).acquire()
+        builder = GpuBuilder(self._address).min_vram(min_vram_bytes).lease_secs(ttl_s).timeout(self.wait_s)
+        return builder.exclusivity(Exclusivity.SESSION_EXCLUSIVE).acquire()
 
     def open(self, lease: GpuLease) -> GpuSession:
         """Open the lease's session as its owner."""

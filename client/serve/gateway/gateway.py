@@ -2,8 +2,8 @@
 
 A body of application/octet-stream is the input, and `?output_len=` says how many bytes of output are wanted. A body of
 application/json is `{"input_base64": "...", "output_len": 4096}`. The answer has the form of the body, or the one that
-Accept names. Every request needs the header Idempotency-Key: who sends the same request with the same key is told the
-outcome again.
+Accept names. Every request needs the header Idempotency-Key: a client that sends the same request with the same
+key gets the same outcome.
 
 A request that is not served is answered by a problem (RFC 9457):
 

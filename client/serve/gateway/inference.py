@@ -166,9 +166,9 @@ def outcome_to_response(request_id: str, outcome: bytes) -> InferenceResponse:
     if "failed" in head:
         raise OperationFailed(head["failed"]["message"], head["failed"]["kind"])
     output = outcome[_HEAD_BYTES.size + size :]
-    told = head["ok"]
-    lease_id = lease_id_of(told["lease_id"])
-    return InferenceResponse(request_id, lease_id, told["token_expires_at"], output, is_replayed=True)
+    ok = head["ok"]
+    lease_id = lease_id_of(ok["lease_id"])
+    return InferenceResponse(request_id, lease_id, ok["token_expires_at"], output, is_replayed=True)
 
 
 def _outcome(head: dict[str, object], output: bytes) -> bytes:

@@ -11,7 +11,7 @@ of the connection string (libpq, 34.1.2), and TCP notices within seconds that a 
 
 A commit must be on the disk before a caller is told: `synchronous_commit` is turned on where the server has less.
 Operations survive the loss of the primary only if `synchronous_standby_names` is set there. Each commit then waits
-until a standby has it on its disk, too, and the promoted standby knows every claim that any caller was told of. A
+until a standby has it on its disk, too, and the promoted standby knows every claim that a caller got. A
 server that gives up that wait commits all the same, and says so by a warning alone (documentation, 27.2.8.2;
 syncrep.c); the commit would be lost with the primary. So the store does not trust a transaction with a warning, and
 repeats it. The store also gives up after `commit_s`: while there is no standby, no attempt begins. A primary that
@@ -371,15 +371,15 @@ def _believed(connection: Connection) -> Iterator[None]:
     """Raise _NotBelieved if a warning came with the block's statements."""
     warnings: list[str] = []
 
-    def hear(told: psycopg.errors.Diagnostic) -> None:
-        if told.severity_nonlocalized == "WARNING":
-            warnings.append(told.message_primary or "a warning")
+    def on_notice(notice: psycopg.errors.Diagnostic) -> None:
+        if notice.severity_nonlocalized == "WARNING":
+            warnings.append(notice.message_primary or "a warning")
 
-    connection.add_notice_handler(hear)
+    connection.add_notice_handler(on_notice)
     try:
         yield
     finally:
-        connection.remove_notice_handler(hear)
+        connection.remove_notice_handler(on_notice)
     if warnings:
         raise _NotBelieved(warnings[0])
 

@@ -1,3 +1,5 @@
+"""The goals of the lease core's benchmark, and its exit status."""
+
 import json
 
 import pytest

@@ -1,3 +1,5 @@
+"""The trend of a series: its second half counts."""
+
 import pytest
 
 from gpulease.client.bench.figures import trend_of

@@ -1,4 +1,4 @@
-"""The bench's rows of submits: every one is measured, on a daemon with a pool those of warm contexts alone."""
+"""Every row of submits is measured; on a daemon with a pool, only those with ready contexts."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""`gpulease audit` hands its words to the module that reads logs, and its exit status back."""
+"""`gpulease audit` passes its arguments to the module that reads logs, and its exit status back."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""However a command ends: a status that says why, a sentence at most, and never a traceback."""
+"""However a command ends, it has a status that says why, prints a sentence at most, and never a traceback."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ INSTALLED = "from gpulease.client.cli.start import run; run()"
 
 
 def command_line(words: Sequence[str]) -> list[str]:
-    """What the installed script does."""
+    """Return the command that the installed script runs."""
     return [sys.executable, "-P", "-c", INSTALLED, *words]
 
 

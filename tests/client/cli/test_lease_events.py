@@ -1,4 +1,4 @@
-"""An event's line says what its time is the time to."""
+"""An event's line says what its time counts down to."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`gpulease serve gateway`: what it refuses before it serves; how it serves is in tests/behaviour."""
+"""`gpulease serve gateway`: its refusals before it serves; tests/behaviour has the serving."""
 
 import sys
 

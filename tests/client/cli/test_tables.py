@@ -1,4 +1,4 @@
-"""Text of others on a terminal: nothing it would obey, and columns that stay straight."""
+"""Text of other tenants on a terminal: escaped, and in straight columns."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Tables on narrow terminals: no line too long, nothing cut, and the same order of what is done without."""
+"""Tables on narrow terminals: no line too long, no cell cut, and columns dropped in a fixed order."""
 
 import os
 import sys

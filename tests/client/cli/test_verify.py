@@ -1,4 +1,4 @@
-"""`gpulease verify` on the embedded driver: a few rows of it, and what it says of a promise that does not hold."""
+"""`gpulease verify` on the embedded driver: a few rows, and its report of a broken promise."""
 
 import json
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""Screens."""
+"""Whole screens, line by line."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Lines of two readings: rates, and what a daemon of another version, or a hostile session, says."""
+"""Lines of two samples: rates, and reports of a daemon of another version or of a hostile session."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every error has a status, and no more is promised by it than holds."""
+"""Every error has a status, and the reply promises no more than holds."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A request's key and hash: by the vectors, as another language would make them, and never the same for two."""
+"""A request's key and hash: equal to the vectors of other languages, and different for any two requests."""
 
 import hashlib
 import json

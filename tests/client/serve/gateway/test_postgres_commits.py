@@ -1,4 +1,4 @@
-"""Commits that take too long are given up, others never; with a real server, which waits for a standby that is not."""
+"""Commits that take too long are cancelled, others never; with a real server that waits for a missing standby."""
 
 import time
 from collections.abc import Iterator
@@ -60,6 +60,6 @@ def test_nobody_wakes_while_there_is_nothing(postgres: PostgresServer, watch: Co
 
 
 def wakings(thread_id: int | None) -> list[str]:
-    """How often a thread of this process gave up the processor, or lost it."""
+    """Return the counts of context switches of a thread of this process."""
     lines = Path(f"/proc/self/task/{thread_id}/status").read_text().splitlines()
     return [line for line in lines if "ctxt_switches" in line]

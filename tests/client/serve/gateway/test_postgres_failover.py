@@ -1,4 +1,4 @@
-"""A primary that is lost for good, and its standby promoted: what anybody was told of is known there, or never told."""
+"""A primary is lost for good, and its standby promoted: the standby knows every outcome that any caller was told."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The file of models: the example, and what is wrong in others."""
+"""The gateway's file of models: the example, and errors in other files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is special about the store in a file."""
+"""The properties that only the SQLite store has."""
 
 import sqlite3
 import stat

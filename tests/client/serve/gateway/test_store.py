@@ -1,4 +1,4 @@
-"""What every idempotency store does, on each kind of them."""
+"""The properties that every idempotency store has, tested on each kind."""
 
 import secrets
 import threading

@@ -1,4 +1,4 @@
-"""Several processes want the same operations done, some are killed, the server goes away: at most one effect each."""
+"""Several processes attempt the same operations, some are killed, the server goes away: at most one effect each."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""Where a gateway listens."""
+"""Addresses at which a server listens, and sockets that it replaces."""
 
 import socket
 import tempfile

@@ -1,4 +1,4 @@
-"""The file of models: what is right, and what is refused with what is wrong in it."""
+"""The model server's file of models: accepted files, and a sentence for each error in others."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What follows from an end: whether to pause, whom to blame, what to tell."""
+"""After a lease or a batch failed: the pause, the error to blame, and the code for callers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The batch queue: bounds, order and batches, whatever happens in it."""
+"""The batch queue keeps its bounds and its order, and forms its batches, under any sequence of calls."""
 
 import asyncio
 from collections.abc import Iterator

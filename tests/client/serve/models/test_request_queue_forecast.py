@@ -1,4 +1,4 @@
-"""What is foretold, and what is refused by it."""
+"""Foretold durations, and the requests that are refused because of them."""
 
 import pytest
 from hypothesis import given
