@@ -106,23 +106,17 @@ def works() -> dict[str, Work]:
     few_x, few_y = x[:SMALL], y[:SMALL]
     return {
         "matmul": Work(
-            "matmul",
-            (MATRIX // TILE, MATRIX // TILE),
-            (TILE, TILE),
-            np.zeros_like(left),
-            (left, right),
-            (MATRIX,),
-            lambda: left @ right,
+            kernel="matmul",
+            grid=(MATRIX // TILE, MATRIX // TILE),
+            block=(TILE, TILE),
+            into=np.zeros_like(left),
+            operands=(left, right),
+            numbers=(MATRIX,),
+            numpy=lambda: left @ right,
             flop=2 * MATRIX**3,
         ),
         "saxpy": Work(
-            "saxpy",
-            (VALUES // THREADS,),
-            (THREADS,),
-            y,
-            (x,),
-            (VALUES, 2.5),
-            lambda: y + np.float32(2.5) * x,
+            "saxpy", (VALUES // THREADS,), (THREADS,), y, (x,), (VALUES, 2.5), lambda: y + np.float32(2.5) * x
         ),
         "softmax": Work(
             "softmax",

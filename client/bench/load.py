@@ -1,8 +1,7 @@
 """`python -m gpulease.client.bench.load`: does a daemon under load grow, and how long does it take to answer?
 
 Leases come and go for minutes on a private daemon, which keeps a journal and an audit log. At intervals all leases
-rest,
-as many as are wanted, and the footprint of the daemon's processes is read. It must not have grown: see `BOUNDS`.
+rest, as many as are wanted, and the footprint of the daemon's processes is read. It must not have grown: see `BOUNDS`.
 """
 
 import asyncio
@@ -37,8 +36,7 @@ BOUNDS: Final = {
     "worker PSS, mean KiB": 512.0,
 }
 """Largest rise of a line through the second half of the readings. A thousand leases that each leave two KiB are
-noticed,
-and so is one lease in five hundred that leaves a descriptor."""
+noticed, and so is one lease in five hundred that leaves a descriptor."""
 
 PLACES: Final = 2
 """Room for so many times the leases: on a busy host many are still being proved free while others begin."""

@@ -11,8 +11,7 @@ from gpulease.client.bench.figures import percentile, timed_us
 
 PIECE_BYTES: Final = {"cuda": 64 << 20, "cpu": 1 << 20}
 """Bytes copied to the card and back around each kernel, by driver. The embedded driver runs all streams in one
-order: it
-can gain nothing, so there is little to measure."""
+order: it can gain nothing, so there is little to measure."""
 
 ROUNDS: Final = {"cuda": 1000, "cpu": 1}
 """Multiplications for each value: on a large card the kernel then takes about as long as either copy."""

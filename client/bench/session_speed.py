@@ -26,9 +26,8 @@ SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32
 
 OWN_LAUNCHES: Final = 500
-"""Launches in a burst that times the client's own share: few enough that they never wait for room in the ring,
-whatever the
-worker does meanwhile."""
+"""Launches in a burst that times the client's own share: few enough that they never wait for room in the ring, whatever
+the worker does meanwhile."""
 
 OWN_BURSTS: Final = 40
 

@@ -32,8 +32,7 @@ MAX_LISTED: Final = 8
 _PREFIX: Final = re.compile(f"[0-9a-fA-F]{{{MIN_PREFIX_DIGITS},31}}")
 _LEASE_ID: Final = re.compile("[0-9a-fA-F]{32}")
 """An id on the command line. Of the daemon's ids, only texts of this form reach a shell's line: another text there
-could
-be a command."""
+could be a command."""
 
 
 def lease_id_argument(*, required: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

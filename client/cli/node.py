@@ -37,6 +37,18 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
     if left_ms is not None:
         when = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease is ended"
         click.echo(wrapped_text(f"The node is drained: it grants nothing, and {when}.", width))
+    click.echo(_card_table(cards, width))
+    for card in cards:
+        if taken := _taken(card):
+            click.echo(wrapped_text(taken, width))
+    # All workers of a node have the same sandbox; a daemon older than the sandbox reports none.
+    sandbox = cards[0].get("sandbox") if cards else None
+    if sandbox and (text := _sandbox_text(sandbox, width, is_whole=shows_sandbox)):
+        click.echo("\n" + text)
+
+
+def _card_table(cards: list[Report], width: int | None) -> str:
+    head = ["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"]
     rows = [
         [
             str(card["index"]),
@@ -52,23 +64,20 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
         ]
         for card in cards
     ]
-    head = ["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"]
-    click.echo(
-        fitted(
-            head, rows, width, title=head.index("card"), spared=("exclusive", "warm", "driver"), texts=("card", "name")
-        )
-    )
-    for card in cards:
-        if taken := _taken(card):
-            click.echo(wrapped_text(taken, width))
-    # All workers of a node have the same sandbox; a daemon older than the sandbox reports none.
-    sandbox = cards[0].get("sandbox") if cards else None
-    if sandbox and shows_sandbox:
+    spared = ("exclusive", "warm", "driver")
+    return fitted(head, rows, width, title=head.index("card"), spared=spared, texts=("card", "name"))
+
+
+def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -> str:
+    """Describe every measure, or only those that are off; "" if none is."""
+    if is_whole:
         measures = [[found["measure"], "on" if found["on"] else "OFF", found["detail"]] for found in sandbox]
-        click.echo("\n" + fitted(["workers' sandbox", "", "how far, or why not"], measures, width, is_text_last=True))
-    elif sandbox and (off := [found["measure"] for found in sandbox if not found["on"]]):
-        which = f"{len(off)} of {len(sandbox)} measures of the workers' sandbox are OFF: {', '.join(off)}"
-        click.echo("\n" + wrapped_text(f"{which}. `gpulease info --sandbox` says why.", width))
+        return fitted(["workers' sandbox", "", "how far, or why not"], measures, width, is_text_last=True)
+    off = [found["measure"] for found in sandbox if not found["on"]]
+    if not off:
+        return ""
+    which = f"{len(off)} of {len(sandbox)} measures of the workers' sandbox are OFF: {', '.join(off)}"
+    return wrapped_text(f"{which}. `gpulease info --sandbox` says why.", width)
 
 
 def _taken(card: Report) -> str:

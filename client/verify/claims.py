@@ -102,9 +102,8 @@ def host_buffers(scene: Scene) -> str:
     """A lease sends and fetches a secret in every way there is; the next one's worker has no byte of it.
 
     A lease's bytes pass through its worker: frames, the buffer of replies, ring and arena. The worker's memory is
-    searched
-    from outside, as no tenant could. The first search is of the worker that the secret passed through, to show that the
-    search finds it; the second is of the next lease's worker.
+    searched from outside, as no tenant could. The first search is of the worker that the secret passed through, to show
+    that the search finds it; the second is of the next lease's worker.
     """
     try:
         return _search(scene)

@@ -80,9 +80,8 @@ class InferenceRequest:
 
 
 BUFFERS: Final = ("in", "out", "inout")
-"""Arguments that are memory: the input; the output, zeroed; or one memory that begins with the input, is zeroed
-behind it,
-and is read from its begin as the output."""
+"""Arguments that are memory: the input; the output, zeroed; or one memory that begins with the input, is zeroed behind
+it, and is read from its begin as the output."""
 
 LENGTHS: Final = ("input_len:u32", "input_len:u64", "output_len:u32", "output_len:u64")
 """Arguments that are sizes in bytes."""
@@ -94,9 +93,8 @@ DEFAULT_ARGUMENTS: Final = ("in", "input_len:u64", "out", "output_len:u64")
 class InferenceKernel:
     """A model's kernel, by default `name(const void *input, u64 input_bytes, void *output, u64 output_bytes)`.
 
-    There is at least one thread for each `bytes_per_thread` bytes of output, in blocks of one dimension. There may
-    be more
-    threads than that, so the kernel must check the output's length.
+    There is at least one thread for each `bytes_per_thread` bytes of output, in blocks of one dimension. There may be
+    more threads than that, so the kernel must check the output's length.
 
     Attributes:
         arguments: The kernel's arguments in order, each of BUFFERS or LENGTHS.

@@ -11,11 +11,11 @@ of the connection string (libpq, 34.1.2), and TCP notices within seconds that a 
 
 A commit must be on the disk before a caller is told: `synchronous_commit` is turned on where the server has less.
 Operations survive the loss of the primary only if `synchronous_standby_names` is set there. Each commit then waits
-until a standby has it on its disk, too, and the promoted standby knows every claim that a caller got. A
-server that gives up that wait commits all the same, and says so by a warning alone (documentation, 27.2.8.2;
-syncrep.c); the commit would be lost with the primary. So the store does not trust a transaction with a warning, and
-repeats it. The store also gives up after `commit_s`: while there is no standby, no attempt begins. A primary that
-lives on beside the promoted one can end no commit, since no standby follows it.
+until a standby has it on its disk, too, and the promoted standby knows every claim that a caller got. A server that
+gives up that wait commits all the same, and says so by a warning alone (documentation, 27.2.8.2; syncrep.c); the commit
+would be lost with the primary. So the store does not trust a transaction with a warning, and repeats it. The store also
+gives up after `commit_s`: while there is no standby, no attempt begins. A primary that lives on beside the promoted one
+can end no commit, since no standby follows it.
 
 Claims run out by the primary's clock, which all gateways share. If somebody sets it, attempts are taken for dead
 sooner or later than they should; that never makes an effect happen twice.

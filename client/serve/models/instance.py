@@ -29,9 +29,8 @@ from gpulease.protocol.rpc import CallError, CallErrorCode
 class BatchRunner:
     """Runs batches one after the other; made by `open`.
 
-    Inputs and outputs lie in memory that the session's worker shares (`session.empty`): a batch is put together
-    where the
-    card reads it.
+    Inputs and outputs lie in memory that the session's worker shares (`session.empty`): a batch is put together where
+    the card reads it.
     """
 
     def __init__(self, session: GpuSession, settings: ModelSettings, module: Module, buffers: list[Buffer]) -> None:
@@ -234,9 +233,8 @@ class Instance:
     async def _watch(self, lease: GpuLease, ended: Ended) -> None:
         """Learn of the lease's end at once, rather than from the next batch or renewal.
 
-        A lost event stream proves nothing: a lease and its session may outlast the daemon's restart. `_serve`
-        therefore checks
-        the session between two batches; a check during a batch could be told the batch's own failure.
+        A lost event stream proves nothing: a lease and its session may outlast the daemon's restart. `_serve` therefore
+        checks the session between two batches; a check during a batch could be told the batch's own failure.
         """
         pause = RestartPause()
         while lease.remaining_s > 0:

@@ -55,8 +55,7 @@ class ModelSettings:
 
     `input` and `output` hold `items` items one behind the other. The kernel runs on items x blocks_per_item blocks. It
     must write every byte of the output, where an earlier batch's bytes may lie. It gets nothing else, and its output
-    for
-    one item must depend on that item alone.
+    for one item must depend on that item alone.
 
     Attributes:
         name: The name in URLs.

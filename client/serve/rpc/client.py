@@ -116,12 +116,10 @@ class RpcClient:
         """Make one call; return the answer, with the method that gave it.
 
         The client waits for a server that is not there yet, with pauses that grow. A call that the server may have
-        received
-        is sent again only with `is_idempotent`.
+        received is sent again only with `is_idempotent`.
 
         The server does not begin a call after its deadline. It answers TOO_LATE as soon as it can foretell that the
-        call would
-        be late. A call that it began is waited for until the timeout.
+        call would be late. A call that it began is waited for until the timeout.
 
         Args:
             method_id: The method.

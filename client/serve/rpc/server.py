@@ -30,8 +30,7 @@ from gpulease.protocol.rpc import (
 
 MAX_CALLERS: Final = 256
 """Most connections at a time; one more is closed at once. Stops callers from taking all descriptors and memory: each
-has
-two descriptors and 64 KiB."""
+has two descriptors and 64 KiB."""
 
 MAX_FALSE_BELLS: Final = 64
 """Most bells in a row without a request. Stops a caller that takes the server's time by ringing alone."""
