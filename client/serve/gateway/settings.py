@@ -23,7 +23,7 @@ from gpulease.client.serve.gateway.inference import (
     InferenceKernel,
 )
 from gpulease.client.serve.gateway.ledger import checked_id
-from gpulease.client.serve.model_file import read_model_tables
+from gpulease.client.serve.model_file import check_complete, check_kind, check_table, kind_of, read_model_tables
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 
 _KINDS: Final[dict[str, type[Any]]] = {
@@ -70,16 +70,10 @@ def load_models(path: Path) -> dict[str, Model]:
 
 def _model(path: Path, name: str, table: Any) -> Model:
     where = f"{path}: models.{name}"
-    if not isinstance(table, dict):
-        raise InvalidRequest(f"{where} is no table")
+    check_table(where, table)
     for key, value in table.items():
-        kind = _KINDS.get(key)
-        if kind is None:
-            raise InvalidRequest(f"{where}: {key!r} is no setting; there are {', '.join(_KINDS)}")
-        if not isinstance(value, int | float if kind is float else kind) or isinstance(value, bool):
-            raise InvalidRequest(f"{where}: {key} = {value!r} is no {kind.__name__}")
-    if missing := [key for key in _NEEDED if key not in table]:
-        raise InvalidRequest(f"{where}: {', '.join(missing)} is missing")
+        check_kind(where, key, value, kind_of(where, key, _KINDS))
+    check_complete(where, table, _NEEDED)
     try:
         image = (path.parent / table["ptx"]).read_bytes()
     except OSError as error:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.model_file import read_model_tables
+from gpulease.client.serve.model_file import check_complete, check_kind, check_table, kind_of, read_model_tables
 from gpulease.client.serve.models.json_numbers import FORMATS, size_of
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 
@@ -142,11 +142,9 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
     where = f"{path}: models.{name}"
     if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isascii() or not name.replace("-", "").isalnum():
         raise InvalidRequest(f"{where}: a name has 1 to {MAX_NAME_CHARACTERS} letters, digits and hyphens")
-    if not isinstance(table, dict):
-        raise InvalidRequest(f"{where} is no table")
+    check_table(where, table)
     found = {key: _value(path, where, key, value) for key, value in table.items()}
-    if missing := [key for key in _NEEDED if key not in found]:
-        raise InvalidRequest(f"{where}: {', '.join(missing)} is missing")
+    check_complete(where, found, _NEEDED)
     model = ModelSettings(name=name, **found)
     if max(model.input_bytes, model.output_bytes) * model.max_batch > MAX_BATCH_BYTES:
         raise InvalidRequest(f"{where}: a batch of {model.max_batch} is more than {MAX_BATCH_BYTES} bytes")
@@ -160,9 +158,7 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
 
 
 def _value(path: Path, where: str, key: str, value: Any) -> Any:
-    kind = _TYPES.get(key)
-    if kind is None:
-        raise InvalidRequest(f"{where}: {key!r} is no setting; there are {', '.join(_TYPES)}")
+    kind = kind_of(where, key, _TYPES)
     if key in _FILES:
         return _file(path, where, key, value)
     if key in ("input_type", "output_type") and (not isinstance(value, str) or value not in FORMATS):
@@ -171,8 +167,7 @@ def _value(path: Path, where: str, key: str, value: Any) -> Any:
         if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**32 for item in value):
             raise InvalidRequest(f"{where}: constants = {value!r} is no list of integers from 0 to 2**32 - 1")
         return tuple(value)
-    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
-        raise InvalidRequest(f"{where}: {key} = {value!r} is no {kind.__name__}")
+    check_kind(where, key, value, kind)
     if key in _RANGES:
         least, most = _RANGES[key]
         if not least <= value <= most:
