@@ -1,7 +1,7 @@
 """Tables, sizes and times for people; nothing in a table's cells that a terminal obeys.
 
 Names and messages of tenants, kernels and daemons are shown to operators. A control character in them could clear the
-screen, forge a line or set the terminal's title (CWE-150), so each character that is not plainly printable is escaped.
+screen, forge a line or set the terminal's title (CWE-150). Each character that is not plainly printable is escaped.
 
 A table that is too wide for the terminal drops columns in a defined order; if it still does not fit, its rows are
 stacked. Cells are never cut: a shortened id would be copied as another one.

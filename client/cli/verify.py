@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from gpulease.client.cli.tables import fitted, output_width
-from gpulease.client.verify.matrix import FaultResult, Report, run_matrix
+from gpulease.client.verify.matrix import FaultResult, MatrixReport, run_matrix
 
 EXIT_BREACH: Final = 1
 
@@ -36,7 +36,7 @@ def _ignore(row: FaultResult) -> None:
     pass
 
 
-def _json(report: Report) -> str:
+def _json(report: MatrixReport) -> str:
     scene = report.scene
     found = {
         "title": scene.title(),
@@ -49,7 +49,7 @@ def _json(report: Report) -> str:
     return json.dumps(found, indent=2)
 
 
-def _tables(report: Report) -> str:
+def _tables(report: MatrixReport) -> str:
     head = [
         "fault",
         "told",

@@ -48,7 +48,7 @@ class FaultResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class MatrixReport:
     """The result of a run."""
 
     scene: Scene
@@ -62,7 +62,7 @@ class Report:
         return sum(map(bool, found))
 
 
-def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]) -> Report:
+def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]) -> MatrixReport:
     """Run the rows whose name contains `only`, on private daemons; `on_fault` is told of each fault's result."""
     with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
         scene = Scene.at(address)
@@ -72,7 +72,7 @@ def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]
         with private_daemon(driver, (SIX_VRAM,)) as address:
             six = Scene.at(address)
             proved.append(check(SIX_LEASES, lambda: six_and_no_seventh(six, SIX_SLICES_BYTES)))
-    return Report(scene, fault_results, proved)
+    return MatrixReport(scene, fault_results, proved)
 
 
 def _fits_six(scene: Scene) -> bool:

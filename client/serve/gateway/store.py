@@ -18,8 +18,8 @@ class ReplicatedIdempotencyStore(Protocol):
     def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
         """Reserve an operation, or say why that is not needed or not allowed.
 
-        An operation can be reserved again, with a higher epoch, after its attempt was released, or after its claim ran
-        out before the attempt began the effect.
+        An operation can be reserved again, with a higher epoch, once its attempt was released. So can one whose claim
+        ran out before the attempt began the effect.
 
         Args:
             key: The operation's key.
