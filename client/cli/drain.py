@@ -67,11 +67,11 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
         return
     if not as_json:
         _show(status, [], as_json)
-    while _left(with_fenced=False):
+    while _remaining_leases(with_fenced=False):
         _check_drained()
         time.sleep(POLL_S)
     _check_drained()
-    fenced = _left(with_fenced=True)
+    fenced = _remaining_leases(with_fenced=True)
     if as_json:
         _show(status, fenced, as_json)
     elif fenced:
@@ -103,7 +103,7 @@ def _ask_patiently(op: Opcode) -> Any:
         time.sleep(POLL_S)
 
 
-def _left(*, with_fenced: bool) -> list[str]:
+def _remaining_leases(*, with_fenced: bool) -> list[str]:
     found = leases_of(_ask_patiently(Opcode.LEASE_LIST_ACTIVE).report)
     return [lease["lease_id"] for lease in found if with_fenced or lease["state"] != "fenced"]
 

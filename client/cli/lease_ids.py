@@ -37,10 +37,10 @@ could be a command."""
 
 def lease_id_argument(*, required: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the argument LEASE_ID: a whole id, or the first digits of just one lease that this user may see."""
-    return click.argument("lease_id", required=required, callback=_number_of, shell_complete=complete_lease_ids)
+    return click.argument("lease_id", required=required, callback=_parse_lease_id, shell_complete=complete_lease_ids)
 
 
-def _number_of(ctx: click.Context, param: click.Parameter, value: str | None) -> LeaseId | None:
+def _parse_lease_id(ctx: click.Context, param: click.Parameter, value: str | None) -> LeaseId | None:
     if value is None or ctx.resilient_parsing:
         return None
     if _LEASE_ID.fullmatch(value):
@@ -52,10 +52,10 @@ def _number_of(ctx: click.Context, param: click.Parameter, value: str | None) ->
             ctx,
             param,
         )
-    return _that_begins_with(value.lower())
+    return _lease_with_prefix(value.lower())
 
 
-def _that_begins_with(prefix: str) -> LeaseId:
+def _lease_with_prefix(prefix: str) -> LeaseId:
     """Return the one lease with these first digits. Raises NotFound, InvalidRequest if there are several."""
     ids = [lease["lease_id"] for lease in leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)]
     found = [text for text in ids if _LEASE_ID.fullmatch(text) and text.startswith(prefix)]
@@ -74,13 +74,13 @@ def complete_lease_ids(ctx: click.Context, param: click.Parameter, incomplete: s
     """Return ids of leases that this user may see; none if the daemon does not answer in time."""
     found: list[CompletionItem] = []
     # A thread that is abandoned after the limit: looking up a host's name has no bound of its own.
-    thread = threading.Thread(target=_list_into, args=(found, incomplete.lower()), daemon=True)
+    thread = threading.Thread(target=_list_leases_into, args=(found, incomplete.lower()), daemon=True)
     thread.start()
     thread.join(COMPLETION_LIMIT_S)
     return list(found)
 
 
-def _list_into(found: list[CompletionItem], begin: str) -> None:
+def _list_leases_into(found: list[CompletionItem], begin: str) -> None:
     # A message would be printed into the shell's command line, so every error is dropped.
     with suppress(Exception):
         report = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report

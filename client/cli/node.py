@@ -39,7 +39,7 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
         click.echo(wrapped_text(f"The node is drained: it grants nothing, and {when}.", width))
     click.echo(_card_table(cards, width))
     for card in cards:
-        if taken := _taken(card):
+        if taken := _taken_by_others(card):
             click.echo(wrapped_text(taken, width))
     # All workers of a node have the same sandbox; a daemon older than the sandbox reports none.
     sandbox = cards[0].get("sandbox") if cards else None
@@ -80,7 +80,7 @@ def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -
     return wrapped_text(f"{which}. `gpulease info --sandbox` says why.", width)
 
 
-def _taken(card: Report) -> str:
+def _taken_by_others(card: Report) -> str:
     """Describe memory of the card that others have taken since the daemon measured it; "" if none."""
     holders = (("unowned_bytes", "the driver"), ("outside_bytes", "programs outside gpulease"))
     held = [f"{size_text(card[name])} by {holder}" for name, holder in holders if card.get(name)]
@@ -110,14 +110,14 @@ def leases(tenant: str | None, as_json: bool) -> None:
     if not found:
         click.echo("No leases." if tenant is None else shown(f"No leases of {tenant}."))
         return
-    listed, gpus = leases_of(found), _gpus()
+    listed, gpus = leases_of(found), _indexes_by_uuid()
     rows = [_row(lease, gpus) for lease in listed]
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "launches", "copies", "age", "left"]
     spared = ("copies", "launches", "age", "GPU")
     click.echo(fitted(head, rows, output_width(), spared=spared, texts=("lease", "tenant")))
 
 
-def _gpus() -> dict[str, str]:
+def _indexes_by_uuid() -> dict[str, str]:
     """Return the cards' numbers by their UUIDs, as `gpulease info` and `--device` have them."""
     return {card["uuid"]: str(card["index"]) for card in cards_of(ask(Opcode.GET_INVENTORY, Empty()))}
 

@@ -180,13 +180,13 @@ class _Screen:
 
     def run(self, view: View) -> signal.Signals | None:
         """Run until the person leaves, or a signal ends it; return that signal."""
-        self._fit()
+        self._resize()
         while True:
             while self._signals.pending:
                 number = self._signals.pending.pop(0)
                 if number in _ENDING:
                     return number
-                self._obey(number)
+                self._handle_signal(number)
             notice = self._poller.notice()
             if notice:
                 view = replace(view, notice=notice)
@@ -194,7 +194,7 @@ class _Screen:
             if not self._signals.wait(TICK_S):
                 continue
             keys = self._keys()
-            if not keys and not _is_there():
+            if not keys and not _terminal_exists():
                 return signal.SIGHUP
             for key in keys:
                 view, effect = press(view, key, self._poller.scene())
@@ -207,7 +207,7 @@ class _Screen:
                     case Revoke(lease_id=lease_id, reason=reason):
                         self._poller.revoke(lease_id, reason)
 
-    def _obey(self, number: signal.Signals) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGTSTP:
             curses.def_prog_mode()
             curses.endwin()
@@ -215,10 +215,10 @@ class _Screen:
         if number in (signal.SIGTSTP, signal.SIGCONT):
             # The shell, after any stop, may have left the terminal in another mode.
             curses.reset_prog_mode()
-        self._fit()
+        self._resize()
         self._window.clear()
 
-    def _fit(self) -> None:
+    def _resize(self) -> None:
         # Ask the terminal: curses uses LINES and COLUMNS, which are as old as the shell's export of them.
         with contextlib.suppress(OSError, curses.error):
             size = os.get_terminal_size(sys.stdout.fileno())
@@ -255,7 +255,7 @@ class _Screen:
                 self._window.addstr(piece, self._looks[style])
 
 
-def _is_there() -> bool:
+def _terminal_exists() -> bool:
     """Return True if the terminal exists: one that was closed reads as ready for ever, and empty."""
     try:
         termios.tcgetattr(sys.stdin.fileno())

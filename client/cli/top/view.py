@@ -108,7 +108,7 @@ def press(view: View, key: str, scene: Scene) -> Pressed:
     if view.mode == Mode.HELP:
         return replace(view, mode=Mode.BROWSE), None
     if key == "esc":
-        return _left(view, "It was not revoked" if view.mode in (Mode.REASON, Mode.CONFIRM) else ""), None
+        return _leave_mode(view, "It was not revoked" if view.mode in (Mode.REASON, Mode.CONFIRM) else ""), None
     if key == "backspace":
         return replace(view, typed=view.typed[:-1]), None
     if key == "enter":
@@ -125,14 +125,14 @@ def _browse(view: View, key: str, scene: Scene) -> Pressed:
     if key == " ":
         return view, Refresh()
     if key in _MOVES:
-        return _moved(view, key, visible(view, scene)), None
+        return _move_selection(view, key, visible(view, scene)), None
     if key in "<>" or key in _LETTERS:
-        return _sorted(view, key, scene), None
+        return _sort_by_key(view, key, scene), None
     change = _CHANGES.get(key)
     return (view, None) if change is None else (change(view, scene), Refresh() if key == "p" else None)
 
 
-def _moved(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
+def _move_selection(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
     if not lines:
         return view
     ids = [line.lease_id for line in lines]
@@ -142,7 +142,7 @@ def _moved(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
     return replace(view, selected=ids[max(0, min(len(ids) - 1, at + step if at >= 0 else max(0, step - 1)))])
 
 
-def _sorted(view: View, key: str, scene: Scene) -> View:
+def _sort_by_key(view: View, key: str, scene: Scene) -> View:
     if key not in "<>":
         return replace(view, sort=_LETTERS[key])
     titles = [
@@ -164,41 +164,41 @@ def _begin_revoking(view: View, scene: Scene) -> View:
     return replace(view, mode=Mode.REASON, target=view.selected, typed="")
 
 
-def _left(view: View, notice: str = "") -> View:
+def _leave_mode(view: View, notice: str = "") -> View:
     return replace(view, mode=Mode.BROWSE, typed="", target="", reason="", notice=notice)
 
 
-def _filtered(view: View) -> Pressed:
-    return replace(_left(view), pattern=view.typed.strip()), None
+def _enter_filter(view: View) -> Pressed:
+    return replace(_leave_mode(view), pattern=view.typed.strip()), None
 
 
-def _paced(view: View) -> Pressed:
+def _enter_interval(view: View) -> Pressed:
     try:
         every_s = float(view.typed)
     except ValueError:
         every_s = 0.0
     if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
-        return _left(
+        return _leave_mode(
             view, f"{shown(view.typed)!r} is not a number of seconds from {MIN_EVERY_S:g} to {MAX_EVERY_S:g}"
         ), None
-    return replace(_left(view), every_s=every_s), Refresh()
+    return replace(_leave_mode(view), every_s=every_s), Refresh()
 
 
-def _reasoned(view: View) -> Pressed:
+def _enter_reason(view: View) -> Pressed:
     return replace(view, mode=Mode.CONFIRM, typed="", reason=view.typed.strip() or DEFAULT_REASON), None
 
 
-def _confirmed(view: View) -> Pressed:
+def _enter_confirmation(view: View) -> Pressed:
     if view.typed.strip().lower() != view.target[:CONFIRMING_DIGITS]:
-        return _left(view, "It was not revoked: what was typed is not how its id begins"), None
-    return _left(view, f"Revoking {view.target} ..."), Revoke(view.target, view.reason)
+        return _leave_mode(view, "It was not revoked: what was typed is not how its id begins"), None
+    return _leave_mode(view, f"Revoking {view.target} ..."), Revoke(view.target, view.reason)
 
 
 _ENTERED: Final[dict[Mode, Callable[[View], Pressed]]] = {
-    Mode.FILTER: _filtered,
-    Mode.EVERY: _paced,
-    Mode.REASON: _reasoned,
-    Mode.CONFIRM: _confirmed,
+    Mode.FILTER: _enter_filter,
+    Mode.EVERY: _enter_interval,
+    Mode.REASON: _enter_reason,
+    Mode.CONFIRM: _enter_confirmation,
 }
 _PAGE: Final = 10
 _FAR: Final = 1 << 30

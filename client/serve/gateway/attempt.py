@@ -215,7 +215,7 @@ def serve_inference_request(
     try:
         lease = effects.acquire(request.min_vram, request.lease_ttl_secs)
         try:
-            return _on_lease(effects, authority, request, module_bytes, kernel, held, lease)
+            return _serve_on_lease(effects, authority, request, module_bytes, kernel, held, lease)
         finally:
             # The outcome is known already, and the daemon ends the lease at its deadline anyway.
             with suppress(GpuLeaseError), lease:
@@ -248,7 +248,7 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
                 pause_s = min(2 * pause_s, _LONGEST_JOIN_PAUSE_S)
 
 
-def _on_lease(
+def _serve_on_lease(
     effects: Effects,
     authority: Authority,
     request: InferenceRequest,

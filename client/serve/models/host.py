@@ -55,7 +55,7 @@ class ModelHost:
 
     def submit(self, name: str, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
         """Have a model compute some items, or a smaller variant while there is no room for it; see Instance.submit."""
-        return self._instances[self._stand_in(name)].submit(payload, deadline_s)
+        return self._instances[self._with_room(name)].submit(payload, deadline_s)
 
     def call(self, method_id: int, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
         """Submit items by the model's number: the handler of an RpcServer."""
@@ -94,13 +94,13 @@ class ModelHost:
         for instance in self._instances.values():
             instance.count_lease_time()
 
-    def _stand_in(self, name: str) -> str:
+    def _with_room(self, name: str) -> str:
         while self._instances[name].lacks_room and (smaller := self.models[name].smaller):
             name = smaller
         return name
 
     def _pass_on(self, smaller: str, requests: list[WaitingRequest]) -> None:
-        self._instances[self._stand_in(smaller)].adopt(requests)
+        self._instances[self._with_room(smaller)].adopt(requests)
 
     async def _run(self, instance: Instance) -> None:
         while True:

@@ -206,7 +206,10 @@ class Instance:
             async with GpuSession(lease) as session:
                 runner = await BatchRunner.open(session, settings)
                 ended: Ended = self._loop.create_future()
-                async with self._watching(lease, ended), lease.keep_alive(lambda error: self._lost(error, ended)):
+                async with (
+                    self._watching(lease, ended),
+                    lease.keep_alive(lambda error: self._on_renewal_failed(error, ended)),
+                ):
                     self._intake.starts.add(self._loop.time() - began, self._loop.time())
                     self._lease, self._intake.trouble, self._no_room_until = lease, None, 0.0
                     _log.info("%s: serves on lease %s", settings.name, lease.lease_id_text)
@@ -242,22 +245,22 @@ class Instance:
                 async with lease.events() as events:
                     async for event in events:
                         if (error := lease_end_of(event)) is not None:
-                            self._end(ended, error)
+                            self._set_ended(ended, error)
                             return
             except Disconnected as broken:
                 self._must_check_session = True
                 self._intake.changed_event.set()
                 await asyncio.sleep(pause.after(broken))
             except GpuLeaseError as over:
-                self._end(ended, over.with_traceback(None))
+                self._set_ended(ended, over.with_traceback(None))
                 return
 
-    def _lost(self, error: GpuLeaseError, ended: Ended) -> None:
+    def _on_renewal_failed(self, error: GpuLeaseError, ended: Ended) -> None:
         # A drained node's lease is good to its end; admission counts the time that is left of it.
         if not isinstance(error, Drained):
-            self._end(ended, error.with_traceback(None))
+            self._set_ended(ended, error.with_traceback(None))
 
-    def _end(self, ended: Ended, error: GpuLeaseError) -> None:
+    def _set_ended(self, ended: Ended, error: GpuLeaseError) -> None:
         if not ended.done():
             ended.set_result(error)
         self._intake.changed_event.set()
@@ -306,7 +309,7 @@ class Instance:
             outputs = await runner.run([request.payload for request in batch])
         except GpuLeaseError as error:
             self._metrics.failures.inc()
-            self._failed(batch, error)
+            self._on_batch_failed(batch, error)
             raise
         except BaseException as error:
             # Answer every request, whether the server ends or this code is at fault.
@@ -325,7 +328,7 @@ class Instance:
 
     # --- failures ---
 
-    def _failed(self, batch: list[WaitingRequest], error: GpuLeaseError) -> None:
+    def _on_batch_failed(self, batch: list[WaitingRequest], error: GpuLeaseError) -> None:
         """Queue the requests again that can safely be computed again, and answer the others."""
         is_kernels = isinstance(error, GpuSessionFailed)
         again = []

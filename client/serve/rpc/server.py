@@ -156,7 +156,7 @@ class _Caller:
             raise
         finally:
             os.close(fd)
-        loop.add_reader(sock, self._hear)
+        loop.add_reader(sock, self._on_bell)
 
     def close(self) -> None:
         """Close the connection and cancel its call."""
@@ -170,7 +170,7 @@ class _Caller:
             self._call.cancel()
         self._gone(self)
 
-    def _hear(self) -> None:
+    def _on_bell(self) -> None:
         try:
             bells = self._sock.recv(BELLS_BYTES)
         except BlockingIOError:
@@ -186,9 +186,9 @@ class _Caller:
                 self.close()
         else:
             self._false_bells = 0
-            self._take()
+            self._begin_call()
 
-    def _take(self) -> None:
+    def _begin_call(self) -> None:
         request = self._shared.request
         header = request.header()
         request.status = CallStatus.PROCESSING
@@ -204,9 +204,9 @@ class _Caller:
             _log.exception("a call of method %d failed", header.method_id)
             self._answer(header, _FAILED)
             return
-        self._call.add_done_callback(lambda call: self._end(header, call))
+        self._call.add_done_callback(lambda call: self._on_call_done(header, call))
 
-    def _end(self, header: CallHeader, call: "asyncio.Future[Outcome]") -> None:
+    def _on_call_done(self, header: CallHeader, call: "asyncio.Future[Outcome]") -> None:
         self._call = None
         if self._is_closed:
             if not call.cancelled():
