@@ -30,7 +30,7 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "biscuit_auth": ("daemon/capabilities/tokens.py", "client/token_narrowing.py"),
     # What a gateway alone needs.
     "psycopg": "client/serve/gateway/postgres_store.py",
-    "starlette": ("client/serve/http/", "client/serve/gateway/", "client/serve/models/app.py", "daemon/web/"),
+    "starlette": ("client/serve/http/", "client/serve/gateway/", "client/serve/models/model_server.py", "daemon/web/"),
     "uvicorn": ("client/serve/http/", "daemon/web/"),
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/serve/models/example/digits.py",

@@ -1,4 +1,4 @@
-"""Leases that come, work, are renewed and end in every way, as many at a time as wanted, on one daemon."""
+"""A load of leases that come, work, are renewed and end in every way, so many at a time, on one daemon."""
 
 import asyncio
 import contextlib
@@ -30,20 +30,20 @@ GRID: Final = (4, 1, 1)
 BLOCK: Final = (256, 1, 1)
 
 AT_A_TIME: Final = 8
-"""Acquires under way together: a host has so many cores to start processes on."""
+"""Acquires under way together: a host has only so many cores to start processes on."""
 
 TTL_S: Final = 120.0
 REST_TTL_S: Final = 120.0
-"""Of a lease while all rest, so that none ends then."""
+"""Seconds of a lease while all rest, so that none ends then."""
 
 ENDINGS: Final = ("free", "expire", "drop", "kill", "revoke", "free", "free")
-"""How leases end, in turn."""
+"""The ways in which leases end, in turn."""
 
 EXPIRY_PART: Final = 0.25
-"""Of a life: how long a lease that is left to expire is asked for."""
+"""The share of a life that a lease to expire is acquired for."""
 
 PATIENCE_S: Final = 120.0
-"""For all to be at rest, or for a lease that ended to be told of: past this something hangs."""
+"""Seconds for all leases to rest, or for a tenant to be told of an end: after that, something hangs."""
 
 REFUSED_LOOK_S: Final = 0.05
 
@@ -55,14 +55,15 @@ class Churn:
 
     Args:
         address: The daemon.
-        leases: How many at a time.
-        life_s: How long one lives, on the average.
+        leases: Leases at a time.
+        life_s: Mean life of a lease in seconds.
         image: PTX with `scale`.
+        seed: Seed of the random lives.
 
     Attributes:
-        took_ms: Of each control operation that succeeded.
-        ended: How many leases ended in each way.
-        surprises: What should not have happened, in words.
+        took_ms: Milliseconds of each control operation that succeeded.
+        ended: Number of leases that ended in each way.
+        surprises: Sentences on events that should not have happened.
     """
 
     def __init__(self, address: str, leases: int, life_s: float, image: bytes, seed: int = 1) -> None:
@@ -78,7 +79,7 @@ class Churn:
 
     @contextlib.asynccontextmanager
     async def going_on(self) -> AsyncIterator[None]:
-        """The load, until the block is left."""
+        """Keep up the load until the block is left."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._slot()) for _ in range(self._leases)]
             tasks.append(group.create_task(self._look_around()))
@@ -90,7 +91,7 @@ class Churn:
 
     @contextlib.asynccontextmanager
     async def at_rest(self) -> AsyncIterator[None]:
-        """All leases are there, attached and renewed, and nobody asks for anything, until the block is left."""
+        """Until the block is left, every lease is attached and renewed, and nobody asks for anything."""
         self._resume.clear()
         self._rest.set()
         try:
@@ -112,11 +113,11 @@ class Churn:
                 self.ended[await self._live(ending)] += 1
             except (GpuLeaseError, Breach, TimeoutError) as error:
                 self.surprises.append(f"{ending}: {type(error).__name__}: {error}")
-                # Whoever has made a mistake in a loop must not do it as fast as it can.
+                # A fault that repeats must not spin.
                 await asyncio.sleep(1.0)
 
     async def _live(self, ending: str) -> str:
-        """One lease, from its acquire to its end; how it ended."""
+        """Take one lease from its acquire to its end; return the way in which it ended."""
         ttl_s = max(1.0, EXPIRY_PART * self._life_s) if ending == "expire" else TTL_S
         builder = GpuBuilder(self._address).min_vram(SLICE_BYTES).lease_secs(ttl_s).timeout(30)
         async with self._acquiring:
@@ -134,12 +135,12 @@ class Churn:
             return ending
 
     async def _let_expire(self, lease: GpuLease) -> str:
-        """It is not renewed. On a busy host it may be over before it is used."""
+        """Do not renew the lease. On a busy host it may end before it is used."""
         with contextlib.suppress(LeaseExpired):
             async with GpuSession(lease) as session:
                 await self._work(session)
                 await _until_refused(session, self._rest)
-            # All are to rest, and this one would end meanwhile.
+            # All leases are to rest, and this one would end meanwhile.
             await lease.free()
             return "free"
         return "expire"
@@ -175,7 +176,7 @@ class Churn:
         await session.module_unload(module)
 
     async def _hold(self, lease: GpuLease, seconds: float) -> None:
-        """Let time go by, and rest when all do."""
+        """Wait, and rest when all do."""
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
             try:
@@ -216,7 +217,7 @@ class Churn:
 
 
 async def _until_refused(session: GpuSession, unless: asyncio.Event | None = None) -> None:
-    """Ask on until the session's end is told, or `unless` is set. Raises what it is told by, or TimeoutError."""
+    """Sync until the session's end is reported, or `unless` is set. Raises the reported error, or TimeoutError."""
     async with asyncio.timeout(PATIENCE_S):
         while unless is None or not unless.is_set():
             await session.sync()

@@ -1,7 +1,4 @@
-"""Figures from samples.
-
-Whether what was measured again and again grew.
-"""
+"""Figures from samples: percentiles, rates, and the trend of a series."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,13 +6,13 @@ from dataclasses import dataclass
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile."""
+    """Return the nearest-rank percentile."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def timed_us(action: Callable[[], object], count: int) -> list[float]:
-    """How long each of `count` calls took, in microseconds."""
+    """Return the microseconds that each of `count` calls took."""
     samples = []
     clock = time.perf_counter
     for _ in range(count):
@@ -26,7 +23,7 @@ def timed_us(action: Callable[[], object], count: int) -> list[float]:
 
 
 def per_call_us(action: Callable[[], object], fence: Callable[[], object], count: int) -> float:
-    """Microseconds a call when `count` calls are issued back to back and then fenced."""
+    """Return the microseconds a call when `count` calls are issued back to back and then fenced."""
     fence()
     started = time.perf_counter()
     for _ in range(count):
@@ -36,17 +33,17 @@ def per_call_us(action: Callable[[], object], fence: Callable[[], object], count
 
 
 def gigabytes_per_s(action: Callable[[], object], size_bytes: int, count: int) -> float:
-    """Median throughput of `count` copies of `size_bytes`, in 1e9 bytes per second."""
+    """Return the median throughput of `count` copies of `size_bytes`, in 1e9 bytes per second."""
     return size_bytes / percentile(timed_us(action, count), 50) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A line through the second half of a series, by least squares: the first half is where caches and books fill.
+    """A least-squares line through the second half of a series; caches and tables fill during the first.
 
     Attributes:
-        growth: By how much that line rises over that half, in the series' unit.
-        bound: By how much it may.
+        growth: The line's rise over that half, in the series' unit.
+        bound: The largest rise that counts as flat.
     """
 
     growth: float
@@ -54,12 +51,12 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it rises by no more than it may; falling is no fault."""
+        """True if the line rises by no more than the bound; falling is no fault."""
         return self.growth <= self.bound
 
 
 def trend_of(at_s: Sequence[float], values: Sequence[float], bound: float) -> Trend:
-    """The trend of values that were taken at these times, three at least. Raises ValueError."""
+    """Return the trend of values taken at these times in seconds, three at least. Raises ValueError."""
     if len(at_s) != len(values) or len(values) < 3:
         raise ValueError(f"a trend needs three points at least, each with its time; there are {len(values)}")
     half = len(values) // 2 if len(values) >= 6 else 0

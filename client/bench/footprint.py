@@ -1,4 +1,4 @@
-"""What the daemon's processes hold, as /proc says (proc(5))."""
+"""Memory, descriptors and threads of the daemon's processes, read from /proc (proc(5))."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from typing import Final
 from gpulease.protocol.address import UnixAddress, parse_address
 
 LOOKS: Final = 3
-"""At descriptors and threads, for the least of them: a connection that is being closed is there a moment longer."""
+"""Readings of descriptors and threads; the least counts, since a connection being closed stays for a moment."""
 
 LOOK_S: Final = 0.1
 
@@ -22,7 +22,7 @@ _UCRED: Final = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """One process. RSS and PSS are KiB; the PSS is 0 where this user may not see it."""
+    """The footprint of one process. RSS and PSS are KiB; the PSS is 0 where this user may not read it."""
 
     rss_kib: int
     pss_kib: int
@@ -40,8 +40,8 @@ class Footprints:
     worker_pss_kib: float
 
     def series(self) -> dict[str, float]:
-        """Everything by name."""
-        told = {
+        """Return every figure by its name."""
+        series = {
             f"{name} {what}": float(getattr(footprint, field))
             for name, footprint in (("broker", self.broker), ("zygote", self.zygote))
             for what, field in (
@@ -51,11 +51,14 @@ class Footprints:
                 ("threads", "threads"),
             )
         }
-        return told | {"workers": float(self.workers), "worker PSS, mean KiB": self.worker_pss_kib}
+        return series | {"workers": float(self.workers), "worker PSS, mean KiB": self.worker_pss_kib}
 
 
 def broker_pid(address: str) -> int:
-    """Who listens at a Unix socket: the kernel knows who called listen(2) (unix(7), SO_PEERCRED). Raises ValueError."""
+    """Return the process that listens at a Unix socket.
+
+    The kernel knows who called listen(2) (unix(7), SO_PEERCRED). Raises ValueError for another address.
+    """
     parsed = parse_address(address)
     if not isinstance(parsed, UnixAddress):
         raise ValueError(f"{address} is not a Unix socket: only a daemon of this host can be looked at")
@@ -66,7 +69,7 @@ def broker_pid(address: str) -> int:
 
 
 def footprints_of(broker: int) -> Footprints:
-    """Of a daemon at rest, by its broker's process id. Raises OSError if it is gone or may not be looked at."""
+    """Read the processes of a daemon at rest, by its broker's pid. Raises OSError if it is gone or not readable."""
     (zygote,) = [pid for pid, name in _children(broker) if name == "gpul-zygote"]
     workers = [pid for pid, _ in _children(zygote)]
     shares = [_pss_kib(pid) for pid in workers]
@@ -90,7 +93,7 @@ def _children(parent: int) -> list[tuple[int, str]]:
             try:
                 name, _, rest = (_PROC / entry / "stat").read_text().partition("(")[2].rpartition(")")
             except OSError:
-                continue  # It ended while it was looked at.
+                continue  # The process ended meanwhile.
             if int(rest.split()[1]) == parent:
                 found.append((int(entry), name))
     return found

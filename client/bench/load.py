@@ -1,7 +1,7 @@
-"""`python -m gpulease.client.bench.load`: whether a daemon under load grows, and how long it takes to answer.
+"""`python -m gpulease.client.bench.load`: does a daemon under load grow, and how long does it take to answer?
 
-Leases come and go for minutes on a daemon of its own, which keeps a journal and an audit log. Now and then all rest, as
-many of them as are wanted, and what the daemon's processes hold is read. It must not have grown: see `BOUNDS`.
+Leases come and go for minutes on a private daemon, which keeps a journal and an audit log. At intervals all leases
+rest, as many as are wanted, and the footprint of the daemon's processes is read. It must not have grown: see `BOUNDS`.
 """
 
 import asyncio
@@ -35,22 +35,22 @@ BOUNDS: Final = {
     "workers": 0.5,
     "worker PSS, mean KiB": 512.0,
 }
-"""By how much a line through the second half of the looks may rise over that half. A thousand leases that each leave
-two KiB, or one in five hundred that leaves a descriptor, are told."""
+"""Largest rise of a line through the second half of the readings. A thousand leases that each leave two KiB are
+noticed, and so is one lease in five hundred that leaves a descriptor."""
 
 PLACES: Final = 2
 """Room for so many times the leases: on a busy host many are still being proved free while others begin."""
 
 THREADS: Final = 32
-"""Of the client, for what blocks: no operator's request is to wait for another one's answer."""
+"""Threads of the client for blocking calls: no operator's request may wait for another one's answer."""
 
 LIFE_S: Final = 40.0
-"""Of a lease, on the average: five come and go each second if there are 200."""
+"""Mean life of a lease in seconds: of 200 leases, five come and go each second."""
 
 LOOKS: Final = 20
-"""At the daemon's processes."""
+"""Readings of the daemon's processes."""
 
-# What is remembered of ended leases is full before the second half begins.
+# Few tombstones, so that their table is full before the second half begins.
 _SETTINGS: Final = """\
 state = "{folder}/state"
 audit = "{folder}/audit"
@@ -75,7 +75,7 @@ def main(leases: int, minutes: float, life_s: float, looks: int, address: str, a
 
 
 def run_load(leases: int | None, minutes: float, as_json: bool) -> None:
-    """The same from `gpulease bench --load`."""
+    """Run this module's command for `gpulease bench --load`."""
     options = ["--minutes", str(minutes)] + (["--leases", str(leases)] if leases else []) + ["--json"] * as_json
     main.main(options, standalone_mode=False)
 
@@ -83,7 +83,12 @@ def run_load(leases: int | None, minutes: float, as_json: bool) -> None:
 def measure(
     leases: int, minutes: float, life_s: float, looks: int, address: str, say: Callable[[str], object]
 ) -> dict[str, Any]:
-    """The report; `say` is told of each look. Raises CannotStart, or ValueError if the daemon can't be looked at."""
+    """Return the report; `say` is told of each reading.
+
+    Raises:
+        CannotStart: The private daemon does not start.
+        ValueError: The daemon is not on this host.
+    """
     with contextlib.ExitStack() as stack:
         if not address:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-")))
@@ -102,7 +107,7 @@ def measure(
         "control_ms": {name: _figures(samples) for name, samples in churn.took_ms.items()},
         "at_s": at_s,
         "series": series,
-        "trends": {name: _told(series[name], trend) for name, trend in trends.items()},
+        "trends": {name: _trend_fields(series[name], trend) for name, trend in trends.items()},
         "is_flat": all(trend.is_flat for trend in trends.values()),
     }
 
@@ -130,7 +135,7 @@ async def _looks(
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Lay out the report for people."""
     control = [
         [name, str(figures["count"]), *(f"{figures[part]:.1f}" for part in ("p50", "p99", "max"))]
         for name, figures in report["control_ms"].items()
@@ -138,13 +143,13 @@ def tables(report: dict[str, Any]) -> str:
     trends = [
         [
             name,
-            f"{told['first']:.0f}",
-            f"{told['last']:.0f}",
-            f"{told['growth']:+.1f}",
-            f"{told['bound']:g}",
-            told["is"],
+            f"{trend['first']:.0f}",
+            f"{trend['last']:.0f}",
+            f"{trend['growth']:+.1f}",
+            f"{trend['bound']:g}",
+            trend["is"],
         ]
-        for name, told in report["trends"].items()
+        for name, trend in report["trends"].items()
     ]
     ended = ", ".join(f"{count} by {ending}" for ending, count in sorted(report["ended"].items()))
     return "\n\n".join(
@@ -158,7 +163,7 @@ def tables(report: dict[str, Any]) -> str:
     )
 
 
-def _told(values: list[float], trend: Trend) -> dict[str, Any]:
+def _trend_fields(values: list[float], trend: Trend) -> dict[str, Any]:
     return {
         "first": values[0],
         "last": values[-1],

@@ -1,6 +1,6 @@
-"""What a model server takes: `python -m gpulease.client.bench.models`, on the daemon that runs or a private one.
+"""Measure a model server: `python -m gpulease.client.bench.models`, on the daemon that runs or a private one.
 
-Callers are processes of their own, each with one request at a time; a batch is what they ask together.
+Callers are processes of their own, each with one request at a time; their simultaneous requests form a batch.
 """
 
 import http.client
@@ -22,7 +22,7 @@ import click
 from gpulease.client.bench.figures import percentile
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.serve.models.example.digits import DIGITS, load_tests, load_weights
-from gpulease.client.serve.models.settings import EXAMPLE
+from gpulease.client.serve.models.model_settings import EXAMPLE
 from gpulease.client.serve.rpc import RpcClient
 from gpulease.protocol.address import ADDRESS_VARIABLE
 
@@ -36,7 +36,7 @@ Figures = dict[str, dict[str, float]]
 
 @contextmanager
 def _server(address: str, config: Path) -> Iterator[tuple[int, str, int]]:
-    """A model server in a process of its own: (process id, its socket for calls, its port)."""
+    """Run a model server in a process of its own; yields its pid, its socket for calls and its port."""
     with tempfile.TemporaryDirectory(prefix="gpulease-", dir="/tmp") as folder:
         rpc, log_path = f"unix:{folder}/rpc", Path(folder) / "log"
         command = [sys.executable, "-P", "-m", "gpulease.client.cli.__main__", "serve", "models", str(config)]
@@ -67,14 +67,14 @@ def _rpc_asker(rpc: str, stack: ExitStack) -> Callable[[bytes], bytes]:
 
 
 def _http_asker(port: int, stack: ExitStack) -> Callable[[bytes], bytes]:
-    line = http.client.HTTPConnection("127.0.0.1", port)
-    line.connect()
-    line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stack.callback(line.close)
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.connect()
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stack.callback(connection.close)
 
     def ask(image: bytes) -> bytes:
-        line.request("POST", f"/v1/models/{MODEL}/infer", image, {"Content-Type": "application/octet-stream"})
-        answer = line.getresponse()
+        connection.request("POST", f"/v1/models/{MODEL}/infer", image, {"Content-Type": "application/octet-stream"})
+        answer = connection.getresponse()
         data = answer.read()
         if answer.status != 200:
             raise SystemExit(f"{answer.status}: {data.decode(errors='replace')}")
@@ -88,7 +88,7 @@ def _asker(where: str, stack: ExitStack) -> Callable[[bytes], bytes]:
 
 
 def _call_for(where: str, seconds: float) -> None:
-    """One caller: prints what its requests took, in seconds, as JSON."""
+    """Call for so long, and print the seconds of each request as JSON."""
     images, _ = load_tests()
     inputs = [image.tobytes() for image in images]
     took: list[float] = []
@@ -114,15 +114,15 @@ def _load(where: str, callers: int, seconds: float) -> dict[str, float]:
 
 
 def _right(where: str) -> float:
-    """Which part of the test images the server gets right. Raises SystemExit if a score is not the reference's."""
+    """Return the share of test images that the server classifies rightly. Raises SystemExit if a score is wrong."""
     import numpy as np
 
     images, digits = load_tests()
     wanted = load_weights(MODEL).scores(images)
     with ExitStack() as stack:
         ask = _asker(where, stack)
-        told = b"".join(ask(images[at : at + 20].tobytes()) for at in range(0, len(images), 20))
-    scores = np.frombuffer(told, "<f4").reshape(-1, DIGITS)
+        answers = b"".join(ask(images[at : at + 20].tobytes()) for at in range(0, len(images), 20))
+    scores = np.frombuffer(answers, "<f4").reshape(-1, DIGITS)
     if not np.allclose(scores, wanted, atol=TOLERANCE) or not np.array_equal(scores.argmax(1), wanted.argmax(1)):
         raise SystemExit("the server's scores are not the reference's")
     return float((scores.argmax(1) == digits).mean())

@@ -1,4 +1,4 @@
-"""Copies and kernels of two streams beside the same work in one."""
+"""Time copies and kernels in two streams beside the same work in one."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +10,11 @@ from gpulease.client import Buffer, GpuBuilder, GpuLeaseError, GpuSession, Kerne
 from gpulease.client.bench.figures import percentile, timed_us
 
 PIECE_BYTES: Final = {"cuda": 64 << 20, "cpu": 1 << 20}
-"""By driver, what is copied there and back around each kernel. The embedded driver runs all streams in one order, so
-there is nothing to gain, and little to be measured."""
+"""Bytes copied to the card and back around each kernel, by driver. The embedded driver runs all streams in one
+order: it can gain nothing, so there is little to measure."""
 
 ROUNDS: Final = {"cuda": 1000, "cpu": 1}
-"""Multiplications a value: on a large card the kernel then takes about as long as either copy."""
+"""Multiplications for each value: on a large card the kernel then takes about as long as either copy."""
 
 PIECES: Final = 8
 SAMPLES: Final = 5
@@ -61,7 +61,7 @@ class WrongOrder(GpuLeaseError):
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """What one stream works on."""
+    """The stream, the memory and the arrays of one lane: `data` and `back` are (values,) uint32."""
 
     stream: Stream
     buffer: Buffer
@@ -70,7 +70,7 @@ class _Lane:
 
 
 def overlap(address: str, driver: str) -> dict[str, float]:
-    """Milliseconds for each piece (a copy to the card, a kernel, a copy back) in one stream and in two, medians."""
+    """Return median milliseconds for each piece (copy in, kernel, copy back) in one stream and in two."""
     size = PIECE_BYTES[driver]
     wanted = GpuBuilder(address).device("0").min_vram(2 * size).lease_secs(600)
     with wanted.acquire() as lease, GpuSession(lease) as session:

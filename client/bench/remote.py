@@ -1,4 +1,4 @@
-"""What distance costs: the same work over TLS, through a relay, and over plain TCP, both on loopback."""
+"""The cost of distance: the same work over TLS, through a relay, and over plain TCP, both on loopback."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.client.bench.figures import percentile
-from gpulease.client.bench.leased import bulk_copies, hot_path
+from gpulease.client.bench.session_speed import bulk_copies, hot_path
 from gpulease.client.control import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Ping
@@ -29,11 +29,11 @@ _HOT: Final = (
 
 
 class NoCertificates(Exception):
-    """The test certificates could not be made; the message has why."""
+    """The test certificates could not be made; the message says why."""
 
 
 def remote_figures(address: str, ptx: bytes, launches: int, sizes: tuple[int, ...]) -> dict[str, float]:
-    """Of one address: connecting, a session's hot path, large copies."""
+    """Measure one address: connecting, a session's hot path, large copies."""
     connects = sorted(_connect_ms(address) for _ in range(CONNECTS))
     hot = hot_path(address, ptx, launches, 500)
     return {
@@ -45,14 +45,14 @@ def remote_figures(address: str, ptx: bytes, launches: int, sizes: tuple[int, ..
 
 
 def _connect_ms(address: str) -> float:
-    """From nothing to a connection that has said HELLO and been answered a PING."""
+    """Time from nothing to a connection that has said HELLO and got an answer to PING."""
     started = time.perf_counter()
     ask(Opcode.PING, Ping(1), address)
     return (time.perf_counter() - started) * 1e3
 
 
 def make_certificates(folder: Path) -> tuple[str, dict[str, str]]:
-    """Test certificates: what a daemon on this host needs as settings, and a tenant as environment.
+    """Make test certificates; return a daemon's settings and a tenant's environment for them.
 
     Raises NoCertificates.
     """

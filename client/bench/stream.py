@@ -1,7 +1,7 @@
-"""`python -m gpulease.client.bench.stream PORT BYTES`: the far end of a plain TCP stream.
+"""A plain TCP stream, the measure for bulk copies over TCP.
 
-What bulk copies over TCP are held against: two processes, one connection on loopback, each byte copied once by the
-kernel into one buffer, and nothing else.
+Two processes share one connection on loopback. The kernel copies each byte once into one buffer, and nothing else is
+done. `python -m gpulease.client.bench.stream PORT BYTES` is the far end.
 """
 
 import socket
@@ -18,7 +18,7 @@ _TO_THERE: Final = b"w"
 
 
 def stream_rates(sizes: tuple[int, ...]) -> dict[str, float]:
-    """GB/s of so many bytes at a time, there (write) and back (read), the end of each told by a byte."""
+    """Return GB/s by size, there (write) and back (read); a byte acknowledges the end of each copy."""
     figures: dict[str, float] = {}
     for size in sizes:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -60,7 +60,7 @@ def _rates(sock: socket.socket, size: int) -> dict[str, float]:
 
 
 def _fill(sock: socket.socket, buffer: memoryview) -> bool:
-    """Receive exactly so many bytes; False if the stream ends before."""
+    """Receive until the buffer is full; False if the stream ends before."""
     while buffer:
         count = sock.recv_into(buffer)
         if not count:
@@ -70,7 +70,7 @@ def _fill(sock: socket.socket, buffer: memoryview) -> bool:
 
 
 def serve(port: int, size: int) -> None:
-    """Take and send what is asked for until the other end closes."""
+    """Receive and send as the other end asks, until it closes."""
     data, word = memoryview(bytearray(size)), memoryview(bytearray(1))
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""`gpulease`: the group of commands. Each is imported when it is called for: together they take a while."""
+"""`gpulease`: the group of commands. Each is imported when it is called: importing all of them takes a while."""
 
 import sys
 from importlib import import_module
@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import gpulease
-from gpulease.client.cli.endings import check_words, interrupt_unwinds, told_in_words
+from gpulease.client.cli.exit_status import check_words, failures_as_sentences, interrupt_unwinds
 from gpulease.client.cli.start import run
 
 PROGRAM: Final = "gpulease"
@@ -19,7 +19,7 @@ COMMANDS: Final = {
     "completion": ("completion:completion", "Print what makes a shell complete commands and lease ids."),
     "demo": ("demo:demo", "Lease a slice, run two kernels on it, let another lease expire."),
     "drain": ("drain:drain", "Let nobody in, and end what is left by a deadline."),
-    "events": ("drain:events", "Print what leases go through, a line each as it happens."),
+    "events": ("lease_events:events", "Print what leases go through, a line each as it happens."),
     "fence": ("node:fence", "Look after memory that could not be proved free."),
     "health": ("metrics:health", "Show whether the daemon can grant leases, and what keeps it from it."),
     "info": ("node:info", "Show the cards: what may be leased, what is free, what is fenced."),
@@ -29,24 +29,24 @@ COMMANDS: Final = {
     "pki": ("daemon_modules:pki", "Make a test authority and certificates: init, issue, revoke."),
     "revoke": ("node:revoke", "End a lease at once, whatever it is doing."),
     "run": ("run:run", "Run a program with a lease of its own, which ends with it."),
-    "serve": ("serving:serve", "Serve others on leases."),
+    "serve": ("serve:serve", "Serve others on leases."),
     "submit": ("submit:submit", "Run one kernel of a file, and write what it computes."),
     "top": ("top.command:top", "Watch cards and leases live; sort, filter, revoke."),
     "verify": ("verify:verify", "Break every rule on this host's card beside a neighbour."),
 }
-"""Every command: where it is, below this package, and what it says of itself in a line."""
+"""Every command by name: its module below this package and its function, and its line in the help text."""
 
 
 class _Commands(click.Group):
-    """Knows the commands by name, and shows a failure as a sentence, never as a traceback."""
+    """Finds commands by name, and shows a failure as a sentence, never as a traceback."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **kwargs: Any) -> click.Context:
-        with told_in_words():
+        with failures_as_sentences():
             check_words(args)
             return super().make_context(info_name, args, *more, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with told_in_words():
+        with failures_as_sentences():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -66,7 +66,7 @@ class _Commands(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         names = [name for name in COMMANDS if name.startswith(incomplete)]
-        # A group completes the names of its commands by importing all of them.
+        # click's group would import every command to complete their names.
         return [CompletionItem(name, help=COMMANDS[name][1]) for name in names] + click.Command.shell_complete(
             self, ctx, incomplete
         )
@@ -90,7 +90,7 @@ def main() -> None:
     itself, 74 the output or a file fails; or the signal that ended it.
     """
     for stream in (sys.stdout, sys.stderr):
-        # A name that the locale can't write is shown as its escape.
+        # Escape characters that the locale can't write, instead of failing.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 

@@ -1,4 +1,4 @@
-"""`gpulease completion`: what makes a shell complete what is typed behind `gpulease`."""
+"""`gpulease completion`: print a shell's completion script for `gpulease`."""
 
 import click
 from click.shell_completion import get_completion_class
@@ -18,6 +18,6 @@ def completion(shell: str) -> None:
     if kind is None:
         raise click.UsageError(f"{shell} can't be completed for")
     root = click.get_current_context().find_root().command
-    # The template itself: to make it, click would run the shell to look at its version.
+    # Fill in the template here: click's own method would run the shell to learn its version.
     made = kind(root, {}, "gpulease", "_GPULEASE_COMPLETE")
     click.echo(made.source_template % made.source_vars())

@@ -1,8 +1,6 @@
-"""Commands that a module of the daemon does: it takes this process's place, since neither side imports the other.
+"""`gpulease audit` and `gpulease pki`: commands that a module of the daemon executes in this process's place.
 
-`gpulease audit`: reading audit logs, which is done by a module of the daemon in this process's place.
-
-`gpulease pki`: test certificates, which are made by a module of the daemon in this process's place.
+Client and daemon import nothing of each other, so this process is replaced by one that runs the daemon's module.
 """
 
 import os
@@ -13,17 +11,17 @@ from typing import Final, NoReturn
 
 import click
 
-from gpulease.client.cli.endings import CannotStart
+from gpulease.client.cli.exit_status import CannotStart
 
-_BEGIN: Final = "from gpulease.client.cli.start import run_module_instead; run_module_instead()"
+_STARTER: Final = "from gpulease.client.cli.start import run_module_instead; run_module_instead()"
 
 
-def hand_on(module: str, words: Sequence[str]) -> NoReturn:
-    """Run a module with these words instead of this program. Raises CannotStart if no daemon is installed."""
+def become_module(module: str, words: Sequence[str]) -> NoReturn:
+    """Replace this program by a module, with these arguments. Raises CannotStart if no daemon is installed."""
     # The daemon need not be installed where its client is.
     if find_spec(module.rpartition(".")[0]) is None:
         raise CannotStart("no daemon is installed beside this client: pip install '.[daemon]' in gpulease's repository")
-    os.execv(sys.executable, [sys.executable, "-P", "-c", _BEGIN, module, *words])
+    os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, module, *words])
 
 
 AUDIT_MODULE: Final = "gpulease.daemon.record.audit"
@@ -33,7 +31,7 @@ AUDIT_MODULE: Final = "gpulease.daemon.record.audit"
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def audit(words: tuple[str, ...]) -> None:
     """Read audit logs: verify, show, usage, head. `gpulease audit -h` says more."""
-    hand_on(AUDIT_MODULE, words)
+    become_module(AUDIT_MODULE, words)
 
 
 PKI_MODULE: Final = "gpulease.daemon.remote.pki"
@@ -43,4 +41,4 @@ PKI_MODULE: Final = "gpulease.daemon.remote.pki"
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def pki(words: tuple[str, ...]) -> None:
     """Make a test authority and certificates: init, issue, revoke. `gpulease pki -h` says more."""
-    hand_on(PKI_MODULE, words)
+    become_module(PKI_MODULE, words)

@@ -1,4 +1,4 @@
-"""`gpulease demo`: the main job from end to end, step by step, against a real daemon."""
+"""`gpulease demo`: lease, compute, expire, step by step, against a real daemon."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ EXPIRING_LEASE_S: Final = 1.0
 
 
 class DemoFailed(GpuLeaseError):
-    """The demonstration came to something else than it must."""
+    """A step of the demonstration had another result than it must."""
 
 
 @click.command()
@@ -106,9 +106,8 @@ def _expire(address: str, say: Any) -> dict[str, Any]:
 
 
 def transform_ptx() -> bytes:
-    """PTX with `scale` and `bias`, made by nvcc from the transform.cu of the vectors."""
+    """Return PTX with `scale` and `bias`, compiled by nvcc from the transform.cu of the vectors."""
     return files("gpulease.client.cli").joinpath("transform.ptx").read_bytes()
 
 
-def _silent(message: str) -> None:
-    """Say nothing."""
+def _silent(message: str) -> None: ...

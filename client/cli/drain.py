@@ -1,10 +1,6 @@
-"""What `gpulease events` says of an event: what comes next, and until when at most.
-
-Emptying a node and hearing of leases: `gpulease drain`, `events`.
-"""
+"""`gpulease drain`: empty a node."""
 
 import json
-import math
 import sys
 import time
 from typing import Any, Final
@@ -12,51 +8,26 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
-from gpulease.client.cli.endings import EXIT_FAILED
-from gpulease.client.cli.lease_ids import lease_id_argument
+from gpulease.client.cli.exit_status import EXIT_FAILED
 from gpulease.client.cli.tables import seconds_text, shown
 from gpulease.client.control import ask
-from gpulease.client.engine.events import EVERY_LEASE, EventStream, LeaseEvent
-from gpulease.client.engine.request import address_of, milliseconds
+from gpulease.client.engine.request import milliseconds
 from gpulease.client.errors import Disconnected, InvalidRequest
 from gpulease.client.reports import cards_of, leases_of
-from gpulease.client.sync.events import LeaseEvents
-from gpulease.protocol import Opcode, Phase
+from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
 
-_NEXT: Final = {
-    Phase.ACTIVE: "its warning comes in {}, if it is not renewed",
-    Phase.WARNING: "it ends in {} at most",
-    Phase.GRACE: "what still runs is killed in {} at most",
-    Phase.TEARDOWN: "its memory is proved free in {}, or fenced",
-}
-"""What an event's time is the time to: of none but a warning's is it the lease's end."""
-
-
-def event_text(event: LeaseEvent) -> str:
-    """One line, nothing in which a terminal obeys."""
-    parts = [str(event.lease_id), event.phase_text]
-    if event.left_s and isinstance(event.phase, Phase) and event.phase in _NEXT:
-        # Rounded up: what is called 0.0 s has passed.
-        parts.append(_NEXT[event.phase].format(seconds_text(math.ceil(event.left_s * 10) / 10)))
-    parts += [part for part in (event.cause, event.reason) if part]
-    if event.lost:
-        which = "1 event before this one was" if event.lost == 1 else f"{event.lost} events before this one were"
-        parts.append(f"{which} not read in time and lost")
-    return shown("  ".join(parts))
-
-
 POLL_S: Final = 0.2
-"""Between two looks at who is left."""
+"""Seconds between two looks at the leases that are left."""
 
 AWAY_S: Final = 30.0
-"""For a daemon that is being restarted while somebody waits."""
+"""Seconds to wait for a daemon that restarts meanwhile."""
 
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 def milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """A time span as people type it: "90", "90s", "10m", "1.5h"."""
+    """Parse a time span as people type it: "90", "90s", "10m", "1.5h"."""
     number = value.rstrip("abcdefghijklmnopqrstuvwxyz")
     try:
         return milliseconds(float(number) * _UNITS[value[len(number) :] or "s"], "a time", least_ms=0)
@@ -96,11 +67,11 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
         return
     if not as_json:
         _show(status, [], as_json)
-    while _left(with_fenced=False):
+    while _remaining_leases(with_fenced=False):
         _check_drained()
         time.sleep(POLL_S)
     _check_drained()
-    fenced = _left(with_fenced=True)
+    fenced = _remaining_leases(with_fenced=True)
     if as_json:
         _show(status, fenced, as_json)
     elif fenced:
@@ -112,7 +83,7 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
 
 
 def _check_drained() -> None:
-    """Whoever waits for a node to be empty must not believe it of one that grants again. Raises InvalidRequest."""
+    """Raise InvalidRequest if the node grants again: who waits for an empty node must not be told that it is empty."""
     if all(card.get("drain_left_ms") is None for card in cards_of(_ask_patiently(Opcode.GET_INVENTORY))):
         raise InvalidRequest(
             "the node is not drained any more: somebody cancelled that, or its daemon was started anew without `state`",
@@ -121,7 +92,7 @@ def _check_drained() -> None:
 
 
 def _ask_patiently(op: Opcode) -> Any:
-    """Ask again while the daemon is away: with `state` the next one goes on with the drain. Raises Disconnected."""
+    """Ask again while the daemon is away: with `state` its successor continues the drain. Raises Disconnected."""
     until = time.monotonic() + AWAY_S
     while True:
         try:
@@ -132,7 +103,7 @@ def _ask_patiently(op: Opcode) -> Any:
         time.sleep(POLL_S)
 
 
-def _left(*, with_fenced: bool) -> list[str]:
+def _remaining_leases(*, with_fenced: bool) -> list[str]:
     found = leases_of(_ask_patiently(Opcode.LEASE_LIST_ACTIVE).report)
     return [lease["lease_id"] for lease in found if with_fenced or lease["state"] != "fenced"]
 
@@ -146,28 +117,6 @@ def _show(status: DrainStatus, fenced: list[str], as_json: bool) -> None:
     elif left_s is None:
         click.echo("The node is not drained: it grants leases.")
     else:
-        told = {0: "Nothing is leased.", 1: "1 lease is left"}.get(status.leases, f"{status.leases} leases are left")
+        rest = {0: "Nothing is leased.", 1: "1 lease is left"}.get(status.leases, f"{status.leases} leases are left")
         when = f", and will be ended in {seconds_text(left_s)} at most." if status.leases else ""
-        click.echo(f"The node grants nothing any more. {told}{when}")
-
-
-@click.command()
-@lease_id_argument(required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
-def events(lease_id: int | None, as_json: bool) -> None:
-    """Print what leases go through, a line each: of LEASE_ID until it has ended, or of all you may see, for ever."""
-    with LeaseEvents(EventStream(address_of(None), EVERY_LEASE if lease_id is None else lease_id)) as heard:
-        for event in heard:
-            click.echo(json.dumps(_map(event)) if as_json else event_text(event))
-
-
-def _map(event: LeaseEvent) -> dict[str, Any]:
-    return {
-        "lease_id": str(event.lease_id),
-        "phase": event.phase_text,
-        "left_s": event.left_s,
-        "generation": event.generation,
-        "cause": event.cause or None,
-        "reason": event.reason,
-        "lost": event.lost,
-    }
+        click.echo(f"The node grants nothing any more. {rest}{when}")

@@ -1,4 +1,4 @@
-"""A lease's id as an argument: how it is typed, whole or its beginning, and completed from the daemon."""
+"""A lease's id as an argument: typed whole or by its first digits, and completed from the daemon's list."""
 
 import re
 import threading
@@ -18,29 +18,29 @@ from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.messages import Empty
 
 COMPLETION_LIMIT_S: Final = 0.5
-"""For the daemon to list leases while a person waits for a completion; later there are none."""
+"""Seconds for the daemon to list leases while a person waits for a completion; after that there is none."""
 
 MAX_COMPLETIONS: Final = 256
-"""Most ids given to a shell: nobody reads more, and it would ask before showing them anyway."""
+"""Most ids given to a shell. A shell asks before it shows more, and nobody reads them."""
 
 MIN_PREFIX_DIGITS: Final = 4
-"""Fewer first digits of an id are more likely a slip than a choice."""
+"""Least digits of an id's beginning; fewer are more likely a slip than a choice."""
 
-MAX_TOLD: Final = 8
-"""Most leases that an ambiguous beginning is said to stand for."""
+MAX_LISTED: Final = 8
+"""Most leases listed for an ambiguous beginning."""
 
 _PREFIX: Final = re.compile(f"[0-9a-fA-F]{{{MIN_PREFIX_DIGITS},31}}")
 _LEASE_ID: Final = re.compile("[0-9a-fA-F]{32}")
-"""What is taken for one from a command line, and of what a daemon calls so, all that gets into a shell's line: anything
-else there could be a command."""
+"""An id on the command line. Of the daemon's ids, only texts of this form reach a shell's line: another text there
+could be a command."""
 
 
 def lease_id_argument(*, required: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The argument LEASE_ID, of which the first digits will do if no other lease that this user sees has them."""
-    return click.argument("lease_id", required=required, callback=_number_of, shell_complete=complete_lease_ids)
+    """Declare the argument LEASE_ID: a whole id, or the first digits of just one lease that this user may see."""
+    return click.argument("lease_id", required=required, callback=_parse_lease_id, shell_complete=complete_lease_ids)
 
 
-def _number_of(ctx: click.Context, param: click.Parameter, value: str | None) -> LeaseId | None:
+def _parse_lease_id(ctx: click.Context, param: click.Parameter, value: str | None) -> LeaseId | None:
     if value is None or ctx.resilient_parsing:
         return None
     if _LEASE_ID.fullmatch(value):
@@ -52,11 +52,11 @@ def _number_of(ctx: click.Context, param: click.Parameter, value: str | None) ->
             ctx,
             param,
         )
-    return _that_begins_with(value.lower())
+    return _lease_with_prefix(value.lower())
 
 
-def _that_begins_with(prefix: str) -> LeaseId:
-    """The one lease of which these are the first digits. Raises NotFound, InvalidRequest if there are several."""
+def _lease_with_prefix(prefix: str) -> LeaseId:
+    """Return the one lease with these first digits. Raises NotFound, InvalidRequest if there are several."""
     ids = [lease["lease_id"] for lease in leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)]
     found = [text for text in ids if _LEASE_ID.fullmatch(text) and text.startswith(prefix)]
     if not found:
@@ -65,23 +65,23 @@ def _that_begins_with(prefix: str) -> LeaseId:
             "See `gpulease leases`; one that has ended needs all 32 digits",
         )
     if len(found) > 1:
-        told = ", ".join(found[:MAX_TOLD]) + (" and more" if len(found) > MAX_TOLD else "")
-        raise InvalidRequest(f"{len(found)} leases begin with {prefix}: {told}", "Give more digits")
+        listed = ", ".join(found[:MAX_LISTED]) + (" and more" if len(found) > MAX_LISTED else "")
+        raise InvalidRequest(f"{len(found)} leases begin with {prefix}: {listed}", "Give more digits")
     return lease_id_of(found[0])
 
 
 def complete_lease_ids(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ids of leases that this user may see; none if the daemon does not say in time."""
+    """Return ids of leases that this user may see; none if the daemon does not answer in time."""
     found: list[CompletionItem] = []
-    # A thread that nothing waits for: looking up a host's name has no bound of its own.
-    thread = threading.Thread(target=_list_into, args=(found, incomplete.lower()), daemon=True)
+    # A thread that is abandoned after the limit: looking up a host's name has no bound of its own.
+    thread = threading.Thread(target=_list_leases_into, args=(found, incomplete.lower()), daemon=True)
     thread.start()
     thread.join(COMPLETION_LIMIT_S)
     return list(found)
 
 
-def _list_into(found: list[CompletionItem], begin: str) -> None:
-    # Whatever is wrong, a shell's line is no place to say it.
+def _list_leases_into(found: list[CompletionItem], begin: str) -> None:
+    # A message would be printed into the shell's command line, so every error is dropped.
     with suppress(Exception):
         report = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
         those = (lease for lease in report if _LEASE_ID.fullmatch(lease["lease_id"]))

@@ -1,4 +1,4 @@
-"""What programs that watch a node read: `gpulease metrics`, `health`."""
+"""`gpulease metrics` and `gpulease health`: for programs that watch a node."""
 
 import sys
 
@@ -16,7 +16,7 @@ def metrics() -> None:
     """Print the node's metrics as Prometheus reads them; for operators."""
     text = ask(Opcode.METRICS, Empty()).exposition
     if is_terminal():
-        # A program gets what the daemon said; a terminal would obey it.
+        # A program gets the daemon's bytes as they are; a terminal would obey control characters in them.
         text = "\n".join(map(shown, text.split("\n")))
     click.echo(text, nl=False)
 

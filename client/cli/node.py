@@ -1,4 +1,4 @@
-"""Looking after a node: `gpulease info`, `leases`, `revoke`, `fence`."""
+"""`gpulease info`, `leases`, `revoke` and `fence`: an operator's view of a node."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.endings import EXIT_FAILED
+from gpulease.client.cli.exit_status import EXIT_FAILED
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text, wrapped_text
 from gpulease.client.control import ask
@@ -37,6 +37,18 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
     if left_ms is not None:
         when = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease is ended"
         click.echo(wrapped_text(f"The node is drained: it grants nothing, and {when}.", width))
+    click.echo(_card_table(cards, width))
+    for card in cards:
+        if taken := _taken_by_others(card):
+            click.echo(wrapped_text(taken, width))
+    # All workers of a node have the same sandbox; a daemon older than the sandbox reports none.
+    sandbox = cards[0].get("sandbox") if cards else None
+    if sandbox and (text := _sandbox_text(sandbox, width, is_whole=shows_sandbox)):
+        click.echo("\n" + text)
+
+
+def _card_table(cards: list[Report], width: int | None) -> str:
+    head = ["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"]
     rows = [
         [
             str(card["index"]),
@@ -52,34 +64,31 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
         ]
         for card in cards
     ]
-    head = ["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"]
-    click.echo(
-        fitted(
-            head, rows, width, title=head.index("card"), spared=("exclusive", "warm", "driver"), texts=("card", "name")
-        )
-    )
-    for card in cards:
-        if taken := _taken(card):
-            click.echo(wrapped_text(taken, width))
-    # All workers of a node are in the same one; a daemon from before there was one says nothing.
-    sandbox = cards[0].get("sandbox") if cards else None
-    if sandbox and shows_sandbox:
+    spared = ("exclusive", "warm", "driver")
+    return fitted(head, rows, width, title=head.index("card"), spared=spared, texts=("card", "name"))
+
+
+def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -> str:
+    """Describe every measure, or only those that are off; "" if none is."""
+    if is_whole:
         measures = [[found["measure"], "on" if found["on"] else "OFF", found["detail"]] for found in sandbox]
-        click.echo("\n" + fitted(["workers' sandbox", "", "how far, or why not"], measures, width, is_text_last=True))
-    elif sandbox and (off := [found["measure"] for found in sandbox if not found["on"]]):
-        which = f"{len(off)} of {len(sandbox)} measures of the workers' sandbox are OFF: {', '.join(off)}"
-        click.echo("\n" + wrapped_text(f"{which}. `gpulease info --sandbox` says why.", width))
+        return fitted(["workers' sandbox", "", "how far, or why not"], measures, width, is_text_last=True)
+    off = [found["measure"] for found in sandbox if not found["on"]]
+    if not off:
+        return ""
+    which = f"{len(off)} of {len(sandbox)} measures of the workers' sandbox are OFF: {', '.join(off)}"
+    return wrapped_text(f"{which}. `gpulease info --sandbox` says why.", width)
 
 
-def _taken(card: Report) -> str:
-    """What others hold of the card's memory since the daemon measured it, "" if nothing."""
+def _taken_by_others(card: Report) -> str:
+    """Describe memory of the card that others have taken since the daemon measured it; "" if none."""
     holders = (("unowned_bytes", "the driver"), ("outside_bytes", "programs outside gpulease"))
     held = [f"{size_text(card[name])} by {holder}" for name, holder in holders if card.get(name)]
     return f"Card {card['index']}: taken since the daemon began: {' and '.join(held)}." if held else ""
 
 
 def _warm(card: Report) -> str:
-    """Contexts that wait for a lease, and what all of the pool's hold."""
+    """Describe the pool: contexts that wait for a lease, and the memory that all of them hold."""
     if not card.get("warm_wanted") and not card.get("warm_bytes"):
         return "0"
     ready, wanted, held_bytes = (card.get(f"warm_{name}") or 0 for name in ("contexts", "wanted", "bytes"))
@@ -101,15 +110,15 @@ def leases(tenant: str | None, as_json: bool) -> None:
     if not found:
         click.echo("No leases." if tenant is None else shown(f"No leases of {tenant}."))
         return
-    listed, gpus = leases_of(found), _gpus()
+    listed, gpus = leases_of(found), _indexes_by_uuid()
     rows = [_row(lease, gpus) for lease in listed]
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "launches", "copies", "age", "left"]
     spared = ("copies", "launches", "age", "GPU")
     click.echo(fitted(head, rows, output_width(), spared=spared, texts=("lease", "tenant")))
 
 
-def _gpus() -> dict[str, str]:
-    """The cards' numbers, as `gpulease info` and `--device` have them, by their UUIDs."""
+def _indexes_by_uuid() -> dict[str, str]:
+    """Return the cards' numbers by their UUIDs, as `gpulease info` and `--device` have them."""
     return {card["uuid"]: str(card["index"]) for card in cards_of(ask(Opcode.GET_INVENTORY, Empty()))}
 
 
@@ -130,7 +139,7 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
 
 
 def _state(lease: Report) -> str:
-    """Where it stands, and why it ends or soon will."""
+    """Describe a lease's state, and the cause that ends it or soon will."""
     if lease.get("cause") is not None:
         return f"{lease['state']} ({lease['cause']})"
     left_ms = lease.get("orphaned_in_ms")
@@ -175,13 +184,13 @@ def _revoke_token(lease_id: LeaseId, nonce: int, as_json: bool) -> None:
 
 
 def outcome_word(outcome: int) -> str:
-    """What came of a revocation, for programs; of a newer daemon perhaps a number."""
+    """Return a revocation's outcome for programs; a newer daemon's may be a number."""
     words = {RevokeOutcome.TORN_DOWN: "torndown", RevokeOutcome.FENCED: "fenced", RevokeOutcome.NOT_FOUND: "notfound"}
     return {int(known): word for known, word in words.items()}.get(int(outcome), str(outcome))
 
 
 def outcome_text(lease_id: LeaseId, outcome: int) -> str:
-    """The same for people."""
+    """Return a revocation's outcome for people."""
     match outcome:
         case RevokeOutcome.TORN_DOWN:
             return f"Lease {lease_id} is torn down and its memory is free."
@@ -193,7 +202,7 @@ def outcome_text(lease_id: LeaseId, outcome: int) -> str:
 
 
 def _sendable(text: str) -> str:
-    """A text that a request can carry. Raises BadParameter."""
+    """Return a text that a request can carry. Raises BadParameter."""
     size_bytes = len(text.encode())
     if size_bytes > MAX_TEXT_BYTES:
         raise click.BadParameter(f"it has {size_bytes} bytes; at most {MAX_TEXT_BYTES} are allowed.")
@@ -201,14 +210,14 @@ def _sendable(text: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """One that tells a tenant something. Raises BadParameter."""
+    """Return a reason that is not blank. Raises BadParameter."""
     if not text.strip():
         raise click.BadParameter("it is blank; say why, or leave --reason out.")
     return _sendable(text)
 
 
 def _nonce_number(text: str) -> int:
-    """A token's nonce as it is typed. Raises BadParameter."""
+    """Parse a token's nonce. Raises BadParameter."""
     if not _NONCE.fullmatch(text):
         raise click.BadParameter(
             f"{text!r} is no token's nonce. Copy one from `gpulease audit show --kind issue FOLDER`."

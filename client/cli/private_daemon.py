@@ -1,4 +1,4 @@
-"""The daemon a command talks to: the one that runs, or one of its own that ends with it."""
+"""The daemon that a command talks to: the one that runs, or a private one that ends with the command."""
 
 import contextlib
 import os
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from gpulease.client.cli.endings import CannotStart as CannotStart
+from gpulease.client.cli.exit_status import CannotStart
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
 
 START_TIMEOUT_S: Final = 90.0
-"""For a daemon to listen: on a GPU host it makes a first context on every card."""
+"""Seconds for a daemon to listen: on a GPU host it first makes a context on every card."""
 
 STOP_TIMEOUT_S: Final = 15.0
-"""For it to let everything go, before it is killed."""
+"""Seconds for the daemon to release everything, before it is killed."""
 
 SOCKET_NAME_BYTES: Final = 40
 """Room kept for `/gpulease-xxxxxxxx/daemon.sock` behind the folder of temporary files."""
@@ -28,7 +28,7 @@ _LOOK_S: Final = 0.01
 
 
 def running_address() -> str | None:
-    """The address to use if GPULEASE_ADDRESS names one, or a daemon listens at the default socket."""
+    """Return GPULEASE_ADDRESS, else the default socket if a daemon listens there, else None."""
     named = os.environ.get(ADDRESS_VARIABLE)
     if named:
         return named
@@ -45,9 +45,14 @@ def private_daemon(
     warm_contexts: int = 0,
     settings: str = "",
 ) -> Iterator[str]:
-    """The address of a daemon of this process's own; it ends with the block. Raises CannotStart.
+    """Start a daemon that ends with the block; yields its address. Raises CannotStart.
 
-    `also_at`: other addresses it listens at. `settings`: what else it is to be told, as TOML.
+    Args:
+        driver: The daemon's driver.
+        vram: Device memory for leases, for each card.
+        also_at: Further addresses to listen at.
+        warm_contexts: Contexts that the daemon keeps ready.
+        settings: Further settings, as TOML.
     """
     with tempfile.TemporaryDirectory(prefix="gpulease-", dir=_short_folder()) as folder:
         path = str(Path(folder) / "daemon.sock")
@@ -73,7 +78,7 @@ def private_daemon(
 
 
 def _short_folder() -> str | None:
-    """Where a socket's path stays short enough: the usual place for temporary files, else /tmp."""
+    """Return a folder in which a socket's path stays short enough: the usual one (None), else /tmp."""
     usual = tempfile.gettempdir()
     return "/tmp" if len(os.fsencode(usual)) > MAX_UNIX_PATH_BYTES - SOCKET_NAME_BYTES else usual
 

@@ -1,8 +1,8 @@
-"""`gpulease run`: a lease for as long as a program runs.
+"""`gpulease run`: run a program with a lease that ends with it.
 
 The program finds the daemon by GPULEASE_ADDRESS and the lease by GPULEASE_LEASE_ID; `GpuSession.attach()` reads both.
-The lease's id, and no token, because a token opens one connection and lasts for five minutes at most: a program may
-open as many sessions as its lease lets it, one after the other, and so may the programs that it starts.
+The variable holds the lease's id, not a token: a token opens one connection and lasts for five minutes at most. A
+program may open as many sessions as its lease allows, one after the other, and so may the programs that it starts.
 """
 
 import errno
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import click
 
 from gpulease.client.cli.drain import milliseconds_of
-from gpulease.client.cli.endings import end_by, fail
+from gpulease.client.cli.exit_status import die_by_signal, fail
 from gpulease.client.engine.request import LEASE_ID_VARIABLE
 from gpulease.client.errors import Disconnected, GpuLeaseError
 from gpulease.client.sync.events import LeaseEvents
@@ -29,28 +29,29 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.sizes import parse_size
 
 if TYPE_CHECKING:
-    # Not at run time: numpy comes with it, and its threads must start behind `_block`.
+    # Not at run time: this imports numpy, whose threads must start after `_block`.
     from gpulease.client.public import GpuLease
 
 EXIT_LEASE_ENDED: Final = 124
-"""The lease ended before the program; timeout(1) says the same of a program that took too long."""
+"""The lease ended before the program; timeout(1) exits with this status after a program took too long."""
 
 EXIT_NOT_STARTED: Final = 126
 EXIT_NO_PROGRAM: Final = 127
-"""A program that can't be started, and one that is not there, as env(1) and shells have them."""
+"""126: the program can't be started; 127: there is no such program. env(1) and shells use the same."""
 
 KILL_AFTER_S: Final = 10.0
-"""How long a program has, once its lease has ended and it was sent SIGTERM, before it is killed."""
+"""Seconds from SIGTERM, when its lease has ended, until the program is killed."""
 
-UNHEARD_S: Final = 5.0
-"""How long past its deadline a lease is taken for alive while the daemon does not say that it has ended."""
+UNREPORTED_S: Final = 5.0
+"""Seconds beyond its deadline for which a lease is presumed alive while the daemon does not report its end."""
 
 ORPHAN_S: Final = 60.0
-"""How long the lease stays once nobody is connected to it, because this process was killed. Longer than a daemon takes
-to be started anew: until `_watch` has found it again, the lease has only the connections of the program's sessions."""
+"""Seconds that the lease stays without any connection, after this process was killed. Longer than a daemon's
+restart: until
+`_watch` has reconnected, the program's sessions are the lease's only connections."""
 
 GIVE_BACK_S: Final = 5.0
-"""How long the lease's end is waited for once the program has ended."""
+"""Seconds to wait for the lease's end after the program has ended."""
 
 FORWARDED: Final = (
     signal.SIGHUP,
@@ -61,7 +62,7 @@ FORWARDED: Final = (
     signal.SIGUSR2,
 )
 _LEASE_ENDED: Final = signal.SIGRTMIN
-"""Sent by a thread of this process to its main thread."""
+"""A thread of this process sends it to the main thread."""
 
 _AWAITED: Final = frozenset({*FORWARDED, signal.SIGCHLD, _LEASE_ENDED})
 
@@ -94,29 +95,29 @@ def run(vram_bytes: int, ttl_ms: int, wait_ms: int, device: str | None, command:
     """
     _check_program(command[0])
     usual = _block()
-    # Now, behind `_block`: numpy starts threads when it is imported, and they inherit what is blocked.
+    # Imported after `_block`: numpy starts threads at its import, and they inherit the blocked signals.
     from gpulease.client.public import GpuBuilder
 
     builder = GpuBuilder().min_vram(vram_bytes).lease_secs(ttl_ms / 1000).timeout(wait_ms / 1000).orphan_secs(ORPHAN_S)
     if device is not None:
         builder.device(device)
-    # There is no lease to leave behind yet: whoever waits for room can interrupt it.
+    # No lease exists yet that could be left behind, so a wait for room can be interrupted.
     signal.pthread_sigmask(signal.SIG_SETMASK, usual)
     lease = builder.acquire()
-    held = _Held(lease)
+    program = _LeasedProgram(lease)
     try:
         _block()
-        status = held.run(command, usual)
+        status = program.run(command, usual)
     finally:
         _give_back(lease)
-    # They stay blocked: what comes after the program's end was meant for the program.
-    if held.why_ended:
+    # Signals stay blocked: those that arrive after the program's end were meant for the program.
+    if program.end_reason:
         sys.exit(EXIT_LEASE_ENDED)
     _end_as(status)
 
 
 def _block() -> set[signal.Signals]:
-    """Have signals wait until `_wait` takes them one by one, and return what was blocked before.
+    """Block the signals that `_wait` takes one by one; return the signals that were blocked before.
 
     A signal is blocked only if every thread of the process blocks it.
     """
@@ -125,7 +126,7 @@ def _block() -> set[signal.Signals]:
 
 
 def _check_program(program: str) -> None:
-    """End if the program can't be started: before there is a lease, as far as that can be told."""
+    """End if the program can't be started; checked before there is a lease, as far as possible."""
     if shutil.which(program) is not None:
         return
     where = program if os.path.dirname(program) else shutil.which(program, os.F_OK)
@@ -144,7 +145,7 @@ def _fail_to_start(program: str, error: OSError) -> NoReturn:
 
 
 def _give_back(lease: "GpuLease") -> None:
-    """Free the lease. The program's exit status stands, whatever becomes of that: it is told on stderr."""
+    """Free the lease. A failure is told on stderr and leaves the program's exit status as it is."""
     said = [f"its daemon did not answer within {GIVE_BACK_S:g} s"]
 
     def leave() -> None:
@@ -155,7 +156,7 @@ def _give_back(lease: "GpuLease") -> None:
         except GpuLeaseError as error:
             said[0] = str(error)
 
-    # Freeing waits longer than this for a daemon that keeps leases over its restart.
+    # In a thread, because freeing waits longer than this for a daemon that keeps leases over its restart.
     leaving = threading.Thread(target=leave, daemon=True)
     leaving.start()
     leaving.join(GIVE_BACK_S)
@@ -163,23 +164,23 @@ def _give_back(lease: "GpuLease") -> None:
         click.echo(f"gpulease: lease {lease.lease_id_text} was not given back: {said[0]}", err=True)
 
 
-class _Held:
+class _LeasedProgram:
     """A lease and the program that runs on it.
 
     Attributes:
-        why_ended: Why the lease ended before the program; "" if it did not.
+        end_reason: The reason for which the lease ended before the program; "" if it did not.
     """
 
     def __init__(self, lease: "GpuLease") -> None:
-        self.why_ended = ""
+        self.end_reason = ""
         self._lease = lease
         self._deadline_s = time.monotonic() + lease.remaining_s
-        self._heard = ""
+        self._reported_reason = ""
         self._has_ended = False
         self._pid = 0
 
     def run(self, command: tuple[str, ...], mask: Iterable[int]) -> int:
-        """The program's wait status, as waitpid(2) has it. `mask`: the signals that it has blocked."""
+        """Run the program; return its wait status, as waitpid(2) has it. `mask`: the signals that it blocks."""
         events = self._lease.events()
         threading.Thread(target=self._watch, args=(events,), daemon=True).start()
         try:
@@ -193,18 +194,18 @@ class _Held:
         return os.environ | {ADDRESS_VARIABLE: self._lease.address, LEASE_ID_VARIABLE: self._lease.lease_id_text}
 
     def _watch(self, events: LeaseEvents) -> None:
-        """Wake the main thread when the lease has ended. A daemon that goes away for good says nothing of it."""
+        """Wake the main thread when the lease has ended. A daemon that goes away for good does not report it."""
         while not self._has_ended:
             try:
                 for event in events:
                     if event.phase in (Phase.TEARDOWN, Phase.ENDED):
-                        self._heard = event.reason or event.cause or "ended"
+                        self._reported_reason = event.reason or event.cause or "ended"
                         signal.pthread_kill(threading.main_thread().ident or 0, _LEASE_ENDED)
                         return
             except Disconnected:
                 with suppress(GpuLeaseError):
-                    # A daemon that was started anew knows of no connection of this process's until it renews.
-                    # Its deadline stays where it was.
+                    # A restarted daemon counts no connection of this process until it renews the lease.
+                    # The deadline stays as it was.
                     self._lease.renew(self._deadline_s - time.monotonic())
                     events = self._lease.events()
                     continue
@@ -217,29 +218,29 @@ class _Held:
             if pid:
                 return status
             now_s = time.monotonic()
-            if self.why_ended:
+            if self.end_reason:
                 if now_s >= kill_s:
                     self._send(signal.SIGKILL)
                 left_s = max(0.0, kill_s - now_s) or KILL_AFTER_S
             else:
-                left_s = max(0.0, self._deadline_s - now_s) + UNHEARD_S
+                left_s = max(0.0, self._deadline_s - now_s) + UNREPORTED_S
             found = signal.sigtimedwait(_AWAITED, left_s)
             if found is None or found.si_signo == _LEASE_ENDED:
-                if not self.why_ended:
+                if not self.end_reason:
                     kill_s = time.monotonic() + KILL_AFTER_S
-                    self._tell_of_the_end()
+                    self._report_end()
             elif found.si_signo in FORWARDED and found.si_code <= 0:  # sent by a process (sigaction(2))
-                # What the terminal sends (a positive si_code: the kernel's) reaches the program by itself.
+                # Signals from the terminal (a positive si_code: the kernel's) reach the program by themselves.
                 self._send(signal.Signals(found.si_signo))
 
-    def _tell_of_the_end(self) -> None:
-        self.why_ended = self._heard or "its time is up"
-        about = f"lease {self._lease.lease_id_text} has ended ({self.why_ended})"
+    def _report_end(self) -> None:
+        self.end_reason = self._reported_reason or "its time is up"
+        about = f"lease {self._lease.lease_id_text} has ended ({self.end_reason})"
         click.echo(f"gpulease: {about}: its program gets SIGTERM, and SIGKILL {KILL_AFTER_S:g} s later", err=True)
         self._send(signal.SIGTERM)
 
     def _send(self, number: signal.Signals) -> None:
-        # It was not waited for, so its number is still its own. It may have become another user's, as sudo does.
+        # The program was not waited for, so its pid is still its own. It may run as another user, as sudo does.
         with suppress(PermissionError, ProcessLookupError):
             os.kill(self._pid, number)
 
@@ -254,10 +255,10 @@ def _start(command: tuple[str, ...], environment: Mapping[str, str], mask: Itera
 
 
 def _end_as(status: int) -> NoReturn:
-    """End with the program's exit status, or by the signal that ended it."""
+    """Exit with the program's status, or die by the signal that ended it."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         sys.exit(code)
-    # The program has left its core already.
+    # The program has already dumped its core.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    end_by(signal.Signals(-code))
+    die_by_signal(signal.Signals(-code))

@@ -1,4 +1,4 @@
-"""`gpulease serve`: programs that serve others on leases."""
+"""`gpulease serve`: servers that lease for the requests of others: a gateway and a model server."""
 
 import contextlib
 import tempfile
@@ -7,10 +7,10 @@ from pathlib import Path
 import click
 
 from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.errors import Unsupported
+from gpulease.client.errors import InvalidRequest, Unsupported
 
 STOP_MARGIN_S = 10.0
-"""Beyond the longest wait and the longest lease, for a gateway to end what it has taken."""
+"""Seconds beyond the longest wait and the longest lease, for a gateway to finish the requests that it has begun."""
 
 _POSITIVE = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0)
@@ -53,25 +53,23 @@ def gateway(
     """One lease per request, over HTTP: each request is done once, however often it is asked."""
     try:
         from gpulease.client.serve.gateway.admission import Bounds
-        from gpulease.client.serve.gateway.app import Gateway
-        from gpulease.client.serve.http.server import known_hosts, listening, serve
+        from gpulease.client.serve.gateway.gateway import Gateway
+        from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve
     except ImportError as error:
         raise Unsupported(
             f"no gateway: {error}", "Install it: pip install '.[serve]' in gpulease's repository"
         ) from None
-    from gpulease.client.serve.gateway.serving import DaemonEffects, NodeAuthority
-    from gpulease.client.serve.gateway.settings import EXAMPLE, load_models, open_store
+    from gpulease.client.serve.gateway.attempt import DaemonEffects, NodeAuthority
+    from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
+    from gpulease.client.serve.gateway.store import open_store
 
     if models is None and not demo:
         raise click.UsageError("say which models with --models FILE, or try --demo")
     served = load_models(models or EXAMPLE)
     bounds = Bounds(max_in_flight, max_queue, queue_secs, body_secs, join_secs, keep_hours * 3600)
     with contextlib.ExitStack() as stack:
-        address = running_address()
+        address = _daemon_address(stack, is_demo=demo)
         if demo:
-            if address is None:
-                click.echo("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")
-                address = stack.enter_context(private_daemon("cpu"))
             store_url = f"sqlite:{stack.enter_context(tempfile.TemporaryDirectory())}/gateway.sqlite"
         sock, url = stack.enter_context(listening(listen))
         known = known_hosts(sock, host_names)
@@ -89,3 +87,53 @@ def gateway(
         longest_s = max(model.lease_s for model in served.values())
         serve(app, sock, known=known, stop_s=queue_secs + join_secs + longest_s + STOP_MARGIN_S)
     click.echo("gateway has stopped")
+
+
+@serve.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--listen", default="tcp:127.0.0.1:8081", show_default=True, help="HTTP: tcp:127.0.0.1:PORT or unix:PATH."
+)
+@click.option(
+    "--host-name", "host_names", multiple=True, help="A further name in Host and Origin: a proxy's. Repeatable."
+)
+@click.option("--rpc", default="", help="Also calls through shared memory: unix:PATH.")
+@click.option("--demo", is_flag=True, help="The example's models, and a daemon if none runs.")
+def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: str, demo: bool) -> None:
+    """Serve the models of a TOML file, each on a lease that is kept.
+
+    See the README and client/serve/models/model_settings.py for what the file says.
+    """
+    try:
+        from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve
+        from gpulease.client.serve.models.model_server import ModelServer
+    except ImportError as error:
+        raise Unsupported(
+            f"no model server: {error}", "Install it: pip install '.[serve]' in gpulease's repository"
+        ) from None
+    from gpulease.client.serve.models.host import STOP_LIMIT_S
+    from gpulease.client.serve.models.model_settings import EXAMPLE, load_settings
+
+    if config is None and not demo:
+        raise click.UsageError("say which models with CONFIG, or try --demo")
+    if rpc and not rpc.startswith("unix:"):
+        raise InvalidRequest(f"--rpc {rpc}: memory is shared on one host alone", "Say unix:PATH")
+    served = load_settings(config or EXAMPLE)
+    with contextlib.ExitStack() as stack:
+        address = _daemon_address(stack, is_demo=demo)
+        sock, url = stack.enter_context(listening(listen))
+        known = known_hosts(sock, host_names)
+        callers = stack.enter_context(listening(rpc))[0] if rpc else None
+        app = ModelServer(served, address, callers).app()
+        click.echo(f"models listen on {url}{f' and {rpc}' if rpc else ''}, serve {', '.join(served)}")
+        serve(app, sock, known=known, stop_s=STOP_LIMIT_S)
+    click.echo("models have stopped")
+
+
+def _daemon_address(stack: contextlib.ExitStack, *, is_demo: bool) -> str | None:
+    """Return the running daemon's address, or for a demonstration that of a private daemon; else None."""
+    address = running_address()
+    if address is None and is_demo:
+        click.echo("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")
+        address = stack.enter_context(private_daemon("cpu"))
+    return address

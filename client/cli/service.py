@@ -1,4 +1,4 @@
-"""`gpulease install-service`: the daemon's units for systemd, printed or installed."""
+"""`gpulease install-service`: print or install the daemon's units for systemd."""
 
 import os
 import re
@@ -11,10 +11,10 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.private_daemon import CannotStart
+from gpulease.client.cli.exit_status import CannotStart
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
-"""Beside the client's folder, in a checkout as in an installation."""
+"""The units' folder beside the client's, in a checkout as in an installation."""
 
 PLACES: Final = {
     "gpuleased.service": "etc/systemd/system/gpuleased.service",
@@ -26,10 +26,11 @@ PLACES: Final = {
     "gpulease.sysusers": "etc/sysusers.d/gpulease.conf",
     "gpuleased.toml": "etc/gpulease/gpuleased.toml",
 }
-"""The administrator's folders (systemd.unit(5), tmpfiles.d(5), sysusers.d(5)); a package would take those in /usr."""
+"""Paths of the administrator (systemd.unit(5), tmpfiles.d(5), sysusers.d(5)); a distribution's package would use
+/usr."""
 
 OPERATORS_OWN: Final = "gpuleased.toml"
-"""Written once, and the operator's from then on."""
+"""Written if it is missing, and never replaced: the operator edits it."""
 
 FILE_MODE: Final = 0o644
 
@@ -53,9 +54,9 @@ class Environment:
     """The Python that the daemon runs in.
 
     Attributes:
-        command: What starts the daemon, before its options.
-        variables: What must be set for it, NAME=VALUE each.
-        folders: What it is read from.
+        command: Starts the daemon, before its options.
+        variables: Environment variables that it needs, NAME=VALUE each.
+        folders: Folders that it reads its code from.
     """
 
     command: tuple[str, ...]
@@ -63,12 +64,12 @@ class Environment:
     folders: tuple[Path, ...]
 
     def under(self, tops: Sequence[str]) -> Path | None:
-        """The first of its folders that lies in one of these, if any does."""
+        """Return the first folder that lies in one of these; None if none does."""
         return next((folder for folder in self.folders for top in tops if folder.is_relative_to(top)), None)
 
 
 def this_environment() -> Environment:
-    """The one that this command runs in. Raises CannotStart if the daemon is not there."""
+    """Return the environment of this command. Raises CannotStart if the daemon is not installed."""
     daemon = find_spec("gpulease.daemon")
     if daemon is None or daemon.origin is None:
         raise CannotStart("no daemon is installed beside this client: pip install '.[daemon]' in gpulease's repository")
@@ -78,13 +79,13 @@ def this_environment() -> Environment:
     script = Path(sys.executable).with_name("gpuleased")
     if script.exists():
         return Environment((str(script),), (), own)
-    # From a checkout: the interpreter is told where its packages lie.
+    # In a checkout, the interpreter needs PYTHONPATH to find the packages.
     variables = (f"PYTHONPATH={package.parents[2]}",)
     return Environment((sys.executable, "-P", "-m", "gpulease.daemon"), variables, own)
 
 
 def filled_in(name: str, text: str, environment: Environment) -> str:
-    """A file of ours with that environment's paths."""
+    """Return a packaged file with that environment's paths."""
     if name != "gpuleased.service":
         return text
     lines = [f"Environment={quoted(variable)}" for variable in environment.variables]
@@ -97,9 +98,10 @@ def filled_in(name: str, text: str, environment: Environment) -> str:
 
 
 def quoted(word: str, *, is_option: bool = False) -> str:
-    """A word as systemd reads it back (systemd.syntax(7), "Quoting"; systemd.unit(5), "Specifiers").
+    """Quote a word for systemd (systemd.syntax(7), "Quoting"; systemd.unit(5), "Specifiers").
 
-    `is_option`: of a command line behind the program, where variables are put in (systemd.service(5), "Command lines").
+    `is_option`: the word stands behind the program, where systemd substitutes variables (systemd.service(5), "Command
+    lines").
     """
     doubled = word.replace("%", "%%")
     escaped = _SPECIAL.sub(r"\\\1", doubled.replace("$", "$$") if is_option else doubled)
@@ -108,7 +110,7 @@ def quoted(word: str, *, is_option: bool = False) -> str:
 
 def _named(ctx: click.Context, param: click.Parameter, value: str) -> Path:
     if not value:
-        # What a script makes of a variable that is not set; as a path it would be the folder one happens to be in.
+        # A script passes "" for an unset variable; as a path that would be the current folder.
         raise click.BadParameter("it is empty: name a folder, or leave the option out for /.", ctx, param)
     return Path(value)
 
@@ -158,7 +160,7 @@ def _install(files: dict[str, str], root: Path) -> Iterator[str]:
 
 
 def _write(path: Path, text: str, *, is_operators: bool) -> str:
-    """Write a file whole or not at all; what came of it, for people. Raises OSError."""
+    """Replace a file atomically; return a phrase that says what happened. Raises OSError."""
     if path.exists():
         if path.read_text("utf-8", errors="replace") == text:
             return "is as it should be"

@@ -1,4 +1,4 @@
-"""Where the command `gpulease` begins: nothing slow is imported before an interrupt is provided for."""
+"""Entry point of the command `gpulease`: nothing slow is imported before interrupts are handled."""
 
 import signal
 import sys
@@ -13,25 +13,28 @@ def run() -> None:
 
 
 def run_module_instead() -> None:
-    """Be the module that the first word names, of a part that is not imported here; it ends as every command does."""
+    """Run the module that the first argument names, of a part that is not imported here.
+
+    The process ends as every command does.
+    """
     interrupt_ends_it()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     from runpy import run_module
 
-    from gpulease.client.cli.endings import CannotStart, told_in_words
+    from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences
 
-    with told_in_words():
+    with failures_as_sentences():
         try:
             run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
         except ModuleNotFoundError as error:
-            # The daemon's package is there wherever its client is; what it needs may not be.
+            # The daemon's package is installed with the client; the packages that it needs may not be.
             raise CannotStart(
                 f"{error.name} is not installed: pip install '.[daemon]' in gpulease's repository"
             ) from None
 
 
 def interrupt_ends_it() -> None:
-    """Until a command runs there is nothing to undo: an interrupt ends the process at once, without a word."""
-    # Who started it may have it ignore interrupts, as shells do behind an `&`.
+    """Have an interrupt end the process at once, silently: until a command runs, there is nothing to undo."""
+    # The parent may have had interrupts ignored, as shells do for `&`.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""`gpulease submit`: one kernel of a file, its arguments, its outputs; a lease for as long as that takes."""
+"""`gpulease submit`: run one kernel of a file, on a lease for as long as that takes."""
 
 import sys
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any, Final
 import click
 
 from gpulease.client import GpuBuilder, KernelArgs, Submission
-from gpulease.client.cli.private_daemon import CannotStart
+from gpulease.client.cli.exit_status import CannotStart
 
 DEFAULT_ROOM_MIB: Final = 64
-"""What is kept for the submit: a small image, and the largest outputs that a submit may have, several times over."""
+"""MiB kept for the submit: a small image, and the largest outputs of a submit several times over."""
 
 SESSION_BYTES: Final = 1 << 20
-"""The lease's session has nothing to do."""
+"""Memory of the lease's session, which computes nothing."""
 
 _NUMBERS: Final[dict[str, type[int] | type[float]]] = {
     "u32": int,

@@ -1,38 +1,199 @@
-"""Text in a terminal's cells: how wide it is, and none of it that the terminal would obey.
+"""Tables, sizes and times for people; nothing in a table's cells that a terminal obeys.
 
-What tenants, kernels and daemons say is shown to whoever looks after a node. A control character in it could clear the
-screen, forge a line or set the terminal's title (CWE-150), so whatever is not plainly printable is shown as its escape.
+Names and messages of tenants, kernels and daemons are shown to operators. A control character in them could clear the
+screen, forge a line or set the terminal's title (CWE-150). Each character that is not plainly printable is escaped.
 
-Tables and sizes for people.
-
-Tables where there is little room: columns go in a defined order, and what still does not fit is stacked.
-
-Nothing in a table is cut: an id that was would be copied as another one.
-
-What a table of figures must say to mean something later: the card, its driver, the day.
+A table that is too wide for the terminal drops columns in a defined order; if it still does not fit, its rows are
+stacked. Cells are never cut: a shortened id would be copied as another one.
 """
 
 import os
-import subprocess
 import sys
-import time
 import unicodedata
 from collections.abc import Collection, Sequence
 from typing import Final, TextIO
 
-from gpulease.client.cli.private_daemon import CannotStart
+MISSING: Final = "-"
+"""Shown in a cell for which the daemon gives no value."""
+
+GAP: Final = "  "
+"""Stands between two columns."""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
+    """Lay out a table with columns as wide as they need to be; columns of figures are flushed right.
+
+    Unprintable characters in a cell are escaped. `texts` are heads of columns that are never figures, whatever their
+    cells
+    begin with: ids, names.
+    """
+    columns = [[shown(cell) for cell in column] for column in zip(head, *rows, strict=True)]
+    widths = [max(width_of(cell) for cell in column) for column in columns]
+    is_number = [name not in texts and _are_figures(column[1:]) for name, column in zip(head, columns, strict=True)]
+    lines = []
+    for row in zip(*columns, strict=True):
+        cells = [pad(cell, width, right=right) for cell, width, right in zip(row, widths, is_number, strict=True)]
+        lines.append(GAP.join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _are_figures(cells: Sequence[str]) -> bool:
+    return any(cell[:1].isdigit() for cell in cells) and all(cell[:1].isdigit() or cell == MISSING for cell in cells)
+
+
+MIN_TEXT: Final = 24
+"""Least cells for a last column of text; with fewer, the text goes below its row."""
+
+MIN_INDENTED: Final = 12
+"""Least width in cells from which on lines are indented; below, each cell is needed."""
+
+_INDENT: Final = "  "
+
+
+def fitted(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int | None,
+    *,
+    title: int = 0,
+    spared: Sequence[str] = (),
+    texts: Collection[str] = (),
+    is_text_last: bool = False,
+) -> str:
+    """Lay out a table in lines of so many cells.
+
+    If it is too wide, its last column is wrapped if that is text. Else the columns of `spared` are dropped one by one,
+    until it fits. If it never does, each row becomes a few lines: its title, then each cell behind its head.
+
+    Args:
+        head: Titles of the columns; "" for one whose cells need none.
+        rows: A cell for each column.
+        width: None for as many cells as it takes.
+        title: The column that a stacked row begins with.
+        spared: Heads of columns that may be dropped, in this order.
+        texts: Heads of columns that are never figures, as in `table`.
+        is_text_last: The last column is text for people.
+    """
+    whole = table(head, rows, texts=texts)
+    if width is None or _fits(whole, width):
+        return whole
+    if is_text_last and (wrapped := _with_text_wrapped(head, rows, width)):
+        return wrapped
+    left = list(head)
+    for name in spared:
+        left.remove(name)
+        kept = [head.index(one) for one in left]
+        narrower = table(left, [[row[index] for index in kept] for row in rows], texts=texts)
+        if _fits(narrower, width):
+            return narrower
+    heading = wrap(shown(head[title]), width) if is_text_last else []
+    return "\n".join([*heading, *(_stacked(head, row, width, title, is_text_last=is_text_last) for row in rows)])
+
+
+def wrapped_text(text: str, width: int | None) -> str:
+    """Wrap a sentence in lines of so many cells."""
+    return text if width is None else "\n".join(wrap(shown(text), width))
+
+
+def _fits(text: str, width: int) -> bool:
+    return all(width_of(line) <= width for line in text.splitlines())
+
+
+def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """Return the table with its last column wrapped; "" if there is no room for that."""
+    # Not splitlines(): it would leave out a last row that is empty but for its text.
+    others = table(head[:-1], [row[:-1] for row in rows]).split("\n")
+    begin = max(width_of(line) for line in others) + len(GAP)
+    if width - begin < MIN_TEXT:
+        return ""
+    lines = []
+    for line, row in zip(others, (head, *rows), strict=True):
+        first, *rest = wrap(shown(row[-1]), width - begin) or [""]
+        pad = " " * (begin - width_of(line))
+        lines += [f"{line}{pad}{first}".rstrip(), *(" " * begin + more for more in rest)]
+    return "\n".join(lines)
+
+
+def _stacked(head: Sequence[str], row: Sequence[str], width: int, title: int, *, is_text_last: bool) -> str:
+    """Lay out the row's title, then `head cell` pairs, as many a line as fit; text is a paragraph of its own."""
+    cells = [(shown(name), shown(cell)) for name, cell in zip(head, row, strict=True)]
+    text = cells.pop()[1] if is_text_last else ""
+    title_cell = cells.pop(title)[1]
+    about = GAP.join([title_cell, *(cell for name, cell in cells if not name and cell)])
+    lines = [about] if width_of(about) <= width else wrap(about, width)
+    line = ""
+    for pair in (f"{name} {cell}" for name, cell in cells if name):
+        if line and width_of(line) + len(GAP) + width_of(pair) <= width:
+            line += GAP + pair
+            continue
+        lines += [line] if line else []
+        *before, line = _paragraph(pair, width) or [""]
+        lines += before
+    return "\n".join([*lines, *([line] if line else []), *_paragraph(text, width)])
+
+
+def _paragraph(text: str, width: int) -> list[str]:
+    if width < MIN_INDENTED:
+        return wrap(text, width)
+    return [_INDENT + line for line in wrap(text, width - len(_INDENT))]
+
+
+MAX_COLUMNS: Final = 1000
+"""Largest width that is believed of the environment: no terminal is wider."""
+
+
+def is_terminal() -> bool:
+    """Return True if the output is a terminal."""
+    # None if the parent closed this program's output.
+    output: TextIO | None = sys.stdout
+    return output is not None and output.isatty()
+
+
+def output_width() -> int | None:
+    """Return the cells of a line of the output; None for a file or a program.
+
+    The width is the terminal's, or, for a pipe, the environment's: watch(1) sets it for its pipe.
+    """
+    if is_terminal():
+        try:
+            return os.get_terminal_size(sys.stdout.fileno()).columns or None
+        except OSError:
+            return None
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isascii() and columns.isdigit() and 0 < int(columns) <= MAX_COLUMNS else None
+
+
+_UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def size_text(size_bytes: int) -> str:
+    """Return bytes in short: "1.5 GiB"."""
+    for unit, scale in _UNITS:
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.4g} {unit}"
+    return f"{size_bytes} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time span in short: "2 h 05 min", "3 min 20 s", "4.2 s"."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{seconds:.1f} s"
+
 
 _MARKS: Final = ("Mn", "Mc", "Me")
-"""Categories that take no cell of their own, or one by the font (Unicode Standard, chapter 4.5)."""
+"""Categories of characters that take no cell of their own, or one by the font (Unicode Standard, chapter 4.5)."""
 
 _JOINING: Final = range(0x1160, 0x1200)
-"""Hangul vowels and finals: they join what is before them on some terminals and stand alone on others."""
+"""Hangul vowels and finals: some terminals join them to the character before, others show them alone."""
 
 
 def shown(text: str) -> str:
-    """Text as one line of printable characters whose widths terminals agree on; what is not is escaped, as in Python.
+    """Return text as one line of printable characters of agreed widths; others are escaped, as in Python.
 
-    Bidirectional controls and zero-width characters are not printable either: they would hide or reorder others.
+    Bidirectional controls and zero-width characters are escaped, too: they would hide or reorder others.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -48,7 +209,7 @@ def _escape(mark: str) -> str:
 
 
 def width_of(text: str) -> int:
-    """Cells that shown text takes: two for what East Asian fonts draw wide (Unicode Standard Annex 11)."""
+    """Return the cells of shown text: two for characters that East Asian fonts draw wide (Unicode Annex 11)."""
     if text.isascii():
         return len(text)
     return sum(_cells(mark) for mark in text)
@@ -59,7 +220,7 @@ def _cells(mark: str) -> int:
 
 
 def fit(text: str, width: int) -> str:
-    """Shown text cut to so many cells; a `+` says that something is missing."""
+    """Cut shown text to so many cells; a `+` marks the cut."""
     if width_of(text) <= width:
         return text
     kept, used = [], 0
@@ -72,9 +233,9 @@ def fit(text: str, width: int) -> str:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Shown text in lines of at most so many cells, broken at spaces, or within a word that is wider than a line.
+    """Break shown text into lines of at most so many cells, at spaces, or within a word that is wider than a line.
 
-    A line is never less than one character, however narrow it is to be.
+    A line has at least one character, however narrow it is.
     """
     lines: list[str] = []
     line = ""
@@ -100,194 +261,7 @@ def _pieces(word: str, width: int) -> list[str]:
 
 
 def pad(text: str, width: int, *, right: bool = False) -> str:
-    """Shown text in exactly so many cells, flushed left or right."""
+    """Return shown text in exactly so many cells, flushed left or right."""
     text = fit(text, width)
     space = " " * (width - width_of(text))
     return space + text if right else text + space
-
-
-MISSING: Final = "-"
-"""What a table says of what its daemon does not."""
-
-GAP: Final = "  "
-"""Between two columns."""
-
-_UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-
-
-def size_text(size_bytes: int) -> str:
-    """Bytes, short: "1.5 GiB"."""
-    for unit, scale in _UNITS:
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.4g} {unit}"
-    return f"{size_bytes} B"
-
-
-def seconds_text(seconds: float) -> str:
-    """A time span, short: "2 h 05 min", "3 min 20 s", "4.2 s"."""
-    if seconds >= 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
-    if seconds >= 60:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    return f"{seconds:.1f} s"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
-    """Columns as wide as they need to be; those of figures, or "-" where there is none, are flushed right.
-
-    What is not printable in a cell is shown as its escape. `texts` are heads of columns that are never figures,
-    whatever their cells begin with: ids, names.
-    """
-    columns = [[shown(cell) for cell in column] for column in zip(head, *rows, strict=True)]
-    widths = [max(width_of(cell) for cell in column) for column in columns]
-    is_number = [name not in texts and _are_figures(column[1:]) for name, column in zip(head, columns, strict=True)]
-    lines = []
-    for row in zip(*columns, strict=True):
-        cells = [pad(cell, width, right=right) for cell, width, right in zip(row, widths, is_number, strict=True)]
-        lines.append(GAP.join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def _are_figures(cells: Sequence[str]) -> bool:
-    return any(cell[:1].isdigit() for cell in cells) and all(cell[:1].isdigit() or cell == MISSING for cell in cells)
-
-
-MAX_COLUMNS: Final = 1000
-"""Of what the environment says: more is no terminal's width."""
-
-MIN_TEXT: Final = 24
-"""Cells of a last column of text, from which on it is read there and not below its row."""
-
-MIN_INDENTED: Final = 12
-"""Cells of lines from which on some are indented: below, each is needed."""
-
-_INDENT: Final = "  "
-
-
-def is_terminal() -> bool:
-    """Whether somebody reads the output on a terminal."""
-    # None if whoever started this program closed it.
-    output: TextIO | None = sys.stdout
-    return output is not None and output.isatty()
-
-
-def output_width() -> int | None:
-    """Cells of a line of the output: the terminal's, or what the environment says of a pipe's reader (watch(1) does).
-
-    None where nothing says it: a file, or a program.
-    """
-    if is_terminal():
-        try:
-            return os.get_terminal_size(sys.stdout.fileno()).columns or None
-        except OSError:
-            return None
-    told = os.environ.get("COLUMNS", "")
-    return int(told) if told.isascii() and told.isdigit() and 0 < int(told) <= MAX_COLUMNS else None
-
-
-def fitted(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    width: int | None,
-    *,
-    title: int = 0,
-    spared: Sequence[str] = (),
-    texts: Collection[str] = (),
-    is_text_last: bool = False,
-) -> str:
-    """A table in lines of so many cells.
-
-    If it is too wide, its last column is wrapped if that is text; else it does without the columns of `spared`, one
-    after the other, until it fits. If it never does, each row is a few lines: its title, and each cell behind its head.
-
-    Args:
-        head: Of the columns; "" where a cell says all.
-        rows: A cell for each column.
-        width: None for as many as it takes.
-        title: The column that a stacked row begins with.
-        spared: Heads, the first to go first.
-        texts: Heads of columns that are never figures, as `table` has them.
-        is_text_last: The last column is text for people.
-    """
-    whole = table(head, rows, texts=texts)
-    if width is None or _fits(whole, width):
-        return whole
-    if is_text_last and (wrapped := _with_text_wrapped(head, rows, width)):
-        return wrapped
-    left = list(head)
-    for name in spared:
-        left.remove(name)
-        kept = [head.index(one) for one in left]
-        narrower = table(left, [[row[index] for index in kept] for row in rows], texts=texts)
-        if _fits(narrower, width):
-            return narrower
-    heading = wrap(shown(head[title]), width) if is_text_last else []
-    return "\n".join([*heading, *(_stacked(head, row, width, title, is_text_last=is_text_last) for row in rows)])
-
-
-def wrapped_text(text: str, width: int | None) -> str:
-    """A sentence, in lines of so many cells."""
-    return text if width is None else "\n".join(wrap(shown(text), width))
-
-
-def _fits(text: str, width: int) -> bool:
-    return all(width_of(line) <= width for line in text.splitlines())
-
-
-def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """The table, or nothing if there is no room for text."""
-    # Not splitlines(): it would leave out a last row that is empty but for its text.
-    others = table(head[:-1], [row[:-1] for row in rows]).split("\n")
-    begin = max(width_of(line) for line in others) + len(GAP)
-    if width - begin < MIN_TEXT:
-        return ""
-    lines = []
-    for line, row in zip(others, (head, *rows), strict=True):
-        first, *rest = wrap(shown(row[-1]), width - begin) or [""]
-        pad = " " * (begin - width_of(line))
-        lines += [f"{line}{pad}{first}".rstrip(), *(" " * begin + more for more in rest)]
-    return "\n".join(lines)
-
-
-def _stacked(head: Sequence[str], row: Sequence[str], width: int, title: int, *, is_text_last: bool) -> str:
-    """The row's title, then `head cell` pairs, as many a line as fit; text is a paragraph of its own."""
-    cells = [(shown(name), shown(cell)) for name, cell in zip(head, row, strict=True)]
-    text = cells.pop()[1] if is_text_last else ""
-    title_cell = cells.pop(title)[1]
-    about = GAP.join([title_cell, *(cell for name, cell in cells if not name and cell)])
-    lines = [about] if width_of(about) <= width else wrap(about, width)
-    line = ""
-    for pair in (f"{name} {cell}" for name, cell in cells if name):
-        if line and width_of(line) + len(GAP) + width_of(pair) <= width:
-            line += GAP + pair
-            continue
-        lines += [line] if line else []
-        *before, line = _paragraph(pair, width) or [""]
-        lines += before
-    return "\n".join([*lines, *([line] if line else []), *_paragraph(text, width)])
-
-
-def _paragraph(text: str, width: int) -> list[str]:
-    if width < MIN_INDENTED:
-        return wrap(text, width)
-    return [_INDENT + line for line in wrap(text, width - len(_INDENT))]
-
-
-QUERY_S: Final = 30.0
-"""For nvidia-smi to answer."""
-
-
-def card_title(driver: str, card_name: str, card_uuid: str) -> str:
-    """One line. Raises CannotStart."""
-    version = f" {ask_card(card_uuid, 'driver_version')}" if driver == "cuda" else ""
-    return f"{card_name}, driver {driver}{version}, {time.strftime('%Y-%m-%d')}"
-
-
-def ask_card(card_uuid: str, what: str) -> str:
-    """One figure of the card's own. Raises CannotStart: without it nothing would be proved."""
-    command = ["nvidia-smi", f"--id={card_uuid}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise CannotStart(f"nvidia-smi does not say {what}: {error}") from None
-    return done.stdout.strip()

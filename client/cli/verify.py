@@ -1,44 +1,16 @@
-"""`gpulease verify`: whether leases hold on this host's card what they promise, faults and all."""
+"""`gpulease verify`: the command and its tables; `client.verify` tests that leases keep their promises on this card."""
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
 import click
 
-from gpulease.client.cli.private_daemon import private_daemon
 from gpulease.client.cli.tables import fitted, output_width
-from gpulease.client.verify.claims import (
-    Claim,
-    canary,
-    check,
-    host_buffers,
-    launch_gate,
-    six_and_no_seventh,
-    submit_beside,
-)
-from gpulease.client.verify.faults import Fault, Sizes, faults
-from gpulease.client.verify.matrix import Row, run_matrix
-from gpulease.client.verify.neighbour import neighbour
-from gpulease.client.verify.scene import Scene
+from gpulease.client.verify.matrix import FaultResult, MatrixReport, run_matrix
 
 EXIT_BREACH: Final = 1
-GIB: Final = 1 << 30
-
-SIX_SLICES_BYTES: Final = 7 * GIB
-SIX_VRAM: Final = "48GiB"
-
-WARM_CONTEXTS: Final = 4
-"""Beside the faults: what they leave in the driver lasts for as long as any context lives."""
-
-QUIET_S: Final = 1.0
-SMALL_QUIET_S: Final = 0.05
-
-CARD_SIZES: Final = Sizes(launches=1_000_000, long_kernels=150)
-HOST_SIZES: Final = Sizes(launches=20_000, long_kernels=4)
-"""The embedded driver compiles slowly, and launches are not what it is for."""
 
 
 @click.command()
@@ -51,60 +23,33 @@ def verify(driver: str, only: str, as_json: bool) -> None:
     Starts a private daemon, so leases of a daemon that runs are not touched, but the card is busy meanwhile. Ends with
     status 1 if anything that leases promise does not hold.
     """
-    with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
-        scene = Scene.at(address)
-        rows = list(_matrix(scene, only, say=not as_json))
-        claims = list(_claims(scene, only))
-    if _fits_six(scene) and only in "six leases":
-        with private_daemon(driver, (SIX_VRAM,)) as address:
-            six = Scene.at(address)
-            claims.append(check("six leases", lambda: six_and_no_seventh(six, SIX_SLICES_BYTES)))
-    breaches = [row.breach for row in rows if row.breach] + [claim.breach for claim in claims if claim.breach]
-    if as_json:
-        report = {
-            "title": scene.title(),
-            "driver": scene.driver,
-            "card": scene.card_name,
-            "faults": [asdict(row) for row in rows],
-            "claims": [asdict(claim) for claim in claims],
-            "breaches": len(breaches),
-        }
-        click.echo(json.dumps(report, indent=2))
-    else:
-        click.echo(_tables(scene, rows, claims))
-    sys.exit(EXIT_BREACH if breaches else 0)
+    report = run_matrix(driver, only, _ignore if as_json else _show_progress)
+    click.echo(_json(report) if as_json else _tables(report))
+    sys.exit(EXIT_BREACH if report.breaches else 0)
 
 
-def _matrix(scene: Scene, only: str, *, say: bool) -> Iterator[Row]:
-    wanted: list[Fault] = [
-        fault for fault in faults(scene, CARD_SIZES if scene.is_card else HOST_SIZES) if only in fault.name
-    ]
-    if not wanted:
-        return
-    with neighbour(scene.address) as beside:
-        for row in run_matrix(scene, beside, wanted, QUIET_S if scene.is_card else SMALL_QUIET_S):
-            if say:
-                click.echo(f"{row.fault}: {row.breach or 'held'}", err=True)
-            yield row
+def _show_progress(row: FaultResult) -> None:
+    click.echo(f"{row.fault}: {row.breach or 'held'}", err=True)
 
 
-def _claims(scene: Scene, only: str) -> Iterator[Claim]:
-    canary_bytes = min(40 * GIB, scene.vram_bytes // 2) if scene.is_card else 16 << 20
-    if only in "no byte of an earlier lease":
-        yield check("no byte of an earlier lease", lambda: canary(scene, canary_bytes))
-    if only in "no byte of it in the host's buffers":
-        yield check("no byte of it in the host's buffers", lambda: host_buffers(scene))
-    if only in "launch gate":
-        yield check("launch gate", lambda: launch_gate(scene, 10 if scene.is_card else 3))
-    if only in "a submit beside its session":
-        yield check("a submit beside its session", lambda: submit_beside(scene))
+def _ignore(row: FaultResult) -> None:
+    pass
 
 
-def _fits_six(scene: Scene) -> bool:
-    return not scene.is_card or scene.vram_bytes >= 48 * GIB
+def _json(report: MatrixReport) -> str:
+    scene = report.scene
+    found = {
+        "title": scene.title(),
+        "driver": scene.driver,
+        "card": scene.card_name,
+        "faults": [asdict(row) for row in report.faults],
+        "claims": [asdict(claim) for claim in report.claims],
+        "breaches": report.breaches,
+    }
+    return json.dumps(found, indent=2)
 
 
-def _tables(scene: Scene, rows: list[Row], claims: list[Claim]) -> str:
+def _tables(report: MatrixReport) -> str:
     head = [
         "fault",
         "told",
@@ -118,17 +63,19 @@ def _tables(scene: Scene, rows: list[Row], claims: list[Claim]) -> str:
         "within ms",
         "",
     ]
-    parts, width = [scene.title()], output_width()
-    if rows:
+    parts, width = [report.scene.title()], output_width()
+    if report.faults:
         spared = ("quiet p99", "quiet p50", "p99 us", "p50 us", "within ms")
-        parts.append(fitted(head, [_cells(row) for row in rows], width, spared=spared, texts=("fault",)))
-    if claims:
-        told = [[claim.name, "BREACH" if claim.breach else "held", claim.breach or claim.found] for claim in claims]
-        parts.append(fitted(["promise", "", "what was found"], told, width, is_text_last=True))
+        parts.append(fitted(head, [_cells(row) for row in report.faults], width, spared=spared, texts=("fault",)))
+    if report.claims:
+        rows = [
+            [claim.name, "BREACH" if claim.breach else "held", claim.breach or claim.found] for claim in report.claims
+        ]
+        parts.append(fitted(["promise", "", "what was found"], rows, width, is_text_last=True))
     return "\n\n".join(parts)
 
 
-def _cells(row: Row) -> list[Any]:
+def _cells(row: FaultResult) -> list[Any]:
     told = row.told
     return [
         row.fault,

@@ -1,1 +1,1 @@
-"""`gpulease verify`: what leases promise, proved on this host's card, with a daemon of its own."""
+"""Test on this host's card, with a private daemon, that leases keep their promises."""

@@ -1,25 +1,15 @@
-"""What one lease leaves to the next in the host's memory: nothing.
+"""Promises of leases that no fault breaks, each with its proof.
 
-A lease's bytes pass through its worker: frames, the buffer of replies, ring and arena. The worker is searched for them
-from outside, as no tenant could: first the one they passed through, so that the search is known to find them, then that
-of the next lease.
-
-Different work in several sessions at the same time, each result checked.
-
-Promises that are no fault's: no byte of an earlier lease, room for as many leases as fit, the launch gate.
-
-The promise of submits: a kernel beside a lease's session, and nothing of either is the other's.
+No byte of an earlier lease is readable, on the card or in the host's memory; as many leases fit as the memory holds; a
+revoked session launches nothing more; a submit and its lease's session are apart.
 """
 
 import contextlib
-import mmap
-import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -37,28 +27,84 @@ from gpulease.client import (
     TimedOut,
 )
 from gpulease.client.bench.figures import percentile
-from gpulease.client.bench.kernels import Prepared, kernels_ptx, works
+from gpulease.client.bench.kernel_times import Prepared, kernels_ptx, works
 from gpulease.client.control import ask
-from gpulease.client.verify.kernels import BLOCK, GRID, ONE, WARP, count_set, fill, rule_breakers
-from gpulease.client.verify.scene import Breach, Scene, worker_pid
+from gpulease.client.verify.faulty_kernels import BLOCK, GRID, ONE, WARP, count_set, fill, rule_breakers
+from gpulease.client.verify.memory_search import count_in_process
+from gpulease.client.verify.scene import Breach, Check, Scene, breach_of, worker_pid
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseRevoke
+
+GIB: Final = 1 << 30
+MIB: Final = 1 << 20
+WORD_BYTES: Final = 4
+PATTERN: Final = 0xA5A5A5A5
+TENANTS: Final = 6
+HOST_BYTES: Final = 1 << 20
+"""Bytes written of each slice on the embedded driver, whose pretended card is larger than most hosts' memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimResult:
+    """The result of one proof; `breach` is "" if the promise held."""
+
+    name: str
+    found: str
+    breach: str
+
+
+def claims(scene: Scene) -> list[Check[str]]:
+    """Return the promises that a daemon with the card's whole memory can prove; each proof says what it found."""
+    canary_bytes = min(40 * GIB, scene.vram_bytes // 2) if scene.is_card else 16 * MIB
+    return [
+        Check("no byte of an earlier lease", lambda scene: canary(scene, canary_bytes)),
+        Check("no byte of it in the host's buffers", lambda scene: host_buffers(scene)),
+        Check("launch gate", lambda scene: launch_gate(scene, 10 if scene.is_card else 3)),
+        Check("a submit beside its session", lambda scene: submit_beside(scene)),
+    ]
+
+
+def check(name: str, prove: Callable[[], str]) -> ClaimResult:
+    """Run a proof and catch its breach."""
+    try:
+        return ClaimResult(name, prove(), "")
+    except (Breach, GpuLeaseError) as error:
+        return ClaimResult(name, "", breach_of(error))
+
+
+def canary(scene: Scene, size_bytes: int) -> str:
+    """A lease fills its slice and is killed; the next one of that size counts the words that are left."""
+    words = size_bytes // WORD_BYTES
+    for _ in range(2):
+        with scene.builder(size_bytes).acquire() as lease, GpuSession(lease) as session:
+            module = session.module_load(rule_breakers())
+            small = session.mem_alloc(WORD_BYTES)
+            session.mem_free(small)
+            for reuse in range(2):
+                # Room is left for the counter.
+                buffer = session.mem_alloc(size_bytes - WORD_BYTES)
+                if found := count_set(session, module, buffer, words - 1):
+                    where = "of this session" if reuse else "of an earlier lease"
+                    raise Breach(f"{found} of {words} words {where} were readable")
+                fill(session, module, buffer, words - 1, PATTERN)
+                session.sync()
+                session.mem_free(buffer)
+    return f"{size_bytes >> 20} MiB, twice, and twice in each session: all zero"
+
 
 SLICE_BYTES: Final = 16 << 20
 COPY_BYTES: Final = 4 << 20
 SECRET_BYTES: Final = 32
-"""No such run of bytes comes about by chance."""
-
-PAGE_BYTES: Final = mmap.PAGESIZE
-CHUNK_PAGES: Final = 4096
-PRESENT_SHIFT: Final = np.uint64(62)
-"""Of a page's entry: above it, whether it is in memory or swapped out."""
-
-DEVICES: Final = ("/dev/nvidia", "/dev/dri")
+"""Too many for such a run of bytes to come about by chance."""
 
 
 def host_buffers(scene: Scene) -> str:
-    """One lease sends and fetches a secret by every way there is; the next one's worker has no byte of it."""
+    """A lease sends and fetches a secret in every way there is; the next one's worker has no byte of it.
+
+    A lease's bytes pass through its worker: frames, the buffer of replies, ring and arena. The worker's memory is
+    searched from outside, as no tenant could. The first search is of the worker that the secret passed through, to show
+    that the search finds it; the second is of the next lease's worker.
+    """
     try:
         return _search(scene)
     except PermissionError:
@@ -67,26 +113,26 @@ def host_buffers(scene: Scene) -> str:
 
 def _search(scene: Scene) -> str:
     secret = secrets.token_bytes(SECRET_BYTES)
-    with scene.wish(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
-        kept = _pass_through(session, secret)
-        if not _count(worker_pid(lease.lease_id), secret):
+    with scene.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
+        kept = send_and_fetch(session, secret)
+        if not count_in_process(worker_pid(lease.lease_id), secret):
             raise Breach("the search does not find a secret in the worker it passed through, so it proves nothing")
         del kept
-    with scene.wish(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
+    with scene.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
         array = session.empty(COPY_BYTES, np.uint8)
-        # One that is nobody's view is this process's own, for want of an arena.
+        # An array without a base lies in this process's memory, for want of an arena.
         if array.base is not None and array.any():
             raise Breach("a new arena's bytes are not zero")
         buffer = session.mem_alloc(COPY_BYTES)
         if any(session.mem_read(buffer, 0, COPY_BYTES)):
             raise Breach("new memory is not zero")
-        if found := _count(worker_pid(lease.lease_id), secret):
+        if found := count_in_process(worker_pid(lease.lease_id), secret):
             raise Breach(f"a later lease's worker has {found} copies of an earlier one's secret")
     return "found in the worker it passed through, in no byte of the next"
 
 
-def _pass_through(session: GpuSession, secret: bytes) -> object:
-    """By frames and replies, and by the arena if there is one; what must be kept alive."""
+def send_and_fetch(session: GpuSession, secret: bytes) -> object:
+    """Copy the secret by frames and replies, and by the arena if there is one; return the objects to keep alive."""
     data = np.frombuffer(secret * (COPY_BYTES // SECRET_BYTES), np.uint8)
     array = session.empty(COPY_BYTES, np.uint8)
     array[:] = data
@@ -99,47 +145,39 @@ def _pass_through(session: GpuSession, secret: bytes) -> object:
     return array, buffer
 
 
-def _count(pid: int, secret: bytes) -> int:
-    """How often the secret stands in the memory that a process has and may write to, other than devices."""
-    with Path(f"/proc/{pid}/mem").open("rb", 0) as memory, Path(f"/proc/{pid}/pagemap").open("rb", 0) as pagemap:
-        return sum(
-            _count_in(memory.fileno(), at, end, secret)
-            for start, stop in _writable(pid)
-            for at, end in _present(pagemap.fileno(), start, stop)
-        )
-
-
-def _writable(pid: int) -> Iterator[tuple[int, int]]:
-    """See proc_pid_maps(5)."""
-    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        span, permissions, _, _, _, *path = line.split(maxsplit=5)
-        if permissions.startswith("rw") and not (path and path[0].startswith(DEVICES)):
-            start, stop = (int(number, 16) for number in span.split("-"))
-            yield start, stop
-
-
-def _present(pagemap: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Runs of pages that are there: reading the others would make them. See proc_pid_pagemap(5)."""
-    entries = np.frombuffer(os.pread(pagemap, (stop - start) // PAGE_BYTES * 8, start // PAGE_BYTES * 8), np.uint64)
-    is_there = np.concatenate([[False], entries >> PRESENT_SHIFT != 0, [False]])
-    edges = np.flatnonzero(is_there[1:] != is_there[:-1]).tolist()
-    for first, last in zip(edges[::2], edges[1::2], strict=True):
-        for page in range(first, last, CHUNK_PAGES):
-            yield start + page * PAGE_BYTES, start + min(last, page + CHUNK_PAGES) * PAGE_BYTES
-
-
-def _count_in(memory: int, at: int, end: int, secret: bytes) -> int:
-    try:
-        return os.pread(memory, end - at, at).count(secret)
-    except OSError:
-        return 0  # pages of a device, which are no memory of the process
+def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
+    """Six leases do different work at the same time, each with all of its memory; a seventh is refused."""
+    with contextlib.ExitStack() as stack:
+        sessions = []
+        for _ in range(TENANTS):
+            lease = stack.enter_context(scene.builder(slice_bytes).acquire())
+            sessions.append(stack.enter_context(GpuSession(lease)))
+        try:
+            scene.builder(slice_bytes).acquire().free()
+        except CapacityExceeded as error:
+            refused = str(error)
+        else:
+            raise Breach("a seventh lease was granted")
+        rounds = at_the_same_time(sessions)
+        words = (slice_bytes if scene.is_card else HOST_BYTES) // WORD_BYTES
+        work = []
+        for number, session in enumerate(sessions):
+            buffer = session.mem_alloc(slice_bytes)
+            module = session.module_load(rule_breakers())
+            fill(session, module, buffer, words, number + 1)
+            work.append((session, buffer, number + 1))
+        for session, buffer, value in work:
+            for at in (0, words // 2, words - 1):
+                if session.mem_read(buffer, at * WORD_BYTES, WORD_BYTES) != value.to_bytes(WORD_BYTES, "little"):
+                    raise Breach(f"tenant {value} reads something else than it wrote")
+    return f"6 x {slice_bytes >> 20} MiB, {rounds} rounds of six kinds of work, all right; the seventh: {refused}"
 
 
 WORK_S: Final = 0.5
-"""For so long all of them compute at the same time."""
+"""Seconds for which all of them compute at the same time."""
 
 END_S: Final = 30.0
-"""For a round that is under way to end, on a host that has one core for all of them."""
+"""Seconds for a round under way to end, on a host that has one core for all of them."""
 
 WORKLOAD_WORDS: Final = 1 << 18
 
@@ -147,7 +185,7 @@ Round = Callable[[], None]
 
 
 def at_the_same_time(sessions: list[GpuSession]) -> int:
-    """One kind of work in each session for a while; how many rounds they did in all. Raises Breach."""
+    """Do one kind of work in each session for a while; return the rounds of all. Raises Breach."""
     rounds = [make(session) for make, session in zip(_KINDS, sessions, strict=True)]
     done = [0] * len(rounds)
     wrong: list[str] = []
@@ -172,7 +210,7 @@ def at_the_same_time(sessions: list[GpuSession]) -> int:
 
 
 def _kernel(name: str) -> Callable[[GpuSession], Round]:
-    """A kernel of the bench, its result beside numpy's."""
+    """A kernel of the benchmark, checked against numpy."""
 
     def make(session: GpuSession) -> Round:
         return Prepared(session, session.module_load(kernels_ptx()), works()[name]).check
@@ -181,7 +219,7 @@ def _kernel(name: str) -> Callable[[GpuSession], Round]:
 
 
 def _counting(session: GpuSession) -> Round:
-    """Writes memory and counts what it wrote."""
+    """Write memory and count the words written."""
     module, buffer = session.module_load(rule_breakers()), session.mem_alloc(4 * WORKLOAD_WORDS)
 
     def fill_and_count() -> None:
@@ -195,7 +233,7 @@ def _counting(session: GpuSession) -> Round:
 
 
 def _renewing(session: GpuSession) -> Round:
-    """Takes memory, which must be zero, uses it and gives it back."""
+    """Allocate memory, which must be zero, use it and free it."""
     module = session.module_load(rule_breakers())
 
     def take_and_free() -> None:
@@ -211,92 +249,21 @@ def _renewing(session: GpuSession) -> Round:
 _KINDS: Final = (*map(_kernel, ("matmul", "saxpy", "softmax", "layernorm")), _counting, _renewing)
 
 
-WORD_BYTES: Final = 4
-PATTERN: Final = 0xA5A5A5A5
-TENANTS: Final = 6
-HOST_BYTES: Final = 1 << 20
-"""Written of each slice on the embedded driver, whose pretended card is larger than most hosts' memory."""
-
 FLYING_S: Final = 0.05
-"""A session launches for so long before it is revoked."""
+"""Seconds for which a session launches before it is revoked."""
 
 GATE_S: Final = 10.0
-"""For a revoked tenant to be told."""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One promise; `breach` is "" if it held."""
-
-    name: str
-    found: str
-    breach: str
-
-
-def check(name: str, prove: Callable[[], str]) -> Claim:
-    """Run a proof, which says what it found or raises."""
-    try:
-        return Claim(name, prove(), "")
-    except (Breach, GpuLeaseError) as error:
-        return Claim(name, "", f"{type(error).__name__}: {error}")
-
-
-def canary(scene: Scene, size_bytes: int) -> str:
-    """One lease fills its slice, is killed, and the next one of that size counts what is left of it."""
-    words = size_bytes // WORD_BYTES
-    for _ in range(2):
-        with scene.wish(size_bytes).acquire() as lease, GpuSession(lease) as session:
-            module = session.module_load(rule_breakers())
-            small = session.mem_alloc(WORD_BYTES)
-            session.mem_free(small)
-            for reuse in range(2):
-                # Room is left for the counter.
-                buffer = session.mem_alloc(size_bytes - WORD_BYTES)
-                if found := count_set(session, module, buffer, words - 1):
-                    where = "of this session" if reuse else "of an earlier lease"
-                    raise Breach(f"{found} of {words} words {where} were readable")
-                fill(session, module, buffer, words - 1, PATTERN)
-                session.sync()
-                session.mem_free(buffer)
-    return f"{size_bytes >> 20} MiB, twice, and twice in each session: all zero"
-
-
-def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
-    """Six leases do different work at the same time, each with every byte it asked for; the seventh is refused."""
-    with contextlib.ExitStack() as stack:
-        sessions = []
-        for _ in range(TENANTS):
-            lease = stack.enter_context(scene.wish(slice_bytes).acquire())
-            sessions.append(stack.enter_context(GpuSession(lease)))
-        try:
-            scene.wish(slice_bytes).acquire().free()
-        except CapacityExceeded as error:
-            refused = str(error)
-        else:
-            raise Breach("a seventh lease was granted")
-        rounds = at_the_same_time(sessions)
-        words = (slice_bytes if scene.is_card else HOST_BYTES) // WORD_BYTES
-        work = []
-        for number, session in enumerate(sessions):
-            buffer = session.mem_alloc(slice_bytes)
-            module = session.module_load(rule_breakers())
-            fill(session, module, buffer, words, number + 1)
-            work.append((session, buffer, number + 1))
-        for session, buffer, value in work:
-            for at in (0, words // 2, words - 1):
-                if session.mem_read(buffer, at * WORD_BYTES, WORD_BYTES) != value.to_bytes(WORD_BYTES, "little"):
-                    raise Breach(f"tenant {value} reads something else than it wrote")
-    return f"6 x {slice_bytes >> 20} MiB, {rounds} rounds of six kinds of work, all right; the seventh: {refused}"
+"""Seconds for a revoked tenant to get its error."""
 
 
 def launch_gate(scene: Scene, count: int) -> str:
-    """Sessions that launch as fast as they can are revoked: until each is refused, by name."""
+    """Revoke sessions that launch as fast as they can, and time until each is refused with the right error."""
     told_ms = sorted(_gate(scene) for _ in range(count))
     return f"revoked to refused, {count} times: p50 {percentile(told_ms, 50):.1f} ms, worst {told_ms[-1]:.1f} ms"
 
 
 def _gate(scene: Scene) -> float:
-    lease = scene.wish().acquire()
+    lease = scene.builder().acquire()
     session = GpuSession(lease)
     module = session.module_load(rule_breakers())
     args = KernelArgs().push_buffer(session.mem_alloc(4096)).push_u32(8).push_f32(1.0)
@@ -328,10 +295,10 @@ ROOM_BYTES: Final = 32 << 20
 OUTPUT_BYTES: Final = 8 << 20
 WORDS: Final = OUTPUT_BYTES // WORD_BYTES
 FAR: Final = 1 << 40
-"""Past everything."""
+"""An offset beyond all memory."""
 
 TIME_S: Final = 0.5
-"""Given to a kernel that never ends."""
+"""Seconds given to an endless kernel."""
 
 PEEK_PTX: Final = b""".version 7.0
 .target sm_75
@@ -347,12 +314,12 @@ PEEK_PTX: Final = b""".version 7.0
     ret;
 }
 """
-"""Reads a word wherever it is told to."""
+"""Reads a word at any address."""
 
 
 def submit_beside(scene: Scene) -> str:
-    """A session's memory is what it was, whatever submits beside it do; and none of them finds what another left."""
-    with scene.wish(SESSION_BYTES).submits(ROOM_BYTES).acquire() as lease, GpuSession(lease) as session:
+    """Submits change no byte of a session beside them, and find no byte of each other."""
+    with scene.builder(SESSION_BYTES).submits(ROOM_BYTES).acquire() as lease, GpuSession(lease) as session:
         module, buffer = session.module_load(rule_breakers()), session.mem_alloc(OUTPUT_BYTES)
         fill(session, module, buffer, WORDS, PATTERN)
         session.sync()
@@ -383,7 +350,7 @@ def _words() -> KernelArgs:
 
 
 def _look_at_the_session(lease: GpuLease, address: int) -> None:
-    """At its address a submit finds nothing, or something of its own."""
+    """Read the session's address by a submit, which must fail, or find another value."""
     try:
         (found,) = lease.submit("peek", PEEK_PTX).arg(np.uint64(address)).out(WORD_BYTES).launch()
     except SyncFailed:
@@ -393,7 +360,7 @@ def _look_at_the_session(lease: GpuLease, address: int) -> None:
 
 
 def _break_rules(lease: GpuLease) -> float:
-    """A store into nowhere, more than is kept, a kernel that never ends; how late that was ended, in milliseconds."""
+    """Store out of bounds, take more than is kept, and never end; return by how many milliseconds the end was late."""
     stray = lease.submit("stray", rule_breakers()).out(WORD_BYTES).arg(np.uint64(FAR))
     too_much = _submit(lease, "fill").arg(bytes(ROOM_BYTES)).args(_words().push_u32(0)).out(OUTPUT_BYTES)
     endless = lease.submit("endless", rule_breakers()).out(WORD_BYTES).timeout_secs(TIME_S)

@@ -1,4 +1,4 @@
-"""The faults: what a tenant does wrong, what it must be told, and how its lease ends."""
+"""The faults: each misdeed of a tenant, the error that the tenant must get, and the end of its lease."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from gpulease.client import (
     LoadFailed,
     SyncFailed,
 )
-from gpulease.client.verify.kernels import (
+from gpulease.client.verify.faulty_kernels import (
     BLOCK,
     GRID,
     ONE,
@@ -33,30 +33,31 @@ from gpulease.client.verify.kernels import (
     with_managed_variable,
     with_variable,
 )
-from gpulease.client.verify.scene import SLICE_BYTES, Breach, Scene, worker_pid
+from gpulease.client.verify.scene import SLICE_BYTES, Breach, Check, Scene, worker_pid
 
 FAR_BYTES: Final = 1 << 40
 SHARED_BYTES: Final = 64
 HEAP_BYTES: Final = 1 << 30
 
 BEYOND_WORDS: Final = 1 << 24
-"""Into shared memory: past any card's."""
+"""Offset into shared memory beyond any card's."""
 
 ENDLESS_S: Final = 1.0
-"""How long an endless kernel may run before its lease ends."""
+"""Seconds for which an endless kernel may run before its lease ends."""
 
 COPYING_S: Final = 0.5
-"""A client copies for so long before something happens to it."""
+"""Seconds for which a client copies before it is killed or stopped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """How one fault went.
+class FaultOutcome:
+    """The outcome of one fault.
 
     Attributes:
-        error: What the tenant was told: its error's name, or "-" if there was nobody to tell.
-        cause: Why the lease ended.
-        reclaim_ms: From the end's begin to memory proved free.
+        error: The name of the error that the tenant got; "-" if no tenant was there to get one.
+        words: The error's message.
+        cause: The cause of the lease's end.
+        reclaim_ms: Milliseconds from the begin of the lease's end to memory proved free.
     """
 
     error: str
@@ -66,56 +67,48 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """One row."""
-
-    name: str
-    run: Callable[[Scene], Told]
-
-
-@dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of what takes long."""
+    """The sizes of slow faults."""
 
     launches: int
     long_kernels: int
 
 
-def faults(scene: Scene, sizes: Sizes) -> list[Fault]:
-    """All rows that this driver can show."""
+def faults(scene: Scene, sizes: Sizes) -> list[Check[FaultOutcome]]:
+    """Return every fault that this driver can show."""
     rows = [
-        Fault("illegal address", partial(_kernel, kernel="stray")),
-        Fault("misaligned address", partial(_kernel, kernel="misaligned")),
-        Fault("trap", partial(_kernel, kernel="trapped")),
-        Fault("assertion", partial(_kernel, kernel="asserted")),
-        Fault("shared memory overflow", partial(_kernel, kernel="beyond_shared")),
-        Fault("stack overflow", partial(_kernel, kernel="sinking")),
-        Fault("more than the slice", _over_slice),
-        Fault("variables of 40 GiB", partial(_load, image=with_variable(40 << 30))),
-        Fault("managed variable", partial(_load, image=with_managed_variable())),
-        Fault("kernel that launches kernels", partial(_load, image=launching_kernels())),
-        Fault("printf of every thread", _print),
-        Fault("endless kernel, one warp", partial(_endless, grid=ONE, block=WARP)),
-        Fault("endless kernel, whole card", partial(_endless, grid=GRID, block=BLOCK)),
-        Fault(f"{sizes.launches} launches at once", partial(_flood, launches=sizes.launches)),
-        Fault(f"PTX of {sizes.long_kernels} kernels", partial(_compile, kernels=sizes.long_kernels)),
-        Fault("worker SIGSEGV", partial(_worker_signal, number=signal.SIGSEGV)),
-        Fault("worker SIGKILL", partial(_worker_signal, number=signal.SIGKILL)),
-        Fault("client SIGKILL in a copy", partial(_client_signal, number=signal.SIGKILL)),
-        Fault("client that stops reading", partial(_client_signal, number=signal.SIGSTOP)),
+        Check("illegal address", partial(_kernel, kernel="stray")),
+        Check("misaligned address", partial(_kernel, kernel="misaligned")),
+        Check("trap", partial(_kernel, kernel="trapped")),
+        Check("assertion", partial(_kernel, kernel="asserted")),
+        Check("shared memory overflow", partial(_kernel, kernel="beyond_shared")),
+        Check("stack overflow", partial(_kernel, kernel="sinking")),
+        Check("more than the slice", _over_slice),
+        Check("variables of 40 GiB", partial(_load, image=with_variable(40 << 30))),
+        Check("managed variable", partial(_load, image=with_managed_variable())),
+        Check("kernel that launches kernels", partial(_load, image=launching_kernels())),
+        Check("printf of every thread", _print),
+        Check("endless kernel, one warp", partial(_endless, grid=ONE, block=WARP)),
+        Check("endless kernel, whole card", partial(_endless, grid=GRID, block=BLOCK)),
+        Check(f"{sizes.launches} launches at once", partial(_flood, launches=sizes.launches)),
+        Check(f"PTX of {sizes.long_kernels} kernels", partial(_compile, kernels=sizes.long_kernels)),
+        Check("worker SIGSEGV", partial(_worker_signal, number=signal.SIGSEGV)),
+        Check("worker SIGKILL", partial(_worker_signal, number=signal.SIGKILL)),
+        Check("client SIGKILL in a copy", partial(_client_signal, number=signal.SIGKILL)),
+        Check("client that stops reading", partial(_client_signal, number=signal.SIGSTOP)),
     ]
     if scene.is_card:
-        rows[8:8] = [Fault("64 KiB of stack a thread", _stack), Fault("device heap of 1 GiB", _heap)]
+        rows[8:8] = [Check("64 KiB of stack a thread", _stack), Check("device heap of 1 GiB", _heap)]
     return rows
 
 
-def _told(error: GpuLeaseError, expected: type[GpuLeaseError]) -> str:
+def _expected_error(error: GpuLeaseError, expected: type[GpuLeaseError]) -> str:
     if type(error) is not expected:
         raise Breach(f"the tenant was told {type(error).__name__}, not {expected.__name__}: {error}")
     return type(error).__name__
 
 
-def _failure_of(action: Callable[[], object]) -> GpuLeaseError:
+def _error_of(action: Callable[[], object]) -> GpuLeaseError:
     try:
         action()
     except GpuLeaseError as error:
@@ -123,15 +116,15 @@ def _failure_of(action: Callable[[], object]) -> GpuLeaseError:
     raise Breach("the tenant was told that all is well")
 
 
-def _ended(scene: Scene, lease_id: int, error: str, words: object) -> Told:
-    """The lease is given back by its tenant."""
+def _free_lease(scene: Scene, lease_id: int, error: str, words: object) -> FaultOutcome:
+    """Free the lease and time its end."""
     reclaim_ms = scene.free(lease_id)
-    return Told(error, str(words), scene.wait_for_end(lease_id), reclaim_ms)
+    return FaultOutcome(error, str(words), scene.wait_for_end(lease_id), reclaim_ms)
 
 
-def _kernel(scene: Scene, kernel: str) -> Told:
-    """A kernel that faults while it runs. On a card the context is lost, and every later operation says so."""
-    lease = scene.wish().acquire()
+def _kernel(scene: Scene, kernel: str) -> FaultOutcome:
+    """Launch a kernel that faults. On a card the context is lost, and every later operation must say so."""
+    lease = scene.builder().acquire()
     session = GpuSession(lease)
     buffer = session.mem_alloc(4096)
     module = session.module_load(rule_breakers())
@@ -141,76 +134,78 @@ def _kernel(scene: Scene, kernel: str) -> Told:
     elif kernel == "beyond_shared":
         args.push_u32(BEYOND_WORDS)
     session.launch(module, kernel, ONE, WARP, args, shared_bytes=SHARED_BYTES)
-    error = _failure_of(session.sync)
+    error = _error_of(session.sync)
     if scene.is_card:
-        _told(_failure_of(lambda: session.mem_alloc(4096)), SyncFailed)
-        _told(_failure_of(session.sync), SyncFailed)
-    return _ended(scene, lease.lease_id, _told(error, SyncFailed), error)
+        _expected_error(_error_of(lambda: session.mem_alloc(4096)), SyncFailed)
+        _expected_error(_error_of(session.sync), SyncFailed)
+    return _free_lease(scene, lease.lease_id, _expected_error(error, SyncFailed), error)
 
 
-def _over_slice(scene: Scene) -> Told:
-    lease = scene.wish().acquire()
+def _over_slice(scene: Scene) -> FaultOutcome:
+    lease = scene.builder().acquire()
     session = GpuSession(lease)
-    error = _failure_of(lambda: session.mem_alloc(SLICE_BYTES + 1))
+    error = _error_of(lambda: session.mem_alloc(SLICE_BYTES + 1))
     session.mem_free(session.mem_alloc(SLICE_BYTES))
-    return _ended(scene, lease.lease_id, _told(error, AllocFailed), error)
+    return _free_lease(scene, lease.lease_id, _expected_error(error, AllocFailed), error)
 
 
-def _load(scene: Scene, image: bytes) -> Told:
-    lease = scene.wish().acquire()
+def _load(scene: Scene, image: bytes) -> FaultOutcome:
+    lease = scene.builder().acquire()
     session = GpuSession(lease)
-    error = _failure_of(lambda: session.module_load(image))
+    error = _error_of(lambda: session.module_load(image))
     session.mem_free(session.mem_alloc(SLICE_BYTES))
-    return _ended(scene, lease.lease_id, _told(error, LoadFailed), error)
+    return _free_lease(scene, lease.lease_id, _expected_error(error, LoadFailed), error)
 
 
-def _stack(scene: Scene) -> Told:
-    lease = scene.wish().acquire()
+def _stack(scene: Scene) -> FaultOutcome:
+    lease = scene.builder().acquire()
     session = GpuSession(lease)
     module = session.module_load(hungry())
     buffer = session.mem_alloc(4096)
     session.launch(module, "local_64k", ONE, WARP, KernelArgs().push_buffer(buffer).push_u32(5))
-    error = _failure_of(session.sync)
+    error = _error_of(session.sync)
     session.sync()
-    return _ended(scene, lease.lease_id, _told(error, LaunchFailed), error)
+    return _free_lease(scene, lease.lease_id, _expected_error(error, LaunchFailed), error)
 
 
-def _heap(scene: Scene) -> Told:
-    """The device's heap is bounded: a kernel that wants more of it gets a null pointer, and the card is not asked."""
-    lease = scene.wish().acquire()
+def _heap(scene: Scene) -> FaultOutcome:
+    """The device's heap is bounded: a kernel that allocates more gets a null pointer, and the card's memory stays."""
+    lease = scene.builder().acquire()
     session = GpuSession(lease)
     module, found = session.module_load(hungry()), session.mem_alloc(8)
     session.launch(module, "from_heap", ONE, ONE, KernelArgs().push_buffer(found).push_u64(HEAP_BYTES))
     if any(session.mem_read(found, 0, 8)):
         raise Breach(f"a kernel got {HEAP_BYTES} bytes of heap in a slice of {SLICE_BYTES}")
-    return _ended(scene, lease.lease_id, "-", "a null pointer")
+    return _free_lease(scene, lease.lease_id, "-", "a null pointer")
 
 
-def _print(scene: Scene) -> Told:
-    """What the printf buffer can't hold is lost; it does not grow."""
-    lease = scene.wish().acquire()
+def _print(scene: Scene) -> FaultOutcome:
+    """The printf buffer drops lines that it can't hold; it does not grow."""
+    lease = scene.builder().acquire()
     session = GpuSession(lease)
     session.launch(session.module_load(printing()), "print_a_line", GRID, BLOCK, KernelArgs())
     session.sync()
     session.mem_free(session.mem_alloc(SLICE_BYTES))
-    return _ended(scene, lease.lease_id, "-", "all were done")
+    return _free_lease(scene, lease.lease_id, "-", "all were done")
 
 
-def _endless(scene: Scene, grid: tuple[int, int, int], block: tuple[int, int, int]) -> Told:
-    lease = scene.wish().max_kernel_secs(ENDLESS_S).acquire()
+def _endless(scene: Scene, grid: tuple[int, int, int], block: tuple[int, int, int]) -> FaultOutcome:
+    lease = scene.builder().max_kernel_secs(ENDLESS_S).acquire()
     session = GpuSession(lease)
     flag = session.mem_alloc(4)
     module = session.module_load(rule_breakers())
     session.launch(module, "endless", grid, block, KernelArgs().push_buffer(flag))
-    error = _failure_of(session.sync)
+    error = _error_of(session.sync)
     started = time.perf_counter()
     cause = scene.wait_for_end(lease.lease_id)
-    return Told(_told(error, GpuSessionFailed), str(error), cause, (time.perf_counter() - started) * 1e3)
+    return FaultOutcome(
+        _expected_error(error, GpuSessionFailed), str(error), cause, (time.perf_counter() - started) * 1e3
+    )
 
 
-def _flood(scene: Scene, launches: int) -> Told:
-    """As many launches as fit through the door; not a fault, but nobody beside it may see one."""
-    lease = scene.wish().acquire()
+def _flood(scene: Scene, launches: int) -> FaultOutcome:
+    """Launch as fast as possible: no fault, but the neighbour must not see one either."""
+    lease = scene.builder().acquire()
     session = GpuSession(lease)
     buffer = session.mem_alloc(4096)
     module = session.module_load(rule_breakers())
@@ -220,34 +215,36 @@ def _flood(scene: Scene, launches: int) -> Told:
     session.sync()
     if (counted := scene.query(lease.lease_id)["launches"]) != launches:
         raise Breach(f"{counted} of {launches} launches were done")
-    return _ended(scene, lease.lease_id, "-", "all were done")
+    return _free_lease(scene, lease.lease_id, "-", "all were done")
 
 
-def _compile(scene: Scene, kernels: int) -> Told:
-    lease = scene.wish().acquire()
+def _compile(scene: Scene, kernels: int) -> FaultOutcome:
+    lease = scene.builder().acquire()
     session = GpuSession(lease)
     started = time.perf_counter()
     loaded = len(session.module_load(compiling_long(kernels)).kernels)
     taken_s = time.perf_counter() - started
     if loaded != kernels:
         raise Breach(f"{loaded} of {kernels} kernels were loaded")
-    return _ended(scene, lease.lease_id, "-", f"compiled in {taken_s:.1f} s")
+    return _free_lease(scene, lease.lease_id, "-", f"compiled in {taken_s:.1f} s")
 
 
-def _worker_signal(scene: Scene, number: signal.Signals) -> Told:
-    lease = scene.wish().acquire()
+def _worker_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
+    lease = scene.builder().acquire()
     session = GpuSession(lease)
     session.mem_alloc(SLICE_BYTES)
     started = time.perf_counter()
     os.kill(worker_pid(lease.lease_id), number)
-    error = _failure_of(session.sync)
+    error = _error_of(session.sync)
     cause = scene.wait_for_end(lease.lease_id)
-    return Told(_told(error, GpuSessionFailed), str(error), cause, (time.perf_counter() - started) * 1e3)
+    return FaultOutcome(
+        _expected_error(error, GpuSessionFailed), str(error), cause, (time.perf_counter() - started) * 1e3
+    )
 
 
-def _client_signal(scene: Scene, number: signal.Signals) -> Told:
-    """The client's process is killed, or stops and never goes on; its lease is then given back in its stead."""
-    command = [sys.executable, "-P", "-m", "gpulease.client.verify.copying", scene.address]
+def _client_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
+    """The client's process is killed, or stopped for good; the operator then frees its lease."""
+    command = [sys.executable, "-P", "-m", "gpulease.client.verify.copy_loop", scene.address]
     victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         if victim.stdout is None:
@@ -257,7 +254,7 @@ def _client_signal(scene: Scene, number: signal.Signals) -> Told:
             raise Breach("the client's process could not begin")
         time.sleep(COPYING_S)
         victim.send_signal(number)
-        return _ended(scene, lease_id, "-", "nobody is there to be told")
+        return _free_lease(scene, lease_id, "-", "nobody is there to be told")
     finally:
         victim.kill()
         victim.communicate()

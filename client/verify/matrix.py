@@ -1,48 +1,112 @@
-"""The matrix: each fault beside a neighbour at work, and what the neighbour and the card saw of it."""
+"""The matrix of `gpulease verify`: faults beside a neighbour at work, then the promises that no fault breaks."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
 from gpulease.client import GpuLeaseError
-from gpulease.client.verify.faults import Fault, Told
-from gpulease.client.verify.neighbour import Neighbour, Window
-from gpulease.client.verify.scene import Breach, Scene
+from gpulease.client.cli.private_daemon import private_daemon
+from gpulease.client.verify.claims import GIB, ClaimResult, check, claims, six_and_no_seventh
+from gpulease.client.verify.faults import FaultOutcome, Sizes, faults
+from gpulease.client.verify.neighbour import Neighbour, Window, neighbour
+from gpulease.client.verify.scene import Breach, Check, Scene, breach_of
+
+SIX_LEASES: Final = "six leases"
+SIX_SLICES_BYTES: Final = 7 * GIB
+SIX_VRAM: Final = "48GiB"
+
+WARM_CONTEXTS: Final = 4
+"""Contexts kept beside the faults: traces in the driver last for as long as any context lives."""
+
+QUIET_S: Final = 1.0
+SMALL_QUIET_S: Final = 0.05
+
+CARD_SIZES: Final = Sizes(launches=1_000_000, long_kernels=150)
+HOST_SIZES: Final = Sizes(launches=20_000, long_kernels=4)
+"""Smaller, because the embedded driver compiles slowly and is not made for launches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One fault and what came of it; `breach` is "" if every promise held."""
+class FaultResult:
+    """The result of one fault; `breach` is "" if every promise held.
+
+    Attributes:
+        fault: The fault's name.
+        told: Its outcome; None if there was none.
+        quiet, during: The neighbour's rounds before and during the fault.
+        more_mib: MiB that the card shows beyond those before.
+    """
 
     fault: str
-    told: Told | None
+    told: FaultOutcome | None
     quiet: Window
     during: Window
     more_mib: int
     breach: str
 
 
-def run_matrix(scene: Scene, beside: Neighbour, rows: list[Fault], quiet_s: float) -> Iterator[Row]:
-    """One row after the other."""
-    for fault in rows:
-        yield _run(scene, beside, fault, quiet_s)
+@dataclass(frozen=True, slots=True)
+class MatrixReport:
+    """The result of a run."""
+
+    scene: Scene
+    faults: list[FaultResult]
+    claims: list[ClaimResult]
+
+    @property
+    def breaches(self) -> int:
+        """Number of rows in which a promise did not hold."""
+        found = [row.breach for row in self.faults] + [claim.breach for claim in self.claims]
+        return sum(map(bool, found))
 
 
-def _run(scene: Scene, beside: Neighbour, fault: Fault, quiet_s: float) -> Row:
-    breach = _breach_of(scene.wait_for_pool)
+def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]) -> MatrixReport:
+    """Run the rows whose name contains `only`, on private daemons; `on_fault` is told of each fault's result."""
+    with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
+        scene = Scene.at(address)
+        fault_results = _run_faults(scene, only, on_fault)
+        proved = [check(claim.name, partial(claim.prove, scene)) for claim in claims(scene) if only in claim.name]
+    if _fits_six(scene) and only in SIX_LEASES:
+        with private_daemon(driver, (SIX_VRAM,)) as address:
+            six = Scene.at(address)
+            proved.append(check(SIX_LEASES, lambda: six_and_no_seventh(six, SIX_SLICES_BYTES)))
+    return MatrixReport(scene, fault_results, proved)
+
+
+def _fits_six(scene: Scene) -> bool:
+    return not scene.is_card or scene.vram_bytes >= 48 * GIB
+
+
+def _run_faults(scene: Scene, only: str, on_fault: Callable[[FaultResult], object]) -> list[FaultResult]:
+    sizes, quiet_s = (CARD_SIZES, QUIET_S) if scene.is_card else (HOST_SIZES, SMALL_QUIET_S)
+    wanted = [fault for fault in faults(scene, sizes) if only in fault.name]
+    results: list[FaultResult] = []
+    if not wanted:
+        return results
+    with neighbour(scene.address) as beside:
+        for fault in wanted:
+            results.append(_run_fault(scene, beside, fault, quiet_s))
+            on_fault(results[-1])
+    return results
+
+
+def _run_fault(scene: Scene, beside: Neighbour, fault: Check[FaultOutcome], quiet_s: float) -> FaultResult:
+    breach = _breach_in(scene.wait_for_pool)
     used_mib, held_bytes, leases = scene.used_mib(), scene.held_bytes(), scene.lease_ids()
     beside.window()
     time.sleep(quiet_s)
     quiet = beside.window()
     told = None
     try:
-        told = fault.run(scene)
+        told = fault.prove(scene)
     except (Breach, GpuLeaseError) as error:
-        breach = breach or f"{type(error).__name__}: {error}"
+        breach = breach or breach_of(error)
         for lease_id in scene.lease_ids() - leases:
             scene.free(lease_id)
     during = beside.window()
-    breach = breach or _breach_of(scene.wait_for_pool)
+    breach = breach or _breach_in(scene.wait_for_pool)
     more_mib = scene.card_is_back_to(used_mib)
     if not breach and during.error:
         breach = f"the neighbour: {during.error}"
@@ -50,12 +114,12 @@ def _run(scene: Scene, beside: Neighbour, fault: Fault, quiet_s: float) -> Row:
         breach = f"the daemon holds {scene.held_bytes() - held_bytes} bytes more than before"
     if not breach and more_mib > 0:
         breach = f"the card shows {more_mib} MiB more than before"
-    return Row(fault.name, told, quiet, during, more_mib, breach)
+    return FaultResult(fault.name, told, quiet, during, more_mib, breach)
 
 
-def _breach_of(proof: Callable[[], None]) -> str:
+def _breach_in(proof: Callable[[], None]) -> str:
     try:
         proof()
     except (Breach, GpuLeaseError) as error:
-        return f"{type(error).__name__}: {error}"
+        return breach_of(error)
     return ""

@@ -1,7 +1,7 @@
-"""The neighbour: a tenant of its own, in a process of its own, that works all the time and checks every result.
+"""The neighbour: a tenant in a process of its own, which works all the time and checks every result.
 
-`python -m gpulease.client.verify.neighbour ADDRESS`: for each line it reads it writes one JSON object about its rounds
-since the line before; it leaves at the end of its input.
+`python -m gpulease.client.verify.neighbour ADDRESS`: for each line that it reads, it writes one JSON object about its
+rounds since the line before; it exits at the end of its input.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLeaseError, GpuSession, KernelArgs
 from gpulease.client.bench.figures import percentile
-from gpulease.client.cli.private_daemon import CannotStart
-from gpulease.client.verify.kernels import BLOCK, ONE, rule_breakers
+from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.verify.faulty_kernels import BLOCK, ONE, rule_breakers
 
 SLICE_BYTES: Final = 64 << 20
 VALUES: Final = 256
 LEASE_S: Final = 3600.0
 ANSWER_S: Final = 30.0
-"""For a line to be answered: a round takes milliseconds, even beside a kernel that never ends."""
+"""Seconds for a line to be answered: a round takes milliseconds, even beside an endless kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What the neighbour saw between two lines.
+    """The neighbour's rounds between two lines.
 
     Attributes:
         error: "" if every round was right.
@@ -49,7 +49,7 @@ class Neighbour:
         self._process = process
 
     def window(self) -> Window:
-        """What it saw since the last call."""
+        """Return the rounds since the last call."""
         if self._process.stdin is None or self._process.stdout is None:
             raise ValueError("the neighbour has no pipes")
         with contextlib.suppress(BrokenPipeError):
@@ -63,7 +63,7 @@ class Neighbour:
 
 @contextlib.contextmanager
 def neighbour(address: str) -> Iterator[Neighbour]:
-    """A neighbour at work. Raises CannotStart if it can't begin."""
+    """Run a neighbour during the block. Raises CannotStart if it can't begin."""
     command = [sys.executable, "-P", "-m", "gpulease.client.verify.neighbour", address]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -1,4 +1,4 @@
-"""Requests served on leases of their own: what they are given, and everything that may go wrong beside them."""
+"""Requests served on leases of their own: their results, and every failure beside them."""
 
 import threading
 import time
@@ -27,8 +27,8 @@ from gpulease.client.serve.gateway import (
     StaleEpoch,
     serve_inference_request,
 )
+from gpulease.client.serve.gateway.inference import MAX_INPUT_BYTES, MAX_LEASE_S, MAX_OUTPUT_BYTES
 from gpulease.client.serve.gateway.ledger import Moment
-from gpulease.client.serve.gateway.settings import MAX_INPUT_BYTES, MAX_LEASE_S, MAX_OUTPUT_BYTES
 from gpulease.client.serve.gateway.sqlite_store import host_clock
 from helpers.daemon import Daemon
 from helpers.gateway_rig import Gateway
@@ -166,7 +166,7 @@ def test_a_duplicate_joins_the_one_in_flight(gateway: Gateway, monkeypatch: pyte
 def test_a_gateway_that_was_taken_for_dead_and_comes_back(
     gateway: Gateway, tmp_path: Path, paused_at: str, launches: int, later: type
 ) -> None:
-    """It stops before a step for longer than its claim; another attempt comes; then it goes on, and learns of it."""
+    """The gateway stops before a step for longer than its claim; another attempt comes; then the first learns of it."""
     arrived, go_on = threading.Event(), threading.Event()
     steps: list[str] = []
     ends: list[object] = []

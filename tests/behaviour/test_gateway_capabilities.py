@@ -1,4 +1,4 @@
-"""What a request is submitted by: a grant of exactly two permissions, whose worth is known before any work."""
+"""The grant that submits a request: exactly two permissions, validated before any work."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpulease.client.serve.gateway.settings import MAX_INPUT_BYTES
+from gpulease.client.serve.gateway.inference import MAX_INPUT_BYTES
 from helpers.daemon import Daemon
 from helpers.gateway_process import BINARY, GatewayProcess, infer
 from helpers.gateway_steps import INPUT, OUTPUT
@@ -26,7 +26,7 @@ SOON_S = 60.0
 
 @pytest.fixture(scope="module")
 def gateway(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    """One for all tests that leave it as they found it."""
+    """Run a gateway for all tests that leave it as they found it."""
     folder = tmp_path_factory.mktemp("gateway")
     bounds = (
         "--max-in-flight",

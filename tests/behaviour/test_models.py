@@ -1,4 +1,4 @@
-"""Models on a real daemon: leases that are kept, batches, what is admitted, and what stands in under pressure."""
+"""Models on a real daemon: kept leases, batches, admission, and smaller variants where there is no room."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Models whose lease, worker, kernel or daemon ends under them: who is told what, and that they come back."""
+"""Models whose lease, worker, kernel or daemon ends: the errors of their callers, and their recovery."""
 
 import asyncio
 import os

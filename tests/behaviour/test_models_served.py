@@ -19,7 +19,7 @@ import pytest
 from gpulease.client import Disconnected
 from gpulease.client.serve.models.example import classify
 from gpulease.client.serve.models.example.digits import DIGITS, load_tests, load_weights
-from gpulease.client.serve.models.settings import EXAMPLE
+from gpulease.client.serve.models.model_settings import EXAMPLE
 from gpulease.client.serve.rpc import CallFailed, RpcClient
 from gpulease.protocol.rpc import CallErrorCode
 from helpers.daemon import Daemon
@@ -68,7 +68,7 @@ def start(daemon: Daemon, folder: Path) -> ModelProcess:
 
 @pytest.fixture(scope="module")
 def server(shared_daemon: Daemon) -> Iterator[ModelProcess]:
-    """One for all tests that leave it as they found it."""
+    """Run a model server for all tests that leave it as they found it."""
     with tempfile.TemporaryDirectory(prefix="gpul-", dir="/tmp") as folder:
         found = start(shared_daemon, Path(folder))
         try:

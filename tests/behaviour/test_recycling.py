@@ -22,8 +22,9 @@ from gpulease.client import (
     SyncFailed,
     my_audience,
 )
-from gpulease.client.verify.claims import SECRET_BYTES, _count, _pass_through
-from gpulease.client.verify.kernels import count_set, fill, rule_breakers
+from gpulease.client.verify.claims import SECRET_BYTES, send_and_fetch
+from gpulease.client.verify.faulty_kernels import count_set, fill, rule_breakers
+from gpulease.client.verify.memory_search import count_in_process
 from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
 from gpulease.protocol.messages import CapabilityPresent
@@ -93,7 +94,7 @@ def test_nothing_of_a_lease_is_left_for_the_next(recycling: Daemon) -> None:
     lease = recycling.builder(16 * MIB).acquire()
     pid = recycling.worker_pid(lease.lease_id)
     with GpuSession(lease) as session:
-        kept = _pass_through(session, secret)
+        kept = send_and_fetch(session, secret)
         for size in SIZES:
             data = (secret * (size // SECRET_BYTES + 1))[:size]
             buffer = session.mem_alloc(size)
@@ -103,10 +104,10 @@ def test_nothing_of_a_lease_is_left_for_the_next(recycling: Daemon) -> None:
         everything = session.mem_alloc(MIB)
         fill(session, module, everything, MIB // 4, 0xA5A5A5A5)
         session.sync()
-        assert _count(pid, secret)
+        assert count_in_process(pid, secret)
         del kept
     lease.free()
-    assert _count(pid, secret) == 0
+    assert count_in_process(pid, secret) == 0
     with recycling.builder(16 * MIB).acquire() as lease, GpuSession(lease) as session:
         assert recycling.worker_pid(lease.lease_id) == pid
         for handle in (buffer, everything):
@@ -118,7 +119,7 @@ def test_nothing_of_a_lease_is_left_for_the_next(recycling: Daemon) -> None:
         assert not session.empty(4 * MIB, np.uint8).any()
         buffers = [session.mem_alloc(size) for size in (*SIZES, 8 * MIB)]
         assert not sum(count_set(session, module, one, one.size_bytes // 4) for one in buffers)
-        assert _count(pid, secret) == 0
+        assert count_in_process(pid, secret) == 0
 
 
 def guest(session: GpuSession, lease: GpuLease, daemon: Daemon) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from gpulease.client import GpuSession
-from gpulease.client.verify.claims import _count
+from gpulease.client.verify.memory_search import count_in_process
 from helpers.daemon import Daemon
 from helpers.secret_ways import WAYS
 from helpers.waiting import wait_until
@@ -24,9 +24,9 @@ def test_nothing_is_left(start_daemon: Callable[..., Daemon]) -> None:
         pid = daemon.worker_pid(lease.lease_id)
         with GpuSession(lease) as session:
             secret = leave(session, secrets.token_bytes(32))
-            assert _count(pid, secret), f"{way}: the search finds nothing, so it proves nothing"
+            assert count_in_process(pid, secret), f"{way}: the search finds nothing, so it proves nothing"
         lease.free()
         assert daemon.inventory().details[0]["recycled_contexts"] == 1, (way, daemon.log())
-        assert _count(pid, secret) == 0, way
+        assert count_in_process(pid, secret) == 0, way
         pids.add(pid)
     assert len(pids) == 1

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from gpulease.client import GpuSession, GpuSessionFailed, KernelArgs
 from gpulease.client.cli.node import info
-from gpulease.client.verify.kernels import compiling_long
+from gpulease.client.verify.faulty_kernels import compiling_long
 from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.zygote.worker_output import MAX_OUTPUT_BYTES

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, LoadFailed, my_audience
-from gpulease.client.verify.kernels import with_variable
+from gpulease.client.verify.faulty_kernels import with_variable
 from gpulease.daemon.drivers.cuda.compiled import name_of
 from gpulease.protocol import Exclusivity
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS

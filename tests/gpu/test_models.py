@@ -7,7 +7,7 @@ import pytest
 
 from gpulease.client.serve.models import load_settings
 from gpulease.client.serve.models.example.digits import DIGITS, load_tests, load_weights
-from gpulease.client.serve.models.settings import EXAMPLE
+from gpulease.client.serve.models.model_settings import EXAMPLE
 from gpulease.client.serve.rpc import Answer
 from gpulease.protocol.rpc import CallErrorCode
 from helpers.daemon import Daemon

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import GpuSession, KernelArgs
-from gpulease.client.verify.claims import PAGE_BYTES, SECRET_BYTES, _count, _count_in, _pass_through
-from gpulease.client.verify.kernels import count_set, fill, rule_breakers
+from gpulease.client.verify.claims import SECRET_BYTES, send_and_fetch
+from gpulease.client.verify.faulty_kernels import count_set, fill, rule_breakers
+from gpulease.client.verify.memory_search import PAGE_BYTES, count_in_process, count_in_span
 from helpers.card_daemon import daemon_on
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job, start_endless
@@ -51,14 +52,14 @@ def test_nothing_is_left_and_the_card_shows_it(recycling: Daemon, cards: Cards) 
             everything = session.mem_alloc(200 * MIB)
             assert count_set(session, module, everything, 50 * MIB) == 0
             fill(session, module, everything, 50 * MIB, 0xA5A5A5A5)
-            kept = _pass_through(session, secret)
+            kept = send_and_fetch(session, secret)
             for size in SIZES:
                 session.mem_write(session.mem_alloc(size), 0, (secret * (size // SECRET_BYTES + 1))[:size])
             check_main_job(session)
-            assert _count(pid, secret)
+            assert count_in_process(pid, secret)
             del kept
         assert is_running(pid), recycling.log()
-        assert _count(pid, secret) == 0
+        assert count_in_process(pid, secret) == 0
         shown.add((pid, cards.process_bytes(0, pid)))
     assert len(shown) == 1
 
@@ -71,7 +72,7 @@ def test_whichever_way_a_secret_came(recycling: Daemon) -> None:
         with recycling.builder(64 * MIB).device(0).acquire() as lease, GpuSession(lease) as session:
             pid = recycling.worker_pid(lease.lease_id)
             secret = leave(session, secrets.token_bytes(SECRET_BYTES))
-        left[way] = _count(pid, secret) if is_running(pid) else -1
+        left[way] = count_in_process(pid, secret) if is_running(pid) else -1
     assert left == dict.fromkeys(WAYS, 0), recycling.log()
 
 
@@ -85,7 +86,7 @@ def staged(pid: int, secret: bytes) -> list[int]:
                 found += [
                     at
                     for at in range(start, stop, PAGE_BYTES)
-                    if _count_in(memory.fileno(), at, at + PAGE_BYTES, secret)
+                    if count_in_span(memory.fileno(), at, at + PAGE_BYTES, secret)
                 ]
     return found
 

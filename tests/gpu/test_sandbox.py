@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import GpuSession, GpuSessionFailed
-from gpulease.client.verify.kernels import compiling_long
+from gpulease.client.verify.faulty_kernels import compiling_long
 from helpers.daemon import Daemon
 from helpers.kernels import PTX, check_main_job
 from helpers.nvml import Cards

@@ -1,4 +1,4 @@
-"""`gpulease serve gateway` in a process of its own, asked over a real socket."""
+"""`gpulease serve gateway` in a process of its own, called over a real socket."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ BINARY: Final = {"Content-Type": "application/octet-stream"}
 
 
 class GatewayProcess(ServingProcess):
-    """One gateway, at a TCP port that was free, or at `listen`."""
+    """A gateway at a free TCP port, or at `listen`."""
 
     listens = re.compile(r"listens on (\S+),")
     stopped = "has stopped"
@@ -23,7 +23,7 @@ class GatewayProcess(ServingProcess):
         super().__init__(daemon, folder / "gateway.log", "gateway", "--listen", listen, "--store", store, *options)
 
     def client(self, **options: Any) -> httpx.Client:
-        """Somebody who asks it; to be closed."""
+        """Return an HTTP client of the gateway; the test closes it."""
         if self.url.startswith("http+unix://"):
             transport = httpx.HTTPTransport(uds=self.url.removeprefix("http+unix://"))
             return httpx.Client(base_url="http://gateway", transport=transport, timeout=60, **options)
@@ -33,7 +33,7 @@ class GatewayProcess(ServingProcess):
 def infer(
     client: httpx.Client, key: str | None, content: Any, output_len: int, *, model: str = "affine", **headers: str
 ) -> httpx.Response:
-    """One request in bytes."""
+    """Send a request in bytes."""
     keys = {} if key is None else {"Idempotency-Key": key}
     query = {"output_len": str(output_len)}
     return client.post(f"/v1/models/{model}/infer", content=content, params=query, headers=BINARY | keys | headers)

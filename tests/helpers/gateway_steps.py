@@ -1,7 +1,7 @@
-"""Each thing that serving a request does to the world, told before it is done: to stop there, to fail, to be killed.
+"""Every effect of serving a request, reported before it happens: to pause there, to fail, to be killed.
 
-As a program, `python -P -m helpers.gateway_steps`, it serves the requests it reads from stdin, each in a process of its
-own that tells its steps on stdout and waits after each for a line.
+As a program, `python -P -m helpers.gateway_steps`, it serves the requests that it reads from stdin. Each runs in a
+process of its own, which reports its steps on stdout and waits for a line after each.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""What a process has in its memory, looked at from outside."""
+"""Search another process's allocated memory."""
 
 from pathlib import Path
 
-from gpulease.client.verify.claims import _count_in, _present
+from gpulease.client.verify.memory_search import count_in_span, present_spans
 
 
 def count_in_heap(pid: int, wanted: bytes) -> int:
@@ -13,6 +13,6 @@ def count_in_heap(pid: int, wanted: bytes) -> int:
             span, permissions, _, _, _, *path = line.split(maxsplit=5)
             if permissions.startswith("rw") and path in ([], ["[heap]"]):
                 start, stop = (int(number, 16) for number in span.split("-"))
-                for at, end in _present(pagemap.fileno(), start, stop):
-                    found += _count_in(memory.fileno(), at, end, wanted)
+                for at, end in present_spans(pagemap.fileno(), start, stop):
+                    found += count_in_span(memory.fileno(), at, end, wanted)
     return found

@@ -1,4 +1,4 @@
-"""`gpulease serve models` in a process of its own, asked over real sockets."""
+"""`gpulease serve models` in a process of its own, called over real sockets."""
 
 import re
 from pathlib import Path

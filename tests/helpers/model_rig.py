@@ -1,4 +1,4 @@
-"""A model that does as its input says, served in the test's own event loop."""
+"""A model whose kernel obeys its input, served in the test's own event loop."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.serve.models import ModelHost, ModelSettings, ServerMetrics
+from gpulease.client.serve.models import ModelHost, ModelServerMetrics, ModelSettings
 from gpulease.client.serve.rpc import Answer, Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 from helpers.daemon import Daemon
@@ -16,16 +16,16 @@ KERNELS: Final = (Path(__file__).parents[1] / "client" / "serve" / "models" / "k
 FACTOR: Final = 3
 
 STRAY, ENDLESS, SLOW = 1, 2, 3
-"""What the kernel can be told to do besides."""
+"""Commands in an input beside the computation."""
 
 SLOW_STEPS: Final = 40_000_000
-"""Of SLOW: some hundredths of a second at least, on the embedded driver."""
+"""Steps of SLOW: some hundredths of a second at least, on the embedded driver."""
 
 PATIENCE_S: Final = 120.0
 
 
 def obey(name: str = "obey", **changes: Any) -> ModelSettings:
-    """The model; the test says what is special."""
+    """Return the model's settings with the test's changes."""
     usual: dict[str, Any] = {
         "method_id": 1,
         "module": KERNELS,
@@ -42,46 +42,46 @@ def obey(name: str = "obey", **changes: Any) -> ModelSettings:
 
 
 def item(value: int, what: int = 0) -> bytes:
-    """An input."""
+    """Return the input of one item."""
     return struct.pack("<II", what, value)
 
 
 def right(*values: int, method_id: int = 1) -> Answer:
-    """What these values are to be answered."""
+    """Return the answer that these values must get."""
     return Answer(method_id, struct.pack(f"<{len(values)}I", *(value * FACTOR + 1 for value in values)))
 
 
 def code_of(outcome: Outcome) -> CallErrorCode:
-    """Of what must be an error, with a text."""
+    """Return the code of an outcome that must be an error with a text."""
     assert isinstance(outcome, CallError), outcome
     assert outcome.text
     return outcome.code
 
 
 class ModelRig:
-    """A host of some models, and what it counted."""
+    """A host of some models, and its metrics."""
 
     def __init__(self, address: str, *models: ModelSettings) -> None:
-        self.metrics = ServerMetrics()
+        self.metrics = ModelServerMetrics()
         self.host = ModelHost({model.name: model for model in models}, address, self.metrics)
 
     async def ask(self, payload: bytes, name: str = "obey", deadline_s: float | None = None) -> Outcome:
-        """One request."""
+        """Send one request."""
         return await asyncio.wait_for(self.host.submit(name, payload, deadline_s), PATIENCE_S)
 
     def lease_id(self, name: str = "obey") -> int:
-        """The model's lease; 0 if it has none."""
+        """Return the model's lease; 0 if it has none."""
         return int(str(self.host.state()[name]["lease_id"]) or "0", 16)
 
     async def leased(self, name: str = "obey") -> int:
-        """The same, once it has one."""
+        """Wait until the model has a lease; return it."""
         await until(lambda: self.lease_id(name))
         return self.lease_id(name)
 
     def counted(self, metric: str, name: str = "obey", **labels: str) -> float:
-        """A sample's value."""
+        """Return a metric's value."""
         self.host.count_lease_time()
-        found = self.metrics._registry.get_sample_value(metric, {"model": name} | labels)
+        found = self.metrics.registry.get_sample_value(metric, {"model": name} | labels)
         return 0.0 if found is None else found
 
 
@@ -94,7 +94,7 @@ async def until(condition: Callable[[], object], within_s: float = PATIENCE_S) -
 
 @contextlib.asynccontextmanager
 async def serving(daemon: Daemon, *models: ModelSettings) -> AsyncIterator[ModelRig]:
-    """These models, served."""
+    """Serve these models during the block."""
     rig = ModelRig(daemon.address, *models)
     async with rig.host:
         yield rig

@@ -1,4 +1,4 @@
-"""Readings of a node that was never there."""
+"""Samples of a node that does not exist."""
 
 from typing import Any
 

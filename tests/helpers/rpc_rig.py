@@ -1,4 +1,4 @@
-"""An RpcServer in a thread of the test's process, and callers that keep to no rules."""
+"""An RpcServer in a thread of the test's process, and callers that break the protocol."""
 
 import asyncio
 import contextlib

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Final
 
-from gpulease.client.serve.gateway.errors import StaleEpoch
+from gpulease.client.serve.gateway.gateway_errors import StaleEpoch
 from gpulease.client.serve.gateway.ledger import Completed, Reservation, Unknown
-from gpulease.client.serve.gateway.settings import open_store
+from gpulease.client.serve.gateway.store import open_store
 
 KEYS: Final = [f"key-{number}" for number in range(12)]
 HASH: Final = bytes(32)

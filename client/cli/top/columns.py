@@ -1,4 +1,4 @@
-"""The columns of leases: what is in each, how it sorts, and which of them a narrow terminal does without."""
+"""The columns of leases: their cells, their order, and which of them a narrow terminal does without."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from gpulease.client.cli.tables import MISSING, pad, seconds_text, shown, size_t
 from gpulease.client.cli.top.sample import LeaseLine
 
 SHORT_ID: Final = 8
-"""Digits of a lease's id where there is no room for all 32: enough to tell those of one node apart."""
+"""Digits of a lease's id where there is no room for all 32: enough to tell the leases of one node apart."""
 
 GAP: Final = 1
 """Cells between columns."""
 
 MAX_BAR: Final = 24
-"""Cells of the bar of time left: longer ones are no easier to read."""
+"""Most cells of the bar of time left: longer bars are no easier to read."""
 
 MIN_BAR: Final = 6
-"""Shorter ones show nothing."""
+"""Least cells of that bar: shorter bars show nothing."""
 
 _SCALES: Final = (("G", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -26,14 +26,14 @@ Figure = str | float | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column.
+    """A column of the table of leases.
 
     Attributes:
         title: Its head.
-        key: What sorts by it.
-        width: Cells it takes, with room for the mark of the sorted column.
-        value: What it sorts by.
-        text: A value in it, for people.
+        key: The key that sorts by it.
+        width: Its cells, with room for the mark of the sorted column.
+        value: Returns the value that it sorts by.
+        text: Returns the cell's text.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Column:
 
 
 def rate_text(rate: float | None) -> str:
-    """A number a second, in at most six characters as long as it is one that a machine can reach."""
+    """Return a number a second, in at most six characters for any rate that a machine can reach."""
     if rate is None:
         return MISSING
     for unit, scale in _SCALES:
@@ -78,17 +78,17 @@ COLUMNS: Final = (
 BY_TITLE: Final = {column.title: column for column in COLUMNS}
 
 _KEPT: Final = ("LEASE", "LEFT", "TENANT", "USED", "LAUNCH/S", "SLICE", "STATE", "COPY/S", "OP/S", "GPU")
-"""Which columns stay when a terminal is too narrow for all, the most needed first."""
+"""Columns by need: a terminal too narrow for all shows the first."""
 
 
 def offered(lines: Sequence[LeaseLine]) -> list[Column]:
-    """The columns there is something to show in: older daemons do not count copies."""
+    """Return the columns with something to show: older daemons do not count copies."""
     has_copies = any(line.copies_per_s is not None for line in lines)
     return [column for column in COLUMNS if column.title != "COPY/S" or has_copies]
 
 
 def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[str, int], int]:
-    """(columns, the width of each by title, cells of the bar behind them) that fit into so many cells."""
+    """Return the columns that fit into so many cells, their widths by title, and the cells of the bar behind them."""
     names = {column.title for column in columns}
     chosen: list[str] = []
     used = -GAP
@@ -110,7 +110,7 @@ def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[s
 
 
 def cell(column: Column, line: LeaseLine, width: int) -> str:
-    """What stands in a column, in exactly its cells; nothing in it is obeyed by a terminal."""
+    """Return a cell's text in exactly so many cells, escaped for a terminal."""
     text = column.text(line)
     if column.title == "LEASE" and len(text) > width:
         text = text[:width]
@@ -118,7 +118,7 @@ def cell(column: Column, line: LeaseLine, width: int) -> str:
 
 
 def bar_text(share: float | None, width: int) -> str:
-    """A share of 1 as a bar of so many cells, brackets included."""
+    """Draw a share of 1 as a bar of so many cells, brackets included."""
     if share is None or width < 3:
         return " " * width
     full = round(max(0.0, min(1.0, share)) * (width - 2))
@@ -126,18 +126,18 @@ def bar_text(share: float | None, width: int) -> str:
 
 
 def time_share(line: LeaseLine) -> float | None:
-    """How much of a lease's time is left, 0 to 1."""
+    """Return the share of a lease's time that is left, 0 to 1."""
     if line.left_s is None or not line.ttl_s:
         return None
     return max(0.0, min(1.0, line.left_s / line.ttl_s))
 
 
 _LARGEST_FIRST: Final = ("SLICE", "USED", "LAUNCH/S", "COPY/S", "OP/S")
-"""Of these people look for the large; of the others for the first, and of time left for the least."""
+"""Columns sorted from the largest value; all others begin with the smallest."""
 
 
 def arranged(lines: Sequence[LeaseLine], title: str, *, is_reversed: bool) -> list[LeaseLine]:
-    """Lines sorted by a column, those without a figure last either way; equal ones by their ids, so that they stay."""
+    """Sort lines by a column: lines without a value last either way, equal ones by id, so that they stay in place."""
     column = BY_TITLE[title]
     known = [line for line in lines if column.value(line) is not None]
     unknown = [line for line in lines if column.value(line) is None]

@@ -1,4 +1,4 @@
-"""`gpulease top`: the live view, one frame of it as text, or a line of JSON a reading."""
+"""`gpulease top`: the live view, a single frame as text, or a line of JSON for each reading."""
 
 import json
 import time
@@ -7,23 +7,23 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.cli.endings import end_by
+from gpulease.client.cli.exit_status import die_by_signal
 from gpulease.client.cli.tables import is_terminal, output_width
 from gpulease.client.cli.top.frame import plain
 from gpulease.client.cli.top.readings import Readings
-from gpulease.client.cli.top.sample import LeaseLine, Sample, lease_lines, word
-from gpulease.client.cli.top.view import MAX_EVERY_S, MIN_EVERY_S, Scene, View
+from gpulease.client.cli.top.sample import LeaseLine, Sample, Scene, lease_lines, word
+from gpulease.client.cli.top.view import MAX_EVERY_S, MIN_EVERY_S, View
 from gpulease.client.engine.request import address_of
 from gpulease.client.errors import GpuLeaseError, Unsupported
 
 EVERY_S: Final = 2.0
-"""Between two readings of the live view: what is busy shows, and the broker has nearly nothing to do for it."""
+"""Seconds between two readings of the live view: short enough to show load, and cheap for the broker."""
 
 ONCE_S: Final = 1.0
-"""Between the two readings that one frame takes, for its rates."""
+"""Seconds between the two readings from which a single frame takes its rates."""
 
 PIPE_WIDTH: Final = 160
-"""Cells of a frame where nothing says how wide it may be: every column, and ids that can be copied."""
+"""Cells of a frame where no width is known: every column, and whole ids that can be copied."""
 
 _RATES: Final = ("launches_per_s", "copies_per_s", "operations_per_s")
 
@@ -58,13 +58,13 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
             from gpulease.client.cli.top.screen import watch
         except ImportError as error:
             raise Unsupported(f"this Python has no curses: {error}", "Use --once or --json") from None
-        # A daemon that was never there is a mistake to be told at once; one that goes away later is waited for.
+        # A daemon that is missing at the start is an error; one that goes away later is waited for.
         first = Readings(address)
         first.take()
         first.close()
         ended_by = watch(address, every_s or EVERY_S)
         if ended_by is not None:
-            end_by(ended_by)
+            die_by_signal(ended_by)
 
 
 def _stream(readings: Readings, every_s: float) -> None:

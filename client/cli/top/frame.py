@@ -1,4 +1,4 @@
-"""A screen of the live view, line by line: so many lines of so many cells, whatever is in them."""
+"""A screen of the live view: so many lines of so many cells, whatever they hold."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,14 +7,13 @@ from typing import Final, TypeAlias
 
 from gpulease.client.cli.tables import MISSING, fit, pad, seconds_text, shown, size_text, width_of
 from gpulease.client.cli.top.columns import BY_TITLE, COLUMNS, GAP, bar_text, cell, fitting, offered, time_share
-from gpulease.client.cli.top.sample import LeaseLine, Report, Sample, number, word
+from gpulease.client.cli.top.sample import LeaseLine, Report, Sample, Scene, number, word
 from gpulease.client.cli.top.view import (
     CONFIRMING_DIGITS,
     DEFAULT_REASON,
     MAX_EVERY_S,
     MIN_EVERY_S,
     Mode,
-    Scene,
     View,
     visible,
 )
@@ -23,16 +22,16 @@ CARD_BAR: Final = 24
 """Cells of a card's bar."""
 
 LATE_S: Final = 2.0
-"""How much later than it should a reading may come before it is said that what is shown is old."""
+"""Seconds by which a reading may be late before the screen says that it shows old figures."""
 
 HINTS: Final = "q quit  ? help  < > sort  R reverse  / filter  c card  k revoke  p pause  s pace"
 
 ENDS_SOON: Final = 0.1
-"""The share of its time that is left when a lease is shown in another colour: tenants are warned then, too."""
+"""The share of its time below which a lease changes its colour; tenants are warned then, too."""
 
 
 class Style(Enum):
-    """How a piece of a line looks; terminals without colours have bold and reverse alone."""
+    """The look of a piece of a line; terminals without colours have bold and reverse alone."""
 
     PLAIN = auto()
     HEAD = auto()
@@ -47,9 +46,9 @@ Line: TypeAlias = list[tuple[str, Style]]
 
 
 def frame(view: View, scene: Scene, address: str, now_s: float, width: int, height: int) -> list[Line]:
-    """Exactly `height` lines, none of more than `width` cells.
+    """Return exactly `height` lines, none wider than `width` cells.
 
-    Where there is little room, the leases go before the cards, and the line that is typed before both.
+    Where there is little room, the leases are dropped before the cards, and the typed line last.
     """
     is_help = view.mode == Mode.HELP
     body = _help() if is_help else _overview(view, scene, address, now_s, width, height - 1)
@@ -59,7 +58,7 @@ def frame(view: View, scene: Scene, address: str, now_s: float, width: int, heig
 
 
 def plain(view: View, scene: Scene, address: str, width: int) -> str:
-    """All of it as text, for a pipe."""
+    """Return the whole frame as text, for a pipe."""
     sample = scene.sample
     height = 4 + (0 if sample is None else len(sample.cards) + len(sample.leases))
     lines = _overview(view, scene, address, sample.at_s if sample else 0.0, width, height)
@@ -164,7 +163,7 @@ def _titled(view: View, title: str, width: int) -> str:
 
 
 def _aged(line: LeaseLine, age_s: float) -> LeaseLine:
-    """Time goes on between two readings."""
+    """Reduce the time left by the age of the reading."""
     return line if line.left_s is None else replace(line, left_s=max(0.0, line.left_s - max(0.0, age_s)))
 
 
@@ -186,7 +185,7 @@ def _bottom(view: View, scene: Scene, width: int) -> Line:
 
 
 def _typed_line(asked: str, typed: str, width: int) -> Line:
-    """What is typed stays in sight, its end at least, and as much as there is room for of what it is typed for."""
+    """Keep the typed text in sight, its end at least, and as much of its prompt as there is room for."""
     while width_of(typed) > max(1, width // 2):
         typed = typed[1:]
     return _cut([(fit(asked, max(0, width - width_of(typed))), Style.WARNING), (typed, Style.PLAIN)], width)

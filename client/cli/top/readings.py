@@ -1,4 +1,4 @@
-"""Asking the daemon again and again: on one connection, made anew when it is lost, in a thread of its own."""
+"""Read a node again and again: on one connection, renewed when it is lost, in a thread of its own."""
 
 import threading
 import time
@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from gpulease.client.cli.node import outcome_text
-from gpulease.client.cli.top.sample import Sample
-from gpulease.client.cli.top.view import Revoke, Scene
+from gpulease.client.cli.top.sample import Sample, Scene
 from gpulease.client.control import ask
 from gpulease.client.engine.exchange import TimeLimit, dial, disconnected
 from gpulease.client.engine.exchange import ask as ask_on
@@ -23,26 +22,26 @@ from gpulease.protocol.lease_ids import lease_id_of
 from gpulease.protocol.messages import Empty, LeaseRevoke
 
 READING_LIMIT_S: Final = 10.0
-"""For one reading. A daemon answers in milliseconds; one that hangs is told of, and asked again."""
+"""Seconds for one reading. A daemon answers in milliseconds; one that hangs is reported, and asked again."""
 
 RETRY_S: Final = 2.0
-"""Longest pause before a daemon that was not there is looked for again, however rarely it is read."""
+"""Longest pause in seconds before a missing daemon is tried again, however rarely it is read."""
 
 
-def _told(error: Exception) -> str:
-    """In a thread nobody would hear of what is no refusal, and Python would write it across the screen."""
+def _failure_text(error: Exception) -> str:
+    """Describe any error: an uncaught one would end the thread, and Python would print it across the screen."""
     return str(error) if isinstance(error, GpuLeaseError) else f"{type(error).__name__}: {error}"
 
 
 class Readings:
-    """Samples of one node, by one connection for as long as it lasts."""
+    """Samples of one node, on one connection for as long as it lasts."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._channel: Channel | None = None
 
     def take(self) -> Sample:
-        """What it says now. Raises Disconnected, or what else it refuses with; the next call connects anew."""
+        """Take a sample. Raises Disconnected, or the daemon's refusal; the next call connects anew."""
         return drive(self._take())
 
     def _take(self) -> Procedure[Sample]:
@@ -62,16 +61,18 @@ class Readings:
         return Sample.of(time.monotonic(), inventory.details, leases.report)
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
 
 
 class Poller:
-    """Takes readings in the background, and revokes what it is told to.
+    """Takes readings in the background, and revokes leases on request.
 
     Args:
+        address: The daemon's address.
+        every_s: Seconds between two readings.
         wake: Called, from another thread, whenever there is something new.
     """
 
@@ -89,16 +90,16 @@ class Poller:
         self._thread = threading.Thread(target=self._run, name="gpulease-top", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; a reading under way is not waited for, and nothing more is told of it."""
+        """End the thread; a reading under way is not waited for, and its result is dropped."""
         self._is_over = True
         self._nudge.set()
 
     def pace(self, every_s: float, *, is_paused: bool) -> None:
-        """Take a reading so often from the next on, or none while it is paused."""
+        """Set the seconds between readings from the next one on, or pause them."""
         self._every_s, self._is_paused = every_s, is_paused
 
     def refresh(self) -> None:
@@ -106,19 +107,19 @@ class Poller:
         self._nudge.set()
 
     def scene(self) -> Scene:
-        """What there is to look at."""
+        """Return the readings to show."""
         with self._lock:
             return self._scene
 
     def notice(self) -> str:
-        """What came of a revocation, or that the daemon is back, once; "" if there is nothing to say."""
+        """Return a revocation's outcome, or that the daemon is back, once; "" if there is nothing to say."""
         with self._lock:
             return self._notices.pop(0) if self._notices else ""
 
-    def revoke(self, wish: Revoke) -> None:
-        """End a lease; `notice` tells what came of it."""
-        # Of its own: proving memory free takes a moment, in which readings go on.
-        threading.Thread(target=self._revoke, args=(wish,), name="gpulease-revoke", daemon=True).start()
+    def revoke(self, lease_id: str, reason: str) -> None:
+        """Revoke a lease; `notice` tells the outcome."""
+        # In a thread of its own: proving memory free takes a moment, in which readings go on.
+        threading.Thread(target=self._revoke, args=(lease_id, reason), name="gpulease-revoke", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -137,21 +138,21 @@ class Poller:
             sample = self._readings.take()
         except Exception as error:
             with self._lock:
-                self._scene = replace(self._scene, trouble=_told(error))
+                self._scene = replace(self._scene, trouble=_failure_text(error))
             return
         with self._lock:
             if self._scene.trouble and self._scene.sample is not None:
                 self._notices.append("The daemon answers again, on another connection")
             self._scene = Scene(sample, self._scene.sample)
 
-    def _revoke(self, wish: Revoke) -> None:
+    def _revoke(self, lease_id_text: str, reason: str) -> None:
         try:
-            lease_id = lease_id_of(wish.lease_id)
-            outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, wish.reason), str(self._address)).outcome
-            told = outcome_text(lease_id, outcome)
+            lease_id = lease_id_of(lease_id_text)
+            outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, reason), str(self._address)).outcome
+            notice = outcome_text(lease_id, outcome)
         except Exception as error:
-            told = f"{wish.lease_id[:8]} was not revoked: {_told(error)}"
+            notice = f"{lease_id_text[:8]} was not revoked: {_failure_text(error)}"
         with self._lock:
-            self._notices.append(told)
+            self._notices.append(notice)
         self.refresh()
         self._wake()

@@ -1,4 +1,4 @@
-"""Two readings of a node become lines: what is there, and how much happened between them."""
+"""Samples of a node, and the lines of leases that two samples give: the state now, and the rates between them."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 Report = Mapping[str, Any]
-"""A lease or a card as the daemon tells of it. Of another version it may have more keys, or lack some."""
+"""A lease or a card as the daemon reports it. A daemon of another version may send more keys, or fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a node said at one moment.
+    """A node's report at one moment.
 
     Attributes:
-        at_s: When, on the monotonic clock.
+        at_s: Its time, on the monotonic clock.
         cards: GET_INVENTORY's maps.
         leases: LEASE_LIST_ACTIVE's maps.
     """
@@ -25,24 +25,39 @@ class Sample:
 
     @classmethod
     def of(cls, at_s: float, cards: object, leases: object) -> Self:
-        """Of reports as they came; what is no map in them is passed over."""
+        """Make a sample of reports as received; items that are no maps are dropped."""
         return cls(at_s, tuple(_maps(cards)), tuple(_maps(leases)))
 
     @property
     def drain_left_s(self) -> float | None:
-        """Until a drain ends what is left; None if the node is not drained."""
+        """Seconds until a drain ends the leases that are left; None if the node is not drained."""
         left_ms = next((number(card, "drain_left_ms") for card in self.cards), None)
         return None if left_ms is None else left_ms / 1000
 
 
 @dataclass(frozen=True, slots=True)
+class Scene:
+    """The samples that the screen shows.
+
+    Attributes:
+        sample: The last one; None before the first.
+        before: The one before it, for rates.
+        trouble: A sentence that says why there is no newer sample; "" if there is one.
+    """
+
+    sample: Sample | None = None
+    before: Sample | None = None
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseLine:
-    """A lease. None is what the daemon does not say, and what two readings are needed for while there is one.
+    """A lease. None stands for values that the daemon does not send, and for rates while there is one sample.
 
     Attributes:
         card: The index of its card.
-        copies_per_s: Of daemons that count them.
-        left_s: When the sample was taken.
+        copies_per_s: None from daemons that do not count copies.
+        left_s: Seconds left when the sample was taken.
     """
 
     lease_id: str
@@ -59,7 +74,7 @@ class LeaseLine:
 
 
 def lease_lines(sample: Sample, before: Sample | None) -> list[LeaseLine]:
-    """The leases of a sample, in its order, with rates since the one before."""
+    """Return the leases of a sample, in its order, with rates since the sample before."""
     earlier = {} if before is None else {word(lease, "lease_id"): lease for lease in before.leases}
     span_s = 0.0 if before is None else sample.at_s - before.at_s
     cards = {word(card, "uuid"): number(card, "index") for card in sample.cards}
@@ -85,13 +100,13 @@ def _line(lease: Report, before: Report, span_s: float, cards: Mapping[str | Non
 
 
 def _state(lease: Report) -> str | None:
-    """Its state, and if something ends it, what."""
+    """Return its state, with the cause if something ends it."""
     state, cause = word(lease, "state"), word(lease, "cause")
     return f"{state} {cause}" if state is not None and cause is not None else state
 
 
 def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | None:
-    """Events a second. The counters are the session's word: one that went backwards says nothing."""
+    """Return events a second. The session itself counts them: a counter that went backwards gives None."""
     now, then = number(lease, key), number(before, key)
     if now is None or then is None or now < then or span_s <= 0:
         return None
@@ -99,7 +114,7 @@ def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | Non
 
 
 def number(report: Report, key: str) -> float | None:
-    """A figure of a report, None if there is none."""
+    """Return a figure of a report; None if there is none."""
     value = report.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -107,7 +122,7 @@ def number(report: Report, key: str) -> float | None:
 
 
 def word(report: Report, key: str) -> str | None:
-    """A text of a report, None if there is none."""
+    """Return a text of a report; None if there is none."""
     value = report.get(key)
     return value if isinstance(value, str) else None
 

@@ -1,4 +1,4 @@
-"""The live view on a terminal, by curses: keys in, lines out, and the terminal as it was before, however it ends."""
+"""The live view on a terminal, by curses: reads keys, draws lines, and restores the terminal, however it ends."""
 
 import codecs
 import contextlib
@@ -23,13 +23,13 @@ from gpulease.client.errors import InvalidRequest, Unsupported
 from gpulease.protocol.address import Address
 
 TICK_S: Final = 1.0
-"""Between two drawings if nothing happens: times left go on."""
+"""Seconds between two drawings if nothing happens, because times left count down."""
 
 ESCAPE_MS: Final = 25
-"""How long a lone Esc may turn out to begin the code of another key."""
+"""Milliseconds for which a lone Esc may turn out to begin another key's code."""
 
 MAX_KEYS: Final = 256
-"""Most keys taken between two drawings: a text pasted into the terminal must not keep it from being drawn."""
+"""Most keys taken between two drawings: pasted text must not keep the screen from being drawn."""
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TAKEN: Final = (*_ENDING, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
@@ -54,7 +54,12 @@ _KEYS: Final[dict[int | str, str]] = {
 
 
 def watch(address: Address, every_s: float) -> signal.Signals | None:
-    """Show it until the person leaves; the signal that ended it, if one did. Raises Unsupported, InvalidRequest."""
+    """Show the view until the person leaves; return the signal that ended it, if any.
+
+    Raises:
+        Unsupported: The terminal can't move its cursor.
+        InvalidRequest: The input is no terminal.
+    """
     if not sys.stdin.isatty():
         raise InvalidRequest("top takes keys, and its input is no terminal", "Use --once or --json")
     with contextlib.suppress(locale.Error):
@@ -78,9 +83,9 @@ def watch(address: Address, every_s: float) -> signal.Signals | None:
 
 
 class _Signals:
-    """Signals, and other threads' calls, as something that select can wait for.
+    """Signals, and calls of other threads, as a descriptor that select can wait for.
 
-    They are taken before curses starts, which then leaves them alone.
+    Handlers are installed before curses starts, which then leaves them alone.
     """
 
     def __init__(self) -> None:
@@ -90,7 +95,7 @@ class _Signals:
     def __enter__(self) -> "_Signals":
         self.reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in _TAKEN:
-            # Who started it may have it ignore some of them, as nohup does.
+            # The parent may have had some signals ignored, as nohup does.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._take)
         return self
@@ -103,12 +108,12 @@ class _Signals:
         os.close(writer)
 
     def wake(self) -> None:
-        """Have the wait end; from any thread. Does nothing once it is all over."""
+        """End the wait; from any thread. Does nothing after the end."""
         with contextlib.suppress(OSError):
             os.write(self._writer, b"\0")
 
     def wait(self, timeout_s: float) -> bool:
-        """Until a key, a signal or a call, or for so long; whether there is something of the keyboard."""
+        """Wait for a key, a signal, a call or the timeout; return True if there is input."""
         ready, _, _ = select.select([sys.stdin, self.reader], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):
             while os.read(self.reader, 4096):
@@ -143,7 +148,7 @@ def _screen() -> Iterator[curses.window]:
 
 
 def _attributes() -> dict[Style, int]:
-    """How styles look here; without colours, or with NO_COLOR set (no-color.org), by bold and reverse alone."""
+    """Return curses' attributes by style; without colours or with NO_COLOR (no-color.org), bold and reverse alone."""
     looks = {
         Style.PLAIN: curses.A_NORMAL,
         Style.HEAD: curses.A_BOLD,
@@ -174,14 +179,14 @@ class _Screen:
         self._decoder = codecs.getincrementaldecoder(window.encoding)("replace")
 
     def run(self, view: View) -> signal.Signals | None:
-        """Until the person leaves, or a signal ends it."""
-        self._fit()
+        """Run until the person leaves, or a signal ends it; return that signal."""
+        self._resize()
         while True:
             while self._signals.pending:
                 number = self._signals.pending.pop(0)
                 if number in _ENDING:
                     return number
-                self._obey(number)
+                self._handle_signal(number)
             notice = self._poller.notice()
             if notice:
                 view = replace(view, notice=notice)
@@ -189,7 +194,7 @@ class _Screen:
             if not self._signals.wait(TICK_S):
                 continue
             keys = self._keys()
-            if not keys and not _is_there():
+            if not keys and not _terminal_exists():
                 return signal.SIGHUP
             for key in keys:
                 view, effect = press(view, key, self._poller.scene())
@@ -199,28 +204,28 @@ class _Screen:
                         return None
                     case Refresh():
                         self._poller.refresh()
-                    case Revoke():
-                        self._poller.revoke(effect)
+                    case Revoke(lease_id=lease_id, reason=reason):
+                        self._poller.revoke(lease_id, reason)
 
-    def _obey(self, number: signal.Signals) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGTSTP:
             curses.def_prog_mode()
             curses.endwin()
             self._signals.stop_here()
         if number in (signal.SIGTSTP, signal.SIGCONT):
-            # Whoever stopped it, even where it could not see that, may have left the terminal otherwise.
+            # The shell, after any stop, may have left the terminal in another mode.
             curses.reset_prog_mode()
-        self._fit()
+        self._resize()
         self._window.clear()
 
-    def _fit(self) -> None:
-        # As large as it is now: LINES and COLUMNS, which curses goes by, are of when a shell exported them.
+    def _resize(self) -> None:
+        # Ask the terminal: curses uses LINES and COLUMNS, which are as old as the shell's export of them.
         with contextlib.suppress(OSError, curses.error):
             size = os.get_terminal_size(sys.stdout.fileno())
             curses.resizeterm(max(1, size.lines), max(1, size.columns))
 
     def _keys(self) -> list[str]:
-        # By the byte: get_wch can't tell a byte that the locale has no character for from an end of the input.
+        # Read bytes: get_wch reports a byte without a character in the locale like the end of the input.
         found: list[str] = []
         while len(found) < MAX_KEYS and (code := self._window.getch()) != curses.ERR:
             if code > 0xFF:
@@ -238,20 +243,20 @@ class _Screen:
         self._window.refresh()
 
     def _draw_line(self, row: int, line: Line) -> None:
-        # Writing the last cell of the screen is reported as an error, after it was done.
+        # curses reports an error after it wrote the last cell of the screen.
         room = self._window.getmaxyx()[1]
         with contextlib.suppress(curses.error):
             self._window.move(row, 0)
             for text, style in line:
-                # What the locale can't write is shown as its escape, which is longer.
+                # Characters that the locale can't write become escapes, which are longer.
                 coding = self._window.encoding
                 piece = fit(text.encode(coding, "backslashreplace").decode(coding), room)
                 room -= width_of(piece)
                 self._window.addstr(piece, self._looks[style])
 
 
-def _is_there() -> bool:
-    """Whether the terminal is: one that was closed can be read for ever, and has nothing to say."""
+def _terminal_exists() -> bool:
+    """Return True if the terminal exists: one that was closed reads as ready for ever, and empty."""
     try:
         termios.tcgetattr(sys.stdin.fileno())
     except termios.error:

@@ -1,4 +1,4 @@
-"""What of a node is looked at, and what a key does to that. Nothing here knows a terminal or the daemon."""
+"""The state of the live view, and the effect of each key on it, without a terminal or a daemon."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,18 +7,18 @@ from typing import Final, TypeAlias
 
 from gpulease.client.cli.tables import shown
 from gpulease.client.cli.top.columns import COLUMNS, arranged, offered
-from gpulease.client.cli.top.sample import LeaseLine, Sample, lease_lines, number
+from gpulease.client.cli.top.sample import LeaseLine, Scene, lease_lines, number
 
 MIN_EVERY_S: Final = 0.1
-"""A shorter interval would have the broker make reports for most of its time."""
+"""Least seconds between readings: a shorter interval would keep the broker busy with reports."""
 
 MAX_EVERY_S: Final = 3600.0
 
 MAX_TYPED: Final = 200
-"""Most characters of a line typed: a reason of four bytes each still fits the request."""
+"""Most characters of a typed line: a reason of four bytes each still fits the request."""
 
 CONFIRMING_DIGITS: Final = 4
-"""What is to be typed of a lease's id: enough that nobody does it by habit, or to another lease."""
+"""Digits of a lease's id to type before a revocation: enough that nobody does it by habit, or to another lease."""
 
 DEFAULT_REASON: Final = "revoked by the operator"
 
@@ -26,7 +26,7 @@ NO_CHOICE: Final = "Choose a lease first, with the arrow keys"
 
 
 class Mode(Enum):
-    """What keys mean."""
+    """The meaning of keys."""
 
     BROWSE = auto()
     HELP = auto()
@@ -38,17 +38,17 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How it is looked at.
+    """The state of the live view.
 
     Attributes:
-        every_s: Between two readings.
+        every_s: Seconds between two readings.
         sort: The title of the column that orders the leases.
-        pattern: Only leases of tenants whose name has this in it, in any case, and those whose id begins with it.
-        card: Only leases of the card of this index; None for all.
-        selected: The lease that is chosen, by its id; "" for none.
-        typed: The line that is being typed.
-        target: The lease that is to be revoked: it stays the same whatever the lines do meanwhile.
-        notice: What to say until the next key.
+        pattern: Shows only leases whose tenant's name contains it, in any case, or whose id begins with it.
+        card: Shows only leases of the card of this index; None for all.
+        selected: The id of the selected lease; "" for none.
+        typed: The line being typed.
+        target: The lease to be revoked: it stays the same whatever the lines do meanwhile.
+        notice: A sentence to show until the next key.
     """
 
     every_s: float
@@ -87,23 +87,8 @@ Effect: TypeAlias = Quit | Refresh | Revoke
 Pressed: TypeAlias = tuple[View, Effect | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What is there to look at.
-
-    Attributes:
-        sample: The last reading; None while there is none.
-        before: The one before it, for rates.
-        trouble: Why there is no newer one, a sentence; "" if there is.
-    """
-
-    sample: Sample | None = None
-    before: Sample | None = None
-    trouble: str = ""
-
-
 def visible(view: View, scene: Scene) -> list[LeaseLine]:
-    """The leases looked at, in order."""
+    """Return the leases to show, in order."""
     lines = [] if scene.sample is None else lease_lines(scene.sample, scene.before)
     pattern = view.pattern.casefold()
     wanted = [
@@ -116,14 +101,14 @@ def visible(view: View, scene: Scene) -> list[LeaseLine]:
 
 
 def press(view: View, key: str, scene: Scene) -> Pressed:
-    """A key, as a character or by its name ("up", "enter", "esc" ...): how it is looked at then, and what to do."""
+    """Apply a key, a character or a name ("up", "enter", "esc" ...); return the new view and an effect, if any."""
     view = replace(view, notice="")
     if view.mode == Mode.BROWSE:
         return _browse(view, key, scene)
     if view.mode == Mode.HELP:
         return replace(view, mode=Mode.BROWSE), None
     if key == "esc":
-        return _left(view, "It was not revoked" if view.mode in (Mode.REASON, Mode.CONFIRM) else ""), None
+        return _leave_mode(view, "It was not revoked" if view.mode in (Mode.REASON, Mode.CONFIRM) else ""), None
     if key == "backspace":
         return replace(view, typed=view.typed[:-1]), None
     if key == "enter":
@@ -135,29 +120,29 @@ def press(view: View, key: str, scene: Scene) -> Pressed:
 
 def _browse(view: View, key: str, scene: Scene) -> Pressed:
     if key in ("q", "esc"):
-        # Esc leaves a filter first, so that it never ends what only looks stuck.
+        # Esc clears the filters and never quits, so that a view that only looks stuck is not ended.
         return (view, Quit()) if key == "q" else (replace(view, pattern="", card=None), None)
     if key == " ":
         return view, Refresh()
     if key in _MOVES:
-        return _moved(view, key, visible(view, scene)), None
+        return _move_selection(view, key, visible(view, scene)), None
     if key in "<>" or key in _LETTERS:
-        return _sorted(view, key, scene), None
+        return _sort_by_key(view, key, scene), None
     change = _CHANGES.get(key)
     return (view, None) if change is None else (change(view, scene), Refresh() if key == "p" else None)
 
 
-def _moved(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
+def _move_selection(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
     if not lines:
         return view
     ids = [line.lease_id for line in lines]
     at = ids.index(view.selected) if view.selected in ids else -1
     step = _MOVES[key]
-    # Without a choice the first step goes to the top.
+    # Without a selection, the first step selects the top line.
     return replace(view, selected=ids[max(0, min(len(ids) - 1, at + step if at >= 0 else max(0, step - 1)))])
 
 
-def _sorted(view: View, key: str, scene: Scene) -> View:
+def _sort_by_key(view: View, key: str, scene: Scene) -> View:
     if key not in "<>":
         return replace(view, sort=_LETTERS[key])
     titles = [
@@ -179,41 +164,41 @@ def _begin_revoking(view: View, scene: Scene) -> View:
     return replace(view, mode=Mode.REASON, target=view.selected, typed="")
 
 
-def _left(view: View, notice: str = "") -> View:
+def _leave_mode(view: View, notice: str = "") -> View:
     return replace(view, mode=Mode.BROWSE, typed="", target="", reason="", notice=notice)
 
 
-def _filtered(view: View) -> Pressed:
-    return replace(_left(view), pattern=view.typed.strip()), None
+def _enter_filter(view: View) -> Pressed:
+    return replace(_leave_mode(view), pattern=view.typed.strip()), None
 
 
-def _paced(view: View) -> Pressed:
+def _enter_interval(view: View) -> Pressed:
     try:
         every_s = float(view.typed)
     except ValueError:
         every_s = 0.0
     if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
-        return _left(
+        return _leave_mode(
             view, f"{shown(view.typed)!r} is not a number of seconds from {MIN_EVERY_S:g} to {MAX_EVERY_S:g}"
         ), None
-    return replace(_left(view), every_s=every_s), Refresh()
+    return replace(_leave_mode(view), every_s=every_s), Refresh()
 
 
-def _reasoned(view: View) -> Pressed:
+def _enter_reason(view: View) -> Pressed:
     return replace(view, mode=Mode.CONFIRM, typed="", reason=view.typed.strip() or DEFAULT_REASON), None
 
 
-def _confirmed(view: View) -> Pressed:
+def _enter_confirmation(view: View) -> Pressed:
     if view.typed.strip().lower() != view.target[:CONFIRMING_DIGITS]:
-        return _left(view, "It was not revoked: what was typed is not how its id begins"), None
-    return _left(view, f"Revoking {view.target} ..."), Revoke(view.target, view.reason)
+        return _leave_mode(view, "It was not revoked: what was typed is not how its id begins"), None
+    return _leave_mode(view, f"Revoking {view.target} ..."), Revoke(view.target, view.reason)
 
 
 _ENTERED: Final[dict[Mode, Callable[[View], Pressed]]] = {
-    Mode.FILTER: _filtered,
-    Mode.EVERY: _paced,
-    Mode.REASON: _reasoned,
-    Mode.CONFIRM: _confirmed,
+    Mode.FILTER: _enter_filter,
+    Mode.EVERY: _enter_interval,
+    Mode.REASON: _enter_reason,
+    Mode.CONFIRM: _enter_confirmation,
 }
 _PAGE: Final = 10
 _FAR: Final = 1 << 30

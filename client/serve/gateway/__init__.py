@@ -1,4 +1,4 @@
-"""One lease per request: a request is done once, on a lease of its own, however often it is asked.
+"""Serve each request on a lease of its own, with one effect however often the request is sent.
 
     from gpulease.client.serve.gateway import DaemonEffects, InferenceKernel, InferenceRequest
     from gpulease.client.serve.gateway import NodeAuthority, SqliteStore
@@ -8,10 +8,18 @@
     request = InferenceRequest("order-17", "affine", data, len(data), 64 << 20, 10, None, 0, time.time())
     response = serve_inference_request(effects, NodeAuthority(), request, ptx, InferenceKernel("affine"))
 
-`gpulease serve gateway` does the same over HTTP (`asgi`). `postgres_store` keeps the requests of several hosts.
+`gpulease serve gateway` does the same over HTTP (`gateway`). `postgres_store` keeps the requests of several hosts.
 """
 
-from gpulease.client.serve.gateway.errors import (
+from gpulease.client.serve.gateway.attempt import (
+    SUBMISSION,
+    Authority,
+    DaemonEffects,
+    Effects,
+    NodeAuthority,
+    serve_inference_request,
+)
+from gpulease.client.serve.gateway.gateway_errors import (
     CapabilityRefused,
     GatewayError,
     OperationConflict,
@@ -22,15 +30,7 @@ from gpulease.client.serve.gateway.errors import (
     StaleEpoch,
     StoreUnavailable,
 )
-from gpulease.client.serve.gateway.serving import (
-    SUBMISSION,
-    Authority,
-    DaemonEffects,
-    Effects,
-    NodeAuthority,
-    serve_inference_request,
-)
-from gpulease.client.serve.gateway.settings import InferenceKernel, InferenceRequest, InferenceResponse
+from gpulease.client.serve.gateway.inference import InferenceKernel, InferenceRequest, InferenceResponse
 from gpulease.client.serve.gateway.sqlite_store import SqliteStore
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
 

@@ -1,4 +1,4 @@
-"""How much a gateway takes on: so many at a time, so many that wait, and for so long."""
+"""Bounds on a gateway's work: requests served at a time, requests that wait, and how long they wait."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -6,23 +6,23 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.client.serve.gateway.errors import Overloaded
+from gpulease.client.serve.gateway.gateway_errors import Overloaded
 
 RETRY_S: Final = 1.0
-"""When it is worth asking again after a refusal for want of room."""
+"""Seconds after which a request that found no room may be sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a gateway takes on.
+    """Limits of one gateway.
 
     Attributes:
-        max_in_flight: Requests that are served at the same time, each on a lease of its own.
-        max_queue: Requests that wait for that beside them. They hold no lease and no reservation.
-        queue_s: How long a request waits, here and in the daemon's line together.
-        body_s: How long a request's body may take to arrive.
-        join_s: How long a request waits for another attempt at the same one.
-        keep_s: For how long an outcome is kept.
+        max_in_flight: Requests served at the same time, each on a lease of its own.
+        max_queue: Requests that wait beside them. They hold no lease and no reservation.
+        queue_s: Seconds that a request waits, here and in the daemon's queue together.
+        body_s: Seconds in which a request's body must arrive.
+        join_s: Seconds that a request waits for another attempt at the same one.
+        keep_s: Seconds for which an outcome is kept.
     """
 
     max_in_flight: int = 4
@@ -37,8 +37,8 @@ class Admission:
     """The places of one gateway, in one event loop.
 
     Attributes:
-        taken: Places taken, by requests that are served and by those that wait.
-        in_flight: Requests that are served.
+        taken: Places taken, by requests that are served and by requests that wait.
+        in_flight: Requests being served.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -49,7 +49,7 @@ class Admission:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place to be served from or to wait in, taken before anything of the body is. Raises Overloaded."""
+        """Hold a place to be served from or to wait in; taken before the body is read. Raises Overloaded."""
         most = self._bounds.max_in_flight + self._bounds.max_queue
         if self.taken >= most:
             raise Overloaded(f"{most} requests are served or wait, the most there may be", RETRY_S, is_queue_full=True)
@@ -61,7 +61,7 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[float]:
-        """The right to be served now, and how many seconds of waiting are left. Raises Overloaded."""
+        """Wait for the right to be served; yields the seconds of waiting that are left. Raises Overloaded."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._bounds.queue_s
         try:

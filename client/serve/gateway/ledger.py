@@ -1,7 +1,21 @@
-"""Which operation a request is: the key it is reserved by, and the hash that tells it from any other.
+"""The rules of the idempotency store, without I/O and without a clock: one entry and one request in, one entry out.
 
-The key is `inference:` and the request's id. The hash is SHA-256 (FIPS 180-4) over five fields in this order, each
-behind its length in bytes as a big-endian u32:
+    (no entry) --reserve--> RESERVED --start--> STARTED --complete--> COMPLETED
+                               |  ^                |
+                        release|  |reserve         |claim over, reserve
+                               v  |                v
+                             RELEASED            UNKNOWN
+
+An entry is RESERVED while an attempt prepares: whatever happens to that attempt, it has had no effect. It is STARTED
+from just before the effect may begin. An attempt that dies leaves its claim to run out. If it was RESERVED then,
+the next to reserve takes it over with a higher epoch, which the store demands for every later step. The earlier
+attempt, if it was only slow, can then begin nothing any more. If the entry was STARTED, nobody can know whether the
+effect happened: the entry is UNKNOWN for ever, and the operation is not done again.
+
+Every rule can be applied twice with the same claim id: a store may repeat a transaction whose end it did not learn.
+
+The key of an operation is `inference:` and the request's id. Its hash tells it from any other: SHA-256 (FIPS 180-4)
+over five fields in this order, each behind its length in bytes as a big-endian u32:
 
     logical resource name   "gpu"
     kind                    "inference"
@@ -13,24 +27,8 @@ and the payload is
 
     request id (UTF-8) 0x00 model id (UTF-8) 0x00 output length in bytes (u64, big-endian) input (all that is left)
 
-Neither id holds a zero byte, so no two requests have the same payload; and no two lists of fields the same bytes,
-because each field says how long it is. `vectors/gateway/operations.json` has examples for other languages.
-
-The rules of the idempotency store, without I/O and without a clock: one entry and a wish in, one entry out.
-
-    (no entry) --reserve--> RESERVED --start--> STARTED --complete--> COMPLETED
-                               |  ^                |
-                        release|  |reserve         |claim over, reserve
-                               v  |                v
-                             RELEASED            UNKNOWN
-
-An entry is RESERVED while an attempt prepares: whatever happens to that attempt, it has had no effect. It is STARTED
-from just before the effect may begin. An attempt that dies leaves its claim to run out. If it was RESERVED then,
-the next to reserve takes it over with a higher epoch, which the store demands for every later step, so that the
-earlier attempt, should it only have been slow, can begin nothing any more. If it was STARTED, nobody can know whether
-the effect was had: the entry is UNKNOWN for ever, and it is not had again.
-
-Every rule can be applied twice with the same claim id: a store may repeat a transaction whose end it did not learn.
+Neither id holds a zero byte, so no two requests have the same payload. Each field says how long it is, so no two lists
+of fields have the same bytes. `vectors/gateway/operations.json` has examples for other languages.
 """
 
 import hashlib
@@ -40,7 +38,7 @@ from enum import IntEnum
 from typing import Final, TypeAlias
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.gateway.errors import OperationConflict, StaleEpoch
+from gpulease.client.serve.gateway.gateway_errors import OperationConflict, StaleEpoch
 
 RESOURCE: Final = "gpu"
 KIND: Final = "inference"
@@ -48,7 +46,7 @@ VERB: Final = "serve"
 SCHEMA_ID: Final = "gpulease.inference.v1"
 
 MAX_ID_BYTES: Final = 200
-"""Longest request or model id in UTF-8. Stops keys that no store's index takes, and logs that nobody reads."""
+"""Longest request or model id in UTF-8. Stops keys that no store can index, and log lines that nobody can read."""
 
 MAX_OUTPUT_WIRE: Final = 2**64 - 1
 
@@ -57,12 +55,12 @@ _OUTPUT_LEN: Final = struct.Struct(">Q")
 
 
 def operation_key(request_id: str) -> str:
-    """What a request is reserved by. Raises InvalidRequest for an id that is none."""
+    """Return the key that reserves a request. Raises InvalidRequest for a bad id."""
     return f"{KIND}:{checked_id(request_id, 'request id')}"
 
 
 def operation_hash(request_id: str, model_id: str, output_len: int, input_bytes: bytes) -> bytes:
-    """The 32 bytes that tell this operation from any other. Raises InvalidRequest."""
+    """Return the 32 bytes that tell this operation from any other. Raises InvalidRequest."""
     payload = operation_payload(request_id, model_id, output_len, input_bytes)
     digest = hashlib.sha256()
     for field in (RESOURCE.encode(), KIND.encode(), VERB.encode(), SCHEMA_ID.encode(), payload):
@@ -72,7 +70,7 @@ def operation_hash(request_id: str, model_id: str, output_len: int, input_bytes:
 
 
 def operation_payload(request_id: str, model_id: str, output_len: int, input_bytes: bytes) -> bytes:
-    """The last of the hashed fields. Raises InvalidRequest."""
+    """Return the last of the hashed fields. Raises InvalidRequest."""
     if not 0 < output_len <= MAX_OUTPUT_WIRE:
         raise InvalidRequest(f"an output of {output_len} bytes; at least one is asked for, and a u64 holds the number")
     ids = (checked_id(request_id, "request id").encode(), checked_id(model_id, "model id").encode())
@@ -80,7 +78,7 @@ def operation_payload(request_id: str, model_id: str, output_len: int, input_byt
 
 
 def checked_id(text: str, what: str) -> str:
-    """An id: 1 to MAX_ID_BYTES bytes of UTF-8 that can all be printed. Raises InvalidRequest."""
+    """Return an id of 1 to MAX_ID_BYTES bytes of printable UTF-8. Raises InvalidRequest."""
     try:
         size = len(text.encode())
     except (UnicodeEncodeError, AttributeError):
@@ -90,8 +88,19 @@ def checked_id(text: str, what: str) -> str:
     return text
 
 
+MAX_OUTCOME_BYTES: Final = 17 << 20
+"""Largest outcome kept: an output of 16 MiB and its head. Stops a model whose outputs fill the store."""
+
+
+def checked_outcome(outcome: bytes) -> bytes:
+    """Return the outcome. Raises InvalidRequest if it is too large to keep."""
+    if len(outcome) > MAX_OUTCOME_BYTES:
+        raise InvalidRequest(f"an outcome of {len(outcome)} bytes; at most {MAX_OUTCOME_BYTES} are kept")
+    return outcome
+
+
 class Phase(IntEnum):
-    """How far an operation has come. The numbers are what the stores keep."""
+    """The progress of an operation. Stores keep the numbers."""
 
     RESERVED = 1
     STARTED = 2
@@ -101,7 +110,7 @@ class Phase(IntEnum):
 
 
 ENDED: Final = frozenset({Phase.RELEASED, Phase.COMPLETED, Phase.UNKNOWN})
-"""Phases in which nobody is at work on it."""
+"""Phases in which no attempt is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,7 @@ class Moment:
     """A time of the clock by which claims run out.
 
     Attributes:
-        clock_id: Which clock: times of different ones say nothing of each other. A host's boot, for one.
+        clock_id: The clock, for example a host's boot. Times of different clocks can't be compared.
         now_s: Its seconds.
     """
 
@@ -119,16 +128,16 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is kept of one operation.
+    """The record of one operation.
 
     Attributes:
-        request_hash: Which operation the key stands for.
-        epoch: The fence: goes up each time somebody reserves it, and when it becomes UNKNOWN.
+        request_hash: The operation that the key stands for.
+        epoch: The fence: goes up with each reservation, and when the entry becomes UNKNOWN.
         claim_id: 16 random bytes of the attempt that reserved it.
-        phase: How far it has come.
+        phase: Its progress.
         clock_id: The clock of `claim_until_s`.
-        claim_until_s: Until when its attempt is thought to live.
-        outcome: What came of it, once COMPLETED.
+        claim_until_s: The time until which its attempt is presumed alive.
+        outcome: The outcome, once COMPLETED.
     """
 
     request_hash: bytes
@@ -142,7 +151,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The right to make one attempt at an operation, until somebody else has reserved it."""
+    """The right to make one attempt at an operation, until another attempt reserves it."""
 
     key: str
     request_hash: bytes
@@ -152,7 +161,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Somebody else is at it, for `remaining_s` more at most."""
+    """Another attempt is under way, for `remaining_s` more at most."""
 
     epoch: int
     remaining_s: float
@@ -160,7 +169,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """It was done; what came of it."""
+    """The operation was done, with this outcome."""
 
     epoch: int
     outcome: bytes
@@ -168,18 +177,18 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """It was begun by an attempt that is gone: it may have been done or not, and is not done again."""
+    """An attempt began the operation and is gone: it may have been done, and is not done again."""
 
     epoch: int
 
 
-Answer: TypeAlias = Reservation | InFlight | Completed | Unknown
+ReserveResult: TypeAlias = Reservation | InFlight | Completed | Unknown
 
 
 def reserve(
     entry: Entry | None, key: str, request_hash: bytes, claim_id: bytes, at: Moment, claim_ttl_s: float
-) -> tuple[Entry | None, Answer]:
-    """What is to be kept, and the answer. Raises OperationConflict if the key stands for another operation."""
+) -> tuple[Entry | None, ReserveResult]:
+    """Return the entry to keep and the answer. Raises OperationConflict if the key stands for another operation."""
     if entry is not None and entry.request_hash != request_hash:
         raise OperationConflict(f"{key} was used for another operation: its model, input or output length was another")
     if entry is not None and entry.claim_id == claim_id and entry.phase is Phase.RESERVED:
@@ -200,21 +209,21 @@ def reserve(
 
 
 def start(entry: Entry | None, held: Reservation) -> Entry:
-    """The effect is about to begin. Raises StaleEpoch."""
-    return _moved(entry, held, Phase.STARTED, (Phase.RESERVED,))
+    """Return the entry of an effect that is about to begin. Raises StaleEpoch."""
+    return _advanced(entry, held, Phase.STARTED, (Phase.RESERVED,))
 
 
 def complete(entry: Entry | None, held: Reservation, outcome: bytes) -> Entry:
-    """The effect was had, and this came of it. Raises StaleEpoch."""
-    return replace(_moved(entry, held, Phase.COMPLETED, (Phase.STARTED,), outcome), outcome=outcome)
+    """Return the entry of an effect that ended with this outcome. Raises StaleEpoch."""
+    return replace(_advanced(entry, held, Phase.COMPLETED, (Phase.STARTED,), outcome), outcome=outcome)
 
 
 def release(entry: Entry | None, held: Reservation) -> Entry:
-    """Nothing was begun, and nothing will be: who asks next may try. Raises StaleEpoch."""
-    return _moved(entry, held, Phase.RELEASED, (Phase.RESERVED,))
+    """Return the entry of an attempt that began nothing, so that another may try. Raises StaleEpoch."""
+    return _advanced(entry, held, Phase.RELEASED, (Phase.RESERVED,))
 
 
-def _moved(
+def _advanced(
     entry: Entry | None, held: Reservation, to: Phase, from_phases: tuple[Phase, ...], outcome: bytes = b""
 ) -> Entry:
     is_held = entry is not None and (entry.epoch, entry.claim_id) == (held.epoch, held.claim_id)

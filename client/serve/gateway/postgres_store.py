@@ -1,23 +1,21 @@
-"""Gives up commits that take too long: a server that waits for a standby sets that wait no bound.
+"""The idempotency store in PostgreSQL: for gateways of many hosts. Needs `pip install '.[postgres]'`.
 
-The idempotency store in PostgreSQL: for gateways of many hosts. Needs `pip install '.[postgres]'`.
-
-Every method is one transaction, at READ COMMITTED, that makes its key's row if there is none and locks it before it
+Every method is one transaction, at READ COMMITTED. It makes its key's row if there is none and locks it before it
 looks: `INSERT ... ON CONFLICT DO NOTHING`, then `SELECT ... FOR UPDATE` (PostgreSQL documentation, 13.2.1 and 13.3.2).
 So of two gateways that reserve the same operation, the second sees what the first did.
 
-If the server goes away in the middle, whether the transaction was committed is not known. It is then done again, from
-the start, on a new connection, for up to `patience_s`: the claim id, drawn once for each call, lets the rules tell
-that the row is this call's own. A standby is not written to; `target_session_attrs` finds the primary among the hosts
-of the connection string (libpq, 34.1.2), and a host that is gone without a word is noticed by TCP within seconds.
+If the server goes away in the middle, nobody knows whether the transaction was committed. The store then repeats it
+from the start, on a new connection, for up to `patience_s`. The claim id, drawn once for each call, lets the rules tell
+that the row is this call's own. A standby is not written to: `target_session_attrs` finds the primary among the hosts
+of the connection string (libpq, 34.1.2), and TCP notices within seconds that a host is gone without a word.
 
 A commit must be on the disk before a caller is told: `synchronous_commit` is turned on where the server has less.
-Operations survive the loss of the primary only if `synchronous_standby_names` is set there: then each commit waits
-until a standby has it on its disk, too, and the promoted standby knows every claim that anybody was told of. A server
-that gives up that wait commits all the same, and says so by a warning alone (documentation, 27.2.8.2; syncrep.c), to be
-lost with the primary: so a transaction with a warning is not believed, and done again. It is given up here, too, after
-`commit_s`: while no standby is there nobody begins anything. A primary that lives on beside the promoted one can end
-no commit, since no standby follows it.
+Operations survive the loss of the primary only if `synchronous_standby_names` is set there. Each commit then waits
+until a standby has it on its disk, too, and the promoted standby knows every claim that a caller got. A server that
+gives up that wait commits all the same, and says so by a warning alone (documentation, 27.2.8.2; syncrep.c); the commit
+would be lost with the primary. So the store does not trust a transaction with a warning, and repeats it. The store also
+gives up after `commit_s`: while there is no standby, no attempt begins. A primary that lives on beside the promoted one
+can end no commit, since no standby follows it.
 
 Claims run out by the primary's clock, which all gateways share. If somebody sets it, attempts are taken for dead
 sooner or later than they should; that never makes an effect happen twice.
@@ -36,22 +34,22 @@ from psycopg import errors as sql_errors
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from gpulease.client.serve.gateway import ledger
-from gpulease.client.serve.gateway.errors import StoreUnavailable
-from gpulease.client.serve.gateway.ledger import Answer, Entry, Moment, Phase, Reservation
-from gpulease.client.serve.gateway.store import checked_outcome
+from gpulease.client.serve.gateway.gateway_errors import StoreUnavailable
+from gpulease.client.serve.gateway.ledger import Entry, Moment, Phase, Reservation, ReserveResult, checked_outcome
 
 WatchedConnection = TypeVar("WatchedConnection", bound=Hashable)
 
 
 class CommitWatch(Generic[WatchedConnection]):
-    """One thread for all commits of a store; it sleeps while there are none.
+    """Cancels commits that take too long: a server that waits for a standby sets that wait no bound.
 
-    It is woken by the first commit after that alone. Then it sleeps until the one that began first must have ended,
-    and by that time knows of those that began since: each of them ends later.
+    One thread watches all commits of a store; it sleeps while there are none. Only the first commit after that wakes
+    it.
+    It then sleeps until the commit that began first must have ended. Commits that began since then end later.
     """
 
     def __init__(self, limit_s: float, give_up: Callable[[WatchedConnection], object]) -> None:
-        """Args: limit_s: How long one may take. give_up: Has the server end it; raises nothing."""
+        """Args: limit_s: Longest commit in seconds. give_up: Cancels a commit at the server; raises nothing."""
         self._limit_s, self._give_up = limit_s, give_up
         self._ends: dict[WatchedConnection, float] = {}
         self._given_up: WatchedConnection | None = None
@@ -60,7 +58,7 @@ class CommitWatch(Generic[WatchedConnection]):
         self._thread: threading.Thread | None = None
 
     def begins(self, connection: WatchedConnection) -> None:
-        """A commit on that connection."""
+        """Watch the commit on a connection."""
         with self._changed:
             self._ends[connection] = time.monotonic() + self._limit_s
             if self._thread is None:
@@ -70,13 +68,16 @@ class CommitWatch(Generic[WatchedConnection]):
                 self._changed.notify_all()
 
     def ended(self, connection: WatchedConnection) -> None:
-        """It has ended, or never begun; no word to give up comes behind this, which would end what is done next."""
+        """Forget a commit that ended, or never began.
+
+        Waits for a cancellation under way, which would otherwise hit the connection's next statement.
+        """
         with self._changed:
             self._ends.pop(connection, None)
             self._changed.wait_for(lambda: self._given_up is not connection)
 
     def close(self) -> None:
-        """End the thread, once no commit is under way; again is harmless."""
+        """End the thread once no commit is under way; a second call does nothing."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -91,10 +92,10 @@ class CommitWatch(Generic[WatchedConnection]):
                 self._changed.notify_all()
 
     def _next(self) -> WatchedConnection | None:
-        """The next that took too long, once there is one; None at the end."""
+        """Wait for a commit that took too long; None once the watch is closed and no commit is under way."""
         with self._changed:
             while self._ends or not self._is_closed:
-                # In the order they began in, which is that of their ends.
+                # The dict keeps the order of their begins, which is that of their ends.
                 first = next(iter(self._ends), None)
                 left_s = None if first is None else self._ends[first] - time.monotonic()
                 if first is not None and left_s is not None and left_s <= 0:
@@ -112,31 +113,33 @@ T = TypeVar("T")
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 MAX_CONNECTIONS: Final = 8
-"""Most connections of one store. Stops a gateway from taking all that the server has for others."""
+"""Most connections of one store. Stops a gateway from taking all connections of the server."""
 
 CONNECT_S: Final = 5
-"""For one try to connect, whole seconds as libpq wants them."""
+"""Seconds for one try to connect, a whole number as libpq wants it."""
 
 STATEMENT_MS: Final = 10_000
-"""For one statement, waiting for the row's lock included. Stops a hung gateway's lock from hanging the others."""
+"""Milliseconds for one statement, with the wait for the row's lock. Stops a hung gateway's lock from hanging the
+others."""
 
 COMMIT_S: Final = 4.0
-"""For one commit, waiting for a standby's disk included. Stops a standby that is gone from holding every request for
+"""Seconds for one commit, with the wait for a standby's disk. Stops a standby that is gone from holding every
+request for
 good: the server itself sets that wait no bound."""
 
 CANCEL_S: Final = 2.0
-"""For telling the server to give it up."""
+"""Seconds for telling the server to cancel a commit."""
 
 PATIENCE_S: Final = 10.0
-"""How long a transaction is tried again while the server is away. A primary that restarts takes seconds."""
+"""Seconds for which a transaction is repeated while the server is away. A primary that restarts takes seconds."""
 
 _PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 0.5
 
 _NAME: Final = "gpulease-gateway"
 _HAS_GONE: Final = {"keepalives_idle": 2, "keepalives_interval": 1, "keepalives_count": 3, "tcp_user_timeout": 5000}
-"""When a host is given up that does not answer at all (libpq, 34.1.2), in seconds, the last in milliseconds. Without it
-a request that was asked of a host that lost its power waits for hours."""
+"""Bounds after which a silent host is given up (libpq, 34.1.2), in seconds, the last in milliseconds. Without them a
+request to a host that lost its power waits for hours."""
 _OPTIONS: Final = f"-c statement_timeout={STATEMENT_MS} -c default_transaction_isolation=read\\ committed"
 
 _TABLES: Final = (
@@ -155,7 +158,7 @@ _TABLES: Final = (
     "CREATE INDEX IF NOT EXISTS gpulease_operation_changed ON gpulease_operation (changed_s)",
 )
 _TABLE_LOCK: Final = 0x6770756C65617365
-"""Of pg_advisory_xact_lock: two that make the table at once would both fail, whatever IF NOT EXISTS says."""
+"""Key of pg_advisory_xact_lock: two stores that make the table at once would both fail, whatever IF NOT EXISTS says."""
 
 _DURABILITY: Final = """
 SELECT current_setting('synchronous_commit'), current_setting('synchronous_standby_names'),
@@ -177,7 +180,7 @@ _FORGET: Final = "DELETE FROM gpulease_operation WHERE changed_s < %s"
 
 
 class _NotBelieved(Exception):
-    """The server committed, and said that something about that is not as it should be."""
+    """The server committed with a warning, so the commit may not last."""
 
 
 _AGAIN: Final = (
@@ -189,7 +192,7 @@ _AGAIN: Final = (
 
 
 class PostgresStore:
-    """A ReplicatedIdempotencyStore in one table, `gpulease_operation`, which is made if it is not there."""
+    """A ReplicatedIdempotencyStore in the table `gpulease_operation`, which is made if it does not exist."""
 
     def __init__(
         self,
@@ -199,9 +202,13 @@ class PostgresStore:
         commit_s: float = COMMIT_S,
         now_s: Callable[[], float] | None = None,
     ) -> None:
-        """Args: conninfo: The primary, or several hosts of which one is. now_s: In place of the primary's clock.
+        """Connect and make the table. Raises StoreUnavailable if either fails.
 
-        Raises StoreUnavailable if the server can't be reached or does not let the table be made.
+        Args:
+            conninfo: The primary, or several hosts of which one is the primary.
+            patience_s: Seconds for which a transaction is repeated.
+            commit_s: Longest commit in seconds.
+            now_s: Replaces the primary's clock.
         """
         self._conninfo, self._patience_s, self._now_s = conninfo, patience_s, now_s
         self._watch = CommitWatch(commit_s, _cancel)
@@ -215,21 +222,19 @@ class PostgresStore:
             self._watch.close()
             raise
 
-    # --- what a store does ---
-
-    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> Answer:
-        """See ReplicatedIdempotencyStore."""
+    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
+        """Reserve an operation, or say why that is not needed or not allowed."""
         claim_id = secrets.token_bytes(16)
 
-        def job(connection: Connection) -> Answer:
+        def job(connection: Connection) -> ReserveResult:
             now_s = self._now(connection)
             fresh, answer = ledger.reserve(None, key, request_hash, claim_id, Moment("", now_s), claim_ttl_s)
             assert fresh is not None
             while connection.execute(_INSERT, (key, *_columns(fresh), now_s)).rowcount == 0:
                 before = _load(connection, key)
                 if before is None:
-                    continue  # it was forgotten in between
-                # What waited for the row's lock looks at the time again: its claim may have run out meanwhile.
+                    continue  # the row was dropped in between
+                # Read the time again after the wait for the row's lock: the earlier claim may have run out.
                 at = Moment("", self._now(connection))
                 after, answer = ledger.reserve(before, key, request_hash, claim_id, at, claim_ttl_s)
                 _save(connection, key, before, after, at.now_s)
@@ -239,32 +244,32 @@ class PostgresStore:
         return self._transact(job)
 
     def start(self, held: Reservation) -> None:
-        """See ReplicatedIdempotencyStore."""
+        """Record that the effect may begin."""
         self._move(held, lambda entry: ledger.start(entry, held))
 
     def complete(self, held: Reservation, outcome: bytes) -> None:
-        """See ReplicatedIdempotencyStore."""
+        """Record the outcome."""
         kept = checked_outcome(outcome)
         self._move(held, lambda entry: ledger.complete(entry, held, kept))
 
     def release(self, held: Reservation) -> None:
-        """See ReplicatedIdempotencyStore."""
+        """Give the reservation back."""
         self._move(held, lambda entry: ledger.release(entry, held))
 
     def forget(self, older_than_s: float) -> int:
-        """See ReplicatedIdempotencyStore."""
+        """Drop old operations; return their number."""
         return self._transact(
             lambda connection: connection.execute(_FORGET, (self._now(connection) - older_than_s,)).rowcount
         )
 
     def close(self) -> None:
-        """Close the connections, those in use when they come back; again is harmless."""
+        """Close idle connections now, and the others when their transactions end; a second call does nothing."""
         with self._lock:
             self._is_closed = True
         self._drop_idle()
         self._watch.close()
 
-    # --- how ---
+    # --- transactions ---
 
     def _move(self, held: Reservation, rule: Callable[[Entry | None], Entry]) -> None:
         def job(connection: Connection) -> None:
@@ -281,7 +286,7 @@ class PostgresStore:
         return float(row[0])
 
     def _transact(self, job: Callable[[Connection], T]) -> T:
-        """One transaction, done again for as long as nobody knows whether it was done."""
+        """Run one transaction, and repeat it for as long as nobody knows whether it was committed."""
         until = time.monotonic() + self._patience_s
         pause_s = _PAUSE_S
         while True:
@@ -321,7 +326,7 @@ class PostgresStore:
     def _connect(self) -> Connection:
         ours: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"} | _HAS_GONE
         given = conninfo_to_dict(self._conninfo)
-        # What the operator says comes first: of a setting that is made twice, the last counts.
+        # The operator's options come first: of a setting made twice, the last one counts.
         options = f"{given.get('options') or ''} {_OPTIONS}"
         everything = ours | {"application_name": _NAME} | given | {"options": options}
         connection = psycopg.connect(make_conninfo(**everything), autocommit=True)
@@ -339,7 +344,7 @@ class PostgresStore:
     _has_warned = False
 
     def _drop_idle(self) -> None:
-        """What ended one connection has likely ended those that nobody looked at since."""
+        """Close the idle connections: the event that ended one has likely ended all."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -363,18 +368,18 @@ def _cancel(connection: Connection) -> None:
 
 @contextmanager
 def _believed(connection: Connection) -> Iterator[None]:
-    """What is done on a connection ends without a warning. Raises _NotBelieved."""
+    """Raise _NotBelieved if a warning came with the block's statements."""
     warnings: list[str] = []
 
-    def hear(told: psycopg.errors.Diagnostic) -> None:
-        if told.severity_nonlocalized == "WARNING":
-            warnings.append(told.message_primary or "a warning")
+    def on_notice(notice: psycopg.errors.Diagnostic) -> None:
+        if notice.severity_nonlocalized == "WARNING":
+            warnings.append(notice.message_primary or "a warning")
 
-    connection.add_notice_handler(hear)
+    connection.add_notice_handler(on_notice)
     try:
         yield
     finally:
-        connection.remove_notice_handler(hear)
+        connection.remove_notice_handler(on_notice)
     if warnings:
         raise _NotBelieved(warnings[0])
 

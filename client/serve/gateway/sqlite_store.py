@@ -1,12 +1,12 @@
 """The idempotency store in one SQLite file: for gateways of one host.
 
-One thread has the one connection. What waits when it comes round goes into one transaction, so that many callers share
-one sync of the disk ("group commit"). The write-ahead log with `synchronous=FULL` (sqlite.org/pragma.html) keeps what
-was committed through a crash of the host. Other processes may use the same file: `BEGIN IMMEDIATE` makes each
-transaction the only writer before it reads. Not for a file on a network: SQLite's locks do not hold there.
+One thread owns the connection. It puts all waiting changes into one transaction, so that many callers share one sync of
+the disk ("group commit"). The write-ahead log with `synchronous=FULL` (sqlite.org/pragma.html) keeps committed changes
+through a crash of the host. Other processes may use the same file: `BEGIN IMMEDIATE` makes each transaction the only
+writer before it reads. The file must not lie on a network: SQLite's locks do not hold there.
 
-Claims run out by CLOCK_BOOTTIME (clock_gettime(2)), which all processes of a host share, nobody sets, and which goes on
-while the host sleeps; a claim from before the host was started anew is over.
+Claims run out by CLOCK_BOOTTIME (clock_gettime(2)). All processes of a host share that clock, nobody can set it, and it
+goes on while the host sleeps. A claim from before the host's last boot is over.
 """
 
 import os
@@ -22,21 +22,20 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from gpulease.client.serve.gateway import ledger
-from gpulease.client.serve.gateway.errors import GatewayError, StoreUnavailable
-from gpulease.client.serve.gateway.ledger import Answer, Entry, Moment, Phase, Reservation
-from gpulease.client.serve.gateway.store import checked_outcome
+from gpulease.client.serve.gateway.gateway_errors import GatewayError, StoreUnavailable
+from gpulease.client.serve.gateway.ledger import Entry, Moment, Phase, Reservation, ReserveResult, checked_outcome
 
 T = TypeVar("T")
 _Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
 
 GROUP_MAX: Final = 64
-"""Most callers whose changes share a transaction. Bounds how long the first of them waits for the others."""
+"""Most callers whose changes share a transaction. Bounds the wait of the first for the others."""
 
 BUSY_S: Final = 5.0
-"""How long another process may keep the file locked before a caller is told StoreUnavailable."""
+"""Seconds that another process may keep the file locked before a caller gets StoreUnavailable."""
 
 FORMAT: Final = 1
-"""Of the tables, kept as the file's `user_version`."""
+"""Format of the tables, kept as the file's `user_version`."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -62,12 +61,12 @@ _FORGET: Final = "DELETE FROM operation WHERE changed_unix_s < ?"
 
 
 def host_clock() -> Moment:
-    """Now, by the clock that all processes of this host share until it is started anew."""
+    """Return the time of the clock that all processes of this host share until its next boot."""
     return Moment(_BOOT_ID.read_text().strip(), time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
 class SqliteStore:
-    """A ReplicatedIdempotencyStore in a file, which is made for its owner alone if it is not there."""
+    """A ReplicatedIdempotencyStore in a file; a new file is readable by its owner alone."""
 
     def __init__(
         self,
@@ -76,9 +75,12 @@ class SqliteStore:
         clock: Callable[[], Moment] = host_clock,
         unix_s: Callable[[], float] = time.time,
     ) -> None:
-        """Args: clock: By what claims run out. unix_s: The date, by which operations are forgotten.
+        """Open the file, or make it. Raises StoreUnavailable if it can't be opened or has another format.
 
-        Raises StoreUnavailable if the file can't be opened or is none of this format.
+        Args:
+            path: The file.
+            clock: The clock by which claims run out.
+            unix_s: The date by which operations are forgotten, in seconds since 1970.
         """
         self._path, self._clock, self._unix_s = Path(path), clock, unix_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -89,13 +91,11 @@ class SqliteStore:
         self._thread.start()
         opened.result()
 
-    # --- what a store does ---
-
-    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> Answer:
-        """See ReplicatedIdempotencyStore."""
+    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
+        """Reserve an operation, or say why that is not needed or not allowed."""
         claim_id = secrets.token_bytes(16)
 
-        def job(connection: sqlite3.Connection) -> Answer:
+        def job(connection: sqlite3.Connection) -> ReserveResult:
             before = _load(connection, key)
             after, answer = ledger.reserve(before, key, request_hash, claim_id, self._clock(), claim_ttl_s)
             self._save(connection, key, before, after)
@@ -104,25 +104,25 @@ class SqliteStore:
         return self._do(job)
 
     def start(self, held: Reservation) -> None:
-        """See ReplicatedIdempotencyStore."""
+        """Record that the effect may begin."""
         self._move(held, lambda entry: ledger.start(entry, held))
 
     def complete(self, held: Reservation, outcome: bytes) -> None:
-        """See ReplicatedIdempotencyStore."""
+        """Record the outcome."""
         kept = checked_outcome(outcome)
         self._move(held, lambda entry: ledger.complete(entry, held, kept))
 
     def release(self, held: Reservation) -> None:
-        """See ReplicatedIdempotencyStore."""
+        """Give the reservation back."""
         self._move(held, lambda entry: ledger.release(entry, held))
 
     def forget(self, older_than_s: float) -> int:
-        """See ReplicatedIdempotencyStore."""
+        """Drop old operations; return their number."""
         before_unix_s = self._unix_s() - older_than_s
         return self._do(lambda connection: connection.execute(_FORGET, (before_unix_s,)).rowcount)
 
     def close(self) -> None:
-        """Do what waits, then close the file; again is harmless."""
+        """Commit waiting changes, then close the file; a second call does nothing."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
@@ -172,7 +172,7 @@ class SqliteStore:
             connection.close()
 
     def _next_group(self) -> list[_Job] | None:
-        """What waits, at least one; None once it is closed and nothing waits."""
+        """Return the waiting changes, at least one; None once the store is closed and nothing waits."""
         first = self._jobs.get()
         if first is None:
             return None
@@ -187,7 +187,7 @@ class SqliteStore:
         return group
 
     def _commit(self, connection: sqlite3.Connection, group: list[_Job]) -> None:
-        """Do them in one transaction, and tell each caller only once it is on the disk."""
+        """Commit the changes in one transaction, and answer each caller only once it is on the disk."""
         answers: list[tuple[Future[Any], Any]] = []
         try:
             connection.execute("BEGIN IMMEDIATE")
@@ -209,7 +209,7 @@ class SqliteStore:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    # Outputs of requests are in it. SQLite gives its other files the same mode.
+    # The file holds outputs of requests. SQLite gives its other files the same mode.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     try:

@@ -1,42 +1,30 @@
 """The idempotency store: which operations were begun, and what came of them.
 
-A store outlives the processes that use it, and may be used by several at once. Its rules are in `ledger`; a store makes
-each of them one durable transaction: when a method returns, what it did survives a crash.
+A store outlives the processes that use it, and several may use it at once. Its rules are in `ledger`. A store makes
+each of them one durable transaction: when a method returns, its effect survives a crash.
 """
 
 from typing import Final, Protocol
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.gateway.ledger import Answer, Completed, InFlight, Reservation, Unknown
-
-__all__ = [
-    "MAX_OUTCOME_BYTES",
-    "Answer",
-    "Completed",
-    "InFlight",
-    "ReplicatedIdempotencyStore",
-    "Reservation",
-    "Unknown",
-    "checked_outcome",
-]
-
-MAX_OUTCOME_BYTES: Final = 17 << 20
-"""Largest outcome kept: an output of 16 MiB and what is said of it. Stops a model whose outputs fill the store."""
+from gpulease.client.serve.gateway.gateway_errors import StoreUnavailable
+from gpulease.client.serve.gateway.ledger import Reservation, ReserveResult
+from gpulease.client.serve.gateway.sqlite_store import SqliteStore
 
 
 class ReplicatedIdempotencyStore(Protocol):
-    """Thread-safe. Every method raises StoreUnavailable if the store does not answer."""
+    """A thread-safe store. Every method raises StoreUnavailable if the store does not answer."""
 
-    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> Answer:
-        """The right to attempt an operation, or why there is no need or no right to.
+    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
+        """Reserve an operation, or say why that is not needed or not allowed.
 
-        An operation whose attempt was released, or did nothing before its claim ran out, can be reserved again, with a
-        higher epoch.
+        An operation can be reserved again, with a higher epoch, once its attempt was released. So can one whose claim
+        ran out before the attempt began the effect.
 
         Args:
-            key: What the operation is known by.
-            request_hash: Which operation that is.
-            claim_ttl_s: After how long the attempt is thought to be dead. Longer than the effect can last.
+            key: The operation's key.
+            request_hash: The hash that tells the operation from any other.
+            claim_ttl_s: Seconds after which the attempt is presumed dead. Longer than the effect can last.
 
         Raises:
             OperationConflict: The key stands for another operation.
@@ -44,11 +32,11 @@ class ReplicatedIdempotencyStore(Protocol):
         ...
 
     def start(self, held: Reservation) -> None:
-        """Write down that the effect may begin, before it does. Raises StaleEpoch: then it must not."""
+        """Record that the effect may begin, before it does. Raises StaleEpoch: then it must not begin."""
         ...
 
     def complete(self, held: Reservation, outcome: bytes) -> None:
-        """Write down what came of it, for everybody who asks from now on. Raises StaleEpoch."""
+        """Record the outcome, for every later request of the key. Raises StaleEpoch."""
         ...
 
     def release(self, held: Reservation) -> None:
@@ -56,16 +44,33 @@ class ReplicatedIdempotencyStore(Protocol):
         ...
 
     def forget(self, older_than_s: float) -> int:
-        """Drop operations that nothing has happened to for that long, and say how many. They could be done again."""
+        """Drop operations that have not changed for that long; return their number. They could be done again."""
         ...
 
     def close(self) -> None:
-        """Let go of it; what was written stays."""
+        """Close the store; its records stay."""
         ...
 
 
-def checked_outcome(outcome: bytes) -> bytes:
-    """The outcome. Raises InvalidRequest if it is too large to keep."""
-    if len(outcome) > MAX_OUTCOME_BYTES:
-        raise InvalidRequest(f"an outcome of {len(outcome)} bytes; at most {MAX_OUTCOME_BYTES} are kept")
-    return outcome
+SQLITE: Final = "sqlite:"
+POSTGRES: Final = ("postgresql://", "postgres://")
+
+
+def open_store(url: str) -> ReplicatedIdempotencyStore:
+    """Open the store at `sqlite:PATH` or `postgresql://...`.
+
+    Raises:
+        InvalidRequest: The URL has another form.
+        StoreUnavailable: The store can't be opened, or PostgreSQL's client library is not installed.
+    """
+    if url.startswith(SQLITE) and len(url) > len(SQLITE):
+        return SqliteStore(url.removeprefix(SQLITE))
+    if not url.startswith(POSTGRES):
+        raise InvalidRequest(f"{url!r} is no store", "Say sqlite:PATH or postgresql://HOST/DATABASE")
+    try:
+        from gpulease.client.serve.gateway.postgres_store import PostgresStore
+    except ImportError as error:
+        raise StoreUnavailable(
+            f"no PostgreSQL: {error}", "Install it: pip install '.[postgres]' in gpulease's repository"
+        ) from None
+    return PostgresStore(url)

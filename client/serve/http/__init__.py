@@ -1,1 +1,1 @@
-"""What both HTTP servers share."""
+"""The HTTP face that the gateway and the model server share."""

@@ -1,4 +1,4 @@
-"""Many models in one process: which of them gets a request, and how they all end."""
+"""Several models in one process: route each request to a model, and end all models together."""
 
 import asyncio
 import json
@@ -9,28 +9,28 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from gpulease.client.serve.models.instance import Instance
-from gpulease.client.serve.models.model_metrics import ModelMetrics, ServerMetrics
+from gpulease.client.serve.models.model_metrics import ModelMetrics, ModelServerMetrics
+from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.client.serve.models.request_queue import WaitingRequest
-from gpulease.client.serve.models.settings import ModelSettings
 from gpulease.client.serve.rpc import Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 STOP_LIMIT_S: Final = 20.0
-"""For all models to do what waits and to give their leases back, before they are cut off."""
+"""Seconds for all models to compute what waits and to free their leases, before they are cancelled."""
 
 _log: Final = logging.getLogger("gpulease.models")
 
 
 class ModelHost:
-    """Serves models while its `async with` block lasts; leaving it does what waits first.
+    """Serves models while its `async with` block lasts; on leaving it, requests that wait are computed first.
 
     Args:
         models: By name.
-        address: Of the daemon; None for the usual one.
-        metrics: Where they count.
+        address: The daemon's address; None for the default one.
+        metrics: The server's metrics.
     """
 
-    def __init__(self, models: Mapping[str, ModelSettings], address: str | None, metrics: ServerMetrics) -> None:
+    def __init__(self, models: Mapping[str, ModelSettings], address: str | None, metrics: ModelServerMetrics) -> None:
         self.models, self._address, self._metrics = models, address, metrics
         self._names = {model.method_id: name for name, model in models.items()}
         self._instances: dict[str, Instance] = {}
@@ -54,11 +54,11 @@ class ModelHost:
         await asyncio.wait(self._tasks)
 
     def submit(self, name: str, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
-        """Have a model compute some items, or a smaller one while there is no room for it; see Instance.submit."""
-        return self._instances[self._stand_in(name)].submit(payload, deadline_s)
+        """Have a model compute some items, or a smaller variant while there is no room for it; see Instance.submit."""
+        return self._instances[self._with_room(name)].submit(payload, deadline_s)
 
     def call(self, method_id: int, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
-        """The same by the model's number: the handler of an RpcServer."""
+        """Submit items by the model's number: the handler of an RpcServer."""
         name = self._names.get(method_id)
         if name is not None:
             return self.submit(name, payload, deadline_s)
@@ -67,19 +67,19 @@ class ModelHost:
         return refused
 
     def name_of(self, method_id: int) -> str:
-        """A model's name by its number."""
+        """Return a model's name by its number."""
         return self._names[method_id]
 
     def description(self) -> dict[str, Any]:
-        """What is served, by name."""
+        """Describe the models, by name."""
         return {name: _described(model) for name, model in self.models.items()}
 
     def describe(self) -> bytes:
-        """The same as JSON: what DESCRIBE answers."""
+        """Describe the models as JSON: the answer to DESCRIBE."""
         return json.dumps(self.description()).encode()
 
     def state(self) -> dict[str, Any]:
-        """How the models are: which have a lease, and why others have none."""
+        """Report each model's lease, its queue, and the error for want of which it has no lease."""
         return {
             name: {
                 "lease_id": found.lease_id_text,
@@ -90,24 +90,24 @@ class ModelHost:
         }
 
     def count_lease_time(self) -> None:
-        """Count what leases were held for up to now."""
+        """Count the time that leases were held until now."""
         for instance in self._instances.values():
             instance.count_lease_time()
 
-    def _stand_in(self, name: str) -> str:
+    def _with_room(self, name: str) -> str:
         while self._instances[name].lacks_room and (smaller := self.models[name].smaller):
             name = smaller
         return name
 
     def _pass_on(self, smaller: str, requests: list[WaitingRequest]) -> None:
-        self._instances[self._stand_in(smaller)].adopt(requests)
+        self._instances[self._with_room(smaller)].adopt(requests)
 
     async def _run(self, instance: Instance) -> None:
         while True:
             try:
                 return await instance.run()
             except Exception:
-                # A mistake here must cost a model a moment, not the server its model.
+                # A fault in this code must cost a model a moment, not stop it for good.
                 _log.exception("%s: failed, and is begun anew", instance.settings.name)
                 await asyncio.sleep(1.0)
 

@@ -1,7 +1,4 @@
-"""A model in a session: its code, its weights and its batches' places on the card.
-
-One model being served: its life from lease to lease.
-"""
+"""A served model: `Instance` leases, serves and leases again; `BatchRunner` computes batches in a session."""
 
 import asyncio
 import logging
@@ -22,25 +19,18 @@ from gpulease.client.errors import (
     LeaseExpired,
 )
 from gpulease.client.serve.models.model_metrics import ModelMetrics
-from gpulease.client.serve.models.request_queue import (
-    MAX_ATTEMPTS,
-    RequestIntake,
-    RestartPause,
-    WaitingRequest,
-    code_of,
-    ending_of,
-    is_broken,
-)
-from gpulease.client.serve.models.settings import ModelSettings
+from gpulease.client.serve.models.model_settings import ModelSettings
+from gpulease.client.serve.models.recovery import RestartPause, code_of, is_broken, lease_end_of
+from gpulease.client.serve.models.request_queue import MAX_ATTEMPTS, RequestIntake, WaitingRequest
 from gpulease.client.serve.rpc import Answer, Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 
-class Engine:
-    """Runs batches, one after the other; made by `open`.
+class BatchRunner:
+    """Runs batches one after the other; made by `open`.
 
-    Inputs and outputs lie in memory that the session's worker shares (`session.empty`), so that a batch is put together
-    where the card takes it from.
+    Inputs and outputs lie in memory that the session's worker shares (`session.empty`): a batch is put together where
+    the card reads it.
     """
 
     def __init__(self, session: GpuSession, settings: ModelSettings, module: Module, buffers: list[Buffer]) -> None:
@@ -53,7 +43,7 @@ class Engine:
 
     @classmethod
     async def open(cls, session: GpuSession, settings: ModelSettings) -> Self:
-        """Load the model. Raises LoadFailed, AllocFailed and their like."""
+        """Load the model's code and weights. Raises LoadFailed, AllocFailed and other session errors."""
         module = await session.module_load(settings.module)
         sizes = (
             max(1, len(settings.weights)),
@@ -67,7 +57,7 @@ class Engine:
         return cls(session, settings, module, buffers)
 
     async def run(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """The outputs of whole items' inputs, in one launch. Raises what the session raises."""
+        """Compute payloads of whole items in one launch and return their outputs. Raises the session's errors."""
         settings, at = self._settings, 0
         for payload in payloads:
             self._in_view[at : at + len(payload)] = payload
@@ -86,7 +76,7 @@ class Engine:
         return outputs
 
     async def check(self) -> None:
-        """Raises what the session ended of, if it did. Not while a batch is under way."""
+        """Raise the error that ended the session, if it has ended. Not for use during a batch."""
         await self._session.sync()
 
     def _args_for(self, items: int) -> KernelArgs:
@@ -101,10 +91,10 @@ class Engine:
 
 
 CLOSE_LIMIT_S: Final = 5.0
-"""For giving a lease back. It ends at its deadline in any case."""
+"""Seconds for freeing a lease. The lease ends at its deadline in any case."""
 
 WAIT_FOR_ROOM_S: Final = 2.0
-"""How long one asks for room where no smaller variant stands in: who waits at the daemon is not overtaken."""
+"""Seconds to wait for room where there is no smaller variant: requests that wait at the daemon are not overtaken."""
 
 _log: Final = logging.getLogger("gpulease.models")
 
@@ -112,7 +102,7 @@ _STOPS: Final = CallError(CallErrorCode.UNAVAILABLE, "the server stops")
 _CUT_OFF: Final = CallError(CallErrorCode.LEASE_LOST, "the server stops")
 
 Ended = asyncio.Future[GpuLeaseError]
-"""How the lease ended, once that is known."""
+"""Completes with the error that ended the lease."""
 
 
 class Instance:
@@ -120,9 +110,10 @@ class Instance:
 
     Args:
         settings: The model.
-        address: Of the daemon; None for the usual one.
-        metrics: Where it counts.
-        pass_on: Gives requests to a smaller variant, if there is one: what waits when there is no room for this one.
+        address: The daemon's address; None for the default one.
+        metrics: The model's metrics.
+        pass_on: Hands waiting requests to a smaller variant when there is no room for this model; None if there is
+            none.
     """
 
     def __init__(
@@ -140,41 +131,41 @@ class Instance:
         self._held_from: float | None = None
         self._pause = RestartPause()
         self._no_room_until = 0.0
-        self._is_doubtful = False
+        self._must_check_session = False
 
-    # --- what others see ---
+    # --- for callers ---
 
     @property
     def lease_id_text(self) -> str:
-        """The lease it computes on; "" while there is none."""
+        """Id of the lease that the model computes on; "" while there is none."""
         return "" if self._lease is None else self._lease.lease_id_text
 
     @property
     def lacks_room(self) -> bool:
-        """Whether the card had no room for it when that was tried last, a moment ago."""
+        """True if the card had no room for the model when it was tried, a moment ago."""
         return self._loop.time() < self._no_room_until
 
     @property
     def trouble(self) -> GpuLeaseError | None:
-        """Why it has no lease; None if it has one, or wants none."""
+        """The error for want of which the model has no lease; None if it has one, or wants none."""
         return self._intake.trouble
 
     @property
     def waiting_items(self) -> int:
-        """How many items are in line."""
-        return self._intake.line.items
+        """Number of items that wait."""
+        return self._intake.queue.items
 
     def submit(self, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
-        """Have some items computed. The outcome is an error at once if they can't be, or not within `deadline_s`."""
+        """Have some items computed; refused at once if that is impossible, or impossible within `deadline_s`."""
         left_s = None if self._lease is None else self._lease.remaining_s
         return self._intake.submit(payload, deadline_s, left_s or None)
 
     def adopt(self, requests: list[WaitingRequest]) -> None:
-        """Take over what waited for another model."""
+        """Take over requests that waited for another model."""
         self._intake.adopt(requests)
 
     def count_lease_time(self) -> None:
-        """Count what the lease was held for since this was done last."""
+        """Count the time that the lease was held since the last call."""
         if self._held_from is not None:
             now = self._loop.time()
             self._metrics.lease_seconds.inc(now - self._held_from)
@@ -183,44 +174,47 @@ class Instance:
     # --- its life ---
 
     async def run(self) -> None:
-        """Lease, serve, and lease again, until it is stopped."""
+        """Lease, serve, and lease again, until the instance is stopped."""
         intake = self._intake
         while not intake.is_stopping:
-            if self.settings.idle_secs and not intake.line:
+            if self.settings.idle_secs and not intake.queue:
                 intake.trouble = None
-                await self._stir(None)
+                await self._wait_for_change(None)
                 continue
             try:
-                async with self._leased() as (lease, engine, ended):
-                    await self._serve(lease, engine, ended)
+                async with self._leased() as (lease, runner, ended):
+                    await self._serve(lease, runner, ended)
             except GpuLeaseError as error:
-                # Without its frames, which have the lease and its arrays.
+                # Without the frames of the traceback, which hold the lease and its arrays.
                 await self._recover(error.with_traceback(None))
         intake.dismiss(_STOPS)
 
     def stop(self) -> None:
-        """Begin to end: take nothing more, do what waits, give the lease back. Then `run` returns."""
+        """Begin to end: admit nothing more, compute what waits, free the lease. Then `run` returns."""
         self._intake.is_stopping = True
-        self._intake.stirred.set()
+        self._intake.changed_event.set()
 
     @asynccontextmanager
-    async def _leased(self) -> AsyncIterator[tuple[GpuLease, Engine, Ended]]:
-        """A lease with the model on it, kept alive. Raises what can't be done."""
+    async def _leased(self) -> AsyncIterator[tuple[GpuLease, BatchRunner, Ended]]:
+        """Hold a lease with the model loaded, and keep it alive. Raises GpuLeaseError."""
         settings, began = self.settings, self._loop.time()
-        wish = GpuBuilder(self._address).min_vram(settings.min_vram_bytes).lease_secs(settings.lease_secs)
-        wish.max_kernel_secs(settings.max_kernel_secs).timeout(WAIT_FOR_ROOM_S if self._pass_on is None else 0)
-        lease = await wish.acquire()
+        builder = GpuBuilder(self._address).min_vram(settings.min_vram_bytes).lease_secs(settings.lease_secs)
+        builder.max_kernel_secs(settings.max_kernel_secs).timeout(WAIT_FOR_ROOM_S if self._pass_on is None else 0)
+        lease = await builder.acquire()
         self._held_from = self._loop.time()
         try:
             async with GpuSession(lease) as session:
-                engine = await Engine.open(session, settings)
+                runner = await BatchRunner.open(session, settings)
                 ended: Ended = self._loop.create_future()
-                async with self._watched(lease, ended), lease.keep_alive(lambda error: self._lost(error, ended)):
-                    self._intake.starts.measured(self._loop.time() - began, self._loop.time())
+                async with (
+                    self._watching(lease, ended),
+                    lease.keep_alive(lambda error: self._on_renewal_failed(error, ended)),
+                ):
+                    self._intake.starts.add(self._loop.time() - began, self._loop.time())
                     self._lease, self._intake.trouble, self._no_room_until = lease, None, 0.0
                     _log.info("%s: serves on lease %s", settings.name, lease.lease_id_text)
                     try:
-                        yield lease, engine, ended
+                        yield lease, runner, ended
                     finally:
                         self._lease = None
         finally:
@@ -231,7 +225,7 @@ class Instance:
             self._held_from = None
 
     @asynccontextmanager
-    async def _watched(self, lease: GpuLease, ended: Ended) -> AsyncIterator[None]:
+    async def _watching(self, lease: GpuLease, ended: Ended) -> AsyncIterator[None]:
         watch = asyncio.create_task(self._watch(lease, ended))
         try:
             yield
@@ -240,71 +234,71 @@ class Instance:
             await asyncio.wait((watch,))
 
     async def _watch(self, lease: GpuLease, ended: Ended) -> None:
-        """Hear of the lease's end at once, rather than by the next batch or renewal.
+        """Learn of the lease's end at once, rather than from the next batch or renewal.
 
-        That nobody tells of it says nothing: a lease and its session may outlast the daemon's restart. `_serve` looks
-        whether they did, between two batches: in the midst of one its failure could be told to who only looks.
+        A lost event stream proves nothing: a lease and its session may outlast the daemon's restart. `_serve` therefore
+        checks the session between two batches; a check during a batch could be told the batch's own failure.
         """
         pause = RestartPause()
         while lease.remaining_s > 0:
             try:
                 async with lease.events() as events:
                     async for event in events:
-                        if (error := ending_of(event)) is not None:
-                            self._end(ended, error)
+                        if (error := lease_end_of(event)) is not None:
+                            self._set_ended(ended, error)
                             return
             except Disconnected as broken:
-                self._is_doubtful = True
-                self._intake.stirred.set()
+                self._must_check_session = True
+                self._intake.changed_event.set()
                 await asyncio.sleep(pause.after(broken))
             except GpuLeaseError as over:
-                self._end(ended, over.with_traceback(None))
+                self._set_ended(ended, over.with_traceback(None))
                 return
 
-    def _lost(self, error: GpuLeaseError, ended: Ended) -> None:
-        # A drained node's lease is good to its end: admission sees how much of it is left.
+    def _on_renewal_failed(self, error: GpuLeaseError, ended: Ended) -> None:
+        # A drained node's lease is good to its end; admission counts the time that is left of it.
         if not isinstance(error, Drained):
-            self._end(ended, error.with_traceback(None))
+            self._set_ended(ended, error.with_traceback(None))
 
-    def _end(self, ended: Ended, error: GpuLeaseError) -> None:
+    def _set_ended(self, ended: Ended, error: GpuLeaseError) -> None:
         if not ended.done():
             ended.set_result(error)
-        self._intake.stirred.set()
+        self._intake.changed_event.set()
 
-    async def _serve(self, lease: GpuLease, engine: Engine, ended: Ended) -> None:
-        """Batch after batch; returns when it is stopped, or was idle for long enough. Raises how the lease ended."""
+    async def _serve(self, lease: GpuLease, runner: BatchRunner, ended: Ended) -> None:
+        """Compute batch after batch; return when stopped or idle for long. Raises the error that ended the lease."""
         intake, idle_s, idle_from = self._intake, self.settings.idle_secs, self._loop.time()
         while True:
             if ended.done():
                 raise ended.result()
             if lease.remaining_s <= 0:
-                # This process stood still: those in line have lost nothing yet.
+                # This process was stopped for a while. Queued requests have lost nothing yet.
                 raise LeaseExpired("the lease's time ran out before it was renewed")
-            if self._is_doubtful:
-                self._is_doubtful = False
-                await engine.check()
-            due, now = intake.line.due_at(self.settings.max_delay_ms / 1000), self._loop.time()
+            if self._must_check_session:
+                self._must_check_session = False
+                await runner.check()
+            due, now = intake.queue.due_at(self.settings.max_delay_ms / 1000), self._loop.time()
             if due is None:
                 if intake.is_stopping or (idle_s and now >= idle_from + idle_s):
                     return
-                await self._stir(idle_from + idle_s if idle_s else None)
+                await self._wait_for_change(idle_from + idle_s if idle_s else None)
             elif due > now and not intake.is_stopping:
-                await self._stir(due)
+                await self._wait_for_change(due)
             else:
-                batch = intake.line.next_batch()
+                batch = intake.queue.next_batch()
                 intake.changed()
-                if worth := intake.still_worth(batch, lease.remaining_s):
-                    await self._compute(engine, worth)
+                if in_time := intake.drop_late(batch, lease.remaining_s):
+                    await self._compute(runner, in_time)
                 idle_from = self._loop.time()
 
-    async def _stir(self, until: float | None) -> None:
-        """Wait for something to happen, or for a time."""
-        self._intake.stirred.clear()
+    async def _wait_for_change(self, until: float | None) -> None:
+        """Wait until the queue or the lease changes, or until a time."""
+        self._intake.changed_event.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                await self._intake.stirred.wait()
+                await self._intake.changed_event.wait()
 
-    async def _compute(self, engine: Engine, batch: list[WaitingRequest]) -> None:
+    async def _compute(self, runner: BatchRunner, batch: list[WaitingRequest]) -> None:
         intake, began = self._intake, self._loop.time()
         for request in batch:
             request.attempts += 1
@@ -312,13 +306,13 @@ class Instance:
         self._metrics.launches.inc()
         self._metrics.batch_items.observe(sum(request.items for request in batch))
         try:
-            outputs = await engine.run([request.payload for request in batch])
+            outputs = await runner.run([request.payload for request in batch])
         except GpuLeaseError as error:
             self._metrics.failures.inc()
-            self._failed(batch, error)
+            self._on_batch_failed(batch, error)
             raise
         except BaseException as error:
-            # Nobody is left waiting, whatever it is: the server's end, or a mistake here.
+            # Answer every request, whether the server ends or this code is at fault.
             is_end = isinstance(error, asyncio.CancelledError)
             why = _CUT_OFF if is_end else CallError(CallErrorCode.INTERNAL, "the server failed; its log says more")
             for request in batch:
@@ -327,19 +321,19 @@ class Instance:
         finally:
             intake.is_running = False
         now = self._loop.time()
-        intake.batches.measured(now - began, now)
+        intake.batches.add(now - began, now)
         self._pause.succeeded()
         for request, output in zip(batch, outputs, strict=True):
             request.settle(Answer(self.settings.method_id, output))
 
-    # --- when it goes wrong ---
+    # --- failures ---
 
-    def _failed(self, batch: list[WaitingRequest], error: GpuLeaseError) -> None:
-        """Try again what is safe to be tried again, and tell the others."""
+    def _on_batch_failed(self, batch: list[WaitingRequest], error: GpuLeaseError) -> None:
+        """Queue the requests again that can safely be computed again, and answer the others."""
         is_kernels = isinstance(error, GpuSessionFailed)
         again = []
         for request in batch:
-            # Who was in a batch with others may not be what made it fail. A lease that was taken is told, not hidden.
+            # Another request of the batch may have made it fail. A revoked lease is told to the caller, not hidden.
             is_cured = isinstance(error, Disconnected) or (is_kernels and len(batch) > 1)
             if self.settings.is_pure and is_cured and request.attempts < MAX_ATTEMPTS and not request.answer.done():
                 request.is_alone = is_kernels
@@ -349,18 +343,18 @@ class Instance:
         self._intake.put_back(again)
 
     async def _recover(self, error: GpuLeaseError) -> None:
-        """The lease is gone, or there was none: pause, so that what goes on going wrong takes nobody's time."""
+        """After the lease ended or was refused: pause, so that repeated failures take nobody's time."""
         intake = self._intake
         intake.trouble, pause_s = error, self._pause.after(error)
         _log.warning("%s: has no lease, tries again in %.2f s: %s", self.settings.name, pause_s, error)
         if isinstance(error, CapacityExceeded):
             self._no_room_until = self._loop.time() + 2 * pause_s
             if self._pass_on is not None:
-                self._pass_on(intake.line.take_all())
+                self._pass_on(intake.queue.take_all())
                 intake.changed()
         elif is_broken(error):
             text = f"{self.settings.name} can't be served: {error}"
             intake.dismiss(CallError(CallErrorCode.UNAVAILABLE, text))
         until = self._loop.time() + pause_s
         while not intake.is_stopping and self._loop.time() < until:
-            await self._stir(until)
+            await self._wait_for_change(until)

@@ -1,8 +1,8 @@
-"""Inputs and outputs as JSON's numbers: what of them a model takes, and how much of a body is looked at.
+"""Inputs and outputs as JSON's numbers: the numbers that a model takes, and bounds on a body before it is parsed.
 
-An item is an array of numbers, as many as `input_bytes` has of `input_type`; several items are an array of such arrays.
-They are packed little-endian, each rounded to the nearest of its type. JSON (RFC 8259, 6) has neither NaN nor
-infinities, and here nothing is taken that would become one, or that its type can't hold.
+An item is an array of numbers, as many as `input_bytes` holds of `input_type`; several items are an array of such
+arrays. Numbers are packed little-endian, each rounded to the nearest of its type. JSON (RFC 8259, 6) has neither NaN
+nor infinities. A number that would become one, or that its type can't hold, is refused.
 """
 
 import json
@@ -24,31 +24,32 @@ FORMATS: Final = {
     "u32": "I",
     "u64": "Q",
 }
-"""The types of numbers, and the module struct's letters for them."""
+"""The types of numbers, and the letters of the module struct for them."""
 
 MAX_NUMBERS: Final = 1 << 18
-"""In a request, and in its answer. Stops bodies that take the server's time from others: a number costs 0.1 us, and a
-number in Python's memory 32 bytes."""
+"""Most numbers in a request, and in its answer. Stops bodies that take the server's time from others: parsing a number
+costs 0.1 us, and a number in Python's memory takes 32 bytes."""
 
 MAX_NUMBER_CHARS: Final = 32
-"""Of a body, for each number it may have: a 64-bit float's digits are 24 at most, with a comma and a space 26."""
+"""Most characters of a body for each of its numbers: a 64-bit float has 24 digits at most, with a comma and a space
+26."""
 
 _SHOWN_CHARS: Final = 40
 
 
 class NumbersRefused(ValueError):
-    """They are not the model's; the message is a sentence for whoever sent them."""
+    """The numbers do not fit the model; the message is a sentence for the client."""
 
 
 def size_of(kind: str) -> int:
-    """Bytes of a number of that type."""
+    """Return the bytes of a number of that type."""
     return struct.calcsize(f"<{FORMATS[kind]}")
 
 
 def parsed_input(body: bytes, max_items: int, numbers: int) -> Any:
-    """What `{"input": ...}` says, of so many items of so many numbers at most; ready for `pack`. Raises NumbersRefused.
+    """Parse `{"input": ...}` with at most so many items of so many numbers, for `pack`. Raises NumbersRefused.
 
-    All that a body becomes in memory is bounded by its commas and brackets, so these are counted before it is parsed.
+    Commas and brackets are counted before parsing, because they bound the memory that the parsed body takes.
     """
     most = min(max_items * numbers, MAX_NUMBERS)
     if body.count(b",") >= most or body.count(b"[") > 1 + max_items or body.count(b"{") > 1:
@@ -65,7 +66,7 @@ def parsed_input(body: bytes, max_items: int, numbers: int) -> Any:
 
 
 def pack(value: list[Any], kind: str, numbers: int) -> bytes:
-    """One item, or an array of several, as a kernel gets them. Raises NumbersRefused."""
+    """Pack one item, or an array of items, as a kernel reads them. Raises NumbersRefused."""
     if not value or not isinstance(value[0], list):
         return _packed(value, kind, numbers, "The input")
     for at, item in enumerate(value):
@@ -75,7 +76,7 @@ def pack(value: list[Any], kind: str, numbers: int) -> bytes:
 
 
 def unpack(payload: bytes, kind: str, numbers: int, *, is_several: bool) -> list[Any]:
-    """Outputs as JSON can say them: one item's, or an array for each. Raises NumbersRefused if it can't."""
+    """Return outputs as JSON's numbers: one item's, or an array for each. Raises NumbersRefused for NaN or infinity."""
     found = struct.unpack(f"<{len(payload) // size_of(kind)}{FORMATS[kind]}", payload)
     if not all(map(math.isfinite, found)):
         raise NumbersRefused("The output has NaN or infinity, which JSON can't say: ask in base64 or in bytes.")

@@ -1,31 +1,32 @@
-"""What a model server counts, in Prometheus' text format.
+"""The metrics of a model server, in Prometheus' text format.
 
     gpu_lease_seconds_total{model}      counter: how long the model has held leases
     kernel_launch_total{model}          counter: batches launched
     kernel_fail_total{model}            counter: batches whose kernel failed, ran too long, or lost its lease
-    inference_latency_ms{model}         histogram: from a request's arrival to its outcome, of those that were answered
-    bytes_in_total{model}               counter: bytes of inputs taken
-    bytes_out_total{model}              counter: bytes of outputs answered
+    inference_latency_ms{model}         histogram: from a request's arrival to its outcome, of answered requests
+    bytes_in_total{model}               counter: bytes of inputs received
+    bytes_out_total{model}              counter: bytes of outputs sent
     queue_depth{model}                  gauge: items that wait
     batch_items{model}                  histogram: items in a launch
     requests_total{model, outcome}      counter: requests answered; outcome: done, or a CallErrorCode in small letters
 
-`model` is the one that was asked, or, for what a smaller variant did instead, that one.
+`model` is the model that the client named, or the smaller variant that computed the request instead.
 """
 
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import Counter, Gauge, Histogram
+
+from gpulease.client.serve.http.server_metrics import ServerMetrics
 
 LATENCY_BUCKETS_MS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
 class ModelMetrics:
-    """One model's, without its name."""
+    """The metrics of one model: those of the server with its name filled in."""
 
-    def __init__(self, metrics: "ServerMetrics", model: str) -> None:
+    def __init__(self, metrics: "ModelServerMetrics", model: str) -> None:
         self.lease_seconds = metrics.lease_seconds.labels(model)
         self.launches = metrics.launches.labels(model)
         self.failures = metrics.failures.labels(model)
@@ -37,17 +38,16 @@ class ModelMetrics:
         self._requests, self._model = metrics.requests, model
 
     def answered(self, outcome: str) -> None:
-        """A request was answered."""
+        """Count one answered request."""
         self._requests.labels(self._model, outcome).inc()
 
 
-class ServerMetrics:
-    """One server's."""
-
-    content_type: Final = CONTENT_TYPE_LATEST
+class ModelServerMetrics(ServerMetrics):
+    """The metrics of one server, by model."""
 
     def __init__(self) -> None:
-        self._registry = kept = CollectorRegistry()
+        super().__init__()
+        kept = self.registry
         one = ("model",)
         self.lease_seconds = Counter("gpu_lease_seconds", "How long leases were held.", one, registry=kept)
         self.launches = Counter("kernel_launch", "Batches launched.", one, registry=kept)
@@ -60,7 +60,3 @@ class ServerMetrics:
         self.queue_depth = Gauge("queue_depth", "Items that wait.", one, registry=kept)
         self.batch_items = Histogram("batch_items", "Items in a launch.", one, buckets=BATCH_BUCKETS, registry=kept)
         self.requests = Counter("requests", "Requests answered.", ("model", "outcome"), registry=kept)
-
-    def text(self) -> bytes:
-        """All of it."""
-        return generate_latest(self._registry)

@@ -1,11 +1,11 @@
-"""Calls through memory shared with a server on the same host: `protocol.rpc` has the layout and its rules.
+"""Calls through memory shared with a server on the same host; `protocol.rpc` has the layout and its rules.
 
     with RpcClient("unix:/run/models.sock") as models:
         models.describe()
         models.call(1, image).payload
 
-Neither side spins while it is idle: a server sleeps until somebody rings, a caller looks for its reply for a bounded
-time and then sleeps.
+Neither side spins while it is idle: a server sleeps until a caller rings, and a caller looks for its reply for a
+bounded time and then sleeps. To ring is to send one byte through the connection's socket, called a bell.
 """
 
 from gpulease.client.serve.rpc.client import CallFailed, CallTimedOut, RpcClient

@@ -1,6 +1,6 @@
-"""What can go wrong with a call, beside `Disconnected`.
+"""The caller's side of calls through shared memory, blocking.
 
-The caller's side, blocking. Threads may share a client; they take turns: for calls side by side, make more.
+Threads may share a client, but its calls run one after the other: for parallel calls, make more clients.
 """
 
 import json
@@ -36,11 +36,11 @@ from gpulease.protocol.rpc import (
 
 
 class CallFailed(GpuLeaseError):
-    """The server answered with an error; or, TOO_LATE, the call's time was over before it was asked.
+    """The server answered with an error; or, TOO_LATE, the call's deadline passed before it was sent.
 
     Attributes:
-        code: Why.
-        retry_after_s: When it may be worth asking again; 0: nothing is known of that.
+        code: The server's reason.
+        retry_after_s: Seconds after which asking again makes sense; 0 if unknown.
     """
 
     def __init__(self, error: CallError) -> None:
@@ -51,28 +51,29 @@ class CallFailed(GpuLeaseError):
 
 
 class CallTimedOut(Disconnected):
-    """No answer in time. The call may have been done, or may still be."""
+    """No answer came in time. The call may have been done, or may still be running."""
 
     default_hint = "Give it more time, or see why the server is slow"
 
 
 SPIN_NS: Final = 200_000
-"""How long a reply is looked for before its caller sleeps, where the host has cores to spare."""
+"""Nanoseconds for which a caller looks for its reply before it sleeps, where the host has cores to spare."""
 
 LOOKS_PER_CLOCK: Final = 16
-"""Looks between two at the clock, which on some hosts takes as long."""
+"""Looks at the reply between two looks at the clock, which on some hosts takes as long."""
 
 FIRST_BACKOFF_S: Final = 0.02
-"""Pause before the second try to connect; it doubles with each that follows, and half of it is random."""
+"""Seconds before the second try to connect. They double with each further try, and half of them is random."""
 
 MAX_BACKOFF_S: Final = 1.0
 
 ANSWER_ROOM_S: Final = 0.5
-"""How much longer than its deadline a call is waited for that says no more: the server's answer that it was too late is
-on its way then."""
+"""Seconds beyond its deadline for which a call without a timeout is waited for: the server's TOO_LATE is then on its
+way."""
 
 MAX_DESCRIPTORS: Final = 4
-"""Taken with the greeting. One is right; room for more shows that more came, and they are closed."""
+"""Most descriptors received with the greeting. One is right; room for more shows that more came, and they are
+closed."""
 
 _MAX_ID: Final = 2**64 - 1
 _BELLS_BYTES: Final = 4096
@@ -83,9 +84,9 @@ class RpcClient:
 
     Args:
         address: Its socket, `unix:/path`.
-        timeout_s: How long a call may take that does not say.
-        spin_ns: How long to look for a reply before sleeping; None: 200 us where the host has at least four cores. It
-            is not done where looking is not ordered; see `protocol.rpc`.
+        timeout_s: Longest call in seconds, for calls that name no timeout.
+        spin_ns: Nanoseconds to look for a reply before sleeping. None: 200 us where the host has at least four cores.
+            Never done on processors where looking is not ordered; see `protocol.rpc`.
     """
 
     def __init__(self, address: str, timeout_s: float = 30.0, spin_ns: int | None = None) -> None:
@@ -99,7 +100,7 @@ class RpcClient:
         self._path, self._timeout_s = where.path, timeout_s
         wanted_ns = spin_policy_of(None, SPIN_NS).spin_ns if spin_ns is None else spin_ns
         self._spin_ns = wanted_ns if LOOKING_IS_ORDERED else 0
-        self._line: _Line | None = None
+        self._connection: _Connection | None = None
         self._lock = threading.Lock()
         self._last_id = random.getrandbits(32)
 
@@ -112,25 +113,25 @@ class RpcClient:
         deadline_s: float | None = None,
         is_idempotent: bool = False,
     ) -> Answer:
-        """One call: the answer, with the method that gave it.
+        """Make one call; return the answer, with the method that gave it.
 
-        A server that is not there yet is waited for, with pauses that grow. A call that it may have heard is asked
-        again only if the caller says that this does no harm.
+        The client waits for a server that is not there yet, with pauses that grow. A call that the server may have
+        received is sent again only with `is_idempotent`.
 
-        A call with a deadline is not begun after it: the server is told, and answers TOO_LATE as soon as it can be
-        foretold. What was begun before is waited for as ever.
+        The server does not begin a call after its deadline. It answers TOO_LATE as soon as it can foretell that the
+        call would be late. A call that it began is waited for until the timeout.
 
         Args:
-            method_id: Which.
+            method_id: The method.
             payload: Any buffer's bytes, at most MAX_PAYLOAD_BYTES.
-            timeout_s: For all of it. None: `deadline_s` and a moment, or the client's.
-            deadline_s: How long it is worth doing; None: the model's own, at the server.
-            is_idempotent: Whether it may be done twice.
+            timeout_s: Seconds for the whole call. None: `deadline_s` and ANSWER_ROOM_S, or the client's timeout.
+            deadline_s: Seconds in which the call must begin; None: the model's own, at the server.
+            is_idempotent: Whether the call may be done twice.
 
         Raises:
-            CallFailed: The server answered that nothing came of it; or, TOO_LATE, it was never asked in its time.
-            CallTimedOut: No answer in time.
-            Disconnected: The server went away, or does not keep to the rules.
+            CallFailed: The server answered with an error; or, TOO_LATE, the call was never sent in its time.
+            CallTimedOut: No answer came in time.
+            Disconnected: The server went away, or broke the protocol.
         """
         data = bytes(memoryview(payload))
         if len(data) > MAX_PAYLOAD_BYTES:
@@ -146,7 +147,7 @@ class RpcClient:
             self._lock.release()
 
     def describe(self) -> dict[str, Any]:
-        """What is served: models by name, with their methods' numbers and sizes in bytes."""
+        """Return the models by name, with their methods' numbers and sizes in bytes."""
         try:
             found = json.loads(self.call(DESCRIBE, b"", is_idempotent=True).payload)
         except (ValueError, RecursionError):
@@ -156,7 +157,7 @@ class RpcClient:
         return found
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         with self._lock:
             self._hang_up()
 
@@ -168,13 +169,13 @@ class RpcClient:
 
     def _call(self, method_id: int, data: bytes, span: "_Span", *, is_idempotent: bool) -> Answer:
         pause_s = FIRST_BACKOFF_S
-        heard: GpuLeaseError | None = None
+        uncertain: GpuLeaseError | None = None
         while True:
             try:
                 return self._try(method_id, data, span)
-            except _NotHeard as error:
-                # Of a call that may have been done before, that is what there is to know.
-                cause = heard or error.cause
+            except _NotReceived as error:
+                # After a try that may have been done, its error tells the caller more than this one.
+                cause = uncertain or error.cause
             except CallTimedOut:
                 self._hang_up()
                 raise
@@ -182,7 +183,7 @@ class RpcClient:
                 self._hang_up()
                 if not is_idempotent:
                     raise
-                cause = heard = error
+                cause = uncertain = error
             left_s = span.to_ask_s()
             if left_s <= 0:
                 raise cause
@@ -190,38 +191,38 @@ class RpcClient:
             pause_s = min(pause_s * 2, MAX_BACKOFF_S)
 
     def _try(self, method_id: int, data: bytes, span: "_Span") -> Answer:
-        if self._line is None:
-            self._line = _connected(self._path, span.until)
+        if self._connection is None:
+            self._connection = _connected(self._path, span.until)
         self._last_id = self._last_id + 1 & _MAX_ID
-        line = self._line
+        connection = self._connection
         left_ms = span.left_ms()
         try:
-            line.ask(self._last_id, method_id, data, left_ms)
+            connection.ask(self._last_id, method_id, data, left_ms)
         except OSError as error:
-            # It closed the connection before the bell, and looks at nothing that it has no bell for.
+            # The server closed the connection before the bell, and reads no request without one.
             self._hang_up()
-            raise _NotHeard(_gone(self._path, error)) from None
+            raise _NotReceived(_gone(self._path, error)) from None
         try:
-            return line.answer(self._last_id, span.until, self._spin_ns)
+            return connection.answer(self._last_id, span.until, self._spin_ns)
         except OSError as error:
             raise _gone(self._path, error) from None
 
     def _hang_up(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Until when a call is waited for, and until when it is to be begun, if that is said; monotonic, in seconds."""
+    """The end of the wait for a call, and the time by which it must begin, if any; monotonic, in seconds."""
 
     until: float
     deadline: float | None
 
     @classmethod
     def of(cls, timeout_s: float | None, deadline_s: float | None) -> Self:
-        """From now on; one of them is said."""
+        """Begin now; at least one of the arguments is given."""
         now = time.monotonic()
         deadline = None if deadline_s is None else now + deadline_s
         if timeout_s is not None:
@@ -229,17 +230,17 @@ class _Span:
         return cls(now + (deadline_s or 0.0) + ANSWER_ROOM_S, deadline)
 
     def to_ask_s(self) -> float:
-        """What is left for asking, 0 if nothing."""
+        """Return the seconds left for sending the call, 0 if none."""
         ends = self.until if self.deadline is None else min(self.until, self.deadline)
         return max(0.0, ends - time.monotonic())
 
     def left_ms(self) -> int:
-        """What to tell the server; 0 for nothing. Raises _NotHeard if it is too late for that."""
+        """Return the milliseconds to tell the server; 0 for no deadline. Raises _NotReceived after the deadline."""
         if self.deadline is None:
             return 0
         left_ms = int((self.deadline - time.monotonic()) * 1000)
         if left_ms <= 0:
-            raise _NotHeard(_too_late("it took all of its time to reach the server"))
+            raise _NotReceived(_too_late("it took all of its time to reach the server"))
         return min(left_ms, MAX_LEFT_MS)
 
 
@@ -247,16 +248,16 @@ def _too_late(why: str) -> CallFailed:
     return CallFailed(CallError(CallErrorCode.TOO_LATE, f"{why}; it was not asked"))
 
 
-class _NotHeard(Exception):
-    """A call that the server can't have heard of."""
+class _NotReceived(Exception):
+    """A call that the server cannot have received."""
 
     def __init__(self, cause: GpuLeaseError) -> None:
         super().__init__(str(cause))
         self.cause = cause
 
 
-class _Line:
-    """One connection."""
+class _Connection:
+    """A connection to the server, with its shared memory."""
 
     def __init__(self, sock: socket.socket, shared: SharedCall) -> None:
         self._sock, self._shared = sock, shared
@@ -264,7 +265,7 @@ class _Line:
         self._bell.register(sock, select.POLLIN)
 
     def ask(self, request_id: int, method_id: int, data: bytes, left_ms: int) -> None:
-        """Put the request in, and ring. Raises OSError if nobody can hear it."""
+        """Write the request and ring. Raises OSError if the server is gone."""
         self._shared.reply.status = CallStatus.EMPTY
         self._shared.say_time_left(request_id, left_ms)
         self._shared.request.put(request_id, method_id, data, CallStatus.REQUEST_READY)
@@ -272,7 +273,7 @@ class _Line:
             self._sock.send(b"\0", socket.MSG_NOSIGNAL)
 
     def answer(self, request_id: int, until: float, spin_ns: int) -> Answer:
-        """Take the reply out. Raises CallFailed, CallTimedOut, Disconnected, OSError."""
+        """Wait for the reply and read it. Raises CallFailed, CallTimedOut, Disconnected, OSError."""
         if not self._spin(spin_ns):
             self._sleep(until)
         reply = self._shared.reply
@@ -288,7 +289,7 @@ class _Line:
         raise CallFailed(error)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the socket and unmap the memory."""
         self._sock.close()
         self._shared.close()
 
@@ -303,7 +304,7 @@ class _Line:
         return False
 
     def _sleep(self, until: float) -> None:
-        """Until the bell was heard and there is a reply."""
+        """Sleep until the server rang and the reply is there."""
         while True:
             left_ms = (until - time.monotonic()) * 1000
             if left_ms <= 0 or not self._bell.poll(left_ms):
@@ -322,26 +323,26 @@ def _gone(path: str, error: OSError) -> Disconnected:
     return Disconnected(f"rpc: the server at {path}: {error.strerror or error}", "Does `gpulease serve models` run?")
 
 
-def _connected(path: str, until: float) -> _Line:
-    """A connection, with its memory. Raises _NotHeard."""
+def _connected(path: str, until: float) -> _Connection:
+    """Connect and map the shared memory. Raises _NotReceived."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(max(0.001, until - time.monotonic()))
         sock.connect(path)
         shared = _greeted(sock)
         sock.setblocking(False)
-        return _Line(sock, shared)
+        return _Connection(sock, shared)
     except (OSError, ValueError) as error:
         sock.close()
         cause = error if isinstance(error, OSError) else OSError(str(error))
-        raise _NotHeard(_gone(path, cause)) from None
+        raise _NotReceived(_gone(path, cause)) from None
     except BaseException:
         sock.close()
         raise
 
 
 def _greeted(sock: socket.socket) -> SharedCall:
-    """The memory that comes with the greeting. Raises OSError or ValueError."""
+    """Map the memory that comes with the greeting. Raises OSError or ValueError."""
     space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
     data, rights, _, _ = sock.recvmsg(GREETING_BYTES, space, socket.MSG_CMSG_CLOEXEC)
     descriptors = array("i")

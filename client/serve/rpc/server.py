@@ -1,10 +1,10 @@
-"""The server's side: callers on a Unix socket, each with memory of its own; see `protocol.rpc`.
+"""The server's side of calls through shared memory: callers on a Unix socket, each with memory of its own.
 
-It lives in an event loop and never spins: it sleeps until a caller rings, and looks at that caller's memory alone. A
-spinning thread would take the interpreter from those that do the work.
+`protocol.rpc` has the layout. The server lives in an event loop and never spins: it sleeps until a caller rings, and
+looks at that caller's memory alone. A spinning thread would take the interpreter from the threads that do the work.
 
-Nothing a caller does reaches another one: one that dies in any state is a closed socket, one that writes nonsense gets
-an error or is dropped, one that rings for nothing is dropped.
+No caller can reach another one. A caller that dies in any state is a closed socket; one that writes nonsense gets an
+error or is dropped; one that rings without a request is dropped.
 """
 
 import asyncio
@@ -29,24 +29,24 @@ from gpulease.protocol.rpc import (
 )
 
 MAX_CALLERS: Final = 256
-"""Connections at a time; one more is closed at once. Stops callers from taking all descriptors and memory: each has two
-descriptors and 64 KiB."""
+"""Most connections at a time; one more is closed at once. Stops callers from taking all descriptors and memory: each
+has two descriptors and 64 KiB."""
 
 MAX_FALSE_BELLS: Final = 64
-"""Bells in a row without a request behind them. Stops a caller that takes the server's time by ringing alone."""
+"""Most bells in a row without a request. Stops a caller that takes the server's time by ringing alone."""
 
 ACCEPT_PAUSE_S: Final = 0.5
-"""How long nobody is let in when there is no descriptor for it, instead of trying again at once and for ever."""
+"""Seconds without accepting after descriptors ran out, instead of trying again at once and for ever."""
 
 BELLS_BYTES: Final = 4096
-"""Bells taken at a time."""
+"""Most bells read at a time."""
 
 _log: Final = logging.getLogger("gpulease.rpc")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call came to: the payload, and which method answered."""
+    """The result of a call: the payload, and the method that gave it."""
 
     method_id: int
     payload: bytes
@@ -54,18 +54,19 @@ class Answer:
 
 Outcome = Answer | CallError
 Handler = Callable[[int, bytes, float | None], "asyncio.Future[Outcome]"]
-"""Begins a call of (method, payload, seconds that it is worth doing; None if its caller has not said). What can't be
-begun in that time is to be answered TOO_LATE. The future is cancelled if the caller goes away; an exception of it is a
-mistake of the server's."""
+"""Begins a call of (method, payload, seconds in which it must begin; None if the caller named no deadline).
+
+A call that can't begin in that time must be answered TOO_LATE. The future is cancelled if the caller hangs up; an
+exception in it is a fault of the server."""
 
 
 class RpcServer:
-    """Serves whoever connects to a listening Unix socket, while its `async with` block lasts.
+    """Serves callers of a listening Unix socket, while its `async with` block lasts.
 
     Args:
-        sock: The socket. It is not closed here.
-        handler: Does the calls.
-        describe: What DESCRIBE answers.
+        sock: The socket. The server does not close it.
+        handler: Begins the calls.
+        describe: Returns the answer to DESCRIBE.
     """
 
     def __init__(self, sock: socket.socket, handler: Handler, describe: Callable[[], bytes]) -> None:
@@ -74,7 +75,7 @@ class RpcServer:
 
     @property
     def callers(self) -> int:
-        """How many are connected."""
+        """Number of connected callers."""
         return len(self._callers)
 
     async def __aenter__(self) -> Self:
@@ -91,7 +92,7 @@ class RpcServer:
             caller.close()
 
     def stop_accepting(self) -> None:
-        """Let nobody in from now on; those who are in go on."""
+        """Accept no more callers; connected ones go on."""
         self._loop.remove_reader(self._sock)
         self._is_stopping = True
 
@@ -131,7 +132,7 @@ class RpcServer:
 
 
 class _Caller:
-    """One connection."""
+    """A connection of one caller, with its shared memory."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class _Caller:
         begin: Handler,
         gone: Callable[["_Caller"], object],
     ) -> None:
-        """Raises OSError if there is no memory or descriptor for it; `sock` is still the caller's own then."""
+        """Raises OSError if there is no memory or descriptor for the caller; `sock` then stays open."""
         self._sock, self._loop, self._begin, self._gone = sock, loop, begin, gone
         self._call: asyncio.Future[Outcome] | None = None
         self._false_bells = 0
@@ -155,10 +156,10 @@ class _Caller:
             raise
         finally:
             os.close(fd)
-        loop.add_reader(sock, self._hear)
+        loop.add_reader(sock, self._on_bell)
 
     def close(self) -> None:
-        """Have nothing more to do with it."""
+        """Close the connection and cancel its call."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -169,7 +170,7 @@ class _Caller:
             self._call.cancel()
         self._gone(self)
 
-    def _hear(self) -> None:
+    def _on_bell(self) -> None:
         try:
             bells = self._sock.recv(BELLS_BYTES)
         except BlockingIOError:
@@ -185,9 +186,9 @@ class _Caller:
                 self.close()
         else:
             self._false_bells = 0
-            self._take()
+            self._begin_call()
 
-    def _take(self) -> None:
+    def _begin_call(self) -> None:
         request = self._shared.request
         header = request.header()
         request.status = CallStatus.PROCESSING
@@ -203,13 +204,13 @@ class _Caller:
             _log.exception("a call of method %d failed", header.method_id)
             self._answer(header, _FAILED)
             return
-        self._call.add_done_callback(lambda call: self._end(header, call))
+        self._call.add_done_callback(lambda call: self._on_call_done(header, call))
 
-    def _end(self, header: CallHeader, call: "asyncio.Future[Outcome]") -> None:
+    def _on_call_done(self, header: CallHeader, call: "asyncio.Future[Outcome]") -> None:
         self._call = None
         if self._is_closed:
             if not call.cancelled():
-                call.exception()  # or it would be told that nobody looked
+                call.exception()  # retrieved, or asyncio would log that it was not
             return
         if call.cancelled():
             outcome: Outcome = CallError(CallErrorCode.UNAVAILABLE, "the server stops")
@@ -223,7 +224,7 @@ class _Caller:
     def _answer(self, header: CallHeader, outcome: Outcome) -> None:
         if isinstance(outcome, Answer) and len(outcome.payload) > MAX_PAYLOAD_BYTES:
             outcome = CallError(CallErrorCode.INVALID_REQUEST, "the answer is larger than a region: ask for less")
-        # First: who sees the reply may put the next request in at once.
+        # Before the reply: a caller that sees the reply may write its next request at once.
         self._shared.request.status = CallStatus.EMPTY
         reply = self._shared.reply
         if isinstance(outcome, Answer):
@@ -233,7 +234,7 @@ class _Caller:
         try:
             self._sock.send(b"\0", socket.MSG_NOSIGNAL)
         except BlockingIOError:
-            pass  # there are bells it has not heard yet
+            pass  # the caller has bells that it has not read yet
         except OSError:
             self.close()
 

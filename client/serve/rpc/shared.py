@@ -1,13 +1,13 @@
-"""The memory of one caller and its server: who makes it, who maps it, and what is read and written there.
+"""The memory that one caller shares with its server: allocation, mapping, reads and writes.
 
-**Which memory.** The server makes 64 KiB for each connection and hands over its descriptor. It is not a piece of a
-session's arena, which the lease's worker shares with the server: a descriptor gives the whole of what it stands for, so
-each caller would see the requests of all others, and could change them under the worker. A copy of at most 32 KiB
-between the two costs a microsecond or two. The server's batches lie in the arena (`session.empty`), so nothing is
-copied a third time before the card takes it.
+**Which memory.** The server makes 64 KiB for each connection and passes its descriptor. It must not be a piece of a
+session's arena, which the lease's worker shares with the server. A descriptor gives access to all of its memory: each
+caller would see the requests of all others, and could change them under the worker. A copy of at most 32 KiB between
+the two costs a microsecond or two. The server's batches lie in the arena (`session.empty`), so nothing is copied a
+third time before the card reads it.
 
-The memory can't be made smaller or larger, which would end whoever touches it by SIGBUS: it is sealed (memfd_create(2),
-F_ADD_SEALS of fcntl(2)), and who gets it looks whether it is.
+Memory that shrinks would end a process that touches it by SIGBUS. So it is sealed (memfd_create(2), F_ADD_SEALS of
+fcntl(2)), and the receiver checks the seals.
 """
 
 import fcntl
@@ -35,18 +35,18 @@ from gpulease.protocol.rpc import (
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 LOOKING_IS_ORDERED: Final = platform.machine() == "x86_64"
-"""Whether what is seen without having heard the bell can be relied on; see `protocol.rpc`."""
+"""True if a change seen without having received the bell can be relied on; see `protocol.rpc`."""
 
 
 class Region:
-    """A request's or a reply's place."""
+    """The place of a request or of a reply."""
 
     def __init__(self, memory: memoryview, at: int) -> None:
         self._memory = memory[at : at + HEADER_BYTES + MAX_PAYLOAD_BYTES]
 
     @property
     def status(self) -> int:
-        """As it is now: any byte."""
+        """The status byte as it is now: any value."""
         return self._memory[STATUS_AT]
 
     @status.setter
@@ -54,39 +54,39 @@ class Region:
         self._memory[STATUS_AT] = status
 
     def header(self) -> CallHeader:
-        """All of it, copied first."""
+        """Return the header, copied before it is parsed."""
         return CallHeader.from_bytes(bytes(self._memory[:HEADER_BYTES]))
 
     def payload(self, size_bytes: int) -> bytes:
-        """A copy of so many bytes of it; at most MAX_PAYLOAD_BYTES, as `CallHeader.fits` says."""
+        """Return a copy of so many bytes of the payload; at most MAX_PAYLOAD_BYTES, as `CallHeader.fits` says."""
         return bytes(self._memory[HEADER_BYTES : HEADER_BYTES + size_bytes])
 
     def put(self, request_id: int, method_id: int, payload: bytes | memoryview, status: CallStatus) -> None:
-        """Write all of it, the status last. Raises ValueError if the payload is too large."""
+        """Write header and payload, the status last. Raises ValueError if the payload is too large."""
         size = len(payload)
         if size > MAX_PAYLOAD_BYTES:
             raise ValueError(f"{size} bytes do not fit in a region, which takes {MAX_PAYLOAD_BYTES}")
         memory = self._memory
         memory[HEADER_BYTES : HEADER_BYTES + size] = payload
-        # The status that is there stays until all else is: nobody else writes it meanwhile, by the rules.
+        # The old status stays until everything else is written. By the rules, the peer does not write it meanwhile.
         HEADER_FAST.pack_into(memory, 0, request_id, method_id, memory[STATUS_AT], size)
         memory[STATUS_AT] = status
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Release the view of the memory."""
         self._memory.release()
 
 
 class SharedCall:
-    """The memory of one connection, mapped.
+    """The mapped memory of one connection.
 
     Attributes:
-        request: The caller's region.
-        reply: The server's.
+        request: The region that the caller writes.
+        reply: The region that the server writes.
     """
 
     def __init__(self, fd: int) -> None:
-        """Takes over the descriptor. Raises OSError or ValueError if it is no memory of this kind."""
+        """Map the memory and close the descriptor. Raises OSError or ValueError if it is no memory of this kind."""
         try:
             if os.fstat(fd).st_size != SHARED_BYTES or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise ValueError("the shared memory has another size, or may change it")
@@ -100,7 +100,7 @@ class SharedCall:
 
     @classmethod
     def make(cls) -> tuple[Self, int]:
-        """New memory, zeroed, and a descriptor to hand over, which the caller closes."""
+        """Make zeroed memory; return it and a descriptor to pass on, which the caller closes."""
         fd = os.memfd_create("gpulease-rpc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, SHARED_BYTES)
@@ -111,15 +111,15 @@ class SharedCall:
             raise
 
     def say_time_left(self, request_id: int, left_ms: int) -> None:
-        """How long the next request is worth doing, 0 for nothing said; before it is put in."""
+        """Write the milliseconds in which the next request must begin, 0 for none; before the request itself."""
         self._time_left[:] = TimeLeft(request_id, left_ms).to_bytes()
 
     def time_left_ms(self, request_id: int) -> int | None:
-        """What was said of that request; before its reply is put in."""
+        """Read the time that was written for that request; before its reply is written."""
         return TimeLeft.from_bytes(bytes(self._time_left)).of_call(request_id)
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the memory."""
         self._time_left.release()
         self.request.release()
         self.reply.release()

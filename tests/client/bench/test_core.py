@@ -1,3 +1,5 @@
+"""The goals of the lease core's benchmark, and its exit status."""
+
 import json
 
 import pytest
@@ -5,11 +7,11 @@ from click.testing import CliRunner
 
 from gpulease.client.bench import core
 from gpulease.client.bench.core import GOALS, core_figures, reaches_goals
-from gpulease.client.cli.bench import bench
-from gpulease.client.cli.private_daemon import CannotStart
+from gpulease.client.cli.bench import CORE_ROWS, bench
+from gpulease.client.cli.exit_status import CannotStart
 from helpers.daemon import python_environment
 
-GOOD = {name: 1.0 for name, _ in core._ROWS} | {"mixed_per_s": GOALS["mixed_per_s"]}
+GOOD = {name: 1.0 for name, _ in CORE_ROWS} | {"mixed_per_s": GOALS["mixed_per_s"]}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The load bench works, and fails where it must: on a daemon that leaks, and on one that errs."""
+"""The load benchmark passes on a sound daemon, and fails on one that leaks."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The command line against a real daemon: what a person types and what comes back."""
+"""The command line against a real daemon: commands as people type them, and their output."""
 
 import json
 import os

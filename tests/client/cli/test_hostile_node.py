@@ -1,4 +1,4 @@
-"""Daemons that mean harm: what they say reaches neither a shell's line nor a terminal as they said it."""
+"""Texts of a hostile daemon reach neither a shell's line nor a terminal unescaped."""
 
 import contextlib
 import os
@@ -155,7 +155,7 @@ def test_what_is_no_answer_at_all(environment: dict[str, str], monkeypatch: pyte
 
 
 def test_older_daemons_are_understood(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lack what was added since."""
+    """Older daemons lack keys that were added since."""
     old_lease = {key: GOOD_LEASE[key] for key in ("lease_id", "tenant", "state", "cause", "size_bytes", "remaining_ms")}
     keys = ("uuid", "name", "driver", "index", "capacity_bytes", "available_bytes", "fenced_bytes", "leases")
     old_card = {key: GOOD_CARD[key] for key in (*keys, "exclusive")}

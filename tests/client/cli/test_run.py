@@ -1,4 +1,4 @@
-"""`gpulease run`: a real program on a real lease, and every way that either of them ends."""
+"""`gpulease run`: a real program on a real lease, and every way in which either of them ends."""
 
 import contextlib
 import os

@@ -1,11 +1,11 @@
-"""`gpulease serve gateway`: what it refuses before it serves; how it serves is in tests/behaviour."""
+"""`gpulease serve gateway`: its refusals before it serves; tests/behaviour has the serving."""
 
 import sys
 
 import pytest
 from click.testing import CliRunner
 
-from gpulease.client.bench.gateway import request_figures
+from gpulease.client.bench.gateway_load import request_figures
 from gpulease.client.cli.__main__ import main
 from gpulease.client.cli.bench import _request_table
 from gpulease.client.serve.gateway.settings import EXAMPLE
@@ -29,7 +29,8 @@ def test_what_it_refuses(words: list[str], status: int, said: str) -> None:
 
 def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
-    monkeypatch.delitem(sys.modules, "gpulease.client.serve.gateway.app", raising=False)
+    monkeypatch.delitem(sys.modules, "gpulease.client.serve.gateway.gateway", raising=False)
+    monkeypatch.delitem(sys.modules, "gpulease.client.serve.http.application", raising=False)
     done = CliRunner().invoke(main, ["serve", "gateway", "--demo"])
     assert (done.exit_code, "pip install '.[serve]' in gpulease's repository" in done.output) == (1, True), done.output
 

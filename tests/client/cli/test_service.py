@@ -1,4 +1,4 @@
-"""`gpulease install-service`: what it prints, what it writes where, and what it says when it can't."""
+"""`gpulease install-service`: the units that it prints, the files that it writes, and its errors."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ IN_OPT = Environment(("/opt/g/bin/gpuleased",), (), (Path("/opt/g"),))
 
 @pytest.fixture(autouse=True)
 def _installed_in_opt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where these tests run from is no place for a service."""
+    """The folder that these tests run from is no place for a service."""
     monkeypatch.setattr(service, "this_environment", lambda: IN_OPT)
 
 

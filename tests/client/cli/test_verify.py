@@ -1,4 +1,4 @@
-"""`gpulease verify` on the embedded driver: a few rows of it, and what it says of a promise that does not hold."""
+"""`gpulease verify` on the embedded driver: a few rows, and its report of a broken promise."""
 
 import json
 from contextlib import ExitStack
@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 from gpulease.client import GpuSession
 from gpulease.client.cli import verify as command
 from gpulease.client.verify.claims import at_the_same_time, check
-from gpulease.client.verify.faults import Fault, Sizes, Told, faults
-from gpulease.client.verify.scene import Breach, Scene, worker_pid
+from gpulease.client.verify.faults import FaultOutcome, Sizes, faults
+from gpulease.client.verify.scene import Breach, Check, Scene, worker_pid
 from helpers.daemon import Daemon
 
 
@@ -20,7 +20,7 @@ def verify(*words: str) -> Result:
 
 
 def rows_named(*names: str) -> Any:
-    def chosen(scene: Scene, sizes: Sizes) -> list[Fault]:
+    def chosen(scene: Scene, sizes: Sizes) -> list[Check[FaultOutcome]]:
         return [fault for fault in faults(scene, sizes) if fault.name in names]
 
     return chosen
@@ -29,7 +29,7 @@ def rows_named(*names: str) -> Any:
 @pytest.mark.exhaustive
 def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["trap", "more than the slice", "variables of 40 GiB", "worker SIGKILL", "client that stops reading"]
-    monkeypatch.setattr(command, "faults", rows_named(*names))
+    monkeypatch.setattr("gpulease.client.verify.matrix.faults", rows_named(*names))
     done = verify("--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
@@ -56,11 +56,11 @@ def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.exhaustive
 def test_a_breach_is_told_and_its_lease_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(scene: Scene) -> Told:
-        scene.wish(1 << 20).acquire()
+    def forget(scene: Scene) -> FaultOutcome:
+        scene.builder(1 << 20).acquire()
         raise Breach("it was told nothing")
 
-    monkeypatch.setattr(command, "faults", lambda scene, sizes: [Fault("silence", forget)])
+    monkeypatch.setattr("gpulease.client.verify.matrix.faults", lambda scene, sizes: [Check("silence", forget)])
     done = verify("--only", "silence")
     assert done.exit_code == 1
     assert "Breach: it was told nothing" in done.stdout
@@ -81,7 +81,7 @@ def test_the_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int
     def found(scene: Scene) -> str:
         return "the endless kernel was ended, and nothing was launched behind it: " + "42 launches " * 12
 
-    monkeypatch.setattr(command, "launch_gate", lambda scene, rounds: found(scene))
+    monkeypatch.setattr("gpulease.client.verify.claims.launch_gate", lambda scene, rounds: found(scene))
     monkeypatch.setenv("COLUMNS", str(width))
     done = verify("--only", "launch gate")
     assert done.exit_code == 0, done.output

@@ -1,4 +1,4 @@
-"""Asks a server of the example's models for the digits on all test images, through shared memory.
+"""Ask a server of the example's models for the digits on all test images, through shared memory.
 
 `python -m gpulease.client.serve.models.example.classify unix:/tmp/models.sock`
 """
@@ -14,7 +14,7 @@ from gpulease.client.serve.rpc import RpcClient
 
 
 def main(address: str) -> None:
-    """Print how many it got right, and how long a call took."""
+    """Print how many images were classified correctly, and how long a call took."""
     images, digits = load_tests()
     with RpcClient(address) as models:
         method_id = models.describe()["digits"]["method_id"]

@@ -1,13 +1,13 @@
-"""The example's weights and its reference: a classifier of handwritten digits, 8 x 8 pixels of 0 to 1.
+"""The example's weights and their reference: a classifier of handwritten digits, 8 x 8 pixels of 0 to 1.
 
     python -m gpulease.client.serve.models.example.digits [FOLDER]
 
-makes `digits.weights`, `digits-small.weights` and `digits-test.npz`, beside this file if no folder is named, from the
-data set that scikit-learn ships (the UCI repository's optical recognition of handwritten digits). The file of tests
-holds the images that nothing was trained with, so that the example and its tests need no scikit-learn.
+makes `digits.weights`, `digits-small.weights` and `digits-test.npz`, by default beside this file. The images are those
+that scikit-learn ships (the UCI repository's optical recognition of handwritten digits). The test file holds the images
+that no network was trained on, so that the example and its tests need no scikit-learn.
 
-Nothing is random but by fixed seeds; another processor's libraries of linear algebra may round otherwise and give
-others that are as good.
+All randomness has fixed seeds. Another processor's linear algebra may round otherwise and give other weights, as
+good.
 """
 
 import sys
@@ -45,7 +45,14 @@ _DECAY: Final = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One network's, as the kernel has them."""
+    """The weights of one network, float32 arrays as the kernel reads them.
+
+    Attributes:
+        first: (PIXELS, hidden).
+        first_bias: (hidden,).
+        last: (hidden, DIGITS).
+        last_bias: (DIGITS,).
+    """
 
     first: Floats
     first_bias: Floats
@@ -53,18 +60,22 @@ class Weights:
     last_bias: Floats
 
     def to_bytes(self) -> bytes:
-        """In the kernel's order."""
+        """Return the weights in the kernel's order, little-endian."""
         return b"".join(part.astype("<f4").tobytes() for part in self._parts())
 
     @classmethod
     def from_bytes(cls, data: bytes, hidden: int) -> Self:
-        """The same back."""
+        """Read the bytes of `to_bytes`."""
         sizes = np.cumsum([PIXELS * hidden, hidden, hidden * DIGITS])
         first, bias, last, last_bias = np.split(np.frombuffer(data, "<f4"), sizes)
         return cls(first.reshape(PIXELS, hidden), bias, last.reshape(hidden, DIGITS), last_bias)
 
     def scores(self, images: Floats) -> Floats:
-        """The reference: ten scores for each image, the largest of which is the digit."""
+        """Return the reference, (images, DIGITS) float32: the largest of ten scores names the digit.
+
+        Args:
+            images: (images, PIXELS) float32.
+        """
         units = np.maximum(images @ self.first + self.first_bias, 0)
         scores: Floats = units @ self.last + self.last_bias
         return scores
@@ -74,18 +85,25 @@ class Weights:
 
 
 def load_weights(model: str, folder: Path = HERE) -> Weights:
-    """A model's, as they are kept."""
+    """Read a model's weights from its file."""
     return Weights.from_bytes((folder / f"{model}.weights").read_bytes(), HIDDEN[model])
 
 
 def load_tests(folder: Path = HERE) -> tuple[Floats, NDArray[np.uint8]]:
-    """(images, the digits they are) of those that nothing was trained with."""
+    """Return the images that no network was trained on, (images, PIXELS) float32, and their digits, (images,) uint8."""
     with np.load(folder / TESTS, allow_pickle=False) as kept:
         return kept["pixels"].astype(np.float32) / np.float32(FULL_SCALE), kept["digits"]
 
 
 def train(images: Floats, digits: NDArray[np.uint8], hidden: int, epochs: int = _EPOCHS) -> Weights:
-    """Stochastic gradient descent with momentum on the cross entropy."""
+    """Train by stochastic gradient descent with momentum on the cross entropy.
+
+    Args:
+        images: (images, PIXELS) float32.
+        digits: (images,) uint8.
+        hidden: Units of the hidden layer.
+        epochs: Passes over the images.
+    """
     draw = np.random.default_rng(_SEED)
     sizes = ((PIXELS, hidden), (hidden,), (hidden, DIGITS), (DIGITS,))
     parts = [(draw.normal(0, (2 / size[0]) ** 0.5, size) if len(size) == 2 else np.zeros(size)) for size in sizes]
@@ -114,7 +132,7 @@ def _slopes(parts: list[Any], images: Floats, wanted: Any) -> tuple[Any, ...]:
 
 
 def data_set() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """(pixels of 0 to 16, digits) as scikit-learn ships them."""
+    """Return pixels of 0 to 16, (images, PIXELS) uint8, and digits, (images,) uint8, as scikit-learn ships them."""
     from sklearn.datasets import load_digits
 
     found = load_digits()

@@ -1,4 +1,4 @@
-"""Columns: what fits, what is worded how, and what comes first."""
+"""Columns: their choice by width, their texts and their order."""
 
 import pytest
 

@@ -1,11 +1,12 @@
-"""Screens."""
+"""Whole screens, line by line."""
 
 from dataclasses import replace
 
 import pytest
 
 from gpulease.client.cli.top.frame import HINTS, Line, Style, frame, plain
-from gpulease.client.cli.top.view import Mode, Scene, View
+from gpulease.client.cli.top.sample import Scene
+from gpulease.client.cli.top.view import Mode, View
 from helpers.node_reports import CARD, lease, sample
 
 VIEW = View(2.0)

@@ -1,4 +1,4 @@
-"""Lines of two readings: rates, and what a daemon of another version, or a hostile session, says."""
+"""Lines of two samples: rates, and reports of a daemon of another version or of a hostile session."""
 
 import math
 from typing import Any
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.client.cli.top.frame import frame, plain
-from gpulease.client.cli.top.sample import Sample, lease_lines
-from gpulease.client.cli.top.view import Scene, View
+from gpulease.client.cli.top.sample import Sample, Scene, lease_lines
+from gpulease.client.cli.top.view import View
 from helpers.node_reports import CARD, lease, sample
 
 

@@ -1,9 +1,10 @@
-"""What keys do."""
+"""The effect of each key on the view."""
 
 from collections.abc import Sequence
 
 import pytest
 
+from gpulease.client.cli.top.sample import Scene
 from gpulease.client.cli.top.view import (
     DEFAULT_REASON,
     Effect,
@@ -11,7 +12,6 @@ from gpulease.client.cli.top.view import (
     Quit,
     Refresh,
     Revoke,
-    Scene,
     View,
     press,
     visible,
@@ -24,7 +24,7 @@ SCENE = Scene(sample(lease(1), lease(2), lease(3, card_uuid="GPU-1"), cards=TWO_
 
 
 def typed(*keys: str, scene: Scene = SCENE) -> tuple[View, list[Effect]]:
-    """How it is looked at after those keys, each a name or characters, and what they had done."""
+    """Return the view after those keys, each a name or characters, and their effects."""
     view, effects = View(2.0), []
     for key in keys:
         for part in [key] if key in NAMED else key:

@@ -31,7 +31,7 @@ def clock() -> Clock:
 
 @pytest.fixture(scope="session", autouse=True)
 def _postgres() -> Iterator[PostgresServer | None]:
-    """One server for all tests that leave it running; started first, so that its processes are no test's leak."""
+    """Start a server for all tests that leave it running, before any test counts processes."""
     if programs() is None:
         yield None
         return

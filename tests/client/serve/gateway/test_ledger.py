@@ -1,4 +1,4 @@
-"""A transaction whose end was not learned is done again: each rule gives the same entry and the same answer twice."""
+"""A store repeats a transaction whose end it did not learn: each rule gives the same entry and answer twice."""
 
 import pytest
 

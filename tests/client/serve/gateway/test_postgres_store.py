@@ -1,4 +1,4 @@
-"""What is special about the store on a server."""
+"""The properties that only the PostgreSQL store has."""
 
 import secrets
 import tempfile

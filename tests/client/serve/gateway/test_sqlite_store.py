@@ -1,4 +1,4 @@
-"""What is special about the store in a file."""
+"""The properties that only the SQLite store has."""
 
 import sqlite3
 import stat
@@ -11,8 +11,8 @@ import pytest
 from gpulease.client import InvalidRequest
 from gpulease.client.serve.gateway import SqliteStore, StoreUnavailable
 from gpulease.client.serve.gateway.ledger import Moment, Reservation
-from gpulease.client.serve.gateway.settings import open_store
 from gpulease.client.serve.gateway.sqlite_store import host_clock
+from gpulease.client.serve.gateway.store import open_store
 
 HASH = bytes(32)
 

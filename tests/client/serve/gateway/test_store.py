@@ -1,4 +1,4 @@
-"""What every idempotency store does, on each kind of them."""
+"""The properties that every idempotency store has, tested on each kind."""
 
 import secrets
 import threading
@@ -8,8 +8,7 @@ import pytest
 
 from gpulease.client import InvalidRequest
 from gpulease.client.serve.gateway import OperationConflict, ReplicatedIdempotencyStore, StaleEpoch, StoreUnavailable
-from gpulease.client.serve.gateway.ledger import Completed, InFlight, Reservation, Unknown
-from gpulease.client.serve.gateway.store import MAX_OUTCOME_BYTES
+from gpulease.client.serve.gateway.ledger import MAX_OUTCOME_BYTES, Completed, InFlight, Reservation, Unknown
 
 from .conftest import Clock, OpenStore
 

@@ -1,4 +1,4 @@
-"""Several processes want the same operations done, some are killed, the server goes away: at most one effect each."""
+"""Several processes attempt the same operations, some are killed, the server goes away: at most one effect each."""
 
 import random
 import signal
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client.serve.gateway.ledger import Completed, Unknown
-from gpulease.client.serve.gateway.settings import open_store
+from gpulease.client.serve.gateway.store import open_store
 from helpers.daemon import python_environment
 from helpers.postgres_server import PostgresServer
 from helpers.store_contender import CLAIM_TTL_S, HASH, KEYS

@@ -1,4 +1,4 @@
-"""Any order of steps, claims that run out, slow attempts and forgetting: each store against a model of a few lines."""
+"""Any order of steps, expired claims, slow attempts and forgetting: each store against a model of a few lines."""
 
 import secrets
 from pathlib import Path
@@ -23,7 +23,7 @@ TTL_S = 10.0
 
 
 class Truth:
-    """What must hold of one key: who owns it, since when, how far it is."""
+    """The state that one key must have: its owner, the owner's claim and its phase."""
 
     def __init__(self) -> None:
         self.phase = "free"

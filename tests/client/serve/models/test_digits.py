@@ -1,4 +1,4 @@
-"""The example's weights: what they were made from, and what they are good for."""
+"""The example's weights: made from the data set, and right on the test images."""
 
 import subprocess
 import sys

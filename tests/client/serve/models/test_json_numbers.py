@@ -1,4 +1,4 @@
-"""Inputs and outputs as JSON's numbers: what is taken is what the kernel gets; all else is refused with a sentence."""
+"""Inputs and outputs as JSON's numbers: the kernel gets what was sent, or the request is refused with a sentence."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""RpcClient with a real server: calls, errors, time; and with servers that keep to no rules."""
+"""RpcClient with a real server: calls, errors, timeouts; and with servers that break the protocol."""
 
 import os
 import socket

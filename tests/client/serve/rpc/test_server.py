@@ -1,4 +1,4 @@
-"""RpcServer and callers that write any bytes, ring at any time, or die in any state: others never notice."""
+"""RpcServer beside callers that write any bytes, ring at any time, or die in any state: other callers never notice."""
 
 import os
 import subprocess

@@ -21,5 +21,5 @@ from gpulease.daemon.record.audit.reading import found_text
         ),
     ],
 )
-def test_what_was_found_is_told_in_words(found: dict[str, Any], said: str) -> None:
+def test_what_was_found_is_failures_as_sentences(found: dict[str, Any], said: str) -> None:
     assert found_text(found) == said

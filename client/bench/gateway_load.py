@@ -1,0 +1,112 @@
+"""Requests a second through the gateway without HTTP, each on a lease of its own."""
+
+import itertools
+import secrets
+import tempfile
+import threading
+import time
+from typing import Final
+
+import numpy as np
+
+from gpulease.client.bench.figures import percentile
+from gpulease.client.bench.lease_life import await_pool
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.serve.gateway import (
+    DaemonEffects,
+    InferenceRequest,
+    NodeAuthority,
+    SqliteStore,
+    serve_inference_request,
+)
+from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
+
+AT_A_TIME: Final = (1, 4, 8)
+"""Numbers of requests in flight together."""
+
+INPUT: Final = np.arange(1024, dtype=np.float32)
+SPACED: Final = 10
+"""Requests that each find the pool full."""
+
+
+class _Load:
+    """Threads that send one new request after the other."""
+
+    def __init__(self, store: SqliteStore, address: str) -> None:
+        (name, self._model), *_ = load_models(EXAMPLE).items()
+        self._name, self._store, self._address = name, store, address
+        self._run = secrets.token_hex(8)
+        self._numbers = itertools.count()
+
+    def ask(self) -> float:
+        """Send one request; return its seconds. Raises GpuLeaseError."""
+        started = time.perf_counter()
+        model = self._model
+        request = InferenceRequest(
+            f"{self._run}-{next(self._numbers)}",
+            self._name,
+            INPUT.tobytes(),
+            INPUT.nbytes,
+            model.min_vram_bytes,
+            model.lease_s,
+            audience=None,
+            token_nonce=0,
+            now_secs=time.time(),
+        )
+        effects = DaemonEffects(self._store, self._address, wait_s=30.0)
+        output = serve_inference_request(effects, NodeAuthority(), request, model.image, model.kernel).output
+        took_s = time.perf_counter() - started
+        if not np.array_equal(np.frombuffer(output, np.float32), 2 * INPUT + 1):
+            raise GpuLeaseError("a request's output is wrong")
+        return took_s
+
+    def run(self, at_a_time: int, seconds: float) -> dict[str, float]:
+        """Keep `at_a_time` requests in flight for so long; return the figures."""
+        took: list[float] = []
+        errors: list[BaseException] = []
+        started = time.perf_counter()
+
+        def go_on() -> None:
+            try:
+                while time.perf_counter() - started < seconds and not errors:
+                    took.append(self.ask())
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=go_on) for _ in range(at_a_time)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return {"per_s": len(took) / (time.perf_counter() - started)} | _times(took)
+
+
+def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str, dict[str, float]]:
+    """Measure rates and times by requests in flight; with a pool, also requests that find it full.
+
+    Args:
+        address: The daemon's address.
+        seconds: Seconds of each measurement.
+        has_pool: Whether the daemon keeps contexts ready.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteStore(f"{folder}/store")
+        try:
+            load = _Load(store, address)
+            load.ask()  # compiles the kernel
+            figures = {f"{count} at a time": load.run(count, seconds) for count in AT_A_TIME}
+            if has_pool:
+                took = []
+                for _ in range(SPACED):
+                    await_pool(address)
+                    took.append(load.ask())
+                figures["alone, pool full"] = _times(took)
+            return figures
+        finally:
+            store.close()
+
+
+def _times(took: list[float]) -> dict[str, float]:
+    return {f"p{part}_ms": percentile(took, part) * 1e3 for part in (50, 99)}

@@ -1,0 +1,218 @@
+"""Times of kernels on a lease, beside numpy's for the same result in the same run."""
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Final
+
+import numpy as np
+
+from gpulease.client import GpuBuilder, GpuLeaseError, GpuSession, KernelArgs
+from gpulease.client.bench.figures import percentile, timed_us
+from gpulease.client.handles import Buffer, Module
+
+SLICE_BYTES: Final = 64 << 20
+SAMPLES: Final = 15
+SHORT_SAMPLES: Final = 300
+"""Samples of kernels that take microseconds."""
+
+IMAGES: Final = 3
+"""Images loaded in each of two workers."""
+
+MATRIX: Final = 256
+TILE: Final = 16
+VALUES: Final = 1 << 20
+ROWS, COLUMNS = 256, 1024
+THREADS: Final = 256
+SMALL: Final = 32
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+Figures = dict[str, float]
+
+
+class WrongResult(GpuLeaseError):
+    """A kernel's result differs from numpy's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kernel's launch and its reference.
+
+    Attributes:
+        operands: Arrays that the kernel reads, float32, behind the one that it writes.
+        numbers: Arguments behind the arrays.
+        numpy: Computes the same result from the same arrays.
+        flop: Floating-point operations, for kernels that are bound by them; else 0.
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    into: Array
+    operands: tuple[Array, ...]
+    numbers: tuple[int | float, ...]
+    numpy: Callable[[], Array]
+    flop: int = 0
+    shared_bytes: int = 0
+    samples: int = SAMPLES
+
+
+def kernel_figures(address: str) -> dict[str, Figures]:
+    """Return median milliseconds of each kernel, of numpy, and of loading images: first and in another worker."""
+    # Random comments make images that no cache knows.
+    images = [kernels_ptx() + f"\n// {secrets.token_hex(16)}\n".encode() for _ in range(IMAGES)]
+    with _session(address) as session:
+        cold = [_load_ms(session, image) for image in images]
+    with _session(address) as session:
+        again = [_load_ms(session, image) for image in images]
+        module = session.module_load(kernels_ptx())
+        figures = {name: _measure(session, module, work) for name, work in works().items()}
+    return figures | {
+        "load_cold": {"leased_ms": percentile(cold, 50)},
+        "load_again": {"leased_ms": percentile(again, 50)},
+    }
+
+
+@contextmanager
+def _session(address: str) -> Iterator[GpuSession]:
+    """Open a session with a worker of its own on card 0."""
+    wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
+    with wanted.acquire() as lease, GpuSession(lease) as session:
+        yield session
+
+
+def _load_ms(session: GpuSession, image: bytes) -> float:
+    (span,) = timed_us(lambda: session.module_load(image), 1)
+    return span / 1e3
+
+
+def kernels_ptx() -> bytes:
+    """Return PTX compiled by nvcc from the kernels.cu beside this file."""
+    return files("gpulease.client.bench").joinpath("kernels.ptx").read_bytes()
+
+
+def works() -> dict[str, Work]:
+    """Return the measured kernels by name."""
+    rng = np.random.default_rng(1)
+
+    def drawn(*shape: int) -> Array:
+        return rng.standard_normal(shape, np.float32)
+
+    left, right, rows = drawn(MATRIX, MATRIX), drawn(MATRIX, MATRIX), drawn(ROWS, COLUMNS)
+    x, y, weight, bias = drawn(VALUES), drawn(VALUES), drawn(COLUMNS), drawn(COLUMNS)
+    few_x, few_y = x[:SMALL], y[:SMALL]
+    return {
+        "matmul": Work(
+            kernel="matmul",
+            grid=(MATRIX // TILE, MATRIX // TILE),
+            block=(TILE, TILE),
+            into=np.zeros_like(left),
+            operands=(left, right),
+            numbers=(MATRIX,),
+            numpy=lambda: left @ right,
+            flop=2 * MATRIX**3,
+        ),
+        "saxpy": Work(
+            "saxpy", (VALUES // THREADS,), (THREADS,), y, (x,), (VALUES, 2.5), lambda: y + np.float32(2.5) * x
+        ),
+        "softmax": Work(
+            "softmax",
+            (ROWS,),
+            (THREADS,),
+            np.zeros_like(rows),
+            (rows,),
+            (COLUMNS,),
+            lambda: _softmax(rows),
+            shared_bytes=4 * THREADS,
+        ),
+        "layernorm": Work(
+            "layernorm",
+            (ROWS,),
+            (THREADS,),
+            np.zeros_like(rows),
+            (rows, weight, bias),
+            (COLUMNS,),
+            lambda: _layernorm(rows, weight, bias),
+        ),
+        "small": Work(
+            "saxpy",
+            (1,),
+            (SMALL,),
+            few_y,
+            (few_x,),
+            (SMALL, 2.5),
+            lambda: few_y + np.float32(2.5) * few_x,
+            samples=SHORT_SAMPLES,
+        ),
+    }
+
+
+def _softmax(rows: Array) -> Array:
+    powers = np.exp(rows - rows.max(1, keepdims=True))
+    result: Array = powers / powers.sum(1, keepdims=True)
+    return result
+
+
+def _layernorm(rows: Array, weight: Array, bias: Array) -> Array:
+    centred = rows - rows.mean(1, keepdims=True)
+    scale = 1 / np.sqrt((centred * centred).mean(1, keepdims=True) + np.float32(1e-5))
+    result: Array = centred * scale * weight + bias
+    return result
+
+
+class Prepared:
+    """A kernel ready in a session: its arrays are on the card, its arguments packed."""
+
+    def __init__(self, session: GpuSession, module: Module, work: Work) -> None:
+        self._session, self._module, self._work = session, module, work
+        self._wanted = work.numpy()
+        self._buffers = [_upload(session, array) for array in (work.into, *work.operands)]
+        self._args = KernelArgs()
+        for buffer in self._buffers:
+            self._args.push_buffer(buffer)
+        for number in work.numbers:
+            self._args = self._args.push_u32(number) if isinstance(number, int) else self._args.push_f32(number)
+
+    def launch(self) -> None:
+        """Launch the kernel and wait."""
+        work = self._work
+        self._session.launch(
+            self._module, work.kernel, work.grid, work.block, self._args, shared_bytes=work.shared_bytes
+        )
+        self._session.sync()
+
+    def check(self) -> None:
+        """Launch the kernel on its first values. Raises WrongResult unless the result is numpy's."""
+        self._session.mem_write(self._buffers[0], 0, self._work.into)
+        self.launch()
+        found = np.empty_like(self._work.into)
+        self._session.mem_read(self._buffers[0], 0, found.nbytes, into=found)
+        if not np.allclose(found, self._wanted, rtol=1e-3, atol=1e-3):
+            raise WrongResult(f"kernel {self._work.kernel} is off by up to {abs(found - self._wanted).max()}")
+
+    def free(self) -> None:
+        """Free the arrays on the card."""
+        for buffer in self._buffers:
+            self._session.mem_free(buffer)
+
+
+def _measure(session: GpuSession, module: Module, work: Work) -> Figures:
+    """Time each launch with its wait, then numpy. Raises WrongResult unless the first launch's result is numpy's."""
+    prepared = Prepared(session, module, work)
+    prepared.check()
+    leased, numpy = (percentile(timed_us(action, work.samples), 50) / 1e3 for action in (prepared.launch, work.numpy))
+    prepared.free()
+    figures = {"leased_ms": leased, "numpy_ms": numpy, "ratio": leased / numpy}
+    if work.flop:
+        rate = work.flop / leased / 1e6
+        figures |= {"gflop_s": rate, "gflop_s_per_core": rate / len(os.sched_getaffinity(0))}
+    return figures
+
+
+def _upload(session: GpuSession, array: Array) -> Buffer:
+    buffer = session.mem_alloc(array.nbytes)
+    session.mem_write(buffer, 0, array)
+    return buffer

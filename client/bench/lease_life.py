@@ -1,0 +1,201 @@
+"""The times of a lease's life: from acquire to the first answer, from its end to memory proved free."""
+
+import secrets
+import threading
+import time
+from typing import Final
+
+from gpulease.client import (
+    Buffer,
+    GpuBuilder,
+    GpuLease,
+    GpuSession,
+    KernelArgs,
+    LeaseExpired,
+    LeaseReport,
+    Module,
+    Revoked,
+)
+from gpulease.client.bench.figures import percentile
+from gpulease.client.control import ask
+from gpulease.client.reports import first_card
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import LeaseRevoke
+
+SLICE_BYTES: Final = 256 << 20
+POOL_TIMEOUT_S: Final = 30.0
+"""Seconds for a pool to be full again; a context takes 0.3 s."""
+
+_POOL_LOOK_S: Final = 0.01
+
+FIRST_PTX: Final = b""".version 7.0
+.target sm_75
+.address_size 64
+.visible .entry first_%s(.param .u64 into)
+{
+    .reg .b32 %%r1;
+    .reg .b64 %%rd<3>;
+    ld.param.u64 %%rd1, [into];
+    cvta.to.global.u64 %%rd2, %%rd1;
+    mov.u32 %%r1, 1;
+    st.global.u32 [%%rd2], %%r1;
+    ret;
+}
+"""
+"""A kernel with a name that no compiler's cache knows."""
+
+
+def acquisition(address: str, count: int) -> dict[str, float]:
+    """Time a lease from acquire to its session's first answer, and from free to memory proved free."""
+    return _start_figures([_one_lease_ms(address) for _ in range(count)], ("acquire", "first_kernel", "free"))
+
+
+def warm_acquisition(address: str, count: int) -> dict[str, float]:
+    """Time leases that take a ready context; each is acquired once the pool is full."""
+    rounds = []
+    for _ in range(count):
+        await_pool(address)
+        rounds.append(_one_lease_ms(address))
+    return _start_figures(rounds, ("warm_acquire", "warm_first_kernel"))
+
+
+def _one_lease_ms(address: str) -> tuple[float, ...]:
+    """Return milliseconds to the first answer, to the end of a kernel never seen, and of the lease's end."""
+    ptx = FIRST_PTX % secrets.token_hex(8).encode()
+    started = time.perf_counter()
+    lease = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(60).acquire()
+    with GpuSession(lease) as session:
+        session.sync()
+        answered = time.perf_counter()
+        module, into = session.module_load(ptx), session.mem_alloc(4)
+        session.launch(module, next(iter(module.kernels)), (1,), (1,), KernelArgs().push_buffer(into))
+        session.sync()
+        done = time.perf_counter()
+    freeing = time.perf_counter()
+    lease.free()
+    freed = time.perf_counter()
+    return tuple(seconds * 1e3 for seconds in (answered - started, done - started, freed - freeing))
+
+
+def await_pool(address: str) -> None:
+    """Wait until the first card's pool is full. Raises RuntimeError if it never is."""
+    until = time.monotonic() + POOL_TIMEOUT_S
+    while True:
+        card = first_card(address, "warm_contexts", "warm_wanted")
+        if card["warm_contexts"] >= card["warm_wanted"]:
+            return
+        if time.monotonic() > until:
+            raise RuntimeError(f"the pool has {card['warm_contexts']} of {card['warm_wanted']} contexts")
+        time.sleep(_POOL_LOOK_S)
+
+
+def _start_figures(rounds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, float]:
+    columns = zip(names, zip(*rounds, strict=True), strict=False)
+    return {f"{name}_p{part}_ms": percentile(samples, part) for name, samples in columns for part in (50, 99)}
+
+
+SPIN_SLICE_BYTES: Final = 1 << 20
+REVOKED_LEASE_S: Final = 60.0
+
+SPINNING_S: Final = 0.05
+"""Seconds for which a kernel runs before its lease is revoked."""
+
+TOLD_S: Final = 10.0
+"""Seconds for a revoked tenant to get its error."""
+
+SPIN_PTX: Final = b""".version 7.0
+.target sm_75
+.address_size 64
+.visible .entry spin(.param .u64 flag)
+{
+    .reg .pred %p1;
+    .reg .b32 %r1;
+    .reg .b64 %rd<3>;
+    ld.param.u64 %rd1, [flag];
+    cvta.to.global.u64 %rd2, %rd1;
+AGAIN:
+    ld.volatile.global.u32 %r1, [%rd2];
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 bra AGAIN;
+    ret;
+}
+"""
+"""A kernel that never ends by itself: its flag stays 0."""
+
+_END_LOOK_S: Final = 0.002
+
+
+def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
+    """Time from a lease's deadline, under an endless kernel, to the tenant's error and to memory proved free."""
+    errors_ms, free_ms = [], []
+    for _ in range(count):
+        lease = GpuBuilder(address).min_vram(SPIN_SLICE_BYTES).lease_secs(ttl_s).acquire()
+        deadline = time.monotonic() + lease.remaining_s
+        with GpuSession(lease) as session:
+            kept = _spin(session)
+            try:
+                session.sync()
+            except LeaseExpired:
+                errors_ms.append((time.monotonic() - deadline) * 1e3)
+            else:
+                raise RuntimeError("a kernel that never ends has ended")
+            del kept
+        free_ms.append(_wait_until_torn_down(lease)["ended_after_deadline_us"] / 1e3)
+    return _end_figures("expiry", errors_ms, free_ms)
+
+
+def revocation(address: str, count: int) -> dict[str, float]:
+    """Time from an operator's revoke, under an endless kernel, to the tenant's error and to memory proved free.
+
+    Both begin before the revoke is sent, so they include the way to the daemon and, the latter, the way back.
+    """
+    errors_ms, free_ms = [], []
+    for _ in range(count):
+        lease = GpuBuilder(address).min_vram(SPIN_SLICE_BYTES).lease_secs(REVOKED_LEASE_S).acquire()
+        with GpuSession(lease) as session:
+            kept = _spin(session)
+            refused_at: list[float] = []
+            waiting = threading.Thread(target=_wait_until_revoked, args=(session, refused_at), daemon=True)
+            waiting.start()
+            time.sleep(SPINNING_S)
+            started = time.monotonic()
+            # Answered once the memory is proved free.
+            ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "a measurement"), address)
+            free_ms.append((time.monotonic() - started) * 1e3)
+            waiting.join(TOLD_S)
+            if not refused_at:
+                raise RuntimeError("a tenant was not told that its lease is revoked")
+            errors_ms.append((refused_at[0] - started) * 1e3)
+            del kept
+    return _end_figures("revoke", errors_ms, free_ms)
+
+
+def _spin(session: GpuSession) -> tuple[Module, Buffer]:
+    """Launch the endless kernel; return the handles that must be kept alive."""
+    flag = session.mem_alloc(4)
+    module = session.module_load(SPIN_PTX)
+    session.launch(module, "spin", (1,), (1,), KernelArgs().push_buffer(flag))
+    return module, flag
+
+
+def _wait_until_revoked(session: GpuSession, refused_at: list[float]) -> None:
+    try:
+        session.sync()
+    except Revoked:
+        refused_at.append(time.monotonic())
+
+
+def _wait_until_torn_down(lease: GpuLease) -> LeaseReport:
+    while True:
+        report = lease.query()
+        if report["state"] in ("torndown", "fenced"):
+            return report
+        time.sleep(_END_LOOK_S)
+
+
+def _end_figures(name: str, errors_ms: list[float], free_ms: list[float]) -> dict[str, float]:
+    return {
+        f"{name}_{what}_p{percent}_ms": percentile(samples, percent)
+        for what, samples in (("told", errors_ms), ("free", free_ms))
+        for percent in (50, 99)
+    }

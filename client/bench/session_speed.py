@@ -1,0 +1,177 @@
+"""The speed of one session: launches, graphs, syncs, allocations and copies, seen from the tenant."""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from gpulease.client import Buffer, GpuBuilder, GpuSession, KernelArgs
+from gpulease.client.bench.figures import gigabytes_per_s, per_call_us, percentile, timed_us
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SLICE_BYTES: Final = 256 << 20
+COPY_SIZES: Final = (16 << 20,)
+"""Sizes of large copies in bytes, whole MiB."""
+
+CARD_COPY_SIZES: Final = (16 << 20, 256 << 20)
+"""Sizes where a bus lies between; the embedded driver's memory is the host's."""
+
+COPIES: Final = 15
+"""Copies of each large size and direction; the median counts."""
+
+SMALL_COPY_BYTES: Final = 4096
+THREADS: Final = 32
+
+OWN_LAUNCHES: Final = 500
+"""Launches in a burst that times the client's own share: few enough that they never wait for room in the ring, whatever
+the worker does meanwhile."""
+
+OWN_BURSTS: Final = 40
+
+
+def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
+    """Time launches, syncs, copies and allocations of one session, through shared memory or its socket alone."""
+    # The direct calls use card 0, too.
+    wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
+    with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
+        module = session.module_load(ptx)
+        buffer = session.mem_alloc(THREADS * 4)
+        args = KernelArgs().push_buffer(buffer).push_u32(THREADS).push_f32(1.0)
+        grid, block = (1, 1, 1), (THREADS, 1, 1)
+
+        def launch() -> None:
+            session.launch(module, "scale", grid, block, args)
+
+        def launch_and_sync() -> None:
+            session.launch(module, "scale", grid, block, args)
+            session.sync()
+
+        def alloc_and_free() -> None:
+            session.mem_free(session.mem_alloc(1 << 20))
+
+        timed_us(launch_and_sync, 50)
+        round_trips = timed_us(launch_and_sync, samples)
+        return {
+            "launch_pipelined_us": per_call_us(launch, session.sync, launches),
+            "launch_own_us": _own_share_us(launch, session.sync),
+            "launch_sync_p50_us": percentile(round_trips, 50),
+            "launch_sync_p99_us": percentile(round_trips, 99),
+            "sync_p50_us": percentile(timed_us(session.sync, samples), 50),
+            "alloc_free_p50_us": percentile(timed_us(alloc_and_free, samples), 50),
+        } | _small_copies(session, samples)
+
+
+def _own_share_us(launch: Callable[[], object], sync: Callable[[], object]) -> float:
+    """Return how long a launch keeps its caller, while the worker executes earlier ones."""
+    bursts = []
+    for _ in range(OWN_BURSTS):
+        sync()
+        started = time.perf_counter()
+        for _ in range(OWN_LAUNCHES):
+            launch()
+        bursts.append((time.perf_counter() - started) / OWN_LAUNCHES * 1e6)
+    sync()
+    return percentile(bursts, 50)
+
+
+def copy_sizes(driver: str) -> tuple[int, ...]:
+    """Return the sizes of large copies for a driver, in bytes."""
+    return CARD_COPY_SIZES if driver == "cuda" else COPY_SIZES
+
+
+def bulk_copies(address: str, sizes: tuple[int, ...], *, shared_memory: bool = True) -> dict[str, float]:
+    """Return GB/s of ordinary arrays, and of arrays in memory shared with the worker, if any is."""
+    figures: dict[str, float] = {}
+    for size in sizes:
+        wanted = GpuBuilder(address).device("0").min_vram(size).lease_secs(600)
+        with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
+            buffer, name = session.mem_alloc(size), f"{size >> 20}m"
+            for prefix, array in (("", np.empty(size, np.uint8)), ("arena_", session.empty(size, np.uint8))):
+                figures |= _copies(session, buffer, f"{prefix}{{}}_{name}_gb_s", array)
+    return figures
+
+
+def _copies(session: GpuSession, buffer: Buffer, name: str, array: "NDArray[np.uint8]") -> dict[str, float]:
+    array[:] = 1
+
+    def write() -> None:
+        session.mem_write(buffer, 0, array)
+
+    def read() -> None:
+        session.mem_read(buffer, 0, array.nbytes, into=array)
+
+    # The first copy pins its staging memory.
+    write()
+    return {
+        name.format("write"): gigabytes_per_s(write, array.nbytes, COPIES),
+        name.format("read"): gigabytes_per_s(read, array.nbytes, COPIES),
+    }
+
+
+def _small_copies(session: GpuSession, samples: int) -> dict[str, float]:
+    small = np.ones(SMALL_COPY_BYTES, np.uint8)
+    buffer = session.mem_alloc(SMALL_COPY_BYTES)
+
+    def write_small() -> None:
+        session.mem_write(buffer, 0, small)
+
+    return {
+        "write_4k_p50_us": percentile(timed_us(write_small, samples), 50),
+        "write_4k_pipelined_us": per_call_us(write_small, session.sync, samples),
+        "read_4k_p50_us": percentile(
+            timed_us(lambda: session.mem_read(buffer, 0, SMALL_COPY_BYTES, into=small), samples), 50
+        ),
+    }
+
+
+GRAPH_LAUNCHES: Final = 20
+GRAPH_SLICE_BYTES: Final = 64 << 20
+GRAPH_CALLS: Final = 200
+"""Graphs launched without a wait: fewer than the driver queues."""
+
+
+def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
+    """Return microseconds of twenty launches of a small kernel, as calls and as one graph."""
+    wanted = GpuBuilder(address).device("0").min_vram(GRAPH_SLICE_BYTES).lease_secs(600)
+    with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
+        module = session.module_load(ptx)
+        args = KernelArgs().push_buffer(session.mem_alloc(THREADS * 4)).push_u32(THREADS)
+        args.push_parameter("factor", "f32", 1.0)
+
+        def launch() -> None:
+            for _ in range(GRAPH_LAUNCHES):
+                session.launch(module, "scale", (1, 1, 1), (THREADS, 1, 1), args)
+
+        with session.record() as graph:
+            launch()
+        factors = iter(range(1 << 30))
+
+        def launch_and_sync() -> None:
+            launch()
+            session.sync()
+
+        def graph_and_sync() -> None:
+            graph.launch()
+            session.sync()
+
+        def rebind_and_sync() -> None:
+            graph.launch(factor=next(factors))
+            session.sync()
+
+        for warm in (launch_and_sync, graph_and_sync, rebind_and_sync):
+            timed_us(warm, 20)
+        calls = []
+        for _ in range(samples // GRAPH_CALLS + 1):
+            calls += timed_us(graph.launch, GRAPH_CALLS)
+            session.sync()
+        return {
+            "calls_20_us": per_call_us(launch, session.sync, samples),
+            "graph_20_us": per_call_us(graph.launch, session.sync, samples),
+            "graph_20_call_us": percentile(calls, 50),
+            "calls_20_sync_p50_us": percentile(timed_us(launch_and_sync, samples), 50),
+            "graph_20_sync_p50_us": percentile(timed_us(graph_and_sync, samples), 50),
+            "graph_20_rebound_p50_us": percentile(timed_us(rebind_and_sync, samples), 50),
+        }

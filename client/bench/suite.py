@@ -1,0 +1,279 @@
+"""Every measurement of `gpulease bench`: leases beside the same driver called directly, in one run."""
+
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.client.bench.card import card_title
+from gpulease.client.bench.gateway_load import request_figures
+from gpulease.client.bench.kernel_times import kernel_figures
+from gpulease.client.bench.lease_life import SPIN_PTX, acquisition, expiry, revocation, warm_acquisition
+from gpulease.client.bench.overlap import overlap
+from gpulease.client.bench.remote import NoCertificates, make_certificates, remote_figures
+from gpulease.client.bench.session_speed import bulk_copies, copy_sizes, graph_figures, hot_path
+from gpulease.client.bench.stream import stream_rates
+from gpulease.client.bench.submit_times import submit_figures
+from gpulease.client.cli.demo import transform_ptx
+from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.reports import first_card
+
+DIRECT_TIMEOUT_S: Final = 300
+"""Seconds for one round of direct calls; a hung driver must not hang the benchmark."""
+
+WARM_CONTEXTS: Final = 2
+"""Contexts of the private daemon for warm leases: one to take, and one that stays while the next is made."""
+
+REQUEST_CONTEXTS: Final = 4
+"""Contexts of the pool for requests with a lease each."""
+
+SAMPLES: Final = 500
+"""Samples of each operation that is timed alone."""
+
+Figures = dict[str, float]
+Say = Callable[[str], object]
+"""Is told the name of each measurement before it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The size of one run.
+
+    Attributes:
+        driver: Driver of a private daemon, and the driver that a running one must have; "auto" for any.
+        rounds: Rounds of leased and direct work in turn, of which the medians count.
+        launches: Launches pipelined in a round.
+        leases: Leases acquired and freed, and as many left to expire, and revoked.
+        flips: Revocations of a worker that launches as fast as it can.
+        tcp, tls: Addresses at which the running daemon listens for TCP and for TLS; "" for none.
+    """
+
+    driver: str
+    rounds: int
+    launches: int
+    leases: int
+    flips: int
+    tcp: str
+    tls: str
+
+
+def measure_beside_direct_calls(plan: Plan, say: Say, warn: Say) -> dict[str, Any]:
+    """Measure everything on the running daemon, or on a private one, and return the report.
+
+    Raises CannotStart if the running daemon has another driver, or a prerequisite is missing.
+    """
+    with contextlib.ExitStack() as stack:
+        running = address = running_address()
+        if address is None:
+            address, plan = _start_private_daemon(plan, stack, say, warn)
+        card = first_card(address)
+        if plan.driver not in ("auto", card["driver"]):
+            raise CannotStart(
+                f"the daemon at {address} computes with {card['driver']}, not {plan.driver}: stop it first"
+            )
+        measured = _measure(address, card, plan, say)
+    if running is None:
+        say(f"{plan.leases} leases and submits with warm contexts")
+        with private_daemon(plan.driver, warm_contexts=WARM_CONTEXTS) as address:
+            measured.leases |= _acquisition(address, plan.leases, has_pool=True)
+    return _report(card, plan, measured)
+
+
+def measure_requests(driver: str, seconds: float, say: Say) -> dict[str, dict[str, Figures]]:
+    """Measure requests with a lease each, on private daemons with and without a pool; for so long each."""
+    figures, count, again = {}, REQUEST_CONTEXTS, 'recycle = "same-tenant"\n'
+    daemons = {"fresh contexts": (0, ""), f"pool of {count}": (count, ""), "the tenant's own again": (count, again)}
+    for name, (contexts, settings) in daemons.items():
+        say(f"requests of one lease each, {name}")
+        with private_daemon(driver, warm_contexts=contexts, settings=settings) as address:
+            figures[name] = request_figures(address, seconds, has_pool=bool(contexts))
+    return figures
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Figures as measured, before they are rounded for the report."""
+
+    leased: Figures
+    by_socket: Figures
+    direct: Figures
+    leases: Figures
+    bare: Figures
+    gate: Figures
+    tcp: dict[str, Figures]
+    tls: dict[str, Figures]
+    kernels: dict[str, Figures]
+    overlap: Figures
+
+
+def _start_private_daemon(plan: Plan, stack: contextlib.ExitStack, say: Say, warn: Say) -> tuple[str, Plan]:
+    """Start a daemon that also listens for TCP and TLS; return its address, and the plan with the other two."""
+    tcp = f"tcp:127.0.0.1:{_free_port()}"
+    settings = _make_reachable_by_tls(stack, warn)
+    tls = f"tls:127.0.0.1:{_free_port()}" if settings else ""
+    also_at = (tcp, tls) if tls else (tcp,)
+    say("starting a private daemon")
+    address = stack.enter_context(private_daemon(plan.driver, also_at=also_at, settings=settings))
+    return address, replace(plan, tcp=tcp, tls=tls)
+
+
+def _measure(address: str, card: dict[str, Any], plan: Plan, say: Say) -> _Measured:
+    driver, count = card["driver"], plan.leases
+    leased, by_socket, direct = _rounds(address, driver, plan.rounds, plan.launches, say)
+    say(f"{count} leases and submits, acquired and freed")
+    leases = _acquisition(address, count, has_pool=card["warm_wanted"] > 0)
+    say(f"{count} leases that expire under an endless kernel")
+    leases |= expiry(address, count)
+    say(f"{count} leases that are revoked under one")
+    leases |= revocation(address, count)
+    say(f"{count} contexts without a lease")
+    bare = _bare(card, count)
+    say(f"how soon a worker stops launching, over {plan.flips} flips")
+    gate = _gate(card, plan.flips)
+    tcp: dict[str, Figures] = {}
+    tls: dict[str, Figures] = {}
+    if plan.tcp:
+        say("copies over TCP")
+        tcp = _over_tcp(plan.tcp, copy_sizes(driver), plan.rounds)
+    if plan.tls and plan.tcp:
+        say("calls and copies over TLS beside TCP")
+        tls = _over_tls(plan, copy_sizes(driver))
+    say("kernels beside numpy")
+    kernels = kernel_figures(address)
+    say("copies and kernels in two streams")
+    overlapped = overlap(address, driver)
+    return _Measured(leased, by_socket, direct, leases, bare, gate, tcp, tls, kernels, overlapped)
+
+
+def _report(card: dict[str, Any], plan: Plan, found: _Measured) -> dict[str, Any]:
+    leased, direct = found.leased, found.direct
+    report = {
+        "title": card_title(card["driver"], card["name"], card["uuid"]),
+        "driver": card["driver"],
+        "card": card["name"],
+        "leased": leased,
+        "leased_by_socket": found.by_socket,
+        "direct": direct,
+        "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
+        "tcp": found.tcp,
+        "tls": found.tls,
+        "lease_samples": plan.leases,
+        "leases": _rounded(found.leases, 2),
+        "bare": _rounded(found.bare, 2),
+        "gate_flips": plan.flips,
+        "gate": _rounded(found.gate, 1),
+        "overlap": _rounded(found.overlap, 3),
+        "kernels": {name: _rounded(figures, 4) for name, figures in found.kernels.items()},
+    }
+    if "acquire_p50_ms" in found.leases:
+        report["acquire_to_bare"] = round(found.leases["acquire_p50_ms"] / found.bare["open_p50_ms"], 3)
+    if "pycuda_call_us" in direct:
+        report["launch_to_pycuda_call"] = round(leased["launch_pipelined_us"] / direct["pycuda_call_us"], 3)
+    return report
+
+
+def _rounded(figures: Figures, digits: int) -> Figures:
+    return {name: round(value, digits) for name, value in figures.items()}
+
+
+def _rounds(address: str, driver: str, rounds: int, launches: int, say: Say) -> tuple[Figures, Figures, Figures]:
+    leased: list[Figures] = []
+    by_socket: list[Figures] = []
+    direct: list[Figures] = []
+    for number in range(1, rounds + 1):
+        say(f"round {number} of {rounds}: launches and copies, the driver called directly")
+        direct.append(_direct(driver, launches))
+        for figures, shared, way in ((leased, True, "shared memory"), (by_socket, False, "its socket")):
+            say(f"round {number} of {rounds}: launches and copies, in a session through {way}")
+            more = bulk_copies(address, copy_sizes(driver), shared_memory=shared)
+            more |= graph_figures(address, transform_ptx(), SAMPLES, shared_memory=shared)
+            figures.append(hot_path(address, transform_ptx(), launches, SAMPLES, shared_memory=shared) | more)
+    return _medians(leased), _medians(by_socket), _medians(direct)
+
+
+def _acquisition(address: str, leases: int, *, has_pool: bool) -> Figures:
+    """Time leases and submits. With a pool, only those with ready contexts: in between, what a lease gets is chance."""
+    figures = warm_acquisition(address, leases) if has_pool else acquisition(address, leases)
+    return figures | submit_figures(address, transform_ptx(), leases, has_pool=has_pool)
+
+
+def _over_tcp(address: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Figures]:
+    leased = _medians([bulk_copies(address, sizes) for _ in range(rounds)])
+    stream = _medians([stream_rates(sizes) for _ in range(rounds)])
+    leased = {name: leased[name] for name in stream}
+    return {
+        "leased": leased,
+        "stream": stream,
+        "ratio": {name: round(leased[name] / stream[name], 3) for name in stream},
+    }
+
+
+def _over_tls(plan: Plan, sizes: tuple[int, ...]) -> dict[str, Figures]:
+    by_tls, by_tcp = (
+        _medians([remote_figures(address, transform_ptx(), plan.launches, sizes) for _ in range(plan.rounds)])
+        for address in (plan.tls, plan.tcp)
+    )
+    return {"tls": by_tls, "tcp": by_tcp, "ratio": {name: round(by_tls[name] / by_tcp[name], 3) for name in by_tls}}
+
+
+def _make_reachable_by_tls(stack: contextlib.ExitStack, warn: Say) -> str:
+    """Make certificates, and have this process use them until the stack is left; return a daemon's settings.
+
+    Returns "" if no certificates can be made.
+    """
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-"))
+    try:
+        settings, environment = make_certificates(Path(folder))
+    except NoCertificates as error:
+        warn(f"gpulease bench: TLS is left out: {error}")
+        return ""
+    before = dict.fromkeys(environment, "") | {name: os.environ[name] for name in environment if name in os.environ}
+    os.environ.update(environment)
+    stack.callback(os.environ.update, before)
+    return settings
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _direct(driver: str, launches: int) -> Figures:
+    sizes = [str(size) for size in copy_sizes(driver)]
+    with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
+        return _in_a_process("direct", driver, str(ptx), str(launches), str(SAMPLES), *sizes)
+
+
+def _bare(card: dict[str, Any], count: int) -> Figures:
+    return _in_a_process("bare", card["driver"], card["uuid"], str(count), standard_input=SPIN_PTX)
+
+
+def _gate(card: dict[str, Any], flips: int) -> Figures:
+    with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
+        return _in_a_process("revocation", card["driver"], card["uuid"], str(ptx), str(flips))
+
+
+def _in_a_process(module: str, *words: str, standard_input: bytes = b"") -> Figures:
+    """Run a measurement of the daemon's in a process of its own. Raises CannotStart."""
+    command = [sys.executable, "-P", "-m", f"gpulease.daemon.bench.{module}", *words]
+    done = subprocess.run(command, input=standard_input, capture_output=True, timeout=DIRECT_TIMEOUT_S, check=False)
+    try:
+        figures: Figures = json.loads(done.stdout.splitlines()[0])
+    except (IndexError, ValueError):
+        said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
+        raise CannotStart(f"the direct calls failed: {said}") from None
+    return figures
+
+
+def _medians(rounds: list[Figures]) -> Figures:
+    return {name: round(statistics.median(figures[name] for figures in rounds), 3) for name in rounds[0]}

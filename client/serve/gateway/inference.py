@@ -1,0 +1,174 @@
+"""An inference request, its response, the kernel that computes it, and the outcome that a store keeps of it."""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.serve.gateway.gateway_errors import OperationFailed
+from gpulease.client.serve.gateway.ledger import checked_id, operation_hash, operation_key
+from gpulease.protocol.lease_ids import LeaseId, lease_id_of
+
+MAX_INPUT_BYTES: Final = 16 << 20
+"""Largest input. Stops one request from taking the gateway's memory."""
+
+MAX_OUTPUT_BYTES: Final = 16 << 20
+"""Largest output. The idempotency store keeps it, too."""
+
+MAX_LEASE_S: Final = 300.0
+"""Longest lease of one request in seconds: its grant must last as long, and no grant lives for longer."""
+
+MAX_THREADS: Final = 1024
+"""Most threads in a block (CUDA C++ Programming Guide, compute capabilities)."""
+
+MAX_MESSAGE_CHARS: Final = 2000
+"""Most characters of an error's text that are kept. Stops a compiler's log from filling the store."""
+
+_HEAD_BYTES: Final = struct.Struct(">I")
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """An inference request. The first four attributes say what to compute; the others, how.
+
+    Attributes:
+        request_id: Two requests with the same id are the same request.
+        model_id: The model.
+        input: The model's input.
+        output_len: Bytes of output.
+        min_vram: Bytes of device memory that its lease needs.
+        lease_ttl_secs: How long its lease lasts; nothing more is computed after that.
+        audience: The audience of the grant, as `my_audience()` says; None for this program's own user.
+        token_nonce: A number of 128 bits that no grant of the lease has had; 0: the daemon draws one.
+        now_secs: The caller's date in seconds since 1970; a grant that ends before it is refused.
+    """
+
+    request_id: str
+    model_id: str
+    input: bytes
+    output_len: int
+    min_vram: int
+    lease_ttl_secs: float
+    audience: bytes | None
+    token_nonce: int
+    now_secs: float
+
+    def check(self) -> None:
+        """Raise InvalidRequest if no model could serve the request."""
+        checked_id(self.request_id, "request id")
+        checked_id(self.model_id, "model id")
+        if len(self.input) > MAX_INPUT_BYTES:
+            raise InvalidRequest(f"an input of {len(self.input)} bytes; at most {MAX_INPUT_BYTES} are taken")
+        if not 0 < self.output_len <= MAX_OUTPUT_BYTES:
+            raise InvalidRequest(f"an output of {self.output_len} bytes; 1 to {MAX_OUTPUT_BYTES} can be had")
+        if not 0 < self.lease_ttl_secs <= MAX_LEASE_S:
+            raise InvalidRequest(
+                f"a lease of {self.lease_ttl_secs} s for a request; at most {MAX_LEASE_S:g} s are taken"
+            )
+        if not math.isfinite(self.now_secs):
+            raise InvalidRequest(f"{self.now_secs} is no date")
+
+    def key(self) -> str:
+        """Return the key that reserves it."""
+        return operation_key(self.request_id)
+
+    def operation(self) -> bytes:
+        """Return the hash that tells it from any other."""
+        return operation_hash(self.request_id, self.model_id, self.output_len, self.input)
+
+
+BUFFERS: Final = ("in", "out", "inout")
+"""Arguments that are memory: the input; the output, zeroed; or one memory that begins with the input, is zeroed behind
+it, and is read from its begin as the output."""
+
+LENGTHS: Final = ("input_len:u32", "input_len:u64", "output_len:u32", "output_len:u64")
+"""Arguments that are sizes in bytes."""
+
+DEFAULT_ARGUMENTS: Final = ("in", "input_len:u64", "out", "output_len:u64")
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceKernel:
+    """A model's kernel, by default `name(const void *input, u64 input_bytes, void *output, u64 output_bytes)`.
+
+    There is at least one thread for each `bytes_per_thread` bytes of output, in blocks of one dimension. There may be
+    more threads than that, so the kernel must check the output's length.
+
+    Attributes:
+        arguments: The kernel's arguments in order, each of BUFFERS or LENGTHS.
+    """
+
+    name: str
+    threads_per_block: int = 256
+    bytes_per_thread: int = 4
+    arguments: tuple[str, ...] = DEFAULT_ARGUMENTS
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threads_per_block <= MAX_THREADS or self.bytes_per_thread < 1:
+            raise InvalidRequest(f"kernel {self.name}: 1 to {MAX_THREADS} threads a block, at least a byte a thread")
+        known = BUFFERS + LENGTHS
+        if unknown := [argument for argument in self.arguments if argument not in known]:
+            raise InvalidRequest(f"kernel {self.name}: arguments: {unknown[0]!r} is none of {', '.join(known)}")
+        if len(set(self.arguments)) != len(self.arguments):
+            raise InvalidRequest(f"kernel {self.name}: arguments: each can be there once")
+        if sorted(argument for argument in self.arguments if argument in BUFFERS) not in (["in", "out"], ["inout"]):
+            raise InvalidRequest(f'kernel {self.name}: arguments: there must be "in" and "out", or "inout" alone')
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if one memory holds the input and the output."""
+        return "inout" in self.arguments
+
+    def blocks(self, output_bytes: int) -> int:
+        """Return the number of blocks for an output."""
+        return -(-output_bytes // (self.threads_per_block * self.bytes_per_thread))
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceResponse:
+    """The outcome of a request.
+
+    Attributes:
+        request_id: The request.
+        lease_id: The lease that computed it; it is over.
+        token_expires_at_unix_secs: The latest end of its grant, by the daemon's date.
+        output: The model's output.
+        is_replayed: True if an earlier request of the same id was served.
+    """
+
+    request_id: str
+    lease_id: LeaseId
+    token_expires_at_unix_secs: int
+    output: bytes
+    is_replayed: bool = False
+
+
+def response_to_outcome(response: InferenceResponse) -> bytes:
+    """Encode a response for the store: a JSON head behind its length (u32, big-endian), then the output."""
+    head = {"lease_id": str(response.lease_id), "token_expires_at": response.token_expires_at_unix_secs}
+    return _outcome({"version": 1, "ok": head}, response.output)
+
+
+def failure_to_outcome(error: Exception) -> bytes:
+    """Encode the failure of an attempt whose effect had begun."""
+    head = {"kind": type(error).__name__, "message": str(error)[:MAX_MESSAGE_CHARS]}
+    return _outcome({"version": 1, "failed": head}, b"")
+
+
+def outcome_to_response(request_id: str, outcome: bytes) -> InferenceResponse:
+    """Decode an outcome. Raises OperationFailed if it is a failure."""
+    (size,) = _HEAD_BYTES.unpack_from(outcome)
+    head = json.loads(outcome[_HEAD_BYTES.size : _HEAD_BYTES.size + size])
+    if "failed" in head:
+        raise OperationFailed(head["failed"]["message"], head["failed"]["kind"])
+    output = outcome[_HEAD_BYTES.size + size :]
+    ok = head["ok"]
+    lease_id = lease_id_of(ok["lease_id"])
+    return InferenceResponse(request_id, lease_id, ok["token_expires_at"], output, is_replayed=True)
+
+
+def _outcome(head: dict[str, object], output: bytes) -> bytes:
+    text = json.dumps(head).encode()
+    return b"".join((_HEAD_BYTES.pack(len(text)), text, output))

@@ -1,0 +1,14 @@
+"""The metrics of one HTTP server, as Prometheus reads them."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+
+class ServerMetrics:
+    """A Prometheus registry of one server's own, so that two servers in a process stay apart."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+    def text(self) -> bytes:
+        """Return every metric in Prometheus' text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,189 @@
+"""Run an ASGI application on uvicorn: its listening socket, the guard before it, its signals and its end."""
+
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import uvicorn
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.serve.http.problems import MEDIA_TYPE, Problem
+from gpulease.protocol.address import TcpAddress, TlsAddress, UnixAddress, parse_address
+from gpulease.protocol.origin import (
+    MISDIRECTED,
+    READING,
+    KnownHosts,
+    headers_of,
+    loopback_hosts,
+    parse_host_names,
+    refusal,
+)
+
+MAX_CONNECTIONS: Final = 512
+"""Most connections at a time; uvicorn answers one more with 503. Stops a peer from taking all descriptors of the
+process."""
+
+MAX_HEAD_BYTES: Final = 16 << 10
+"""Most bytes of a request's line and headers. Stops a peer that never ends them."""
+
+KEEP_ALIVE_S: Final = 5
+"""Seconds that an idle connection stays open."""
+
+BACKLOG: Final = 128
+
+
+@contextmanager
+def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
+    """Listen at `tcp:127.0.0.1:PORT` or `unix:PATH`; yields the socket and its URL. Raises InvalidRequest.
+
+    Only addresses that this host alone can reach are taken, because clients are not authenticated.
+    """
+    try:
+        where = parse_address(address)
+    except ValueError as error:
+        raise InvalidRequest(f"--listen: {error}") from None
+    if isinstance(where, TlsAddress):
+        raise InvalidRequest(f"--listen {where}: a gateway speaks plain HTTP", "Say tcp:127.0.0.1:PORT or unix:PATH")
+    sock = _bound(where)
+    try:
+        yield sock, _url(sock, where)
+    finally:
+        sock.close()
+        if isinstance(where, UnixAddress):
+            with suppress(OSError):
+                os.unlink(where.path)
+
+
+def _bound(where: UnixAddress | TcpAddress) -> socket.socket:
+    try:
+        if isinstance(where, UnixAddress):
+            return _bound_to_path(where.path)
+        _check_loopback(where)
+        family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+        sock = socket.create_server((where.host, where.port), family=family, backlog=BACKLOG)
+        # Accepted sockets inherit TCP_NODELAY. Without it, the second of two writes waits 40 ms for a delayed ACK.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+    except OSError as error:
+        # socket.create_server() adds the address to its message; this message names it already.
+        about = (error.strerror or str(error)).partition(" (while attempting")[0]
+        raise InvalidRequest(f"can't listen at {where}: {about}") from None
+
+
+def _bound_to_path(path: str) -> socket.socket:
+    _remove_stale(path)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(path)
+        os.chmod(path, 0o660)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _check_loopback(where: TcpAddress) -> None:
+    try:
+        is_loopback = where.host == "localhost" or ipaddress.ip_address(where.host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise InvalidRequest(
+            f"{where}: a gateway asks nobody who they are, so it listens where this host alone can connect",
+            "Say tcp:127.0.0.1:PORT or unix:PATH, and put a proxy before it that says who may",
+        )
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of a killed server. A socket that a process listens at, or another kind of file, stays."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(path) != 0:
+                    os.unlink(path)
+
+
+def _url(sock: socket.socket, where: UnixAddress | TcpAddress) -> str:
+    if isinstance(where, UnixAddress):
+        return f"http+unix://{where.path}"
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class GuardedApp:
+    """An ASGI application behind the checks of `protocol.origin`.
+
+    A foreign site's page in a browser of this host gets nothing.
+
+    Args:
+        app: The application that answers requests which pass.
+        known: The host names that the server answers to.
+    """
+
+    def __init__(self, app: Any, known: KnownHosts) -> None:
+        self._app, self._known = app, known
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI."""
+        if scope["type"] == "http":
+            is_act = scope["method"] not in READING
+            refused = refusal(headers_of(scope["headers"]), self._known, is_act=is_act)
+            if refused is not None:
+                await _send_refusal(send, *refused)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _send_refusal(send: Any, status: int, text: str) -> None:
+    code = {400: "invalid_request", MISDIRECTED: "unknown_host"}.get(status, "foreign_page")
+    body = json.dumps(Problem(status, code, text).body("")).encode()
+    head = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+def known_hosts(sock: socket.socket, host_names: Iterable[str]) -> KnownHosts:
+    """Return the host names that a server at `sock` answers to. Raises InvalidRequest."""
+    try:
+        named = parse_host_names(host_names)
+    except ValueError as error:
+        raise InvalidRequest(f"--host-name: {error}") from None
+    own = None if sock.family == socket.AF_UNIX else loopback_hosts(sock.getsockname()[0])
+    return KnownHosts(own, named, "--host-name")
+
+
+def serve(app: Any, sock: socket.socket, *, known: KnownHosts, stop_s: float) -> None:
+    """Serve until SIGINT or SIGTERM; then accept nothing more, finish for up to `stop_s` seconds, and return."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        GuardedApp(app, known),
+        http="h11",
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(stop_s),
+    )
+    server = uvicorn.Server(config)
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    # uvicorn has its own handlers while it runs. Afterwards it raises the signal again, for these.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    server.run(sockets=[sock])

@@ -1,0 +1,45 @@
+"""An event's line says what its time counts down to."""
+
+import pytest
+
+from gpulease.client.cli.lease_events import event_text
+from gpulease.client.engine.events import LeaseEvent
+from gpulease.protocol import Phase
+from gpulease.protocol.lease_ids import LeaseId
+
+ID = "000000000000000000000000000000ab"
+
+
+@pytest.mark.parametrize(
+    ("phase", "left_s", "more", "line"),
+    [
+        (Phase.ACTIVE, 54.0, {}, "active  its warning comes in 54.0 s, if it is not renewed"),
+        (
+            Phase.WARNING,
+            5.91,
+            {"reason": "the lease ends unless it is renewed"},
+            "warning  it ends in 6.0 s at most  the lease ends unless it is renewed",
+        ),
+        (
+            Phase.GRACE,
+            0.02,
+            {"cause": "drained", "reason": "the node was drained"},
+            "grace  what still runs is killed in 0.1 s at most  drained  the node was drained",
+        ),
+        (Phase.TEARDOWN, 10.0, {"cause": "freed"}, "teardown  its memory is proved free in 10.0 s, or fenced  freed"),
+        (Phase.TEARDOWN, 0.0, {"cause": "freed"}, "teardown  freed"),
+        (Phase.ENDED, 0.0, {"cause": "revoked", "reason": "maintenance"}, "ended  revoked  maintenance"),
+        (77, 3.0, {}, "phase 77"),
+        (
+            Phase.ENDED,
+            0.0,
+            {"cause": "revoked", "reason": "\x1b]0;x\a\n\u202e"},
+            r"ended  revoked  \x1b]0;x\x07\n\u202e",
+        ),
+        (Phase.ENDED, 0.0, {"lost": 1}, "ended  1 event before this one was not read in time and lost"),
+        (Phase.ENDED, 0.0, {"lost": 3}, "ended  3 events before this one were not read in time and lost"),
+    ],
+)
+def test_lines(phase: Phase | int, left_s: float, more: dict[str, str | int], line: str) -> None:
+    fields = {"generation": 1, "cause": "", "reason": "", "lost": 0} | more
+    assert event_text(LeaseEvent(lease_id=LeaseId(0xAB), phase=phase, left_s=left_s, **fields)) == f"{ID}  {line}"  # type: ignore[arg-type]

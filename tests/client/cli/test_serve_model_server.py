@@ -1,0 +1,31 @@
+"""`gpulease serve models`: its refusals before it serves; tests/behaviour has the serving."""
+
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from gpulease.client.cli.__main__ import main
+from gpulease.client.serve.models.model_settings import EXAMPLE
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ([], 2, "say which models"),
+        (["nowhere.toml"], 1, "nowhere.toml"),
+        ([str(EXAMPLE), "--listen", "tcp:0.0.0.0:80"], 1, "where this host alone can connect"),
+        ([str(EXAMPLE), "--rpc", "tcp:127.0.0.1:0"], 1, "memory is shared on one host alone"),
+    ],
+)
+def test_what_it_refuses(words: list[str], status: int, said: str) -> None:
+    done = CliRunner().invoke(main, ["serve", "models", *words], env={"GPULEASE_ADDRESS": "unix:/nowhere"})
+    assert (done.exit_code, said in done.output) == (status, True), done.output
+
+
+def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    monkeypatch.delitem(sys.modules, "gpulease.client.serve.models.model_server", raising=False)
+    monkeypatch.delitem(sys.modules, "gpulease.client.serve.http.application", raising=False)
+    done = CliRunner().invoke(main, ["serve", "models", "--demo"])
+    assert (done.exit_code, "pip install '.[serve]' in gpulease's repository" in done.output) == (1, True), done.output

@@ -1,0 +1,104 @@
+"""The model server's file of models: accepted files, and a sentence for each error in others."""
+
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import InvalidRequest
+from gpulease.client.serve.model_file import MAX_MODELS
+from gpulease.client.serve.models.example.digits import HIDDEN, load_weights
+from gpulease.client.serve.models.model_settings import EXAMPLE, load_settings
+
+GOOD = """
+method_id = 1
+module = "kernel"
+kernel = "k"
+input_bytes = 8
+output_bytes = 4
+min_vram_bytes = 1_048_576
+"""
+
+
+def write(folder: Path, *tables: str) -> Path:
+    (folder / "kernel").write_bytes(b"PTX")
+    path = folder / "models.toml"
+    path.write_text("\n".join(tables))
+    return path
+
+
+def model(name: str, *lines: str, method_id: int = 1) -> str:
+    return f"[models.{name}]\n" + GOOD.replace("method_id = 1", f"method_id = {method_id}") + "\n".join(lines)
+
+
+def test_the_example() -> None:
+    models = load_settings(EXAMPLE)
+    assert {name: found.smaller for name, found in models.items()} == {"digits": "digits-small", "digits-small": ""}
+    for name, found in models.items():
+        assert found.weights == load_weights(name).to_bytes()
+        assert found.constants == (HIDDEN[name],)
+
+
+def test_what_is_not_said_is_usual(tmp_path: Path) -> None:
+    found = load_settings(write(tmp_path, model("one", "lease_secs = 7", "constants = [1, 2]")))["one"]
+    assert (found.module, found.lease_secs, found.constants, found.max_batch) == (b"PTX", 7.0, (1, 2), 1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["max_batch = 0"], "max_batch is 0; 1 to 4096 is taken"),
+        (["max_batch = true"], "is no int"),
+        (["max_batch = 1.5"], "is no int"),
+        (["lease_secs = nan"], "lease_secs is nan"),
+        (["lease_secs = inf"], "lease_secs is inf"),
+        (['is_pure = "yes"'], "is no bool"),
+        (["is_pure = 1"], "is no bool"),
+        (["constants = [-1]"], "no list of integers"),
+        (["constants = [true]"], "no list of integers"),
+        (['weights = "nowhere"'], "weights = 'nowhere': No such file or directory$"),
+        (["weights = 5"], "no file's name"),
+        (["speed = 5"], "'speed' is no setting"),
+        (['smaller = "other"'], "is no other model"),
+        (['smaller = "one"'], "is no other model"),
+        (["max_batch = 4096", "[models.two]"], "is missing"),
+        (['input_type = "f33"'], "'f33' is none of f16, f32"),
+        (["input_type = [1]"], "[1] is none of"),
+        (['input_type = "f32"'], "said together"),
+        (['input_type = "f64"', 'output_type = "f64"'], "output_bytes = 4 is no whole number of f64"),
+    ],
+)
+def test_what_is_wrong(tmp_path: Path, lines: list[str], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said.replace("[", r"\[")):
+        load_settings(write(tmp_path, model("one", *lines)))
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ([], "there must be 1 to"),
+        (["[other]"], "there must be 1 to"),
+        (["models = 3"], "there must be 1 to"),
+        (["models.one = 3"], "is no table"),
+        (["not TOML"], "models.toml"),
+        ([f"[models.m{n}]" for n in range(MAX_MODELS + 1)], "there must be 1 to"),
+        ([model('"a b"')], "letters, digits and hyphens"),
+        ([model('""')], "letters, digits and hyphens"),
+        ([model("one"), model("two")], "one method_id"),
+        ([model("one", 'smaller = "two"'), model("two", 'smaller = "one"', method_id=2)], "is no other model"),
+        (
+            [model("one", 'smaller = "two"'), model("two", method_id=2).replace("input_bytes = 8", "input_bytes = 9")],
+            "can't stand in",
+        ),
+        ([model("one", "max_batch = 4096").replace("output_bytes = 4", "output_bytes = 100_000")], "is more than"),
+    ],
+)
+def test_what_is_wrong_with_all(tmp_path: Path, tables: list[str], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        load_settings(write(tmp_path, *tables))
+
+
+def test_an_empty_module(tmp_path: Path) -> None:
+    path = write(tmp_path, model("one"))
+    (tmp_path / "kernel").write_bytes(b"")
+    with pytest.raises(InvalidRequest, match="has no bytes"):
+        load_settings(path)
