@@ -6,7 +6,7 @@ The lease core's refusals as statuses of the wire.
 from typing import Final
 
 from gpulease.daemon.leases import Cause, Denial, DenialReason
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import LEASE_ENDS, Failure
 from gpulease.protocol.opcodes import Status
 
 
@@ -40,16 +40,11 @@ _STATUS: Final = {
     DenialReason.BUSY: Status.BUSY,
 }
 
-_REVOCATION_WORD: Final = {
-    Cause.ORPHANED: Status.LEASE_EXPIRED,
-    Cause.EXPIRED: Status.LEASE_EXPIRED,
-    Cause.REVOKED: Status.REVOKED,
-    Cause.FREED: Status.LEASE_FREED,
-    Cause.SHUTDOWN: Status.DISCONNECTED,
-    Cause.DRAINED: Status.DRAINED,
-}
 _TOO_LONG: Final = frozenset({None, Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT})
-_CAUSES: Final = {word: cause for cause, word in _REVOCATION_WORD.items() if cause is not Cause.ORPHANED}
+_CAUSES: Final = {
+    LEASE_ENDS[cause.value].status: cause
+    for cause in (Cause.EXPIRED, Cause.REVOKED, Cause.FREED, Cause.SHUTDOWN, Cause.DRAINED)
+}
 _ENDS: Final = {cause.value: cause for cause in Cause}
 
 
@@ -60,7 +55,8 @@ def failure_of(denial: Denial) -> Failure:
 
 def word_for(cause: Cause) -> Status:
     """What a worker answers once its lease has ended for `cause`."""
-    return _REVOCATION_WORD.get(cause, Status.SESSION_FAILED)
+    # The client of an abandoned lease left before there was a session, so no tenant's session is told LEASE_FREED.
+    return Status.SESSION_FAILED if cause is Cause.ABANDONED else LEASE_ENDS[cause.value].status
 
 
 def submit_word_for(cause: Cause | None) -> Status:
