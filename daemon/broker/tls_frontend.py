@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from gpulease.daemon.broker.listeners import bound_at, cannot_listen
 from gpulease.daemon.broker.peer import Peer
-from gpulease.daemon.config.settings import TlsSettings
 from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.host.processes import started_ticks
 from gpulease.daemon.log.catalogue import LogEvent
@@ -23,6 +22,7 @@ from gpulease.daemon.record.journal import Journal, KeptRelay
 from gpulease.daemon.remote.acceptor import RateLimitedLog
 from gpulease.daemon.remote.identity import IdentityFiles, NoTenant, tenant_named
 from gpulease.daemon.remote.relay import Arrival, is_pid
+from gpulease.daemon.remote.settings import TlsSettings
 from gpulease.daemon.workers.child_process import ChildKind, ChildProcess, Timeouts, reap_later
 from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.failures import Failure
