@@ -17,6 +17,7 @@ from typing import Any, Final
 import h11
 
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.rate_limit import RateLimit
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.origin import READING, KnownHosts, headers_of, refusal
 
@@ -40,16 +41,12 @@ class Sparing(logging.Filter):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._clock = clock
-        self._next_s = clock()
+        self._limit = RateLimit(PAUSE_S, clock)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether it is logged."""
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, h11.ProtocolError) or self._clock() < self._next_s:
-            return False
-        self._next_s = self._clock() + PAUSE_S
-        return True
+        return not isinstance(error, h11.ProtocolError) and self._limit.admit() is not None
 
 
 def spare_the_log() -> None:
