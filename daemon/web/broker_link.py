@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.version import AGENT
-from gpulease.protocol.connection import Connection, EndOfStream, Goodbye, Reply, Role, StreamBroken, Told
+from gpulease.protocol.connection import Connection, EndOfStream, Goodbye, Notification, Reply, Role, StreamBroken
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
@@ -111,8 +111,8 @@ class BrokerLink(asyncio.Protocol):
                     # The caller may have given up.
                     if (answer := self._waiting.get(number)) is not None and not answer.done():
                         answer.set_result(result)
-                case Told(_, event_body):
-                    self._on_event(event_body)
+                case Notification(_, lease_event):
+                    self._on_event(lease_event)
                 case Goodbye() | StreamBroken() | EndOfStream():
                     if self._transport is not None:
                         self._transport.close()
