@@ -1,4 +1,4 @@
-"""The wire format of gpulease: bytes to messages and back. No I/O, no clock, nothing of ours imported.
+"""The wire format of gpulease: bytes to messages and back. No I/O, no clock, no import of the other packages.
 
 `README.md` beside this file is the specification; `connection.Connection` is the way in.
 """
@@ -8,13 +8,13 @@ from gpulease.protocol.connection import (
     EndOfStream,
     Event,
     Goodbye,
+    Notification,
     Rejected,
     Reply,
     Request,
     Role,
     State,
     StreamBroken,
-    Told,
 )
 from gpulease.protocol.errors import (
     BodyError,
@@ -36,6 +36,7 @@ __all__ = [
     "FramingError",
     "Goodbye",
     "LocalProtocolError",
+    "Notification",
     "Opcode",
     "Phase",
     "ProtocolError",
@@ -48,6 +49,5 @@ __all__ = [
     "State",
     "Status",
     "StreamBroken",
-    "Told",
     "Waiting",
 ]

@@ -1,4 +1,4 @@
-"""Where a daemon listens, as one string: `unix:/path`, `tcp:HOST:PORT` or `tls:HOST:PORT` (IPv6: `tls:[::1]:PORT`)."""
+"""A daemon's address as one string: `unix:/path`, `tcp:HOST:PORT` or `tls:HOST:PORT` (IPv6: `tls:[::1]:PORT`)."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,10 +6,11 @@ from typing import Final
 DEFAULT_ADDRESS: Final = "unix:/run/gpulease/gpuleased.sock"
 ADDRESS_VARIABLE: Final = "GPULEASE_ADDRESS"
 MAX_UNIX_PATH_BYTES: Final = 107
-"""What fits struct sockaddr_un (unix(7)); a longer path fails later with a less helpful error."""
+"""The longest path in struct sockaddr_un (unix(7)). A longer one would fail later, with a less helpful error."""
 
 MAX_ADDRESS_CHARS: Final = 512
-"""Of the whole string. The longest name of a host has 253 (RFC 1035, 2.3.4); more is a mistake, and is not quoted."""
+"""The length of the string. The longest host name has 253 characters (RFC 1035, 2.3.4). A longer string is a mistake,
+and errors do not quote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def _host_and_port(host: str, port: int) -> str:
 
 
 def parse_address(text: str) -> Address:
-    """The address a string names. Raises ValueError with a sentence that says what is wrong with it."""
+    """Return the address that a string names. Raises ValueError with a sentence that says what is wrong."""
     if len(text) > MAX_ADDRESS_CHARS:
         raise ValueError(f"{text[:40]!r}... is not an address: it has {len(text)} characters")
     try:
@@ -90,7 +91,7 @@ def _parse_host_and_port(text: str, scheme: str, rest: str) -> tuple[str, int]:
 
 
 def _check_host(text: str, host: str) -> None:
-    """Raises ValueError for what no look-up takes: it would fail there, and not as a name that is unknown does."""
+    """Raise ValueError for a name that no look-up accepts, which would fail otherwise than an unknown name does."""
     try:
         if "\0" not in host and host.encode("idna"):
             return

@@ -1,9 +1,8 @@
-"""What a token can permit, and how its holder narrows it: the parts that every side must agree on.
+"""The permissions of a token, and the way its holder narrows it: the parts that every side must agree on.
 
-A token is opaque bytes to whoever carries it. Inside it is a Biscuit (biscuitsec.org, specification version 3): a
-block that the daemon signed, and any number of blocks that holders appended, each of which can only take away. Of all
-that such a block could say, a daemon takes exactly what `narrowing_source` writes, and refuses every other, so that no
-holder can make it evaluate a program.
+A token is opaque bytes to its carrier. Inside it is a Biscuit (biscuitsec.org, specification version 3): a block that
+the daemon signed, and any number of blocks that holders appended. An appended block can only take permissions away. A
+daemon accepts only blocks that `narrowing_source` could have written, so no holder can make it evaluate a program.
 """
 
 import re
@@ -15,7 +14,7 @@ from gpulease.protocol.opcodes import Opcode
 
 
 class Permission(IntFlag):
-    """What a token can let its holder do with one lease; LEASE_ALLOC: with the node."""
+    """The actions that a token permits on one lease; LEASE_ALLOC is an action on the node."""
 
     LEASE_QUERY = 0x01
     LEASE_RENEW = 0x02
@@ -28,7 +27,7 @@ class Permission(IntFlag):
 
 
 class AttachOption(IntEnum):
-    """Types of ATTACH's options that are not about shared memory."""
+    """The types of ATTACH's options that do not concern shared memory."""
 
     TOKEN = 16
 
@@ -36,13 +35,13 @@ class AttachOption(IntEnum):
 ALL_PERMISSIONS: Final = Permission(sum(Permission))
 
 SESSION_PERMISSIONS: Final = Permission.TASKLET_SUBMIT | Permission.MEM_READ | Permission.MEM_WRITE
-"""Those that mean something on a session's connection. Operations without one of their own need all of them."""
+"""The permissions that apply to a session's connection. An operation without its own entry needs all of them."""
 
 OPERATOR_PERMISSIONS: Final = Permission.REVOKE | Permission.LEASE_ALLOC
-"""Those that only operators can give."""
+"""The permissions that only operators can give."""
 
 NODE_LEASE: Final = 0
-"""The lease id in a token that is about the node and no lease: one that permits LEASE_ALLOC."""
+"""The lease id of a token for the node instead of a lease, which permits LEASE_ALLOC."""
 
 _SUBMIT: Final = Permission.TASKLET_SUBMIT
 _ANY_OF: Final[dict[int, Permission]] = {
@@ -77,7 +76,7 @@ _NARROWING: Final = re.compile(
 
 
 def missing_permission(op: int, permissions: Permission) -> Permission:
-    """What a connection that may do `permissions` lacks for a session operation; nothing if it may do it."""
+    """Return the permissions that a connection lacks for a session operation; none if it may do it."""
     if op in _ANY_OF:
         needed = _ANY_OF[op]
         return Permission(0) if not needed or needed & permissions else needed
@@ -85,12 +84,12 @@ def missing_permission(op: int, permissions: Permission) -> Permission:
 
 
 def names_of(permissions: Permission) -> tuple[str, ...]:
-    """The names of the permissions in a set, as tokens and messages have them."""
+    """Return the names of permissions, as in tokens and messages."""
     return tuple(str(permission.name) for permission in Permission if permission & permissions)
 
 
 def permissions_of(names: Iterable[str]) -> Permission:
-    """The set of permissions with these names. Raises ValueError for a name that is none."""
+    """Return the permissions with these names. Raises ValueError for an unknown name."""
     found = Permission(0)
     for name in names:
         if name not in _BY_NAME:
@@ -100,9 +99,9 @@ def permissions_of(names: Iterable[str]) -> Permission:
 
 
 def narrowing_source(expires_ms: int, permissions: Permission | None) -> str:
-    """The Datalog of a block that ends a token at `expires_ms` of its node's clock, and leaves it `permissions`.
+    """Return the Datalog of a block that ends a token at `expires_ms` of its node's clock and keeps `permissions`.
 
-    Raises ValueError for a time that a daemon would not take, or for no permission at all.
+    Raises ValueError for a time that a daemon refuses, or for no permission at all.
     """
     if not 0 <= expires_ms < 10**_MAX_EXPIRY_DIGITS:
         raise ValueError(f"{expires_ms} ms is no time of a node's clock")
@@ -116,9 +115,9 @@ def narrowing_source(expires_ms: int, permissions: Permission | None) -> str:
 
 
 def parse_narrowing(source: str) -> tuple[int, Permission]:
-    """What a block that a holder appended says: until when, and what is left.
+    """Return the expiry and the permissions that an appended block leaves.
 
-    Raises ValueError for every block that `narrowing_source` would not have written.
+    Raises ValueError for a block that `narrowing_source` could not have written.
     """
     match = _NARROWING.fullmatch(source)
     if match is None:

@@ -1,4 +1,4 @@
-"""Bodies to payloads and back, by the construct definitions. Exact: a payload has nothing before, between or after."""
+"""Bodies to payloads and back, by the construct definitions. A payload has no byte besides its body's."""
 
 import struct
 from dataclasses import fields
@@ -13,7 +13,7 @@ from gpulease.protocol.primitives import BadValue, Record
 
 T = TypeVar("T", bound=Body)
 
-# What is nothing, or nothing but integers of fixed size: construct takes microseconds to say so.
+# Fast paths: construct takes microseconds even for an empty payload or one of fixed-size integers.
 _EMPTY = Empty()
 _NO_DATA = Data(b"")
 _NO_DATA_BYTES = bytes(4)
@@ -34,7 +34,7 @@ _INTEGERS: dict[type[Any], struct.Struct] = {
 
 
 def build_body(body: Body) -> bytes:
-    """The payload of a body. Raises LocalProtocolError if a field does not fit its encoding."""
+    """Return a body's payload. Raises LocalProtocolError if a field does not fit its encoding."""
     if type(body) is Empty:
         return b""
     try:
@@ -44,7 +44,7 @@ def build_body(body: Body) -> bytes:
 
 
 def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
-    """The body a payload holds. Raises BodyError if it is not exactly that, or longer or shorter."""
+    """Return the body of a payload. Raises BodyError if the payload is malformed, too long or too short."""
     if not payload and kind is Empty:
         return _EMPTY  # type: ignore[return-value]
     layout = _INTEGERS.get(kind)
@@ -66,12 +66,12 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
 
 
 def request_body(op: Opcode) -> type[Body]:
-    """The class of an operation's request."""
+    """Return the class of an operation's request."""
     return BODIES[op][0]
 
 
 def reply_body(op: Opcode) -> type[Body]:
-    """The class of an operation's successful reply."""
+    """Return the class of an operation's successful reply."""
     return BODIES[op][1]
 
 

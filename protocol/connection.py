@@ -1,20 +1,16 @@
-"""What may be said when: the life of one connection, as a table.
+"""One connection without I/O: bytes in, events out; messages in, bytes out. Its states are a table.
 
 Theory of operation. Both peers keep the same state and move it by the same table, whoever sends. A connection opens
-with HELLO, then takes control requests, any number in flight. ATTACH is the last of them: it is sent with nothing else
-in flight, because the daemon then hands the socket, and every byte behind the ATTACH, to the session's worker, and
-no one could answer what was asked before. GPU_SUBMIT is the same for a worker of its own. Refused, the connection is a
-control connection again; accepted, it speaks session operations until it is closed.
+with HELLO, then takes control requests, any number in flight. ATTACH is the last control request, and is sent with
+nothing else in flight: the daemon hands the socket, and every byte behind the ATTACH, to the session's worker, and
+nobody could answer earlier requests. GPU_SUBMIT does the same with a worker of its own. If the daemon refuses, the
+connection is a control connection again. If it accepts, the connection speaks session operations until it is closed.
 
-What is not in `TRANSITIONS` is not allowed. A forbidden request is answered INVALID_REQUEST and changes nothing.
+`TRANSITIONS` lists everything that is allowed. A forbidden request is answered INVALID_REQUEST and changes nothing.
 
-Which subscriptions a connection has: both peers count them by what was asked and what was answered.
-
-One connection without I/O: bytes in, events out; messages in, bytes out.
-
-Order of calls: put received bytes in with `receive_data` (or `get_buffer` and `buffer_updated`), then take events with
-`next_event` until it gives None. `send_*` return the bytes to write; nothing is buffered on the way out. After a
-`StreamBroken` or `EndOfStream` event no further event comes.
+Order of calls: put received bytes in with `receive_data`, or through the `reader`'s `get_buffer` and `buffer_updated`.
+Then take events with `next_event` until it returns None. Each `send_*` returns the bytes to write; nothing is buffered
+on the way out. After a `StreamBroken` or `EndOfStream` event no further event comes.
 """
 
 from dataclasses import dataclass
@@ -31,7 +27,7 @@ from gpulease.protocol.opcodes import HANDING_OVER, SESSION_OPCODES, Flag, Opcod
 
 
 class State(Enum):
-    """Where a connection is in its life."""
+    """The state of a connection."""
 
     OPENING = auto()
     GREETING = auto()
@@ -42,7 +38,7 @@ class State(Enum):
 
 
 class Trigger(Enum):
-    """What happened on the wire, in either direction."""
+    """A message on the wire, in either direction."""
 
     HELLO = auto()
     HELLO_REPLY = auto()
@@ -77,18 +73,18 @@ TRANSITIONS: Final[dict[tuple[State, Trigger], State]] = {
 
 
 def request_trigger(op: Opcode) -> Trigger | None:
-    """What asking for an operation triggers; None for one that is never asked for."""
+    """Return the trigger of a request for an operation; None for an operation without requests."""
     if op in SESSION_OPCODES:
         return Trigger.SESSION_REQUEST
     return _REQUESTS.get(op, Trigger.CONTROL_REQUEST)
 
 
 def reply_trigger(op: Opcode, *, refused: bool) -> Trigger | None:
-    """What answering an operation triggers."""
+    """Return the trigger of a reply to an operation."""
     if op in SESSION_OPCODES:
         return Trigger.SESSION_REPLY
-    answered, denied = _REPLIES.get(op, (Trigger.CONTROL_REPLY, Trigger.CONTROL_REPLY))
-    return denied if refused else answered
+    accepted, denied = _REPLIES.get(op, (Trigger.CONTROL_REPLY, Trigger.CONTROL_REPLY))
+    return denied if refused else accepted
 
 
 _REQUESTS: Final[dict[Opcode, Trigger | None]] = {
@@ -107,43 +103,8 @@ _REPLIES: Final = {
 }
 
 
-class Subscriptions:
-    """Of one connection. One begins with the reply to its LEASE_SUBSCRIBE and ends with that to LEASE_UNSUBSCRIBE."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, int] = {}
-        self._ending: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._last)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._last
-
-    def asked(self, request_id: int, body: Any) -> None:
-        """A request was sent that has a reply."""
-        if type(body) is LeaseUnsubscribe:
-            self._ending[request_id] = body.subscription
-
-    def answered(self, op: Opcode, request_id: int, *, succeeded: bool) -> None:
-        """Its reply was sent."""
-        if op is Opcode.LEASE_SUBSCRIBE and succeeded:
-            self._last[request_id] = 0
-        elif op is Opcode.LEASE_UNSUBSCRIBE:
-            ended = self._ending.pop(request_id, 0)
-            if succeeded:
-                self._last.pop(ended, None)
-
-    def is_next(self, subscription: int, sequence: int) -> bool:
-        """Whether an event with that number may come now; it is noted then."""
-        if not self._last.get(subscription, sequence) < sequence:
-            return False
-        self._last[subscription] = sequence
-        return True
-
-
 class Role(Enum):
-    """Which side of the connection this is."""
+    """The side of a connection."""
 
     CLIENT = auto()
     SERVER = auto()
@@ -151,7 +112,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The peer asks. Unless `is_quiet`, it waits for `send_reply` or `send_failure`."""
+    """The peer's request. Unless `is_quiet`, the peer waits for `send_reply` or `send_failure`."""
 
     op: Opcode
     request_id: int
@@ -162,7 +123,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The peer asked for something that can't be served: answer with `failure`, then go on."""
+    """A request that can't be served: answer with `failure`, then go on."""
 
     op: int
     request_id: int
@@ -173,7 +134,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The peer's answer to one of our requests: a body, or why not."""
+    """The peer's reply to one of this side's requests: a body or a failure."""
 
     op: Opcode
     request_id: int
@@ -181,8 +142,8 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The peer tells something of what it was asked to tell of, by the request with that number."""
+class Notification:
+    """An event of a subscription, which is the request id of its LEASE_SUBSCRIBE."""
 
     subscription: int
     event: LeaseEvent
@@ -190,36 +151,39 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """The peer is about to close the connection and says why."""
+    """The peer's reason for closing the connection, which it is about to do."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class StreamBroken:
-    """The peer's bytes can't be followed. Send a goodbye with `failure`, then close."""
+    """The peer's bytes are no frames any more. Send a goodbye with `failure`, then close."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfStream:
-    """The peer closed. `is_clean` is False if it did so inside a frame."""
+    """The peer has closed the connection; `is_clean` is False if it did so inside a frame."""
 
     is_clean: bool
 
 
-Event = Request | Rejected | Reply | Told | Goodbye | StreamBroken | EndOfStream
+Event = Request | Rejected | Reply | Notification | Goodbye | StreamBroken | EndOfStream
 
 
 class Connection:
-    """One end of a connection, from HELLO on, or a session's end from ATTACH on (`state=State.ATTACHING`).
+    """One end of a connection, from HELLO on; with `state=State.ATTACHING`, a session's end from ATTACH on.
 
     Args:
-        buffer_bytes: What it reads into; it grows with a larger frame, and for as long as it holds one.
+        role: This side.
+        max_payload_bytes: The largest payload that this side takes.
+        state: The state to begin in.
+        buffer_bytes: The size of the receive buffer. A larger frame grows it while the buffer holds that frame.
 
     Attributes:
-        last_request_id: Of our latest request; whoever numbers one counts it up.
+        last_request_id: The number of this side's latest request. Code that builds a request itself counts it up.
     """
 
     def __init__(
@@ -250,25 +214,25 @@ class Connection:
         self.reader.receive_data(data)
 
     def receive_eof(self) -> None:
-        """The peer will send nothing more."""
+        """Take the end of the peer's stream."""
         self._has_eof = True
 
     def take_rest(self) -> bytes:
-        """Received bytes behind the last event taken, for whoever goes on with the stream."""
+        """Return the received bytes behind the last event taken, for another owner of the stream."""
         return self.reader.take_rest()
 
     @property
     def subscriptions(self) -> int:
-        """How many there are."""
+        """The number of subscriptions."""
         return len(self._subscriptions)
 
     @property
     def in_flight(self) -> int:
-        """Requests that await their reply, ours (client) or the peer's (server)."""
+        """The number of requests that await their reply: a client's own, a server's peer's."""
         return len(self._in_flight)
 
     def next_event(self) -> Event | None:
-        """The next event, or None until more bytes arrive."""
+        """Return the next event, or None until more bytes arrive."""
         if self.state is State.CLOSED:
             return None
         try:
@@ -301,7 +265,7 @@ class Connection:
         self.state = TRANSITIONS[self.state, _trigger(op)]
         if not frame.is_quiet:
             self._in_flight[frame.request_id] = op
-            self._subscriptions.asked(frame.request_id, body)
+            self._subscriptions.on_request(frame.request_id, body)
         return Request(op, frame.request_id, frame.session_id, frame.is_quiet, body)
 
     def _accept_request(self, frame: Frame) -> Opcode:
@@ -313,7 +277,7 @@ class Connection:
         if trigger is None or (self.state, trigger) not in TRANSITIONS:
             raise BodyError(f"{op.name} is not allowed in state {self.state.name}")
         if op is Opcode.LEASE_SUBSCRIBE and frame.request_id in self._subscriptions:
-            # Its events could not be told from the other's, nor the one be ended without the other.
+            # Events and LEASE_UNSUBSCRIBE could not tell two subscriptions of one number apart.
             raise BodyError(f"there is a subscription {frame.request_id} on this connection already")
         if op in HANDING_OVER and self._subscriptions:
             raise BodyError(f"{op.name} on a connection that has subscriptions: end them first")
@@ -330,7 +294,7 @@ class Connection:
             self.state = State.CLOSED
             return Goodbye(_failure_of(frame))
         if frame.op == Opcode.LEASE_EVENT:
-            return self._receive_told(frame)
+            return self._receive_notification(frame)
         op = self._in_flight.pop(frame.request_id, None)
         if op is None or op != frame.op:
             raise FramingError(f"a reply to request {frame.request_id}, which was not asked")
@@ -339,27 +303,27 @@ class Connection:
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
         self._move(reply_trigger(op, refused=frame.status != 0), op)
-        self._subscriptions.answered(op, frame.request_id, succeeded=not frame.status)
+        self._subscriptions.on_reply(op, frame.request_id, succeeded=not frame.status)
         return Reply(op, frame.request_id, result)
 
-    def _receive_told(self, frame: Frame) -> Told:
+    def _receive_notification(self, frame: Frame) -> Notification:
         try:
             event = parse_body(LeaseEvent, frame.payload)
         except BodyError as error:
             raise FramingError(f"LEASE_EVENT: {error}", error.status) from None
         if frame.status or not self._subscriptions.is_next(frame.request_id, event.sequence):
             raise FramingError(f"event {event.sequence} of subscription {frame.request_id}, which there is not")
-        return Told(frame.request_id, event)
+        return Notification(frame.request_id, event)
 
     # --- sending ---
 
     def next_request_id(self) -> int:
-        """A number for a request whose frame is built elsewhere and which is sent quietly."""
+        """Return the number of a quiet request whose frame the caller builds."""
         self.last_request_id += 1
         return self.last_request_id
 
     def send_request(self, op: Opcode, body: Body, *, session_id: int = 0, quiet: bool = False) -> tuple[int, bytes]:
-        """(request id, bytes to write). Raises LocalProtocolError if it is not allowed now."""
+        """Return the request id and the bytes to write. Raises LocalProtocolError for a request not allowed now."""
         if op in HANDING_OVER and (self._in_flight or self._subscriptions):
             raise LocalProtocolError(f"{op.name} while other requests are in flight, or there are subscriptions")
         if type(body) is not request_body(op):
@@ -373,11 +337,11 @@ class Connection:
             self._move(request_trigger(op), op)
             return self.next_request_id(), frame
         self.expect_reply(op)
-        self._subscriptions.asked(request_id, body)
+        self._subscriptions.on_request(request_id, body)
         return request_id, frame
 
     def expect_reply(self, op: Opcode) -> int:
-        """A number for a session request whose frame is built elsewhere and whose reply is awaited."""
+        """Return the number of a session request whose frame the caller builds and whose reply it awaits."""
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"{MAX_IN_FLIGHT} requests await their reply already", Status.BUSY)
         request_id = self.last_request_id + 1
@@ -385,29 +349,29 @@ class Connection:
         return self.next_request_id()
 
     def expect_reply_to(self, op: Opcode, request_id: int) -> None:
-        """The same for a request that has a number of `next_request_id` already."""
+        """Await the reply to a request that has a number of `next_request_id` already."""
         self._move(request_trigger(op), op)
         self._in_flight[request_id] = op
 
     def send_reply(self, request: Request, body: Body) -> bytes:
-        """The bytes that answer a request."""
+        """Return the bytes of a successful reply."""
         if type(body) is not reply_body(request.op):
             raise LocalProtocolError(f"{request.op.name} is not answered with {type(body).__name__}")
         payload = build_body(body)
         return self._answer(request, payload, Status.OK)
 
     def send_failure(self, request: Request | Rejected, failure: Failure) -> bytes:
-        """The bytes that refuse a request, or answer one that was rejected."""
+        """Return the bytes of an error reply."""
         return self._answer(request, build_body(failure.to_body()), failure.status)
 
     def send_event(self, subscription: int, event: LeaseEvent) -> bytes:
-        """The bytes that tell something to a subscriber. Raises LocalProtocolError if there is no such subscription."""
+        """Return the bytes of an event. Raises LocalProtocolError if there is no such subscription."""
         if not self._subscriptions.is_next(subscription, event.sequence):
             raise LocalProtocolError(f"event {event.sequence} of subscription {subscription}, which there is not")
         return build_frame(Opcode.LEASE_EVENT, build_body(event), request_id=subscription, flags=Flag.REPLY)
 
     def send_goodbye(self, failure: Failure) -> bytes:
-        """The last bytes on a connection: why it is closed."""
+        """Return the last bytes on a connection, with the reason for closing it."""
         self.state = State.CLOSED
         return failure.to_frame(Opcode.GOODBYE, request_id=0)
 
@@ -421,12 +385,12 @@ class Connection:
             status=status,
         )
         if isinstance(request, Request):
-            # An ATTACH may have been received by another process, which handed the socket over.
+            # The process that received an ATTACH may have handed the socket over to this one.
             if request.request_id not in self._in_flight and self.state is not State.ATTACHING:
                 raise LocalProtocolError(f"request {request.request_id} was answered before, or was quiet")
             self._move(reply_trigger(request.op, refused=status is not Status.OK), request.op)
             self._in_flight.pop(request.request_id, None)
-            self._subscriptions.answered(request.op, request.request_id, succeeded=status is Status.OK)
+            self._subscriptions.on_reply(request.op, request.request_id, succeeded=status is Status.OK)
         return frame
 
     def _move(self, trigger: Trigger | None, op: Opcode) -> None:
@@ -434,6 +398,44 @@ class Connection:
         if state is None:
             raise LocalProtocolError(f"{op.name} is not allowed in state {self.state.name}")
         self.state = state
+
+
+class Subscriptions:
+    """The subscriptions of one connection, which both peers count by requests and replies.
+
+    A subscription begins with the reply to its LEASE_SUBSCRIBE and ends with the reply to its LEASE_UNSUBSCRIBE.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+        self._ending: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._last
+
+    def on_request(self, request_id: int, body: Any) -> None:
+        """Take in a request that awaits a reply."""
+        if type(body) is LeaseUnsubscribe:
+            self._ending[request_id] = body.subscription
+
+    def on_reply(self, op: Opcode, request_id: int, *, succeeded: bool) -> None:
+        """Take in the reply to a request."""
+        if op is Opcode.LEASE_SUBSCRIBE and succeeded:
+            self._last[request_id] = 0
+        elif op is Opcode.LEASE_UNSUBSCRIBE:
+            ended = self._ending.pop(request_id, 0)
+            if succeeded:
+                self._last.pop(ended, None)
+
+    def is_next(self, subscription: int, sequence: int) -> bool:
+        """Return whether an event with that number may come now, and if so, count it."""
+        if not self._last.get(subscription, sequence) < sequence:
+            return False
+        self._last[subscription] = sequence
+        return True
 
 
 def _failure_of(frame: Frame) -> Failure:

@@ -1,9 +1,9 @@
-"""What can be wrong with bytes, and whose fault it is.
+"""The errors of the wire format, by the side at fault.
 
     ProtocolError
-    ├── LocalProtocolError      this side tried to send what the protocol does not allow
-    └── RemoteProtocolError     the peer sent it
-        ├── FramingError        the stream can't be followed any further: answer and close
+    ├── LocalProtocolError      this side tried to send something that is not allowed
+    └── RemoteProtocolError     the peer sent something that is not allowed
+        ├── FramingError        the stream is no frames any more: answer and close
         └── BodyError           one frame is wrong; the next one may be right
 
 Each carries the `Status` that answers it.
@@ -13,10 +13,10 @@ from gpulease.protocol.opcodes import Status
 
 
 class ProtocolError(Exception):
-    """A rule of the wire format was broken.
+    """A breach of the wire format.
 
     Attributes:
-        status: What to answer.
+        status: The status of the answer.
     """
 
     def __init__(self, message: str, status: Status = Status.INVALID_REQUEST) -> None:
@@ -25,7 +25,7 @@ class ProtocolError(Exception):
 
 
 class LocalProtocolError(ProtocolError):
-    """This side's mistake: nothing was sent, and the connection is as it was."""
+    """This side's mistake. Nothing was sent, and the connection is unchanged."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -37,4 +37,4 @@ class FramingError(RemoteProtocolError):
 
 
 class BodyError(RemoteProtocolError):
-    """The frame is whole, its payload is not what its operation says."""
+    """A whole frame whose payload does not fit its operation."""

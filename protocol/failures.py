@@ -1,6 +1,13 @@
-"""What an error reply says, as one value: status, text, and the details other languages can read as TLVs."""
+"""An error reply as one value, and the sentences that say how a lease ended.
 
+`Failure` holds an error's status, text and details; the details travel as TLVs. `LEASE_ENDS` is the one table of ends:
+each cause with its status, its words and what the tenant can do next.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
@@ -9,7 +16,7 @@ from gpulease.protocol.messages import ErrorBody
 from gpulease.protocol.opcodes import ErrorTlv, Flag, Status
 from gpulease.protocol.primitives import Tlv
 
-_STATUSES = {int(status): status for status in Status}
+_STATUSES: Final = {int(status): status for status in Status}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +24,15 @@ class Failure:
     """A failed request.
 
     Attributes:
-        status: Which failure.
-        message: What failed and why, a sentence.
-        hint: What to do about it, a sentence or "".
-        failed_request_id: The quiet request that failed, if it was an earlier one than the one answered.
-        failed_op: That request's operation.
+        status: The kind of failure.
+        message: A sentence that says what failed and why.
+        hint: A sentence that says what to do about it, or "".
+        failed_request_id: The quiet request that failed, if an earlier request than the answered one failed.
+        failed_op: The operation of that quiet request.
         kernel: The kernel that failed.
-        address: The device address a kernel faulted at.
+        address: The device address that the kernel faulted at.
         log: The compiler's log.
-        line: The line of the PTX source the log speaks of, 1-based.
+        line: The line of the PTX source that the log names, 1-based.
     """
 
     status: Status
@@ -39,7 +46,7 @@ class Failure:
     line: int = 0
 
     def to_body(self) -> ErrorBody:
-        """The reply's payload, its texts cut to what fits."""
+        """Return the reply's payload, with texts cut to MAX_ERROR_TEXT_BYTES."""
         details = [
             Tlv(kind, value)
             for kind, value in (
@@ -56,7 +63,10 @@ class Failure:
         return ErrorBody(_cut(self.message).decode(), tuple(details))
 
     def to_frame(self, op: int, *, request_id: int, session_id: int = 0) -> bytes:
-        """The whole error reply to a request; with GOODBYE and request 0, why the connection is closed."""
+        """Return the whole error reply to a request.
+
+        With GOODBYE and request 0 the frame says why the sender closes the connection.
+        """
         payload = build_body(self.to_body())
         return build_frame(
             op, payload, request_id=request_id, session_id=session_id, flags=Flag.REPLY, status=self.status
@@ -64,9 +74,9 @@ class Failure:
 
     @classmethod
     def from_body(cls, status: int, body: ErrorBody) -> "Failure":
-        """The failure an error reply tells of.
+        """Return the failure that an error reply carries.
 
-        Unknown TLVs and numbers of a wrong width are skipped; an unknown status is INTERNAL.
+        Skips unknown TLVs and numbers of a wrong width. An unknown status becomes INTERNAL.
         """
         found = {tlv.type: tlv.value for tlv in body.details}
 
@@ -90,6 +100,138 @@ class Failure:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseEnd:
+    """One cause that ends a lease, and the sentences about it.
+
+    Attributes:
+        status: The status of every request about the lease from then on.
+        words: A sentence without a full stop, for the tenant whose session ended.
+        predicate: The rest of a sentence that begins with "Lease <id>", for a request that the broker refuses.
+        hint: A sentence that says what the tenant can do next.
+    """
+
+    status: Status
+    words: str
+    predicate: str
+    hint: str
+
+
+_ACQUIRE_OR_TELL: Final = "Acquire a new lease; if it happens again, tell the operator."
+
+LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
+    {
+        "freed": LeaseEnd(Status.LEASE_FREED, "the lease was freed", "was already freed", "Acquire a new lease."),
+        "abandoned": LeaseEnd(
+            Status.LEASE_FREED,
+            "the lease was given up",
+            "was given back because the client that asked for it left before it began",
+            "Acquire a new lease.",
+        ),
+        "expired": LeaseEnd(
+            Status.LEASE_EXPIRED,
+            "the lease expired",
+            "has expired",
+            "Acquire a new lease, and renew it in time.",
+        ),
+        "orphaned": LeaseEnd(
+            Status.LEASE_EXPIRED,
+            "the lease was orphaned",
+            "was orphaned",
+            "Acquire a new lease, and keep a connection to it; GpuBuilder().orphan_secs(0) does without.",
+        ),
+        "revoked": LeaseEnd(
+            Status.REVOKED,
+            "the lease was revoked",
+            "was revoked",
+            "Ask the operator why before you acquire another.",
+        ),
+        "drained": LeaseEnd(
+            Status.DRAINED,
+            "the lease ended because its node was drained",
+            "ended because the node was drained",
+            "Acquire a new lease on another node.",
+        ),
+        "shutdown": LeaseEnd(
+            Status.DISCONNECTED,
+            "the daemon shut down",
+            "ended because the daemon is shutting down",
+            "Acquire a new lease once the daemon is back, or on another node.",
+        ),
+        "faulted": LeaseEnd(
+            Status.SESSION_FAILED,
+            "the session's GPU context failed",
+            "ended because its context was lost",
+            "Fix the kernel that faulted, then acquire a new lease.",
+        ),
+        "worker_died": LeaseEnd(
+            Status.SESSION_FAILED,
+            "the session's process died",
+            "ended because its worker died",
+            _ACQUIRE_OR_TELL,
+        ),
+        "spawn_failed": LeaseEnd(
+            Status.SESSION_FAILED,
+            "the session's process could not be started",
+            "ended before it began because its worker could not start",
+            "Try again; if it happens again, tell the operator.",
+        ),
+        "unresponsive": LeaseEnd(
+            Status.SESSION_FAILED,
+            "the session's process did not answer any more",
+            "ended because its worker did not answer any more",
+            _ACQUIRE_OR_TELL,
+        ),
+        "over_slice": LeaseEnd(
+            Status.SESSION_FAILED,
+            "the session held more of the card than was leased",
+            "ended because its session held more of the card than was leased",
+            "Acquire a lease with more min_vram, and tell the operator.",
+        ),
+        "kernel_timeout": LeaseEnd(
+            Status.SESSION_FAILED,
+            "a kernel ran for longer than the lease allows",
+            "ended because a kernel ran for longer than the lease allows",
+            "Fix the kernel, or acquire a lease with a larger max_kernel_secs.",
+        ),
+        "load_timeout": LeaseEnd(
+            Status.SESSION_FAILED,
+            "an image compiled for longer than the node allows",
+            "ended because an image compiled for longer than this node allows",
+            "Load it in parts, or as a cubin; the operator's bound is max_load_s.",
+        ),
+    }
+)
+"""Every cause that LEASE_QUERY's report may name."""
+
+SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
+    {
+        Status.LEASE_EXPIRED: ("the lease has expired", LEASE_ENDS["expired"].hint),
+        Status.REVOKED: (LEASE_ENDS["revoked"].words, LEASE_ENDS["revoked"].hint),
+        Status.LEASE_FREED: (LEASE_ENDS["freed"].words, LEASE_ENDS["freed"].hint),
+        Status.DISCONNECTED: (
+            "the daemon is stopping",
+            "Acquire a new lease once it is back, or on another node.",
+        ),
+        Status.DRAINED: ("the node was drained", LEASE_ENDS["drained"].hint),
+        Status.TIMED_OUT: (
+            "the submit took more time than it was given",
+            "Give it more: .timeout_secs(seconds); or make the kernel shorter.",
+        ),
+        Status.DENIED: (
+            "the token this connection attached with is over: it expired, was revoked, or the lease was renewed since",
+            "Get a new token and attach again.",
+        ),
+        Status.SESSION_FAILED: ("the session has failed", "Ask the daemon why, then acquire a new lease."),
+    }
+)
+"""Words and hint of a session's refusal, by the status on its control page.
+
+A session knows the status of its lease's end, not the cause. DENIED stands on no page: a guest whose token is over gets
+it.
+"""
+
+
 def _integer(value: int | None, width_bytes: int) -> bytes:
     return b"" if value is None else value.to_bytes(width_bytes, "big")
 
@@ -100,6 +242,6 @@ def _cut(value: str) -> bytes:
 
 
 def _cut_start(value: str) -> bytes:
-    # A compiler says what went wrong last, so a long log keeps its end.
+    # A compiler reports the error last, so a long log keeps its end.
     data = value.encode(errors="replace")
     return data[-MAX_ERROR_TEXT_BYTES:].decode(errors="ignore").encode()

@@ -1,7 +1,7 @@
-"""The hot path's own codec: launches and copies, through struct.Structs derived from the construct definitions.
+"""The codec of the hot path: launches and copies, through struct.Structs derived from the construct definitions.
 
-A construct parse costs tens of microseconds, a launch must cost less than three. Each function here is the definition's
-equal (`codec.build_body`, `codec.parse_body`): the vectors and property tests hold both to the same bytes.
+A construct parse costs tens of microseconds, and a launch must cost less than three. Each function here equals its
+definition (`codec.build_body`, `codec.parse_body`): vectors and property tests hold both to the same bytes.
 """
 
 import struct
@@ -28,13 +28,13 @@ from gpulease.protocol.opcodes import Flag, Opcode
 REQUEST_ID_OFFSET: Final = 16
 MIDDLE_AT: Final = REQUEST_ID_OFFSET + 8
 _U32: Final = struct.Struct(">I")
-# Plain integers: see framing.
+# Plain integers: an operation on an IntFlag costs too much here.
 _QUIET: Final = int(Flag.QUIET)
 _REPLY: Final = int(Flag.REPLY)
 
 
 def fixed_struct(record: type[Any], *names: str) -> struct.Struct:
-    """One struct.Struct for adjacent fixed-size fields of a message. Raises ValueError if one is not fixed-size."""
+    """Return one struct.Struct for adjacent integer fields of a message. Raises ValueError for another field."""
     subcons = {item.name: item.metadata["wire"] for item in fields(record)}
     formats = [getattr(subcons[name], "fmtstr", None) for name in names]
     if None in formats:
@@ -57,7 +57,7 @@ _NAME_AT: Final = _LAUNCH_MODULE.size
 _AFTER_NAME: Final = _U32.size + _LAUNCH_GEOMETRY.size
 
 
-# A frame up to its data: the header's first twelve bytes, which only op and flags decide, and the rest of it.
+# A frame up to its data: the header's first twelve bytes, which depend on op and flags alone, and its rest.
 _HEADER_REST: Final = "IQ16s"
 _WRITE_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}QQI")
 _READ_FRAME: Final = struct.Struct(f">12s{_HEADER_REST}QQQ")
@@ -75,11 +75,11 @@ _DATA_HEAD: Final = _head(Opcode.MEM_READ, _REPLY)
 
 
 class LaunchTemplate:
-    """All of a quiet LAUNCH frame but its request id and argument bytes, built once and sent many times.
+    """A quiet LAUNCH frame without its request id and argument bytes, built once and sent many times.
 
     Attributes:
         layout: Packs a frame of `head`, the request id, `before`, the argument bytes and `after`.
-        args_bytes: How many argument bytes there are to be: others would be cut or filled up.
+        args_bytes: The exact number of argument bytes; struct would cut or pad any other.
     """
 
     __slots__ = ("after", "args_bytes", "before", "head", "layout")
@@ -98,15 +98,15 @@ class LaunchTemplate:
         self.layout = struct.Struct(f">{REQUEST_ID_OFFSET}sQ{len(self.before)}s{self.args_bytes}s{len(self.after)}s")
 
     def frame(self, request_id: int, args: bytes) -> bytes:
-        """The frame for these argument bytes; the caller has checked that they are `args_bytes` long."""
+        """Return the frame with these argument bytes; the caller has checked that they are `args_bytes` long."""
         return self.layout.pack(self.head, request_id, self.before, args, self.after)
 
 
 class LaunchPattern:
-    """What a quiet LAUNCH frame looks like but for its request id and argument bytes, to recognise its like by.
+    """The bytes of a quiet LAUNCH frame around its request id and argument bytes, to recognise the next such frame.
 
-    A frame is of the pattern exactly if `front`, `middle` and `tail` stand in it at 0, `MIDDLE_AT` and `args_end`: all
-    other bytes are the request id, at `REQUEST_ID_OFFSET`, and the arguments, from `args_at` to `args_end`.
+    A frame has the pattern exactly if `front`, `middle` and `tail` stand at 0, `MIDDLE_AT` and `args_end`. All other
+    bytes are the request id, at `REQUEST_ID_OFFSET`, and the arguments, from `args_at` to `args_end`.
     """
 
     __slots__ = ("args_at", "args_end", "frame_bytes", "front", "middle", "tail")
@@ -124,10 +124,10 @@ class LaunchPattern:
 
 
 def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
-    """(everything but the argument bytes, the argument bytes) of a LAUNCH payload.
+    """Split a LAUNCH payload into everything but the argument bytes, and the argument bytes.
 
-    The first part is equal for two launches of the same kernel with the same shape and argument sizes, and only for
-    them, so it can key what was checked once. It is not checked here. Raises BodyError if the lengths don't fit.
+    The first part is equal for two launches exactly if they have the same kernel, shape and argument sizes. So it can
+    be the key of a cache of checked launches. It is not checked here. Raises BodyError if the lengths don't fit.
     """
     try:
         (name_bytes,) = _U32.unpack_from(payload, _NAME_AT)
@@ -145,7 +145,7 @@ def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
 
 
 def graph_launch_payload(graph: int, args: bytes) -> bytes:
-    """A GRAPH_LAUNCH payload. Raises LocalProtocolError."""
+    """Return a GRAPH_LAUNCH payload. Raises LocalProtocolError."""
     if len(args) > MAX_ARGUMENT_BYTES:
         raise LocalProtocolError(f"{len(args)} bytes of parameters; at most {MAX_ARGUMENT_BYTES} are allowed")
     try:
@@ -155,7 +155,7 @@ def graph_launch_payload(graph: int, args: bytes) -> bytes:
 
 
 def parse_graph_launch(payload: memoryview) -> tuple[int, bytes]:
-    """(graph, its parameters' values) of a GRAPH_LAUNCH payload. Raises BodyError."""
+    """Return graph and parameters' values of a GRAPH_LAUNCH payload. Raises BodyError."""
     args_at = _GRAPH.size + _U32.size
     if len(payload) < args_at:
         raise BodyError("GraphLaunch is malformed: it ends too early")
@@ -170,7 +170,7 @@ def parse_graph_launch(payload: memoryview) -> tuple[int, bytes]:
 
 
 def parse_mem_write(payload: memoryview) -> tuple[int, int, memoryview]:
-    """(handle, offset, a view of the data) of a MEM_WRITE payload, without a copy. Raises BodyError."""
+    """Return handle, offset and a view of the data of a MEM_WRITE payload, without a copy. Raises BodyError."""
     data_at = _MEM_WRITE.size + _U32.size
     if len(payload) < data_at:
         raise BodyError("MemWrite is malformed: it ends too early")
@@ -184,7 +184,7 @@ def parse_mem_write(payload: memoryview) -> tuple[int, int, memoryview]:
 
 
 def mem_write_prefix(handle: int, offset: int, length: int, *, request_id: int, session_id: int, quiet: bool) -> bytes:
-    """A MEM_WRITE frame up to its data, which is to follow on the wire. Raises LocalProtocolError."""
+    """Return a MEM_WRITE frame up to its data, which follows on the wire. Raises LocalProtocolError."""
     if length > MAX_DATA_BYTES:
         raise LocalProtocolError(f"{length} bytes in one MEM_WRITE; at most {MAX_DATA_BYTES} are allowed")
     head = _QUIET_WRITE_HEAD if quiet else _WRITE_HEAD
@@ -196,7 +196,7 @@ def mem_write_prefix(handle: int, offset: int, length: int, *, request_id: int, 
 
 
 def mem_read_frame(handle: int, offset: int, length: int, *, request_id: int, session_id: int) -> bytes:
-    """A MEM_READ request. Raises LocalProtocolError."""
+    """Return a MEM_READ request. Raises LocalProtocolError."""
     try:
         return _READ_FRAME.pack(_READ_HEAD, MEM_READ.size, request_id, session_id.to_bytes(16), handle, offset, length)
     except (struct.error, OverflowError) as error:
@@ -204,12 +204,12 @@ def mem_read_frame(handle: int, offset: int, length: int, *, request_id: int, se
 
 
 def data_prefix(length: int, *, request_id: int, session_id: int) -> bytes:
-    """A successful MEM_READ reply up to its data, which is to follow on the wire."""
+    """Return a successful MEM_READ reply up to its data, which follows on the wire."""
     return _DATA_PREFIX.pack(_DATA_HEAD, _U32.size + length, request_id, session_id.to_bytes(16), length)
 
 
 def parse_fixed(layout: struct.Struct, kind: type[Body], payload: memoryview) -> tuple[int, ...]:
-    """The integers of a payload that is nothing but them. Raises BodyError."""
+    """Return the integers of a payload that holds nothing else. Raises BodyError."""
     if len(payload) != layout.size:
         raise BodyError(f"{kind.__name__} is malformed: {len(payload)} bytes instead of {layout.size}")
     return layout.unpack(payload)

@@ -43,10 +43,10 @@ HEADER: Final = c.Struct(
 HEADER_BYTES: Final[int] = HEADER.sizeof()
 
 _OP_AT: Final = len(MAGIC) + 2
-"""Behind the version and the flags."""
+"""The offset of the op, behind the version and the flags."""
 
 _FAST: Final = struct.Struct(">QhHIQ16s")
-"""head (magic, version, flags, op), status, reserved, payload length, request id, session id."""
+"""The fields: head (magic, version, flags, op), status, reserved, payload length, request id, session id."""
 
 _HEAD_BASE: Final = int.from_bytes(MAGIC, "big") << 32 | PROTOCOL_VERSION << 24
 # Plain integers: an operation on an IntFlag costs more than reading the whole header.
@@ -55,14 +55,14 @@ _REPLY_AND_QUIET: Final = int(Flag.REPLY | Flag.QUIET)
 
 
 def head_of(op: int, flags: int) -> int:
-    """The header's first eight bytes as the integer that `_FAST` reads them as."""
+    """Return the header's first eight bytes as the integer that `_FAST` reads."""
     return _HEAD_BASE | flags << 16 | op
 
 
 _PLAIN_HEADS: Final = {
     head_of(op, flags): (int(op), int(flags)) for op in Opcode for flags in (0, Flag.QUIET, Flag.REPLY)
 }
-"""Heads that need no further look: nearly every header that is ever received."""
+"""Heads that need no further check, with their op and flags. Nearly every received header has one."""
 
 
 class Frame(NamedTuple):
@@ -95,7 +95,7 @@ def build_frame(
     flags: int = 0,
     status: int = 0,
 ) -> bytes:
-    """A frame's bytes. Raises LocalProtocolError for what a receiver would have to refuse."""
+    """Return a frame's bytes. Raises LocalProtocolError for a frame that a receiver would refuse."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(f"a payload of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
     if op >> 16:
@@ -109,9 +109,9 @@ def build_frame(
 
 
 def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tuple[int, int, int, int, int, bytes]:
-    """(op, flags, status, payload length, request id, session id as 16 bytes) of a checked header.
+    """Check a header. Returns op, flags, status, payload length, request id, and session id as 16 bytes.
 
-    Raises FramingError; the caller has HEADER_BYTES at `offset`.
+    The caller has HEADER_BYTES at `offset`. Raises FramingError.
     """
     head, status, reserved, length, request_id, session_id = _FAST.unpack_from(buffer, offset)
     known = _PLAIN_HEADS.get(head)
@@ -131,7 +131,6 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tup
 
 
 def _check_header(flags: int, status: int, reserved: int, error: type[FramingError] | type[LocalProtocolError]) -> None:
-    """The rules a sender keeps and a receiver enforces."""
     if flags & ~KNOWN_FLAGS:
         raise error(f"unknown header flags {flags & ~KNOWN_FLAGS:#04x}", Status.UNSUPPORTED)
     if reserved:
@@ -141,16 +140,16 @@ def _check_header(flags: int, status: int, reserved: int, error: type[FramingErr
     if status and not flags & _REPLY:
         raise error("a request carries a status")
     if status > 0:
-        # An unknown negative one is let through: a status added later must not cut off a client of today.
+        # An unknown negative status passes, so that a later version may add one without cutting off older clients.
         raise error(f"status {status}; no status is positive")
 
 
 class FrameReader:
-    """Bytes in, frames out; no I/O.
+    """Cuts received bytes into frames; no I/O.
 
-    Feed it with `receive_data`, or read into `get_buffer()` and call `buffer_updated`. Then take frames until
-    `next_frame` gives None. Its memory grows with what has arrived, to `max_payload_bytes` and a header at most; what
-    a very large frame took is given back once it is through.
+    Feed the reader with `receive_data`, or read into `get_buffer()` and call `buffer_updated`. Then take frames until
+    `next_frame` returns None. The buffer grows with the bytes that arrive, to `max_payload_bytes` and a header at most.
+    It shrinks again after a very large frame.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class FrameReader:
         self.end = 0
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes go; never empty. Views of earlier frames are void from here on."""
+        """Return the room for the next bytes, never empty. Views of earlier frames become invalid."""
         if self.start == self.end:
             self.start = self.end = 0
             if len(self.buffer) > self._retained_bytes:
@@ -179,11 +178,11 @@ class FrameReader:
         return self.view[self.end :]
 
     def buffer_updated(self, count: int) -> None:
-        """`count` bytes were put into the last `get_buffer()`."""
+        """Count the bytes that the caller has put into the last `get_buffer()`."""
         self.end += count
 
     def receive_data(self, data: bytes | memoryview) -> None:
-        """Take bytes that were read elsewhere: all of them, however many frames they hold."""
+        """Take all of these bytes, however many frames they hold."""
         room = self.get_buffer()
         pending = self.end - self.start
         if len(room) < len(data):
@@ -193,12 +192,12 @@ class FrameReader:
         self.buffer_updated(len(data))
 
     def peek_op(self) -> int:
-        """The operation of the frame that comes next, unchecked; 0 if too little of it has arrived."""
+        """Return the operation of the next frame, unchecked; 0 if too little of the frame has arrived."""
         begin = self.start + _OP_AT
         return self.buffer[begin] << 8 | self.buffer[begin + 1] if self.end > begin + 1 else 0
 
     def next_frame(self) -> Frame | None:
-        """The next whole frame, or None until more arrives. Raises FramingError; the reader is useless then."""
+        """Return the next whole frame, or None until more arrives. After a FramingError the reader is useless."""
         have = self.end - self.start
         if have < HEADER_BYTES:
             return None
@@ -220,7 +219,7 @@ class FrameReader:
         return self.end > self.start
 
     def take_rest(self) -> bytes:
-        """Everything not yet taken as a frame; the reader is empty afterwards."""
+        """Return the bytes not yet taken as frames, and empty the reader."""
         rest = bytes(self.view[self.start : self.end])
         self.start = self.end = 0
         return rest
@@ -237,7 +236,7 @@ class FrameReader:
         return min(len(self.buffer) * 2, self._max_payload_bytes + HEADER_BYTES)
 
     def _resize(self, size: int) -> None:
-        # A new buffer, because views of old frames may still hold the old one.
+        # Views of earlier frames may hold the old buffer, so it can't be resized in place.
         fresh = bytearray(max(size, self._initial_bytes))
         pending = self.end - self.start
         fresh[:pending] = self.view[self.start : self.end]

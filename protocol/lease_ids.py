@@ -1,4 +1,4 @@
-"""A lease's id as people and programs see it: 32 hexadecimal digits, wherever it is printed."""
+"""A lease's id: a number that prints as 32 hexadecimal digits everywhere."""
 
 import re
 from contextlib import suppress
@@ -12,7 +12,7 @@ _INTEGER_KINDS: Final = frozenset("bcdeEfFgGnoxX%")
 class LeaseId(int):
     """A lease's number, 128 bits, which prints as 32 hexadecimal digits.
 
-    It is an int, so it compares, hashes and travels as one. `json.dumps` writes every int in decimal digits: give it
+    A LeaseId compares, hashes and travels as an int. `json.dumps` writes every int in decimal digits: give it
     `str(lease_id)`.
     """
 
@@ -24,7 +24,7 @@ class LeaseId(int):
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
-        """As its text, or as a number where the specification asks for one: `f"{lease_id:d}"`, `f"{lease_id:,}"`."""
+        """Format the text, or the number if the specification asks for one: `f"{lease_id:d}"`, `f"{lease_id:,}"`."""
         if spec[-1:] not in _INTEGER_KINDS:
             with suppress(ValueError):
                 return format(str(self), spec)
@@ -32,12 +32,12 @@ class LeaseId(int):
 
 
 def lease_id_of(text: str) -> LeaseId:
-    """The id that a text of 32 hexadecimal digits names. Raises ValueError."""
+    """Return the id that a text of 32 hexadecimal digits names. Raises ValueError."""
     if _TEXT.fullmatch(text) is None:
         raise ValueError(f"{text!r} is not a lease id, which has 32 hexadecimal digits")
     return LeaseId(text, 16)
 
 
 def lease_text(lease_id: int) -> str:
-    """A lease's number as 32 hexadecimal digits."""
+    """Return a lease's number as 32 hexadecimal digits."""
     return f"{lease_id:032x}"

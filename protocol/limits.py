@@ -6,7 +6,7 @@ All are enforced before anything is allocated or read by the length they bound.
 from typing import Final
 
 PROTOCOL_VERSION: Final = 1
-"""The one version this package speaks. A frame of another version is refused: what follows its header is unknown."""
+"""The one version of this package. A frame of another version is refused, since its layout is unknown."""
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
 """Largest payload of any frame. Stops a peer that announces 4 GiB and makes the receiver reserve it.
@@ -17,8 +17,8 @@ MAX_CONTROL_PAYLOAD_BYTES: Final = 64 << 10
 that each send half a frame can hold 64 MiB of the broker's memory at most."""
 
 DATA_CHUNK_BYTES: Final = 1 << 20
-"""How much of a copy a client puts into one MEM_WRITE or asks of one MEM_READ. Larger pieces gain nothing on a socket
-and hold the session's other requests up for longer."""
+"""The bytes of a copy that a client puts into one MEM_WRITE or MEM_READ. Larger pieces gain nothing on a socket and
+delay the session's other requests."""
 
 MAX_DATA_BYTES: Final = 16 << 20
 """Most bytes one MEM_WRITE may carry or one MEM_READ may ask for. Bounds the reply a worker has to hold."""
@@ -30,7 +30,7 @@ MAX_KERNEL_NAME_BYTES: Final = 4096
 """Longest kernel name. Mangled C++ template names run to a kilobyte or two."""
 
 MAX_ERROR_TEXT_BYTES: Final = 8192
-"""Longest text in an error reply. A compiler log is cut to this, its end kept: the last lines name the fault."""
+"""Longest text in an error reply. A longer compiler log loses its beginning: the last lines name the fault."""
 
 MAX_ARGUMENT_BYTES: Final = 32764
 """Most argument bytes of a launch (CUDA C++ Programming Guide, kernel parameters: 4 KiB, since CUDA 12.1 32,764)."""
@@ -39,67 +39,67 @@ MAX_ARGUMENTS: Final = 4096
 """Most arguments of a launch. Stops a sizes list that is longer than the bytes it describes."""
 
 MAX_GRAPH_NODES: Final = 4096
-"""Most nodes of a launch graph. Each is checked as it is recorded, and takes memory of host and card until the graph
-goes; a graph of a million would keep a worker from its other requests for minutes."""
+"""Most nodes of a launch graph. The worker checks each node, which takes memory of host and card until the graph goes.
+A graph of a million would keep a worker from its other requests for minutes."""
 
 MAX_GRAPH_NODE_BYTES: Final = 64 << 10
-"""Longest body of a node. The largest launch fits; larger data belongs into the arena, which a graph copies from."""
+"""Longest body of a node. The largest launch fits; larger data belongs in the arena, from which a graph copies."""
 
 MAX_GRAPH_BYTES: Final = 4 << 20
-"""Longest payload of a GRAPH_CREATE: the worker keeps what is in it until the graph goes."""
+"""Longest payload of a GRAPH_CREATE. The worker keeps its content until the graph goes."""
 
 MAX_GRAPH_HANDLES: Final = 4096
-"""Most buffers a graph says that its launches use. Stops a list longer than all it could be of."""
+"""Most buffers of a graph. Stops a list that is longer than the buffers of a session."""
 
 MAX_GRAPH_PARAMETERS: Final = 256
-"""Most parameters of a graph, each looked at in every GRAPH_LAUNCH."""
+"""Most parameters of a graph. Every GRAPH_LAUNCH reads each of them."""
 
 MAX_GRAPH_PLACES: Final = 4096
-"""Most arguments that a graph's parameters stand for, all together: one GRAPH_LAUNCH may set them all anew."""
+"""Most arguments that take a graph's parameters. One GRAPH_LAUNCH may set all of them."""
 
 MAX_PARAMETER_NAME_BYTES: Final = 256
-"""Longest name of a parameter, for messages."""
+"""Longest name of a parameter; names appear in messages alone."""
 
 MAX_SUBMIT_ARGUMENTS: Final = 256
-"""Most arguments of a submit. Each is a buffer on the card, or a number; stops a list of millions of empty ones."""
+"""Most arguments of a submit, each a number or a buffer on the card. Stops a list of millions of empty ones."""
 
 MAX_SUBMIT_OUTPUT_BYTES: Final = 16 << 20
-"""Most bytes that a submit's outputs have together: they are answered in one reply, which the worker holds."""
+"""Most bytes of all outputs of a submit. They come back in one reply, which the worker holds."""
 
 MAX_KERNELS: Final = 4096
 """Most kernels of one module listed in a reply. Stops a generated image from making a reply too large to send."""
 
 MAX_STREAMS: Final = 32
 """Most streams of a session beside its default one. Each costs the driver queues on host and card, which no slice
-bounds; a card runs no more side by side anyway (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS)."""
+bounds. A card runs no more side by side (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS)."""
 
 MAX_TLVS: Final = 64
 """Most TLVs of one list. Unknown ones are skipped, so a peer could make the receiver skip for long."""
 
 MAX_TOKEN_BYTES: Final = 4096
-"""Longest token. One as the daemon makes it has some 450 bytes, each narrowing adds some 200. Bounds what a signature
-check has to read."""
+"""Longest token. The daemon's tokens have some 450 bytes, and each narrowing adds some 200. Bounds the work of a
+signature check."""
 
 AUDIENCE_BYTES: Final = 32
-"""Length of an audience: the name of one holder on one node, a SHA-256."""
+"""Length of an audience, the name of one holder on one node: a SHA-256."""
 
 PUBLIC_KEY_BYTES: Final = 32
-"""Length of a key that verifies tokens, Ed25519 (RFC 8032)."""
+"""Length of a key that verifies tokens: Ed25519 (RFC 8032)."""
 
 MAX_METRICS_BYTES: Final = 8 << 20
-"""Longest exposition in a reply to METRICS. A daemon that keeps its series bounded stays far below; a reader need not
-take more from one that does not."""
+"""Longest exposition in a reply to METRICS. A daemon bounds its series and stays far below. Stops a daemon that does
+not from filling a reader's memory."""
 
 MAX_IN_FLIGHT: Final = 1024
 """Most requests of one control connection that await their reply. Stops a peer that asks and never reads."""
 
 MAX_SUBSCRIPTIONS: Final = 64
-"""Most subscriptions of one tenant, on all its connections together. Each costs the daemon some work whenever a lease
-that it is of moves on."""
+"""Most subscriptions of one tenant, on all its connections together. Each costs the daemon some work whenever one of
+its leases changes."""
 
 RECEIVE_BUFFER_BYTES: Final = 128 << 10
-"""What a frame reader starts with. It grows with the bytes that arrive, never by the length announced."""
+"""The initial buffer of a frame reader. It grows with the bytes that arrive, never by the length announced."""
 
 RETAINED_BUFFER_BYTES: Final = 4 << 20
-"""What a frame reader may keep between frames, once frames that large have come: copies are a stream of such frames,
-and making the buffer anew for each costs more than the copy."""
+"""The largest buffer that a frame reader keeps between frames. A copy is a stream of large frames, and allocating the
+buffer for each would cost more than the copy."""

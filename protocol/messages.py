@@ -1,19 +1,7 @@
-"""The bodies of tokens' operations; see `messages`.
+"""Every body on the wire: one frozen dataclass each, which is also its construct definition.
 
-The bodies of launch graphs; see `messages`.
-
-The bodies of leases' events, of drains and of fences; see `messages`.
-
-The bodies of what an operator, or a program of theirs, asks of the node as a whole; see `messages`.
-
-The bodies of submits; see `messages`.
-
-Every body on the wire: one frozen dataclass each, which is also its construct definition.
-
-All are named here, wherever they stand.
-
-`BODIES` says which class a frame's payload is, by operation and direction. An error reply's payload is `ErrorBody`
-whatever its operation.
+`BODIES` maps each operation to the classes of its request's and its reply's payload. An error reply's payload is an
+`ErrorBody`, whatever its operation.
 """
 
 from dataclasses import dataclass
@@ -40,231 +28,28 @@ from gpulease.protocol.primitives import (
     wire,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class CapabilityIssue:
-    """Ask for a token: `Permission` bits, whose it is to be (empty: the asker's own), a nonce (0: any)."""
-
-    lease_id: int = wire(U128)
-    permissions: int = wire(U32)
-    audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
-    ttl_ms: int = wire(U32)
-    nonce: int = wire(U128)
-
-
-@dataclass(frozen=True, slots=True)
-class CapabilityGrant:
-    """A token. `public_key` is the signer's: with it a holder can narrow the token without asking anybody."""
-
-    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
-    public_key: bytes = wire(sized_bytes(limits.PUBLIC_KEY_BYTES))
-    generation: int = wire(U64)
-    ttl_ms: int = wire(U32)
-    expires_at_unix_s: int = wire(U64)
-
-
-@dataclass(frozen=True, slots=True)
-class CapabilityPresent:
-    """A token that is to count for the rest of this control connection."""
-
-    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class CapabilityHeld:
-    """What a presented token permits, all its narrowings taken into account."""
-
-    lease_id: int = wire(U128)
-    permissions: int = wire(U32)
-    generation: int = wire(U64)
-    ttl_ms: int = wire(U32)
-    expires_at_unix_s: int = wire(U64)
-
-
-@dataclass(frozen=True, slots=True)
-class CapabilityRevoke:
-    """End one token, and what was narrowed from it: `token`, or if that is empty the one of that lease and nonce."""
-
-    lease_id: int = wire(U128)
-    nonce: int = wire(U128)
-    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class Audience:
-    """The name that this node has for the peer: who is to get a token tells it to whoever asks for one."""
-
-    audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class GraphNode:
-    """One operation of a graph, with the body it has as a request: LAUNCH, MEM_WRITE, ARENA_WRITE or ARENA_READ."""
-
-    op: int = wire(U16)
-    body: bytes = wire(sized_bytes(limits.MAX_GRAPH_NODE_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class GraphParameter:
-    """Something each GRAPH_LAUNCH says anew: a `ParameterKind`, and how many bytes of a launch's arguments it is."""
-
-    name: str = wire(text(limits.MAX_PARAMETER_NAME_BYTES))
-    kind: int = wire(U8)
-    size_bytes: int = wire(U32)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphPlace:
-    """An argument that is a parameter's: numbers of the parameter and the node, and where the node's `args` have it."""
-
-    parameter: int = wire(U16)
-    node: int = wire(U16)
-    at: int = wire(U32)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphCreate:
-    """A sequence to be done again and again. `buffers` are the allocations its launches have pointers to."""
-
-    nodes: tuple[GraphNode, ...] = wire(list_of(Record(GraphNode), limits.MAX_GRAPH_NODES))
-    buffers: tuple[int, ...] = wire(list_of(U64, limits.MAX_GRAPH_HANDLES))
-    parameters: tuple[GraphParameter, ...] = wire(list_of(Record(GraphParameter), limits.MAX_GRAPH_PARAMETERS))
-    places: tuple[GraphPlace, ...] = wire(list_of(Record(GraphPlace), limits.MAX_GRAPH_PLACES))
-
-
-@dataclass(frozen=True, slots=True)
-class GraphLaunch:
-    """Do a graph's nodes in order. `args` has its parameters' values; a buffer's is handle and offset, 8 bytes each."""
-
-    graph: int = wire(U64)
-    args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseSubscribe:
-    """Hear of a lease's phases; lease 0: of every lease that LEASE_LIST_ACTIVE would show this peer."""
-
-    lease_id: int = wire(U128)
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseUnsubscribe:
-    """Hear no more. `subscription` is the request id of the LEASE_SUBSCRIBE."""
-
-    subscription: int = wire(U64)
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseEvent:
-    """Where a lease stands now. `sequence` counts a subscription's events from 1, the `lost` ones before this too."""
-
-    lease_id: int = wire(U128)
-    sequence: int = wire(U64)
-    lost: int = wire(U64)
-    phase: int = wire(U8)
-    left_ms: int = wire(U32)
-    generation: int = wire(U64)
-    cause: str = wire(text())
-    reason: str = wire(text())
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Let nobody in, and end what is left in so many milliseconds; operators only."""
-
-    within_ms: int = wire(U32)
-
-
-@dataclass(frozen=True, slots=True)
-class DrainStatus:
-    """Time until the drain ends what is left, None if there is no drain; active leases."""
-
-    left_ms: int | None = wire(optional(U32))
-    leases: int = wire(U32)
-
-
-@dataclass(frozen=True, slots=True)
-class FenceClear:
-    """Grant fenced bytes again, of one card (UUID or index) or of all; operators only."""
-
-    device: str | None = wire(optional(text()))
-
-
-@dataclass(frozen=True, slots=True)
-class FenceCleared:
-    """How many fenced slices were let go: those of leases, and of contexts that had none yet."""
-
-    count: int = wire(U32)
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """The node's metrics as an HTTP server passes them on: the media type, and the text, which is never cut short."""
-
-    content_type: str = wire(text())
-    exposition: str = wire(text(limits.MAX_METRICS_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class GpuSubmit:
-    """Make this connection a submit on the lease whose id the header carries, a context of its own for one kernel.
-
-    The last control request of a connection. `timeout_ms` is how long the submit may take, from the reply on.
-    """
-
-    timeout_ms: int = wire(U32)
-    options: tuple[Tlv, ...] = wire(TLVS)
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitArgument:
-    """One argument, an `ArgumentKind`: `data` of a VALUE, INPUT or INOUT; `size_bytes` of an OUTPUT, else 0."""
-
-    kind: int = wire(U8)
-    size_bytes: int = wire(U64)
-    data: bytes = wire(sized_bytes(limits.MAX_PAYLOAD_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitRun:
-    """Load an image, run one kernel of it and answer its outputs; once on a connection."""
-
-    kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
-    grid_x: int = wire(U32)
-    grid_y: int = wire(U32)
-    grid_z: int = wire(U32)
-    block_x: int = wire(U32)
-    block_y: int = wire(U32)
-    block_z: int = wire(U32)
-    shared_bytes: int = wire(U32)
-    arguments: tuple[SubmitArgument, ...] = wire(list_of(Record(SubmitArgument), limits.MAX_SUBMIT_ARGUMENTS))
-    image: bytes = wire(sized_bytes(limits.MAX_PAYLOAD_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitDone:
-    """What the OUTPUT and INOUT arguments held when the kernel had ended, in their order."""
-
-    outputs: tuple[bytes, ...] = wire(list_of(sized_bytes(limits.MAX_SUBMIT_OUTPUT_BYTES), limits.MAX_SUBMIT_ARGUMENTS))
+# --- every operation ---
 
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """No bytes at all."""
+    """No payload."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBody:
-    """Why a request failed, for a person, and `ErrorTlv`s for a program."""
+    """The reason of a failure: a message for people, and `ErrorTlv`s for programs."""
 
     message: str = wire(text(limits.MAX_ERROR_TEXT_BYTES))
     details: tuple[Tlv, ...] = wire(TLVS)
 
 
+# --- the connection ---
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first frame of each side. `features` are the bits offered (request) or agreed on (reply); none exists yet."""
+    """The first request on a connection. `features` are the bits that the client offers; none exists yet."""
 
     features: int = wire(U32)
     agent: str = wire(text())
@@ -273,7 +58,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class HelloReply:
-    """What the daemon is. `max_payload_bytes` bounds what it takes in a session frame."""
+    """The daemon's name, the `features` agreed on, and the largest payload that it takes in a session frame."""
 
     features: int = wire(U32)
     agent: str = wire(text())
@@ -282,8 +67,15 @@ class HelloReply:
 
 
 @dataclass(frozen=True, slots=True)
+class Ping:
+    """A number that the reply returns."""
+
+    nonce: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
 class Attach:
-    """Make this connection the session whose id the header carries. The last control request of a connection."""
+    """Make this connection the session of the header's session id. No control request may follow."""
 
     options: tuple[Tlv, ...] = wire(TLVS)
 
@@ -298,16 +90,12 @@ class AttachReply:
     options: tuple[Tlv, ...] = wire(TLVS)
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
-    """A number that comes back."""
-
-    nonce: int = wire(U64)
+# --- the node ---
 
 
 @dataclass(frozen=True, slots=True)
 class InventoryEntry:
-    """One card, 36 bytes: its UUID's 128 bits, the resource type, `InventoryFlag`s, bytes in all and grantable now."""
+    """One card in 36 bytes: its UUID's 128 bits, resource type, `InventoryFlag`s, all bytes and the grantable ones."""
 
     id: int = wire(U128)
     type: int = wire(U16)
@@ -325,6 +113,53 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """A msgpack value: a map for LEASE_QUERY and HEALTH, a list of maps for LEASE_LIST_ACTIVE."""
+
+    report: Any = wire(REPORT)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The node's metrics for an HTTP server to pass on: the media type, and the text, which is never cut."""
+
+    content_type: str = wire(text())
+    exposition: str = wire(text(limits.MAX_METRICS_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Grant no more leases, and end those that remain in `within_ms` milliseconds; operators only."""
+
+    within_ms: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStatus:
+    """Milliseconds until the drain ends the remaining leases, None without a drain; and the active leases."""
+
+    left_ms: int | None = wire(optional(U32))
+    leases: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class FenceClear:
+    """Grant fenced bytes again, of one card (UUID or index) or of all; operators only."""
+
+    device: str | None = wire(optional(text()))
+
+
+@dataclass(frozen=True, slots=True)
+class FenceCleared:
+    """The number of cleared slices: of leases, and of warm contexts without a lease."""
+
+    count: int = wire(U32)
+
+
+# --- leases ---
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseAlloc:
     """Ask for `size_bytes` for `ttl_ms`, waiting up to `wait_ms` for room. `device` is a card's UUID or index."""
 
@@ -338,7 +173,7 @@ class LeaseAlloc:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """What was granted. `expires_at_unix_s` is for people: the daemon's deadline is monotonic, `ttl_ms` from now."""
+    """A granted lease. `expires_at_unix_s` is for people; the daemon's deadline is monotonic, `ttl_ms` from now."""
 
     lease_id: int = wire(U128)
     generation: int = wire(U64)
@@ -383,21 +218,104 @@ class LeaseRevoke:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRevoked:
-    """A `RevokeOutcome`, sent when it is a fact."""
+    """A `RevokeOutcome`, sent once the teardown has ended."""
 
     outcome: int = wire(U8)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """A msgpack value: the map of LEASE_QUERY or HEALTH, LEASE_LIST_ACTIVE's list of maps."""
+class LeaseSubscribe:
+    """Subscribe to a lease's phases. Lease 0 stands for every lease that LEASE_LIST_ACTIVE shows this peer."""
 
-    report: Any = wire(REPORT)
+    lease_id: int = wire(U128)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseUnsubscribe:
+    """End a subscription. `subscription` is the request id of its LEASE_SUBSCRIBE."""
+
+    subscription: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEvent:
+    """A lease's present phase. `sequence` counts a subscription's events from 1, the `lost` ones included."""
+
+    lease_id: int = wire(U128)
+    sequence: int = wire(U64)
+    lost: int = wire(U64)
+    phase: int = wire(U8)
+    left_ms: int = wire(U32)
+    generation: int = wire(U64)
+    cause: str = wire(text())
+    reason: str = wire(text())
+
+
+# --- tokens ---
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityIssue:
+    """Ask for a token with `Permission` bits. Audience b"" is the asker's own; nonce 0 lets the daemon choose one."""
+
+    lease_id: int = wire(U128)
+    permissions: int = wire(U32)
+    audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
+    ttl_ms: int = wire(U32)
+    nonce: int = wire(U128)
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityGrant:
+    """A token. `public_key` is the signer's; with it a holder can narrow the token offline."""
+
+    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
+    public_key: bytes = wire(sized_bytes(limits.PUBLIC_KEY_BYTES))
+    generation: int = wire(U64)
+    ttl_ms: int = wire(U32)
+    expires_at_unix_s: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityPresent:
+    """A token that permits requests for the rest of this control connection."""
+
+    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityHeld:
+    """The permissions of a presented token, after all its narrowings."""
+
+    lease_id: int = wire(U128)
+    permissions: int = wire(U32)
+    generation: int = wire(U64)
+    ttl_ms: int = wire(U32)
+    expires_at_unix_s: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityRevoke:
+    """End a token and the tokens narrowed from it: `token`, or, if that is empty, the token of that lease and nonce."""
+
+    lease_id: int = wire(U128)
+    nonce: int = wire(U128)
+    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Audience:
+    """This node's name for the peer. The future holder of a token gives its audience to the tenant who asks for it."""
+
+    audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
+
+
+# --- memory and streams ---
 
 
 @dataclass(frozen=True, slots=True)
 class MemAlloc:
-    """Bytes of the slice wanted."""
+    """Allocate so many bytes of the slice."""
 
     size_bytes: int = wire(U64)
 
@@ -411,7 +329,7 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class MemWrite:
-    """Bytes to put at `offset` of an allocation."""
+    """Write bytes at `offset` of an allocation."""
 
     handle: int = wire(U64)
     offset: int = wire(U64)
@@ -420,7 +338,7 @@ class MemWrite:
 
 @dataclass(frozen=True, slots=True)
 class MemRead:
-    """Which bytes of an allocation are wanted, at most MAX_DATA_BYTES."""
+    """Read at most MAX_DATA_BYTES of an allocation."""
 
     handle: int = wire(U64)
     offset: int = wire(U64)
@@ -436,7 +354,7 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class ArenaCopy:
-    """Which bytes of an allocation and of the session's arena: from one to the other, as the operation says."""
+    """Copy bytes between an allocation and the session's arena; the operation gives the direction."""
 
     handle: int = wire(U64)
     offset: int = wire(U64)
@@ -446,15 +364,18 @@ class ArenaCopy:
 
 @dataclass(frozen=True, slots=True)
 class StreamWait:
-    """What is put in `stream` from now on comes after all that was put in `other` so far."""
+    """Order later work of `stream` behind all work queued in `other` so far."""
 
     stream: int = wire(U64)
     other: int = wire(U64)
 
 
+# --- modules and launches ---
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleLoad:
-    """PTX text or a cubin."""
+    """An image to load: PTX text or a cubin."""
 
     image: bytes = wire(sized_bytes(limits.MAX_PAYLOAD_BYTES))
 
@@ -480,7 +401,7 @@ class ModuleLoaded:
 class ModuleParameters:
     """The types of a module's parameters: by kernel, in ModuleLoaded's order, one `ParameterType` byte a parameter.
 
-    A kernel of which nothing is told has no bytes.
+    A kernel without type information has no bytes.
     """
 
     types: tuple[bytes, ...] = wire(list_of(sized_bytes(limits.MAX_ARGUMENTS), limits.MAX_KERNELS))
@@ -488,7 +409,7 @@ class ModuleParameters:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel to queue. `args` are the arguments' little-endian bytes without gaps, `arg_sizes` their sizes."""
+    """Queue a kernel. `args` are the arguments' little-endian bytes without gaps, `arg_sizes` their sizes."""
 
     module: int = wire(U64)
     kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
@@ -501,6 +422,99 @@ class Launch:
     shared_bytes: int = wire(U32)
     args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
     arg_sizes: tuple[int, ...] = wire(list_of(U32, limits.MAX_ARGUMENTS))
+
+
+# --- graphs ---
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """One operation of a graph with its request body: LAUNCH, MEM_WRITE, ARENA_WRITE or ARENA_READ."""
+
+    op: int = wire(U16)
+    body: bytes = wire(sized_bytes(limits.MAX_GRAPH_NODE_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphParameter:
+    """A value that each GRAPH_LAUNCH sets: a `ParameterKind`, and its size among a launch's argument bytes."""
+
+    name: str = wire(text(limits.MAX_PARAMETER_NAME_BYTES))
+    kind: int = wire(U8)
+    size_bytes: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlace:
+    """An argument that takes a parameter's value: the parameter, the node, and the offset in the node's `args`."""
+
+    parameter: int = wire(U16)
+    node: int = wire(U16)
+    at: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCreate:
+    """Record a sequence of operations once, to launch it many times. `buffers` are the allocations its launches use."""
+
+    nodes: tuple[GraphNode, ...] = wire(list_of(Record(GraphNode), limits.MAX_GRAPH_NODES))
+    buffers: tuple[int, ...] = wire(list_of(U64, limits.MAX_GRAPH_HANDLES))
+    parameters: tuple[GraphParameter, ...] = wire(list_of(Record(GraphParameter), limits.MAX_GRAPH_PARAMETERS))
+    places: tuple[GraphPlace, ...] = wire(list_of(Record(GraphPlace), limits.MAX_GRAPH_PLACES))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLaunch:
+    """Run a graph's nodes in order. `args` has the parameters' values; a buffer's is handle and offset, as two u64."""
+
+    graph: int = wire(U64)
+    args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
+
+
+# --- submits ---
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSubmit:
+    """Make this connection a submit on the lease of the header's session id: one kernel in a context of its own.
+
+    GPU_SUBMIT is the last control request of a connection. `timeout_ms` bounds the submit's time, from the reply on.
+    """
+
+    timeout_ms: int = wire(U32)
+    options: tuple[Tlv, ...] = wire(TLVS)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitArgument:
+    """One argument of an `ArgumentKind`: `data` for VALUE, INPUT and INOUT; `size_bytes` for OUTPUT, else 0."""
+
+    kind: int = wire(U8)
+    size_bytes: int = wire(U64)
+    data: bytes = wire(sized_bytes(limits.MAX_PAYLOAD_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRun:
+    """Load an image, run one of its kernels, and reply with its outputs; once on a connection."""
+
+    kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
+    grid_x: int = wire(U32)
+    grid_y: int = wire(U32)
+    grid_z: int = wire(U32)
+    block_x: int = wire(U32)
+    block_y: int = wire(U32)
+    block_z: int = wire(U32)
+    shared_bytes: int = wire(U32)
+    arguments: tuple[SubmitArgument, ...] = wire(list_of(Record(SubmitArgument), limits.MAX_SUBMIT_ARGUMENTS))
+    image: bytes = wire(sized_bytes(limits.MAX_PAYLOAD_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitDone:
+    """The contents of the OUTPUT and INOUT arguments after the kernel, in their order."""
+
+    outputs: tuple[bytes, ...] = wire(list_of(sized_bytes(limits.MAX_SUBMIT_OUTPUT_BYTES), limits.MAX_SUBMIT_ARGUMENTS))
 
 
 Body = (
@@ -598,6 +612,6 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.SUBMIT_RUN: (SubmitRun, SubmitDone),
     Opcode.MODULE_PARAMETERS: (Handle, ModuleParameters),
 }
-"""(request, reply) of each operation. Two are never asked for: GOODBYE, an error reply to request 0 that says why the
-daemon is about to close the connection, and LEASE_EVENT, which it sends whenever there is something to tell, as a reply
-to the LEASE_SUBSCRIBE."""
+"""Request and reply of each operation. Two operations have no request. GOODBYE is an error reply to request 0; the
+daemon sends it before it closes the connection. LEASE_EVENT is a further reply to a LEASE_SUBSCRIBE, one for each
+change."""

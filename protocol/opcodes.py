@@ -10,22 +10,20 @@ EXCLUSIVITY_TAG: Final = 0x0903
 """The lease parameter TLV that carries the exclusivity class, one byte."""
 
 MAX_KERNEL_TAG: Final = 0x0904
-"""The lease parameter TLV that carries how long one kernel may run, in milliseconds, as a u32."""
+"""The lease parameter TLV that carries the longest time of one kernel, in milliseconds, as a u32."""
 
 WAITING_TAG: Final = 0x0905
-"""The lease parameter TLV that carries how session and worker wait for each other, one byte."""
-
+"""The lease parameter TLV that carries a `Waiting`, one byte."""
 
 SUBMIT_TAG: Final = 0x0906
-"""The lease parameter TLV that carries how many of the lease's bytes are kept for submits, as a u64."""
-
+"""The lease parameter TLV that carries the lease's bytes kept for submits, as a u64."""
 
 ORPHAN_TAG: Final = 0x0907
-"""The lease parameter TLV that carries how long the lease may be without a connection, in milliseconds, as a u32."""
+"""The lease parameter TLV that carries the longest time without a connection, in milliseconds, as a u32."""
 
 
 class Opcode(IntEnum):
-    """What a frame asks for. 0x0200, 0x020A and 0x0601-0x0607 are public numbers; the others are this product's."""
+    """The operations. 0x0200, 0x020A and 0x0601-0x0607 are public numbers; the others are this product's."""
 
     HELLO = 0x0001
     ATTACH = 0x0002
@@ -74,15 +72,15 @@ class Opcode(IntEnum):
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
-"""The operations a session's worker serves; the broker refuses them, and the worker refuses all others but PING."""
+"""The operations of sessions. The broker refuses them; a worker refuses all others but PING."""
 
 
 HANDING_OVER: Final = frozenset({Opcode.ATTACH, Opcode.GPU_SUBMIT})
-"""The operations that end in another process: each is the last control request of its connection."""
+"""The operations that pass the connection to another process. Each is its connection's last control request."""
 
 
 class Flag(IntFlag):
-    """Bits of the header's flags byte. Every other bit is refused."""
+    """The bits of the header's flags byte. Every other bit is refused."""
 
     REPLY = 0x01
     QUIET = 0x02
@@ -118,7 +116,7 @@ class Status(IntEnum):
 
 
 class Exclusivity(IntEnum):
-    """Who else may use what a lease holds; one byte. 4-254 are refused as unknown, 255 is never valid."""
+    """The other leases that may share a lease's card; one byte. 4-254 are refused as unknown, 255 is never valid."""
 
     SHARED = 0
     SESSION_EXCLUSIVE = 1
@@ -127,9 +125,9 @@ class Exclusivity(IntEnum):
 
 
 class Waiting(IntEnum):
-    """How a session's two ends wait for each other, and the worker for the card; one byte, others are refused.
+    """The way client and worker wait for each other, and the worker for the card; one byte, others are refused.
 
-    The soonest answer costs a core while there is traffic; no core is taken from anybody where both sides sleep.
+    SPIN answers soonest and costs a core while there is traffic. With BLOCK both sides sleep and cost no core.
     """
 
     SPIN = 0
@@ -138,18 +136,18 @@ class Waiting(IntEnum):
 
 
 class HelloOption(IntEnum):
-    """Types of the options in HELLO's reply.
+    """The types of the options in HELLO's reply.
 
-    KEEPS_LEASES, without a value: leases outlive the daemon's process; a client that loses it connects again.
+    KEEPS_LEASES, without a value: leases outlive the daemon's process, so a client that loses the daemon reconnects.
     """
 
     KEEPS_LEASES = 1
 
 
 class SubmitOption(IntEnum):
-    """Types of the options in GPU_SUBMIT's reply.
+    """The types of the options in GPU_SUBMIT's reply.
 
-    NUMBER: a u64 that the lease's report names the submit by. TYPED_VALUES, without a value: arguments of TYPED_VALUE.
+    NUMBER: the submit's number in the lease's report, a u64. TYPED_VALUES, without a value: TYPED_VALUE is understood.
     """
 
     NUMBER = 32
@@ -157,9 +155,9 @@ class SubmitOption(IntEnum):
 
 
 class SessionOption(IntEnum):
-    """Types of the options in ATTACH's reply that say what the session can do.
+    """The types of the options in ATTACH's reply that name the session's abilities.
 
-    PARAMETER_TYPES, without a value: MODULE_PARAMETERS.
+    PARAMETER_TYPES, without a value: the session serves MODULE_PARAMETERS.
     """
 
     PARAMETER_TYPES = 33
@@ -168,7 +166,7 @@ class SessionOption(IntEnum):
 class ParameterType(IntEnum):
     """A kernel parameter's type as PTX declares it, by PTX's own names; one byte.
 
-    UNTOLD: the image does not say it, or it is an array or a vector. POINTER: an integer that is declared as one.
+    UNTOLD: the image does not name the type, or it is an array or a vector. POINTER: an integer declared as a pointer.
     """
 
     UNTOLD = 0
@@ -192,11 +190,11 @@ class ParameterType(IntEnum):
 
     @property
     def text(self) -> str:
-        """As PTX writes it."""
+        """The type as PTX writes it."""
         return "a pointer (.ptr)" if self is ParameterType.POINTER else f".{self.name.lower()}"
 
     def clashes_with(self, other: "ParameterType") -> bool:
-        """Whether one is a float and the other an integer or a pointer; sizes and signs are not compared."""
+        """Return whether one is a float and the other an integer or a pointer; sizes and signs are not compared."""
         return (self in _FLOATS and other in _INTEGERS) or (self in _INTEGERS and other in _FLOATS)
 
 
@@ -205,7 +203,7 @@ _INTEGERS: Final = frozenset({*map(ParameterType, range(ParameterType.U8, Parame
 
 
 class RevokeOutcome(IntEnum):
-    """What LEASE_REVOKE came to."""
+    """The outcome of LEASE_REVOKE."""
 
     TORN_DOWN = 0
     FENCED = 1
@@ -213,7 +211,7 @@ class RevokeOutcome(IntEnum):
 
 
 class Phase(IntEnum):
-    """Where a lease stands on its way to its end; one byte."""
+    """The phase of a lease on its way to its end; one byte."""
 
     ACTIVE = 0
     WARNING = 1
@@ -223,17 +221,17 @@ class Phase(IntEnum):
 
 
 class ParameterKind(IntEnum):
-    """What a launch graph's parameter is; one byte. Others are refused."""
+    """The kind of a launch graph's parameter; one byte, others are refused."""
 
     VALUE = 0
     BUFFER = 1
 
 
 class ArgumentKind(IntEnum):
-    """What a submit's argument is; one byte. Others are refused.
+    """The kind of a submit's argument; one byte, others are refused.
 
-    VALUE: the kernel gets the bytes as they are; of the others it gets a pointer to so many bytes on the card. INPUT:
-    which hold what was sent. OUTPUT: which are zero, and are answered. INOUT: both.
+    VALUE: the kernel gets the bytes themselves. For the other kinds it gets a pointer to so many bytes on the card.
+    INPUT: they hold the sent bytes. OUTPUT: they begin as zeros and come back in the reply. INOUT: both.
     """
 
     VALUE = 0
@@ -243,18 +241,18 @@ class ArgumentKind(IntEnum):
 
 
 TYPED_VALUE: Final = 0x20
-"""With a `ParameterType` added, but UNTOLD: the kind of a submit's VALUE that the client says the type of."""
+"""The kind of a submit's VALUE whose type the client gives: TYPED_VALUE plus a `ParameterType` other than UNTOLD."""
 
 
 class InventoryFlag(IntFlag):
-    """Flag bits of an inventory entry."""
+    """The flag bits of an inventory entry."""
 
     FENCED = 0x0001
     DEGRADED = 0x0002
 
 
 class ErrorTlv(IntEnum):
-    """Types of the TLVs that follow an error's text. Unknown ones are skipped."""
+    """The types of the TLVs that follow an error's text. Unknown types are skipped."""
 
     HINT = 1
     FAILED_REQUEST_ID = 2

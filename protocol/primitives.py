@@ -1,4 +1,4 @@
-"""The encodings all bodies are made of, in construct: integers, bytes, lists, TLVs, optional fields.
+"""The encodings of all bodies, in construct: integers, bytes, lists, TLVs, optional fields.
 
 All integers are big-endian. `bytes` is a u32 length and the data, `list` a u16 count and the items, `tlv` a u8 type, a
 u16 length and the data, `optional` a u8 present flag and the field. Lengths are checked against their limit before the
@@ -6,7 +6,7 @@ data is read.
 """
 
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import construct as c
@@ -23,25 +23,21 @@ U128 = c.BytesInteger(16)
 
 
 class BadValue(c.ConstructError):  # type: ignore[misc]  # construct ships no types
-    """A value that is well encoded and not allowed."""
+    """A well-encoded value that is not allowed."""
 
 
 def wire(subcon: Any) -> Any:
-    """A dataclass field that travels as `subcon`."""
+    """Return a dataclass field that travels as `subcon`."""
     return field(metadata={"wire": subcon})
 
 
 def struct_of(record: type[Any]) -> Any:
-    """The construct Struct of a dataclass whose fields are all made with `wire`."""
-    return c.Struct(*(item.name / _subcon(item) for item in fields(record)))
-
-
-def _subcon(item: Field[Any]) -> Any:
-    return item.metadata["wire"]
+    """Return the construct Struct of a dataclass whose fields are all made with `wire`."""
+    return c.Struct(*(item.name / item.metadata["wire"] for item in fields(record)))
 
 
 class Record(c.Adapter):  # type: ignore[misc]
-    """A dataclass as a construct: parses to an instance, builds from one."""
+    """A construct for a dataclass: parses to an instance, builds from one."""
 
     def __init__(self, record: type[Any]) -> None:
         super().__init__(struct_of(record))
@@ -56,7 +52,7 @@ class Record(c.Adapter):  # type: ignore[misc]
 
 
 class _Converted(c.Adapter):  # type: ignore[misc]
-    """A construct with a function on the way in and one on the way out, both of which may refuse."""
+    """A construct with conversions for parsing and building. Both may raise BadValue."""
 
     def __init__(self, subcon: Any, decode: Callable[[Any], Any], encode: Callable[[Any], Any]) -> None:
         super().__init__(subcon)
@@ -84,12 +80,12 @@ def _length(width: Any, kind: str, limit: int, unit: str) -> Any:
 
 
 def sized_bytes(limit: int) -> Any:
-    """`bytes`: a u32 length, at most `limit`, and that many bytes."""
+    """Return the encoding `bytes`: a u32 length, at most `limit`, and that many bytes."""
     return c.Prefixed(_length(U32, "a bytes field", limit, "bytes"), c.GreedyBytes)
 
 
 def text(limit: int = limits.MAX_TEXT_BYTES) -> Any:
-    """`bytes` that hold UTF-8."""
+    """Return the encoding of UTF-8 text in `bytes`."""
 
     def decode(data: bytes) -> str:
         try:
@@ -101,13 +97,13 @@ def text(limit: int = limits.MAX_TEXT_BYTES) -> Any:
 
 
 def list_of(item: Any, limit: int) -> Any:
-    """`list`: a u16 count, at most `limit`, and the items; a tuple here."""
+    """Return the encoding `list`: a u16 count, at most `limit`, and the items. Its value is a tuple."""
     count = _length(U16, "a list", limit, "items")
     return _Converted(c.PrefixedArray(count, item), tuple, list)
 
 
 def optional(item: Any) -> Any:
-    """`optional`: a u8 present flag, 0 or 1, and the field if it is 1; None here if it is 0."""
+    """Return the encoding `optional`: a u8 present flag, and the field if the flag is 1. A flag of 0 means None."""
 
     def decode(parsed: Any) -> Any:
         return parsed.value
@@ -126,7 +122,7 @@ def optional(item: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Tlv:
-    """One type-length-value: a u8 type, a u16 length, the value."""
+    """A type-length-value: a u8 type, a u16 length, the value."""
 
     type: int = wire(U8)
     value: bytes = wire(c.Prefixed(U16, c.GreedyBytes))
@@ -134,7 +130,7 @@ class Tlv:
 
 @dataclass(frozen=True, slots=True)
 class LeaseParameter:
-    """One lease parameter: a u16 tag, a u16 length, the value. The exclusivity class is `09 03 00 01 <class>`."""
+    """A lease parameter: a u16 tag, a u16 length, the value. The exclusivity class is `09 03 00 01 <class>`."""
 
     tag: int = wire(U16)
     value: bytes = wire(c.Prefixed(U16, c.GreedyBytes))
@@ -152,4 +148,4 @@ def _unpack(data: bytes) -> Any:
 
 
 REPORT = _Converted(sized_bytes(limits.MAX_PAYLOAD_BYTES), _unpack, msgpack.packb)
-"""`bytes` that hold one msgpack value: what is a map by nature."""
+"""The encoding of one msgpack value in `bytes`, for reports, which are maps by nature."""

@@ -1,27 +1,26 @@
 """The command ring: a session's two byte streams in memory that client and worker share.
 
 A ring has one writer and one reader. Each owns a counter of all bytes it ever put in or took out; data lies at the
-counter modulo the capacity. Whoever finds nothing to do says so in a word of its own, looks once more, and sleeps; the
-other side finds the word set behind its next move and wakes it. All words are native u64, each in a cache line.
+counter modulo the capacity. A side that finds nothing to do sets its sleep word, checks once more, and sleeps. The
+other side finds the word set after its next move and wakes it. All words are native u64, each in its own cache line.
 
     at    word                     written by
     0     tail of the requests     the client
     64    head of the requests     the worker
-    128   reader sleeps            the worker; cleared by whoever wakes it
-    192   writer sleeps            the client; cleared by whoever wakes it
-    256   the same for the replies, the sides exchanged
+    128   reader sleeps            the worker; the side that wakes it clears it
+    192   writer sleeps            the client; the side that wakes it clears it
+    256   these words for the replies, with the sides exchanged
     4096  the requests' bytes, then the replies'
 
-Order rests on x86-64: stores are seen in the order they were made (Intel SDM 3A, 9.2.2), so bytes are there before the
-counter that announces them. Only a store and a later load of another word may change places; between them goes a
-barrier, a locked instruction (9.2.3.9), for which any lock will do that is taken and given back.
+The memory order is x86-64's: a processor's stores become visible in program order (Intel SDM 3A, 9.2.2), so bytes are
+there before the counter that announces them. Only a store and a later load of another word may change places. Between
+these two stands a barrier, a locked instruction (9.2.3.9); acquiring and releasing any lock is one.
 
-Nothing in the memory is trusted: a word is read once, checked, and used from where it was read to.
+Neither side trusts the memory: it reads a word once, checks its copy, and uses that copy.
 
-What a client and a worker on one host agree to share, in the options of ATTACH and of its reply.
-
-The client names what it can use, the worker what it gives; the memory's descriptors come beside the reply's first byte
-(SCM_RIGHTS, unix(7)), in the order of `SharedMemory`. An option of another length is one that is not known: skipped.
+A client and a worker on one host agree on the shared memory in the options of ATTACH and of its reply. The client names
+what it can use, the worker what it gives. The memory's descriptors come beside the reply's first byte (SCM_RIGHTS,
+unix(7)), in the order of `SharedMemory`. An option of another length counts as unknown and is skipped.
 """
 
 import struct
@@ -35,23 +34,23 @@ from gpulease.protocol.errors import FramingError
 from gpulease.protocol.primitives import Tlv
 
 RING_VERSION: Final = 1
-"""Of the layout above."""
+"""The version of the layout above."""
 
 DATA_AT: Final = 4096
-"""Where the bytes begin: a page of their own for the words."""
+"""The offset of the bytes. The words have a page of their own."""
 
 MIN_RING_BYTES: Final = 4096
 MAX_RING_BYTES: Final = 16 << 20
-"""What a ring's capacity may be, a power of two. Stops a layout that would not fit, or wrap inside a word."""
+"""The bounds of a ring's capacity, a power of two. Stops a layout that would not fit, or wrap inside a word."""
 
 PIECES_PER_RING: Final = 4
-"""Into how many pieces a ring cuts what is larger than one, so that one is taken out while the next is put in."""
+"""The pieces into which a ring cuts larger data, so that the reader takes one out while the writer puts the next in."""
 
 LOOKS_PER_CLOCK: Final = 16
-"""Looks between two at the clock, which on some hosts takes as long."""
+"""Looks at the ring between two looks at the clock. On some hosts reading the clock takes as long as a look."""
 
 NO_DATA: Final = memoryview(bytearray())
-"""For a frame whose end nobody wants elsewhere."""
+"""No buffer, for `take_if` with a frame that has no data behind its expected bytes."""
 
 _WORDS_PER_LINE: Final = 64 // 8
 _TAIL, _HEAD, _READER_SLEEPS, _WRITER_SLEEPS = (line * _WORDS_PER_LINE for line in range(4))
@@ -60,13 +59,13 @@ _LAYOUT: Final = struct.Struct(">BII")
 
 
 class Barrier(Protocol):
-    """A lock nobody else uses: taking it and giving it back is a full barrier."""
+    """A lock that nobody else uses. Acquiring and releasing it is a full memory barrier."""
 
     def acquire(self, blocking: bool = ..., /) -> bool:
-        """Take it."""
+        """Acquire the lock."""
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +77,16 @@ class RingLayout:
 
     @property
     def total_bytes(self) -> int:
-        """Of the memory that holds them."""
+        """The size of the memory that holds both."""
         return DATA_AT + self.request_bytes + self.reply_bytes
 
     def to_bytes(self) -> bytes:
-        """As it is offered."""
+        """Return the layout as an option's value."""
         return _LAYOUT.pack(RING_VERSION, self.request_bytes, self.reply_bytes)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self | None:
-        """As it was offered; None if it is of another version or makes no sense."""
+        """Return the layout of an option's value; None for another version or for impossible sizes."""
         if len(data) != _LAYOUT.size:
             return None
         version, *sizes = _LAYOUT.unpack(data)
@@ -101,13 +100,13 @@ class RingWriter:
 
     Args:
         memory: All of the shared memory.
-        ring: Which one: its first word, and its data's place and capacity.
-        barrier: See the module.
-        wake: Wakes the reader; may raise OSError if there is none any more.
+        ring: The number of the ring's first word, and the offset and capacity of its data.
+        barrier: The memory barrier that the module describes.
+        wake: Wakes the reader; may raise OSError if the reader is gone.
 
     Attributes:
-        tail: The counter of what was put in. Who moves the shared counter by other means moves this one too.
-        head: The reader's, as it was when it was last looked at.
+        tail: The counter of bytes put in. Code that moves the shared counter by other means moves this one too.
+        head: The reader's counter, as this side last read it.
     """
 
     __slots__ = ("_acquire", "_capacity", "_data", "_lap", "_limit", "_release", "_wake", "_words", "head", "tail")
@@ -121,13 +120,13 @@ class RingWriter:
         self._acquire, self._release = barrier.acquire, barrier.release
         self._wake = wake
         self.tail = self.head = 0
-        # The counter up to which there is room in one piece, as far as was looked; where the data's start lies in it.
+        # The counter up to which one piece has room, as last found out; and the counter of the data's start.
         self._limit = self._lap = 0
 
     def put(self, data: bytes | memoryview) -> int:
-        """Put in as much as goes in one piece, and wake the reader if it sleeps; how many bytes went, 0 without room.
+        """Put in as much as fits in one piece, and wake the reader if it sleeps. Returns the number of bytes put in.
 
-        Raises FramingError if the reader's counter makes no sense, OSError if it could not be woken.
+        Raises FramingError for an impossible reader's counter, OSError if the reader could not be woken.
         """
         size, tail = len(data), self.tail
         end = tail + size
@@ -139,13 +138,13 @@ class RingWriter:
         at = tail - self._lap
         self._data[at : at + size] = data
         self.tail = self._words[_TAIL] = end
-        self._see_to_reader()
+        self._wake_if_asleep()
         return size
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Put in all of both, announced at once; False, and nothing is put in, if there is no room. Raises like put.
+        """Put in both and announce them at once. Returns False, with nothing put in, if there is no room.
 
-        So a frame is never half sent, wherever its sender is interrupted.
+        So an interrupted sender never leaves half a frame. Raises as `put` does.
         """
         tail = self.tail
         middle = tail + len(first)
@@ -161,13 +160,13 @@ class RingWriter:
             if second:
                 data[middle - lap : end - lap] = second
         self.tail = self._words[_TAIL] = end
-        self._see_to_reader()
+        self._wake_if_asleep()
         return True
 
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
-        """The same for a frame of five fields, packed where it belongs; False, too, if it does not fit in one piece.
+        """Put in a frame of five fields, packed in place. Returns False if it does not fit in one piece.
 
-        Named one by one, because a list of them would cost a third of the call.
+        The fields are single parameters, because a list would cost a third of the call. Raises as `put` does.
         """
         tail = self.tail
         end = tail + layout.size
@@ -187,7 +186,7 @@ class RingWriter:
         return True
 
     def _copy_in(self, counter: int, data: bytes | memoryview) -> None:
-        """Where there is room, around the ring's end."""
+        """Copy data in, around the ring's end if need be; the caller has checked the room."""
         at = counter & self._capacity - 1
         here = self._capacity - at
         view = memoryview(data)
@@ -195,7 +194,7 @@ class RingWriter:
         if here < len(view):
             self._data[: len(view) - here] = view[here:]
 
-    def _see_to_reader(self) -> None:
+    def _wake_if_asleep(self) -> None:
         try:
             self._acquire(False)
             self._release()
@@ -206,28 +205,28 @@ class RingWriter:
             raise
 
     def _interrupted(self, error: BaseException) -> None:
-        """Bytes are in, and their writer may not have come to look whether the reader sleeps: wake it in any case."""
+        """Wake the reader in any case: an exception may have come between the bytes and the check whether it sleeps."""
         if not isinstance(error, OSError):
             with suppress(OSError):
                 self._wake()
 
     def _look_ahead(self) -> int:
-        """Find out how far the data can go on in one piece of a bounded size."""
+        """Return the counter up to which one piece of bounded size has room."""
         room, tail = self.room(), self.tail
         self._lap = tail & -self._capacity
         self._limit = tail + min(room, self._capacity // PIECES_PER_RING, self._lap + self._capacity - tail)
         return self._limit
 
     def _wake_reader(self) -> None:
-        self._words[_READER_SLEEPS] = 0  # first: once woken, it may say again that it sleeps
+        self._words[_READER_SLEEPS] = 0  # before the wake: the reader may set the word again
         try:
             self._wake()
         except OSError:
-            self._words[_READER_SLEEPS] = 1  # nobody hears it: the next write finds out as well
+            self._words[_READER_SLEEPS] = 1  # the reader is gone: the next write fails as well
             raise
 
     def room(self) -> int:
-        """How many bytes fit now. Raises FramingError."""
+        """Return how many bytes fit now. Raises FramingError."""
         head = self._words[_HEAD]
         if not self.head <= head <= self.tail:
             raise FramingError(f"the ring's reader claims to be at {head}, not from {self.head} to {self.tail}")
@@ -235,7 +234,7 @@ class RingWriter:
         return self._capacity - self.tail + head
 
     def doze(self) -> bool:
-        """Say that this side waits for half of the ring to be free; False if it is already. Raises FramingError."""
+        """Announce that this side waits until half of the ring is free. Returns False if it is. Raises FramingError."""
         self._words[_WRITER_SLEEPS] = 1
         self._acquire(False)
         self._release()
@@ -245,20 +244,20 @@ class RingWriter:
         return False
 
     def rise(self) -> None:
-        """This side is awake."""
+        """Announce that this side is awake."""
         self._words[_WRITER_SLEEPS] = 0
 
     def release(self) -> None:
-        """Let go of the memory; nothing else may be called then."""
+        """Release the views of the memory. No other call may follow."""
         self._words.release()
         self._data.release()
 
 
 class RingReader:
-    """The end that takes bytes out; see RingWriter for its arguments.
+    """The end that takes bytes out. Its arguments are those of RingWriter.
 
     Attributes:
-        head: The counter of what was taken. Who moves the shared counter by other means moves this one too.
+        head: The counter of bytes taken out. Code that moves the shared counter by other means moves this one too.
     """
 
     __slots__ = ("_barrier", "_capacity", "_data", "_wake", "_words", "head")
@@ -275,11 +274,11 @@ class RingReader:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether there seems to be something; what it is worth, `take` finds out."""
+        """Whether there seem to be bytes. The counter is unchecked; `take` checks it."""
         return self._words[_TAIL] != self.head
 
     def look(self, times: int, least: int = 1) -> bool:
-        """Whether there seem to be so many bytes at least, looked for so many times; see `has_bytes`."""
+        """Read the unchecked counter up to `times` times. Returns whether at least `least` bytes seem to be there."""
         words, tail = self._words, self.head + least
         for _ in range(times):
             if words[_TAIL] >= tail:
@@ -289,10 +288,10 @@ class RingReader:
         return True
 
     def take(self, into: memoryview) -> int:
-        """Move what is there, as far as it fits, and wake the writer if it waits for room; how many bytes came.
+        """Take as many bytes as fit, and wake the writer if it waits for room. Returns the number of bytes.
 
-        Raises FramingError if the writer's counter makes no sense. A writer that can't be woken is gone: what it wrote
-        last can still be taken.
+        Raises FramingError for an impossible writer's counter. A writer that can't be woken is gone; its last bytes can
+        still be taken.
         """
         head = self.head
         there = self._words[_TAIL] - head
@@ -313,9 +312,9 @@ class RingReader:
         return size
 
     def take_if(self, expected: bytes, into: memoryview = NO_DATA) -> bool:
-        """Take all that is there if it begins with these bytes and what is behind them fills `into`; else nothing.
+        """Take everything if it begins with `expected` and the rest fills `into` exactly. Returns whether it was taken.
 
-        What goes around the ring's end within `expected` is left to `take`.
+        If `expected` would lie around the ring's end, the bytes are left to `take`.
         """
         size, at = len(expected) + len(into), self.head & self._capacity - 1
         data_at = at + len(expected)
@@ -332,18 +331,18 @@ class RingReader:
         return True
 
     def advance(self, size: int, left: int) -> None:
-        """Count so many bytes as taken, and wake the writer if it waits for room and no more than `left` are in it."""
+        """Count `size` bytes as taken, and wake a waiting writer if the `left` bytes fill at most half the ring."""
         words = self._words
         words[_HEAD] = self.head = self.head + size
         self._barrier.acquire(False)
         self._barrier.release()
         if words[_WRITER_SLEEPS] and left * 2 <= self._capacity:
-            words[_WRITER_SLEEPS] = 0  # first: once woken, it may say again that it sleeps
+            words[_WRITER_SLEEPS] = 0  # before the wake: the reader may set the word again
             with suppress(OSError):
                 self._wake()
 
     def doze(self) -> bool:
-        """Say that this side waits for bytes; False if there are some already."""
+        """Announce that this side waits for bytes. Returns False if there are some already."""
         self._words[_READER_SLEEPS] = 1
         self._barrier.acquire(False)
         self._barrier.release()
@@ -353,15 +352,15 @@ class RingReader:
         return False
 
     def rise(self) -> None:
-        """This side is awake."""
+        """Announce that this side is awake."""
         self._words[_READER_SLEEPS] = 0
 
     def leave(self) -> None:
-        """This side is going: the next write tries to wake it, and so finds out."""
+        """Announce that this side leaves: the next write tries to wake it and so notices."""
         self._words[_READER_SLEEPS] = 1
 
     def release(self) -> None:
-        """Let go of the memory; nothing else may be called then."""
+        """Release the views of the memory. No other call may follow."""
         self._words.release()
         self._data.release()
 
@@ -369,7 +368,7 @@ class RingReader:
 def client_ends(
     memory: memoryview, layout: RingLayout, barriers: tuple[Barrier, Barrier], wake: Callable[[], object]
 ) -> tuple[RingReader, RingWriter]:
-    """The client's ends: replies out, requests in."""
+    """Return the client's ends: the replies' reader and the requests' writer."""
     requests, replies = _places(layout)
     return RingReader(memory, replies, barriers[0], wake), RingWriter(memory, requests, barriers[1], wake)
 
@@ -377,7 +376,7 @@ def client_ends(
 def worker_ends(
     memory: memoryview, layout: RingLayout, barriers: tuple[Barrier, Barrier], wake: Callable[[], object]
 ) -> tuple[RingReader, RingWriter]:
-    """The worker's ends: requests out, replies in."""
+    """Return the worker's ends: the requests' reader and the replies' writer."""
     requests, replies = _places(layout)
     return RingReader(memory, requests, barriers[0], wake), RingWriter(memory, replies, barriers[1], wake)
 
@@ -394,7 +393,7 @@ _U64: Final = struct.Struct(">Q")
 
 
 class SharedMemory(IntEnum):
-    """Types of the options."""
+    """The types of ATTACH's options about shared memory."""
 
     RING = 1
     ARENA = 2
@@ -402,18 +401,18 @@ class SharedMemory(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a client asks for.
+    """The shared memory that a client asks for.
 
     Attributes:
-        ring: Whether it can speak through a ring of this version.
-        arena_bytes: How large an arena it wants at most; 0: none.
+        ring: Whether the client can use a ring of this version.
+        arena_bytes: The largest arena that the client wants; 0 for none.
     """
 
     ring: bool = False
     arena_bytes: int = 0
 
     def to_options(self) -> tuple[Tlv, ...]:
-        """As ATTACH carries it."""
+        """Return the options of an ATTACH."""
         options = [Tlv(SharedMemory.RING, bytes([RING_VERSION]))] * self.ring
         if self.arena_bytes:
             options.append(Tlv(SharedMemory.ARENA, _U64.pack(self.arena_bytes)))
@@ -421,25 +420,25 @@ class Wanted:
 
     @classmethod
     def from_options(cls, options: Iterable[Tlv]) -> Self:
-        """As ATTACH carried it."""
+        """Return the request in an ATTACH's options."""
         values = {option.type: option.value for option in options}
         return cls(values.get(SharedMemory.RING) == bytes([RING_VERSION]), _number(values.get(SharedMemory.ARENA)))
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a worker gives.
+    """The shared memory that a worker gives.
 
     Attributes:
-        ring: The layout of the first descriptor's memory; None if it gives no ring.
-        arena_bytes: Of the next descriptor's memory; 0 if it gives no arena.
+        ring: The layout of the first descriptor's memory; None without a ring.
+        arena_bytes: The size of the next descriptor's memory; 0 without an arena.
     """
 
     ring: RingLayout | None = None
     arena_bytes: int = 0
 
     def to_options(self) -> tuple[Tlv, ...]:
-        """As ATTACH's reply carries it."""
+        """Return the options of ATTACH's reply."""
         options = [] if self.ring is None else [Tlv(SharedMemory.RING, self.ring.to_bytes())]
         if self.arena_bytes:
             options.append(Tlv(SharedMemory.ARENA, _U64.pack(self.arena_bytes)))
@@ -447,7 +446,7 @@ class Given:
 
     @classmethod
     def from_options(cls, options: Iterable[Tlv]) -> Self:
-        """As ATTACH's reply carried it."""
+        """Return the shared memory in the options of ATTACH's reply."""
         values = {option.type: option.value for option in options}
         ring = values.get(SharedMemory.RING)
         return cls(None if ring is None else RingLayout.from_bytes(ring), _number(values.get(SharedMemory.ARENA)))

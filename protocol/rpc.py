@@ -8,26 +8,27 @@ Each region begins with the same 17 bytes, **little-endian** and without gaps, a
 
     +0   request_id   u64
     +8   method_id    u32
-    +12  status       u8    see CallStatus
+    +12  status       u8    a CallStatus
     +13  payload_len  u32   at most MAX_PAYLOAD_BYTES
     +17  payload
 
-A call: while both statuses are EMPTY the caller writes its request and then its status, REQUEST_READY, and rings. The
-server sets it to PROCESSING, takes the payload out, and when it is done sets it to EMPTY; it writes the reply, with the
-request's id, and then the reply's status, RESPONSE_READY or ERROR, and rings. The caller takes the reply out and sets
-its status to EMPTY. A reply's `method_id` is the method that answered, which may be another than was asked.
+A call: while both statuses are EMPTY, the caller writes its request and then its status, REQUEST_READY, and rings the
+bell. The bell is a byte on the socket. The server sets the status to PROCESSING, takes the payload out, and sets the
+status to EMPTY when it is done. It writes the reply, with the request's id, and then the reply's status, RESPONSE_READY
+or ERROR, and rings. The caller takes the reply out and sets its status to EMPTY. A reply's `method_id` is the method
+that answered, which may differ from the method asked for.
 
-A status is written last and read first. On x86-64 stores are seen in the order they were made (Intel SDM 3A, 9.2.2), so
-a status that is seen by looking has its bytes behind it. Elsewhere nobody may look before the bell was heard: a byte on
-the socket, whose sending and receiving orders memory on every machine.
+Each side writes a status last and reads it first. On x86-64 stores become visible in program order (Intel SDM 3A,
+9.2.2), so a side that polls and sees a status finds its bytes there. On other machines a side must hear the bell first:
+sending and receiving a byte orders memory on every machine.
 
-A caller may say how long its call is worth doing: the last 12 bytes of the reply's region, which are nobody's until the
-reply is written, hold the request's id (u64) and what is left (u32, milliseconds), written before the request's status.
-With another id there, or with 0, nothing is said; who knows nothing of this has it so, and may stay as they are.
+A caller may give its call a time limit. It writes the request's id (u64) and the time left (u32, milliseconds) before
+the request's status. They lie in the last 12 bytes of the reply's region, which nobody uses before the reply. Another
+id there, or 0, means no limit, so a caller that knows nothing of this need not change.
 
-Method 0, DESCRIBE, takes nothing and answers with what is served. An ERROR's payload is a CallError. All of it, and the
-socket's first message, is checked by whoever reads it, because the other side can write any byte at any time: a header
-is read once, and used from where it was read to.
+Method 0, DESCRIBE, has no payload; its reply describes what is served. An ERROR's payload is a CallError. Every reader
+checks all of this, and the socket's first message, because the other side can write any byte at any time. It reads a
+header once and uses its copy.
 """
 
 import struct
@@ -38,31 +39,31 @@ from typing import Any, Final, Self
 import construct as c
 
 RPC_VERSION: Final = 1
-"""Of all that is said here."""
+"""The version of everything in this module."""
 
 REQUEST_AT: Final = 0
 REPLY_AT: Final = 32768
 SHARED_BYTES: Final = 65536
-"""Of the memory: a caller's own, shared with nobody else."""
+"""The size of the memory, which one caller shares with the server alone."""
 
 HEADER_BYTES: Final = 17
 STATUS_AT: Final = 12
 MAX_PAYLOAD_BYTES: Final = REPLY_AT - REQUEST_AT - HEADER_BYTES
-"""What is left of a region: 32,751. Stops a length that leads out of it."""
+"""The rest of a region: 32,751 bytes. Stops a length that leads out of it."""
 
 TIME_LEFT_AT: Final = SHARED_BYTES - 12
-"""Where a caller says how long its call is worth doing."""
+"""The offset of a call's time limit."""
 
 TIME_LEFT_BYTES: Final = 12
 
 MAX_LEFT_MS: Final = 2**32 - 1
-"""What can be said of that: seven weeks."""
+"""The longest time limit: seven weeks."""
 
 MAX_ERROR_TEXT_BYTES: Final = 1024
-"""Of an error's text; more is cut."""
+"""The length of an error's text; a longer one is cut."""
 
 DESCRIBE: Final = 0
-"""The method every server has."""
+"""The method that every server has."""
 
 
 class CallStatus(IntEnum):
@@ -76,7 +77,7 @@ class CallStatus(IntEnum):
 
 
 class CallErrorCode(IntEnum):
-    """Why a call came to nothing. Never given another meaning; a caller takes one it does not know for INTERNAL."""
+    """The reason of a failed call. A code never changes its meaning; callers treat an unknown code as INTERNAL."""
 
     INTERNAL = 1
     """The server is at fault."""
@@ -87,11 +88,11 @@ class CallErrorCode(IntEnum):
     QUEUE_FULL = 4
     """Nothing was done; ask again later."""
     TOO_LATE = 5
-    """It can't be done, or was not begun, in its time; nothing was done."""
+    """The call can't be done, or was not begun, within its time limit; nothing was done."""
     UNAVAILABLE = 6
     """The model has no lease now; nothing was done."""
     LEASE_LOST = 7
-    """Its lease ended under the request: it may have been computed, but there is no result."""
+    """The model's lease ended during the request: it may have been computed, but there is no result."""
     KERNEL_FAILED = 8
     """The model's kernel failed or ran for too long."""
 
@@ -99,17 +100,17 @@ class CallErrorCode(IntEnum):
 HEADER: Final = c.Struct(
     "request_id" / c.Int64ul, "method_id" / c.Int32ul, "status" / c.Int8ul, "payload_len" / c.Int32ul
 )
-"""The definition; HEADER_FAST is the same, for the way of every call."""
+"""The definition of a region's header; HEADER_FAST reads the same bytes faster."""
 
 HEADER_FAST: Final = struct.Struct("<QIBI")
 
 TIME_LEFT: Final = c.Struct("request_id" / c.Int64ul, "left_ms" / c.Int32ul)
-"""At TIME_LEFT_AT; TIME_LEFT_FAST is the same."""
+"""The definition of the time limit at TIME_LEFT_AT; TIME_LEFT_FAST reads the same bytes faster."""
 
 TIME_LEFT_FAST: Final = struct.Struct("<QI")
 
 CALL_ERROR: Final = c.Struct("code" / c.Int32ul, "retry_after_ms" / c.Int32ul, "text" / c.GreedyBytes)
-"""An ERROR's payload: a CallErrorCode, when it may be worth asking again (0: nothing is known of that), UTF-8."""
+"""An ERROR's payload: a CallErrorCode, milliseconds until a retry may succeed (0 if unknown), UTF-8."""
 
 GREETING: Final = c.Struct(
     "magic" / c.Const(b"gpulrpc"), "version" / c.Int8ul, "shared_bytes" / c.Int32ul, "padding" / c.Const(bytes(4))
@@ -121,7 +122,7 @@ GREETING_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class CallHeader:
-    """What a region says before its payload."""
+    """A region's header, before its payload."""
 
     request_id: int
     method_id: int
@@ -129,49 +130,49 @@ class CallHeader:
     payload_len: int
 
     def to_bytes(self) -> bytes:
-        """As it lies in memory."""
+        """Return the bytes in memory."""
         return HEADER_FAST.pack(self.request_id, self.method_id, self.status, self.payload_len)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Self:
-        """Of 17 bytes, which are read once; whatever they are, it has a meaning."""
+        """Return the header of 17 bytes, which are read once. Every byte sequence is a header."""
         return cls(*HEADER_FAST.unpack(data))
 
     @property
     def fits(self) -> bool:
-        """Whether the payload ends where the region does, at the latest."""
+        """Whether the payload ends within the region."""
         return self.payload_len <= MAX_PAYLOAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLeft:
-    """How long a call is worth doing, from when it is asked."""
+    """A call's time limit, from its request on."""
 
     request_id: int
     left_ms: int
 
     def to_bytes(self) -> bytes:
-        """As it lies in memory."""
+        """Return the bytes in memory."""
         return TIME_LEFT_FAST.pack(self.request_id, self.left_ms)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Self:
-        """Of 12 bytes; whatever they are, they have a meaning."""
+        """Return the time limit of 12 bytes. Every byte sequence is one."""
         return cls(*TIME_LEFT_FAST.unpack(data))
 
     def of_call(self, request_id: int) -> int | None:
-        """What is left of that call's time in milliseconds; None if its caller has not said."""
+        """Return a call's time limit in milliseconds; None if its caller gave none."""
         return self.left_ms or None if request_id == self.request_id else None
 
 
 @dataclass(frozen=True, slots=True)
 class CallError:
-    """Why a call came to nothing.
+    """A failed call.
 
     Attributes:
-        code: For programs.
-        text: For people.
-        retry_after_ms: When it may be worth asking again; 0: nothing is known of that.
+        code: The reason, for programs.
+        text: The reason, for people.
+        retry_after_ms: Milliseconds until a retry may succeed; 0 if unknown.
     """
 
     code: CallErrorCode
@@ -179,7 +180,7 @@ class CallError:
     retry_after_ms: int = 0
 
     def to_bytes(self) -> bytes:
-        """As an ERROR's payload."""
+        """Return an ERROR's payload."""
         text = self.text.encode()[:MAX_ERROR_TEXT_BYTES].decode(errors="ignore").encode()
         built: bytes = CALL_ERROR.build(
             {"code": self.code, "retry_after_ms": min(self.retry_after_ms, 2**32 - 1), "text": text}
@@ -188,7 +189,7 @@ class CallError:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self | None:
-        """As it came; None if it is too short to be one."""
+        """Return the error of an ERROR's payload; None if the payload is too short."""
         try:
             found: Any = CALL_ERROR.parse(data)
         except c.ConstructError:
@@ -199,11 +200,11 @@ class CallError:
 
 
 def greeting() -> bytes:
-    """A server's first message."""
+    """Return a server's first message."""
     built: bytes = GREETING.build({"version": RPC_VERSION, "shared_bytes": SHARED_BYTES})
     return built
 
 
 def is_greeting(data: bytes) -> bool:
-    """Whether this is what a server of this version says first."""
+    """Return whether this is the first message of a server of this version."""
     return data == greeting()

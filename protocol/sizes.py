@@ -1,10 +1,10 @@
-"""Sizes as people write them, in settings, on command lines and in programs."""
+"""Sizes as people write them in settings, on command lines and in programs."""
 
 import re
 from typing import Final
 
 MAX_SIZE_DIGITS: Final = 18
-"""Of a size, before and behind its point: more is no number of bytes, and can be one that no computer holds."""
+"""The digits before and after a size's point. More is a mistake, and may be a number that no computer holds."""
 
 _SIZE: Final = re.compile(
     rf"(\d{{1,{MAX_SIZE_DIGITS}}}(?:\.\d{{1,{MAX_SIZE_DIGITS}}})?)\s*(|[KMGT]I?B?|B)", re.IGNORECASE | re.ASCII
@@ -13,7 +13,7 @@ _SCALE: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "6GiB", "512M" or "1073741824"; all units are powers of 1024. Raises ValueError."""
+    """Return the bytes of "6GiB", "512M" or "1073741824"; all units are powers of 1024. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a size: write a number of bytes, or one with KiB, MiB, GiB or TiB")

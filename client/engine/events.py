@@ -10,7 +10,7 @@ from gpulease.client.engine.exchange import CONNECT_LIMIT_S, CONTROL_REPLY_LIMIT
 from gpulease.client.engine.steps import Procedure, Wait
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
-from gpulease.protocol import Opcode, Phase, Told
+from gpulease.protocol import Notification, Opcode, Phase
 from gpulease.protocol.address import Address
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import CapabilityPresent, LeaseSubscribe
@@ -53,7 +53,7 @@ class LeaseEvent:
         return self.phase.name.lower() if isinstance(self.phase, Phase) else f"phase {self.phase}"
 
 
-def event_of(told: Told) -> LeaseEvent:
+def event_of(told: Notification) -> LeaseEvent:
     """What the daemon said."""
     event = told.event
     phase = _KNOWN_PHASES.get(event.phase, event.phase)

@@ -47,6 +47,7 @@ from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.messages import (
     Body,
@@ -200,7 +201,7 @@ FIRST_RECONNECT_PAUSE_S: Final = 0.05
 MAX_RECONNECT_PAUSE_S: Final = 1.0
 """Longest pause between two of them."""
 
-DAEMON_STOPS_HINT: Final = "Acquire a new lease once the daemon is back, or on another node"
+DAEMON_STOPS_HINT: Final = LEASE_ENDS["shutdown"].hint.rstrip(".")
 
 
 _GIVEN_BACK: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
@@ -637,38 +638,6 @@ is a host under heavy load."""
 FATE_POLL_S: Final = 0.05
 """Pause between two questions."""
 
-_STATUS_BY_CAUSE: Final = {
-    "freed": Status.LEASE_FREED,
-    "abandoned": Status.LEASE_FREED,
-    "expired": Status.LEASE_EXPIRED,
-    "revoked": Status.REVOKED,
-    "faulted": Status.SESSION_FAILED,
-    "worker_died": Status.SESSION_FAILED,
-    "spawn_failed": Status.SESSION_FAILED,
-    "shutdown": Status.DISCONNECTED,
-    "over_slice": Status.SESSION_FAILED,
-    "kernel_timeout": Status.SESSION_FAILED,
-    "unresponsive": Status.SESSION_FAILED,
-    "drained": Status.DRAINED,
-    "load_timeout": Status.SESSION_FAILED,
-    "orphaned": Status.LEASE_EXPIRED,
-}
-_WORDS: Final = {
-    "freed": "the lease was freed",
-    "abandoned": "the lease was given up",
-    "expired": "the lease expired",
-    "revoked": "the lease was revoked",
-    "faulted": "the session's GPU context failed",
-    "worker_died": "the session's process died",
-    "spawn_failed": "the session's process could not be started",
-    "shutdown": "the daemon shut down",
-    "over_slice": "the session held more of the card than was leased",
-    "kernel_timeout": "a kernel ran for longer than the lease allows",
-    "unresponsive": "the session's process did not answer any more",
-    "drained": "the lease ended because its node was drained",
-    "load_timeout": "an image compiled for longer than the node allows",
-    "orphaned": "the lease was orphaned",
-}
 _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
 """How a lease ended matters more to its tenant than whether its memory came back, except for these."""
 
@@ -679,8 +648,8 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     if cause is None and state != "fenced":
         return None
     reason = str(report.get("reason") or "")
-    status = _STATUS_BY_CAUSE.get(str(cause), Status.SESSION_FAILED)
-    words = _WORDS.get(str(cause), f"the lease ended ({cause})")
+    end = LEASE_ENDS.get(str(cause))
+    status, words = (end.status, end.words) if end else (Status.SESSION_FAILED, f"the lease ended ({cause})")
     if state == "fenced" and status in _FENCE_MATTERS:
         status, words = Status.FENCED, f"{words} and its memory is fenced"
     hint = DAEMON_STOPS_HINT if status is Status.DISCONNECTED else ""

@@ -7,7 +7,7 @@ import struct
 from collections import deque
 from typing import Final
 
-from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status, StreamBroken, Told
+from gpulease.protocol import Connection, Failure, Goodbye, Notification, Opcode, Reply, Role, Status, StreamBroken
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import data_prefix
 from gpulease.protocol.framing import HEADER_BYTES, parse_header
@@ -53,7 +53,7 @@ class Link:
         self.end: Failure | None = None
         self.is_end_explained = False
         self.said_goodbye = False
-        self.told: deque[Told] = deque()
+        self.told: deque[Notification] = deque()
         self._awaited: set[int] = set()
         self._results: dict[int, Body | Failure] = {}
         self._targets: dict[int, memoryview] = {}
@@ -161,7 +161,7 @@ class Link:
                     if request_id in self._awaited:
                         self._awaited.discard(request_id)
                         self._results[request_id] = result
-                case Told() as told:
+                case Notification() as told:
                     self.told.append(told)
                 case Goodbye(failure=failure):
                     self.is_end_explained = self.said_goodbye = True

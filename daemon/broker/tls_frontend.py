@@ -14,15 +14,15 @@ from typing import Any, Final
 
 from gpulease.daemon.broker.listeners import bound_at, cannot_listen
 from gpulease.daemon.broker.peer import Peer
-from gpulease.daemon.config.settings import TlsSettings
 from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.host.processes import started_ticks
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.rate_limit import RateLimitedLog
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.journal import Journal, KeptRelay
-from gpulease.daemon.remote.acceptor import RateLimitedLog
 from gpulease.daemon.remote.identity import IdentityFiles, NoTenant, tenant_named
 from gpulease.daemon.remote.relay import Arrival, is_pid
+from gpulease.daemon.remote.settings import TlsSettings
 from gpulease.daemon.workers.child_process import ChildKind, ChildProcess, Timeouts, reap_later
 from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.failures import Failure
@@ -82,7 +82,7 @@ class TlsFrontend:
         # Those that are reaped here, not by a gate.
         self._adopted: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._complaints = RateLimitedLog()
+        self._complaints = RateLimitedLog(LogEvent.STRANGER_REFUSED)
 
     async def start(self) -> None:
         """Start the gate and wait until it has read its files. Raises CannotListen."""

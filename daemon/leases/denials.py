@@ -7,6 +7,8 @@ from typing import Final
 
 from gpulease.daemon.leases.devices import Card
 from gpulease.daemon.leases.model import NS_PER_MS, Cause, LeaseSnapshot, LeaseState
+from gpulease.protocol.failures import LEASE_ENDS
+from gpulease.protocol.opcodes import Status
 
 # Enough of a tenant's own text to recognise it, and too little to fill a log line.
 MAX_QUOTED_CHARS: Final = 64
@@ -59,66 +61,19 @@ def _ended_text(lease: LeaseSnapshot, what: str) -> str:
     return f"Lease {lease.lease_id:032x} {what}{because}."
 
 
-_ENDED: Final = {
-    Cause.FREED: (DenialReason.FREED, "was already freed", "Acquire a new lease."),
-    Cause.EXPIRED: (DenialReason.LEASE_EXPIRED, "has expired", "Acquire a new lease, and renew it in time."),
-    Cause.REVOKED: (DenialReason.REVOKED, "was revoked", "Ask the operator why before you acquire another."),
-    Cause.FAULTED: (
-        DenialReason.SESSION_FAILED,
-        "ended because its context was lost",
-        "Fix the kernel that faulted, then acquire a new lease.",
-    ),
-    Cause.WORKER_DIED: (
-        DenialReason.SESSION_FAILED,
-        "ended because its worker died",
-        "Acquire a new lease; if it happens again, tell the operator.",
-    ),
-    Cause.SPAWN_FAILED: (
-        DenialReason.SESSION_FAILED,
-        "ended before it began because its worker could not start",
-        "Try again; if it happens again, tell the operator.",
-    ),
-    Cause.ABANDONED: (
-        DenialReason.FREED,
-        "was given back because the client that asked for it left before it began",
-        "Acquire a new lease.",
-    ),
-    Cause.SHUTDOWN: (
-        DenialReason.SHUTTING_DOWN,
-        "ended because the daemon is shutting down",
-        "Acquire a new lease once the daemon is back, or on another node.",
-    ),
-    Cause.OVER_SLICE: (
-        DenialReason.SESSION_FAILED,
-        "ended because its session held more of the card than was leased",
-        "Acquire a lease with more min_vram, and tell the operator.",
-    ),
-    Cause.KERNEL_TIMEOUT: (
-        DenialReason.SESSION_FAILED,
-        "ended because a kernel ran for longer than the lease allows",
-        "Fix the kernel, or acquire a lease with a larger max_kernel_secs.",
-    ),
-    Cause.UNRESPONSIVE: (
-        DenialReason.SESSION_FAILED,
-        "ended because its worker did not answer any more",
-        "Acquire a new lease; if it happens again, tell the operator.",
-    ),
-    Cause.DRAINED: (
-        DenialReason.DRAINED,
-        "ended because the node was drained",
-        "Acquire a new lease on another node.",
-    ),
-    Cause.ORPHANED: (
-        DenialReason.LEASE_EXPIRED,
-        "was orphaned",
-        "Acquire a new lease, and keep a connection to it; GpuBuilder().orphan_secs(0) does without.",
-    ),
-    Cause.LOAD_TIMEOUT: (
-        DenialReason.SESSION_FAILED,
-        "ended because an image compiled for longer than this node allows",
-        "Load it in parts, or as a cubin; the operator's bound is max_load_s.",
-    ),
+_END_REASONS: Final = {
+    Status.LEASE_FREED: DenialReason.FREED,
+    Status.LEASE_EXPIRED: DenialReason.LEASE_EXPIRED,
+    Status.REVOKED: DenialReason.REVOKED,
+    Status.DISCONNECTED: DenialReason.SHUTTING_DOWN,
+    Status.DRAINED: DenialReason.DRAINED,
+    Status.SESSION_FAILED: DenialReason.SESSION_FAILED,
 }
+
+
+def _ended(cause: Cause) -> tuple[DenialReason, str, str]:
+    end = LEASE_ENDS[cause.value]
+    return _END_REASONS[end.status], end.predicate, end.hint
 
 
 def lease_ended(lease: LeaseSnapshot) -> Denial:
@@ -131,13 +86,13 @@ def lease_ended(lease: LeaseSnapshot) -> Denial:
         )
     if lease.cause is None:
         raise ValueError(f"Lease {lease.lease_id:032x} has not ended.")
-    reason, what, hint = _ENDED[lease.cause]
+    reason, what, hint = _ended(lease.cause)
     return Denial(reason, _ended_text(lease, what), hint)
 
 
 def lease_expired(lease: LeaseSnapshot) -> Denial:
     """Deny work because the lease's time is over, though nothing has ended it yet."""
-    reason, what, hint = _ENDED[Cause.EXPIRED]
+    reason, what, hint = _ended(Cause.EXPIRED)
     return Denial(reason, _ended_text(lease, what), hint)
 
 
@@ -175,7 +130,7 @@ def not_found(lease_id: int) -> Denial:
 
 def revoked_long_ago(lease_id: int) -> Denial:
     """Deny work under a revoked lease of which nothing else is remembered."""
-    reason, what, hint = _ENDED[Cause.REVOKED]
+    reason, what, hint = _ended(Cause.REVOKED)
     return Denial(reason, f"Lease {lease_id:032x} {what}.", hint)
 
 

@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.remote CHANNEL_FD PARENT_PID MAX MAX_PER_TENANT FILES...`: started by the broker."""
+"""`python -m gpulease.daemon.remote CHANNEL_FD PARENT_PID MAX MAX_PER_TENANT FILES...`: the broker starts it."""
 
 import signal
 import socket
@@ -12,17 +12,17 @@ from gpulease.daemon.remote.identity import BadIdentity, IdentityFiles
 
 
 def main(channel_fd: int, parent_pid: int, max_relays: int, max_relays_per_tenant: int, files: list[str]) -> int:
-    """Read the files, say ready, serve. Returns the exit status."""
+    """Read the files, report ready, and serve. Returns the exit status."""
     die_with_parent(parent_pid)
     set_name("gpul-gate")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     go_on_logging("gate")
     channel = socket.socket(fileno=channel_fd)
     try:
-        gate = TlsAcceptor(channel, IdentityFiles.from_arguments(files), max_relays, max_relays_per_tenant)
+        acceptor = TlsAcceptor(channel, IdentityFiles.from_arguments(files), max_relays, max_relays_per_tenant)
         get_ready()
         send_message(channel, {"op": "ready"})
-        gate.run()
+        acceptor.run()
     except BadIdentity as error:
         send_message(channel, {"op": "broken", "reason": str(error)})
         return 1

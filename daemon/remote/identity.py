@@ -1,18 +1,12 @@
-"""Whose connection it is, by the names in a verified certificate.
+"""This node's identity towards remote tenants, and the tenant that a certificate names.
 
-A certificate names its tenant by one subjectAltName, `URI:gpulease:tenant:NAME`; or, where the settings have a table
-`[tenant_of_certificate]`, by one of the names in that table, and then by nothing else. The subject is never looked at.
-Refused are a certificate without such a name, one with several of them, one with a wildcard among its names, and a NAME
-that is none for a tenant.
+A certificate names its tenant by one subjectAltName, `URI:gpulease:tenant:NAME`. Where the settings have a table
+`[tenant_of_certificate]`, only the names in that table count. The certificate's subject is ignored. Refused are a
+certificate without such a name, one with several, one with a wildcard among its names, and a NAME that no tenant may
+have.
 
-Which certificates a list says are revoked: their serial numbers, out of a PEM file of CRLs.
-
-Handshakes do without: OpenSSL looks at the lists there, and at who signed them. This is for connections that were open
-before, and of lists that OpenSSL has taken. What is read is RFC 5280, 5.1: CertificateList, whose first part has a
-version (maybe), an algorithm, an issuer, one or two times, and then, maybe, a sequence of revoked certificates, each of
-which begins with its serial number.
-
-Who this node is to remote tenants, and which of them it believes: files, read again when they change.
+OpenSSL checks lists of revoked certificates in handshakes only. `revoked_serials` reads their serial numbers, so that
+the acceptor can end connections that were open before.
 """
 
 import base64
@@ -25,31 +19,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from gpulease.daemon.config.settings import TlsSettings, check_tenant
+from gpulease.daemon.remote.settings import TlsSettings, check_tenant
 
 TENANT_PREFIX: Final = "URI:gpulease:tenant:"
 
 MAX_NAMES: Final = 64
-"""Of one certificate. Nobody needs more; it bounds what a relay tells the gate."""
+"""Names of one certificate. Nobody needs more; it bounds a relay's report to the acceptor."""
 
 MAX_NAME_BYTES: Final = 512
-"""Of one name; the longest DNS name has 253."""
+"""The length of one name; the longest DNS name has 253 bytes."""
 
 MAX_SERIAL_CHARS: Final = 40
-"""Of a serial number in hexadecimal (RFC 5280, 4.1.2.2)."""
+"""The length of a serial number in hexadecimal (RFC 5280, 4.1.2.2)."""
 
 
 class NoTenant(Exception):
-    """A certificate that names no tenant, or not one alone; the message is a sentence for its holder."""
+    """A certificate names no tenant, or several; the message is a sentence for its holder."""
 
 
 def are_bounded(names: Sequence[str]) -> bool:
-    """Whether a certificate's names are few and short enough to be passed on."""
+    """Return whether a certificate's names are few and short enough to be passed on."""
     return len(names) <= MAX_NAMES and all(len(name.encode()) <= MAX_NAME_BYTES for name in names)
 
 
 def tenant_named(names: Sequence[str], tenants: Mapping[str, str]) -> str:
-    """The tenant that a certificate with these names, each as `KIND:value`, belongs to. Raises NoTenant."""
+    """Return the tenant that a certificate belongs to. Raises NoTenant.
+
+    Args:
+        names: The certificate's names, each as `KIND:value`.
+        tenants: `[tenant_of_certificate]`, tenants by such names; empty without that table.
+    """
     if any("*" in name for name in names):
         raise NoTenant("a name in the certificate has a wildcard, and a tenant is one")
     if tenants:
@@ -67,70 +66,19 @@ def tenant_named(names: Sequence[str], tenants: Mapping[str, str]) -> str:
         raise NoTenant(str(error)) from None
 
 
-_PEM: Final = re.compile(rb"-----BEGIN X509 CRL-----(.*?)-----END X509 CRL-----", re.DOTALL)
-
-_INTEGER: Final = 0x02
-_SEQUENCE: Final = 0x30
-_TIMES: Final = (0x17, 0x18)
-"""UTCTime and GeneralizedTime."""
-
-_LONG_LENGTH: Final = 0x80
-
-
-def revoked_serials(pem: bytes) -> frozenset[int]:
-    """The serial numbers of all lists in a PEM file. Raises ValueError if one makes no sense."""
-    return frozenset(serial for found in _PEM.finditer(pem) for serial in _of_list(base64.b64decode(found[1])))
-
-
-def _of_list(der: bytes) -> Iterator[int]:
-    (_, whole), *_ = _elements(der)
-    (_, first), *_ = _elements(whole)
-    fields = _elements(first)
-    if fields and fields[0][0] == _INTEGER:
-        del fields[0]
-    # Behind the algorithm, the issuer and the times; what else may come there is tagged otherwise (extensions).
-    rest = [field for field in fields[2:] if field[0] not in _TIMES]
-    if rest and rest[0][0] == _SEQUENCE:
-        for _, entry in _elements(rest[0][1]):
-            (tag, serial), *_ = _elements(entry)
-            if tag != _INTEGER:
-                raise ValueError("an entry of a list of revoked certificates has no serial number")
-            yield int.from_bytes(serial, "big", signed=True)
-
-
-def _elements(der: bytes) -> list[tuple[int, bytes]]:
-    """(tag, content) of each element, one after the other (X.690, 8.1). Raises ValueError if they don't fit."""
-    found: list[tuple[int, bytes]] = []
-    at = 0
-    while at < len(der):
-        if len(der) - at < 2:
-            raise ValueError("a list of revoked certificates is cut off")
-        tag, length = der[at], der[at + 1]
-        at += 2
-        if length & _LONG_LENGTH:
-            size = length & ~_LONG_LENGTH
-            length = int.from_bytes(der[at : at + size], "big")
-            at += size
-        if at + length > len(der):
-            raise ValueError("a list of revoked certificates is cut off")
-        found.append((tag, der[at : at + length]))
-        at += length
-    return found
-
-
 Stamp = tuple[int, int, int] | None
-"""What tells one state of a file from another: inode, size, time of change; None if there is no file."""
+"""Inode, size and time of change of a file; None if there is no file. A changed file has another stamp."""
 
 _FIELDS: Final = ("certificate", "key", "client_ca", "crl")
 
 
 class BadIdentity(Exception):
-    """The files can't be used; the message says which and why, for the operator."""
+    """The files can't be used; the message tells the operator which and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdentityFiles:
-    """Where it is read from; see TlsSettings."""
+    """The files of an Identity. `TlsSettings` describes each."""
 
     certificate: Path
     key: Path
@@ -139,33 +87,33 @@ class IdentityFiles:
 
     @classmethod
     def of(cls, settings: TlsSettings) -> Self:
-        """Those of the settings."""
+        """Return the files that the settings name."""
         return cls(settings.certificate, settings.key, settings.client_ca, settings.crl)
 
     def to_arguments(self) -> list[str]:
-        """For a command line."""
+        """Return the files as arguments of a command line."""
         return [str(getattr(self, field) or "") for field in _FIELDS]
 
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> Self:
-        """From a command line."""
+        """Return the files of a command line's arguments."""
         certificate, key, client_ca, crl = arguments
         return cls(Path(certificate), Path(key), Path(client_ca), Path(crl) if crl else None)
 
     def stamps(self) -> tuple[Stamp, ...]:
-        """What they are now."""
+        """Return the files' present stamps."""
         return tuple(_stamp(getattr(self, field)) for field in _FIELDS)
 
 
 class Identity:
-    """What a handshake needs, as it was read last.
+    """The node's certificate and key, the CAs it trusts, and the revoked certificates, as last read from the files.
 
-    Theory of operation. A handshake begins by a context without the key, changes to the one with it when the tenant's
-    first message is read, which is where OpenSSL lets a server choose its certificate, and goes back when it is done.
-    Only so can the key be forgotten while the connection lives: it keeps the context it began with.
+    A TLS connection keeps the context it began with. So that a relay can forget the node's key, a handshake begins with
+    a context without the key. It changes to the context with the key when OpenSSL lets the server choose a certificate,
+    on the tenant's first message, and changes back when it is done.
 
     Attributes:
-        revoked: Serial numbers of certificates that hold no more.
+        revoked: Serial numbers of revoked certificates.
     """
 
     def __init__(self, files: IdentityFiles) -> None:
@@ -177,11 +125,11 @@ class Identity:
         self.revoked = _revoked(files.crl)
 
     def is_current(self) -> bool:
-        """Whether the files are what they were."""
+        """Return whether the files are unchanged."""
         return self._files.stamps() == self._stamps
 
     def wrap(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO) -> ssl.SSLObject:
-        """A connection whose handshake is still to come."""
+        """Return a server's TLS connection before its handshake."""
 
         def choose(tls: Any, name: str | None, context: ssl.SSLContext) -> None:
             tls.context = self._keyed
@@ -190,7 +138,7 @@ class Identity:
         return self._keyless.wrap_bio(incoming, outgoing, server_side=True)
 
     def forget_key(self, tls: ssl.SSLObject) -> None:
-        """The handshake is done: nothing in this process has the key any more. OpenSSL overwrites what it frees."""
+        """Drop the node's key from this process after the handshake. OpenSSL overwrites the memory it frees."""
         tls.context = self._keyless
         self._keyless.sni_callback = None
         self._keyed = None
@@ -200,7 +148,7 @@ def _context(files: IdentityFiles, *, with_key: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    # No ticket, no resumption: each connection's certificate is looked at anew. Early data would need a ticket.
+    # Without tickets there is no resumption and no early data, so each connection shows its certificate.
     context.num_tickets = 0
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
     _load(context, files.client_ca, "client_ca")
@@ -216,7 +164,7 @@ def _load(context: ssl.SSLContext, path: Path, what: str) -> None:
     try:
         context.load_verify_locations(path)
     except OSError as error:
-        # ssl.SSLError is one too.
+        # ssl.SSLError is an OSError.
         raise BadIdentity(f"{what} {path}: {error.strerror or error}") from None
 
 
@@ -227,7 +175,7 @@ def _load_key(context: ssl.SSLContext, files: IdentityFiles) -> None:
     for what, path in (("certificate", files.certificate), ("key", files.key)):
         if not os.access(path, os.R_OK):
             raise BadIdentity(f"{what} {path} can't be read")
-    # Of a group that operators made for it a key may be; whoever else can read it can be this node.
+    # Operators may give a key's group read access. Everybody who can read the key can pass for this node.
     if files.key.stat().st_mode & stat.S_IROTH:
         raise BadIdentity(f"key {files.key} can be read by everybody: chmod o-r it")
     try:
@@ -249,3 +197,60 @@ def _stamp(path: Path | None) -> Stamp:
     except OSError:
         return None
     return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+# --- lists of revoked certificates ---
+
+_PEM: Final = re.compile(rb"-----BEGIN X509 CRL-----(.*?)-----END X509 CRL-----", re.DOTALL)
+
+_INTEGER: Final = 0x02
+_SEQUENCE: Final = 0x30
+_TIMES: Final = (0x17, 0x18)
+"""UTCTime and GeneralizedTime."""
+
+_LONG_LENGTH: Final = 0x80
+
+
+def revoked_serials(pem: bytes) -> frozenset[int]:
+    """Return the serial numbers of all lists in a PEM file. Raises ValueError for a malformed list.
+
+    The structure is RFC 5280, 5.1: the first element of a CertificateList holds an optional version, an algorithm, an
+    issuer, one or two times, and an optional sequence of entries. Each entry begins with its serial number.
+    """
+    return frozenset(serial for found in _PEM.finditer(pem) for serial in _serials_of(base64.b64decode(found[1])))
+
+
+def _serials_of(der: bytes) -> Iterator[int]:
+    (_, whole), *_ = _elements(der)
+    (_, first), *_ = _elements(whole)
+    fields = _elements(first)
+    if fields and fields[0][0] == _INTEGER:
+        del fields[0]
+    # The entries follow the algorithm, the issuer and the times. Extensions have another tag.
+    rest = [field for field in fields[2:] if field[0] not in _TIMES]
+    if rest and rest[0][0] == _SEQUENCE:
+        for _, entry in _elements(rest[0][1]):
+            (tag, serial), *_ = _elements(entry)
+            if tag != _INTEGER:
+                raise ValueError("an entry of a list of revoked certificates has no serial number")
+            yield int.from_bytes(serial, "big", signed=True)
+
+
+def _elements(der: bytes) -> list[tuple[int, bytes]]:
+    """Return each element's tag and content (X.690, 8.1). Raises ValueError for an element that is cut off."""
+    found: list[tuple[int, bytes]] = []
+    at = 0
+    while at < len(der):
+        if len(der) - at < 2:
+            raise ValueError("a list of revoked certificates is cut off")
+        tag, length = der[at], der[at + 1]
+        at += 2
+        if length & _LONG_LENGTH:
+            size = length & ~_LONG_LENGTH
+            length = int.from_bytes(der[at : at + size], "big")
+            at += size
+        if at + length > len(der):
+            raise ValueError("a list of revoked certificates is cut off")
+        found.append((tag, der[at : at + length]))
+        at += length
+    return found

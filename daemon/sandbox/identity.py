@@ -1,10 +1,8 @@
-"""Closing what a worker inherits and has no use for.
+"""A worker's user, groups, capabilities and descriptors: a user of its own, the devices' groups, and nothing else.
 
-Whose process a worker is: a user of its own, no groups but the devices', no capabilities.
-
-Workers share one user. What keeps them from each other is that none can be traced or opened (undumpable), and that
-neither Landlock nor the filter lets a signal through. The zygote stays the daemon's: one that ran as the workers' user
-could be signalled by any of them wherever a kernel lacks those two.
+Workers share one user. They can't trace or open each other, because they are undumpable, and neither Landlock nor the
+filter lets a signal through. The zygote keeps the daemon's user. As the workers' user it could be signalled by any of
+them on a kernel that lacks those two.
 """
 
 import ctypes
@@ -19,7 +17,7 @@ from typing import Final
 from gpulease.daemon.sandbox.measures import SandboxBroken, prctl
 
 STANDARD = (0, 1, 2)
-"""Nothing to read, and a pipe to the daemon's log."""
+"""The standard descriptors: an empty input, and a pipe to the daemon's log."""
 
 
 def keep_only(kept: Iterable[int]) -> None:
@@ -30,7 +28,7 @@ def keep_only(kept: Iterable[int]) -> None:
             try:
                 os.close(int(entry))
             except OSError:
-                # The one that the folder was read by.
+                # The descriptor that listdir itself used.
                 continue
 
 
@@ -48,7 +46,7 @@ _MAX_CAPABILITIES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who workers are."""
+    """The user and groups of workers."""
 
     name: str
     uid: int
@@ -57,7 +55,7 @@ class Identity:
 
 
 def identity_of(name: str, devices: tuple[Path, ...]) -> Identity:
-    """A user, with the groups that it needs for the devices. Raises SandboxBroken."""
+    """Return a user with the groups that it needs for the devices. Raises SandboxBroken."""
     try:
         user = pwd.getpwnam(name)
     except KeyError:
@@ -68,7 +66,7 @@ def identity_of(name: str, devices: tuple[Path, ...]) -> Identity:
 
 
 def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...]:
-    """The groups by which the devices can be read and written. Root's is never given: it opens too much else."""
+    """Return the groups that can read and write the devices. Root's group is refused: it opens too much else."""
     groups = set()
     for device in devices:
         try:
@@ -88,7 +86,7 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
 
 
 def become(identity: Identity) -> None:
-    """Be that user, for good; clears the signal of the parent's death (prctl(2)). Raises OSError."""
+    """Change to that user for good. Clears the signal of the parent's death (prctl(2)). Raises OSError."""
     os.setgroups(identity.groups)
     os.setresgid(identity.gid, identity.gid, identity.gid)
     os.setresuid(identity.uid, identity.uid, identity.uid)
@@ -97,30 +95,30 @@ def become(identity: Identity) -> None:
 
 
 def bound_capabilities() -> None:
-    """Empty the sets that an exec could take capabilities from; as long as this process may. Raises OSError."""
+    """Empty the capability sets that an exec could use, as far as this process may. Raises OSError."""
     prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     for capability in range(_MAX_CAPABILITIES):
         try:
             if prctl(_PR_CAPBSET_READ, capability):
                 prctl(_PR_CAPBSET_DROP, capability)
         except PermissionError:
-            # Without CAP_SETPCAP there is nothing to lose: no_new_privs keeps an exec from using the set.
+            # Without CAP_SETPCAP the set stays, but no_new_privs keeps an exec from using it.
             return
         except OSError:
-            # The first number that this kernel knows no capability for.
+            # This kernel has no capability of this number or a higher one.
             return
 
 
 def drop_capabilities() -> None:
-    """Have none (capset(2)). Raises OSError."""
+    """Drop every capability (capset(2)). Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    # Effective, permitted and inheritable, 32 of each, and once more for the next 32.
+    # Effective, permitted and inheritable sets: 32 capabilities each, then the next 32.
     if libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 def be_undumpable() -> None:
-    """Let nobody of the same user trace this process or open its memory; setuid and exec undo it (prctl(2))."""
+    """Keep processes of the same user from tracing this one or opening its memory. Setuid and exec undo it (prctl(2))."""
     prctl(_PR_SET_DUMPABLE, 0)

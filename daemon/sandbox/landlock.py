@@ -1,7 +1,7 @@
-"""Files, devices, network, signals: what a worker can reach (landlock(7)).
+"""Landlock (landlock(7)): the files, devices, network and signals that a worker can reach.
 
-Landlock takes from a process what it may open, for ever and for its threads to come; what is open stays. A kernel knows
-the rights of its ABI, so all of those are taken, and given back where a rule says so.
+Landlock forbids a process, and its later threads, to open things, for good; open descriptors stay. A kernel knows the
+rights of its ABI version. The ruleset forbids all of those and allows exceptions by rules.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ TRUNCATE_SINCE: Final = 3
 NETWORK_SINCE: Final = 4
 DEVICES_SINCE: Final = 5
 SCOPE_SINCE: Final = 6
-"""The ABI, and so the kernel, that has a right first: Linux 5.13, 5.19, 6.2, 6.7, 6.10, 6.12."""
+"""The first ABI with each right; in order, Linux 5.13, 5.19, 6.2, 6.7, 6.10 and 6.12 have them."""
 
 
 class Access(IntFlag):
@@ -65,7 +65,7 @@ _USE: Final = Access.READ_FILE | Access.WRITE_FILE | Access.READ_DIR | Access.IO
 _NAME_THREADS: Final = _READ | Access.WRITE_FILE | Access.TRUNCATE
 _KEEP: Final = _READ | Access.WRITE_FILE | Access.TRUNCATE | Access.MAKE_REG | Access.MAKE_DIR | Access.REMOVE_FILE
 _OF_FILES: Final = Access.EXECUTE | Access.WRITE_FILE | Access.READ_FILE | Access.TRUNCATE | Access.IOCTL_DEV
-"""What a rule on something that is no folder may speak of; the kernel refuses it otherwise."""
+"""The rights that a rule on a file may name. The kernel refuses others there."""
 
 
 class _Ruleset(ctypes.Structure):
@@ -83,19 +83,19 @@ class _PathBeneath(ctypes.Structure):
 
 
 def abi() -> int:
-    """What this kernel's Landlock can do. Raises OSError if it has none, or it is not enabled."""
+    """Return the version of this kernel's Landlock. Raises OSError if it has none, or it is not enabled."""
     return system_call(_CREATE_RULESET, 0, 0, _CREATE_RULESET_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What is to be taken away.
+    """The things that a ruleset forbids.
 
     Attributes:
-        files: All of the file system but what is needed.
-        devices: ioctl on what is needed of it, but for the driver's devices.
+        files: All of the file system except the needed paths.
+        devices: ioctl on device nodes other than the driver's.
         network: TCP.
-        scope: Signals and abstract sockets to the outside.
+        scope: Signals and abstract sockets to processes outside.
     """
 
     files: bool = False
@@ -104,7 +104,7 @@ class Reach:
     scope: bool = False
 
     def handled(self, version: int) -> Access:
-        """The rights on files that an ABI of that version takes away for this."""
+        """Return the rights on files that an ABI of that version forbids for this."""
         handled = Access(0)
         if self.files:
             handled = Access((1 << Access.REFER.bit_length() - 1) - 1)
@@ -116,7 +116,7 @@ class Reach:
 
 
 def restrict(reach: Reach, needs: Needs) -> None:
-    """Take it all from this process; no_new_privs must be set. Raises OSError."""
+    """Forbid all of it to this process; no_new_privs must be set. Raises OSError."""
     version = abi()
     handled = reach.handled(version)
     attributes = _Ruleset(handled, _ALL_TCP * reach.network, _ALL_SCOPES * reach.scope)
@@ -147,7 +147,7 @@ def _opened(path: Path) -> Iterator[int | None]:
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        # What is not there, or not this user's to reach, needs no rule.
+        # A path that is missing, or out of this user's reach, needs no rule.
         yield None
         return
     try:

@@ -1,11 +1,4 @@
-"""System calls that Python has no name for.
-
-What a driver's workers need of the host once they are shut in.
-
-The measures by name, and what is found out about each.
-
-What the operator wants of the sandbox.
-"""
+"""The sandbox's measures, the driver's needs, the operator's settings, and two system calls that Python lacks."""
 
 import ctypes
 import json
@@ -19,7 +12,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def system_call(number: int, *arguments: int) -> int:
-    """Raises OSError."""
+    """Call the kernel by a system call's number. Raises OSError."""
     result: int = _LIBC.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
     if result < 0:
         code = ctypes.get_errno()
@@ -28,7 +21,7 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """Ask the kernel something about this process. Raises OSError."""
+    """Call prctl(2) and return its result. Raises OSError."""
     values = [*arguments, 0, 0, 0, 0][:4]
     result: int = _LIBC.prctl(option, *map(ctypes.c_ulong, values))
     if result < 0:
@@ -39,15 +32,17 @@ def prctl(option: int, *arguments: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Paths that do not exist are passed over: a driver looks for many things that a host need not have.
+    """The paths and memory that a driver's workers need inside the sandbox.
+
+    Paths that do not exist are skipped: a driver looks for many things that a host need not have.
 
     Attributes:
-        readable: Files, and folders with all that is in them.
-        devices: Device nodes to be opened and told things by ioctl.
-        own_process: Whether a worker reads, and names its threads by, its own folder under /proc.
+        readable: Files, and folders with everything in them.
+        devices: Device nodes for open and ioctl.
+        own_process: Whether a worker uses its own folder under /proc, to read it and to name its threads.
         kept: Descriptors, open in the zygote, of folders where workers may make, read and remove files.
-        writable: Folders for the same, by path.
-        private_bytes: What a worker may take of the host's memory for itself, None if its slice lies there.
+        writable: Paths of such folders.
+        private_bytes: The host memory that a worker may take; None if its slice lies in host memory.
     """
 
     readable: tuple[Path, ...] = ()
@@ -59,25 +54,25 @@ class Needs:
 
     @property
     def writes_files(self) -> bool:
-        """Whether there is a folder it may write to."""
+        """Whether there is a folder that workers may write to."""
         return bool(self.kept or self.writable)
 
 
 class Measure(Enum):
-    """What is done to a worker, in the order it is done.
+    """The measures against a worker, in the order in which they are taken.
 
     Attributes:
-        DESCRIPTORS: No descriptor that was open before but its channel, its pages and the log.
-        USER: A user of the workers' own, in no group that the devices do not need.
-        CAPABILITIES: None, and none to be had.
-        PRIVILEGES: No program run from here gains any.
-        INSPECTION: Other workers can't trace it or open its memory, and no core of it is written.
-        LIMITS: On what it takes of the host.
-        FILES: It opens what the driver needs, nothing else.
-        DEVICES: It makes no ioctl on other devices than the driver's.
-        NETWORK: No TCP, neither connecting nor binding.
-        SCOPE: No signal and no abstract socket to anything outside.
-        SYSCALLS: Those it has a use for, and no others.
+        DESCRIPTORS: The worker keeps its channel, its pages and the log, and no other open descriptor.
+        USER: The worker runs as a user of the workers' own, in the groups that the devices need and no others.
+        CAPABILITIES: The worker has no capability and can gain none.
+        PRIVILEGES: No program that the worker runs gains privileges.
+        INSPECTION: Other workers can't trace it or open its memory, and the kernel writes no core of it.
+        LIMITS: Bounds on its use of the host's resources.
+        FILES: The worker opens the driver's paths and nothing else.
+        DEVICES: The worker makes no ioctl on devices other than the driver's.
+        NETWORK: The worker can't connect or bind TCP.
+        SCOPE: The worker reaches no outside process by a signal or an abstract socket.
+        SYSCALLS: The worker makes the system calls it has a use for and no others.
     """
 
     DESCRIPTORS = "descriptors"
@@ -94,10 +89,10 @@ class Measure(Enum):
 
 
 class SandboxBroken(Exception):
-    """A worker can't be shut in as the operator wants it.
+    """A worker can't be sandboxed as the operator wants.
 
     Attributes:
-        hint: What the operator can do, a sentence.
+        hint: A sentence that says what the operator can do.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
@@ -107,11 +102,12 @@ class SandboxBroken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One measure on this host.
+    """The state of one measure on this host.
 
     Attributes:
-        is_on: Whether every worker is under it.
-        detail: How far it goes, or why it is off.
+        measure: The measure.
+        is_on: Whether it applies to every worker.
+        detail: Its extent, or the reason why it is off.
     """
 
     measure: Measure
@@ -119,23 +115,23 @@ class Finding:
     detail: str
 
     def to_message(self) -> dict[str, Any]:
-        """As it travels, to the broker and in the inventory."""
+        """Return the finding as a message, for the broker and the inventory."""
         return {"measure": self.measure.value, "on": self.is_on, "detail": self.detail}
 
 
 MODES: Final = ("available", "required")
 
 ALWAYS_ON: Final = frozenset({Measure.DESCRIPTORS, Measure.PRIVILEGES})
-"""What others rest on, and no driver can have a use for the lack of."""
+"""Measures that others rest on, and that no driver has a reason to do without."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
-    """How workers are to be shut in.
+    """The operator's settings of the sandbox.
 
     Attributes:
-        is_required: Whether the daemon is not to start where a measure can't be had.
-        user: Who workers are to be; None for the default user if the daemon is root, and for its own user if not.
+        is_required: Whether the daemon refuses to start where a measure is unavailable.
+        user: The workers' user; None for the default user if the daemon is root, else for the daemon's own user.
         without: Measures that the operator does without.
     """
 
@@ -144,12 +140,12 @@ class SandboxSettings:
     without: frozenset[Measure] = frozenset()
 
     def to_text(self) -> str:
-        """For a command line."""
+        """Return the settings as an argument of a command line."""
         without = sorted(measure.value for measure in self.without)
         return json.dumps({"required": self.is_required, "user": self.user, "without": without})
 
     @classmethod
     def from_text(cls, text: str) -> "SandboxSettings":
-        """As it came over a command line of ours."""
+        """Return the settings of such an argument."""
         found = json.loads(text)
         return cls(found["required"], found["user"], frozenset(map(Measure, found["without"])))

@@ -1,7 +1,7 @@
-"""Entering the sandbox: in a worker just forked, before it touches a driver.
+"""Entry into the sandbox: a worker just forked takes every measure before it touches a driver.
 
-The order is the kernel's: what needs privileges comes before they are gone, the signal of the parent's death is asked
-for after the user has changed, which clears it (prctl(2)), and the filter comes last, because it forbids the rest.
+The kernel dictates the order. Measures that need privileges come before the privileges go. The signal of the parent's
+death is set after the change of user, which clears it (prctl(2)). The filter comes last, because it forbids the rest.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ BY_LANDLOCK: Mapping[Measure, Reach] = {
     Measure.NETWORK: Reach(network=True),
     Measure.SCOPE: Reach(scope=True),
 }
-"""Each by itself; together they are one ruleset."""
+"""The part of the ruleset for each measure. A worker's ruleset joins the parts of its measures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,9 @@ class Plan:
     """The sandbox of one driver's workers on this host.
 
     Attributes:
-        identity: Whose processes they are, None for the daemon's own user's.
+        needs: The paths and memory that the driver needs.
+        identity: The workers' user; None for the daemon's own.
+        measures: The measures to take.
     """
 
     needs: Needs
@@ -46,19 +48,23 @@ class Plan:
     measures: frozenset[Measure]
 
     def enter(self, kept: Iterable[int], parent_pid: int) -> None:
-        """Shut this process in, and have it die with its parent; `kept` are the descriptors it goes on using.
+        """Take every measure in this process, and have it die with its parent.
 
-        Raises SandboxBroken if one of the measures can't be had: the process must end then.
+        Args:
+            kept: The descriptors that the process keeps.
+            parent_pid: The parent's process id.
+
+        Raises SandboxBroken if a measure fails. The process must end then.
         """
         for measure, step in self._before(tuple(kept)):
-            self._take(measure, step)
-        # Whether or not there is a sandbox.
+            self._apply(measure, step)
+        # These two apply without a sandbox too.
         die_with_parent(parent_pid)
         gain_no_privileges()
         for measure, step in self._after():
-            self._take(measure, step)
+            self._apply(measure, step)
 
-    def _take(self, measure: Measure, step: Step) -> None:
+    def _apply(self, measure: Measure, step: Step) -> None:
         try:
             step()
         except (OSError, ValueError, NoFilter) as error:

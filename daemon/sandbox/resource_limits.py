@@ -1,6 +1,7 @@
-"""What one worker may take of the host: setrlimit(2), each with the attack it stops.
+"""The limits on one worker's use of the host (setrlimit(2)), each with the attack that it stops.
 
-Not RLIMIT_AS: CUDA maps some 15 GiB of addresses for each context, and the embedded driver a slice's many times over.
+RLIMIT_AS is not among them: CUDA maps some 15 GiB of addresses for each context, and the embedded driver maps many
+times its slice.
 """
 
 import resource
@@ -11,26 +12,27 @@ from typing import Final
 from gpulease.daemon.sandbox.measures import Needs
 
 MAX_DESCRIPTORS: Final = 4096
-"""A worker that opens until the host has no more for others. A context has some 45, each connection two or three."""
+"""Stops a worker that opens descriptors until the host has none left. A context has some 45, a connection two or three."""
 
 MAX_FILE_BYTES: Final = 1 << 30
-"""A file that fills the host's memory or disk: memory that a client maps counts as one, an arena at most so large."""
+"""Stops a file that fills the host's memory or disk. An arena that a client maps counts as a file, so it bounds that."""
 
 MAX_LOCKED_BYTES: Final = 64 << 10
-"""Memory that can't be swapped out. What the driver pins for copies it pins by its own means, bounded by the arena."""
+"""Stops memory that can't be swapped out. The driver pins memory for copies by other means, which the arena bounds."""
 
 MAX_THREADS_OF_USER: Final = 32_768
-"""Threads until the host has no process ids left. Counted over all processes of the workers' user, so it stops no
-worker from crowding out others; that it makes no processes is the filter's part."""
+"""Stops threads until the host has no process ids left. The kernel counts all processes of the workers' user, so one
+worker can take the others' share. The filter keeps workers from making processes."""
 
 OUT_OF_MEMORY_SCORE: Final = 500
-"""Added to what the kernel chooses by whom to end when the host is out of memory (proc_pid_oom_score_adj(5)). All files
-in memory together have no limit, so a worker that takes all there is must go before the daemon."""
+"""Added to the score by which the kernel chooses a process to kill when the host is out of memory
+(proc_pid_oom_score_adj(5)). Files in memory have no common limit, so a worker that takes all of it must go before the
+daemon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One resource and the most of it."""
+    """One resource and its bound."""
 
     name: str
     resource: int
@@ -38,27 +40,27 @@ class Limit:
 
 
 def limits_for(needs: Needs) -> tuple[Limit, ...]:
-    """The limits of a driver's workers."""
+    """Return the limits of a driver's workers."""
     limits = [
-        # The session's memory in a file on the host's disk.
+        # Stops a core file, which puts the session's memory on the host's disk.
         Limit("core", resource.RLIMIT_CORE, 0),
         Limit("descriptors", resource.RLIMIT_NOFILE, MAX_DESCRIPTORS),
         Limit("file bytes", resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         Limit("locked bytes", resource.RLIMIT_MEMLOCK, MAX_LOCKED_BYTES),
         Limit("threads of the user", resource.RLIMIT_NPROC, MAX_THREADS_OF_USER),
-        # Kernel memory in queues that outlive the process, and a thread that no other gets the core from.
+        # Stops queues, whose kernel memory outlives the process, and threads that never yield their core.
         Limit("message queues", resource.RLIMIT_MSGQUEUE, 0),
         Limit("real-time priority", resource.RLIMIT_RTPRIO, 0),
         Limit("raised priority", resource.RLIMIT_NICE, 0),
     ]
     if needs.private_bytes is not None:
-        # A compiler that an image makes take all the host's memory.
+        # Stops a compiler that a hostile image drives to take all the host's memory.
         limits.append(Limit("private bytes", resource.RLIMIT_DATA, needs.private_bytes))
     return tuple(limits)
 
 
 def impose(limits: tuple[Limit, ...]) -> None:
-    """Never more than this process may have already. Raises OSError and ValueError."""
+    """Set the limits, none above this process's present hard limit. Raises OSError and ValueError."""
     for limit in limits:
         _, hard = resource.getrlimit(limit.resource)
         most = limit.most if hard == resource.RLIM_INFINITY else min(limit.most, hard)
@@ -66,12 +68,12 @@ def impose(limits: tuple[Limit, ...]) -> None:
 
 
 def be_first_to_go() -> None:
-    """Have the kernel end this process before others for want of memory; while it may still say so. Raises OSError."""
+    """Have the kernel kill this process before others when memory runs out. Raises OSError."""
     score = Path("/proc/self/oom_score_adj")
     if int(score.read_text()) < OUT_OF_MEMORY_SCORE:
         score.write_text(str(OUT_OF_MEMORY_SCORE))
 
 
 def in_words(limits: tuple[Limit, ...]) -> str:
-    """For the report."""
+    """Return the limits as text for the report."""
     return ", ".join(f"{limit.name} {limit.most}" for limit in limits)

@@ -1,19 +1,13 @@
-"""Filters of system calls as the kernel takes them: classic BPF over struct seccomp_data (seccomp(2)).
+"""The filter of a worker's system calls (seccomp(2)): an allow-list, as a classic BPF program over struct seccomp_data.
 
-Numbers of the system calls that the filter names (asm/unistd_64.h of Linux).
+The list allows, it does not deny: a worker can harm another of the same user (limits, priority, affinity, signals in
+many ways) by two dozen calls, and each new kernel adds more. It holds the calls that workers made on an H100 and with
+the embedded driver, and further calls of the C library, Python and threads for the same ends. Other calls fail with
+EPERM, which callers can handle. Calls that no honest worker makes end the process. Calls newer than this list fail with
+ENOSYS, so that the C library falls back to older ones.
 
-System calls by what a worker does with them.
-
-The filter of system calls: those that a worker has a use for (seccomp(2)).
-
-An allow-list, not a deny-list: what one worker can do to another of the same user (limits, priority, affinity, signals
-by many ways) is spread over two dozen calls, and each new kernel has more. The list is what workers were seen to call
-on an H100 and with the embedded driver, and what else the C library, Python and threads may call for the same ends.
-What is not on it fails with EPERM, which callers know how to live with; calls that nothing honest makes end the
-process; calls newer than this list do not exist, so that the C library takes the older ones.
-
-The program is our own, because it is small and depends on the worker's process id; a library for it would be one more
-that a GPU host need not have. Pages may be made executable: the embedded driver's kernels are compiled in the worker.
+No library builds the program: it is small, it depends on the worker's process id, and a GPU host need not have such a
+library. Pages may become executable, because the embedded driver compiles its kernels in the worker.
 """
 
 import ctypes
@@ -29,9 +23,9 @@ from typing import Final
 from gpulease.daemon.sandbox.measures import prctl
 
 Code = list[tuple[int, int, int, int]]
-"""Instructions: operation, instructions to skip if true, if false, constant (struct sock_filter)."""
+"""Instructions (struct sock_filter): operation, instructions to skip if true and if false, constant."""
 
-# struct seccomp_data: the call's number, the architecture, the instruction pointer, six arguments of 8 bytes.
+# struct seccomp_data: the call's number, the architecture, the instruction pointer, and six arguments of 8 bytes.
 _NUMBER_AT: Final = 0
 _ARCHITECTURE_AT: Final = 4
 _ARGUMENTS_AT: Final = 16
@@ -44,26 +38,26 @@ _RETURN: Final = 0x06
 
 ALLOW: Final = 0x7FFF0000
 KILL: Final = 0x80000000
-"""SECCOMP_RET_KILL_PROCESS: ends the process as an uncaught SIGSYS would."""
+"""SECCOMP_RET_KILL_PROCESS: ends the process like an uncaught SIGSYS."""
 
 _FAIL: Final = 0x00050000
 
 X32_BIT: Final = 0x40000000
-"""Set in the numbers of the x32 ABI, which are other calls to a filter that looks at numbers alone."""
+"""The bit that marks numbers of the x32 ABI, under which other calls share the plain numbers."""
 
 
 def fail(errno: int) -> int:
-    """The call is not made and gives this error."""
+    """Return the action that skips the call and returns this error."""
     return _FAIL | errno
 
 
 def result(action: int) -> Code:
-    """The end."""
+    """Return the instruction that ends the filter with an action."""
     return [(_RETURN, 0, 0, action)]
 
 
 def head(architecture: int) -> Code:
-    """Kill what calls by another ABI than the process's own; then have the call's number ready."""
+    """Return instructions that kill calls of another ABI, and then load the call's number."""
     return [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_IF_EQUAL, 1, 0, architecture),
@@ -75,17 +69,17 @@ def head(architecture: int) -> Code:
 
 
 def on(number: int, then: Code) -> Code:
-    """What to do about one call; `then` ends in a result."""
+    """Return the instructions for one call; `then` ends in a result."""
     return [(_IF_EQUAL, 0, len(then), number), *then]
 
 
 def beyond(number: int, action: int) -> Code:
-    """What to do about calls with higher numbers."""
+    """Return the instructions for calls with higher numbers."""
     return [(_IF_NOT_LESS, 0, 1, number + 1), *result(action)]
 
 
 def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, mask: int = 0xFFFFFFFF) -> Code:
-    """By the low half of an argument, which is all that the kernel looks at of an int."""
+    """Return a branch on the low half of an argument. The kernel reads no more of an int."""
     code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
     for value in values:
         code += [(_IF_EQUAL, 0, 1, value & 0xFFFFFFFF), *result(then)]
@@ -93,23 +87,23 @@ def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, ma
 
 
 def unless_argument(place: int, value: int, then: int) -> Code:
-    """Go on if the low half of an argument is this value."""
+    """Return instructions that go on if the low half of an argument is this value."""
     return [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_IF_EQUAL, 1, 0, value), *result(then)]
 
 
 def unless_null(place: int, then: int) -> Code:
-    """Go on if an argument is a null pointer: both halves are zero."""
+    """Return instructions that go on if an argument is a null pointer: both halves are zero."""
     halves = (_ARGUMENTS_AT + 8 * place, _ARGUMENTS_AT + 8 * place + 4)
     return [step for at in halves for step in ((_LOAD, 0, 0, at), (_IF_EQUAL, 1, 0, 0), *result(then))]
 
 
 def assemble(code: Code) -> bytes:
-    """As struct sock_filter[]."""
+    """Return the program as struct sock_filter[]."""
     return b"".join(struct.pack("=HBBI", *step) for step in code)
 
 
 NEWEST: Final = 450
-"""The last call that was known when the list was made: set_mempolicy_home_node, Linux 5.17."""
+"""The newest call that this list knows: set_mempolicy_home_node of Linux 5.17."""
 
 X86_64: Final = MappingProxyType(
     {
@@ -281,7 +275,7 @@ X86_64: Final = MappingProxyType(
 
 
 ALLOWED: Final = (
-    # Descriptors and sockets that are open, and waiting for them.
+    # Use of, and waits for, open descriptors and sockets.
     "read",
     "write",
     "readv",
@@ -314,16 +308,16 @@ ALLOWED: Final = (
     "getpeername",
     "getsockopt",
     "setsockopt",
-    # CUDA keeps an abstract socket that it hands descriptors out by.
+    # CUDA keeps an abstract socket from which it hands out descriptors.
     "bind",
     "listen",
     "accept",
     "accept4",
-    # Memory that a client maps too.
+    # Memory shared with a client.
     "memfd_create",
     "ftruncate",
     "fallocate",
-    # Memory of its own.
+    # Private memory.
     "brk",
     "mmap",
     "munmap",
@@ -339,7 +333,7 @@ ALLOWED: Final = (
     "get_mempolicy",
     "set_mempolicy",
     "mbind",
-    # Files, as far as they can be reached.
+    # Files within Landlock's reach.
     "open",
     "openat",
     "stat",
@@ -358,7 +352,7 @@ ALLOWED: Final = (
     "getcwd",
     "fadvise64",
     "flock",
-    # Threads of its own.
+    # Threads.
     "futex",
     "set_robust_list",
     "rseq",
@@ -373,7 +367,7 @@ ALLOWED: Final = (
     "getcpu",
     "exit",
     "exit_group",
-    # Signals to itself.
+    # Signals to the worker itself.
     "rt_sigaction",
     "rt_sigprocmask",
     "rt_sigpending",
@@ -391,7 +385,7 @@ ALLOWED: Final = (
     "time",
     "times",
     "getrusage",
-    # What it is.
+    # The process's own attributes.
     "getpid",
     "getppid",
     "gettid",
@@ -410,7 +404,7 @@ ALLOWED: Final = (
 )
 
 FOR_FILES: Final = ("mkdir", "mkdirat", "unlink", "unlinkat", "rename", "renameat", "renameat2", "utimensat")
-"""Where an operator gives workers a folder to keep compiled code in."""
+"""Calls for a folder of compiled code, if the operator gives workers one."""
 
 FATAL: Final = (
     "ptrace",
@@ -434,14 +428,14 @@ FATAL: Final = (
     "iopl",
     "ioperm",
 )
-"""What neither a driver, nor a library, nor we have a use for."""
+"""Calls that no driver, no library and no code of ours has a use for."""
 
 UNKNOWN: Final = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "futex_waitv")
-"""What callers do without where a kernel is too old for it."""
+"""Calls that callers do without on an older kernel."""
 
 
 MACHINE: Final = "x86_64"
-"""The one that there is a filter for, as platform.machine() has it."""
+"""The only machine with a filter, as platform.machine() names it."""
 
 _X86_64: Final = 0xC000003E
 """AUDIT_ARCH_X86_64 of linux/audit.h."""
@@ -459,27 +453,27 @@ _CLONE_NAMESPACES: Final = 0x7E020080
 """CLONE_NEWTIME, _NEWNS, and _NEWCGROUP to _NEWNET."""
 
 _TERMINAL_INPUT: Final = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX: typing into the terminal that the daemon was started from."""
+"""TIOCSTI and TIOCLINUX, which type into the terminal that the daemon was started from."""
 
 _SIGNAL_OWNERS_BY_IOCTL: Final = (0x8901, 0x8902)
 _SIGNAL_OWNERS_BY_FCNTL: Final = (8, 10, 15)
-"""FIOSETOWN and SIOCSPGRP; F_SETOWN, F_SETSIG and F_SETOWN_EX: having the kernel send a signal of one's choice to any
-process of the same user when a descriptor becomes ready."""
+"""FIOSETOWN and SIOCSPGRP; F_SETOWN, F_SETSIG and F_SETOWN_EX. They make the kernel send a chosen signal to any process
+of the same user when a descriptor becomes ready."""
 
 _PRCTL: Final = (15, 16, 0x53564D41)
-"""PR_SET_NAME, PR_GET_NAME, PR_SET_VMA. Not PR_SET_PDEATHSIG, which would let it outlive its zygote, nor
+"""PR_SET_NAME, PR_GET_NAME, PR_SET_VMA. Not PR_SET_PDEATHSIG, which would let a worker outlive its zygote, nor
 PR_SET_DUMPABLE."""
 
 _SOCKET_KIND: Final = 0xF
-"""Of a socket's type; the rest of it are flags."""
+"""The bits of a socket's type; the other bits are flags."""
 
 
 class NoFilter(Exception):
-    """There is no filter for this machine; the message says why."""
+    """This machine has no filter; the message says why."""
 
 
 def install(*, writes_files: bool) -> None:
-    """Put this process under the filter; no_new_privs must be set. Raises NoFilter and OSError."""
+    """Install the filter in this process; no_new_privs must be set. Raises NoFilter and OSError."""
     program = filter_for(os.getpid(), writes_files=writes_files)
     code = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog.
@@ -488,7 +482,7 @@ def install(*, writes_files: bool) -> None:
 
 
 def filter_for(pid: int, *, writes_files: bool) -> bytes:
-    """The filter of the process of that id. Raises NoFilter."""
+    """Return the filter for the process of that id. Raises NoFilter."""
     machine = platform.machine()
     if machine != MACHINE:
         raise NoFilter(f"there is no filter for {machine}, only for {MACHINE}")

@@ -1,7 +1,7 @@
-"""Finding out what this host's kernel can do: a process is forked and shut in, one measure after another.
+"""The trial of the sandbox on this host's kernel: a forked process takes one measure after another.
 
-A measure counts as on if the kernel took it and an attempt to break it failed. It is the zygote that tries, before it
-forks a worker: it has one thread, and what it may do its workers may do.
+A measure counts as on if the kernel accepted it and an attempt to break it failed. The zygote runs the trial before it
+forks a worker: it has one thread, and its workers have its privileges.
 """
 
 import contextlib
@@ -53,15 +53,18 @@ _LEFT_OUT: Final = "left out by sandbox_without"
 
 
 class _Missing(Exception):
-    """A measure that can't be had; the message says why."""
+    """A measure that this host lacks; the message says why."""
 
 
 def prepare(
     settings: SandboxSettings, needs: Needs, keep_for: Callable[[int], tuple[int, ...]]
 ) -> tuple[Plan, list[Finding]]:
-    """The sandbox as far as this host has it, and what was found. Raises SandboxBroken if that is not enough.
+    """Try the sandbox out. Returns the plan for workers and the findings. Raises SandboxBroken if that is not enough.
 
-    `keep_for` opens, for the user that workers are to be, the folders that they may write to.
+    Args:
+        settings: The operator's settings.
+        needs: The driver's needs.
+        keep_for: Opens the folders that workers may write to, given the workers' user id.
     """
     identity, reason = _identity(settings, needs)
     needs = replace(needs, kept=keep_for(os.geteuid() if identity is None else identity.uid))
@@ -80,7 +83,7 @@ def prepare(
 
 
 def _identity(settings: SandboxSettings, needs: Needs) -> tuple[Identity | None, str]:
-    """Who workers are to be, or why nobody else than the daemon. Raises SandboxBroken for what was asked for."""
+    """Return the workers' user, or None and the reason. Raises SandboxBroken if the operator named an unusable user."""
     if Measure.USER in settings.without:
         return None, _LEFT_OUT
     if settings.user is not None:
@@ -100,17 +103,17 @@ def _try_out(settings: SandboxSettings, needs: Needs, identity: Identity | None,
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _be_tried(settings, needs, identity, reason, writing)
+        _run_trial(settings, needs, identity, reason, writing)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        told = pipe.read()
+        findings = pipe.read()
     _, status = os.waitpid(pid, 0)
     if status != 0:
         raise SandboxBroken(f"a process that was shut in to try it {exit_text(status)}")
-    return [Finding(Measure(name), is_on, detail) for name, is_on, detail in json.loads(told)]
+    return [Finding(Measure(name), is_on, detail) for name, is_on, detail in json.loads(findings)]
 
 
-def _be_tried(
+def _run_trial(
     settings: SandboxSettings, needs: Needs, identity: Identity | None, reason: str, writing: int
 ) -> NoReturn:
     status = 1
@@ -131,7 +134,7 @@ def _be_tried(
         os.write(writing, json.dumps(found).encode())
         status = 0
     except Exception:
-        # A bug of ours, for the log.
+        # A bug: the traceback goes to the log.
         traceback.print_exc(file=sys.stderr)
         sys.stderr.flush()
     finally:
@@ -139,7 +142,7 @@ def _be_tried(
 
 
 class _Trials:
-    """Each takes one measure, tries to break it, and says how far it goes; raises if it can't be had."""
+    """Trials by measure: each takes the measure, tries to break it, and returns its extent, or raises."""
 
     def __init__(self, needs: Needs, identity: Identity | None, reason: str, writing: int) -> None:
         self._needs = needs
@@ -148,7 +151,7 @@ class _Trials:
         self._writing = writing
 
     def by_measure(self) -> dict[Measure, Callable[[], str]]:
-        """In the order they must be taken in."""
+        """Return the trials in the order in which measures must be taken."""
         return {
             Measure.DESCRIPTORS: self._descriptors,
             Measure.USER: self._user,
@@ -168,7 +171,7 @@ class _Trials:
         return "standard error, the channel, the control pages"
 
     def _user(self) -> str:
-        # Here, because they take what a change of user takes away.
+        # These two need privileges that the change of user takes away.
         be_first_to_go()
         bound_capabilities()
         if self._identity is None:
@@ -230,7 +233,7 @@ class _Trials:
 
     def _syscalls(self) -> str:
         install(writes_files=self._needs.writes_files)
-        # A call that is refused by nothing else, and that a worker has no use for.
+        # Nothing but the filter refuses this call, and no worker needs it.
         _must_fail(lambda: os.getpriority(os.PRIO_PROCESS, 0))
         return "an allow-list for x86_64"
 

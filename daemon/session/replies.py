@@ -6,31 +6,11 @@ from gpulease.daemon.drivers.interface import DriverError, ImageRejected, Launch
 from gpulease.daemon.session.ledger import Refused
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import BodyError
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import SESSION_REFUSALS, Failure
 from gpulease.protocol.fastpath import HANDLE, MIDDLE_AT, REQUEST_ID_OFFSET
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
 from gpulease.protocol.messages import Body
 from gpulease.protocol.opcodes import Flag, Opcode, Status
-
-_REFUSAL_TEXT: Final = {
-    Status.LEASE_EXPIRED: ("the lease has expired", "Acquire a new lease, and renew it in time."),
-    Status.REVOKED: ("the lease was revoked", "Ask the operator why before you acquire another."),
-    Status.LEASE_FREED: ("the lease was freed", "Acquire a new lease."),
-    Status.DISCONNECTED: ("the daemon is stopping", "Acquire a new lease once it is back, or on another node."),
-    Status.DRAINED: ("the node was drained", "Acquire a new lease on another node."),
-    Status.TIMED_OUT: (
-        "the submit took more time than it was given",
-        "Give it more: .timeout_secs(seconds); or make the kernel shorter.",
-    ),
-    Status.DENIED: (
-        "the token this connection attached with is over: it expired, was revoked, or the lease was renewed since",
-        "Get a new token and attach again.",
-    ),
-    Status.SESSION_FAILED: ("the session has failed", "Ask the daemon why, then acquire a new lease."),
-}
-
-REFUSALS: Final = tuple(_REFUSAL_TEXT)
-"""The statuses that a control page's word is known to have, and what is answered to a guest whose token is over."""
 
 _DRIVER_STATUS: Final[dict[int, Status]] = {
     Opcode.MEM_ALLOC: Status.ALLOC_FAILED,
@@ -47,7 +27,7 @@ _DRIVER_STATUS: Final[dict[int, Status]] = {
 
 def refusal_of(status: Status, reason: str = "") -> Failure:
     """The failure that refuses every operation after the lease's end, with the broker's reason if it gave one."""
-    message, hint = _REFUSAL_TEXT.get(status, ("the lease has ended", "Acquire a new lease."))
+    message, hint = SESSION_REFUSALS.get(status, ("the lease has ended", "Acquire a new lease."))
     return Failure(status, f"{message}: {reason}" if reason else message, hint=hint)
 
 
@@ -77,7 +57,7 @@ _EMPTY_REPLIES: Final[dict[int, tuple[int, bytes, bytes]]] = {}
 """Empty successful replies by opcode: the session id, and the reply's bytes before and behind the request id."""
 
 
-_REFUSALS: Final = {status: build_body(refusal_of(status).to_body()) for status in REFUSALS}
+_REFUSALS: Final = {status: build_body(refusal_of(status).to_body()) for status in SESSION_REFUSALS}
 """By status: the payload. Building one takes ten times as long as all else between a lease's end and its telling."""
 
 

@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.web CHANNEL_FD PARENT_PID SANDBOX`: started by the broker."""
+"""`python -m gpulease.daemon.web CHANNEL_FD PARENT_PID SANDBOX`: the broker starts it."""
 
 import asyncio
 import os
@@ -14,37 +14,38 @@ from gpulease.daemon.sandbox.measures import Needs, SandboxBroken, SandboxSettin
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.web.app import Access, Page, Site, load_page, rehearse
 from gpulease.daemon.web.broker_link import BrokerChannel, BrokerLink, BrokerSilent
-from gpulease.daemon.web.feed import Feed, Loads
-from gpulease.daemon.web.guard import App, spare_the_log
+from gpulease.daemon.web.feed import Feed
+from gpulease.daemon.web.guard import App, limit_server_log
+from gpulease.daemon.web.load_samples import Loads
 from gpulease.daemon.web.server import server_of
 from gpulease.daemon.web.view import Pseudonyms
 
 MAX_PRIVATE_BYTES: Final = 512 << 20
-"""Of this process's memory: an honest one uses some 60 MiB. Stops whoever finds a way to make it grow."""
+"""This process's private memory. An honest one uses some 60 MiB. Stops an attacker who makes it grow."""
 
 NICENESS: Final = 5
-"""Tenants' work goes before pictures of it."""
+"""Tenants' work has priority over the page that shows it."""
 
 
 def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
-    """Take what the broker gives, shut this process in, serve. Returns the exit status."""
+    """Receive the sockets from the broker, enter the sandbox, and serve. Returns the exit status."""
     die_with_parent(parent_pid)
     set_name("gpul-web")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
     go_on_logging("web", opens_own=False)
-    spare_the_log()
+    limit_server_log()
     channel = socket.socket(fileno=channel_fd)
     try:
-        told, fds = receive_message(channel)
+        start, fds = receive_message(channel)
         broker, *listeners = (socket.socket(fileno=fd) for fd in fds)
         plan, _ = prepare(sandbox, Needs(private_bytes=MAX_PRIVATE_BYTES), lambda _: ())
         page = load_page()
-        asyncio.run(_rehearse(told, page))
-        # Between the two loops: neither has a descriptor open.
+        asyncio.run(_rehearse(start, page))
+        # The first loop has closed its descriptors and the second has opened none.
         plan.enter((channel_fd, *fds), parent_pid)
         send_message(channel, {"op": "prepared"})
-        asyncio.run(_serve(told, page, channel, broker, listeners))
+        asyncio.run(_serve(start, page, channel, broker, listeners))
     except ChannelClosed:
         return 0
     except (SandboxBroken, BrokerSilent, OSError) as error:
@@ -53,30 +54,30 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     return 0
 
 
-def _site(told: dict[str, Any], page: Page, feed: Feed) -> tuple[App, BrokerChannel]:
-    access, loads = Access(told["token_digest"]), Loads()
-    to_broker = BrokerChannel(access.change, loads.take)
-    site = Site(feed, access, Pseudonyms(told["secret"]), page, to_broker, loads)
-    others = frozenset(told["others"])
-    return site.app(others | frozenset(told["hosts"]), others), to_broker
+def _site(start: dict[str, Any], page: Page, feed: Feed) -> tuple[App, BrokerChannel]:
+    access, loads = Access(start["token_digest"]), Loads()
+    broker_channel = BrokerChannel(access.change, loads.take)
+    site = Site(feed, access, Pseudonyms(start["secret"]), page, broker_channel, loads)
+    others = frozenset(start["others"])
+    return site.app(others | frozenset(start["hosts"]), others), broker_channel
 
 
-async def _rehearse(told: dict[str, Any], page: Page) -> None:
-    app, _ = _site(told, page, Feed(told["node"]))
+async def _rehearse(start: dict[str, Any], page: Page) -> None:
+    app, _ = _site(start, page, Feed(start["node"]))
     server_of(app)
-    await rehearse(app, told["hosts"][0])
+    await rehearse(app, start["hosts"][0])
 
 
 async def _serve(
-    told: dict[str, Any], page: Page, channel: socket.socket, broker: socket.socket, listeners: list[socket.socket]
+    start: dict[str, Any], page: Page, channel: socket.socket, broker: socket.socket, listeners: list[socket.socket]
 ) -> None:
     """Raises BrokerSilent or ChannelClosed."""
     loop = asyncio.get_running_loop()
-    feed = Feed(told["node"])
-    _, link = await loop.create_connection(lambda: BrokerLink(feed.heard), sock=broker)
+    feed = Feed(start["node"])
+    _, link = await loop.create_connection(lambda: BrokerLink(feed.on_event), sock=broker)
     await link.greet()
-    app, to_broker = _site(told, page, feed)
-    to_broker.open(channel)
+    app, broker_channel = _site(start, page, feed)
+    broker_channel.open(channel)
     server = server_of(app)
     feeding, serving = loop.create_task(feed.run(link)), loop.create_task(server.serve(sockets=listeners))
     begun = loop.create_task(server.begun.wait())

@@ -1,9 +1,4 @@
-"""Whether the daemon lives and can grant leases, asked of the broker once in so long however many ask.
-
-The broker's metrics, passed on: with tenants' names to whoever has the operator's token, with pseudonyms else.
-
-The web process's answers: the page, its state, its stream, health and metrics; and what it has the broker do.
-"""
+"""The web process's answers: the page, its state and stream, health, metrics, and an operator's actions."""
 
 import asyncio
 import hashlib
@@ -23,7 +18,7 @@ from starlette.routing import Route
 
 from gpulease.daemon import web
 from gpulease.daemon.web.broker_link import MAX_REASON_CHARS, BrokerChannel, BrokerSilent, NotDone, Refused
-from gpulease.daemon.web.feed import Feed, Loads
+from gpulease.daemon.web.feed import Feed
 from gpulease.daemon.web.guard import (
     DRAIN,
     FENCES,
@@ -37,102 +32,12 @@ from gpulease.daemon.web.guard import (
     Send,
     WrongTokens,
 )
+from gpulease.daemon.web.load_samples import Loads
 from gpulease.daemon.web.view import MS_PER_S, Pseudonyms, Snapshot, view_of
 from gpulease.protocol.messages import Empty, Ping
 from gpulease.protocol.opcodes import Opcode, RevokeOutcome
 
-HEALTH_FRESH_S: Final = 0.5
-"""How old an answer may be: a probe asks every few seconds, and who asks more often learns nothing by it."""
-
-Ask = Callable[[Opcode, Any], Awaitable[Any]]
-
-
-class Kept:
-    """An answer that is kept for a while, and asked for once by all who want it meanwhile; so is that there is none."""
-
-    def __init__(
-        self, ask: Callable[[], Awaitable[Any]], fresh_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._ask = ask
-        self._clock = clock
-        self._fresh_s = fresh_s
-        self._answer: Any = None
-        self._silence: BrokerSilent | None = None
-        self._until_s = clock()
-        self._turn = asyncio.Lock()
-
-    async def get(self) -> Any:
-        """The answer. Raises BrokerSilent."""
-        async with self._turn:
-            if self._clock() >= self._until_s:
-                await self._renew()
-        if self._silence is not None:
-            raise BrokerSilent(str(self._silence))
-        return self._answer
-
-    async def _renew(self) -> None:
-        try:
-            self._answer, self._silence = await self._ask(), None
-        except BrokerSilent as error:
-            self._silence = error
-        self._until_s = self._clock() + self._fresh_s
-
-
-class Health:
-    """That the broker answers at all, and what it says of itself."""
-
-    def __init__(self, ask: Ask) -> None:
-        self._answers = Kept(lambda: ask(Opcode.PING, Ping(0)), HEALTH_FRESH_S)
-        self._report = Kept(lambda: ask(Opcode.HEALTH, Empty()), HEALTH_FRESH_S)
-
-    async def check_alive(self) -> None:
-        """Raises BrokerSilent."""
-        await self._answers.get()
-
-    async def report(self) -> dict[str, Any]:
-        """The map of HEALTH: `ready`, and `checks`. Raises BrokerSilent."""
-        return dict((await self._report.get()).report)
-
-
-METRICS_FRESH_S: Final = 1.0
-"""How old an exposition may be. It costs the broker milliseconds, and any local user may ask."""
-
-NOBODY: Final = ("", "other")
-"""Values of the label that name no tenant."""
-
-_TENANT: Final = re.compile(r'(?<=[{,])tenant="((?:[^"\\\n]|\\.)*)"')
-"""The label, in Prometheus's text format: a backslash escapes a quote, a backslash and a line feed."""
-
-
-class Metrics:
-    """METRICS of the broker."""
-
-    def __init__(self, ask: Ask, pseudonyms: Pseudonyms) -> None:
-        async def scrape() -> tuple[str, str, str]:
-            metrics = await ask(Opcode.METRICS, Empty())
-            # Once for all who ask meanwhile: it is a tenth of a second's work where there are many series.
-            return metrics.content_type, metrics.exposition, without_names(metrics.exposition, pseudonyms)
-
-        self._kept = Kept(scrape, METRICS_FRESH_S)
-
-    async def exposition(self, *, is_named: bool) -> tuple[str, str]:
-        """(media type, text). Raises BrokerSilent."""
-        content_type, named, hidden = await self._kept.get()
-        return content_type, named if is_named else hidden
-
-
-def without_names(text: str, pseudonyms: Pseudonyms) -> str:
-    """The same series, of tenants that nobody knows by name."""
-
-    def hide(found: re.Match[str]) -> str:
-        name = found[1]
-        return found[0] if name in NOBODY else f'tenant="{pseudonyms.of_tenant(name)}"'
-
-    lines = (line if line.startswith("#") else _TENANT.sub(hide, line) for line in text.split("\n"))
-    return "\n".join(lines)
-
-
-SCRIPTS: Final = ("page.js", "words.js", "elements.js", "cards.js", "plots.js", "events.js", "stream.js", "acts.js")
+SCRIPTS: Final = ("page.js", "format.js", "elements.js", "cards.js", "plots.js", "events.js", "stream.js", "actions.js")
 
 FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -141,39 +46,39 @@ FILES: Final = {
 } | {f"/{name}": (name, "text/javascript; charset=utf-8") for name in SCRIPTS}
 
 MAX_STREAMS: Final = 24
-"""Pages that are fed at a time; one more is told to try later. Each is told the whole state every second."""
+"""Streams at a time; one more is refused for now. Each gets the whole state every second."""
 
 OPERATORS_STREAMS: Final = 8
-"""Beyond these, for pages with the operator's token: other local users can't keep operators from looking."""
+"""Further streams, for pages with the operator's token. So other local users can't lock operators out."""
 
-SAME_S: Final = 0.1
-"""For how long a state that was put into JSON is given to others who ask: it says its age, which is off by that."""
+STATE_FRESH_S: Final = 0.1
+"""How long an encoded state is reused. The age that it states is off by at most that."""
 
-HISTORY_SAME_S: Final = 1.0
-"""The same for the cards' last hour, which has a sample every ten seconds."""
+HISTORY_FRESH_S: Final = 1.0
+"""How long the encoded last hour of the cards is reused; it gains a sample every ten seconds."""
 
 STREAM_S: Final = 600.0
-"""How long one stream lasts; its page asks for the next. So none is kept for ever for a reader who has gone."""
+"""How long one stream lasts; its page then opens the next. So no stream outlives a reader who has gone for long."""
 
 QUIET_S: Final = 3.0
-"""Until a stream says that there is nothing new, so that its page knows that it lives."""
+"""Pause after which a stream without news sends a comment, so that its page knows that the stream lives."""
 
 RETRY_S: Final = 5
 
 REASON: Final = "revoked by the operator"
-"""What a tenant is told if nobody gave a reason."""
+"""The reason for the tenant if the operator gave none."""
 
 OUTCOMES: Final = {
     RevokeOutcome.TORN_DOWN: "torndown",
     RevokeOutcome.FENCED: "fenced",
     RevokeOutcome.NOT_FOUND: "notfound",
 }
-"""As `gpulease revoke --json` has them."""
+"""The outcomes, in the words of `gpulease revoke --json`."""
 
 STATUS_OF: Final = {Refused.WRONG_TOKEN: 401, Refused.TOO_MANY: 429, Refused.DENIED: 409}
 
 MAX_WITHIN_S: Final = 4_294_967
-"""Of a drain: what the protocol's DRAIN can say, 49 days."""
+"""The longest time of a drain: what the protocol's DRAIN can hold, 49 days."""
 
 _LEASE_ID: Final = re.compile("[0-9a-f]{32}")
 _CARD: Final = re.compile("[A-Za-z0-9-]{1,64}")
@@ -181,45 +86,45 @@ _SECONDS: Final = re.compile(r"[0-9]{1,7}(\.[0-9]{1,3})?")
 
 
 class Access:
-    """Who may see names, and ask for what the broker looks at the token for once more.
+    """Checks the operator's token: it shows tenants' names and allows actions. The broker checks it again for those.
 
     Args:
         token_digest: The SHA-256 of the operator's token; b"" if there is none.
 
     Attributes:
-        changes: How often it was another.
+        changes: How often the token has changed.
     """
 
     def __init__(self, token_digest: bytes) -> None:
         self.changes = 0
         self._token_digest = token_digest
-        self._wrong = WrongTokens()
+        self._wrong_tokens = WrongTokens()
 
     def change(self, token_digest: bytes) -> None:
-        """Another token counts from now on; who was let in by the one before is not any more."""
+        """Accept another token from now on. Streams that the old token opened end."""
         self.changes += 1
         self._token_digest = token_digest
 
     def is_operator(self, request: Request) -> bool:
-        """Whether the request carries the token. Raises HTTPException, 401, if it carries another."""
+        """Return whether the request carries the token. Raises HTTPException, 401, for a wrong token."""
         return "authorization" in request.headers and bool(self.token_of(request))
 
     def token_of(self, request: Request) -> bytes:
-        """The operator's token. Raises HTTPException, 401, if the request carries none or another."""
+        """Return the operator's token. Raises HTTPException, 401, if the request carries none or a wrong one."""
         scheme, _, text = request.headers.get("authorization", "").partition(" ")
         token = text.strip().encode("latin-1")
         found = hashlib.sha256(token).digest()
         if self._token_digest and scheme.lower() == "bearer" and hmac.compare_digest(found, self._token_digest):
             return token
         if scheme and self._token_digest:
-            self._wrong.one_more()
+            self._wrong_tokens.add()
         why = "This is not the operator's token." if scheme else "This takes the operator's token."
         why = why if self._token_digest else "This daemon has no http_token_file."
         raise HTTPException(401, why, {"WWW-Authenticate": "Bearer"})
 
 
 class _Stream(StreamingResponse):
-    """A stream that says when it is over, be it before its first bytes."""
+    """A streamed answer that calls `on_end` when it is over, even before its first bytes."""
 
     def __init__(self, content: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
         super().__init__(content, media_type="text/event-stream")
@@ -233,17 +138,17 @@ class _Stream(StreamingResponse):
 
 
 Page = Mapping[str, tuple[bytes, str]]
-"""By path: content and media type."""
+"""Content and media type, by path."""
 
 
 def load_page() -> Page:
-    """The page's files, which are out of reach once the process is shut in."""
+    """Read the page's files; the sandbox puts them out of reach."""
     folder = files(web).joinpath("page")
     return {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
 
 class Site:
-    """All that is answered, from one feed."""
+    """Every answer of the web process, from one feed."""
 
     def __init__(
         self,
@@ -251,12 +156,12 @@ class Site:
         access: Access,
         pseudonyms: Pseudonyms,
         page: Page,
-        to_broker: BrokerChannel,
+        broker: BrokerChannel,
         loads: Loads,
     ) -> None:
         self._feed = feed
         self._access = access
-        self._to_broker = to_broker
+        self._broker = broker
         self._loads = loads
         self._history: tuple[float, bytes] = 0.0, b""
         self._pseudonyms = pseudonyms
@@ -267,7 +172,12 @@ class Site:
         self._page = page
 
     def app(self, hosts: frozenset[str], others: frozenset[str] = frozenset()) -> App:
-        """The ASGI application, guarded; see `Guard`."""
+        """Return the ASGI application behind its `Guard`.
+
+        Args:
+            hosts: The names that the site may be asked by.
+            others: Those of them that are a proxy's.
+        """
         routes = [Route(path, self._file) for path in self._page]
         routes += [
             Route("/api/v1/state", self._state),
@@ -280,9 +190,9 @@ class Site:
             Route(FENCES + "{card}", self._clear_fences, methods=REMOVING),
             Route(DRAIN, self._drain, methods=SETTING),
         ]
-        handlers: Mapping[Any, Any] = {BrokerSilent: _silent, NotDone: _not_done}
+        handlers: Mapping[Any, Any] = {BrokerSilent: _on_broker_silent, NotDone: _on_not_done}
         app = Starlette(routes=routes, exception_handlers=handlers)
-        # What is asked for is what is named, or it is nothing.
+        # A path with a trailing slash is another path, and not found.
         app.router.redirect_slashes = False
         return Guard(app, hosts, others)
 
@@ -296,7 +206,7 @@ class Site:
 
     async def _state(self, request: Request) -> Response:
         is_named = self._access.is_operator(request)
-        return Response(self._encoded(await self._feed.latest(), is_named=is_named), media_type="application/json")
+        return Response(self._encode(await self._feed.latest(), is_named=is_named), media_type="application/json")
 
     async def _events(self, request: Request) -> Response:
         is_named = self._access.is_operator(request)
@@ -304,7 +214,7 @@ class Site:
             raise HTTPException(503, f"{self._streams} pages are open, the most.", {"Retry-After": str(RETRY_S)})
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
-        # From here on, not from its first bytes: those who come in one turn of the loop are counted one by one.
+        # Counted now, not at its first bytes: several requests may come before the loop runs the first stream.
         self._streams += 1
         return _Stream(self._stream(self._access.changes, is_named=is_named), self._stream_ended)
 
@@ -312,12 +222,14 @@ class Site:
         self._streams -= 1
 
     async def _stream(self, changes: int, *, is_named: bool) -> AsyncIterator[bytes]:
-        """Server-sent events (HTML, 9.2): `state` with all there is, whenever it was looked at; else comments.
+        """Yield server-sent events (HTML, 9.2): `state` with each snapshot, and comments while there is none.
 
-        `changes`: of the token that it was asked with.
+        Args:
+            changes: `Access.changes` when the request came; the stream ends when the token changes.
+            is_named: Whether the request carried the operator's token.
         """
         until_s = time.monotonic() + STREAM_S
-        # The head goes out with the first bytes: not to wait for a broker that does not answer.
+        # The head goes out with the first bytes, so these do not wait for a broker that does not answer.
         yield b": gpulease\n\n"
         async for snapshot in self._feed.watch(QUIET_S):
             if is_named and changes != self._access.changes:
@@ -325,18 +237,18 @@ class Site:
             if snapshot is None:
                 yield b": nothing new\n\n"
             else:
-                yield b"event: state\ndata: " + self._encoded(snapshot, is_named=is_named) + b"\n\n"
+                yield b"event: state\ndata: " + self._encode(snapshot, is_named=is_named) + b"\n\n"
             if time.monotonic() > until_s:
                 return
 
-    def _encoded(self, snapshot: Snapshot, *, is_named: bool) -> bytes:
+    def _encode(self, snapshot: Snapshot, *, is_named: bool) -> bytes:
         now_s = time.monotonic()
         if is_named in self._encodings:
-            of, at_s, encoded = self._encodings[is_named]
-            if of is snapshot and now_s - at_s < SAME_S:
+            encoded_snapshot, at_s, encoded = self._encodings[is_named]
+            if encoded_snapshot is snapshot and now_s - at_s < STATE_FRESH_S:
                 return encoded
         view = view_of(snapshot, self._pseudonyms, now_s, is_named=is_named)
-        # In ASCII: no line break of any alphabet can end an event's line.
+        # ASCII has no line break but those of server-sent events, so no text can end an event's line.
         encoded = json.dumps(view, separators=(",", ":")).encode("ascii")
         self._encodings[is_named] = snapshot, now_s, encoded
         return encoded
@@ -349,7 +261,7 @@ class Site:
         reason = request.query_params.get("reason", "").strip() or REASON
         if len(reason) > MAX_REASON_CHARS:
             raise HTTPException(400, f"A reason has {MAX_REASON_CHARS} characters at most.")
-        outcome = await self._to_broker.revoke(lease_id, reason, token)
+        outcome = await self._broker.revoke(lease_id, reason, token)
         status = 404 if outcome is RevokeOutcome.NOT_FOUND else 200
         return JSONResponse({"lease_id": lease_id, "outcome": OUTCOMES[outcome]}, status)
 
@@ -361,7 +273,7 @@ class Site:
             if _SECONDS.fullmatch(text) is None or float(text) > MAX_WITHIN_S:
                 raise HTTPException(400, f"within_s is a number of seconds, {MAX_WITHIN_S} at most.")
             within_ms = round(float(text) * MS_PER_S)
-        left_ms, leases = await self._to_broker.drain(within_ms, token)
+        left_ms, leases = await self._broker.drain(within_ms, token)
         left_s = None if left_ms is None else left_ms / MS_PER_S
         return JSONResponse({"draining": left_s is not None, "left_s": left_s, "leases": leases})
 
@@ -370,13 +282,13 @@ class Site:
         card = request.path_params["card"]
         if _CARD.fullmatch(card) is None:
             raise HTTPException(400, "This is no card's UUID.")
-        return JSONResponse({"card": card, "cleared": await self._to_broker.clear_fences(card, token)})
+        return JSONResponse({"card": card, "cleared": await self._broker.clear_fences(card, token)})
 
     async def _cards_history(self, request: Request) -> Response:
         self._access.is_operator(request)
         now_s = time.monotonic()
         at_s, encoded = self._history
-        if not encoded or now_s - at_s >= HISTORY_SAME_S:
+        if not encoded or now_s - at_s >= HISTORY_FRESH_S:
             encoded = json.dumps(self._loads.view(now_s), separators=(",", ":")).encode("ascii")
             self._history = now_s, encoded
         return Response(encoded, media_type="application/json")
@@ -394,17 +306,17 @@ class Site:
         return Response(text, headers={"content-type": content_type})
 
 
-async def _silent(request: Request, error: Exception) -> Response:
+async def _on_broker_silent(request: Request, error: Exception) -> Response:
     return PlainTextResponse(f"{error}\n", status_code=503, headers={"Retry-After": str(RETRY_S)})
 
 
-async def _not_done(request: Request, refusal: NotDone) -> Response:
+async def _on_not_done(request: Request, refusal: NotDone) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if refusal.why is Refused.WRONG_TOKEN else {}
     return PlainTextResponse(str(refusal), status_code=STATUS_OF[refusal.why], headers=headers)
 
 
 async def rehearse(app: App, host: str) -> None:
-    """Ask for everything once, without a broker: what is imported late is imported before files are out of reach."""
+    """Request everything once, without a broker, so that late imports happen before the sandbox hides the files."""
 
     async def receive() -> Any:
         return {"type": "http.disconnect"}
@@ -412,11 +324,110 @@ async def rehearse(app: App, host: str) -> None:
     async def send(message: Any) -> None:
         pass
 
-    told = ("/api/v1/state", "/api/v1/events", "/api/v1/history", "/healthz", "/readyz", "/metrics", "/nothing")
-    acts = (("DELETE", f"{LEASES}{0:032x}"), ("DELETE", f"{FENCES}0"), ("PUT", DRAIN))
-    for method, path in (*(("GET", path) for path in (*FILES, *told)), *acts):
+    answers = ("/api/v1/state", "/api/v1/events", "/api/v1/history", "/healthz", "/readyz", "/metrics", "/nothing")
+    actions = (("DELETE", f"{LEASES}{0:032x}"), ("DELETE", f"{FENCES}0"), ("PUT", DRAIN))
+    for method, path in (*(("GET", path) for path in (*FILES, *answers)), *actions):
         scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "raw_path": path.encode()}
         scope |= {"query_string": b"", "headers": [(b"host", host.encode())], "http_version": "1.1", "scheme": "http"}
         scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "", "state": {}}
         async with asyncio.timeout(QUIET_S):
             await app(scope, receive, send)
+
+
+# --- health and metrics: the broker's answers, cached ---
+
+Ask = Callable[[Opcode, Any], Awaitable[Any]]
+
+HEALTH_FRESH_S: Final = 0.5
+"""How old an answer may be. A probe asks every few seconds; a caller who asks more often learns nothing by it."""
+
+
+class Cached:
+    """An answer of the broker's, or its silence, shared by all callers for a while.
+
+    Args:
+        ask: Asks the broker. Raises BrokerSilent.
+        fresh_s: Seconds for which an answer is reused.
+        clock: Seconds on a monotonic clock.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Awaitable[Any]], fresh_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._fresh_s = fresh_s
+        self._answer: Any = None
+        self._silence: BrokerSilent | None = None
+        self._until_s = clock()
+        self._lock = asyncio.Lock()
+
+    async def get(self) -> Any:
+        """Return the answer. Raises BrokerSilent."""
+        async with self._lock:
+            if self._clock() >= self._until_s:
+                await self._renew()
+        if self._silence is not None:
+            raise BrokerSilent(str(self._silence))
+        return self._answer
+
+    async def _renew(self) -> None:
+        try:
+            self._answer, self._silence = await self._ask(), None
+        except BrokerSilent as error:
+            self._silence = error
+        self._until_s = self._clock() + self._fresh_s
+
+
+class Health:
+    """The broker's health: whether it answers, and its own report."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ping = Cached(lambda: ask(Opcode.PING, Ping(0)), HEALTH_FRESH_S)
+        self._report = Cached(lambda: ask(Opcode.HEALTH, Empty()), HEALTH_FRESH_S)
+
+    async def check_alive(self) -> None:
+        """Raise BrokerSilent if the broker does not answer a ping."""
+        await self._ping.get()
+
+    async def report(self) -> dict[str, Any]:
+        """Return HEALTH's map with `ready` and `checks`. Raises BrokerSilent."""
+        return dict((await self._report.get()).report)
+
+
+METRICS_FRESH_S: Final = 1.0
+"""How old an exposition may be. It costs the broker milliseconds, and any local user may ask."""
+
+NOBODY: Final = ("", "other")
+"""Values of the label that name no tenant."""
+
+_TENANT: Final = re.compile(r'(?<=[{,])tenant="((?:[^"\\\n]|\\.)*)"')
+"""The label, in Prometheus's text format: a backslash escapes a quote, a backslash and a line feed."""
+
+
+class Metrics:
+    """The broker's metrics, with tenants' names for operators and with pseudonyms for others."""
+
+    def __init__(self, ask: Ask, pseudonyms: Pseudonyms) -> None:
+        async def scrape() -> tuple[str, str, str]:
+            metrics = await ask(Opcode.METRICS, Empty())
+            # Done once for all callers: hiding names in many series takes a tenth of a second.
+            return metrics.content_type, metrics.exposition, without_names(metrics.exposition, pseudonyms)
+
+        self._cached = Cached(scrape, METRICS_FRESH_S)
+
+    async def exposition(self, *, is_named: bool) -> tuple[str, str]:
+        """Return media type and text. Raises BrokerSilent."""
+        content_type, named, hidden = await self._cached.get()
+        return content_type, named if is_named else hidden
+
+
+def without_names(text: str, pseudonyms: Pseudonyms) -> str:
+    """Return the exposition with pseudonyms in place of tenants' names."""
+
+    def hide(found: re.Match[str]) -> str:
+        name = found[1]
+        return found[0] if name in NOBODY else f'tenant="{pseudonyms.of_tenant(name)}"'
+
+    lines = (line if line.startswith("#") else _TENANT.sub(hide, line) for line in text.split("\n"))
+    return "\n".join(lines)

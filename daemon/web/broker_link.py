@@ -1,9 +1,8 @@
-"""The web process's end of its connection to the broker: questions out, answers and events in.
+"""The web process's two ways to the broker: a connection that reads, and a channel that carries an operator's actions.
 
-The web process's end of what an operator asks for: a revocation, a drain, a fence to be cleared; and the outcome.
-
-Each is passed on to the broker with the token that came with it, by the channel that the broker started this process
-with. The connection of its view changes nothing.
+`BrokerLink` speaks the ordinary protocol and may see everything and change nothing. `BrokerChannel` is the channel on
+which the broker started this process. A revocation, a drain or a fence to be cleared goes to the broker on it, with the
+token of the request, and the outcome comes back.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.version import AGENT
-from gpulease.protocol.connection import Connection, EndOfStream, Goodbye, Reply, Role, StreamBroken, Told
+from gpulease.protocol.connection import Connection, EndOfStream, Goodbye, Notification, Reply, Role, StreamBroken
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
@@ -24,18 +23,21 @@ from gpulease.protocol.messages import Body, Hello, HelloReply, LeaseEvent
 from gpulease.protocol.opcodes import Opcode, RevokeOutcome
 
 ANSWER_S: Final = 5.0
-"""For the broker to answer: it takes a millisecond, and on a host that swaps, seconds."""
+"""The broker's time to answer. It takes a millisecond, and seconds on a host that swaps."""
 
 
 class BrokerSilent(Exception):
-    """The broker does not answer, or refuses to; the message is a clause."""
+    """The broker does not answer, or refuses; the message is a clause."""
 
 
 class BrokerLink(asyncio.Protocol):
-    """One connection, from HELLO on.
+    """The protocol connection to the broker.
+
+    Args:
+        on_event: Gets each event about a lease.
 
     Attributes:
-        agent: How the broker introduced itself.
+        agent: The broker's name and version, from its HELLO.
         lost: Done once the connection is over.
     """
 
@@ -48,19 +50,19 @@ class BrokerLink(asyncio.Protocol):
         self._waiting: dict[int, asyncio.Future[Body | Failure]] = {}
 
     async def greet(self) -> None:
-        """Say HELLO. Raises BrokerSilent."""
+        """Send HELLO. Raises BrokerSilent."""
         reply = await self.ask(Opcode.HELLO, Hello(0, f"{AGENT} web", ()))
         assert isinstance(reply, HelloReply)
         self.agent = reply.agent
 
     async def ask(self, op: Opcode, body: Body) -> Any:
-        """The body of the answer. Raises BrokerSilent."""
+        """Send a request and return the body of the reply. Raises BrokerSilent."""
         if self._transport is None:
             raise BrokerSilent("the daemon is gone")
         try:
             number, frame = self._connection.send_request(op, body)
         except LocalProtocolError as error:
-            # One that does not answer for an hour has as many questions as a connection may have.
+            # A broker that has not answered for an hour leaves MAX_IN_FLIGHT requests open.
             raise BrokerSilent(str(error)) from None
         answer: asyncio.Future[Body | Failure] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -78,23 +80,23 @@ class BrokerLink(asyncio.Protocol):
     # --- transport ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """There is a connection."""
+        """Keep the transport."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Parse bytes from the broker."""
         self._connection.receive_data(data)
-        self._take_events()
+        self._handle_events()
 
     def eof_received(self) -> bool:
-        """The broker will say nothing more."""
+        """Parse the end of the broker's stream."""
         self._connection.receive_eof()
-        self._take_events()
+        self._handle_events()
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It is over: nobody waits any more."""
+        """Fail every request that waits for a reply."""
         self._transport = None
         for answer in self._waiting.values():
             if not answer.done():
@@ -102,30 +104,30 @@ class BrokerLink(asyncio.Protocol):
         if not self.lost.done():
             self.lost.set_result(None)
 
-    def _take_events(self) -> None:
+    def _handle_events(self) -> None:
         while (event := self._connection.next_event()) is not None:
             match event:
                 case Reply(_, number, result):
-                    # Who asked may have given up.
+                    # The caller may have given up.
                     if (answer := self._waiting.get(number)) is not None and not answer.done():
                         answer.set_result(result)
-                case Told(_, told):
-                    self._on_event(told)
+                case Notification(_, lease_event):
+                    self._on_event(lease_event)
                 case Goodbye() | StreamBroken() | EndOfStream():
                     if self._transport is not None:
                         self._transport.close()
 
 
 MAX_REASON_CHARS: Final = 512
-"""Of what a tenant is told: what the audit log keeps of it."""
+"""The length of the reason that a tenant is given; the audit log keeps no more."""
 
 OUTCOME_S: Final = 30.0
-"""For the broker to tell what came of it: to end a worker and prove its memory free takes a second, and where that
-fails, the broker gives up by itself before."""
+"""The broker's time to report an outcome. Ending a worker and proving its memory free takes a second. If that fails,
+the broker gives up within this time."""
 
 
 class Refused(Enum):
-    """Why the broker did not do it."""
+    """The reason why the broker refused an action."""
 
     WRONG_TOKEN = "wrong_token"
     TOO_MANY = "too_many"
@@ -133,7 +135,7 @@ class Refused(Enum):
 
 
 class NotDone(Exception):
-    """The message is for people."""
+    """The broker refused an action; the message is a sentence for people."""
 
     def __init__(self, why: Refused, message: str) -> None:
         super().__init__(message)
@@ -141,11 +143,11 @@ class NotDone(Exception):
 
 
 class Drained(NamedTuple):
-    """What came of a drain.
+    """The outcome of a drain.
 
     Attributes:
-        left_ms: Until what is left is ended; None if the node is not drained.
-        leases: How many are active.
+        left_ms: Milliseconds until the remaining leases are ended; None if the node is not drained.
+        leases: The number of active leases.
     """
 
     left_ms: int | None
@@ -153,11 +155,11 @@ class Drained(NamedTuple):
 
 
 class BrokerChannel:
-    """The channel, once this process serves.
+    """The channel to the broker, from the time this process serves.
 
     Args:
-        on_token: Told the SHA-256 of the operator's token when it is another.
-        on_loads: Told samples of a card: see `loads`.
+        on_token: Gets the SHA-256 of the operator's token when the token changes.
+        on_loads: Gets the messages of `load_samples.message_of`.
     """
 
     def __init__(self, on_token: Callable[[bytes], None], on_loads: Callable[[Mapping[str, Any]], None]) -> None:
@@ -168,13 +170,13 @@ class BrokerChannel:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     def open(self, channel: socket.socket) -> None:
-        """Hear what comes by it, from now on."""
+        """Read the broker's messages from now on."""
         channel.setblocking(False)
         self._channel = channel
         asyncio.get_running_loop().add_reader(channel, self._read)
 
     async def revoke(self, lease_id: str, reason: str, token: bytes) -> RevokeOutcome:
-        """End a lease. Raises NotDone, or BrokerSilent if nobody knows what came of it."""
+        """End a lease. Raises NotDone, or BrokerSilent if the outcome is unknown."""
         answer = await self._ask({"op": "revoke", "lease_id": lease_id, "reason": reason, "token": token})
         return RevokeOutcome(answer["outcome"])
 
@@ -184,7 +186,7 @@ class BrokerChannel:
         return Drained(answer["left_ms"], answer["leases"])
 
     async def clear_fences(self, card: str, token: bytes) -> int:
-        """Grant a card's fenced memory again; returns how many slices it was. Raises as `revoke` does."""
+        """Grant a card's fenced memory again. Returns the number of slices. Raises as `revoke` does."""
         answer = await self._ask({"op": "clear_fences", "card": card, "token": token})
         return int(answer["count"])
 
@@ -192,11 +194,11 @@ class BrokerChannel:
         if self._channel is None:
             raise BrokerSilent("the daemon has not answered yet")
         number = next(self._numbers)
-        told: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = told
+        outcome: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = outcome
         try:
             send_message(self._channel, message | {"number": number})
-            answer = await asyncio.wait_for(told, OUTCOME_S)
+            answer = await asyncio.wait_for(outcome, OUTCOME_S)
         except (BlockingIOError, ChannelClosed):
             raise BrokerSilent("the daemon can't be told") from None
         except TimeoutError:
@@ -214,13 +216,13 @@ class BrokerChannel:
         except BlockingIOError:
             return
         except ChannelClosed:
-            # The connection to the broker ends with it, and so does this process.
+            # The connection to the broker ends too, which ends this process.
             asyncio.get_running_loop().remove_reader(self._channel)
             return
         close_all(fds)
         match message:
             case {"op": "ping"}:
-                # A broker that has not read for so long asks again.
+                # If the channel is full, this pong is lost; the broker pings again.
                 with contextlib.suppress(BlockingIOError, ChannelClosed):
                     send_message(self._channel, {"op": "pong"})
             case {"op": "token", "digest": bytes(digest)}:
@@ -228,5 +230,5 @@ class BrokerChannel:
             case {"op": "loads"}:
                 self._on_loads(message)
             case {"op": "revoked" | "drain_set" | "fences_cleared" | "refused", "number": int(number)}:
-                if (told := self._waiting.get(number)) is not None and not told.done():
-                    told.set_result(message)
+                if (outcome := self._waiting.get(number)) is not None and not outcome.done():
+                    outcome.set_result(message)

@@ -10,28 +10,28 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gpulease.daemon.web.guard import App
 
 MAX_CONNECTIONS: Final = 128
-"""Connections at a time. For one more the one gives way that has asked nothing for the longest, or else the one that
-reads nothing of its answer: a local user who opens as many as there may be keeps nobody out."""
+"""Connections at a time. One more evicts the connection that has been idle for the longest, or else one that does not
+read its answer. So a local user who opens all of them keeps nobody out."""
 
 MAX_HEAD_BYTES: Final = 16 << 10
-"""Of a request's line and headers. Stops a peer that never ends them."""
+"""The size of a request's line and headers. Stops a peer that never ends them."""
 
 HEAD_S: Final = 10.0
-"""From a connection's begin, or from its last answer, to the end of the next request. Stops a peer that sends a byte a
+"""From a connection's start, or from its last answer, to the end of the next request. Stops a peer that sends a byte a
 second, or nothing."""
 
 KEEP_ALIVE_S: Final = 5
-"""How long a connection that asks nothing more stays open."""
+"""How long an idle connection stays open."""
 
 STALL_S: Final = 10.0
-"""For a peer to read some of what it was sent, once the kernel and the transport hold no more for it."""
+"""A peer's time to read some of its answer, once the kernel's and the transport's buffers are full."""
 
 BUFFER_BYTES: Final = 256 << 10
-"""Of an answer that a peer has not read: a whole state of 200 leases, so that one look is never cut in two."""
+"""The unread part of an answer: a whole state of 200 leases, so that no state is cut in two."""
 
 
 class BoundedHttp(H11Protocol):
-    """One connection."""
+    """One HTTP connection with deadlines for its peer."""
 
     _idle_since_s = 0.0
     _deadline: asyncio.TimerHandle | None = None
@@ -39,62 +39,62 @@ class BoundedHttp(H11Protocol):
     _lingering: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Somebody came."""
+        """Count the connection, evict another if there are too many, and start its deadline."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=BUFFER_BYTES)
         self._idle_since_s = self.loop.time()
         if len(self.connections) > MAX_CONNECTIONS:
-            self._who_gives_way().transport.abort()
-        self._watch()
+            self._eviction_victim().transport.abort()
+        self._update_deadline()
 
-    def _who_gives_way(self) -> "BoundedHttp":
-        others = [one for one in self.connections if isinstance(one, BoundedHttp) and one is not self]
-        idle = [one for one in others if not one.is_answering]
-        stalled = [one for one in others if one._stall is not None]
-        return min(idle or stalled or [self], key=lambda one: one._idle_since_s)
+    def _eviction_victim(self) -> "BoundedHttp":
+        others = [other for other in self.connections if isinstance(other, BoundedHttp) and other is not self]
+        idle = [other for other in others if not other.is_answering]
+        stalled = [other for other in others if other._stall is not None]
+        return min(idle or stalled or [self], key=lambda other: other._idle_since_s)
 
     @property
     def is_answering(self) -> bool:
-        """Whether it has asked something that was not answered in full."""
+        """Whether a request of this connection is not answered in full yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Some of a request came."""
+        """Parse a part of a request."""
         super().data_received(data)
-        self._watch()
+        self._update_deadline()
 
     def on_response_complete(self) -> None:
-        """A request was answered.
+        """Start the deadline for the next request.
 
-        Whoever has sent more meanwhile is answered no more of it: no browser does so, nor Prometheus, and a connection
-        that always has something to answer would never give way.
+        A peer that has sent further requests meanwhile gets no answer to them, and its connection closes. No browser
+        pipelines requests, nor does Prometheus, and a connection that is always answering could never be evicted.
         """
         if self.conn.trailing_data[0]:
             self.transport.close()
             self._lingering = self._lingering or self.loop.call_later(STALL_S, self.transport.abort)
         super().on_response_complete()
         self._idle_since_s = self.loop.time()
-        self._watch()
+        self._update_deadline()
 
     def pause_writing(self) -> None:
-        """The peer does not read."""
+        """Start the deadline for a peer that does not read."""
         super().pause_writing()
         if self._stall is None:
             self._stall = self.loop.call_later(STALL_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The peer has read."""
+        """Stop that deadline: the peer has read."""
         super().resume_writing()
         self._stall = _cancel(self._stall)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It is gone."""
+        """Stop every deadline."""
         for handle in (self._stall, self._deadline, self._lingering):
             _cancel(handle)
         self._stall = self._deadline = self._lingering = None
         super().connection_lost(error)
 
-    def _watch(self) -> None:
+    def _update_deadline(self) -> None:
         if self.is_answering or self.transport.is_closing():
             self._deadline = _cancel(self._deadline)
         elif self._deadline is None:
@@ -108,7 +108,7 @@ def _cancel(handle: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
 
 
 class Server(uvicorn.Server):
-    """One that says when it has begun.
+    """A uvicorn server with an event for its start.
 
     Attributes:
         begun: Set once it serves.
@@ -119,20 +119,20 @@ class Server(uvicorn.Server):
         self.begun = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin."""
+        """Start, and set `begun`."""
         await super().startup(sockets)
         self.begun.set()
 
 
 def server_of(app: App) -> Server:
-    """A server, all of it imported."""
+    """Return a server for the application, with all its modules imported."""
     config = uvicorn.Config(
         app,
         http=BoundedHttp,
         loop="asyncio",
         ws="none",
         lifespan="off",
-        # What a peer can cause is no line in the daemon's log.
+        # A peer must not be able to fill the daemon's log.
         log_config=None,
         log_level="error",
         access_log=False,

@@ -1,4 +1,4 @@
-"""The part of the settings that is about the web page: where it is, under which names, and what opens it."""
+"""The settings of the web page: its address, its host names, and the operator's token."""
 
 import hashlib
 import importlib.util
@@ -13,16 +13,16 @@ from typing import Any, Final
 from gpulease.protocol.address import TcpAddress, parse_address
 
 NEEDED: Final = ("starlette", "uvicorn", "h11")
-"""What serves it, of the extra `serve`."""
+"""The packages that serve the page, from the extra `serve`."""
 
 MIN_TOKEN_CHARS: Final = 32
-"""Of the operator's token: fewer could be guessed by whoever may ask as often as they like."""
+"""The length of the operator's token. A reader may try as often as it likes, and could guess a shorter one."""
 
 MAX_TOKEN_BYTES: Final = 4096
-"""Of its file: more is another file."""
+"""The size of the token's file. A larger file is another file."""
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
-"""What a Bearer token can hold (RFC 6750, 2.1)."""
+"""The characters of a Bearer token (RFC 6750, 2.1)."""
 
 
 class BadToken(Exception):
@@ -31,12 +31,13 @@ class BadToken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """What is said of the web page.
+    """The settings of the web page.
 
     Attributes:
-        address: Where it is served, on loopback.
-        hosts: Names besides its address that it is asked for by, such as those of a proxy before it.
-        token_file: What opens tenants' names and leases' ids, and lets revoke leases; None to let nobody.
+        address: The loopback address that serves it.
+        hosts: Further host names of the page, such as those of a proxy before it.
+        token_file: The file of the token that shows tenants' names and lease ids, and allows revocation; None to let
+            nobody.
     """
 
     address: TcpAddress
@@ -44,14 +45,14 @@ class HttpSettings:
     token_file: Path | None = None
 
     def token_digest(self) -> bytes:
-        """The SHA-256 of the operator's token, b"" if there is none. Raises BadToken."""
+        """Return the SHA-256 of the operator's token, b"" without one. Raises BadToken."""
         if self.token_file is None:
             return b""
         return hashlib.sha256(_read_token(self.token_file)).digest()
 
 
 def parse_http(value: Any) -> TcpAddress:
-    """The address of `http`. Raises ValueError."""
+    """Return the address that the setting `http` names. Raises ValueError."""
     if not isinstance(value, str):
         raise ValueError("it must be a string, such as 127.0.0.1:9400")
     try:
@@ -61,7 +62,7 @@ def parse_http(value: Any) -> TcpAddress:
     try:
         is_loopback = isinstance(address, TcpAddress) and ipaddress.ip_address(address.host).is_loopback
     except ValueError:
-        # Not even localhost: where the page is must not depend on what a name is looked up to.
+        # Not even localhost is taken: the page's address must not depend on a name's look-up.
         raise ValueError(f"{value!r} names no IP address: write 127.0.0.1:PORT or [::1]:PORT") from None
     if not isinstance(address, TcpAddress) or not is_loopback:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""What a reader is shown: the broker's reports as the page's JSON, with names or with pseudonyms in their place.
+"""The broker's reports as the page's JSON, with tenants' names or with pseudonyms in their place.
 
-Tenants do not see each other by the protocol, and on loopback any local user may ask. So without the operator's token
-a reader sees that there is a slice, how large it is, since when and how long; not whose, nor its id, nor any text that
-somebody wrote about it. Pseudonyms are the same for as long as the broker lives, and can't be computed by others.
+The protocol keeps tenants from seeing each other, but on loopback any local user may ask. Without the operator's token
+a reader sees a slice's size, age and time left. The slice's tenant, its id and texts about it stay hidden. Pseudonyms
+stay the same while the broker lives, and nobody else can compute them.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 PSEUDONYM_CHARS: Final = 8
-"""Hexadecimal: two of a thousand tenants have the same one once in 8,600 daemons' lives."""
+"""Hexadecimal digits. Two of a thousand tenants share a pseudonym in one of 8,600 daemons' lives."""
 
 KEY_CHARS: Final = 16
 
@@ -32,23 +32,23 @@ OF_CARD: Final = (
     "warm_wanted",
     "warm_bytes",
 )
-"""What is shown of a card's map, which the protocol tells everybody."""
+"""The keys of a card's map that the page shows. The protocol shows them to everybody."""
 
 Report = Mapping[str, Any]
 
 
 class Pseudonyms:
-    """Names and ids, as those see them who may not know them."""
+    """Stand-ins for tenants' names and lease ids, for readers without the operator's token."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     def of_tenant(self, tenant: str) -> str:
-        """What a tenant is called."""
+        """Return a tenant's pseudonym."""
         return f"tenant {self._digest('tenant', tenant)[:PSEUDONYM_CHARS]}"
 
     def of_lease(self, lease_id: str) -> str:
-        """By what a page knows a lease again."""
+        """Return the key by which a page recognises a lease."""
         return self._digest("lease", lease_id)[:KEY_CHARS]
 
     def _digest(self, kind: str, text: str) -> str:
@@ -56,8 +56,8 @@ class Pseudonyms:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
-    """One event of a lease; `tenant` and `card_uuid` are "" where nobody knows them any more."""
+class LeaseChange:
+    """A lease's change to another phase; `tenant` and `card_uuid` are "" where nobody knows them any more."""
 
     number: int
     at_s: float
@@ -71,17 +71,17 @@ class Happening:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the broker said at one moment.
+    """The broker's reports at one moment.
 
     Attributes:
-        at_s: When, monotonic.
+        at_s: The moment, by a monotonic clock.
         node: The host's name.
-        agent: How the broker introduced itself.
+        agent: The broker's name and version, from its HELLO.
         cards: The maps of GET_INVENTORY.
-        leases: Those of LEASE_LIST_ACTIVE.
-        rates: Launches a second by lease id, where two looks are known.
-        history: The same by card's uuid, all its leases together, a look each; None where nobody looked.
-        happenings: The newest last.
+        leases: The maps of LEASE_LIST_ACTIVE.
+        rates: Launches per second by lease id, for leases of two snapshots in a row.
+        history: Launches per second of all leases of a card, by its uuid, one figure a snapshot; None for a gap.
+        changes: The leases' changes, the newest last.
     """
 
     at_s: float
@@ -91,11 +91,11 @@ class Snapshot:
     leases: Sequence[Report]
     rates: Mapping[str, float]
     history: Mapping[str, Sequence[float | None]]
-    happenings: Sequence[Happening]
+    changes: Sequence[LeaseChange]
 
 
 def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
-    """The state as the page's JSON. Times are seconds from `now_s`, which no clock that is set can move."""
+    """Return the state as the page's JSON. Times are seconds from `now_s`, by a monotonic clock, which nobody sets."""
     age_s = max(0.0, now_s - snapshot.at_s)
     slices: dict[str, list[dict[str, Any]]] = {}
     for lease in snapshot.leases:
@@ -109,7 +109,7 @@ def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_name
         "age_s": _rounded(age_s),
         "drain_left_s": None if left_ms is None else _left_s(left_ms, age_s),
         "cards": [_card(card, snapshot.history, slices.get(card["uuid"], [])) for card in snapshot.cards],
-        "events": [_event(one, pseudonyms, now_s, is_named=is_named) for one in reversed(snapshot.happenings)],
+        "events": [_event(change, pseudonyms, now_s, is_named=is_named) for change in reversed(snapshot.changes)],
     }
 
 
@@ -132,9 +132,9 @@ def _slice(
         "exclusivity": lease["exclusivity"],
         "age_s": _rounded(lease["age_ms"] / MS_PER_S + age_s),
         "ttl_s": lease["ttl_ms"] / MS_PER_S,
-        # One that is not ready yet, or not any more, has no time left to count.
+        # Only an active lease has time left to count.
         "remaining_s": _left_s(lease["remaining_ms"], age_s) if lease["state"] == "active" else None,
-        # Nobody is connected to it; None while somebody is, or it may be without.
+        # None while somebody is connected to the lease, or if it needs no connection.
         "orphaned_in_s": None if (left_ms := lease.get("orphaned_in_ms")) is None else _left_s(left_ms, age_s),
     }
     if is_named:
@@ -145,24 +145,24 @@ def _slice(
 
 
 def _allocated(lease: Report) -> int | None:
-    """What its session holds: its worker's word, so no more than it has; None where no worker tells."""
+    """Return the bytes that a session holds, at most its lease: a worker reports them. None without a report."""
     allocated = lease.get("allocated_bytes")
     return None if allocated is None else min(allocated, lease["size_bytes"])
 
 
-def _event(one: Happening, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
-    hidden = pseudonyms.of_tenant(one.tenant) if one.tenant else ""
+def _event(change: LeaseChange, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
+    hidden = pseudonyms.of_tenant(change.tenant) if change.tenant else ""
     found = {
-        "number": one.number,
-        "age_s": _rounded(max(0.0, now_s - one.at_s)),
-        "key": pseudonyms.of_lease(one.lease_id),
-        "phase": one.phase,
-        "cause": one.cause,
-        "tenant": one.tenant if is_named else hidden,
-        "card_uuid": one.card_uuid,
+        "number": change.number,
+        "age_s": _rounded(max(0.0, now_s - change.at_s)),
+        "key": pseudonyms.of_lease(change.lease_id),
+        "phase": change.phase,
+        "cause": change.cause,
+        "tenant": change.tenant if is_named else hidden,
+        "card_uuid": change.card_uuid,
     }
     if is_named:
-        found |= {"lease_id": one.lease_id, "reason": one.reason}
+        found |= {"lease_id": change.lease_id, "reason": change.reason}
     return found
 
 

@@ -6,17 +6,13 @@ Several causes share one status. A broker that takes a worker over therefore rea
 from typing import Final
 
 from gpulease.daemon.leases import Cause
+from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.opcodes import Status
 
-_WORDS: Final = {
-    Cause.ORPHANED: Status.LEASE_EXPIRED,
-    Cause.EXPIRED: Status.LEASE_EXPIRED,
-    Cause.REVOKED: Status.REVOKED,
-    Cause.FREED: Status.LEASE_FREED,
-    Cause.SHUTDOWN: Status.DISCONNECTED,
-    Cause.DRAINED: Status.DRAINED,
+_CAUSES_BY_WORD: Final = {
+    LEASE_ENDS[cause.value].status: cause
+    for cause in (Cause.EXPIRED, Cause.REVOKED, Cause.FREED, Cause.SHUTDOWN, Cause.DRAINED)
 }
-_CAUSES_BY_WORD: Final = {word: cause for cause, word in _WORDS.items() if cause is not Cause.ORPHANED}
 _CAUSES_BY_NAME: Final = {cause.value: cause for cause in Cause}
 
 _TIME_LIMITS: Final = frozenset({None, Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT})
@@ -25,7 +21,8 @@ _TIME_LIMITS: Final = frozenset({None, Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT}
 
 def word_for(cause: Cause) -> Status:
     """Return the status that a worker answers once its lease has ended for `cause`."""
-    return _WORDS.get(cause, Status.SESSION_FAILED)
+    # The client of an abandoned lease left before there was a session, so no tenant's session is told LEASE_FREED.
+    return Status.SESSION_FAILED if cause is Cause.ABANDONED else LEASE_ENDS[cause.value].status
 
 
 def submit_word_for(cause: Cause | None) -> Status:

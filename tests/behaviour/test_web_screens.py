@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpulease.client.cli.tables import seconds_text, size_text
-from gpulease.daemon.web.feed import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
+from gpulease.daemon.web.load_samples import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
 from gpulease.protocol.opcodes import Phase
 from helpers.browser import Browser, lacks_browser
 from helpers.waiting import wait_until
@@ -176,7 +176,7 @@ def test_sizes_and_times_are_the_command_lines(browser: Browser) -> None:
     sizes = [0, 1, 1023, 1024, 1536, 10**6, 10**7, GIB - 1, GIB, 3 * GIB // 2, 79 * GIB, 12345678901, 999 * GIB]
     spans = [0, 0.04, 4.2, 9.96, 59.94, 59.99, 60, 61.7, 200, 3599.9, 3600, 7500, 86399, 200_000]
     script = """
-        return import('/words.js').then(words => [arguments[0].map(words.size), arguments[1].map(words.span)]);
+        return import('/format.js').then(words => [arguments[0].map(words.size), arguments[1].map(words.span)]);
     """
     assert browser.run(script, sizes, spans) == [
         [size_text(one) for one in sizes],

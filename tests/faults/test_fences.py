@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from gpulease.client import CapacityExceeded, Fenced, GpuSession, InvalidRequest, LeaseExpired, Revoked
 from gpulease.client.cli.__main__ import main
 from gpulease.client.control import ask
-from gpulease.protocol import Failure, Opcode, Phase, RevokeOutcome, Status, Told
+from gpulease.protocol import Failure, Notification, Opcode, Phase, RevokeOutcome, Status
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import FenceClear, LeaseRef, LeaseRenew, LeaseSubscribe
 from gpulease.protocol.opcodes import InventoryFlag
@@ -210,7 +210,7 @@ def test_the_whole_story_of_a_fence(start_daemon: Callable[..., Daemon], withhel
             # Its events end with what ended it.
             peer.request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease.lease_id))
             told = peer.next_event()
-            assert isinstance(told, Told)
+            assert isinstance(told, Notification)
             assert (told.event.phase, told.event.cause) == (Phase.ENDED, "revoked")
 
     is_good_for_nothing(statuses={Status.FENCED})

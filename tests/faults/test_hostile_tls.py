@@ -15,7 +15,8 @@ import pytest
 
 from gpulease.client import Disconnected, GpuSession
 from gpulease.client.engine import lease as fate
-from gpulease.daemon.remote.acceptor import MAX_HANDSHAKES, MAX_STRANGERS, NOT_TLS_ALERT, TO_BE_TOLD
+from gpulease.daemon.remote.acceptor import MAX_HANDSHAKES, MAX_REFUSED_RELAYS
+from gpulease.daemon.remote.pending import MAX_PENDING, NOT_TLS_ALERT
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
@@ -109,7 +110,7 @@ def test_a_thousand_half_open_connections_cost_no_process_and_hold_up_nobody(dae
                 sock.sendall(begin)
         check_ann_is_served(daemon, pki)
         wait_until(lambda: len(relays(daemon)) <= before, "no process is made for them", seen=lambda: relays(daemon))
-        assert gate_files(daemon) < MAX_STRANGERS + 100
+        assert gate_files(daemon) < MAX_PENDING + 100
 
 
 def test_peers_that_stall_in_the_handshake_are_bounded_and_hold_up_nobody(daemon: Daemon, pki: Pki) -> None:
@@ -388,10 +389,12 @@ def test_connections_of_one_tenant_are_bounded(daemon: Daemon, pki: Pki) -> None
         with pki.peer(daemon.tls_address, pki.ann) as peer:
             assert peer.goodbye().status is Status.BUSY
         # Who comes again and again, and does not go when told, gets no relay any more.
-        for _ in range(2 * TO_BE_TOLD):
+        for _ in range(2 * MAX_REFUSED_RELAYS):
             with suppress(OSError):
                 stack.enter_context(pki.peer(daemon.tls_address, pki.ann))
-        wait_until(lambda: len(relays(daemon)) <= 12 + TO_BE_TOLD + 2, "no more are kept", seen=lambda: relays(daemon))
+        wait_until(
+            lambda: len(relays(daemon)) <= 12 + MAX_REFUSED_RELAYS + 2, "no more are kept", seen=lambda: relays(daemon)
+        )
         with pki.peer(daemon.tls_address, pki.bob).hello() as other:
             assert other.request(Opcode.PING, Ping(2)) == Ping(2)
     wait_until(lambda: len(relays(daemon)) == 2, "theirs are gone", seen=lambda: relays(daemon))

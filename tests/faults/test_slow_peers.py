@@ -9,7 +9,7 @@ import pytest
 
 from gpulease.client import GpuSession
 from gpulease.client.control import ask
-from gpulease.protocol import EndOfStream, Failure, Goodbye, Opcode, Reply, Status, Told
+from gpulease.protocol import EndOfStream, Failure, Goodbye, Notification, Opcode, Reply, Status
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_DATA_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import (
@@ -148,10 +148,10 @@ def test_a_subscriber_that_never_reads(daemon: Daemon, neighbour: Neighbour) -> 
         for number in range(rounds):
             operator.request(Opcode.DRAIN, Drain(1_000_000 - number))
         neighbour.check()
-        told: list[Told] = []
+        told: list[Notification] = []
         while not told or told[-1].event.sequence < 9 * rounds:
             event = slow.next_event()
-            assert isinstance(event, Told)
+            assert isinstance(event, Notification)
             told.append(event)
         lost = [event.event.lost for event in told]
         assert sum(lost) + len(told) == 9 * rounds
@@ -168,16 +168,16 @@ def test_a_subscriber_that_repeats_its_number_is_refused_and_nobody_misses_an_ev
         number, frame = hostile.connection.send_request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease.lease_id))
         hostile.sock.sendall(frame)
         assert isinstance(hostile.next_event(), Reply)
-        assert isinstance(hostile.next_event(), Told)
+        assert isinstance(hostile.next_event(), Notification)
         hostile.sock.sendall(frame)
         with RawPeer(daemon.address).hello() as honest:
             honest.request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease.lease_id))
-            assert isinstance(honest.next_event(), Told)
+            assert isinstance(honest.next_event(), Notification)
             lease.free()
             phases: list[int] = []
             while not phases or phases[-1] != Phase.ENDED:
                 event = honest.next_event()
-                assert isinstance(event, Told)
+                assert isinstance(event, Notification)
                 phases.append(event.event.phase)
         reader = FrameReader(MAX_PAYLOAD_BYTES)
         reader.receive_data(hostile.sock.recv(1 << 16))

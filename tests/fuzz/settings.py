@@ -1,4 +1,4 @@
-"""The daemon's settings: daemon/config/settings.py, setting_values.py and tenant_settings.py, protocol/address.py.
+"""The daemon's settings: daemon/config/settings.py, protocol/address.py.
 
 The invariant. Whatever a settings file or a word of the command line says:
 
@@ -21,12 +21,12 @@ from gpulease.daemon.config.settings import (
     MAX_WARM_CONTEXTS,
     MIN_AUDIT_FILE_BYTES,
     MIN_VRAM_BYTES,
-    RESERVED_TENANTS,
     Config,
     ConfigError,
     load_config,
 )
 from gpulease.daemon.leases.rules import MAX_GRACE_MS
+from gpulease.daemon.remote.settings import RESERVED_TENANTS
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.sizes import parse_size
 

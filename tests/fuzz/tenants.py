@@ -16,7 +16,7 @@ from gpulease.protocol import Connection, Goodbye, LocalProtocolError, Opcode, R
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, NODE_LEASE, SESSION_PERMISSIONS, Permission
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.connection import Told
+from gpulease.protocol.connection import Notification
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import RevokeOutcome
@@ -184,7 +184,7 @@ class Peer:
         while (event := self.connection.next_event()) is not None:
             if isinstance(event, Goodbye):
                 continue
-            if isinstance(event, Told):
+            if isinstance(event, Notification):
                 self.overhear(event)
                 continue
             # A peer that talks nonsense is answered with numbers that it never gave.
@@ -192,7 +192,7 @@ class Peer:
             if isinstance(event, Reply):
                 self.learn(self.asked.pop(event.request_id), event.result)
 
-    def overhear(self, told: Told) -> None:
+    def overhear(self, told: Notification) -> None:
         """What a subscription tells is of leases that this peer may know of."""
         subscribed = self.subscribed[told.subscription]
         lease_id, owner = told.event.lease_id, self.scene.known.owner.get(told.event.lease_id)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon import config
 from gpulease.daemon.broker.handlers.query_requests import QueryHandler
 from gpulease.daemon.broker.handlers.requests import RequestDispatcher
 from gpulease.daemon.broker.handlers.token_requests import TokenHandler
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.capabilities import tokens
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
+from gpulease.daemon.config import settings as daemon_settings
 from gpulease.daemon.contract.control_page import WorkerPage
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.drivers.ptx import image
@@ -95,7 +95,7 @@ FAULTS: tuple[tuple[str, Any, str, Plant], ...] = (
     ("serving", SyncPattern, "reply", returning(bytes(40))),
     ("sessions", Ledger, "remove_allocation", keeping_the_sum),
     ("sessions", WorkerPage, "refusal", returning(None)),
-    ("settings", config, "_check", returning(None)),
+    ("settings", daemon_settings, "_check", returning(None)),
     ("submits", Guest, "refuse", returning(None)),
     ("submits", SubmitOperations, "_read", returning(b"")),
     ("submits", WorkerPage, "refusal", returning(None)),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpulease.protocol import Connection, Failure, LocalProtocolError, Opcode, State, Status, StreamBroken, Told
+from gpulease.protocol import Connection, Failure, LocalProtocolError, Notification, Opcode, State, Status, StreamBroken
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.connection import Rejected
@@ -32,7 +32,7 @@ def test_events_come_between_replies_to_anything_else() -> None:
     pair, number = subscribed()
     ping = pair.ask(Opcode.PING, m.Ping(1))
     wire = pair.server.send_event(number, event(1)) + pair.server.send_event(number, event(4))
-    assert told(pair.client, wire) == [Told(number, event(1)), Told(number, event(4))]
+    assert told(pair.client, wire) == [Notification(number, event(1)), Notification(number, event(4))]
     assert pair.client.in_flight == 1
     assert pair.answer(ping, m.Ping(1)).result == m.Ping(1)
     assert pair.client.subscriptions == pair.server.subscriptions == 1
@@ -41,7 +41,9 @@ def test_events_come_between_replies_to_anything_else() -> None:
 def test_it_ends_with_the_reply_to_unsubscribe() -> None:
     pair, number = subscribed()
     request = pair.ask(Opcode.LEASE_UNSUBSCRIBE, m.LeaseUnsubscribe(number))
-    assert told(pair.client, pair.server.send_event(number, event(1))) == [Told(number, event(1))], "on its way still"
+    assert told(pair.client, pair.server.send_event(number, event(1))) == [Notification(number, event(1))], (
+        "on its way still"
+    )
     pair.answer(request, m.Empty())
     assert pair.client.subscriptions == pair.server.subscriptions == 0
     with pytest.raises(LocalProtocolError):
@@ -56,7 +58,7 @@ def test_a_refusal_changes_nothing(op: Opcode) -> None:
     pair.client.receive_data(pair.server.send_failure(request, Failure(Status.BUSY, "no")))
     events_of(pair.client)
     assert pair.client.subscriptions == pair.server.subscriptions == 1
-    assert told(pair.client, pair.server.send_event(number, event(1))) == [Told(number, event(1))]
+    assert told(pair.client, pair.server.send_event(number, event(1))) == [Notification(number, event(1))]
 
 
 @pytest.mark.parametrize("wrong", ["not subscribed", "repeated", "a status", "malformed", "no reply"])
@@ -93,4 +95,4 @@ def test_no_second_subscription_of_one_number() -> None:
     (found,) = events_of(pair.server)
     assert isinstance(found, Rejected)
     assert found.failure.status is Status.INVALID_REQUEST
-    assert told(pair.client, pair.server.send_event(number, event(1))) == [Told(number, event(1))]
+    assert told(pair.client, pair.server.send_event(number, event(1))) == [Notification(number, event(1))]

@@ -10,6 +10,7 @@ from gpulease.protocol import (
     Connection,
     EndOfStream,
     Goodbye,
+    Notification,
     Opcode,
     Rejected,
     Reply,
@@ -18,7 +19,6 @@ from gpulease.protocol import (
     State,
     Status,
     StreamBroken,
-    Told,
 )
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body, parse_body
@@ -253,7 +253,7 @@ class Replay:
             return wire
         if isinstance(body, m.LeaseEvent):
             wire = server.send_event(request_id, body)
-            assert self.receive(self.clients[name], wire) == [Told(request_id, body)]
+            assert self.receive(self.clients[name], wire) == [Notification(request_id, body)]
             return wire
         request = self.asked.pop((name, request_id))
         wire = server.send_failure(request, result) if isinstance(result, Failure) else server.send_reply(request, body)

@@ -5,9 +5,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from gpulease.client.cli.service import UNITS
-from gpulease.daemon.config.settings import Config, TlsSettings, load_config
+from gpulease.daemon.config.settings import TABLES, TENANT_SETTINGS, TLS_SETTINGS, Config, Setting, load_config
 from gpulease.daemon.leases import CoreLimits
 from gpulease.daemon.leases.rules import TenantLimits, TenantRules
+from gpulease.daemon.remote.settings import TlsSettings
 
 TEXT = (UNITS / "gpuleased.toml").read_text()
 
@@ -23,8 +24,6 @@ DEFAULTS |= {
     "require_token",
 }
 """Settings that stand there with the value they have if they are not made."""
-
-IN_OTHER_WORDS = {"vram_bytes": "vram", "audit_file_bytes": "audit_file_size", "max_vram_bytes": "max_vram"}
 
 
 def all_made(tmp_path: Path) -> Config:
@@ -42,12 +41,27 @@ def test_it_can_be_used_as_it_is() -> None:
 
 
 def test_every_setting_is_there() -> None:
-    for kind in (Config, CoreLimits, TenantLimits, TlsSettings):
-        for item in fields(kind):
-            name = IN_OTHER_WORDS.get(item.name, item.name)
-            table = name in ("limits", "tls", "tenants", "tenant_of_uid", "tenant_of_certificate", "grace_ms")
-            wanted = rf"^#?\[.*\b{name}\b.*\]$" if table else rf"^#?{name} = "
-            assert re.search(wanted, TEXT, re.MULTILINE), f"{kind.__name__}: {name}"
+    for section, settings in TABLES.items():
+        for setting in settings if section != "limits.grace_ms" else ():
+            is_table = setting.name in (
+                "limits",
+                "tls",
+                "tenants",
+                "tenant_of_uid",
+                "tenant_of_certificate",
+                "grace_ms",
+            )
+            wanted = rf"^#?\[.*\b{setting.name}\b.*\]$" if is_table else rf"^#?{setting.name} = "
+            assert re.search(wanted, TEXT, re.MULTILINE), f"{section}: {setting.name}"
+
+
+def test_every_setting_has_its_attribute() -> None:
+    def attributes(settings: tuple[Setting, ...]) -> list[str]:
+        return [setting.attribute for setting in settings]
+
+    assert attributes(TABLES[""]) == [item.name for item in fields(Config)] + ["tenants"]
+    assert attributes(TLS_SETTINGS) == [item.name for item in fields(TlsSettings)]
+    assert set(attributes(TENANT_SETTINGS)) == {item.name for item in fields(TenantLimits)}
 
 
 def test_every_setting_has_a_comment() -> None:

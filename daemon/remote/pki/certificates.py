@@ -1,8 +1,8 @@
-"""Certificates of one authority: made, and taken back.
+"""A certificate authority in a folder: it issues and revokes certificates.
 
-Keys are ECDSA P-256, in files that only their owner reads; nothing is ever overwritten but the list of revoked
-certificates. A server's certificate is good for servers alone and a tenant's for clients alone (extended key usage, RFC
-5280, 4.2.1.12), so that no tenant can pass for the node.
+Keys are ECDSA P-256, in files that only their owner can read. Only the list of revoked certificates is ever
+overwritten. A server's certificate is valid for servers alone and a tenant's for clients alone (extended key usage, RFC
+5280, 4.2.1.12), so no tenant can pass for the node.
 """
 
 import datetime
@@ -19,15 +19,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from gpulease.daemon.config.settings import check_tenant
 from gpulease.daemon.remote.identity import TENANT_PREFIX
+from gpulease.daemon.remote.settings import check_tenant
 
 AUTHORITY_LIFE: Final = datetime.timedelta(days=365)
 LEAF_LIFE: Final = datetime.timedelta(days=30)
-"""A certificate that leaked is of use for so long, where nobody notices and revokes it."""
+"""A leaked certificate that nobody revokes is of use for at most so long."""
 
 BACKDATED: Final = datetime.timedelta(minutes=5)
-"""Certificates hold from so long ago: the clocks of two hosts differ."""
+"""Certificates are valid from so long ago, because the clocks of two hosts differ."""
 
 _CA = "ca.pem"
 _CA_KEY = "ca.key"
@@ -58,7 +58,7 @@ _ISSUING = x509.KeyUsage(
 
 
 class PkiError(Exception):
-    """It can't be done; the message is a sentence for whoever asked."""
+    """A request that the authority refuses; the message is a sentence that says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Issued:
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """One, in its folder: `ca.pem`, `ca.key`, `crl.pem`, and what it issued."""
+    """An authority in its folder: `ca.pem`, `ca.key`, `crl.pem`, and the certificates it issued."""
 
     folder: Path
     certificate: x509.Certificate
@@ -79,7 +79,7 @@ class Authority:
 
     @property
     def certificate_path(self) -> Path:
-        """What others need to believe it."""
+        """The certificate that others must trust."""
         return self.folder / _CA
 
     @property
@@ -89,7 +89,7 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, life: datetime.timedelta = AUTHORITY_LIFE) -> Self:
-        """A new one. Raises PkiError if the folder holds one."""
+        """Make a new authority. Raises PkiError if the folder holds one."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (folder / file for file in (_CA, _CA_KEY, _CRL)):
             if path.exists():
@@ -108,7 +108,7 @@ class Authority:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """The one in a folder. Raises PkiError."""
+        """Return the authority in a folder. Raises PkiError."""
         try:
             certificate = x509.load_pem_x509_certificate((folder / _CA).read_bytes())
             key = serialization.load_pem_private_key((folder / _CA_KEY).read_bytes(), None)
@@ -121,14 +121,14 @@ class Authority:
         return cls(folder, certificate, key)
 
     def issue_server(self, hosts: Sequence[str], life: datetime.timedelta = LEAF_LIFE) -> Issued:
-        """A node's, for the names and IP addresses by which tenants reach it. Raises PkiError."""
+        """Issue a node's certificate for the host names and IP addresses by which tenants reach it. Raises PkiError."""
         if not hosts:
             raise PkiError("a server's certificate needs the names that tenants reach it by")
         names = [_host_name(host) for host in hosts]
         return self._issue(f"server-{_file_name(hosts[0])}", hosts[0], names, ExtendedKeyUsageOID.SERVER_AUTH, life)
 
     def issue_tenant(self, tenant: str, life: datetime.timedelta = LEAF_LIFE) -> Issued:
-        """A tenant's. Raises PkiError."""
+        """Issue a tenant's certificate. Raises PkiError."""
         try:
             uri = TENANT_PREFIX.removeprefix("URI:") + check_tenant(tenant)
         except ValueError as error:
@@ -191,7 +191,7 @@ class Authority:
         new = self.folder / f"{_CRL}.new"
         new.unlink(missing_ok=True)
         _write(new, text, 0o644)
-        # A daemon that looks now sees the old list or the new one.
+        # A daemon that reads it at this moment sees the old list or the new one.
         new.replace(self.crl_path)
 
     def _key_identifier(self) -> x509.AuthorityKeyIdentifier:
@@ -246,7 +246,7 @@ def _write(path: Path, data: bytes, mode: int) -> None:
 
 
 def _said(error: Exception) -> str:
-    """What is wrong with a file: the library's own words speak of its internals."""
+    """Return a sentence about a file's error. The library's own message describes its internals."""
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
     return "what is in its file is no certificate or key in PEM"

@@ -1,15 +1,15 @@
 // The cards: bars of slices, leases in rows, a filter over both, and the keys that lead through a bar.
 
-import { askToClearFences, askToRevoke } from "./acts.js";
+import { askToClearFences, askToRevoke } from "./actions.js";
 import { arrange, by, copyOf, dress, label, paint, say } from "./elements.js";
 import { drawPlots } from "./plots.js";
-import { count, rate, size, span, stateOf } from "./words.js";
+import { count, rate, size, span, stateOf } from "./format.js";
 
-const DENSE = 60; // Slices on one card from which on there is no room between them.
-const SOON = 0.1; // The last tenth of a lease's time is its warning, 30 s at most: as the daemon has it.
+const DENSE = 60; // A bar with so many slices has no room between them.
+const SOON = 0.1; // The daemon warns in the last tenth of a lease's time, at most 30 s before its end.
 const SOON_S = 30;
-const ID_CHARS = 8; // Of a lease's id: what `gpulease top` shows, and commands take.
-const RATES = 60; // Looks that the daemon keeps of launches.
+const ID_CHARS = 8; // The part of a lease's id that `gpulease top` shows and commands accept.
+const RATES = 60; // The launch rates that the daemon keeps.
 
 const cards = new Map(); // by uuid: the card, its element, and its slices and rows by key
 
@@ -35,7 +35,7 @@ export const leasedOf = (card) => card.slices.reduce((sum, slice) => sum + slice
 function drawCard(card, own, isWanted) {
   const { element, slices, rows } = own;
   own.card = card;
-  // What a tenant has lies together; within that, in the order it was granted.
+  // A tenant's slices lie together, in the order of their grants.
   card.slices.sort((one, other) => (one.tenant < other.tenant ? -1 : one.tenant > other.tenant ? 1 : 0));
   const at = (selector) => element.querySelector(selector);
   const [name, leased, used] = [`GPU ${card.index}`, leasedOf(card), usedOf(card)];
@@ -69,7 +69,7 @@ function drawCard(card, own, isWanted) {
   drawPlots(at(".plots"), card);
 }
 
-/** All of a card's bytes, left to right: leases, what their contexts take, what is fenced, ready, free. */
+/** Returns all of a card's bytes, left to right: leases, their contexts, fenced, warm and free memory. */
 function piecesOf(card, leased) {
   const live = card.slices.filter((slice) => slice.state !== "fenced");
   const fenced = card.slices.filter((slice) => slice.state === "fenced");
@@ -173,7 +173,7 @@ function drawRate(figure, rates) {
   label(figure.querySelector("svg"), `${text}, in the last minute at most ${rate(most)}`);
 }
 
-/** Lets times go on. */
+/** Advances the rows' times to `sinceS` seconds after the state. */
 export function countDown(sinceS) {
   for (const { rows } of cards.values()) for (const row of rows.values()) countDownRow(row, sinceS);
 }
@@ -200,7 +200,7 @@ by("cards").addEventListener("click", (event) => {
   if (own) askToClearFences(own.card);
 });
 
-// --- a card's bar: one stop for the Tab key, arrows within, Enter to the lease's row ---
+// --- a card's bar: Tab stops once, arrow keys move within, Enter goes to the lease's row ---
 
 function keepOneStop(bar) {
   const slices = [...bar.querySelectorAll("button")];

@@ -1,13 +1,13 @@
-// The page's elements: found, filled with text, kept in order, coloured by a tenant's name, and copied from.
+// Helpers for the page's elements: find, fill, order, colour and copy them.
 
 const HUES = 12;
-const FIRST_HUE = 50; // Red is for what is wrong.
+const FIRST_HUE = 50; // Red means that something is wrong.
 const HUE_STEP = 25;
 const COPIED_MS = 1500;
 
 export const by = (id) => document.getElementById(id);
 
-/** Sets an element's text, as a text node, if it is another. */
+/** Sets an element's text, as a text node, if it differs. */
 export const say = (element, text) => {
   if (element.textContent !== text) element.textContent = text;
 };
@@ -23,7 +23,7 @@ export const label = (element, text) => {
 
 export const copyOf = (id) => by(id).content.firstElementChild.cloneNode(true);
 
-/** Has `parent` hold the elements of `items`, in their order; `known` keeps them by key, `make` makes one. */
+/** Makes `parent` hold the elements of `items` in order. `known` keeps elements by key; `make` makes a new one. */
 export function arrange(parent, known, items, keyOf, make) {
   const keys = new Set(items.map(keyOf));
   for (const [key, element] of known) {
@@ -50,7 +50,7 @@ export function paint(element, tenant) {
   element.style.setProperty("--tone", `var(--tone-${Math.floor(hash / HUES) % 2})`);
 }
 
-/** FNV-1a, with MurmurHash3's last mixing: names that differ in one letter have colours of their own. */
+/** Returns FNV-1a with MurmurHash3's finalizer: names that differ in one letter get different colours. */
 function hashOf(text) {
   let hash = 0x811c9dc5;
   for (const unit of new TextEncoder().encode(text)) hash = Math.imul(hash ^ unit, 0x01000193);
@@ -59,7 +59,7 @@ function hashOf(text) {
   return (hash ^ (hash >>> 16)) >>> 0;
 }
 
-/** Puts a button's text to the clipboard and says so, on the button and to screen readers. */
+/** Copies a button's text to the clipboard and says so, on the button and to screen readers. */
 async function copy(button) {
   const isDone = await navigator.clipboard.writeText(button.dataset.copies).then(() => true, () => false);
   say(by("copied"), isDone ? `Copied ${button.dataset.copies}` : "The browser does not let this page copy.");

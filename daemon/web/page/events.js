@@ -1,17 +1,17 @@
-// The list of what happened last.
+// The list of the leases' latest changes.
 
 import { arrange, by, copyOf, dress, paint, say } from "./elements.js";
-import { happened, span } from "./words.js";
+import { happened, span } from "./format.js";
 
 const items = new Map(); // by the event's number
 
-/** Draws the events of a state, of those leases that `isWanted`. */
+/** Draws a state's events for which `isWanted` holds. */
 export function drawEvents(list, isWanted) {
   const shown = list.filter(isWanted);
   const box = by("events");
   const [top, height] = [box.scrollTop, box.scrollHeight];
   arrange(box, items, shown, (event) => event.number, () => copyOf("event-template"));
-  // Who has scrolled down goes on seeing the same.
+  // A reader who has scrolled down keeps seeing the same events.
   if (top > 0) box.scrollTop = top + box.scrollHeight - height;
   for (const event of shown) {
     const item = items.get(event.number);
@@ -27,7 +27,7 @@ export function drawEvents(list, isWanted) {
   say(by("no-events"), list.length ? "None of these." : "Nothing has happened yet.");
 }
 
-/** Lets their ages go on. */
+/** Advances the events' ages to `sinceS` seconds after the state. */
 export function ageEvents(sinceS) {
   for (const item of items.values()) say(item.querySelector(".ago"), span(Math.floor(item.ageS + sinceS)));
 }

@@ -1,21 +1,21 @@
-// The daemon's page: takes its state from /api/v1/events, draws it, counts down between two looks.
+// The daemon's page: it takes its state from /api/v1/events, draws it, and counts down until the next state.
 //
-// All that comes from the daemon becomes text nodes and numbers, never markup. Time left is counted by the browser's
-// monotonic clock from the moment a state arrived.
+// The daemon's texts become text nodes and numbers, never markup. The browser's monotonic clock counts the time left
+// from the moment a state arrived.
 
-import { askForToken, askToDrain, askToEndDrain } from "./acts.js";
+import { askForToken, askToDrain, askToEndDrain } from "./actions.js";
 import { countDown, drawCards, drawHistory, leasedOf, usedOf } from "./cards.js";
 import { by, say } from "./elements.js";
 import { ageEvents, drawEvents } from "./events.js";
 import { keepHistory } from "./plots.js";
-import { giveUpIfSilent, keepConnected, keepToken, stream } from "./stream.js";
-import { count, size, span, stateOf } from "./words.js";
+import { abortIfSilent, keepConnected, keepToken, stream } from "./stream.js";
+import { count, size, span, stateOf } from "./format.js";
 
-const STALE_MS = 4000; // The daemon looks every second: without a state for so long, what is shown may be wrong.
+const STALE_MS = 4000; // The daemon sends a state every second. After so long without one, the page may be wrong.
 const TICK_MS = 500;
 
 let state = null;
-let arrivedMs = 0; // when `state` came
+let arrivedMs = 0; // the arrival of `state`
 
 function draw() {
   document.body.classList.toggle("named", state.named);
@@ -67,7 +67,7 @@ document.addEventListener("keydown", (event) => {
 function tick() {
   const nowMs = performance.now();
   const sinceS = (nowMs - arrivedMs) / 1000;
-  tellStatus(nowMs);
+  drawStatus(nowMs);
   if (state === null) return;
   countDown(sinceS);
   ageEvents(sinceS);
@@ -80,7 +80,7 @@ function tick() {
   }
 }
 
-function tellStatus(nowMs) {
+function drawStatus(nowMs) {
   const isOld = !stream.isFed || nowMs - arrivedMs > STALE_MS;
   const isLost = !stream.isConnected || (isOld && state !== null);
   document.body.classList.toggle("live", stream.isConnected && !isOld);
@@ -92,7 +92,7 @@ function tellStatus(nowMs) {
   say(by("since"), isLost && state !== null ? `What is shown is ${span(seconds)} old.` : "");
 }
 
-// --- begin ---
+// --- start ---
 
 by("names").addEventListener("click", () => (state?.named ? keepToken("") : askForToken()));
 by("drain-begin").addEventListener("click", askToDrain);
@@ -100,7 +100,7 @@ by("drain-end").addEventListener("click", askToEndDrain);
 
 setInterval(() => {
   tick();
-  giveUpIfSilent();
+  abortIfSilent();
 }, TICK_MS);
 const onState = (next) => {
   state = next;

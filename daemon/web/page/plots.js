@@ -1,13 +1,13 @@
-// Each card's last hour as the daemon keeps it: how busy it was, and its memory, leased and used.
+// Plots of each card's last hour: its utilisation, and its leased and used memory.
 //
-// What is unknown is not drawn: no figure is no line, and no sample for a while is a gap.
+// Unknown figures are not drawn: a missing figure has no line, and a missing sample leaves a gap.
 
 import { label, say } from "./elements.js";
 import { bearer } from "./stream.js";
-import { size } from "./words.js";
+import { size } from "./format.js";
 
 const EVERY_MS = 10000; // The daemon takes a sample so often.
-const [WIDTH, HEIGHT] = [600, 100]; // Of the drawing, which is stretched to its place.
+const [WIDTH, HEIGHT] = [600, 100]; // The drawing's size; the browser stretches it to its place.
 
 let history = null;
 
@@ -21,9 +21,9 @@ export async function keepHistory(onNew) {
         onNew();
       }
     } catch {
-      // The stream says that there is no connection.
+      // The stream reports that there is no connection.
     }
-    // Soon again where there is nothing yet: a daemon takes its first sample as it starts.
+    // Ask again soon while there is nothing: a daemon takes its first sample as it starts.
     const isEmpty = Object.keys(history?.cards ?? {}).length === 0;
     await new Promise((resolve) => setTimeout(resolve, isEmpty ? EVERY_MS / 10 : EVERY_MS));
   }
@@ -33,12 +33,12 @@ export async function keepHistory(onNew) {
 export function drawPlots(place, card) {
   const lines = history?.cards[card.uuid] ?? { age_s: [], utilization_percent: [], used_bytes: [], leased_bytes: [] };
   const [busy, memory] = place.querySelectorAll("figure");
-  const isTold = lines.utilization_percent.some((percent) => percent !== null);
-  const isUntold = lines.age_s.length > 0 && !isTold;
-  busy.classList.toggle("untold", isUntold);
+  const isReported = lines.utilization_percent.some((percent) => percent !== null);
+  const isMissing = lines.age_s.length > 0 && !isReported;
+  busy.classList.toggle("untold", isMissing);
   const percent = (number) => `${number} %`;
   drawPlot(busy, "GPU utilisation", 100, percent, lines.age_s, [["used", lines.utilization_percent, ""]]);
-  busy.querySelector(".untold").hidden = !isUntold;
+  busy.querySelector(".untold").hidden = !isMissing;
   const most = Math.max(card.capacity_bytes, ...lines.used_bytes.map((bytes) => bytes ?? 0));
   const figures = [["leased", lines.leased_bytes, "leased"], ["used", lines.used_bytes, "used"]];
   drawPlot(memory, "Memory", most, size, lines.age_s, figures);
@@ -47,7 +47,7 @@ export function drawPlots(place, card) {
 function drawPlot(figure, name, most, words, ages, figures) {
   const at = (selector) => figure.querySelector(selector);
   [most, most / 2, 0].forEach((value, index) => say(figure.querySelectorAll(".y span")[index], words(value)));
-  const told = [];
+  const summary = [];
   for (const [kind, values, word] of figures) {
     const runs = runsOf(ages, values, most);
     at(`.line.${kind}`).setAttribute("d", runs.map(lineOf).join(""));
@@ -57,12 +57,12 @@ function drawPlot(figure, name, most, words, ages, figures) {
     const now = at(`.now .${kind}`);
     if (now) say(now, word ? `${text} ${word}` : text);
     const highest = Math.max(...values.filter((value) => value !== null));
-    if (last !== null) told.push(`${word} ${text} now, at most ${words(highest)}`.trim());
+    if (last !== null) summary.push(`${word} ${text} now, at most ${words(highest)}`.trim());
   }
-  label(at("svg"), `${name} over the last hour: ${told.join("; ") || "unknown"}`);
+  label(at("svg"), `${name} over the last hour: ${summary.join("; ") || "unknown"}`);
 }
 
-/** Points that belong together: from one gap, or unknown figure, to the next. */
+/** Splits the points into runs, from one gap or unknown figure to the next. */
 function runsOf(ages, values, most) {
   const runs = [];
   let before = null;
@@ -77,7 +77,7 @@ function runsOf(ages, values, most) {
 
 const pointOf = ([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`;
 
-// One sample alone is a dot: a line of no length with round ends.
+// A single sample is a dot: a line of no length with round ends.
 const lineOf = (run) => `M${run.map(pointOf).join("L")}${run.length === 1 ? "h0.01" : ""}`;
 
 const areaOf = (run) => `M${run[0][0].toFixed(1)} ${HEIGHT}L${run.map(pointOf).join("L")}V${HEIGHT}Z`;

@@ -1,16 +1,16 @@
-// The stream of states from the daemon, made anew whenever it ends.
+// The stream of states from the daemon. The page opens a new one whenever it ends.
 
-const SILENT_MS = 10000; // A stream says something every three seconds; one that does not is given up.
+const SILENT_MS = 10000; // A stream sends something every three seconds; a silent one is aborted.
 const FIRST_PAUSE_MS = 500;
 const LONGEST_PAUSE_MS = 5000;
 const TOKEN = "gpulease-token";
 
 export const stream = {
   isConnected: false,
-  isFed: false, // whether this stream has brought a state
+  isFed: false, // whether this stream has sent a state
   openedMs: 0,
-  heardMs: 0, // when it last said anything
-  why: "", // why there is none
+  heardMs: 0, // the last arrival of anything
+  why: "", // why there is no stream
 };
 
 let connection = null;
@@ -19,7 +19,7 @@ const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 export const hasToken = () => sessionStorage.getItem(TOKEN) !== null;
 
-/** The head of a request, with the operator's token if there is one. */
+/** Returns the headers of a request, with the operator's token if there is one. */
 export function bearer() {
   const token = sessionStorage.getItem(TOKEN);
   return token ? { Authorization: `Bearer ${token}` } : {};
@@ -32,19 +32,19 @@ export function keepToken(token) {
   connection?.abort();
 }
 
-/** Follows the stream for ever: `onState` gets each state, `onRefused` why a token is refused. */
+/** Follows the stream for ever. `onState` gets each state, `onRefused` the reason why a token is refused. */
 export async function keepConnected(onState, onRefused, onEnd) {
   let pauseMs = FIRST_PAUSE_MS;
   for (;;) {
-    const told = (state) => {
+    const onFirstState = (state) => {
       pauseMs = FIRST_PAUSE_MS;
       onState(state);
     };
     try {
-      await follow(told, onRefused);
+      await follow(onFirstState, onRefused);
       stream.why = "";
     } catch (error) {
-      stream.why = error.name === "AbortError" ? "" : error.told ?? "";
+      stream.why = error.name === "AbortError" ? "" : error.status ?? "";
     }
     stream.isConnected = stream.isFed = false;
     onEnd();
@@ -61,7 +61,7 @@ async function follow(onState, onRefused) {
     sessionStorage.removeItem(TOKEN);
     onRefused(await answer.text());
   }
-  if (!answer.ok) throw Object.assign(new Error(), { told: `status ${answer.status}` });
+  if (!answer.ok) throw Object.assign(new Error(), { status: `status ${answer.status}` });
   stream.isConnected = true;
   stream.openedMs = performance.now();
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -83,7 +83,7 @@ async function follow(onState, onRefused) {
   }
 }
 
-/** Gives a stream up that says nothing. */
-export function giveUpIfSilent() {
+/** Aborts a stream that has been silent for too long. */
+export function abortIfSilent() {
   if (stream.isConnected && performance.now() - stream.heardMs > SILENT_MS) connection.abort();
 }

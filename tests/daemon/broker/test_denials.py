@@ -4,6 +4,7 @@ from gpulease.client.errors import GpuLeaseError, error_class
 from gpulease.daemon.broker.refusal import failure_of
 from gpulease.daemon.leases import Cause, Denial, DenialReason
 from gpulease.daemon.workers.revocation_word import word_for
+from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.opcodes import Status
 
 
@@ -49,3 +50,7 @@ def test_every_cause_has_a_word_that_a_worker_can_say(cause: Cause) -> None:
 )
 def test_words(cause: Cause, word: Status) -> None:
     assert word_for(cause) is word
+
+
+def test_every_cause_has_its_words_and_no_words_lack_a_cause() -> None:
+    assert set(LEASE_ENDS) == {cause.value for cause in Cause}

@@ -7,7 +7,7 @@ from typing import Any
 from gpulease.daemon.broker.web_frontend import LoadHistory
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.gpus.source import CardLoad
-from gpulease.daemon.web.feed import MAX_SAMPLES
+from gpulease.daemon.web.load_samples import MAX_SAMPLES
 
 GIB = 1 << 30
 LEASES = [

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.web import feed as feed_module
-from gpulease.daemon.web.app import Kept
+from gpulease.daemon.web.app import Cached
 from gpulease.daemon.web.broker_link import BrokerSilent
-from gpulease.daemon.web.feed import LOOK_UP_PAUSE_S, MAX_HAPPENINGS, MAX_TO_LOOK_UP, Feed
+from gpulease.daemon.web.feed import LOOK_UP_PAUSE_S, MAX_CHANGES, MAX_TO_LOOK_UP, Feed
 from gpulease.protocol.connection import Request
 from gpulease.protocol.messages import LeaseEvent
 from gpulease.protocol.opcodes import Opcode, Phase
@@ -90,7 +90,7 @@ def test_who_gives_up_takes_nobodys_look() -> None:
 
 def test_while_nobody_looks_nothing_is_asked() -> None:
     async def play(feed: Feed, scene: Scene, clock: Clock) -> None:
-        feed.heard(event(1))
+        feed.on_event(event(1))
         await asyncio.sleep(0.3)
         assert Opcode.LEASE_LIST_ACTIVE not in scene.asked
 
@@ -98,18 +98,18 @@ def test_while_nobody_looks_nothing_is_asked() -> None:
 
 
 def test_a_watcher_is_told_soon_of_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "LOOK_S", 60.0)
+    monkeypatch.setattr(feed_module, "FETCH_EVERY_S", 60.0)
 
     async def play(feed: Feed, scene: Scene, clock: Clock) -> None:
         looks = feed.watch(5.0)
         first = await anext(looks)
         assert first is not None
-        assert not first.happenings
+        assert not first.changes
         scene.leases = [lease(1, "ann")]
-        feed.heard(event(1))
+        feed.on_event(event(1))
         second = await asyncio.wait_for(anext(looks), 60)
         assert second is not None
-        assert [one.tenant for one in second.happenings] == ["ann"]
+        assert [one.tenant for one in second.changes] == ["ann"]
         await looks.aclose()  # type: ignore[attr-defined]
 
     fed(play)
@@ -118,11 +118,11 @@ def test_a_watcher_is_told_soon_of_what_happens(monkeypatch: pytest.MonkeyPatch)
 def test_an_end_is_one_event() -> None:
     async def play(feed: Feed, scene: Scene, clock: Clock) -> None:
         for phase in (Phase.ACTIVE, Phase.WARNING, Phase.GRACE, Phase.TEARDOWN):
-            feed.heard(event(1, phase))
-        feed.heard(event(2, Phase.GRACE))
-        feed.heard(event(1, Phase.ENDED))
+            feed.on_event(event(1, phase))
+        feed.on_event(event(2, Phase.GRACE))
+        feed.on_event(event(1, Phase.ENDED))
         found = await feed.latest()
-        assert [(one.lease_id[-1], one.phase) for one in found.happenings] == [
+        assert [(one.lease_id[-1], one.phase) for one in found.changes] == [
             ("1", "active"),
             ("1", "warning"),
             ("2", "grace"),
@@ -175,12 +175,12 @@ def test_a_thousand_leases_that_come_and_go_are_not_all_asked_for() -> None:
     async def play(feed: Feed, scene: Scene, clock: Clock) -> None:
         began_s = time.monotonic()
         for number in range(1, 1001):
-            feed.heard(event(number, Phase.ENDED))
+            feed.on_event(event(number, Phase.ENDED))
         await asyncio.sleep(0.2)
         asked = scene.asked.count(Opcode.LEASE_QUERY)
         assert 1 <= asked <= 1 + (time.monotonic() - began_s) / LOOK_UP_PAUSE_S
         found = await feed.latest()
-        assert len(found.happenings) == MAX_HAPPENINGS
+        assert len(found.changes) == MAX_CHANGES
         assert len(feed._to_look_up) <= MAX_TO_LOOK_UP
 
     fed(play)
@@ -199,12 +199,12 @@ def test_an_answer_is_kept_and_so_is_that_there_is_none() -> None:
 
     async def play() -> None:
         clock = Clock()
-        kept = Kept(ask, 0.5, clock)
-        found = await asyncio.gather(*(kept.get() for _ in range(9)), return_exceptions=True)
+        cached = Cached(ask, 0.5, clock)
+        found = await asyncio.gather(*(cached.get() for _ in range(9)), return_exceptions=True)
         assert {type(one) for one in found} == {BrokerSilent}
         assert asked == 1
         clock.now_s += 0.5
-        assert {await kept.get() for _ in range(9)} == {"yes"}
+        assert {await cached.get() for _ in range(9)} == {"yes"}
         assert asked == 2
 
     asyncio.run(play())

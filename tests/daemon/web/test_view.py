@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.web.view import Happening, Pseudonyms, Snapshot, view_of
+from gpulease.daemon.web.view import LeaseChange, Pseudonyms, Snapshot, view_of
 from helpers.web_rig import CARD, GIB, card, lease
 
 SECRET = b"s" * 32
@@ -17,9 +17,9 @@ LEASES = (
 
 
 def snapshot(*leases: dict[str, Any], **changes: Any) -> Snapshot:
-    happenings = (
-        Happening(1, 90.0, f"{0xABC:032x}", "active", "", "", "ann", CARD),
-        Happening(2, 95.5, f"{9:032x}", "ended", "expired", "its time is over", "", ""),
+    lease_changes = (
+        LeaseChange(1, 90.0, f"{0xABC:032x}", "active", "", "", "ann", CARD),
+        LeaseChange(2, 95.5, f"{9:032x}", "ended", "expired", "its time is over", "", ""),
     )
     found = card(**changes)
     return Snapshot(
@@ -30,7 +30,7 @@ def snapshot(*leases: dict[str, Any], **changes: Any) -> Snapshot:
         leases or LEASES,
         {f"{0xABC:032x}": 3.04},
         {CARD: (None, 2.26)},
-        happenings,
+        lease_changes,
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.remote.acceptor import LOOK_BYTES, MAX_RECORD_BYTES, first_record_bytes
+from gpulease.daemon.remote.pending import MAX_RECORD_BYTES, PEEK_BYTES, first_record_bytes
 
 
 def client_hello() -> bytes:
@@ -17,7 +17,7 @@ def client_hello() -> bytes:
 
 def test_a_client_s_first_record_is_measured() -> None:
     hello = client_hello()
-    assert first_record_bytes(hello[:LOOK_BYTES]) == first_record_bytes(hello) == len(hello)
+    assert first_record_bytes(hello[:PEEK_BYTES]) == first_record_bytes(hello) == len(hello)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_all_else_is_no_beginning(begin: bytes) -> None:
     assert first_record_bytes(begin) is None
 
 
-@given(st.binary(min_size=LOOK_BYTES))
+@given(st.binary(min_size=PEEK_BYTES))
 def test_whatever_comes_the_wait_is_bounded(begin: bytes) -> None:
     needed = first_record_bytes(begin)
     assert needed is None or 9 <= needed <= 5 + MAX_RECORD_BYTES

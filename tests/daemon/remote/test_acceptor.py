@@ -1,4 +1,4 @@
-"""What the gate believes of what relays say."""
+"""The acceptor's check of relays' reports."""
 
 from typing import Any
 

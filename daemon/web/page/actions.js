@@ -1,15 +1,15 @@
-// What an operator does by the page: shows names by a token, revokes, drains, clears fences.
+// An operator's actions: show names with a token, revoke leases, drain the host, clear fences.
 //
-// What is asked for is what the dialog says, however the page goes on meanwhile. Each goes to the broker with the
-// token, which the broker looks at.
+// An action does what its dialog said, even if the page changed meanwhile. It goes to the broker with the token, and the
+// broker checks the token.
 
 import { by, say } from "./elements.js";
 import { bearer, keepToken } from "./stream.js";
-import { count, size, span } from "./words.js";
+import { count, size, span } from "./format.js";
 
-const SENDABLE = /^[!-~]+$/; // With others fetch fails as if there were no daemon: one that was copied from a text, say.
+const SENDABLE = /^[!-~]+$/; // With other characters, such as those copied from a text, fetch fails as if there were no daemon.
 const DRAIN_MIN = 10;
-const MOST_DRAIN_MIN = 71582; // What the protocol's DRAIN can say.
+const MOST_DRAIN_MIN = 71582; // The longest time that the protocol's DRAIN can hold.
 
 // --- names ---
 
@@ -19,7 +19,7 @@ export function askForToken(error = "") {
   by("token").focus();
 }
 
-// The form's own submit, not a key: Enter belongs to the field, and is over when the dialog closes.
+// The form's submit event, not a key: Enter belongs to the field and ends when the dialog closes.
 by("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const token = by("token").value.trim();
@@ -33,57 +33,58 @@ by("token-form").addEventListener("submit", (event) => {
 });
 by("token-cancel").addEventListener("click", () => by("token-dialog").close());
 
-// --- acts, each asked for once more in one dialog ---
+// --- actions, each confirmed in one dialog ---
 
-let asked = null; // what the dialog is about
+let asked = null; // the action that the dialog confirms
 
 /**
- * Asks whether something is to be done.
+ * Asks the operator to confirm an action.
  *
- * `act`: its `title`, its `about` (texts and elements), its `field` (label, value, type) or null, the `word` on its
- * button, its `request` (of the field's text: method and path), and its `told` (of the answer's JSON: text and isDone).
+ * An action has a `title`, `about` (texts and elements), a `field` (label, value, type) or null, and the `word` on its
+ * button. Its `request` turns the field's text into method and path. Its `outcome` turns the answer's JSON into text and
+ * isDone.
  */
-function ask(act) {
-  asked = act;
-  say(by("act-title"), act.title);
-  by("act-about").replaceChildren(...act.about);
-  by("act-field").hidden = act.field === null;
-  if (act.field !== null) {
-    say(by("act-label"), act.field.label);
-    Object.assign(by("act-input"), { type: "text", min: "", max: "" }, act.field.input);
+function ask(action) {
+  asked = action;
+  say(by("act-title"), action.title);
+  by("act-about").replaceChildren(...action.about);
+  by("act-field").hidden = action.field === null;
+  if (action.field !== null) {
+    say(by("act-label"), action.field.label);
+    Object.assign(by("act-input"), { type: "text", min: "", max: "" }, action.field.input);
   }
-  say(by("act-do"), act.word);
-  tell("", false);
+  say(by("act-do"), action.word);
+  report("", false);
   by("act-do").disabled = by("act-input").disabled = false;
   say(by("act-cancel"), "Cancel");
   by("act-dialog").showModal();
-  // Whoever presses Enter without looking has done nothing.
+  // An operator who presses Enter without looking cancels.
   by("act-cancel").focus();
 }
 
-function tell(text, isFailure) {
+function report(text, isFailure) {
   say(by("act-told"), text);
   by("act-told").classList.toggle("failed", isFailure);
 }
 
-async function perform(act) {
+async function perform(action) {
   if (!by("act-input").checkValidity()) {
-    tell(by("act-input").validationMessage, true);
+    report(by("act-input").validationMessage, true);
     return;
   }
   by("act-do").disabled = by("act-input").disabled = true;
-  tell("Being done …", false);
-  const [method, path] = act.request(by("act-input").value.trim());
+  report("Being done …", false);
+  const [method, path] = action.request(by("act-input").value.trim());
   let outcome = { text: "", isDone: false };
   try {
     const answer = await fetch(path, { method, headers: bearer(), cache: "no-store" });
     const isOutcome = answer.headers.get("content-type") === "application/json";
-    outcome = isOutcome ? act.told(await answer.json()) : { text: (await answer.text()).trim(), isDone: false };
+    outcome = isOutcome ? action.outcome(await answer.json()) : { text: (await answer.text()).trim(), isDone: false };
   } catch {
     outcome = { text: "No connection to the daemon: look whether it was done.", isDone: false };
   }
-  if (asked !== act || !by("act-dialog").open) return;
-  tell(outcome.text, !outcome.isDone);
+  if (asked !== action || !by("act-dialog").open) return;
+  report(outcome.text, !outcome.isDone);
   by("act-do").disabled = by("act-input").disabled = outcome.isDone;
   say(by("act-cancel"), "Close");
   by("act-cancel").focus();
@@ -115,7 +116,7 @@ export function askToRevoke(slice) {
       const query = reason ? `?reason=${encodeURIComponent(reason)}` : "";
       return ["DELETE", `/api/v1/leases/${slice.lease_id}${query}`];
     },
-    told: ({ outcome }) => OUTCOMES[outcome] ?? { text: `The daemon says: ${outcome}`, isDone: false },
+    outcome: ({ outcome }) => OUTCOMES[outcome] ?? { text: `The daemon says: ${outcome}`, isDone: false },
   });
 }
 
@@ -129,7 +130,7 @@ export function askToDrain() {
     },
     word: "Drain",
     request: (minutes) => ["PUT", `/api/v1/drain?within_s=${Math.round(Number(minutes) * 60)}`],
-    told: toldOfDrain,
+    outcome: outcomeOfDrain,
   });
 }
 
@@ -140,11 +141,11 @@ export function askToEndDrain() {
     field: null,
     word: "End the drain",
     request: () => ["DELETE", "/api/v1/drain"],
-    told: toldOfDrain,
+    outcome: outcomeOfDrain,
   });
 }
 
-function toldOfDrain({ draining, left_s, leases }) {
+function outcomeOfDrain({ draining, left_s, leases }) {
   if (!draining) return { text: "The host is not drained: it grants leases.", isDone: true };
   const left = leases ? `${count(leases, "lease is", "leases are")} left, and ended in ${span(left_s)} at most` : "Nothing is leased";
   return { text: `The host grants nothing any more. ${left}.`, isDone: true };
@@ -160,6 +161,6 @@ export function askToClearFences(card) {
     field: null,
     word: "Clear the fence",
     request: () => ["DELETE", `/api/v1/fences/${card.uuid}`],
-    told: ({ cleared }) => ({ text: `${count(cleared, "fenced slice was", "fenced slices were")} let go.`, isDone: true }),
+    outcome: ({ cleared }) => ({ text: `${count(cleared, "fenced slice was", "fenced slices were")} let go.`, isDone: true }),
   });
 }

@@ -1,16 +1,16 @@
-// Sizes, times and states in words: the command line's own (`gpulease leases`), so that both say the same.
+// Sizes, times and states as text, in the words of the command line (`gpulease leases`).
 
 const UNITS = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 const PHASES = { active: "began", warning: "was warned", grace: "is ending", teardown: "is being torn down", ended: "ended" };
 const integer = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
-/** Bytes with four digits at most: "1.5 GiB". */
+/** Formats bytes with four digits at most: "1.5 GiB". */
 export function size(bytes) {
   const [unit, scale] = UNITS.find(([, least]) => bytes >= least) ?? ["B", 1];
   return `${Number((bytes / scale).toPrecision(4))} ${unit}`;
 }
 
-/** A time span: "2 h 05 min", "3 min 20 s", "4.2 s". */
+/** Formats a time span: "2 h 05 min", "3 min 20 s", "4.2 s". */
 export function span(seconds) {
   const two = (number) => String(Math.floor(number)).padStart(2, "0");
   if (seconds >= 3600) return `${Math.floor(seconds / 3600)} h ${two((seconds % 3600) / 60)} min`;
@@ -22,7 +22,7 @@ export const rate = (perSecond) => integer.format(perSecond);
 
 export const count = (number, one, many = `${one}s`) => `${integer.format(number)} ${number === 1 ? one : many}`;
 
-/** What a lease is doing. Whatever is told of a lease's state gets its words here, and nowhere else. */
+/** Returns the words for a lease's state. No other place words it. */
 export function stateOf(slice) {
   if (slice.state === "fenced") return "fenced";
   if (slice.state === "pending") return "starting";
@@ -31,7 +31,7 @@ export function stateOf(slice) {
   return slice.phase === "warning" ? "active, warned" : "active";
 }
 
-/** What happened to a lease, of which its end is one event. */
+/** Returns the words for a lease's change; its end is one event. */
 export function happened(event) {
   const what = PHASES[event.phase] ?? event.phase;
   return event.cause && event.phase !== "active" ? `${what}, ${spaced(event.cause)}` : what;

@@ -5,7 +5,7 @@ import h11
 import pytest
 
 from gpulease.daemon.log.writer import ATTRIBUTE
-from gpulease.daemon.web.guard import PAUSE_S, Sparing, WrongTokens
+from gpulease.daemon.web.guard import PAUSE_S, ServerLogFilter, WrongTokens
 
 
 def record(error: Exception | None = None) -> logging.LogRecord:
@@ -15,17 +15,17 @@ def record(error: Exception | None = None) -> logging.LogRecord:
 
 def test_one_line_in_so_long() -> None:
     now_s = 7.0
-    sparing = Sparing(lambda: now_s)
-    assert [sparing.filter(record()) for _ in range(3)] == [True, False, False]
+    server_filter = ServerLogFilter(lambda: now_s)
+    assert [server_filter.filter(record()) for _ in range(3)] == [True, False, False]
     now_s += PAUSE_S
-    assert [sparing.filter(record(ValueError())) for _ in range(3)] == [True, False, False]
+    assert [server_filter.filter(record(ValueError())) for _ in range(3)] == [True, False, False]
 
 
 @pytest.mark.parametrize("error", [h11.LocalProtocolError("late"), h11.RemoteProtocolError("no HTTP")])
 def test_what_a_peer_does_is_no_trouble(error: Exception) -> None:
-    sparing = Sparing()
-    assert not sparing.filter(record(error))
-    assert sparing.filter(record()), "and takes nobody's line"
+    server_filter = ServerLogFilter()
+    assert not server_filter.filter(record(error))
+    assert server_filter.filter(record()), "and takes nobody's line"
 
 
 def test_wrong_tokens_are_told_with_how_many(caplog: pytest.LogCaptureFixture) -> None:
@@ -39,14 +39,14 @@ def test_wrong_tokens_are_told_with_how_many(caplog: pytest.LogCaptureFixture) -
         return [fields["count"] for _, fields in told]
 
     for _ in range(5):
-        wrong.one_more()
+        wrong.add()
     assert counts() == [1]
     later.pop()()
     assert counts() == [4], "though no more came"
-    wrong.one_more()
+    wrong.add()
     later.pop()()
     assert counts() == [1]
     later.pop()()
     assert (counts(), later) == ([], []), "nothing is left to be told"
-    wrong.one_more()
+    wrong.add()
     assert counts() == [1], "at once"

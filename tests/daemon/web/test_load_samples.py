@@ -1,4 +1,4 @@
-from gpulease.daemon.web.feed import MAX_SAMPLES, Loads, LoadSample, message_of
+from gpulease.daemon.web.load_samples import MAX_SAMPLES, Loads, LoadSample, message_of
 
 NS = 1_000_000_000
 CARD = "GPU-1"

@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.remote.identity import _of_list, revoked_serials
+from gpulease.daemon.remote.identity import _serials_of, revoked_serials
 from gpulease.daemon.remote.pki.certificates import Authority
 
 
@@ -27,7 +27,7 @@ def test_what_an_authority_revoked_is_read_from_its_list(tmp_path: Path) -> None
 @given(st.binary())
 def test_any_bytes_are_a_list_or_a_value_error(der: bytes) -> None:
     try:
-        list(_of_list(der))
+        list(_serials_of(der))
     except ValueError:
         return
 
@@ -39,4 +39,4 @@ def test_a_list_that_is_cut_off_is_told(tmp_path: Path) -> None:
     der = crl.public_bytes(Encoding.DER)
     for cut in range(1, 60):
         with pytest.raises(ValueError, match="cut off"):
-            list(_of_list(der[:cut]))
+            list(_serials_of(der[:cut]))

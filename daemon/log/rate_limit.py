@@ -1,0 +1,52 @@
+"""Bounds on log lines that a peer can cause without end: a line now and then, and how many were left out."""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
+
+LINE_EVERY_S: Final = 1.0
+"""The pause between two lines of a RateLimitedLog."""
+
+MAX_REASON_CHARS: Final = 200
+"""The length of a logged reason, which may hold a peer's text."""
+
+
+class RateLimit:
+    """Admits one line in `pause_s` seconds, and counts the lines between.
+
+    Args:
+        pause_s: Seconds from an admitted line to the next one.
+        clock: Seconds on a monotonic clock.
+    """
+
+    def __init__(self, pause_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pause_s = pause_s
+        self._clock = clock
+        self._next_s = clock()
+        self._suppressed = 0
+
+    def admit(self) -> int | None:
+        """Return how many lines were suppressed since the last one, or None to suppress this line too."""
+        if self._clock() < self._next_s:
+            self._suppressed += 1
+            return None
+        self._next_s = self._clock() + self._pause_s
+        suppressed, self._suppressed = self._suppressed, 0
+        return suppressed
+
+
+class RateLimitedLog:
+    """Logs one event at most once a second; its field `suppressed` counts the lines left out."""
+
+    def __init__(self, event: LogEvent, clock: Callable[[], float] = time.monotonic) -> None:
+        self._event = event
+        self._limit = RateLimit(LINE_EVERY_S, clock)
+
+    def add(self, peer: str, reason: str) -> None:
+        """Log the event about a peer, or count it."""
+        suppressed = self._limit.admit()
+        if suppressed is not None:
+            log_event(self._event, peer=peer, reason=reason[:MAX_REASON_CHARS], suppressed=suppressed or None)
