@@ -75,9 +75,9 @@ def main(
 
 def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     try:
-        from gpulease.daemon.broker.audit_recording import CannotRecord
-        from gpulease.daemon.broker.handlers.token_requests import TokensUnavailable
+        from gpulease.daemon.broker.audit_setup import CannotRecord
         from gpulease.daemon.broker.listeners import CannotListen
+        from gpulease.daemon.broker.token_service import TokensUnavailable
         from gpulease.daemon.config.settings import ConfigError, load_config
         from gpulease.daemon.gpus.source import CardsUnavailable
         from gpulease.daemon.record.journal import JournalBroken

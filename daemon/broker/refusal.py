@@ -1,20 +1,17 @@
-"""A request that never gets to the lease table.
-
-The lease core's refusals as statuses of the wire.
-"""
+"""Refusals: requests that the broker turns down itself, and the wire status of each denial of the lease table."""
 
 from typing import Final
 
-from gpulease.daemon.leases import Cause, Denial, DenialReason
+from gpulease.daemon.leases import Denial, DenialReason
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
 
-class Refusal(Exception):
-    """Why a request is refused on the spot.
+class Refused(Exception):
+    """The broker refuses a request, which never gets to the lease table.
 
     Attributes:
-        failure: What to answer.
+        failure: The answer to the request.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -40,37 +37,7 @@ _STATUS: Final = {
     DenialReason.BUSY: Status.BUSY,
 }
 
-_REVOCATION_WORD: Final = {
-    Cause.ORPHANED: Status.LEASE_EXPIRED,
-    Cause.EXPIRED: Status.LEASE_EXPIRED,
-    Cause.REVOKED: Status.REVOKED,
-    Cause.FREED: Status.LEASE_FREED,
-    Cause.SHUTDOWN: Status.DISCONNECTED,
-    Cause.DRAINED: Status.DRAINED,
-}
-_TOO_LONG: Final = frozenset({None, Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT})
-_CAUSES: Final = {word: cause for cause, word in _REVOCATION_WORD.items() if cause is not Cause.ORPHANED}
-_ENDS: Final = {cause.value: cause for cause in Cause}
-
 
 def failure_of(denial: Denial) -> Failure:
-    """What to answer a refused request."""
+    """Return the answer to a request that the lease table denied."""
     return Failure(_STATUS[denial.reason], denial.message, hint=denial.hint)
-
-
-def word_for(cause: Cause) -> Status:
-    """What a worker answers once its lease has ended for `cause`."""
-    return _REVOCATION_WORD.get(cause, Status.SESSION_FAILED)
-
-
-def submit_word_for(cause: Cause | None) -> Status:
-    """What a submit's worker answers once it was ended for `cause`; None: its own time is over."""
-    return Status.TIMED_OUT if cause in _TOO_LONG else word_for(cause or Cause.ABANDONED)
-
-
-def cause_of(word: Status, said: str = "") -> Cause:
-    """Why a lease ended whose worker answers so. `said`: the cause that its page names, "" if it names none."""
-    cause = _ENDS.get(said)
-    if cause is not None and word_for(cause) is word:
-        return cause
-    return _CAUSES.get(word, Cause.WORKER_DIED)

@@ -10,8 +10,8 @@ class PeriodicTask:
     Args:
         call: The coroutine function to call.
         pause_s: Seconds from the end of one call to the next. A function is asked anew before each pause.
-        on_fault: Gets an exception that `call` raised; the next call follows all the same. Without it the first
-            exception ends the task.
+        on_fault: Called with an exception that `call` raised, while it is being handled. The next call follows all the
+            same. Without `on_fault` the first exception ends the task.
     """
 
     def __init__(

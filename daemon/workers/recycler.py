@@ -30,6 +30,11 @@ class Recycler:
         self._post = post
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def deliver(self, event: Event) -> None:
+        """Post a worker's event: at once, or once its warm context was weighed."""
+        if not self.holds_back(event):
+            self._post(event)
+
     def holds_back(self, event: Event) -> bool:
         """Whether it is to be told later: a context that is ready is weighed before a lease can have it."""
         if not isinstance(event, WorkerReady) or not FIRST_WARM_ID <= event.lease_id < FIRST_SUBMIT_ID:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
-from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.gpus.embedded import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading
 from gpulease.daemon.leases import (

@@ -52,7 +52,7 @@ class Door:
             ours, theirs = socket.socketpair()
             self.peers.append(theirs)
             fds = [ours.detach()]
-        self.door._take(message, fds)
+        self.door._on_message(message, fds)
         close_all(fds)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gpulease.daemon.broker.handlers.admin_requests import MAX_WRONG_TOKENS
+from gpulease.daemon.broker.web_actions import MAX_WRONG_TOKENS
 from gpulease.daemon.broker.web_frontend import WebFrontend
 from gpulease.daemon.host.ipc import channel_pair
 from gpulease.daemon.sandbox.measures import SandboxSettings
