@@ -74,10 +74,10 @@ from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
-from gpulease.daemon.workers.end_status import end_status, submit_end_status
 from gpulease.daemon.workers.memory_monitor import CardWatch, MemoryMonitor, Reclaimer
 from gpulease.daemon.workers.recycler import Recycler
 from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
 from gpulease.daemon.workers.watchdog import KernelWatchdog
 from gpulease.protocol.opcodes import Exclusivity, Status
 
@@ -322,11 +322,11 @@ class Runtime:
 
     def _refuse_work(self, effect: RefuseWork) -> None:
         lease_id, cause = effect.lease_id, effect.cause
-        self.workers.refuse(lease_id, end_status(cause), self._shown_reason(lease_id, cause), cause.value)
+        self.workers.refuse(lease_id, word_for(cause), self._shown_reason(lease_id, cause), cause.value)
 
     def _refuse_submit(self, effect: RefuseSubmit) -> None:
         reason = self._shown_reason(self.table.submits.lease_of(effect.submit_id), effect.cause)
-        self.workers.refuse(effect.submit_id, submit_end_status(effect.cause), reason)
+        self.workers.refuse(effect.submit_id, submit_word_for(effect.cause), reason)
 
     def _shown_reason(self, lease_id: int, cause: Cause | None) -> str:
         """Return the operator's reason for a revocation, which the tenant is told; "" for any other end."""

@@ -17,8 +17,8 @@ from gpulease.daemon.host.processes import has_ended, name_of
 from gpulease.daemon.leases import Cause, Event, KeptLease, LeaseRestored, LeaseState, SubmitFound, WorkerFound
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.workers.end_status import cause_of
 from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.revocation_word import cause_of
 from gpulease.daemon.workers.zygote_discovery import FoundWorker
 
 MAX_RENEWALS_AHEAD: Final = 1 << 20

@@ -2,13 +2,13 @@ import pytest
 
 from gpulease.client.errors import GpuLeaseError, error_class
 from gpulease.daemon.leases import Cause
-from gpulease.daemon.workers.end_status import end_status
+from gpulease.daemon.workers.revocation_word import word_for
 from gpulease.protocol.opcodes import Status
 
 
 @pytest.mark.parametrize("cause", Cause)
 def test_every_cause_has_a_status_that_clients_know(cause: Cause) -> None:
-    status = end_status(cause)
+    status = word_for(cause)
     assert status is not Status.OK
     assert error_class(status) is not GpuLeaseError
 
@@ -25,4 +25,4 @@ def test_every_cause_has_a_status_that_clients_know(cause: Cause) -> None:
     ],
 )
 def test_statuses_of_causes(cause: Cause, status: Status) -> None:
-    assert end_status(cause) is status
+    assert word_for(cause) is status
