@@ -50,7 +50,7 @@ class ClientConnection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the handlers of one control connection share.
+    """The context that all handlers of one control connection share.
 
     Attributes:
         tokens: The tokens that the peer has presented on this connection.

@@ -1,4 +1,4 @@
-"""Which leases are connected: the lease table ends a lease that stays without a connection for too long.
+"""The leases that are connected. The lease table ends a lease that stays without a connection for too long.
 
 A lease counts as connected while one of these exists:
 

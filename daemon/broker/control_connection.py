@@ -1,4 +1,4 @@
-"""One control connection of the broker: bytes in, requests to the dispatcher, answers and events out.
+"""A control connection of the broker: bytes in, requests to the dispatcher, answers and events out.
 
 The peer is bounded in time and memory. A connection is closed if its peer does not introduce itself, stops inside a
 frame, or does not read its answers. ATTACH and GPU_SUBMIT end a connection here: its socket goes to a worker.
@@ -348,7 +348,7 @@ class ControlConnection(asyncio.BufferedProtocol):
 
 
 class AwaitedStep(Enum):
-    """One step that a peer owes within a time limit."""
+    """A step that a peer owes within a time limit."""
 
     HELLO = auto()
     FRAME = auto()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 QUANTUM_NS: Final = 1_000_000
-"""How long one connection is served before its next request must wait. Most requests take 30 us; those that check a
+"""Time for which a connection is served before its next request must wait. Most requests take 30 us; those that check a
 signature take 200."""
 
 Serve = Callable[[], None]

@@ -13,7 +13,7 @@ from gpulease.daemon.workers.registry import Workers
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One condition for granting leases.
+    """A condition for granting leases.
 
     Attributes:
         name: The check's name for programs. The wire and a metric's label carry it.

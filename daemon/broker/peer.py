@@ -20,7 +20,7 @@ _UCRED: Final = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One peer.
+    """The other end of a control connection.
 
     Attributes:
         tenant: The tenant that owns the peer's leases.

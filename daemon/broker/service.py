@@ -325,7 +325,7 @@ async def _started(service: Service) -> AsyncIterator[Service]:
 
 
 class State:
-    """What outlives this daemon: the journal, and the zygotes with their sessions.
+    """The state that outlives this daemon: the journal, and the zygotes with their sessions.
 
     Attributes:
         zygotes: The folder where zygotes listen; None if nothing outlives the daemon.

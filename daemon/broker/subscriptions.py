@@ -51,7 +51,7 @@ class Write(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Subscription:
-    """One peer's subscription to one lease, or to every lease it may see.
+    """A peer's subscription to one lease, or to every lease it may see.
 
     Attributes:
         number: The number of the request that made it.

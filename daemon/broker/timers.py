@@ -1,9 +1,10 @@
 """All timers of the lease table, on one timer of the event loop: a timing wheel.
 
 Each lease has a few timers, and most never fire: a renewal puts a timer off, the end of a lease cancels it. So timers
-wait unsorted in the slot of time in which they are due, and are sorted when the slot begins (Varghese and Lauck,
-"Hashed and hierarchical timing wheels", 1987). No operation takes longer for there being many timers. A cancelled timer
-leaves nothing behind, or not for longer than its slot.
+wait unsorted in the slot of time in which they are due, and are sorted when the slot begins. No operation takes longer
+for there being many timers. A cancelled timer leaves nothing behind, or not for longer than its slot.
+
+Source: Varghese and Lauck, "Hashed and hierarchical timing wheels", 1987.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ NS_PER_S: Final = 1_000_000_000
 
 @dataclass(slots=True, eq=False)
 class _Timer:
-    """One timer. `event` is None once the timer was cancelled."""
+    """A timer. `event` is None once the timer was cancelled."""
 
     due_ns: int
     event: Event | None

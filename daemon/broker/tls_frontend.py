@@ -41,7 +41,7 @@ small blocks (glibc manual, "Memory Allocation Tunables")."""
 
 @dataclass(frozen=True, slots=True)
 class _Relay:
-    """One relay: its peer's tenant, and the serial number of the peer's certificate in hexadecimal."""
+    """A relay: its peer's tenant, and the serial number of the peer's certificate in hexadecimal."""
 
     tenant: str
     serial: str

@@ -1,4 +1,4 @@
-"""How often Python's cycle collector runs in the broker, and when malloc returns freed memory to the host.
+"""The broker's garbage: when Python's cycle collector runs, and when malloc returns freed memory to the host.
 
 A full collection goes through every object the broker holds: 0.1 s with ten thousand leases. No deadline is kept and no
 request is answered in that time, so full collections are rare. Cycles that a request leaves (`construct` makes them as

@@ -35,7 +35,7 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Wanted
 
 SUBMIT_WAIT_S: Final = 10.0
-"""How long an ATTACH waits for a submit in the session's place to be gone. A submit that has answered is gone in a
+"""For a submit in the session's place to be gone before an ATTACH is refused. A submit that has answered is gone in a
 moment. Shorter than a client waits, so that the client learns why."""
 
 SUBMIT_POLL_S: Final = 0.1
@@ -70,7 +70,7 @@ class AttachingConnection(ClientConnection, Protocol):
 
 @dataclass(slots=True)
 class _Attempt:
-    """One request that is being served.
+    """A request that is being served.
 
     Attributes:
         submit: The submit whose worker waits for the connection; None for an ATTACH.

@@ -1,4 +1,4 @@
-"""What the audit log's first record says of the settings."""
+"""The digest of the settings in the audit log's first record."""
 
 import asyncio
 from pathlib import Path

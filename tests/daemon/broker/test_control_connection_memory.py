@@ -1,4 +1,4 @@
-"""What a connection held is free when it is closed, not when Python's collector comes by; and given back."""
+"""A closed connection's memory is free at once, without Python's collector, and returned to the host."""
 
 import asyncio
 import gc

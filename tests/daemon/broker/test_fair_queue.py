@@ -1,4 +1,4 @@
-"""Who is served when, on a loop that only counts its rounds."""
+"""The order in which connections are served, in rounds of the loop."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from gpulease.daemon.broker.fair_queue import QUANTUM_NS, FairQueue
 
 
 class Peer:
-    """A connection with so many queue' worth of requests."""
+    """A connection with requests for so many quanta."""
 
     def __init__(self, queue: FairQueue, tenant: str, wants: int, served: list[str]) -> None:
         self.queue, self.tenant, self.wants, self.served = queue, tenant, wants, served
@@ -60,7 +60,7 @@ def test_all_are_served_in_the_end() -> None:
     assert sorted(play({"eve": [1, 2, 3], "ann": [1]})) == ["ann"] + ["eve"] * 6
 
 
-def test_a_turn_ends() -> None:
+def test_a_quantum_ends() -> None:
     now_ns = [5]
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""What is kept back of memory, in a process of its own whose limit is lowered and raised."""
+"""The memory reserve, in a process of its own whose limit is lowered and raised."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Scrapes: who gets which text, what a driver that hangs costs, and what a fault of ours must not."""
+"""Scrapes: one text for all who wait, the cost of a driver that hangs, and faults that must cost no lease."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""One who may look and do nothing else: whatever it asks, with an operator's rights, changes nothing."""
+"""A peer that may only look changes nothing, whatever it requests with an operator's rights."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 
 
 class Reader:
-    """Where its answers go."""
+    """A connection that keeps the answers."""
 
     peer = READER
     is_open = True
@@ -85,7 +85,7 @@ def in_a_broker(play: Play) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("op", "build"), REQUESTS, ids=[op.name for op, _ in REQUESTS])
-def test_what_it_asks(op: Opcode, build: Build) -> None:
+def test_a_reader_is_served_only_what_changes_nothing(op: Opcode, build: Build) -> None:
     def play(scene: Scene, dispatcher: RequestDispatcher, reader: Reader) -> None:
         dispatcher.dispatch(Request(op, 1, 0, False, build(scene, Draws(b""))))
         is_denied = [isinstance(said, Failure) and said.status is Status.DENIED for said in reader.answers]
@@ -96,7 +96,7 @@ def test_what_it_asks(op: Opcode, build: Build) -> None:
     in_a_broker(play)
 
 
-def test_it_enters_no_session() -> None:
+def test_a_reader_enters_no_session() -> None:
     def play(scene: Scene, dispatcher: RequestDispatcher, reader: Reader) -> None:
         (lease_id,) = scene.known.owner
         with pytest.raises(Refused) as caught:

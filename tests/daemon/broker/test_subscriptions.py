@@ -1,4 +1,4 @@
-"""Who is told what, and what becomes of those who do not read."""
+"""Events reach the right subscribers, and slow readers lose only old ones."""
 
 import asyncio
 from collections.abc import Callable

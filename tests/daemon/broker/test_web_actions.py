@@ -1,4 +1,4 @@
-"""What a web process can bring about that was taken over: nothing without the operator's token, whatever it says."""
+"""A taken-over web process changes nothing without the operator's token, whatever it sends."""
 
 import asyncio
 import hashlib
