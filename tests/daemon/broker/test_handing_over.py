@@ -1,4 +1,4 @@
-"""The message that hands a connection to a worker."""
+"""What a worker is told of a connection that it is handed."""
 
 import asyncio
 import socket
@@ -16,8 +16,8 @@ from gpulease.protocol.ring import Wanted
 
 
 @pytest.mark.parametrize("told", [None, True, False])
-def test_the_message_says_whether_the_peer_is_a_stranger(told: bool | None) -> None:
-    """A peer of whom nothing is known counts as a stranger."""
+def test_whether_it_is_a_strangers(told: bool | None) -> None:
+    """Who nobody said anything of is one."""
 
     async def story() -> None:
         worker, theirs = Worker.to_be(WorkerSpec(FIRST_WARM_ID, "GPU-a", 0, is_shared=False), cast(Zygote, None))

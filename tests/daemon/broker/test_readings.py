@@ -1,4 +1,4 @@
-"""Counters on workers' pages, honest and forged."""
+"""What workers' pages say, also those that lie."""
 
 import socket
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Messages that a worker sent before it ended. The broker may learn of the end first."""
+"""What a worker said before it ended, which the broker may hear of its end first."""
 
 import contextlib
 import select
@@ -17,7 +17,7 @@ LARGER_BYTES = 1 << 20
 """A channel that holds more than one does that nobody has changed."""
 
 
-def test_a_dead_worker_whose_channel_a_tenant_has_is_not_read_for_ever() -> None:
+def test_one_whose_channel_somebody_else_has_is_not_heard_for_ever() -> None:
     """A worker that was taken over can send its end to its tenant, who goes on saying things when it is long dead."""
     told: list[Event] = []
     workers, page = Workers("cpu"), BrokerPage()
