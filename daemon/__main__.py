@@ -75,8 +75,8 @@ def main(
 
 def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     try:
-        from gpulease.daemon.broker.audit_recording import CannotRecord
-        from gpulease.daemon.broker.handlers.token_requests import TokensUnavailable
+        from gpulease.daemon.broker.audit_setup import CannotRecord
+        from gpulease.daemon.broker.token_service import TokensUnavailable
         from gpulease.daemon.config.settings import ConfigError, load_config
         from gpulease.daemon.gpus.source import CardsUnavailable
         from gpulease.daemon.host.socket_activation import BadHandover, CannotListen

@@ -17,14 +17,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.broker.audit_recording import boot_id, recording
-from gpulease.daemon.broker.handlers.token_requests import TokenService
-from gpulease.daemon.broker.memory_reserve import collect_rarely
+from gpulease.daemon.broker.audit_setup import boot_id, open_recorder
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.service import loop_factory
+from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.config.settings import Config
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.host.memory_cleanup import collect_rarely
 from gpulease.daemon.leases import (
     AcquireRequested,
     Card,
@@ -252,7 +252,7 @@ async def _runtime(leases: int, kept: frozenset[str]) -> AsyncIterator[tuple[Run
         cards = [Card(one.uuid, one.index, one.name, one.capacity_bytes, 0) for one in source.discover({})]
         table = LeaseTable(cards, CoreLimits(max_leases=most, max_leases_per_tenant=most), 0, journal.past)
         workers = SimulatedWorkers()
-        async with recording(config, "cpu", cards) as recorder:
+        async with open_recorder(config, "cpu", cards) as recorder:
             tokens = TokenService(table, frozenset(), None, None, journal.spent)
             runtime = Runtime(table, source, workers, tokens, recorder, config.max_load_s, journal)
             yield runtime, workers

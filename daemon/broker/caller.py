@@ -1,59 +1,76 @@
-"""Who asks on a control connection, how it is answered, and what is behind it: what the desks of one have in common."""
+"""The caller of a control request: its connection, with the peer, the tokens and the leases of that connection."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
-from gpulease.daemon.broker.handlers.token_requests import TokenHandler
+from gpulease.daemon.broker.connection_tracker import ConnectionTracker
 from gpulease.daemon.broker.peer import Peer
-from gpulease.daemon.broker.refusal import Refusal, failure_of
+from gpulease.daemon.broker.refusal import Refused, failure_of
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.token_service import ConnectionTokens
 from gpulease.daemon.leases import Denied, Outcome
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Body, LeaseEvent
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Opcode, Status
+
+READ_ONLY_OPS: Final = frozenset(
+    {
+        Opcode.PING,
+        Opcode.GET_INVENTORY,
+        Opcode.LEASE_QUERY,
+        Opcode.LEASE_LIST_ACTIVE,
+        Opcode.LEASE_SUBSCRIBE,
+        Opcode.LEASE_UNSUBSCRIBE,
+        Opcode.METRICS,
+        Opcode.HEALTH,
+    }
+)
+"""Operations of a peer that may look and do nothing else."""
 
 
-class Answerer(Protocol):
-    """Where answers go: a control connection."""
+class ClientConnection(Protocol):
+    """A control connection as the handlers of its requests see it."""
 
     @property
     def peer(self) -> Peer:
-        """Who asks."""
-
-    def answer(self, request: Request, result: Body | Failure) -> None:
-        """Answer a request; does nothing once the connection is gone."""
-
-    def tell(self, subscription: int, event: LeaseEvent) -> bool:
-        """Tell a subscriber something; whether there was room for it."""
+        """The other end."""
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody is there to read an answer."""
+        """Whether the peer can still read an answer."""
+
+    def answer(self, request: Request, result: Body | Failure) -> None:
+        """Answer a request. Does nothing once the connection is closed."""
+
+    def send_event(self, subscription: int, event: LeaseEvent) -> bool:
+        """Send an event to a subscriber. Returns False if the connection has no room for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One control connection.
+    """The context that all handlers of one control connection share.
 
     Attributes:
-        acquired: The leases granted on it.
+        tokens: The tokens that the peer has presented on this connection.
+        acquired: The leases granted on this connection.
     """
 
     runtime: Runtime
-    answerer: Answerer
-    tokens: TokenHandler
-    acquired: set[int]
+    connection: ClientConnection
+    tokens: ConnectionTokens
+    tracker: ConnectionTracker
+    acquired: set[int] = field(default_factory=set)
 
     @property
     def peer(self) -> Peer:
-        """Who asks."""
-        return self.answerer.peer
+        """The peer that asks."""
+        return self.connection.peer
 
     def answer(self, request: Request, result: Body | Failure) -> None:
         """Answer a request."""
-        self.answerer.answer(request, result)
+        self.connection.answer(request, result)
 
     def answer_denied(self, request: Request, outcome: Outcome) -> None:
         """Answer a request that the lease table denied."""
@@ -61,20 +78,31 @@ class Caller:
             self.answer(request, failure_of(outcome.denial))
 
     def expect(self, on_outcome: Callable[[Outcome], None]) -> int:
-        """The number of a request to the lease table, which the audit log tells with who asked."""
+        """Return a number for a request to the lease table. The audit log names the peer as the one who asked."""
         number = self.runtime.expect(on_outcome)
         self.runtime.recorder.asked_by(number, self.peer.tenant)
         return number
 
     def hold(self, lease_id: int) -> None:
-        """Count the connection as one of the lease's, until it is gone."""
-        if self.answerer.is_open:
-            self.runtime.presence.hold(lease_id, self.answerer)
+        """Count the connection as one of the lease's, until it closes."""
+        if self.connection.is_open:
+            self.tracker.hold(lease_id, self.connection)
+
+    def check_reader(self, op: Opcode) -> None:
+        """Raise Refused if the peer may only look, and `op` does more."""
+        if self.peer.is_reader and op not in READ_ONLY_OPS:
+            raise Refused(Failure(Status.DENIED, f"{op.name} is not for {self.peer}, which may look and no more"))
+
+    def need_memory(self) -> None:
+        """Raise Refused if the broker has no memory for new work."""
+        if not self.runtime.memory_reserve.is_enough():
+            hint = "Leases go on, and can be renewed and freed: try again later."
+            raise Refused(Failure(Status.BUSY, "the daemon is out of memory", hint=hint))
 
     def need_operator(self, operation: str) -> None:
-        """Raises Refusal unless an operator asks."""
+        """Raise Refused unless the peer is an operator."""
         if not self.peer.is_operator:
-            raise Refusal(
+            raise Refused(
                 Failure(
                     Status.DENIED,
                     f"{operation} is for operators; this connection is {self.peer}",

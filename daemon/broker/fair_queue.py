@@ -1,8 +1,8 @@
-"""FairQueue: how the requests of many connections share the broker's one thread, so that no tenant holds up another.
+"""Fair sharing of the broker's one thread among tenants: a round-robin queue of connections.
 
-In each round of the event loop every tenant has one turn, whatever the number of its connections: the first of them
-that has something is served at once, the others wait in the tenant's own line, for a round each. So a tenant that
-floods the daemon through all the connections it may have costs the others one turn of its own a round.
+In each round of the event loop every tenant is served once, whatever the number of its connections. The tenant's first
+connection with a request is served at once. Its other connections wait in the tenant's queue, one round each. A tenant
+that floods the daemon through all its connections delays the others by one quantum of its own a round.
 """
 
 import asyncio
@@ -11,55 +11,59 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-TURN_NS: Final = 1_000_000
-"""How long a turn may go on before the next request of it is left for the next one. Most requests take 30 us; those
-that check a signature, 200."""
+QUANTUM_NS: Final = 1_000_000
+"""Time for which a connection is served before its next request must wait. Most requests take 30 us; those that check a
+signature take 200."""
 
 Serve = Callable[[], None]
-"""Serves one connection for one turn."""
+"""Serves one connection for one quantum."""
 
 
 class FairQueue:
-    """Whose turn it is."""
+    """Decides which connection is served next.
+
+    Attributes:
+        quantum_ends_ns: When the connection that is served now has used its quantum.
+    """
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
-        self._lines: dict[str, deque[Serve]] = {}
-        self._is_due = False
-        self.ends_ns = 0
+        self._queues: dict[str, deque[Serve]] = {}
+        self._is_round_scheduled = False
+        self.quantum_ends_ns = 0
 
     @property
-    def is_over(self) -> bool:
-        """Whether the turn that goes on has lasted for long enough."""
-        return self._clock_ns() >= self.ends_ns
+    def is_quantum_over(self) -> bool:
+        """Whether the connection that is served now has used its quantum."""
+        return self._clock_ns() >= self.quantum_ends_ns
 
-    def ask(self, tenant: str, serve: Serve) -> None:
-        """Serve a connection of the tenant: now if it is the tenant's first in this round, else in a later one.
+    def enqueue(self, tenant: str, serve: Serve) -> None:
+        """Serve a connection of the tenant: at once if it is the tenant's first in this round, else in a later round.
 
-        Must not be asked again for the same connection before it was served.
+        A connection must not be enqueued again before it was served.
         """
-        line = self._lines.get(tenant)
-        if line is not None:
-            line.append(serve)
+        queue = self._queues.get(tenant)
+        if queue is not None:
+            queue.append(serve)
             return
-        self._lines[tenant] = deque()
-        self._begin_round_later()
+        self._queues[tenant] = deque()
+        self._schedule_round()
         self._serve(serve)
 
-    def _begin_round_later(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._round)
+    def _schedule_round(self) -> None:
+        if not self._is_round_scheduled:
+            self._is_round_scheduled = True
+            asyncio.get_running_loop().call_soon(self._begin_round)
 
-    def _round(self) -> None:
-        self._is_due = False
-        for tenant, line in list(self._lines.items()):
-            if not line:
-                del self._lines[tenant]
+    def _begin_round(self) -> None:
+        self._is_round_scheduled = False
+        for tenant, queue in list(self._queues.items()):
+            if not queue:
+                del self._queues[tenant]
                 continue
-            self._begin_round_later()
-            self._serve(line.popleft())
+            self._schedule_round()
+            self._serve(queue.popleft())
 
     def _serve(self, serve: Serve) -> None:
-        self.ends_ns = self._clock_ns() + TURN_NS
+        self.quantum_ends_ns = self._clock_ns() + QUANTUM_NS
         serve()

@@ -1,4 +1,4 @@
-"""Whether the daemon can grant leases, check by check: what HEALTH is answered with, and metrics tell."""
+"""Readiness: whether the daemon can grant leases, check by check. HEALTH answers it, and metrics report it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,10 +13,12 @@ from gpulease.daemon.workers.registry import Workers
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One condition. `detail` says what is wrong; of one that holds, what an operator should look after all the same.
+    """A condition for granting leases.
 
     Attributes:
-        name: For programs; it is on the wire, and a label.
+        name: The check's name for programs. The wire and a metric's label carry it.
+        is_met: Whether the condition holds.
+        detail: What is wrong. Of a condition that holds, what an operator should look after all the same.
     """
 
     name: str
@@ -25,28 +27,28 @@ class Check:
 
 
 class Health:
-    """Looks at what leases depend on; costs nothing.
+    """Evaluates the checks on demand, from what is in memory.
 
     Attributes:
-        is_listening: Set by whoever listens.
+        is_listening: Whether the daemon listens. The service sets it.
     """
 
     def __init__(
-        self, table: LeaseTable, workers: Workers, journal: Journal, recorder: Recorder, headroom: MemoryReserve
+        self, table: LeaseTable, workers: Workers, journal: Journal, recorder: Recorder, memory_reserve: MemoryReserve
     ) -> None:
         self.is_listening = False
         self._table = table
         self._workers = workers
         self._journal = journal
         self._recorder = recorder
-        self._headroom = headroom
+        self._memory_reserve = memory_reserve
 
     def checks(self) -> tuple[Check, ...]:
-        """All of them, in an order that stays."""
+        """Evaluate all checks, in a fixed order."""
         return tuple(self._checks())
 
     def report(self) -> dict[str, Any]:
-        """The map of a reply to HEALTH."""
+        """Return the map of a reply to HEALTH."""
         checks = self.checks()
         return {
             "ready": all(check.is_met for check in checks),
@@ -54,18 +56,17 @@ class Health:
         }
 
     def _checks(self) -> Iterator[Check]:
-        is_going = self._table.is_shutting_down
-        yield _check("listening", "" if self.is_listening and not is_going else "the daemon is starting or stopping")
+        is_stopping = self._table.is_shutting_down
+        yield _check("listening", "" if self.is_listening and not is_stopping else "the daemon is starting or stopping")
         yield _check("zygote", "" if self._workers.can_start else "no worker can be started: the zygote is not there")
         yield _check("not_draining", "" if self._table.drain_ns is None else "the node is drained")
-        yield _check("capacity", self._what_capacity_lacks())
-        yield _check("memory", "the daemon is out of memory" if self._headroom.is_short else "")
+        yield _check("capacity", self._capacity_problem())
+        yield _check("memory", "the daemon is out of memory" if self._memory_reserve.is_short else "")
         yield _check("journal", self._journal.problem())
-        problem = self._recorder.problem()
-        # Where the operator does not demand the log, leases are granted without it.
-        yield Check("audit", self._recorder.denial() is None, problem)
+        # Where the operator does not demand the audit log, leases are granted without it.
+        yield Check("audit", self._recorder.denial() is None, self._recorder.problem())
 
-    def _what_capacity_lacks(self) -> str:
+    def _capacity_problem(self) -> str:
         cards = self._table.cards()
         if not any(card.capacity_bytes for card in cards):
             return "no card has memory to lease"

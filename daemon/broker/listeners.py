@@ -1,10 +1,9 @@
-"""Why an address can't be listened on: what the operator is to do, and whether a later start may find it otherwise.
+"""The sockets that the broker listens on: sockets of its own, or sockets that the service manager handed over.
 
-Where a Unix socket is made: its folder, and the lock beside it.
+TCP is bound to loopback only, since it is neither encrypted nor authenticated. `tls_frontend` listens for TLS.
 
-The sockets the broker listens on: its own, or those that the service manager handed over.
-
-TCP is bound to loopback only: it is neither encrypted nor authenticated. Where TLS is spoken, `remote` listens.
+Below `Listeners`: the folder of a Unix socket and the lock beside it, and the sentences that tell an operator why an
+address can't be listened on.
 """
 
 import asyncio
@@ -25,180 +24,23 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, UnixAddress
 
-DROP_IN: Final = (
-    "a drop-in (systemctl edit gpuleased) with PrivateNetwork=no and RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6"
-)
-
-WRITABLE: Final = "a drop-in (systemctl edit gpuleased) with ReadWritePaths="
+BACKLOG: Final = 512
+"""Connections the kernel keeps until they are accepted. The kernel's own limit may be lower."""
 
 
 class NeverListens(CannotListen):
-    """One that no later start can listen on either, unless somebody changes something."""
+    """An address can't be listened on by a later start either, unless somebody changes something."""
 
     status = os.EX_CONFIG
 
 
-def cannot_listen(doing: str, error: OSError, unit: str = "a .socket unit with that ListenStream=") -> CannotListen:
-    """Why not, in a sentence.
+class Listeners:
+    """All listening sockets of one broker.
 
     Args:
-        doing: What was tried, behind "can't".
-        error: What the kernel, or the look-up of a name, says.
-        unit: Which unit would hand such a socket over.
+        factory: Makes the protocol of an accepted connection.
+        socket_mode: The permissions of Unix sockets.
     """
-    why = _never(error, unit)
-    if why:
-        return NeverListens(f"can't {doing}: {why}")
-    # socket.create_server() says the address, too, which `doing` has named already.
-    what = (error.strerror or str(error)).partition(" (while attempting")[0]
-    then = "; end who has it (`ss -ltnp` names them), or take another" if error.errno == errno.EADDRINUSE else ""
-    return CannotListen(f"can't {doing}: {what}{then}")
-
-
-def _never(error: OSError, unit: str) -> str:
-    """What somebody has to change; "" for what may pass by itself."""
-    without = f"no socket unit hands it over, and {{}}: enable {unit}, or make {DROP_IN}"
-    if isinstance(error, socket.gaierror):
-        # Of another kind of number than the kernel's; a server of names may be back in a moment.
-        return "" if _may_make(socket.AF_INET) else without.format("the daemon may not look names up in a network")
-    match error.errno:
-        case errno.EAFNOSUPPORT if _may_make(socket.AF_INET):
-            return "this host, or RestrictAddressFamilies= of the service, does without IPv6; name an IPv4 address"
-        case errno.EAFNOSUPPORT:
-            return without.format("the daemon may make no network sockets")
-        case errno.EADDRNOTAVAIL if _is_apart():
-            return without.format("the daemon has no network of its own but loopback")
-        case errno.EACCES | errno.EPERM if error.filename:
-            return f"the daemon's user may not use {error.filename}; let it, or --listen elsewhere"
-        case errno.EACCES | errno.EPERM:
-            return (
-                f"the daemon may not have it ({error.strerror}); a port below 1024 is root's, or {unit} hands it over"
-            )
-        case errno.EROFS:
-            return f"files are read-only there; name a place in /run/gpulease, or make {WRITABLE}"
-        case errno.ENOTDIR | errno.ELOOP | errno.ENAMETOOLONG:
-            return f"{error.strerror}; name another path"
-    return ""
-
-
-def _may_make(family: socket.AddressFamily) -> bool:
-    """Whether this process may make such sockets at all: the service manager, or the host, may be against it."""
-    try:
-        socket.socket(family, socket.SOCK_STREAM).close()
-    except OSError as error:
-        return error.errno != errno.EAFNOSUPPORT
-    return True
-
-
-def _is_apart() -> bool:
-    """Whether this process sees no interface but loopback, as with PrivateNetwork= (network_namespaces(7))."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    # Two lines of headings (proc(5)).
-    return all(line.split(":")[0].strip() == "lo" for line in lines[2:])
-
-
-OWN_FOLDER: Final = Path(DEFAULT_ADDRESS.removeprefix("unix:")).parent
-"""The one folder that the daemon makes: /run is empty after a reboot. Any other that is missing may be a mistyped one,
-where tenants would never look."""
-
-MAX_TRIES: Final = 100
-"""For a lock whose file is removed between its opening and its locking. Stops somebody who keeps removing it."""
-
-
-def prepare_place(address: UnixAddress, socket_mode: int) -> None:
-    """See that a socket can be made there; its folder is made if it is the daemon's own. Raises CannotListen.
-
-    Whoever may write to the socket may look into a folder that is made; nobody else may.
-    """
-    path = Path(address.path)
-    if path.parent == OWN_FOLDER:
-        _make_own(path.parent, socket_mode, address)
-    try:
-        why = _why_not_there(path)
-    except PermissionError:
-        why = f"the daemon's user may not look into {path.parent}; let it, or --listen elsewhere"
-    if why:
-        raise NeverListens(f"can't listen on {address}: {why}")
-
-
-def _make_own(folder: Path, socket_mode: int, address: UnixAddress) -> None:
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return
-    except OSError as error:
-        raise NeverListens(
-            f"can't listen on {address}: the daemon may not make the folder {folder} ({error.strerror});"
-            " make it for the daemon's user, or --listen elsewhere"
-        ) from None
-    mode = sum(5 << shift for shift in (3, 0) if socket_mode >> shift & 2) | 0o700
-    # Not by mkdir(2): the umask, which a service manager sets to 077, would take from it.
-    folder.chmod(mode)
-    log_event(LogEvent.DAEMON_MADE_FOLDER, path=str(folder), mode=f"{mode:04o}")
-
-
-def _why_not_there(path: Path) -> str:
-    folder = path.parent
-    if not folder.exists():
-        missing = next(one for one in (folder, *folder.parents) if one.parent.exists())
-        return f"there is no folder {missing}: name another path if it is mistyped, or make it first"
-    if not folder.is_dir():
-        return f"{folder} is no folder; name another path"
-    if path.is_dir():
-        return "it is a folder; name a socket to be made in it"
-    if path.exists() and not path.is_socket():
-        return "there is a file that is no socket; move it, or name another path"
-    if os.statvfs(folder).f_flag & os.ST_RDONLY:
-        return f"{folder} is read-only to the daemon; name a place in {OWN_FOLDER}, or make {WRITABLE}{folder}"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"the daemon's user may not write in {folder}; let it, or --listen elsewhere"
-    return ""
-
-
-class PlaceLock:
-    """A lock file beside a socket's path, held for as long as one daemon listens there.
-
-    So two daemons can't take a socket from one another, and one left by a crash can be told from one in use: the
-    kernel takes the lock from a process that dies (flock(2)). Raises CannotListen, or OSError.
-    """
-
-    def __init__(self, address: UnixAddress) -> None:
-        self._path = f"{address.path}.lock"
-        for _ in range(MAX_TRIES):
-            self._fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(self._fd)
-                break
-            # Whoever held it may have removed it since it was opened: then it is nobody's any more, and a next one lies
-            # there, or will.
-            if self._is_there():
-                return
-            os.close(self._fd)
-        raise CannotListen(f"can't listen on {address}: another gpuleased does")
-
-    def release(self) -> None:
-        """Give it up, and leave no file."""
-        with contextlib.suppress(OSError):
-            # By its holder alone, so nobody else's can have come there since it was looked at.
-            if self._is_there():
-                os.unlink(self._path)
-        os.close(self._fd)
-
-    def _is_there(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.stat(self._path, follow_symlinks=False))
-        except FileNotFoundError:
-            return False
-
-
-BACKLOG: Final = 512
-"""Connections the kernel keeps until they are accepted; the kernel's own limit may be lower."""
-
-
-class Listeners:
-    """All listening sockets of one broker."""
 
     def __init__(self, factory: Callable[[], asyncio.BaseProtocol], socket_mode: int) -> None:
         self._factory = factory
@@ -214,15 +56,18 @@ class Listeners:
         return list(self._bound)
 
     def leave_paths(self) -> None:
-        """Somebody else keeps the sockets open: their files stay when they are closed here."""
+        """Keep the sockets' files on `close`: another process keeps the sockets open."""
         self._paths.clear()
 
     async def listen(
         self, address: UnixAddress | TcpAddress, given: Sequence[socket.socket] = (), *, set_mode: bool = True
     ) -> UnixAddress | TcpAddress:
-        """Listen on one more address; returns it with the port the kernel chose. Raises CannotListen.
+        """Listen on one more address. Returns it with the port the kernel chose. Raises CannotListen.
 
-        `given`: sockets that listen there already. `set_mode`: whether a Unix one's permissions are to be set.
+        Args:
+            address: A port of 0 stands for any.
+            given: Sockets that listen there already.
+            set_mode: Whether to set the permissions of a given Unix socket.
         """
         try:
             if isinstance(address, UnixAddress):
@@ -232,7 +77,7 @@ class Listeners:
             raise cannot_listen(f"listen on {address}", error) from None
 
     def close(self) -> None:
-        """Stop listening and remove the sockets' files; connections that were accepted go on."""
+        """Stop listening and remove the sockets' files. Accepted connections go on."""
         for server in self._servers:
             server.close()
         for path in self._paths:
@@ -256,7 +101,7 @@ class Listeners:
             self._bound.append((address, sock.fileno()))
         refuse_descriptors(sock)
         loop = asyncio.get_running_loop()
-        # From Python 3.13 on asyncio removes the file when the server is closed; here it is known whether it may be.
+        # From Python 3.13 on asyncio removes the file when the server is closed. `close` knows whether it may.
         takes = inspect.signature(loop.create_unix_server).parameters
         options: dict[str, Any] = {"cleanup_socket": False} if "cleanup_socket" in takes else {}
         self._servers.append(await loop.create_unix_server(self._factory, sock=sock, backlog=BACKLOG, **options))
@@ -265,14 +110,14 @@ class Listeners:
     def _bind_unix(self, address: UnixAddress) -> socket.socket:
         path = Path(address.path)
         if path.is_socket():
-            # The lock is ours, so whoever made this socket is gone.
+            # We hold the lock, so the daemon that made this socket is gone.
             path.unlink()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             refuse_descriptors(sock)
             sock.bind(address.path)
             os.chmod(address.path, self._socket_mode)
-            # At once: who sees the file may connect.
+            # At once: a client that sees the file may connect.
             sock.listen(BACKLOG)
         except OSError:
             sock.close()
@@ -281,7 +126,7 @@ class Listeners:
 
     async def _listen_tcp(self, address: TcpAddress, given: Sequence[socket.socket]) -> TcpAddress:
         loop = asyncio.get_running_loop()
-        # Not by its own way of binding: that leaves out, and says nothing of it, what it may make no socket for.
+        # create_server's own binding leaves out, without a word, address families that it may make no socket for.
         for sock in given or await self._bind_tcp(address):
             _check_loopback(address, str(sock.getsockname()[0]))
             port = int(sock.getsockname()[1])
@@ -289,7 +134,7 @@ class Listeners:
         return TcpAddress(address.host, port)
 
     async def _bind_tcp(self, address: TcpAddress) -> list[socket.socket]:
-        """For every address of its name, with one port; not for one of a family that this host is without."""
+        """Bind every address of the name to one port, but for families that this host is without."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         port, bound, lacking = address.port, list[socket.socket](), list[OSError]()
@@ -312,7 +157,7 @@ class Listeners:
 
 
 def bound_at(family: int, where: tuple[Any, ...]) -> socket.socket:
-    """A TCP socket that listens there. Raises OSError."""
+    """Return a TCP socket that listens at an address of the family. Raises OSError."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -333,3 +178,173 @@ def _check_loopback(address: TcpAddress, host: str) -> None:
             f"can't listen on {address}: plain TCP is for loopback only, and {host} is not a loopback address;"
             " use tls: for others"
         )
+
+
+# --- the place of a Unix socket: its folder, and the lock beside it ---
+
+OWN_FOLDER: Final = Path(DEFAULT_ADDRESS.removeprefix("unix:")).parent
+"""The one folder that the daemon makes: /run is empty after a reboot. Any other missing folder may be mistyped, and
+tenants would never look in it."""
+
+MAX_TRIES: Final = 100
+"""Tries for a lock whose file is removed between its opening and its locking. Stops somebody who keeps removing it."""
+
+_WRITABLE: Final = "a drop-in (systemctl edit gpuleased) with ReadWritePaths="
+
+
+class PlaceLock:
+    """A lock file beside a Unix socket, held for as long as one daemon listens there.
+
+    The lock stops two daemons from taking a socket from one another. A later daemon can also tell a socket that a crash
+    left from one in use: the kernel releases the lock of a process that dies (flock(2)).
+
+    Raises:
+        CannotListen: Another daemon holds the lock.
+        OSError: The file can't be opened.
+    """
+
+    def __init__(self, address: UnixAddress) -> None:
+        self._path = f"{address.path}.lock"
+        for _ in range(MAX_TRIES):
+            self._fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._fd)
+                break
+            # The holder before us may have removed the file after we opened it. Then our lock protects nothing: other
+            # daemons lock a new file at the path.
+            if self._is_at_path():
+                return
+            os.close(self._fd)
+        raise CannotListen(f"can't listen on {address}: another gpuleased does")
+
+    def release(self) -> None:
+        """Release the lock and remove its file."""
+        with contextlib.suppress(OSError):
+            # Only the holder removes the file, so no other daemon's can have come to the path since the check.
+            if self._is_at_path():
+                os.unlink(self._path)
+        os.close(self._fd)
+
+    def _is_at_path(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._path, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
+
+
+def prepare_place(address: UnixAddress, socket_mode: int) -> None:
+    """Check that a socket can be made at a path, and make its folder if that is the daemon's own. Raises CannotListen.
+
+    Users who may write to the socket may enter a folder made here; nobody else may.
+    """
+    path = Path(address.path)
+    if path.parent == OWN_FOLDER:
+        _make_own_folder(path.parent, socket_mode, address)
+    try:
+        problem = _place_problem(path)
+    except PermissionError:
+        problem = f"the daemon's user may not look into {path.parent}; let it, or --listen elsewhere"
+    if problem:
+        raise NeverListens(f"can't listen on {address}: {problem}")
+
+
+def _make_own_folder(folder: Path, socket_mode: int, address: UnixAddress) -> None:
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise NeverListens(
+            f"can't listen on {address}: the daemon may not make the folder {folder} ({error.strerror});"
+            " make it for the daemon's user, or --listen elsewhere"
+        ) from None
+    mode = sum(5 << shift for shift in (3, 0) if socket_mode >> shift & 2) | 0o700
+    # Not by mkdir(2), whose mode the umask reduces. A service manager sets the umask to 077.
+    folder.chmod(mode)
+    log_event(LogEvent.DAEMON_MADE_FOLDER, path=str(folder), mode=f"{mode:04o}")
+
+
+def _place_problem(path: Path) -> str:
+    folder = path.parent
+    if not folder.exists():
+        missing = next(one for one in (folder, *folder.parents) if one.parent.exists())
+        return f"there is no folder {missing}: name another path if it is mistyped, or make it first"
+    if not folder.is_dir():
+        return f"{folder} is no folder; name another path"
+    if path.is_dir():
+        return "it is a folder; name a socket to be made in it"
+    if path.exists() and not path.is_socket():
+        return "there is a file that is no socket; move it, or name another path"
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return f"{folder} is read-only to the daemon; name a place in {OWN_FOLDER}, or make {_WRITABLE}{folder}"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"the daemon's user may not write in {folder}; let it, or --listen elsewhere"
+    return ""
+
+
+# --- why an address can't be listened on ---
+
+_NETWORK: Final = (
+    "a drop-in (systemctl edit gpuleased) with PrivateNetwork=no and RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6"
+)
+
+
+def cannot_listen(doing: str, error: OSError, unit: str = "a .socket unit with that ListenStream=") -> CannotListen:
+    """Return the exception for an address, with a sentence for the operator.
+
+    Args:
+        doing: The clause behind "can't".
+        error: The error of the kernel, or of the look-up of a name.
+        unit: The systemd unit that would hand such a socket over.
+    """
+    remedy = _lasting_problem(error, unit)
+    if remedy:
+        return NeverListens(f"can't {doing}: {remedy}")
+    # socket.create_server() adds the address to the error, which `doing` has named already.
+    problem = (error.strerror or str(error)).partition(" (while attempting")[0]
+    hint = "; end who has it (`ss -ltnp` names them), or take another" if error.errno == errno.EADDRINUSE else ""
+    return CannotListen(f"can't {doing}: {problem}{hint}")
+
+
+def _lasting_problem(error: OSError, unit: str) -> str:
+    """Return what somebody has to change; "" for a problem that may pass by itself."""
+    without = f"no socket unit hands it over, and {{}}: enable {unit}, or make {_NETWORK}"
+    if isinstance(error, socket.gaierror):
+        # Its errno is not the kernel's. A name server may be back in a moment.
+        return "" if _may_make(socket.AF_INET) else without.format("the daemon may not look names up in a network")
+    match error.errno:
+        case errno.EAFNOSUPPORT if _may_make(socket.AF_INET):
+            return "this host, or RestrictAddressFamilies= of the service, does without IPv6; name an IPv4 address"
+        case errno.EAFNOSUPPORT:
+            return without.format("the daemon may make no network sockets")
+        case errno.EADDRNOTAVAIL if _has_only_loopback():
+            return without.format("the daemon has no network of its own but loopback")
+        case errno.EACCES | errno.EPERM if error.filename:
+            return f"the daemon's user may not use {error.filename}; let it, or --listen elsewhere"
+        case errno.EACCES | errno.EPERM:
+            return (
+                f"the daemon may not have it ({error.strerror}); a port below 1024 is root's, or {unit} hands it over"
+            )
+        case errno.EROFS:
+            return f"files are read-only there; name a place in /run/gpulease, or make {_WRITABLE}"
+        case errno.ENOTDIR | errno.ELOOP | errno.ENAMETOOLONG:
+            return f"{error.strerror}; name another path"
+    return ""
+
+
+def _may_make(family: socket.AddressFamily) -> bool:
+    """Return whether the service manager and the host let this process make sockets of a family at all."""
+    try:
+        socket.socket(family, socket.SOCK_STREAM).close()
+    except OSError as error:
+        return error.errno != errno.EAFNOSUPPORT
+    return True
+
+
+def _has_only_loopback() -> bool:
+    """Return whether this process has no other interface, as with PrivateNetwork= (network_namespaces(7))."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    # Two lines of headings (proc(5)).
+    return all(line.split(":")[0].strip() == "lo" for line in lines[2:])

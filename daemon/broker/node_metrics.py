@@ -1,7 +1,7 @@
-"""The broker's metrics: what it counts as it goes, what it looks at when it is scraped, and the text of both.
+"""The broker's metrics: counters fed by events, gauges read at a scrape, and the text of both.
 
-The loop belongs to leases. Counting an event takes it a microsecond or two; a scrape's text is made a family at a time,
-between which the loop goes round, and however many ask, one text is made at a time.
+The event loop belongs to leases. Counting one event takes a microsecond or two. A scrape's text is made one family at a
+time, and the loop runs between two families. However many peers ask, one text is made at a time.
 """
 
 import asyncio
@@ -29,18 +29,18 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Metrics
 from gpulease.protocol.opcodes import Status
 
-BEAT_S: Final = 1.0
-"""Between two looks at how late the loop is."""
+LAG_CHECK_S: Final = 1.0
+"""Time between two measurements of the loop's lag."""
 
 LOOK_TIMEOUT_S: Final = 1.0
-"""For the cards to say what they hold; a driver that hangs costs the scrape one family, and is not asked again until
+"""For the cards to report stray memory. A driver that hangs costs the scrape one family, and is not asked again until
 it has answered."""
 
 OnText = Callable[[Metrics | Failure], None]
 
 
 class NodeMetrics:
-    """The node's one registry."""
+    """The node's one registry of metrics."""
 
     def __init__(
         self, table: LeaseTable, source: CardSource, workers: Workers, recorder: Recorder, health: Health
@@ -51,82 +51,82 @@ class NodeMetrics:
         self._recorder = recorder
         self._health = health
         self._cards = [card.uuid for card in table.cards()]
-        self._tally = LeaseCounters(table.get, self._cards, lease_of_submit=table.submits.lease_of)
+        self._counters = LeaseCounters(table.get, self._cards, lease_of_submit=table.submits.lease_of)
         self._registry = CollectorRegistry()
         self._registry.register(NodeCollector(self._content))
         ProcessCollector(registry=self._registry)
         self._waiting: list[OnText] = []
-        self._scrape: asyncio.Task[None] | None = None
+        self._scraping: asyncio.Task[None] | None = None
         self._look: asyncio.Task[dict[str, int]] | None = None
         self._stray_bytes: dict[str, int] = {}
-        self._beat: asyncio.TimerHandle | None = None
-        workers.set_end_listener(self._worker_ended)
+        self._lag_check: asyncio.TimerHandle | None = None
+        workers.set_end_listener(self._on_worker_end)
 
     def start(self) -> None:
-        """Begin to look how late the loop is."""
-        due_s = time.monotonic() + BEAT_S
-        self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._on_beat, due_s)
+        """Begin to measure the loop's lag."""
+        due_s = time.monotonic() + LAG_CHECK_S
+        self._lag_check = asyncio.get_running_loop().call_later(LAG_CHECK_S, self._measure_lag, due_s)
 
     async def stop(self) -> None:
-        """Give up whatever is being made."""
-        if self._beat is not None:
-            self._beat.cancel()
-        tasks = [task for task in (self._scrape, self._look) if task is not None]
+        """Cancel the lag measurement and the scrape under way."""
+        if self._lag_check is not None:
+            self._lag_check.cancel()
+        tasks = [task for task in (self._scraping, self._look) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # --- what the broker tells ---
+    # --- counting ---
 
-    def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
-        """What an event brought about. A fault here must not keep it from being carried out."""
+    def on_event(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
+        """Count an event and its effects. A fault in counting must not keep the effects from being executed."""
         try:
-            self._tally.saw(event, effects, now_ns)
+            self._counters.saw(event, effects, now_ns)
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {event!r}")
 
     def refused(self, operation: str, status: Status) -> None:
-        """A request was refused that never got to the lease table."""
-        self._tally.refused(operation.lower(), status.name.lower())
+        """Count a request that was refused before it got to the lease table."""
+        self._counters.refused(operation.lower(), status.name.lower())
 
-    def took_over(self) -> None:
-        """The workers that there are were another daemon's."""
+    def take_over_workers(self) -> None:
+        """Count an earlier daemon's workers from now on: the earlier daemon has counted what they did so far."""
         for worker in self._workers.serving():
             skip_counts(worker)
 
-    def _worker_ended(self, worker: Worker) -> None:
-        """Its page shows for the last time what it did, however it ended."""
+    def _on_worker_end(self, worker: Worker) -> None:
+        # Its page shows for the last time what it did, however it ended.
         lease = self._table.get(worker.spec.submit_of or worker.spec.lease_id)
         if lease is not None:
-            self._tally.worked(self._tally.pair(lease), counter_increments(worker))
+            self._counters.worked(self._counters.pair(lease), counter_increments(worker))
 
-    def _on_beat(self, due_s: float) -> None:
-        self._tally.histograms[families.LOOP_LAG_SECONDS].observe((), time.monotonic() - due_s)
+    def _measure_lag(self, due_s: float) -> None:
+        self._counters.histograms[families.LOOP_LAG_SECONDS].observe((), time.monotonic() - due_s)
         self.start()
 
     # --- scrapes ---
 
-    def ask(self, on_text: OnText) -> None:
-        """Have the text made, and `on_text` called with it, once."""
+    def scrape(self, on_text: OnText) -> None:
+        """Make the text, and call `on_text` with it once."""
         self._waiting.append(on_text)
-        if self._scrape is None:
-            self._scrape = asyncio.get_running_loop().create_task(self._make())
+        if self._scraping is None:
+            self._scraping = asyncio.get_running_loop().create_task(self._scrape_while_asked())
 
-    async def _make(self) -> None:
+    async def _scrape_while_asked(self) -> None:
         try:
             while self._waiting:
-                await self._look_at_cards()
-                # Who comes from here on is told what is so from then on.
+                await self._update_stray_bytes()
+                # Peers that ask from here on get the next text.
                 asked, self._waiting = self._waiting, []
                 result = await self._text()
                 for on_text in asked:
                     try:
                         on_text(result)
                     except Exception:
-                        # A bug of ours; the others that asked are to be told all the same.
+                        # A bug of ours; the other peers must be answered all the same.
                         log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering with the metrics")
         finally:
-            self._scrape = None
+            self._scraping = None
 
     async def _text(self) -> Metrics | Failure:
         parts = []
@@ -135,24 +135,24 @@ class NodeMetrics:
                 parts.append(chunk)
                 await asyncio.sleep(0)
         except Exception:
-            # A bug of ours, in what no lease depends on.
+            # A bug of ours; no lease depends on metrics.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling the metrics")
             return Failure(Status.INTERNAL, "the metrics can't be told", hint="The daemon's log says why.")
         return Metrics(CONTENT_TYPE, b"".join(parts).decode())
 
-    async def _look_at_cards(self) -> None:
-        """Ask the cards, in a thread, what no process accounts for."""
+    async def _update_stray_bytes(self) -> None:
         self._stray_bytes = {}
         if self._look is None or self._look.done():
-            self._look = asyncio.get_running_loop().create_task(self._strays())
+            self._look = asyncio.get_running_loop().create_task(self._read_stray_bytes())
         done, _ = await asyncio.wait({self._look}, timeout=LOOK_TIMEOUT_S)
         if done:
             self._stray_bytes = self._look.result()
 
-    async def _strays(self) -> dict[str, int]:
+    async def _read_stray_bytes(self) -> dict[str, int]:
+        """Ask the cards, in a thread, for the memory that no process accounts for, by uuid."""
         found: dict[str, int] = {}
         for uuid in self._cards:
-            # No thread, or no answer: what is not known is not told.
+            # No thread, or no answer: the family leaves out what is not known.
             with contextlib.suppress(CardsUnavailable, MemoryError, RuntimeError):
                 reading = await asyncio.to_thread(self._source.read, uuid)
                 found[uuid] = self._table.stray_bytes(uuid, reading.unowned_bytes)
@@ -160,14 +160,14 @@ class NodeMetrics:
 
     def _content(self) -> Content:
         leases = self._table.snapshots()
-        pair_of = {lease.lease_id: self._tally.pair(lease) for lease in leases}
+        pair_of = {lease.lease_id: self._counters.pair(lease) for lease in leases}
         charged = {lease.lease_id: self._table.charge_bytes(lease.lease_id) for lease in leases}
         allocated: dict[int, int] = {}
         for worker in self._workers.serving():
             lease_id = worker.spec.submit_of or worker.spec.lease_id
             if (pair := pair_of.get(lease_id)) is not None:
-                self._tally.worked(pair, counter_increments(worker))
-                # Of a lease's two workers together no more than it has.
+                self._counters.worked(pair, counter_increments(worker))
+                # A lease's two workers together hold no more than it is charged.
                 most_bytes = charged[lease_id] - allocated.get(lease_id, 0)
                 allocated[lease_id] = allocated.get(lease_id, 0) + held_bytes(worker, most_bytes)
         facts = NodeFacts(
@@ -177,7 +177,7 @@ class NodeMetrics:
             warm=self._table.warming(),
             waiting=self._table.waiting(),
             pair_of=pair_of,
-            pairs=self._tally.pairs,
+            pairs=self._counters.pairs,
             allocated_bytes=allocated,
             charged_bytes=charged,
             stray_bytes=self._stray_bytes,
@@ -187,7 +187,7 @@ class NodeMetrics:
             version=VERSION,
             driver=self._source.driver,
         )
-        return {**self._tally.counters, **self._tally.histograms, **gauges(facts)}
+        return {**self._counters.counters, **self._counters.histograms, **gauges(facts)}
 
     def _audit(self) -> AuditFacts | None:
         figures = self._recorder.figures()

@@ -1,8 +1,8 @@
-"""Who is at the other end of a control connection.
+"""The identity of a control connection's peer.
 
-On a Unix socket the kernel says which user connected (unix(7), SO_PEERCRED). By TLS a certificate does, which a relay
-has verified (`gpulease.daemon.remote`). On loopback TCP nobody does: such peers share one tenant, may use only leases
-whose ids they know, and are never operators.
+On a Unix socket the kernel names the user who connected (unix(7), SO_PEERCRED). By TLS a certificate names the tenant,
+and a relay has verified it (`gpulease.daemon.remote`). On loopback TCP nobody vouches for the peer: such peers share
+one tenant, may use only leases whose ids they know, and are never operators.
 """
 
 import os
@@ -20,15 +20,15 @@ _UCRED: Final = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One peer.
+    """The other end of a control connection.
 
     Attributes:
-        tenant: Who its leases belong to.
-        is_operator: Whether it may list and revoke everybody's leases: root, the daemon's own user, and remote tenants
-            whom the settings say it of.
-        is_known: Whether anybody vouches for `tenant`: the kernel, or a certificate.
-        is_relayed: Whether a relay is between it and this host, so that no memory can be shared with it.
-        is_reader: Whether it may look and do nothing else, operator or not.
+        tenant: The tenant that owns the peer's leases.
+        is_operator: Whether the peer may list and revoke everybody's leases. Root, the daemon's own user, and the
+            remote tenants that the settings name may.
+        is_known: Whether the kernel or a certificate vouches for `tenant`.
+        is_relayed: Whether a relay stands between the peer and this host, so that no memory can be shared with it.
+        is_reader: Whether the peer may look and do nothing else, operator or not.
     """
 
     tenant: str
@@ -38,7 +38,7 @@ class Peer:
     is_reader: bool = False
 
     def is_stranger_to(self, tenant: str) -> bool:
-        """Whether it may be another than that tenant."""
+        """Return whether the peer may be another than `tenant`."""
         return self.tenant != tenant or not self.is_known
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Peer:
 
 
 def identify(sock: Any, tenant_of_uid: Mapping[int, str] = _NO_NAMES) -> Peer:
-    """The peer of an accepted socket; `tenant_of_uid` names the tenants of some users."""
+    """Identify the peer of an accepted socket. `tenant_of_uid` names the tenants of some local users."""
     if sock.family != socket.AF_UNIX:
         return Peer(ANONYMOUS_TENANT, is_operator=False, is_known=False)
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)

@@ -1,7 +1,4 @@
-"""A request that never gets to the lease table.
-
-The lease core's refusals as statuses of the wire.
-"""
+"""Refusals: requests that the broker turns down itself, and the wire status of each denial of the lease table."""
 
 from typing import Final
 
@@ -10,11 +7,11 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
 
-class Refusal(Exception):
-    """Why a request is refused on the spot.
+class Refused(Exception):
+    """The broker refuses a request, which never gets to the lease table.
 
     Attributes:
-        failure: What to answer.
+        failure: The answer to the request.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -42,5 +39,5 @@ _STATUS: Final = {
 
 
 def failure_of(denial: Denial) -> Failure:
-    """What to answer a refused request."""
+    """Return the answer to a request that the lease table denied."""
     return Failure(_STATUS[denial.reason], denial.message, hint=denial.hint)

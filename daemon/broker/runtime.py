@@ -1,14 +1,10 @@
-"""Tells the lease table when a lease loses its last connection, and when it has one again.
+"""The runtime around the lease table: events go in, effects come out and are carried out here.
 
-A lease is connected while one of these is there: a control connection that acquired or renewed it, asked about it as
-its tenant, or asked for a submit of it; a connection of its session, a guest's too, or one on its way to the worker; a
-submit of it that starts or runs. The worker counts its own connections on its page, so that the next broker knows them
-too; of control connections the next broker knows none, and gives their clients time to come back.
+The lease table decides, the runtime carries out. `Runtime.post` gives the table one event, tells journal, audit log and
+metrics of its effects, and then executes the effects in their order. An event posted meanwhile waits in a queue, so the
+table is never entered twice.
 
-The lease table's hands: events in, effects out, each effect carried out here.
-
-Nothing here decides. An event posted while an effect is being carried out waits for its turn, so the table is never
-entered twice.
+An effect that answers a request goes to `PendingRequests`, which holds the answer until it is durable.
 """
 
 import asyncio
@@ -16,16 +12,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
+from gpulease.daemon.broker.connection_tracker import ConnectionTracker
 from gpulease.daemon.broker.fair_queue import FairQueue
-from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.subscriptions import Publisher
 from gpulease.daemon.broker.timers import Timers
-from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource
 from gpulease.daemon.leases import (
@@ -33,16 +29,15 @@ from gpulease.daemon.leases import (
     CapacityChanged,
     Card,
     Cause,
-    ConnectionsChanged,
     Denied,
     DrainTimerFired,
     Effect,
     Event,
     FenceCleared,
-    Freed,
     Granted,
     KillWorker,
     LeaseEnded,
+    LeaseSnapshot,
     LeaseState,
     LeaseTable,
     Outcome,
@@ -58,7 +53,6 @@ from gpulease.daemon.leases import (
     SpawnWorker,
     SubmitEnded,
     SubmitFenced,
-    SubmitState,
     TimerFired,
     TimerKind,
     WaitTimerFired,
@@ -82,86 +76,24 @@ from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
 from gpulease.daemon.workers.watchdog import KernelWatchdog
 from gpulease.protocol.opcodes import Exclusivity, Status
 
-TAKEOVER_WAIT_MS: Final = 60_000
-"""The shortest wait of a lease that was taken over. Its client may live without a connection: it makes a new one only
-when it next asks for something. Stops an upgrade from ending its lease before that."""
-
-_GOES_ON: Final = frozenset({SubmitState.STARTING, SubmitState.RUNNING})
-
-
-class ConnectionTracker:
-    """Knows which leases are connected."""
-
-    def __init__(self, table: LeaseTable, workers: Workers, post: Callable[[Event], None]) -> None:
-        self._table = table
-        self._workers = workers
-        self._post = post
-        self._holders: dict[int, set[object]] = {}
-        self._held: dict[object, set[int]] = {}
-        # Leases of which the table was told that nobody is connected.
-        self._unconnected: set[int] = set()
-        # An earlier broker's.
-        self._taken_over: set[int] = set()
-
-    def hold(self, lease_id: int, holder: object) -> None:
-        """Count a control connection as the lease's, until `leave`."""
-        if not self._table.orphan_ms(lease_id):
-            return
-        self._holders.setdefault(lease_id, set()).add(holder)
-        self._held.setdefault(holder, set()).add(lease_id)
-        self.look(lease_id)
-
-    def leave(self, holder: object) -> None:
-        """A control connection is gone."""
-        lease_ids = self._held.pop(holder, set())
-        for lease_id in lease_ids:
-            self._holders[lease_id].discard(holder)
-        for lease_id in lease_ids:
-            self.look(lease_id)
-
-    def look(self, lease_id: int) -> None:
-        """Tell the table if the lease is connected and was not, or the other way round."""
-        if not self._table.orphan_ms(lease_id):
-            return
-        is_connected = self._is_connected(lease_id)
-        if is_connected != (lease_id in self._unconnected):
-            return
-        (self._unconnected.discard if is_connected else self._unconnected.add)(lease_id)
-        self._post(ConnectionsChanged(lease_id, is_connected, TAKEOVER_WAIT_MS if lease_id in self._taken_over else 0))
-
-    def look_at_all(self) -> None:
-        """An earlier daemon's leases were taken over: those that nobody is connected to wait from now on."""
-        for lease in self._table.snapshots():
-            self._taken_over.add(lease.lease_id)
-            self.look(lease.lease_id)
-
-    def forget(self, lease_id: int) -> None:
-        """The lease is over."""
-        self._unconnected.discard(lease_id)
-        self._taken_over.discard(lease_id)
-        for holder in self._holders.pop(lease_id, ()):
-            held = self._held[holder]
-            held.discard(lease_id)
-            if not held:
-                del self._held[holder]
-
-    def _is_connected(self, lease_id: int) -> bool:
-        if self._holders.get(lease_id):
-            return True
-        submit = self._table.submits.of(lease_id)
-        if submit is not None and submit.state in _GOES_ON:
-            return True
-        worker = self._workers.worker(lease_id)
-        return worker is not None and (worker.hand_overs > 0 or worker.page.counter(Counter.CONNECTIONS) > 0)
-
-
-_KINDS: Final = tuple(TimerKind)
+_TIMER_KINDS: Final = tuple(TimerKind)
 
 OnOutcome = Callable[[Outcome], None]
 
 
 class Runtime:
-    """Carries out what the lease table wants done."""
+    """Executes what the lease table decides.
+
+    Args:
+        source: What is known of the node's cards.
+        max_load_s: How long a worker may compile one image.
+        journal: What a restarted daemon will know; None to keep nothing.
+
+    Attributes:
+        recorder: The log of leases, which passes everything on to the audit log.
+        connections: Which leases are connected.
+        fair_queue: Which control connection is served next.
+    """
 
     def __init__(
         self,
@@ -175,203 +107,174 @@ class Runtime:
     ) -> None:
         self.table = table
         self.tokens = tokens
-        self.teller = Publisher(table, self._warned)
-        self.turns = FairQueue()
-        self.headroom = MemoryReserve()
         self.workers = workers
-        self.recorder = LeaseLog(recorder, workers.pid)
         self.journal = journal or Journal()
-        self.health = Health(table, workers, self.journal, recorder, self.headroom)
+        self.recorder = LeaseLog(recorder, workers.pid)
+        self.publisher = Publisher(table, self._on_warning)
+        self.fair_queue = FairQueue()
+        self.memory_reserve = MemoryReserve()
+        self.timers = Timers(self.post, self.memory_reserve.secure)
+        self.health = Health(table, workers, self.journal, recorder, self.memory_reserve)
         self.metrics = NodeMetrics(table, source, workers, recorder, self.health)
-        self.recorder.observe(table.get, self.post)
-        self.journal.observe(table, workers.pid, self.post)
-        workers.deliver_to(self.post)
-        self.presence = ConnectionTracker(table, workers, self.post)
-        workers.set_connection_listeners(self.presence.look, partial(tokens.guest_answered, self.journal))
+        self.connections = ConnectionTracker(table, workers, self.post)
+        self.card_watch = CardWatch(source, [card.uuid for card in table.cards()], workers, self.post)
         self._source = source
         self._reclaimer = Reclaimer(source, self.post)
-        self.card_watch = CardWatch(source, [card.uuid for card in table.cards()], workers, self.post)
-        self._weigher = MemoryMonitor(table, source, workers, self.post)
+        self._memory_monitor = MemoryMonitor(table, source, workers, self.post)
         self._recycler = Recycler(source, workers, self.post)
-        workers.set_memory_listeners(self._weigher.look, self._recycler.on_scrubbed)
-        self._watchman = KernelWatchdog(workers, self.post, max_load_s)
+        self._watchdog = KernelWatchdog(workers, self.post, max_load_s)
+        self._one_settled = asyncio.Event()
+        self._pending = PendingRequests(self.journal, self.recorder, self.metrics, self._one_settled.set)
         self._events: deque[Event] = deque()
-        self._is_busy = False
-        self._last_request = 0
-        self._waiting: dict[int, OnOutcome] = {}
-        self.timers = Timers(self.post, self.headroom.secure)
-        self._one_ended = asyncio.Event()
-        self._untold = 0
+        self._is_executing = False
+        self._executors = self._executors_by_effect()
+        self._connect_parts()
+
+    def _connect_parts(self) -> None:
+        """Tell each part where its events go."""
+        self.recorder.observe(self.table.get, self.post)
+        self.journal.observe(self.table, self.workers.pid, self.post)
+        # A warm context that is ready is weighed before the table hears of it.
+        self.workers.deliver_to(self._recycler.deliver)
+        self.workers.set_memory_listeners(self._memory_monitor.look, self._recycler.on_scrubbed)
+        on_guest_answered = partial(self.tokens.on_guest_answered, self.journal)
+        self.workers.set_connection_listeners(self.connections.update, on_guest_answered)
+
+    def adopt(self, cards: Sequence[Card], latest_ns: int) -> None:
+        """Take over the leases and workers of an earlier daemon, before any other event.
+
+        Args:
+            cards: The node's cards, with what a context takes of each.
+            latest_ns: The latest deadline that the earlier daemon could have given; see `adoption.reconcile`.
+        """
+        self.recorder.make_up(self.journal.past.tombstones, time.monotonic_ns())
+        overheads = {card.uuid: card.overhead_bytes for card in cards}
+        adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post)
+        self.metrics.take_over_workers()
+        self.connections.take_over()
+        if self.table.drain_ns is not None:
+            log_event(LogEvent.DRAIN_GOES_ON)
+            self.post(DrainTimerFired())
+        if self.workers.serving():
+            self._watchdog.start()
+            self._memory_monitor.start()
 
     async def drained(self) -> None:
         """Wait until no lease and no warm context is left but fenced ones."""
         while any(lease.state is not LeaseState.FENCED for lease in self.table.snapshots()) or any(
             context.state is not WarmState.FENCED for context in self.table.warming()
         ):
-            self._one_ended.clear()
-            await self._one_ended.wait()
+            self._one_settled.clear()
+            await self._one_settled.wait()
 
     async def settled(self) -> None:
-        """Wait until every lease is active or fenced, and everybody was told what became of what they asked for."""
-        while self._untold or any(
+        """Wait until every lease is active or fenced, and every outcome was answered."""
+        while self._pending.unanswered or any(
             lease.state in (LeaseState.PENDING, LeaseState.DRAINING) for lease in self.table.snapshots()
         ):
-            self._one_ended.clear()
-            await self._one_ended.wait()
-
-    def adopt(self, cards: Sequence[Card], latest_ns: int) -> None:
-        """Take over what an earlier daemon left; before anything else happens. `latest_ns`: see `reconcile`."""
-        self.recorder.make_up(self.journal.past.tombstones, time.monotonic_ns())
-        overheads = {card.uuid: card.overhead_bytes for card in cards}
-        adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post)
-        self.metrics.took_over()
-        self.presence.look_at_all()
-        if self.table.drain_ns is not None:
-            log_event(LogEvent.DRAIN_GOES_ON)
-            self.post(DrainTimerFired())
-        if self.workers.serving():
-            self._watchman.start()
-            self._weigher.start()
+            self._one_settled.clear()
+            await self._one_settled.wait()
 
     async def stop(self) -> None:
-        """Wait for nothing any more."""
+        """Stop every timer and task."""
         self.timers.stop()
-        self.teller.stop()
+        self.publisher.stop()
         await self.metrics.stop()
-        await self._watchman.stop()
-        await self._weigher.stop()
+        await self._watchdog.stop()
+        await self._memory_monitor.stop()
         await self._recycler.stop()
         await self._reclaimer.stop()
         await self.card_watch.stop()
-        self.headroom.close()
+        self.memory_reserve.close()
 
     # --- requests ---
 
     def expect(self, on_outcome: OnOutcome) -> int:
-        """A number for a request whose outcome `on_outcome` will get, exactly once."""
-        self._last_request += 1
-        self._waiting[self._last_request] = on_outcome
-        return self._last_request
+        """Return a number for a request to the lease table. `on_outcome` gets the request's outcome, exactly once."""
+        return self._pending.add(on_outcome)
 
     def forget(self, request: int) -> None:
-        """Nobody waits for this outcome any more."""
-        self._waiting.pop(request, None)
+        """Drop a request whose client has left. Its outcome goes nowhere."""
+        self._pending.remove(request)
         self.timers.cancel((WaitTimerFired, request))
 
     # --- events in ---
 
     def post(self, event: Event) -> None:
-        """Tell the table what happened, and carry out what it wants done."""
-        if self._recycler.holds_back(event):
-            return
+        """Give the table an event and execute its effects, now or after the event that is being executed."""
         self._events.append(event)
-        if self._is_busy:
+        if self._is_executing:
             return
-        self._is_busy = True
+        self._is_executing = True
         try:
-            self.headroom.secure()
+            self.memory_reserve.secure()
             while self._events:
-                event, now_ns = self._events.popleft(), time.monotonic_ns()
-                effects = self.table.handle(event, now_ns)
-                # Before any of it is carried out: nobody is told what is on its way to neither journal nor audit log.
-                self.journal.saw(event, effects, now_ns)
-                self.recorder.saw(event, effects, now_ns)
-                self.metrics.saw(event, effects, now_ns)
-                for effect in effects:
-                    self._try(effect)
-                self._tell(effects)
+                self._handle(self._events.popleft(), time.monotonic_ns())
         finally:
-            self._is_busy = False
+            self._is_executing = False
 
-    def _warned(self, lease_id: int, left_ms: int, reason: str) -> None:
+    def _handle(self, event: Event, now_ns: int) -> None:
+        effects = self.table.handle(event, now_ns)
+        # Before any effect is executed: nobody may learn of one that is not on its way to journal and audit log.
+        self.journal.saw(event, effects, now_ns)
+        self.recorder.saw(event, effects, now_ns)
+        self.metrics.on_event(event, effects, now_ns)
+        for effect in effects:
+            self._execute(effect)
+        self._publish(effects)
+
+    def _publish(self, effects: list[Effect]) -> None:
+        try:
+            self.publisher.on_effects(effects)
+        except Exception:
+            # A bug of ours; no lease depends on subscriptions.
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {effects!r}")
+
+    def _on_warning(self, lease_id: int, left_ms: int, reason: str) -> None:
         self.recorder.warned(lease_id, left_ms, reason)
 
     # --- effects out ---
 
-    def _tell(self, effects: list[Effect]) -> None:
+    def _execute(self, effect: Effect) -> None:
         try:
-            self.teller.saw(effects)
+            # An effect that is not in the table is the outcome of a request.
+            self._executors.get(type(effect), self._answer)(effect)
         except Exception:
-            # A bug of ours, in what nobody's lease depends on.
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {effects!r}")
-
-    def _try(self, effect: Effect) -> None:
-        try:
-            self._perform(effect)
-        except Exception:
-            # A bug of ours; the effects behind this one, another tenant's perhaps, must be carried out all the same.
-            # What this one was to bring about is missed by the lease's timers, which end it.
+            # A bug of ours. The next effects, perhaps another tenant's, must be executed all the same. The lease's
+            # timers end a lease that misses an effect.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
 
-    def _perform(self, effect: Effect) -> None:
-        # Those that every lease has come first.
-        match effect:
-            case ArmTimer():
-                self._arm(effect)
-            case Granted() | Renewed() | Freed():
-                self._answer(effect)
-            case SetDeadline(lease_id, generation, deadline_ns):
-                self.workers.set_deadline(lease_id, deadline_ns, generation)
-            case RefuseWork(lease_id, cause):
-                lease = self.table.get(lease_id) if cause is Cause.REVOKED else None
-                self.workers.refuse(lease_id, word_for(cause), "" if lease is None else lease.reason, cause.value)
-            case KillWorker(lease_id):
-                self.workers.kill(lease_id)
-            case ProveReclaimed(lease_id, card_uuid):
-                self._reclaimer.prove(lease_id, card_uuid, self.workers.ended_pid(lease_id))
-            case LeaseEnded() | SubmitEnded() | WarmEnded():
-                self._end(effect)
-            case SpawnWorker():
-                self._spawn(effect)
-            case WarmUp(warm_id, card_uuid):
-                self._watchman.start()
-                self.workers.spawn(WorkerSpec(warm_id, card_uuid, 0, is_shared=False))
-            case RenameWorker(from_id, to_id):
-                self.workers.rename(from_id, to_id)
-                if kind_of(from_id) is not WorkerKind.LEASE:
-                    self._cancel_timers(from_id)
-            case ScrubWorker(lease_id):
-                self._recycler.scrub(lease_id)
-            case RecycleWorker(lease_id, warm_id):
-                self.workers.recycle(lease_id, warm_id)
-            case SpawnSubmit():
-                self._spawn_submit(effect)
-            case RefuseSubmit(submit_id, cause):
-                lease = self.table.get(self.table.submits.lease_of(submit_id)) if cause is Cause.REVOKED else None
-                self.workers.refuse(submit_id, submit_word_for(cause), "" if lease is None else lease.reason)
-            case SubmitFenced(submit_id, lease_id):
-                # Not settled: the zygote goes on telling of it, so that a restart does not forget.
-                self._cancel_timers(submit_id)
-                self._reclaimer.give_up(submit_id)
-                self.presence.look(lease_id)
-            case Warned() | CapacityChanged():
-                pass  # the teller's to tell, and the chronicle's
-            case FenceCleared():
-                self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
-                self._answer(effect)
-            case _:
-                self._answer(effect)
+    def _executors_by_effect(self) -> dict[type[Any], Callable[[Any], None]]:
+        return {
+            ArmTimer: self._arm_timer,
+            SpawnWorker: self._spawn_worker,
+            SpawnSubmit: self._spawn_submit,
+            WarmUp: self._spawn_warm_context,
+            RenameWorker: self._rename_worker,
+            SetDeadline: self._set_deadline,
+            RefuseWork: self._refuse_work,
+            RefuseSubmit: self._refuse_submit,
+            KillWorker: self._kill_worker,
+            ProveReclaimed: self._prove_reclaimed,
+            ScrubWorker: self._scrub_worker,
+            RecycleWorker: self._recycle_worker,
+            LeaseEnded: self._end_lease,
+            SubmitEnded: self._end_submit,
+            WarmEnded: self._end_warm_context,
+            SubmitFenced: self._fence_submit,
+            FenceCleared: self._clear_fences,
+            # Only subscribers and the log hear of these two.
+            Warned: lambda _: None,
+            CapacityChanged: lambda _: None,
+        }
 
-    def _end(self, effect: LeaseEnded | SubmitEnded | WarmEnded) -> None:
-        """Let a worker go; if a fence holds its bytes, its process stays the daemon's own."""
-        match effect:
-            case LeaseEnded(lease):
-                if lease.state is LeaseState.FENCED:
-                    self.workers.fence(lease.lease_id, lease.card_uuid, lease.lease_id)
-                self._let_go(lease.lease_id)
-                self.presence.forget(lease.lease_id)
-            case SubmitEnded(submit_id, lease_id):
-                owner = self.table.get(lease_id)
-                if owner is not None and owner.state is LeaseState.FENCED:
-                    self.workers.fence(submit_id, owner.card_uuid, lease_id)
-                self._let_go(submit_id)
-                self.presence.look(lease_id)
-            case WarmEnded(warm_id, card_uuid, _, is_fenced):
-                if is_fenced:
-                    self.workers.fence(warm_id, card_uuid, warm_id)
-                self._let_go(warm_id)
+    def _answer(self, outcome: Outcome) -> None:
+        self.timers.cancel((WaitTimerFired, outcome.request))
+        self._pending.resolve(outcome)
 
-    def _arm(self, effect: ArmTimer) -> None:
+    # Timers.
+
+    def _arm_timer(self, effect: ArmTimer) -> None:
         event, due_ns = effect
         key: Hashable = type(event).__name__
         if isinstance(event, TimerFired):
@@ -382,68 +285,191 @@ class Runtime:
             key = WaitTimerFired, event.request
         self.timers.arm(key, due_ns, event)
 
-    def _spawn(self, effect: SpawnWorker) -> None:
-        self._watchman.start()
-        self._weigher.start()
-        spec = WorkerSpec(
-            effect.lease_id,
-            effect.card_uuid,
-            effect.terms.session_bytes,
-            effect.terms.exclusivity is Exclusivity.SHARED,
-            self._source.allowance_bytes,
-            effect.terms.max_kernel_ms,
-            effect.terms.waiting,
-        )
-        self.workers.spawn(spec)
-
-    def _spawn_submit(self, effect: SpawnSubmit) -> None:
-        self.presence.look(effect.lease_id)
-        spec = WorkerSpec(
-            effect.submit_id,
-            effect.card_uuid,
-            effect.size_bytes,
-            is_shared=False,
-            allowance_bytes=self._source.allowance_bytes,
-            max_kernel_ms=effect.terms.max_kernel_ms,
-            waiting=effect.terms.waiting,
-            submit_of=effect.lease_id,
-            timeout_ms=effect.timeout_ms,
-        )
-        self.workers.spawn(spec)
-
-    def _let_go(self, number: int) -> None:
-        """Nothing is to be done any more about a lease or warm context."""
-        self._cancel_timers(number)
-        self._reclaimer.give_up(number)
-        # Until then the zygote tells the next broker that there was such a worker.
-        self.journal.once_kept(lambda: self.workers.settle(number))
-        self._one_ended.set()
-
     def _cancel_timers(self, number: int) -> None:
-        for kind in _KINDS:
+        for kind in _TIMER_KINDS:
             self.timers.cancel((kind, number))
 
-    def _answer(self, outcome: Outcome) -> None:
-        self.timers.cancel((WaitTimerFired, outcome.request))
+    # Workers.
+
+    def _spawn_worker(self, effect: SpawnWorker) -> None:
+        self._watchdog.start()
+        self._memory_monitor.start()
+        self.workers.spawn(lease_worker_spec(effect, self._source.allowance_bytes))
+
+    def _spawn_submit(self, effect: SpawnSubmit) -> None:
+        self.connections.update(effect.lease_id)
+        self.workers.spawn(submit_worker_spec(effect, self._source.allowance_bytes))
+
+    def _spawn_warm_context(self, effect: WarmUp) -> None:
+        self._watchdog.start()
+        self.workers.spawn(WorkerSpec(effect.warm_id, effect.card_uuid, 0, is_shared=False))
+
+    def _rename_worker(self, effect: RenameWorker) -> None:
+        self.workers.rename(effect.from_id, effect.to_id)
+        if kind_of(effect.from_id) is not WorkerKind.LEASE:
+            self._cancel_timers(effect.from_id)
+
+    def _set_deadline(self, effect: SetDeadline) -> None:
+        self.workers.set_deadline(effect.worker_id, effect.deadline_ns, effect.generation)
+
+    def _refuse_work(self, effect: RefuseWork) -> None:
+        lease_id, cause = effect.worker_id, effect.cause
+        self.workers.refuse(lease_id, word_for(cause), self._shown_reason(lease_id, cause), cause.value)
+
+    def _refuse_submit(self, effect: RefuseSubmit) -> None:
+        reason = self._shown_reason(self.table.submits.lease_of(effect.submit_id), effect.cause)
+        self.workers.refuse(effect.submit_id, submit_word_for(effect.cause), reason)
+
+    def _shown_reason(self, lease_id: int, cause: Cause | None) -> str:
+        """Return the operator's reason for a revocation, which the tenant is told; "" for any other end."""
+        lease = self.table.get(lease_id) if cause is Cause.REVOKED else None
+        return "" if lease is None else lease.reason
+
+    def _kill_worker(self, effect: KillWorker) -> None:
+        self.workers.kill(effect.worker_id)
+
+    def _prove_reclaimed(self, effect: ProveReclaimed) -> None:
+        self._reclaimer.prove(effect.worker_id, effect.card_uuid, self.workers.ended_pid(effect.worker_id))
+
+    def _scrub_worker(self, effect: ScrubWorker) -> None:
+        self._recycler.scrub(effect.lease_id)
+
+    def _recycle_worker(self, effect: RecycleWorker) -> None:
+        self.workers.recycle(effect.lease_id, effect.warm_id)
+
+    # Ends. If a fence holds a worker's bytes, its process stays counted as the daemon's own.
+
+    def _end_lease(self, effect: LeaseEnded) -> None:
+        lease = effect.lease
+        if lease.state is LeaseState.FENCED:
+            self.workers.fence(lease.lease_id, lease.card_uuid, lease.lease_id)
+        self._settle_worker(lease.lease_id)
+        self.connections.forget(lease.lease_id)
+
+    def _end_submit(self, effect: SubmitEnded) -> None:
+        owner = self.table.get(effect.lease_id)
+        if owner is not None and owner.state is LeaseState.FENCED:
+            self.workers.fence(effect.submit_id, owner.card_uuid, effect.lease_id)
+        self._settle_worker(effect.submit_id)
+        self.connections.update(effect.lease_id)
+
+    def _end_warm_context(self, effect: WarmEnded) -> None:
+        if effect.is_fenced:
+            self.workers.fence(effect.warm_id, effect.card_uuid, effect.warm_id)
+        self._settle_worker(effect.warm_id)
+
+    def _fence_submit(self, effect: SubmitFenced) -> None:
+        # Not settled: the zygote keeps reporting the submit's worker, so that a restart does not forget the fence.
+        self._cancel_timers(effect.submit_id)
+        self._reclaimer.give_up(effect.submit_id)
+        self.connections.update(effect.lease_id)
+
+    def _clear_fences(self, effect: FenceCleared) -> None:
+        self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
+        self._answer(effect)
+
+    def _settle_worker(self, number: int) -> None:
+        """Forget a worker whose end is complete."""
+        self._cancel_timers(number)
+        self._reclaimer.give_up(number)
+        # Until the end is durable, the zygote tells the next broker that there was such a worker.
+        self.journal.once_kept(lambda: self.workers.settle(number))
+        self._one_settled.set()
+
+
+class PendingRequests:
+    """Requests that wait for an outcome of the lease table.
+
+    An outcome is answered only once the journal, and for a grant the audit log, hold it durably. If they can't, they
+    revoke the grant and put a denial in the outcome's place (`Journal.answer`, `Recorder.answer`).
+
+    Args:
+        on_answered: Called after each answer.
+
+    Attributes:
+        unanswered: How many outcomes are held until they are durable.
+    """
+
+    def __init__(
+        self, journal: Journal, recorder: Recorder, metrics: NodeMetrics, on_answered: Callable[[], None]
+    ) -> None:
+        self.unanswered = 0
+        self._journal = journal
+        self._recorder = recorder
+        self._metrics = metrics
+        self._on_answered = on_answered
+        self._last_number = 0
+        self._waiting: dict[int, OnOutcome] = {}
+
+    def add(self, on_outcome: OnOutcome) -> int:
+        """Return the number of a new request, whose outcome `on_outcome` gets exactly once."""
+        self._last_number += 1
+        self._waiting[self._last_number] = on_outcome
+        return self._last_number
+
+    def remove(self, number: int) -> None:
+        """Drop a request."""
+        self._waiting.pop(number, None)
+
+    def resolve(self, outcome: Outcome) -> None:
+        """Answer the request of an outcome once that is durable. Nobody waits for the outcome of a dropped request."""
         on_outcome = self._waiting.pop(outcome.request, None)
-        if on_outcome is None:
-            return
-        self._untold += 1
-        self.journal.answer(outcome, partial(self._answer_kept, outcome, on_outcome))
+        if on_outcome is not None:
+            self.unanswered += 1
+            self._journal.answer(outcome, partial(self._on_journal_done, outcome, on_outcome))
 
-    def _answer_kept(self, outcome: Outcome, on_outcome: OnOutcome, told: Outcome) -> None:
-        """What the table said is on the disk, or `told` says that it can't be brought there."""
-        if isinstance(told, Granted):
-            self.recorder.answer(told, partial(self._answer_told, on_outcome))
+    def _on_journal_done(self, outcome: Outcome, on_outcome: OnOutcome, answered: Outcome) -> None:
+        if isinstance(answered, Granted):
+            self._recorder.answer(answered, partial(self._answer, on_outcome))
             return
-        if isinstance(outcome, Granted | Renewed) and isinstance(told, Denied):
-            operation = "LEASE_ALLOC" if isinstance(outcome, Granted) else "LEASE_RENEW"
-            lease = outcome.lease
-            self.recorder.refused(operation, lease.tenant, lease.lease_id, told.denial.message)
-            self.metrics.refused(operation, Status.BUSY)
-        self._answer_told(on_outcome, told)
+        if isinstance(answered, Denied) and (withheld := withheld_lease(outcome)) is not None:
+            operation, lease = withheld
+            self._recorder.refused(operation, lease.tenant, lease.lease_id, answered.denial.message)
+            self._metrics.refused(operation, Status.BUSY)
+        self._answer(on_outcome, answered)
 
-    def _answer_told(self, on_outcome: OnOutcome, told: Outcome) -> None:
-        self._untold -= 1
-        self._one_ended.set()
-        on_outcome(told)
+    def _answer(self, on_outcome: OnOutcome, answered: Outcome) -> None:
+        self.unanswered -= 1
+        self._on_answered()
+        on_outcome(answered)
+
+
+def withheld_lease(outcome: Outcome) -> tuple[str, LeaseSnapshot] | None:
+    """Return the operation and lease of an outcome that log and metrics count as refused if it can't be made durable.
+
+    These are grants and renewals. Any other outcome has happened all the same: its denial only reports the journal.
+    """
+    match outcome:
+        case Granted(lease=lease):
+            return "LEASE_ALLOC", lease
+        case Renewed(lease=lease):
+            return "LEASE_RENEW", lease
+    return None
+
+
+def lease_worker_spec(effect: SpawnWorker, allowance_bytes: int) -> WorkerSpec:
+    """Return what the worker of a lease's session is started with."""
+    return WorkerSpec(
+        effect.lease_id,
+        effect.card_uuid,
+        effect.terms.session_bytes,
+        is_shared=effect.terms.exclusivity is Exclusivity.SHARED,
+        allowance_bytes=allowance_bytes,
+        max_kernel_ms=effect.terms.max_kernel_ms,
+        waiting=effect.terms.waiting,
+    )
+
+
+def submit_worker_spec(effect: SpawnSubmit, allowance_bytes: int) -> WorkerSpec:
+    """Return what the worker of a submit is started with."""
+    return WorkerSpec(
+        effect.submit_id,
+        effect.card_uuid,
+        effect.size_bytes,
+        is_shared=False,
+        allowance_bytes=allowance_bytes,
+        max_kernel_ms=effect.terms.max_kernel_ms,
+        waiting=effect.terms.waiting,
+        submit_of=effect.lease_id,
+        timeout_ms=effect.timeout_ms,
+    )

@@ -1,7 +1,8 @@
-"""Telling those who subscribed where their leases stand, without waiting for any of them.
+"""Subscriptions: events that tell peers how their leases stand, sent without waiting for any peer.
 
-What there is to tell is the lease table's word; here it is only noticed when to ask, and kept who was told what. A slow
-reader's events are dropped but for the latest, and their number is told: nothing here grows with what is not read.
+The lease table knows how a lease stands. `Publisher` notices when to ask it, and remembers what each lease's
+subscribers were sent. A slow reader loses old events, never the latest, and learns how many it lost. Memory does not
+grow with what is not read.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from gpulease.daemon.broker.refusal import Refusal
+from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.leases import (
     Effect,
     KillWorker,
@@ -30,10 +31,10 @@ from gpulease.protocol.messages import LeaseEvent
 from gpulease.protocol.opcodes import Phase, Status
 
 EVERY_LEASE: Final = 0
-"""The lease id of a subscription to all that its peer may see."""
+"""The lease id of a subscription to every lease that its peer may see."""
 
 FLUSH_S: Final = 0.2
-"""Until a slow reader's latest event is tried again."""
+"""Time until a slow reader's latest event is tried again."""
 
 NS_PER_S: Final = 1_000_000_000
 MAX_LEFT_MS: Final = 2**32 - 1
@@ -45,20 +46,21 @@ class Write(Protocol):
     """Writes an event to a subscriber's connection."""
 
     def __call__(self, subscription: int, event: LeaseEvent) -> bool:
-        """Whether there was room for it."""
+        """Return whether the connection had room for the event."""
 
 
 @dataclass(slots=True, eq=False)
 class Subscription:
-    """One peer's wish to hear of one lease, or of all it may see.
+    """A peer's subscription to one lease, or to every lease it may see.
 
     Attributes:
-        number: The request's.
-        lease_id: Which lease, or EVERY_LEASE.
-        tenant: The peer's.
-        may_see: Whether the peer may hear of that lease now.
-        latest: An event there was no room for.
-        lost: How many before it were dropped.
+        number: The number of the request that made it.
+        lease_id: The lease, or EVERY_LEASE.
+        tenant: The peer's tenant.
+        may_see: Returns whether the peer may hear of a lease now.
+        sequence: How many events there were.
+        lost: How many events before `latest` were dropped.
+        latest: The latest event, while the connection has no room for it.
     """
 
     number: int
@@ -70,8 +72,8 @@ class Subscription:
     lost: int = 0
     latest: LeaseEvent | None = None
 
-    def tell(self, event: LeaseEvent) -> bool:
-        """Tell it, or keep it; whether it went."""
+    def send(self, event: LeaseEvent) -> bool:
+        """Send an event, or keep it in place of the one that is kept. Returns whether it was sent."""
         self.sequence += 1
         if self.latest is not None:
             self.lost += 1
@@ -79,17 +81,17 @@ class Subscription:
         return self.flush()
 
     def flush(self) -> bool:
-        """Try to tell what was kept; whether nothing is left."""
+        """Try to send the event that is kept. Returns whether none is left."""
         if self.latest is not None and self.write(self.number, self.latest):
             self.latest, self.lost = None, 0
         return self.latest is None
 
 
 class Publisher:
-    """Everybody's subscriptions.
+    """Sends every subscriber the events of its leases.
 
     Args:
-        on_warning: Called with a lease, its milliseconds and why, whenever it is told that it ends soon.
+        on_warning: Called with a lease, its milliseconds and the reason whenever subscribers learn that it ends soon.
     """
 
     def __init__(self, table: LeaseTable, on_warning: Callable[[int, int, str], None] = lambda *_: None) -> None:
@@ -97,15 +99,16 @@ class Publisher:
         self._on_warning = on_warning
         self._by_lease: dict[int, list[Subscription]] = {}
         self._by_tenant: Counter[str] = Counter()
-        self._told: dict[int, Key] = {}
+        # What each followed lease's subscribers were sent last.
+        self._sent: dict[int, Key] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._unread: set[Subscription] = set()
+        self._slow: set[Subscription] = set()
         self._flush_timer: asyncio.TimerHandle | None = None
 
     def add(self, subscription: Subscription) -> None:
-        """Tell it of what changes from now on. Raises Refusal."""
+        """Send the subscription every change from now on. Raises Refused if its tenant has too many."""
         if self._by_tenant[subscription.tenant] >= MAX_SUBSCRIPTIONS:
-            raise Refusal(
+            raise Refused(
                 Failure(
                     Status.BUSY,
                     f"tenant {subscription.tenant} has {MAX_SUBSCRIPTIONS} subscriptions, the most one may have",
@@ -116,7 +119,7 @@ class Publisher:
         self._by_lease.setdefault(subscription.lease_id, []).append(subscription)
 
     def begin(self, subscription: Subscription) -> None:
-        """It was answered: tell it where its lease stands, and look after those it is of."""
+        """Send a new subscription, whose request was answered, how its lease stands, and follow its leases."""
         now_ns = time.monotonic_ns()
         if subscription.lease_id != EVERY_LEASE:
             standing = self._table.phase(subscription.lease_id, now_ns)
@@ -126,15 +129,15 @@ class Publisher:
             return
         for lease in self._table.snapshots():
             standing = self._table.phase(lease.lease_id, now_ns)
-            if standing is not None and lease.lease_id not in self._told:
+            if standing is not None and lease.lease_id not in self._sent:
                 self._follow(lease.lease_id, standing)
 
     def remove(self, subscription: Subscription) -> None:
-        """Tell it no more."""
+        """End a subscription. Leases that nobody subscribes to any more are not followed."""
         self._by_tenant[subscription.tenant] -= 1
         if not self._by_tenant[subscription.tenant]:
             del self._by_tenant[subscription.tenant]
-        self._unread.discard(subscription)
+        self._slow.discard(subscription)
         others = self._by_lease[subscription.lease_id]
         others.remove(subscription)
         if others:
@@ -142,61 +145,62 @@ class Publisher:
         del self._by_lease[subscription.lease_id]
         if EVERY_LEASE in self._by_lease:
             return
-        left = list(self._told) if subscription.lease_id == EVERY_LEASE else [subscription.lease_id]
-        for lease_id in left:
+        followed = list(self._sent) if subscription.lease_id == EVERY_LEASE else [subscription.lease_id]
+        for lease_id in followed:
             if lease_id not in self._by_lease:
-                self._forget(lease_id)
+                self._unfollow(lease_id)
 
-    def saw(self, effects: Sequence[Effect]) -> None:
-        """These were carried out: tell whoever it concerns."""
+    def on_effects(self, effects: Sequence[Effect]) -> None:
+        """Send the changes that these effects, which were executed, made to leases."""
         if not self._by_lease:
             return
-        moved: dict[int, None] = {}
+        changed: dict[int, None] = {}
         for effect in effects:
             match effect:
                 case SetDeadline() | RefuseWork() | KillWorker() | ProveReclaimed():
-                    moved[effect.worker_id] = None
-                case Warned(lease_id):
-                    moved[lease_id] = None
+                    changed[effect.worker_id] = None
+                case Warned(lease_id=lease_id):
+                    changed[lease_id] = None
                 case LeaseEnded(lease):
-                    moved[lease.lease_id] = None
-        for lease_id in moved:
-            self._look(lease_id)
+                    changed[lease.lease_id] = None
+        for lease_id in changed:
+            self._update(lease_id)
 
     def stop(self) -> None:
-        """Tell nobody any more."""
+        """Cancel all timers."""
         for handle in (*self._timers.values(), self._flush_timer):
             if handle is not None:
                 handle.cancel()
 
-    def _look(self, lease_id: int) -> None:
+    def _update(self, lease_id: int) -> None:
+        """Send how a lease stands, if that is new to its subscribers."""
         if lease_id not in self._by_lease and EVERY_LEASE not in self._by_lease:
             return
         now_ns = time.monotonic_ns()
         standing = self._table.phase(lease_id, now_ns)
         if standing is None:
             return
-        if self._told.get(lease_id) != standing.key:
-            listeners = [*self._by_lease.get(lease_id, ()), *self._by_lease.get(EVERY_LEASE, ())]
-            self._send(listeners, lease_id, standing, now_ns)
+        if self._sent.get(lease_id) != standing.key:
+            subscribers = [*self._by_lease.get(lease_id, ()), *self._by_lease.get(EVERY_LEASE, ())]
+            self._send(subscribers, lease_id, standing, now_ns)
         self._follow(lease_id, standing)
 
     def _follow(self, lease_id: int, standing: LeasePhase) -> None:
-        """Remember what was told, and look again when time alone changes it."""
-        self._forget(lease_id)
+        """Remember what was sent, and look again when time alone changes it."""
+        self._unfollow(lease_id)
         if standing.phase is Phase.ENDED:
             return
-        self._told[lease_id] = standing.key
+        self._sent[lease_id] = standing.key
         if standing.look_again_ns is not None:
             delay_s = max(0, standing.look_again_ns - time.monotonic_ns()) / NS_PER_S
-            self._timers[lease_id] = asyncio.get_running_loop().call_later(delay_s, self._look, lease_id)
+            self._timers[lease_id] = asyncio.get_running_loop().call_later(delay_s, self._update, lease_id)
 
-    def _forget(self, lease_id: int) -> None:
-        self._told.pop(lease_id, None)
+    def _unfollow(self, lease_id: int) -> None:
+        self._sent.pop(lease_id, None)
         if (handle := self._timers.pop(lease_id, None)) is not None:
             handle.cancel()
 
-    def _send(self, listeners: Iterable[Subscription], lease_id: int, standing: LeasePhase, now_ns: int) -> None:
+    def _send(self, subscribers: Iterable[Subscription], lease_id: int, standing: LeasePhase, now_ns: int) -> None:
         event = LeaseEvent(
             lease_id=lease_id,
             sequence=0,
@@ -209,60 +213,60 @@ class Publisher:
         )
         if standing.phase is Phase.WARNING:
             self._on_warning(lease_id, event.left_ms, standing.reason)
-        for subscription in listeners:
-            if subscription.may_see(lease_id) and not subscription.tell(event):
-                self._unread.add(subscription)
-                self._flush_later()
+        for subscription in subscribers:
+            if subscription.may_see(lease_id) and not subscription.send(event):
+                self._slow.add(subscription)
+                self._schedule_flush()
 
-    def _flush_later(self) -> None:
+    def _schedule_flush(self) -> None:
         if self._flush_timer is None:
             self._flush_timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
 
     def _flush(self) -> None:
         self._flush_timer = None
-        self._unread = {subscription for subscription in self._unread if not subscription.flush()}
-        if self._unread:
-            self._flush_later()
+        self._slow = {subscription for subscription in self._slow if not subscription.flush()}
+        if self._slow:
+            self._schedule_flush()
 
 
-class SubscriptionHandler:
+class ConnectionSubscriptions:
     """The subscriptions of one control connection."""
 
-    def __init__(self, teller: Publisher, tenant: str, write: Write) -> None:
-        self._teller = teller
+    def __init__(self, publisher: Publisher, tenant: str, write: Write) -> None:
+        self._publisher = publisher
         self._tenant = tenant
         self._write = write
         self._own: dict[int, Subscription] = {}
 
     def subscribe(self, number: int, lease_id: int, may_see: Callable[[int], bool]) -> None:
-        """LEASE_SUBSCRIBE. Raises Refusal. `begin` is to follow once it was answered."""
+        """Add a subscription. `begin` must follow once its request is answered. Raises Refused."""
         subscription = Subscription(number, lease_id, self._tenant, may_see, self._write)
-        self._teller.add(subscription)
+        self._publisher.add(subscription)
         self._own[number] = subscription
 
     def begin(self, number: int) -> None:
-        """It was answered."""
-        self._teller.begin(self._own[number])
+        """Send the first event of a subscription whose request was answered."""
+        self._publisher.begin(self._own[number])
 
     def unsubscribe(self, number: int) -> None:
-        """LEASE_UNSUBSCRIBE. Raises Refusal."""
+        """End a subscription. Raises Refused if this connection has none of that number."""
         subscription = self._own.pop(number, None)
         if subscription is None:
-            raise Refusal(Failure(Status.NOT_FOUND, f"this connection has no subscription {number}"))
-        self._teller.remove(subscription)
+            raise Refused(Failure(Status.NOT_FOUND, f"this connection has no subscription {number}"))
+        self._publisher.remove(subscription)
 
-    def leave(self) -> None:
-        """The connection is gone."""
+    def end_all(self) -> None:
+        """End every subscription of the connection."""
         for subscription in self._own.values():
-            self._teller.remove(subscription)
+            self._publisher.remove(subscription)
         self._own.clear()
 
 
-def seen_by(see: Callable[[LeaseSnapshot], bool], table: LeaseTable) -> Callable[[int], bool]:
-    """The same question by a lease's id."""
+def by_lease_id(may_see: Callable[[LeaseSnapshot], bool], table: LeaseTable) -> Callable[[int], bool]:
+    """Return a check of a lease's id made of a check of its snapshot. An unknown lease fails it."""
 
-    def may_see(lease_id: int) -> bool:
+    def may_see_id(lease_id: int) -> bool:
         lease = table.get(lease_id)
-        return lease is not None and see(lease)
+        return lease is not None and may_see(lease)
 
-    return may_see
+    return may_see_id

@@ -1,9 +1,10 @@
-"""Every timer of the lease table, on one timer of the loop.
+"""All timers of the lease table, on one timer of the event loop: a timing wheel.
 
-There are a few for each lease, and most never ring: a renewal puts one off, the end of a lease cancels it. So they wait
-unsorted by the slot of time in which they are due, and are sorted when it begins (a timing wheel: Varghese and Lauck,
-"Hashed and hierarchical timing wheels", 1987). Nothing takes longer for there being many, and of one that was cancelled
-nothing is left, or not for longer than a slot.
+Each lease has a few timers, and most never fire: a renewal puts a timer off, the end of a lease cancels it. So timers
+wait unsorted in the slot of time in which they are due, and are sorted when the slot begins. No operation takes longer
+for there being many timers. A cancelled timer leaves nothing behind, or not for longer than its slot.
+
+Source: Varghese and Lauck, "Hashed and hierarchical timing wheels", 1987.
 """
 
 import asyncio
@@ -16,52 +17,53 @@ from typing import Final
 from gpulease.daemon.leases import Event
 
 SLOT_BITS: Final = 27
-"""Of a slot's length in nanoseconds, 0.13 s: what begins a slot sorts what is due in it, and holds up the loop so."""
+"""Bits of a slot's length in nanoseconds: 0.13 s. A slot that begins sorts its timers, which blocks the loop."""
 
 NS_PER_S: Final = 1_000_000_000
 
 
 @dataclass(slots=True, eq=False)
 class _Timer:
+    """A timer. `event` is None once the timer was cancelled."""
+
     due_ns: int
     event: Event | None
-    """None of one that was cancelled while it was being sorted."""
 
 
 class Timers:
-    """Events at their time, which is monotonic, in nanoseconds; each by a key of its own.
+    """Posts each event once, at its monotonic time in nanoseconds or later. Each timer has a key of its own.
 
     Args:
-        post: Gets an event no earlier than it is due, once.
-        secure: Called before any is looked for: what is done then needs memory, and all timers wait for it.
+        secure: Called before due timers are looked for. Posting needs memory, and every timer waits for it.
     """
 
     def __init__(self, post: Callable[[Event], None], secure: Callable[[], None]) -> None:
         self._post = post
         self._secure = secure
         self._timers: dict[Hashable, _Timer] = {}
+        # Timers of later slots, unsorted.
         self._slots: dict[int, dict[Hashable, _Timer]] = {}
-        # Those of slots that have begun: when, a number that is nobody else's, by what key, and which.
-        self._near: list[tuple[int, int, Hashable, _Timer]] = []
-        self._last_begun = time.monotonic_ns() >> SLOT_BITS
-        self._sorted = 0
+        # A heap of the timers of slots that have begun: due time, a serial number, key and timer.
+        self._heap: list[tuple[int, int, Hashable, _Timer]] = []
+        self._current_slot = time.monotonic_ns() >> SLOT_BITS
+        self._last_serial = 0
         self._handle: asyncio.TimerHandle | None = None
         self._handle_ns = 0
 
     def arm(self, key: Hashable, due_ns: int, event: Event) -> None:
-        """Post an event then, instead of what was armed by this key."""
+        """Post `event` at `due_ns`, in place of what was armed under this key."""
         self.cancel(key)
         timer = self._timers[key] = _Timer(due_ns, event)
         slot = due_ns >> SLOT_BITS
-        if slot > self._last_begun:
+        if slot > self._current_slot:
             self._slots.setdefault(slot, {})[key] = timer
         else:
-            self._sort(key, timer)
+            self._push(key, timer)
         if self._handle is None or due_ns < self._handle_ns:
-            self._wind()
+            self._schedule()
 
     def cancel(self, key: Hashable) -> None:
-        """Post nothing of this key, if anything was armed."""
+        """Drop what was armed under this key, if anything."""
         if (timer := self._timers.pop(key, None)) is None:
             return
         timer.event = None
@@ -70,10 +72,10 @@ class Timers:
             del self._slots[slot]
 
     def stop(self) -> None:
-        """Post nothing any more."""
+        """Drop all timers."""
         self._timers.clear()
         self._slots.clear()
-        self._near.clear()
+        self._heap.clear()
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -84,44 +86,45 @@ class Timers:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._timers
 
-    def _sort(self, key: Hashable, timer: _Timer) -> None:
-        self._sorted += 1
-        heapq.heappush(self._near, (timer.due_ns, self._sorted, key, timer))
+    def _push(self, key: Hashable, timer: _Timer) -> None:
+        self._last_serial += 1
+        heapq.heappush(self._heap, (timer.due_ns, self._last_serial, key, timer))
 
     def _begin_slots(self, now_ns: int) -> None:
-        now = now_ns >> SLOT_BITS
-        # There may be very many after a pause, and few that anything is in.
-        missed = range(self._last_begun + 1, now + 1)
-        due = missed if len(missed) <= len(self._slots) else [slot for slot in self._slots if slot <= now]
-        for slot in due:
+        """Sort the timers of all slots up to now."""
+        now_slot = now_ns >> SLOT_BITS
+        # After a pause many slots may have passed, of which few hold a timer.
+        passed = range(self._current_slot + 1, now_slot + 1)
+        slots = passed if len(passed) <= len(self._slots) else [slot for slot in self._slots if slot <= now_slot]
+        for slot in slots:
             for key, timer in self._slots.pop(slot, {}).items():
-                self._sort(key, timer)
-        self._last_begun = now
+                self._push(key, timer)
+        self._current_slot = now_slot
 
-    def _wind(self) -> None:
-        """Have the loop call when the first is due, or the next slot begins."""
+    def _schedule(self) -> None:
+        """Have the loop call when the first timer is due, or when the next slot begins."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
         if not self._timers:
             return
-        self._handle_ns = (self._last_begun + 1) << SLOT_BITS
-        if self._near:
-            self._handle_ns = min(self._handle_ns, self._near[0][0])
+        self._handle_ns = (self._current_slot + 1) << SLOT_BITS
+        if self._heap:
+            self._handle_ns = min(self._handle_ns, self._heap[0][0])
         delay_s = max(0, self._handle_ns - time.monotonic_ns()) / NS_PER_S
-        self._handle = asyncio.get_running_loop().call_later(delay_s, self._ring)
+        self._handle = asyncio.get_running_loop().call_later(delay_s, self._post_due)
 
-    def _ring(self) -> None:
+    def _post_due(self) -> None:
         self._handle = None
         try:
             self._secure()
-            # The loop's own clock is coarser: it may be early.
+            # The loop's own clock is coarser, so this call may be early.
             now_ns = time.monotonic_ns()
             self._begin_slots(now_ns)
-            while self._near and self._near[0][0] <= now_ns:
-                _, _, key, timer = heapq.heappop(self._near)
+            while self._heap and self._heap[0][0] <= now_ns:
+                _, _, key, timer = heapq.heappop(self._heap)
                 if timer.event is not None:
                     del self._timers[key]
                     self._post(timer.event)
         finally:
-            self._wind()
+            self._schedule()

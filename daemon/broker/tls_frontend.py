@@ -1,6 +1,8 @@
-"""Where remote tenants come in: the gate as the broker sees it, and whose connection each relay's socket is.
+"""Remote tenants' way into the broker: the TLS acceptor process, its listening sockets, and its relays.
 
-The broker holds the listening sockets, so that they outlive a gate that dies; it never reads from one.
+The acceptor completes TLS handshakes and starts one relay process for each remote connection. It then sends the broker
+the relay's socket and the names in the peer's certificate. The broker holds the listening sockets, so that they outlive
+an acceptor that dies, and never reads from them.
 """
 
 import asyncio
@@ -28,17 +30,18 @@ from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
-GATE_READS_S: Final = 0.01
-"""For a new gate to take some of what it is told, where there is no room for more."""
+SEND_RETRY_S: Final = 0.01
+"""Pause before a message is sent again to a new acceptor whose channel is full."""
 
-OVERWRITE_WHAT_IS_FREED: Final = "glibc.malloc.perturb=165:glibc.malloc.tcache_count=0"
-"""For the C library of the gate and its relays: OpenSSL overwrites a private key that it frees, but not what it read it
-from. The second makes the first true of small pieces too (glibc manual, "Memory Allocation Tunables")."""
+WIPING_TUNABLES: Final = "glibc.malloc.perturb=165:glibc.malloc.tcache_count=0"
+"""Makes the C library of the acceptor and its relays overwrite memory as it is freed. OpenSSL overwrites a private key
+that it frees, but not the buffer that it read the key from. Without the second setting the first does not hold for
+small blocks (glibc manual, "Memory Allocation Tunables")."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Relay:
-    """One relay: whose connection it is, and the serial number of the certificate, in hexadecimal."""
+    """A relay: its peer's tenant, and the serial number of the peer's certificate in hexadecimal."""
 
     tenant: str
     serial: str
@@ -48,14 +51,17 @@ class _Relay:
 _UNKNOWN: Final = Peer("", is_operator=False, is_known=False, is_relayed=True)
 
 MakeConnection = Callable[[Peer, Failure | None], asyncio.BaseProtocol]
-"""A control connection of that peer; with a failure, one that says it and closes."""
+"""Makes a control connection of that peer. With a failure, the connection reports it and closes."""
 
 
 class TlsFrontend:
-    """The gate, its listening sockets, and the relays that live.
+    """The TLS acceptor, its listening sockets, and the relays that live.
+
+    Args:
+        tenants: The tenant of each name that a certificate may have.
 
     Attributes:
-        bound: The descriptors of the sockets that were made here, each with its address as it was asked for.
+        bound: The descriptors of the sockets that were made here, each with its address as the settings have it.
     """
 
     def __init__(
@@ -64,39 +70,42 @@ class TlsFrontend:
         tenants: Mapping[str, str],
         make_connection: MakeConnection,
         journal: Journal,
-        patience: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         self._settings = settings
         self._journal = journal
-        self._left_by_earlier = journal.relays
+        self._kept_relays = journal.relays
         self._tenants = tenants
         self._make_connection = make_connection
         self._listeners: list[socket.socket] = []
         self.bound: list[tuple[Address, int]] = []
-        self._gate = ChildProcess(_gate_of(settings), self._begin, self._take, self._adopt_relays, patience)
-        # By process id.
+        acceptor = _acceptor_kind(settings)
+        self._acceptor = ChildProcess(acceptor, self._begin, self._on_message, self._adopt_relays, timeouts)
+        # Relays by their process id.
         self._relays: dict[int, _Relay] = {}
         self._by_tenant: Counter[str] = Counter()
-        # Those whose peer is not known yet.
-        self._unknown: set[int] = set()
-        # Those that are reaped here, not by a gate.
+        # Relays whose peer is not known yet.
+        self._unidentified: set[int] = set()
+        # Relays that are reaped here, not by an acceptor.
         self._adopted: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._complaints = RateLimitedLog(LogEvent.STRANGER_REFUSED)
+        self._refusal_log = RateLimitedLog(LogEvent.STRANGER_REFUSED)
 
     async def start(self) -> None:
-        """Start the gate and wait until it has read its files. Raises CannotListen."""
-        self._take_over()
-        await self._gate.start()
+        """Start the acceptor and wait until it has read its files. Raises CannotListen."""
+        self._take_over_relays()
+        await self._acceptor.start()
 
     async def listen(self, address: TlsAddress, given: Sequence[socket.socket] = ()) -> TlsAddress:
-        """Listen on one more address; returns it with the port the kernel chose. Raises CannotListen.
+        """Listen on one more address. Returns it with the port the kernel chose. Raises CannotListen.
 
-        `given`: sockets that listen there already.
+        Args:
+            address: A port of 0 stands for any.
+            given: Sockets that listen there already.
         """
         for listener in given:
             self._listeners.append(listener)
-            self._pass_on(listener)
+            self._send_listener(listener)
         if given:
             return TlsAddress(address.host, int(given[0].getsockname()[1]))
         loop = asyncio.get_running_loop()
@@ -109,110 +118,114 @@ class TlsFrontend:
                 port = int(listener.getsockname()[1])
                 self._listeners.append(listener)
                 self.bound.append((address, listener.fileno()))
-                self._pass_on(listener)
+                self._send_listener(listener)
         except OSError as error:
             raise cannot_listen(f"listen on {address}", error, "gpulease-tls.socket") from None
         return TlsAddress(address.host, port)
 
-    def rename(self, tenants: Mapping[str, str]) -> None:
-        """Who connects from now on is named by these."""
+    def set_tenants(self, tenants: Mapping[str, str]) -> None:
+        """Name the tenants of connections that come from now on by another mapping."""
         self._tenants = tenants
 
     async def stop(self) -> None:
-        """Let nobody in any more. Relays live for as long as their connections."""
+        """Stop the acceptor. Relays live for as long as their connections."""
         for task in list(self._tasks):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await self._gate.stop()
+        await self._acceptor.stop()
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
 
     async def _begin(self) -> None:
-        """Give a new gate what the one before had."""
-        await self._gate.expect("ready")
+        """Give a new acceptor the listening sockets and relays of the one before."""
+        await self._acceptor.expect("ready")
         for listener in self._listeners:
-            self._pass_on(listener)
+            self._send_listener(listener)
         for pid in list(self._relays):
-            await self._leave_to_gate(pid)
+            await self._send_relay(pid)
 
-    def _pass_on(self, listener: socket.socket) -> None:
-        # The gate that follows one that is gone is given them all.
+    def _send_listener(self, listener: socket.socket) -> None:
+        # If the acceptor is gone, the next one gets every listener.
         with contextlib.suppress(ChannelClosed):
-            self._gate.send({"op": "listen"}, (listener.fileno(),))
+            self._acceptor.send({"op": "listen"}, (listener.fileno(),))
 
-    async def _leave_to_gate(self, pid: int) -> None:
-        """Have a new gate end an earlier one's relay, too, once its certificate is revoked."""
-        while (relay := self._relays.get(pid)) is not None and self._gate.is_running:
+    async def _send_relay(self, pid: int) -> None:
+        """Have a new acceptor end an earlier one's relay once its certificate is revoked."""
+        while (relay := self._relays.get(pid)) is not None and self._acceptor.is_running:
             try:
                 pidfd = os.pidfd_open(pid)
             except OSError as error:
                 log_event(LogEvent.RELAY_NOT_WATCHED, relay_pid=pid, reason=error.strerror)
                 return
             try:
-                # If somebody has waited for it already, the number may be anybody's.
+                # If the relay was reaped meanwhile, its id may be another process's.
                 if started_ticks(pid) == relay.started_ticks:
-                    self._gate.send({"op": "left_over", "serial": relay.serial}, (pidfd,))
+                    self._acceptor.send({"op": "left_over", "serial": relay.serial}, (pidfd,))
                 return
             except BlockingIOError:
-                await asyncio.sleep(GATE_READS_S)
+                await asyncio.sleep(SEND_RETRY_S)
             finally:
                 os.close(pidfd)
 
-    def _take_over(self) -> None:
-        """Relays that an earlier daemon left count as their tenants', and end with their certificates as others do."""
-        left, self._left_by_earlier = self._left_by_earlier, ()
-        for kept in left:
+    def _take_over_relays(self) -> None:
+        """Count the relays of an earlier daemon as their tenants', and end them with their certificates."""
+        relays, self._kept_relays = self._kept_relays, ()
+        for kept in relays:
             if kept.started_ticks == started_ticks(kept.pid):
-                self._enter(kept.pid, _Relay(kept.tenant, kept.serial, kept.started_ticks))
+                self._add(kept.pid, _Relay(kept.tenant, kept.serial, kept.started_ticks))
                 self._adopt(kept.pid)
             else:
                 self._journal.forget_relay(kept.pid)
 
-    def _enter(self, pid: int, relay: _Relay) -> None:
-        self._unknown.discard(pid)
+    def _add(self, pid: int, relay: _Relay) -> None:
+        self._unidentified.discard(pid)
         self._relays[pid] = relay
         self._by_tenant[relay.tenant] += 1
 
     def _adopt_relays(self) -> None:
-        for pid in (*self._relays, *self._unknown):
+        for pid in (*self._relays, *self._unidentified):
             self._adopt(pid)
 
     def _adopt(self, pid: int) -> None:
-        # Once, however many gates die while it lives: each time would take a descriptor.
+        # Once, however many acceptors die while the relay lives: each watch takes a descriptor.
         if pid not in self._adopted:
             self._adopted.add(pid)
-            reap_later(pid, self._left)
+            reap_later(pid, self._on_relay_left)
 
-    # --- what the gate says ---
+    # --- messages of the acceptor ---
 
-    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
         match message:
-            case {"op": "began", "pid": pid} if is_pid(pid) and len(self._unknown) < self._settings.max_connections:
-                self._unknown.add(pid)
+            case {"op": "began", "pid": pid} if (
+                is_pid(pid) and len(self._unidentified) < self._settings.max_connections
+            ):
+                self._unidentified.add(pid)
             case {"op": "arrived"} if len(fds) == 1:
                 arrival = Arrival.from_message(message)
                 if arrival is not None and arrival.pid not in self._relays:
-                    self._arrived(arrival, socket.socket(fileno=fds.pop()))
+                    self._on_relay_arrived(arrival, socket.socket(fileno=fds.pop()))
             case {"op": "left", "pid": pid} if is_pid(pid):
-                self._left(pid)
+                self._on_relay_left(pid)
 
-    def _arrived(self, one: Arrival, sock: socket.socket) -> None:
-        peer, refusal = self._look_at(one.names)
-        relay = _Relay(peer.tenant, one.serial, started_ticks(one.pid))
-        self._enter(one.pid, relay)
+    def _on_relay_arrived(self, arrival: Arrival, sock: socket.socket) -> None:
+        peer, refusal = self._identify(arrival.names)
+        relay = _Relay(peer.tenant, arrival.serial, started_ticks(arrival.pid))
+        self._add(arrival.pid, relay)
         if refusal is None:
-            self._journal.remember_relay(KeptRelay(one.pid, relay.started_ticks, relay.tenant, relay.serial))
-        log_event(LogEvent.RELAY_ARRIVED, relay_pid=one.pid, tenant=peer.tenant, peer=one.peer, serial=one.serial)
+            self._journal.remember_relay(KeptRelay(arrival.pid, relay.started_ticks, relay.tenant, relay.serial))
+        log_event(
+            LogEvent.RELAY_ARRIVED, relay_pid=arrival.pid, tenant=peer.tenant, peer=arrival.peer, serial=arrival.serial
+        )
         if refusal is not None:
-            self._complaints.add(f"{peer.tenant or 'nobody'} from {one.peer}", refusal.message)
+            self._refusal_log.add(f"{peer.tenant or 'nobody'} from {arrival.peer}", refusal.message)
         sock.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._connect(sock, peer, refusal))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _look_at(self, names: Sequence[str]) -> tuple[Peer, Failure | None]:
+    def _identify(self, names: Sequence[str]) -> tuple[Peer, Failure | None]:
         try:
             tenant = tenant_named(names, self._tenants)
         except NoTenant as error:
@@ -234,8 +247,8 @@ class TlsFrontend:
             sock.close()
             raise
 
-    def _left(self, pid: int) -> None:
-        self._unknown.discard(pid)
+    def _on_relay_left(self, pid: int) -> None:
+        self._unidentified.discard(pid)
         self._adopted.discard(pid)
         relay = self._relays.pop(pid, None)
         if relay is None:
@@ -247,7 +260,7 @@ class TlsFrontend:
             del self._by_tenant[tenant]
 
 
-def _gate_of(settings: TlsSettings) -> ChildKind:
+def _acceptor_kind(settings: TlsSettings) -> ChildKind:
     most = (settings.max_connections, settings.max_connections_per_tenant)
     return ChildKind(
         name="the gate for remote tenants",
@@ -258,6 +271,6 @@ def _gate_of(settings: TlsSettings) -> ChildKind:
         not_started=LogEvent.GATE_NOT_STARTED,
         back=LogEvent.GATE_BACK,
         arguments=[*map(str, most), *IdentityFiles.of(settings).to_arguments()],
-        environment={"GLIBC_TUNABLES": OVERWRITE_WHAT_IS_FREED},
+        environment={"GLIBC_TUNABLES": WIPING_TUNABLES},
         passes_descriptors=True,
     )

@@ -1,14 +1,11 @@
-"""The web process as the broker sees it: its listening socket, its start, its end, and what goes between the two.
+"""The web process as the broker sees it: its socket, its start and end, and the messages between the two.
 
-By a connection of the protocol it sees the leases, and changes nothing. By the channel it was started with it passes on
-what an operator asks for by the page, with the operator's token, which is looked at here.
+The web process sees the leases by a connection of the protocol, which may only look. By the channel that it was started
+with it passes on the actions that operators request, each with the operator's token; `web_actions` checks the token.
 
-The broker holds the socket, so that it outlives a web process that dies; it never reads from it.
+The broker holds the listening socket, so that the socket outlives a web process that dies, and never reads from it.
 
-How busy the cards were in the last hour, for the web page: a sample of each card every ten seconds, kept in memory.
-
-The cards are asked in a thread. While a driver does not answer, no sample is taken, and the page shows a gap. Times
-are monotonic. A restart of the daemon begins anew; one of the web process does not.
+`LoadHistory` keeps how busy the cards were in the last hour, for the web page.
 """
 
 import asyncio
@@ -21,13 +18,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from gpulease.daemon.broker.handlers.admin_requests import WebActionHandler, WebActions
 from gpulease.daemon.broker.listeners import BACKLOG, cannot_listen
 from gpulease.daemon.broker.peer import Peer
+from gpulease.daemon.broker.web_actions import WebActionHandler, WebActions
 from gpulease.daemon.config.settings import ConfigError
 from gpulease.daemon.gpus.source import CardLoad, CardSource
 from gpulease.daemon.host.fd_passing import refuse_descriptors
 from gpulease.daemon.host.ipc import ChannelClosed
+from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
@@ -41,25 +39,30 @@ from gpulease.daemon.workers.worker import held_bytes
 from gpulease.protocol.address import Address
 
 SECRET_BYTES: Final = 32
-"""Of what pseudonyms are made with: as long as the hash."""
+"""Length of the key that pseudonyms are made with: as long as the hash."""
 
 READER: Final = Peer("gpuleased", is_operator=True, is_known=True, is_reader=True)
-"""Who the web process is: one who sees all and may do nothing."""
+"""The web process as a peer: it sees every lease and may change nothing."""
 
-TELL_AGAIN_S: Final = 0.05
-"""Until a process that is just starting is told more, once its channel is full."""
+SEND_RETRY_S: Final = 0.05
+"""Pause before a message is sent again to a starting process whose channel is full."""
 
 MakeConnection = Callable[[Peer], asyncio.BaseProtocol]
 
 
 class WebFrontend:
-    """The web process and what it was given. Raises ConfigError for a token that can't be used.
+    """The web process and its listening socket.
 
     Args:
-        loads: What a new process is told of the cards' last hour: `LoadHistory.messages`.
+        make_connection: Makes a control connection for the web process.
+        actions: Performs what operators request by the page.
+        loads: Returns what a new process is sent of the cards' last hour: `LoadHistory.messages`.
 
     Attributes:
         bound: The descriptor of the socket that was made here, if one was, with its address.
+
+    Raises:
+        ConfigError: The operator's token can't be used.
     """
 
     def __init__(
@@ -67,8 +70,8 @@ class WebFrontend:
         settings: HttpSettings,
         sandbox: SandboxSettings,
         make_connection: MakeConnection,
-        acts: WebActions,
-        patience: Timeouts | None = None,
+        actions: WebActions,
+        timeouts: Timeouts | None = None,
         loads: Callable[[], Iterable[dict[str, Any]]] = tuple,
     ) -> None:
         self._loads = loads
@@ -76,16 +79,17 @@ class WebFrontend:
         self._settings = settings
         self._make_connection = make_connection
         self._token_digest = token_digest_of(settings)
-        self._desk = WebActionHandler(acts, self._token_digest)
-        # The same for every process of this broker's, so that a tenant keeps its pseudonym.
+        self._action_handler = WebActionHandler(actions, self._token_digest)
+        # One key for all web processes of this broker, so that a tenant keeps its pseudonym.
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._listener: socket.socket | None = None
-        self._process = ChildProcess(_web_of(sandbox), self._begin, self._take, timeouts=patience)
+        self._process = ChildProcess(_web_kind(sandbox), self._begin, self._on_message, timeouts=timeouts)
 
     async def listen(self, given: Sequence[socket.socket] = ()) -> str:
-        """Listen, start the process, and wait until it serves; returns the page's URL. Raises CannotListen.
+        """Listen, start the process, and wait until it serves. Returns the page's URL. Raises CannotListen.
 
-        `given`: a socket that listens there already.
+        Args:
+            given: A socket that listens there already, if there is one.
         """
         self._listener = given[0] if given else self._bind()
         self._listener.setblocking(False)
@@ -93,21 +97,25 @@ class WebFrontend:
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
-    def take_token(self, digest: bytes) -> None:
-        """The operator's token is another from now on, for the process too; `digest`: its SHA-256, b"" for none."""
+    def set_token(self, digest: bytes) -> None:
+        """Accept another operator's token from now on, here and in the process.
+
+        Args:
+            digest: The token's SHA-256, b"" for no token.
+        """
         if digest == self._token_digest:
             return
         self._token_digest = digest
-        self._desk.take_token(digest)
+        self._action_handler.set_token(digest)
         try:
             self._process.send({"op": "token", "digest": digest})
         except BlockingIOError:
             self._process.give_up("it has not read for as long as takes to fill its channel")
         except ChannelClosed:
-            pass  # the next one is given the new token
+            pass  # The next process gets the new token as it starts.
 
-    def tell_load(self, message: dict[str, Any]) -> None:
-        """A sample of a card was taken. It is lost to a process that does not read: its page shows a gap."""
+    def send_load(self, message: dict[str, Any]) -> None:
+        """Send a sample of a card. A process that does not read loses it, and its page shows a gap."""
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             self._process.send(message)
 
@@ -123,14 +131,14 @@ class WebFrontend:
         return listener
 
     async def stop(self) -> None:
-        """Show nothing any more."""
+        """End the process and close the socket."""
         await self._process.stop()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
     async def _begin(self) -> None:
-        """Give a new process what it is to have, and connect it."""
+        """Send a new process its settings, connect it, and send it the cards' last hour."""
         if self._listener is None:
             raise CannotListen("the web page's socket is closed")
         ours, theirs = socket.socketpair()
@@ -140,34 +148,34 @@ class WebFrontend:
             with theirs:
                 host = self._settings.address.host
                 hosts = [f"[{host}]" if ":" in host else host, "localhost"]
-                told: dict[str, Any] = {"hosts": hosts, "others": sorted(self._settings.hosts)}
-                told |= {"token_digest": self._token_digest, "secret": self._secret, "node": os.uname().nodename}
-                self._process.send(told, (theirs.fileno(), self._listener.fileno()))
+                message: dict[str, Any] = {"hosts": hosts, "others": sorted(self._settings.hosts)}
+                message |= {"token_digest": self._token_digest, "secret": self._secret, "node": os.uname().nodename}
+                self._process.send(message, (theirs.fileno(), self._listener.fileno()))
             await self._process.expect("prepared")
-            # Not before: whoever is connected has little time to introduce itself.
+            # Connect it only now: a connected peer must introduce itself soon.
             ready = self._process.expect("ready")
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.connect_accepted_socket(lambda: self._make_connection(READER), ours)
             unconnected.pop_all()
         await ready
-        await self._tell_history()
+        await self._send_loads()
 
-    async def _tell_history(self) -> None:
-        """All of it, however little a channel holds; as long as a start may take."""
+    async def _send_loads(self) -> None:
+        """Send all samples, however little the channel holds. The start's timeout bounds this."""
         for message in list(self._loads()):
             while True:
                 try:
                     self._process.send(message)
                     break
                 except BlockingIOError:
-                    await asyncio.sleep(TELL_AGAIN_S)
+                    await asyncio.sleep(SEND_RETRY_S)
 
-    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
-        self._desk.take(message, self._process.to_this_one())
+    def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
+        self._action_handler.handle(message, self._process.to_this_one())
 
 
-def _web_of(sandbox: SandboxSettings) -> ChildKind:
+def _web_kind(sandbox: SandboxSettings) -> ChildKind:
     return ChildKind(
         name="the web process",
         module="gpulease.daemon.web",
@@ -181,7 +189,7 @@ def _web_of(sandbox: SandboxSettings) -> ChildKind:
 
 
 def token_digest_of(settings: HttpSettings) -> bytes:
-    """The SHA-256 of the operator's token as its file has it now, b"" if there is none. Raises ConfigError."""
+    """Return the SHA-256 of the operator's token as its file has it now, b"" for no token. Raises ConfigError."""
     try:
         return settings.token_digest()
     except BadToken as error:
@@ -192,10 +200,13 @@ OnSample = Callable[[dict[str, Any]], None]
 
 
 class LoadHistory:
-    """Takes the samples and keeps them.
+    """The cards' load in the last hour: a sample of each card every ten seconds, kept in memory.
+
+    A thread asks the cards. While a driver does not answer no sample is taken, and the page shows a gap. Times are
+    monotonic. The history survives the web process, and ends with the daemon.
 
     Args:
-        on_sample: Told each sample as it is taken, a message for each card.
+        on_sample: Called with each sample as it is taken, one message for each card.
     """
 
     def __init__(
@@ -212,25 +223,22 @@ class LoadHistory:
         self._on_sample = on_sample
         self._clock_ns = clock_ns
         self._samples = {card.uuid: deque[LoadSample](maxlen=MAX_SAMPLES) for card in table.cards()}
-        self._task: asyncio.Task[None] | None = None
+        self._task = PeriodicTask(self.sample, SAMPLE_S, _log_fault)
 
     def start(self) -> None:
         """Take samples from now on."""
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.start(at_once=True)
 
     async def stop(self) -> None:
-        """Take none any more."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        """Take no more samples."""
+        await self._task.stop()
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """All that is kept, a message for each card."""
+        """Return all samples that are kept, one message for each card."""
         return (message_of(uuid, samples) for uuid, samples in self._samples.items() if samples)
 
     async def sample(self) -> None:
-        """Take a sample of each card now."""
+        """Take one sample of each card."""
         loads = await asyncio.to_thread(self._ask_cards)
         now_ns = self._clock_ns()
         leased, allocated = self._leased_bytes(), self._allocated_bytes()
@@ -239,15 +247,6 @@ class LoadHistory:
             used_bytes = allocated[uuid] if load.used_bytes is None else load.used_bytes
             kept.append(LoadSample(now_ns, load.utilization_percent, used_bytes, leased[uuid]))
             self._on_sample(message_of(uuid, [kept[-1]]))
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self.sample()
-            except Exception:
-                # No thread, or a bug of ours, in what no lease depends on: the page shows a gap.
-                log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="taking a sample of the cards")
-            await asyncio.sleep(SAMPLE_S)
 
     def _ask_cards(self) -> dict[str, CardLoad]:
         return {uuid: self._source.load(uuid) for uuid in self._samples}
@@ -259,9 +258,14 @@ class LoadHistory:
         return leased
 
     def _allocated_bytes(self) -> Mapping[str, int]:
-        """By sessions' own count, for cards whose driver does not say what is used."""
+        """Sum what sessions count themselves, for cards whose driver does not report used bytes."""
         allocated: defaultdict[str, int] = defaultdict(int)
         for lease in self._table.snapshots():
             if (worker := self._workers.worker(lease.lease_id)) is not None:
                 allocated[lease.card_uuid] += held_bytes(worker, lease.size_bytes)
         return allocated
+
+
+def _log_fault(error: Exception) -> None:
+    # No thread, or a bug of ours. No lease depends on samples.
+    log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="taking a sample of the cards")

@@ -6,10 +6,10 @@ import faulthandler
 import signal
 from collections.abc import Callable, MutableMapping, Sequence
 
-from gpulease.daemon.broker.memory_reserve import collect_rarely
 from gpulease.daemon.broker.service import Service, running_service
 from gpulease.daemon.config.settings import Config
 from gpulease.daemon.host.fd_passing import interrupting_closes
+from gpulease.daemon.host.memory_cleanup import collect_rarely
 from gpulease.daemon.host.socket_activation import BadHandover, GivenSocket, kept_name, take_sockets
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.log.catalogue import LogEvent

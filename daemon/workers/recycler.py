@@ -38,6 +38,11 @@ class Recycler:
         self._post = post
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def deliver(self, event: Event) -> None:
+        """Post a worker's event: at once, or once its warm context was weighed."""
+        if not self.holds_back(event):
+            self._post(event)
+
     def holds_back(self, event: Event) -> bool:
         """Whether to hold an event back: a warm context's memory is read before a lease can have the context."""
         if not isinstance(event, WorkerReady) or kind_of(event.worker_id) is not WorkerKind.WARM:

@@ -154,7 +154,7 @@ def test_the_next_daemon_knows_who_is_connected(start_lasting: Callable[..., Las
     quiet = lasting.now.builder().orphan_secs(2).acquire()
     busy = lasting.now.builder().orphan_secs(2).acquire()
     with GpuSession(busy) as session:
-        daemon = lasting.restart(Faults({"gpulease.daemon.broker.runtime:TAKEOVER_WAIT_MS": 1}))
+        daemon = lasting.restart(Faults({"gpulease.daemon.broker.connection_tracker:TAKEOVER_WAIT_MS": 1}))
         assert wait_for_end(daemon, quiet.lease_id) == "orphaned"
         session.sync()
         assert not waits(daemon, busy.lease_id)

@@ -154,7 +154,7 @@ def test_a_lease_without_a_session_submits_in_its_own_slice(daemon: Daemon) -> N
 
 
 def test_a_session_is_not_opened_while_a_submit_has_its_memory(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(faults=Faults({"gpulease.daemon.broker.control_connection:SUBMIT_WAIT_S": 0.1}))
+    daemon = start_daemon(faults=Faults({"gpulease.daemon.broker.handlers.attach_requests:SUBMIT_WAIT_S": 0.1}))
     with daemon.builder(ROOM).acquire() as lease, running(daemon, lease, endless(lease).timeout_secs(60)):
         with pytest.raises(Busy, match="a submit runs in the lease's memory"):
             GpuSession(lease)

@@ -14,7 +14,7 @@ import pytest
 
 from gpulease.client import GpuBuilder, GpuSession, Revoked
 from gpulease.client.control import ask
-from gpulease.daemon.broker.handlers.admin_requests import BY_PAGE
+from gpulease.daemon.broker.web_actions import BY_PAGE
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
 from helpers import audit_log

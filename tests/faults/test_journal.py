@@ -19,7 +19,7 @@ from gpulease.client import (
     my_audience,
 )
 from gpulease.client.control import ask
-from gpulease.daemon.broker.audit_recording import boot_id
+from gpulease.daemon.broker.audit_setup import boot_id
 from gpulease.daemon.contract.control_page import PAGE_BYTES
 from gpulease.daemon.record.journal.rows import Contents
 from gpulease.daemon.record.journal.store import EX_DATAERR, EX_UNAVAILABLE, HEAD_NAME, JOURNAL_NAME, Store

@@ -200,21 +200,21 @@ async def settle(scene: Scene) -> None:
     scene.table.validate()
     for peer in scene.peers:
         assert not peer.is_open or peer.is_raw or not peer.asked, f"{peer.name} was never answered: {peer.asked}"
-    assert not scene.runtime._waiting, "outcomes nobody will ever have"
+    assert not scene.runtime._pending._waiting, "outcomes nobody will ever have"
     scene.runtime.post(ShutdownRequested())
     async with asyncio.timeout(DRAIN_S):
         await scene.runtime.drained()
     scene.table.validate()
     for card in scene.table.cards():
         assert card.held_bytes + card.warm_bytes == card.fenced_bytes
-    tally = scene.runtime.metrics._tally
+    tally = scene.runtime.metrics._counters
     assert tally.is_at_rest, "metrics keep something of who is gone"
     for pair, count in tally.counters[families.LEASES_ACQUIRED].items():
         assert tally.counters[families.LEASES_DROPPED][pair] == count, pair
     for peer in scene.peers:
         peer.wire.close()
     await asyncio.sleep(0.1)
-    assert not scene.door._inside
+    assert not scene.limiter._admitted
 
 
 FRAMES = tuple(dict.fromkeys(said_by("client")))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
 
-from gpulease.daemon.broker.audit_recording import config_digest
+from gpulease.daemon.broker.audit_setup import config_digest
 from gpulease.daemon.config.settings import (
     DRIVERS,
     MAX_AUDIT_FILE_BYTES,

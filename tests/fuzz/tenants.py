@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpulease.daemon.broker.control_connection import ConnectionLimiter, ControlConnection
-from gpulease.daemon.broker.handlers.token_requests import TokenService
+from gpulease.daemon.broker.connection_limiter import ConnectionLimiter
+from gpulease.daemon.broker.control_connection import ControlConnection
+from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.gpus.embedded import EmbeddedCards
@@ -94,7 +95,7 @@ class Scene:
         self.table = LeaseTable(CARDS, LIMITS, draws.below(2))
         self.runtime = broker_of(self.table, TokenService(self.table, demands, None), self.workers, SIZES)
         self.workers.on_attach = self.on_attach
-        self.door = ConnectionLimiter(12, 4)
+        self.limiter = ConnectionLimiter(12, 4)
         self.known = Known()
         self.peers: list[Peer] = []
 
@@ -143,8 +144,7 @@ class Peer:
         self.unread = 0
         self.is_raw = False
         self.wire = Wire(SimulatedSocket(UIDS[name], scene.places[name]), self.hear, lambda: self.unread)
-        door = scene.door
-        protocol = ControlConnection(scene.runtime, "cpu", door.admit, door.release, TENANT_OF_UID)
+        protocol = ControlConnection(scene.runtime, "cpu", scene.limiter, TENANT_OF_UID)
         self.wire.protocol = self.protocol = protocol
         protocol.connection_made(self.wire)
         assert protocol.peer.tenant == name

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from gpulease.daemon.broker.handlers.attach_requests import AttachHandler
 from gpulease.daemon.broker.handlers.query_requests import QueryHandler
-from gpulease.daemon.broker.handlers.requests import RequestDispatcher
-from gpulease.daemon.broker.handlers.token_requests import TokenHandler
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.token_service import ConnectionTokens
 from gpulease.daemon.capabilities import tokens
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
 from gpulease.daemon.config import settings as daemon_settings
@@ -46,8 +46,8 @@ def returning(value: Any) -> Plant:
 def owner_of(_: Any) -> Any:
     """Whoever asks, acts in the name of the lease's owner."""
 
-    def acting_tenant(self: TokenHandler, lease_id: int, permission: Any) -> str:
-        lease = self._office.lease(lease_id)
+    def acting_tenant(self: ConnectionTokens, lease_id: int, permission: Any) -> str:
+        lease = self._service.lease(lease_id)
         return self._peer.tenant if lease is None else lease.tenant
 
     return acting_tenant
@@ -81,9 +81,9 @@ def swallowing(real: Any) -> Any:
 FAULTS: tuple[tuple[str, Any, str, Plant], ...] = (
     ("audit", Verifier, "_check_place", returning(None)),
     ("audit", Verifier, "_judge_scrap", returning(None)),
-    ("control", TokenHandler, "acting_tenant", owner_of),
-    ("control", TokenHandler, "may_revoke", returning(True)),
-    ("control", RequestDispatcher, "_check_own", returning(None)),
+    ("control", ConnectionTokens, "acting_tenant", owner_of),
+    ("control", ConnectionTokens, "may_revoke", returning(True)),
+    ("control", AttachHandler, "_check_own", returning(None)),
     ("control", QueryHandler, "_may_see", returning(True)),
     ("control", Runtime, "_answer", swallowing),
     ("frames", fastpath, "parse_mem_write", one_more),

@@ -1,7 +1,7 @@
 """The broker without processes, sockets and real time: a loop whose time jumps, workers and wires that only seem to be.
 
-What decides is the product's: lease table, runtime, desks, control connections, tokens. Around it, a worker is a number
-that becomes ready, or fails, or hangs; a socket is a name; and a timer is due at once, when nothing else is.
+What decides is the product's: lease table, runtime, handlers, control connections, tokens. Around it, a worker is a
+number that becomes ready, or fails, or hangs; a socket is a name; and a timer is due at once, when nothing else is.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from gpulease.daemon.broker.fair_queue import FairQueue
-from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
 from gpulease.daemon.capabilities.keys import KeyRing
 from gpulease.daemon.contract.guests import Guest
@@ -259,18 +259,18 @@ class Wire(asyncio.Transport):
         self.protocol.connection_lost(None)
 
 
-def broker_of(table: LeaseTable, office: TokenService, workers: SimulatedWorkers, sizes: list[int]) -> Runtime:
+def broker_of(table: LeaseTable, tokens: TokenService, workers: SimulatedWorkers, sizes: list[int]) -> Runtime:
     """A runtime on the virtual clock, with an authority of its own."""
     ring = KeyRing.fresh(CLOCK.now_ns)
-    office._authority = CapabilityAuthority(ring, office._facts, clock_ns=CLOCK.monotonic_ns, unix_s=CLOCK.time)
-    made = Runtime(table, EmbeddedCards(sizes), workers, office, Recorder(), max_load_s=120)
-    made.turns = FairQueue(CLOCK.monotonic_ns)
+    tokens._authority = CapabilityAuthority(ring, tokens._facts, clock_ns=CLOCK.monotonic_ns, unix_s=CLOCK.time)
+    made = Runtime(table, EmbeddedCards(sizes), workers, tokens, Recorder(), max_load_s=120)
+    made.fair_queue = FairQueue(CLOCK.monotonic_ns)
     # There are no pages to look at, and its rounds are most of what happens while time passes.
-    setattr(made._watchman, "start", lambda: None)  # noqa: B010
+    setattr(made._watchdog, "start", lambda: None)  # noqa: B010
 
-    async def strays() -> dict[str, int]:
+    async def stray_bytes() -> dict[str, int]:
         return dict.fromkeys((card.uuid for card in table.cards()), 0)
 
     # A thread's answer comes in a real time of its own.
-    setattr(made.metrics, "_strays", strays)  # noqa: B010
+    setattr(made.metrics, "_read_stray_bytes", stray_bytes)  # noqa: B010
     return made

@@ -194,13 +194,13 @@ class WebRig:
         self._loop = asyncio.new_event_loop()
         self._brokers: list[ScriptedBroker] = []
         sandbox = SandboxSettings()
-        self._door = WebFrontend(self._settings, sandbox, self._connect, scene, patience, lambda: scene.loads)
+        self._frontend = WebFrontend(self._settings, sandbox, self._connect, scene, patience, lambda: scene.loads)
         self._thread = threading.Thread(target=self._loop.run_forever, name="web rig")
 
     def __enter__(self) -> Self:
         self._thread.start()
         try:
-            self.url = self._in_loop(self._door.listen())
+            self.url = self._in_loop(self._frontend.listen())
         except BaseException:
             self._stop()
             raise
@@ -211,7 +211,7 @@ class WebRig:
 
     @property
     def process_id(self) -> int:
-        return self._door._process.pid
+        return self._frontend._process.pid
 
     def tell(self, lease_id: int, phase: Phase, cause: str = "", reason: str = "") -> None:
         """Something happens to a lease."""
@@ -225,7 +225,7 @@ class WebRig:
         """Another one counts, as after a reload."""
 
         async def change() -> None:
-            self._door.take_token(hashlib.sha256(token.encode()).digest())
+            self._frontend.set_token(hashlib.sha256(token.encode()).digest())
 
         self._in_loop(change())
 
@@ -233,7 +233,7 @@ class WebRig:
         """A sample of a card is taken."""
 
         async def tell() -> None:
-            self._door.tell_load(message)
+            self._frontend.send_load(message)
 
         self._in_loop(tell())
 
@@ -248,7 +248,7 @@ class WebRig:
 
     def _stop(self) -> None:
         with suppress(Exception):
-            self._in_loop(self._door.stop())
+            self._in_loop(self._frontend.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

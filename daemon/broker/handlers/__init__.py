@@ -1,1 +1,1 @@
-"""The control operations, by what they ask for."""
+"""The handlers of control requests: `requests` maps each operation to a method of one of them."""

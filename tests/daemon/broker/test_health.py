@@ -1,4 +1,4 @@
-"""What readiness hangs on, one thing broken at a time."""
+"""Readiness, with one condition broken at a time."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
-from gpulease.daemon.broker.handlers.token_requests import TokenService
-from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.node_metrics import NodeMetrics
+from gpulease.daemon.broker.runtime import PendingRequests, Runtime, withheld_lease
+from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.gpus.embedded import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading
 from gpulease.daemon.leases import (
@@ -15,12 +17,17 @@ from gpulease.daemon.leases import (
     FIRST_WARM_ID,
     AcquireRequested,
     Card,
+    Denied,
     FenceClearRequested,
+    Freed,
+    Granted,
     LeaseTable,
     LeaseTerms,
+    Outcome,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
+    Renewed,
     RequesterGone,
     RevokeRequested,
     SubmitRequested,
@@ -28,7 +35,9 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
+from gpulease.daemon.leases.denials import not_found
 from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.memory_monitor import CardWatch
 
 LEAVING = 20
@@ -135,3 +144,33 @@ def test_a_fenced_workers_bytes_are_off_the_card_once(fence: Callable[[Runtime],
         await runtime.stop()
 
     asyncio.run(story())
+
+
+def snapshot(outcome: type[Granted] | type[Renewed] | type[Freed]) -> Granted | Renewed | Freed:
+    table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
+    table.handle(AcquireRequested(1, "ann", 5, LeaseTerms(900, 60_000)), 0)
+    lease = table.get(5)
+    assert lease is not None
+    return outcome(1, lease)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "operation"), [(Granted, "LEASE_ALLOC"), (Renewed, "LEASE_RENEW"), (Freed, None)], ids=str
+)
+def test_only_a_withheld_grant_or_renewal_counts_as_refused(
+    outcome: type[Granted] | type[Renewed] | type[Freed], operation: str | None
+) -> None:
+    withheld = withheld_lease(snapshot(outcome))
+    assert (None if withheld is None else withheld[0]) == operation
+    assert withheld is None or withheld[1].lease_id == 5
+
+
+def test_an_outcome_of_a_dropped_request_goes_nowhere() -> None:
+    answered: list[Outcome] = []
+    pending = PendingRequests(Journal(), Recorder(), cast(NodeMetrics, None), lambda: None)
+    kept, dropped = pending.add(answered.append), pending.add(answered.append)
+    pending.remove(dropped)
+    for number in (dropped, kept, kept):
+        pending.resolve(Denied(number, not_found(5)))
+    assert [outcome.request for outcome in answered] == [kept]
+    assert pending.unanswered == 0

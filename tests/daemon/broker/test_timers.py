@@ -118,7 +118,7 @@ def test_of_timers_that_never_ring_nothing_is_kept() -> None:
         await asyncio.sleep(2 * (1 << SLOT_BITS) / 1e9)
         assert bell.rang[0][0] == 9999
         assert len(bell.timers) == len(bell.timers._slots) == 1
-        assert bell.timers._near == []
+        assert bell.timers._heap == []
         bell.timers.stop()
 
     assert run(story()) == []

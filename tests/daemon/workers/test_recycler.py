@@ -47,7 +47,8 @@ def test_a_card_that_can_not_be_asked(error: Exception) -> None:
         worker, theirs = Worker.create(spec, cast(Zygote, None))
         posted: list[Event] = []
         recycler = Recycler(cast(CardSource, MadeCards(error)), cast(Workers, MadeWorkers(worker)), posted.append)
-        assert recycler.holds_back(WorkerReady(FIRST_WARM_ID))
+        recycler.deliver(WorkerReady(FIRST_WARM_ID))
+        assert posted == [], "it is weighed first"
         await settled()
         assert posted == [WorkerReady(FIRST_WARM_ID)]
         worker.next_page = BrokerPage()

@@ -1,4 +1,4 @@
-"""One who may look and do nothing else: whatever it asks, with an operator's rights, changes nothing."""
+"""A peer that may only look changes nothing, whatever it requests with an operator's rights."""
 
 import asyncio
 import os
@@ -10,8 +10,9 @@ from fuzz.control import REQUESTS, Build
 from fuzz.draws import Draws
 from fuzz.tenants import Peer, Scene
 from fuzz.virtual import READY_S, VirtualLoop, virtual_time
-from gpulease.daemon.broker.handlers.requests import LOOKS, RequestDispatcher
-from gpulease.daemon.broker.refusal import Refusal
+from gpulease.daemon.broker.caller import READ_ONLY_OPS
+from gpulease.daemon.broker.handlers.requests import RequestDispatcher
+from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.broker.web_frontend import READER
 from gpulease.daemon.leases import LeaseState
 from gpulease.protocol import Opcode, Status
@@ -22,7 +23,7 @@ from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 
 
 class Reader:
-    """Where its answers go."""
+    """A connection that keeps the answers."""
 
     peer = READER
     is_open = True
@@ -33,7 +34,21 @@ class Reader:
     def answer(self, request: Request, result: Body | Failure) -> None:
         self.answers.append(result)
 
-    def tell(self, subscription: int, event: LeaseEvent) -> bool:
+    is_lost = False
+
+    def resume_reading(self) -> None:
+        raise NotImplementedError
+
+    def when_written(self, action: Callable[[], None]) -> None:
+        raise NotImplementedError
+
+    def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
+        raise NotImplementedError
+
+    def serve_next(self) -> None:
+        raise NotImplementedError
+
+    def send_event(self, subscription: int, event: LeaseEvent) -> bool:
         return True
 
 
@@ -70,22 +85,22 @@ def in_a_broker(play: Play) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("op", "build"), REQUESTS, ids=[op.name for op, _ in REQUESTS])
-def test_what_it_asks(op: Opcode, build: Build) -> None:
-    def play(scene: Scene, desk: RequestDispatcher, reader: Reader) -> None:
-        desk.take(Request(op, 1, 0, False, build(scene, Draws(b""))))
+def test_a_reader_is_served_only_what_changes_nothing(op: Opcode, build: Build) -> None:
+    def play(scene: Scene, dispatcher: RequestDispatcher, reader: Reader) -> None:
+        dispatcher.dispatch(Request(op, 1, 0, False, build(scene, Draws(b""))))
         is_denied = [isinstance(said, Failure) and said.status is Status.DENIED for said in reader.answers]
         # Metrics are told later.
-        assert (True not in is_denied) if op in LOOKS else is_denied == [True], reader.answers
-        desk.leave()
+        assert (True not in is_denied) if op in READ_ONLY_OPS else is_denied == [True], reader.answers
+        dispatcher.leave()
 
     in_a_broker(play)
 
 
-def test_it_enters_no_session() -> None:
-    def play(scene: Scene, desk: RequestDispatcher, reader: Reader) -> None:
+def test_a_reader_enters_no_session() -> None:
+    def play(scene: Scene, dispatcher: RequestDispatcher, reader: Reader) -> None:
         (lease_id,) = scene.known.owner
-        with pytest.raises(Refusal) as caught:
-            desk.check_attach(Request(Opcode.ATTACH, 1, lease_id, False, Attach(())))
+        with pytest.raises(Refused) as caught:
+            dispatcher.attaching.check(Request(Opcode.ATTACH, 1, lease_id, False, Attach(())))
         assert caught.value.failure.status is Status.DENIED
 
     in_a_broker(play)
@@ -94,4 +109,4 @@ def test_it_enters_no_session() -> None:
 def test_no_operation_is_forgotten() -> None:
     asked = {op for op, _ in REQUESTS}
     control = {op for op in Opcode if request_trigger(op) in (Trigger.CONTROL_REQUEST, Trigger.PING)}
-    assert asked >= control - LOOKS
+    assert asked >= control - READ_ONLY_OPS

@@ -1,7 +1,7 @@
 import pytest
 
 from gpulease.daemon.broker.handlers.lease_requests import exclusivity_of, max_kernel_ms_of, waiting_of
-from gpulease.daemon.broker.refusal import Refusal
+from gpulease.daemon.broker.refusal import Refused
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, MAX_KERNEL_TAG, WAITING_TAG, Exclusivity, Status, Waiting
 from gpulease.protocol.primitives import LeaseParameter
 
@@ -24,14 +24,14 @@ def test_known_classes(member: Exclusivity) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(4, 255))
 def test_unknown_classes(number: int) -> None:
-    with pytest.raises(Refusal, match=str(number)) as caught:
+    with pytest.raises(Refused, match=str(number)) as caught:
         exclusivity_of(classes(bytes([number])))
     assert caught.value.failure.status is Status.UNSUPPORTED
 
 
 @pytest.mark.parametrize("values", [(b"\xff",), (b"",), (b"\0\0",), (b"\0", b"\0"), (b"\0", b"\1"), (b"\0" * 60000,)])
 def test_what_is_no_class(values: tuple[bytes, ...]) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(Refused) as caught:
         exclusivity_of(classes(*values))
     assert caught.value.failure.status is Status.INVALID_REQUEST
 
@@ -43,7 +43,7 @@ def test_how_long_a_kernel_may_run() -> None:
 
 @pytest.mark.parametrize("values", [(b"",), (b"\0\0\0\0",), (b"\0\0\1",), (b"\0\0\0\1", b"\0\0\0\1")])
 def test_what_is_no_time_for_a_kernel(values: tuple[bytes, ...]) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(Refused) as caught:
         max_kernel_ms_of(tuple(LeaseParameter(MAX_KERNEL_TAG, value) for value in values))
     assert caught.value.failure.status is Status.INVALID_REQUEST
 
@@ -65,6 +65,6 @@ def test_how_a_session_waits(waiting: Waiting | None) -> None:
     ],
 )
 def test_what_is_no_way_to_wait(values: tuple[bytes, ...], status: Status) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(Refused) as caught:
         waiting_of(tuple(LeaseParameter(WAITING_TAG, value) for value in values))
     assert caught.value.failure.status is status

@@ -1,4 +1,4 @@
-"""What is said of each reason not to listen, and which of them a later start may mend."""
+"""The sentence for each reason not to listen, and whether a later start may succeed."""
 
 import errno
 import os

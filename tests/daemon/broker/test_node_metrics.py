@@ -1,4 +1,4 @@
-"""Scrapes: who gets which text, what a driver that hangs costs, and what a fault of ours must not."""
+"""Scrapes: one text for all who wait, the cost of a driver that hangs, and faults that must cost no lease."""
 
 import asyncio
 import threading
@@ -9,12 +9,13 @@ from typing import Any, cast
 import pytest
 
 from gpulease.daemon.broker import node_metrics
+from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.handlers.query_requests import NodeHandler
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.peer import Peer
-from gpulease.daemon.broker.refusal import Refusal
+from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.gpus.embedded import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading, CardsUnavailable
 from gpulease.daemon.leases import Card, LeaseTable, ShutdownRequested
@@ -22,11 +23,13 @@ from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.registry import Workers
+from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.messages import Metrics
+from gpulease.protocol.messages import Empty, Metrics
 from gpulease.protocol.opcodes import Status
 
 OPERATOR = Peer("root", is_operator=True, is_known=True)
+REQUEST = cast(Request, None)
 
 
 class Scene:
@@ -35,15 +38,22 @@ class Scene:
     def __init__(self, look: Callable[[], int] = lambda: 0) -> None:
         table = LeaseTable([Card("GPU-a", 0, "Test", 100, 10)])
         workers = Workers("cpu")
-        headroom = MemoryReserve()
-        headroom.close()
-        self.health = Health(table, workers, Journal(), Recorder(), headroom)
+        reserve = MemoryReserve()
+        reserve.close()
+        self.health = Health(table, workers, Journal(), Recorder(), reserve)
         source = EmbeddedCards([100])
         source.read = lambda card_uuid: CardReading(look(), {})  # type: ignore[method-assign]
         self.metrics = NodeMetrics(table, source, workers, Recorder(), self.health)
-        self.answers: list[Metrics | Failure] = []
+        self.answers: list[Any] = []
 
-    async def answered(self, count: int) -> list[Metrics | Failure]:
+    def handler_for(self, peer: Peer) -> NodeHandler:
+        """A handler whose caller is that peer; it answers into `answers`."""
+        caller = SimpleNamespace(
+            peer=peer, need_operator=lambda _: None, answer=lambda _, result: self.answers.append(result)
+        )
+        return NodeHandler(cast(Caller, caller), self.metrics, self.health)
+
+    async def answered(self, count: int) -> list[Any]:
         for _ in range(10_000):
             if len(self.answers) >= count:
                 return self.answers
@@ -61,10 +71,10 @@ def test_who_asks_meanwhile_is_answered_by_the_next_text() -> None:
     async def run() -> None:
         scene = Scene()
         for _ in range(3):
-            scene.metrics.ask(scene.answers.append)
+            scene.metrics.scrape(scene.answers.append)
         first, second, third = await scene.answered(3)
         assert first is second is third, "one text for all who waited"
-        scene.metrics.ask(lambda answer: scene.metrics.ask(scene.answers.append))
+        scene.metrics.scrape(lambda answer: scene.metrics.scrape(scene.answers.append))
         (*_, last) = await scene.answered(4)
         assert last is not first
         assert "gpulease_ready 0.0" in text_of(last)
@@ -87,14 +97,14 @@ def test_a_driver_that_hangs_costs_its_own_family(monkeypatch: pytest.MonkeyPatc
     async def run() -> None:
         scene = Scene(look)
         for count in (1, 2):
-            scene.metrics.ask(scene.answers.append)
+            scene.metrics.scrape(scene.answers.append)
             (*_, answer) = await scene.answered(count)
             assert "gpu_lease_leaked_bytes{" not in text_of(answer)
             assert "gpulease_card_capacity_bytes{" in text_of(answer)
         assert asked == 1, "it is not asked again until it has answered"
         hangs.set()
         monkeypatch.setattr(node_metrics, "LOOK_TIMEOUT_S", 10)
-        scene.metrics.ask(scene.answers.append)
+        scene.metrics.scrape(scene.answers.append)
         (*_, answer) = await scene.answered(3)
         assert 'gpu_lease_leaked_bytes{UUID="GPU-a"} 5.0' in text_of(answer)
         await scene.metrics.stop()
@@ -108,7 +118,7 @@ def test_a_card_that_can_not_be_looked_at_is_not_said_to_leak_nothing() -> None:
 
     async def run() -> None:
         scene = Scene(look)
-        scene.metrics.ask(scene.answers.append)
+        scene.metrics.scrape(scene.answers.append)
         assert "gpu_lease_leaked_bytes{" not in text_of((await scene.answered(1))[0])
 
     asyncio.run(run())
@@ -120,10 +130,10 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
 
     async def run() -> None:
         scene = Scene()
-        scene.metrics._tally = cast(Any, SimpleNamespace(saw=breaks, pairs=breaks))
-        scene.metrics.saw(ShutdownRequested(), [], 1)
-        scene.metrics.ask(breaks)
-        scene.metrics.ask(scene.answers.append)
+        scene.metrics._counters = cast(Any, SimpleNamespace(saw=breaks, pairs=breaks))
+        scene.metrics.on_event(ShutdownRequested(), [], 1)
+        scene.metrics.scrape(breaks)
+        scene.metrics.scrape(scene.answers.append)
         (answer,) = await scene.answered(1)
         assert isinstance(answer, Failure)
         assert answer.status is Status.INTERNAL
@@ -137,14 +147,14 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
 
 
 def test_how_late_the_loop_is_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_metrics, "BEAT_S", 0.01)
+    monkeypatch.setattr(node_metrics, "LAG_CHECK_S", 0.01)
 
     async def run() -> None:
         scene = Scene()
         scene.metrics.start()
         count, text = 0, ""
         while "gpulease_loop_lag_seconds_count" not in text:
-            scene.metrics.ask(scene.answers.append)
+            scene.metrics.scrape(scene.answers.append)
             count += 1
             text = text_of((await scene.answered(count))[-1])
         await scene.metrics.stop()
@@ -155,13 +165,13 @@ def test_how_late_the_loop_is_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_connection_asks_one_by_one() -> None:
     async def run() -> None:
         scene = Scene()
-        desk = NodeHandler(OPERATOR, scene.metrics, scene.health)
-        desk.scrape(scene.answers.append)
-        with pytest.raises(Refusal, match="being answered") as caught:
-            desk.scrape(scene.answers.append)
+        handler = scene.handler_for(OPERATOR)
+        handler.metrics(REQUEST, Empty())
+        with pytest.raises(Refused, match="being answered") as caught:
+            handler.metrics(REQUEST, Empty())
         assert caught.value.failure.status is Status.BUSY
         await scene.answered(1)
-        desk.scrape(scene.answers.append)
+        handler.metrics(REQUEST, Empty())
         await scene.answered(2)
 
     asyncio.run(run())
@@ -171,9 +181,10 @@ def test_health_is_for_this_hosts_peers() -> None:
     async def run() -> None:
         scene = Scene()
         tenant = Peer("tcp", is_operator=False, is_known=False)
-        assert NodeHandler(tenant, scene.metrics, scene.health).health().report["ready"] is False
+        scene.handler_for(tenant).health(REQUEST, Empty())
+        assert scene.answers.pop().report["ready"] is False
         relayed = Peer("ann", is_operator=True, is_known=True, is_relayed=True)
-        with pytest.raises(Refusal, match="host"):
-            NodeHandler(relayed, scene.metrics, scene.health).health()
+        with pytest.raises(Refused, match="host"):
+            scene.handler_for(relayed).health(REQUEST, Empty())
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The audit log of a running daemon: opened as it starts, told of its stop, or none if the operator wants none."""
+"""The audit log of a running daemon: opened as the daemon starts, and closed with a record of its stop."""
 
 import asyncio
 import contextlib
@@ -21,25 +21,16 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class CannotRecord(Exception):
-    """The operator demands an audit log and it can't be written; the message is a sentence for the operator."""
-
-
-def boot_id() -> str:
-    """The kernel's id of this boot (random(4)), 32 hex digits."""
-    return _BOOT_ID.read_text().strip().replace("-", "")
-
-
-def config_digest(config: Config) -> str:
-    """The SHA-256 of all settings in canonical form: the same settings, the same digest, whatever their order."""
-    leaves = sorted(_leaves(config), key=lambda leaf: leaf[:-1])
-    return hashlib.sha256(canonical_bytes(leaves)).hexdigest()
+    """The operator demands an audit log and it can't be written. The message is a sentence for the operator."""
 
 
 @contextlib.asynccontextmanager
-async def recording(config: Config, driver: str, cards: Sequence[Card]) -> AsyncIterator[Recorder]:
-    """What the broker tells everything, until the block is left.
+async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> AsyncIterator[Recorder]:
+    """Open the audit log until the block is left. Without an audit log, the recorder forgets everything.
 
-    Raises CannotRecord, or ConfigError for a place where no log can be.
+    Raises:
+        CannotRecord: The operator demands the log, and it can't be written.
+        ConfigError: No log can be at the configured place.
     """
     if config.audit is None:
         yield Recorder()
@@ -51,20 +42,15 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
     if config.audit_head is not None:
         _check_place("audit_head", config.audit_head, is_folder=False)
     boot = boot_id()
-    about = {
-        "version": VERSION,
-        "config": config_digest(config),
-        "driver": driver,
-        "pid": os.getpid(),
-        "cards": [{"card": card.uuid, "capacity_bytes": card.capacity_bytes} for card in cards],
-    }
     recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_told_lately, settings.folder, boot))
-    writer = AuditWriter(lambda known: AuditLog(settings, boot, known), about, recorder.on_change)
+    writer = AuditWriter(
+        lambda known: AuditLog(settings, boot, known), _start_record(config, driver, cards), recorder.on_change
+    )
     try:
         await asyncio.to_thread(writer.start, must_work=config.audit_required)
     except (OSError, FolderInUse) as error:
-        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise CannotRecord(f"the audit log can't be written: {said}") from None
+        problem = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise CannotRecord(f"the audit log can't be written: {problem}") from None
     recorder.write_with(writer)
     try:
         yield recorder
@@ -72,8 +58,29 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
         await recorder.stop()
 
 
+def boot_id() -> str:
+    """Return the kernel's id of this boot (random(4)), 32 hex digits."""
+    return _BOOT_ID.read_text().strip().replace("-", "")
+
+
+def config_digest(config: Config) -> str:
+    """Return the SHA-256 of all settings in canonical form, in hexadecimal. Their order does not change it."""
+    leaves = sorted(_leaves(config), key=lambda leaf: leaf[:-1])
+    return hashlib.sha256(canonical_bytes(leaves)).hexdigest()
+
+
+def _start_record(config: Config, driver: str, cards: Sequence[Card]) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "config": config_digest(config),
+        "driver": driver,
+        "pid": os.getpid(),
+        "cards": [{"card": card.uuid, "capacity_bytes": card.capacity_bytes} for card in cards],
+    }
+
+
 def _told_lately(folder: Path, boot: str) -> ToldLately:
-    """See `told_lately`. What can't be read is for whoever opens the log to say."""
+    # An unreadable log is reported when it is opened.
     try:
         return told_lately(folder, boot)
     except OSError:
@@ -81,7 +88,7 @@ def _told_lately(folder: Path, boot: str) -> ToldLately:
 
 
 def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
-    """Refuse a place that is mistyped, or not the daemon's to write in: trying again would not help, as with a disk."""
+    """Refuse a place that is mistyped, or not the daemon's to write in. Unlike with a full disk, waiting can't help."""
     if path.exists() and path.is_dir() != is_folder:
         raise ConfigError(f"setting {setting}: {path} is {'no' if is_folder else 'a'} folder")
     if not path.parent.is_dir():
@@ -92,7 +99,7 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
 
 
 def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
-    """Every single setting, behind the names that lead to it: canonical bytes do not nest as deep as settings do."""
+    """Yield each single setting behind the names that lead to it. Canonical bytes nest less deeply than settings do."""
     if is_dataclass(value):
         inside = {item.name: getattr(value, item.name) for item in fields(value)}
     elif isinstance(value, Mapping):
@@ -113,5 +120,5 @@ def _plain(value: Any) -> Any:
         return value.value
     if value is None or (isinstance(value, int) and abs(value) <= MAX_INTEGER):
         return value
-    # A number of any size, and a path whose bytes are no text, are settings as well.
+    # A setting may also be a number of any size, or a path whose bytes are no text.
     return str(value).encode(errors="backslashreplace").decode()

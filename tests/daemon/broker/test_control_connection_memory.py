@@ -1,4 +1,4 @@
-"""What a connection held is free when it is closed, not when Python's collector comes by; and given back."""
+"""A closed connection's memory is free at once, without Python's collector, and returned to the host."""
 
 import asyncio
 import gc
@@ -11,8 +11,8 @@ from pathlib import Path
 from gpulease.client.control import ask
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.control_connection import ControlConnection
-from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.gpus.embedded import EmbeddedCards
 from gpulease.daemon.leases import CoreLimits, LeaseTable
 from gpulease.daemon.record.audit.recorder import Recorder
@@ -49,7 +49,7 @@ def test_closed_connections_are_gone() -> None:
         runtime = Runtime(table, EmbeddedCards([]), SimulatedWorkers(), tokens, Recorder(), 1)
 
         def make() -> ControlConnection:
-            connection = ControlConnection(runtime, "cpu", lambda _: None, lambda _: None, {})
+            connection = ControlConnection(runtime, "cpu", None, {})
             made.append(weakref.ref(connection))
             return connection
 

@@ -1,4 +1,4 @@
-"""What is kept back of memory, in a process of its own whose limit is lowered and raised."""
+"""The memory reserve, in a process of its own whose limit is lowered and raised."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def fail(kind):
     raise kind("nothing to do with the reserve")
 
 room = MemoryReserve()
-memory_reserve.LOOK_NS = 0
+memory_reserve.CHECK_NS = 0
 assert room.is_enough() and not room.is_short
 leave(ROOM_BYTES + (1 << 20))
 room.secure()
@@ -33,7 +33,7 @@ assert room.is_enough() and not room.is_short
 
 async def meet_the_end():
     loop = asyncio.get_running_loop()
-    room.watch(loop)
+    room.release_on_memory_error(loop)
     loop.call_soon(fail, OSError)
     await asyncio.sleep(0)
     assert not room.is_short

@@ -1,4 +1,4 @@
-"""What the gate says of its relays, be it the gate that says it or who took it over."""
+"""Messages about relays, from the TLS acceptor or from whoever took it over."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ ANN = "URI:gpulease:tenant:ann"
 
 
 class Noted(Journal):
-    """Which relays are known, in words."""
+    """Notes which relays are remembered and forgotten."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -37,22 +37,22 @@ class Noted(Journal):
         self.has_forgotten.set()
 
 
-class Door:
-    """A door that hears things as it does from a gate."""
+class Rig:
+    """A frontend that gets messages as from its acceptor."""
 
     def __init__(self) -> None:
         self.journal = Noted()
         settings = TlsSettings(NOWHERE, NOWHERE, NOWHERE)
-        self.door = TlsFrontend(settings, {}, lambda *_: asyncio.Protocol(), self.journal)
+        self.frontend = TlsFrontend(settings, {}, lambda *_: asyncio.Protocol(), self.journal)
         self.peers: list[socket.socket] = []
 
-    def hear(self, message: dict[str, Any], *, is_with_socket: bool = False) -> None:
+    def receive(self, message: dict[str, Any], *, is_with_socket: bool = False) -> None:
         fds: list[int] = []
         if is_with_socket:
             ours, theirs = socket.socketpair()
             self.peers.append(theirs)
             fds = [ours.detach()]
-        self.door._take(message, fds)
+        self.frontend._on_message(message, fds)
         close_all(fds)
 
     def close(self) -> None:
@@ -92,17 +92,17 @@ def arrived(pid: int, **other: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_what_no_gate_says_is_passed_over(message: dict[str, Any]) -> None:
-    """A row of the journal that can't be written would stand in the way of all behind it."""
+def test_a_message_that_no_acceptor_sends_is_ignored(message: dict[str, Any]) -> None:
+    """A row that the journal can't write would block every later row."""
 
     async def run() -> None:
-        door = Door()
-        door.hear(message, is_with_socket=True)
-        door.door._adopt_relays()
+        rig = Rig()
+        rig.receive(message, is_with_socket=True)
+        rig.frontend._adopt_relays()
         await asyncio.sleep(0)
-        assert not door.door._tasks
-        assert not door.journal.told
-        door.close()
+        assert not rig.frontend._tasks
+        assert not rig.journal.told
+        rig.close()
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run())
@@ -110,34 +110,34 @@ def test_what_no_gate_says_is_passed_over(message: dict[str, Any]) -> None:
 
 def test_one_process_is_one_relay(relay: subprocess.Popen[bytes]) -> None:
     async def run() -> None:
-        door = Door()
+        rig = Rig()
         for _ in range(3):
-            door.hear(arrived(relay.pid), is_with_socket=True)
-        door.hear({"op": "left", "pid": relay.pid})
-        assert door.journal.told == ["+ann 1F", "-"]
-        assert not door.door._by_tenant
-        await asyncio.gather(*door.door._tasks)
-        door.close()
+            rig.receive(arrived(relay.pid), is_with_socket=True)
+        rig.receive({"op": "left", "pid": relay.pid})
+        assert rig.journal.told == ["+ann 1F", "-"]
+        assert not rig.frontend._by_tenant
+        await asyncio.gather(*rig.frontend._tasks)
+        rig.close()
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run())
 
 
-def test_however_many_gates_die_a_relay_is_watched_once(relay: subprocess.Popen[bytes]) -> None:
+def test_however_many_acceptors_die_a_relay_is_watched_once(relay: subprocess.Popen[bytes]) -> None:
     async def run() -> None:
-        door = Door()
-        door.hear(arrived(relay.pid), is_with_socket=True)
-        await asyncio.gather(*door.door._tasks)
-        door.door._adopt_relays()
+        rig = Rig()
+        rig.receive(arrived(relay.pid), is_with_socket=True)
+        await asyncio.gather(*rig.frontend._tasks)
+        rig.frontend._adopt_relays()
         files = len(os.listdir("/proc/self/fd"))
         for _ in range(5):
-            door.door._adopt_relays()
+            rig.frontend._adopt_relays()
         assert len(os.listdir("/proc/self/fd")) == files
         relay.kill()
         async with asyncio.timeout(PATIENCE_S):
-            await door.journal.has_forgotten.wait()
-        assert door.journal.told == ["+ann 1F", "-"]
-        door.close()
+            await rig.journal.has_forgotten.wait()
+        assert rig.journal.told == ["+ann 1F", "-"]
+        rig.close()
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run())

@@ -1,4 +1,4 @@
-"""What a web process can bring about that was taken over: nothing without the operator's token, whatever it says."""
+"""A taken-over web process changes nothing without the operator's token, whatever it sends."""
 
 import asyncio
 import hashlib
@@ -12,12 +12,12 @@ import pytest
 from fuzz.draws import Draws
 from fuzz.tenants import Peer, Scene
 from fuzz.virtual import READY_S, VirtualLoop, virtual_time
-from gpulease.daemon.broker.handlers.admin_requests import (
+from gpulease.daemon.broker.web_actions import (
     BY_PAGE,
-    MAX_ACTING,
+    MAX_PENDING,
     MAX_WRONG_TOKENS,
     WRONG_TOKEN_S,
-    TokenGuesses,
+    GuessLimiter,
     WebActionHandler,
     WebActionRunner,
 )
@@ -38,7 +38,7 @@ class Page:
         self.answers: list[dict[str, Any]] = []
         self.refused: list[tuple[str, str, int]] = []
         self.now_s = 0.0
-        self.desk = WebActionHandler(WebActionRunner(scene.runtime), digest, lambda: self.now_s)
+        self.handler = WebActionHandler(WebActionRunner(scene.runtime), digest, lambda: self.now_s)
         (self.lease_id,) = (lease.lease_id for lease in scene.table.snapshots())
         scene.runtime.recorder.refused = lambda *said: self.refused.append(said[:3])  # type: ignore[method-assign]
 
@@ -46,7 +46,7 @@ class Page:
         """Ask for the lease's end, but for the changes; what is answered at once."""
         asked = {"op": "revoke", "number": 7, "lease_id": f"{self.lease_id:032x}", "reason": "why", "token": TOKEN}
         before = len(self.answers)
-        self.desk.take(asked | changes, self.answers.append)
+        self.handler.handle(asked | changes, self.answers.append)
         return self.answers[before:]
 
     @property
@@ -179,24 +179,24 @@ def check_over(page: Page) -> None:
 
 def test_guesses_come_back_and_no_more_than_there_may_be() -> None:
     now_s = [0.0]
-    guesses = TokenGuesses(lambda: now_s[0])
+    guesses = GuessLimiter(lambda: now_s[0])
     for pause_s, expected in ((0, MAX_WRONG_TOKENS), (WRONG_TOKEN_S, 1), (3600, MAX_WRONG_TOKENS)):
         now_s[0] += pause_s
         looked = 0
-        while guesses.may_look():
-            guesses.was_wrong()
+        while guesses.may_check():
+            guesses.count_wrong()
             looked += 1
         assert looked == expected
 
 
 def test_revocations_under_way_are_bounded_and_given_back() -> None:
     def play(page: Page) -> None:
-        answers = [page.say(number=number) for number in range(MAX_ACTING + 1)]
-        assert answers[:-1] == [[]] * MAX_ACTING
+        answers = [page.say(number=number) for number in range(MAX_PENDING + 1)]
+        assert answers[:-1] == [[]] * MAX_PENDING
         assert answers[-1][0]["why"] == "too_many"
 
     def again(page: Page) -> None:
-        assert len(page.answers) == MAX_ACTING + 1
+        assert len(page.answers) == MAX_PENDING + 1
         page.say()
         assert page.answers[-1]["op"] == "revoked"
 
@@ -243,7 +243,7 @@ def test_without_it_it_does_neither(changes: dict[str, Any], operation: str) -> 
 
 def test_another_token() -> None:
     def play(page: Page) -> None:
-        page.desk.take_token(hashlib.sha256(b"other").digest())
+        page.handler.set_token(hashlib.sha256(b"other").digest())
         assert page.say()[0]["why"] == "wrong_token"
         assert page.say(token=b"other") == []
 

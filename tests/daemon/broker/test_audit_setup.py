@@ -1,4 +1,4 @@
-"""What the audit log's first record says of the settings."""
+"""The digest of the settings in the audit log's first record."""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.broker.audit_recording import config_digest, recording
+from gpulease.daemon.broker.audit_setup import config_digest, open_recorder
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.config.settings import Config, ConfigError
 from gpulease.daemon.leases import CoreLimits
@@ -68,7 +68,7 @@ def test_a_place_where_no_log_can_be_is_refused_whether_it_is_required_or_not(
     config = Config(**{name: tmp_path / place for name, place in settings.items()})  # type: ignore[arg-type]
 
     async def live() -> None:
-        async with recording(config, "cpu", []):
+        async with open_recorder(config, "cpu", []):
             pass
 
     with pytest.raises(ConfigError, match=said):

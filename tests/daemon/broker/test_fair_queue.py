@@ -1,18 +1,18 @@
-"""Who is served when, on a loop that only counts its rounds."""
+"""The order in which connections are served, in rounds of the loop."""
 
 import asyncio
 
-from gpulease.daemon.broker.fair_queue import TURN_NS, FairQueue
+from gpulease.daemon.broker.fair_queue import QUANTUM_NS, FairQueue
 
 
 class Peer:
-    """A connection with so many turns' worth of requests."""
+    """A connection with requests for so many quanta."""
 
-    def __init__(self, turns: FairQueue, tenant: str, wants: int, served: list[str]) -> None:
-        self.turns, self.tenant, self.wants, self.served = turns, tenant, wants, served
+    def __init__(self, queue: FairQueue, tenant: str, wants: int, served: list[str]) -> None:
+        self.queue, self.tenant, self.wants, self.served = queue, tenant, wants, served
 
     def ask(self) -> None:
-        self.turns.ask(self.tenant, self.serve)
+        self.queue.enqueue(self.tenant, self.serve)
 
     def serve(self) -> None:
         self.served.append(self.tenant)
@@ -25,13 +25,13 @@ def play(wants: dict[str, list[int]]) -> list[str]:
     """Every peer asks in one round; in which order they were served."""
 
     async def main() -> list[str]:
-        turns, served = FairQueue(), list[str]()
+        queue, served = FairQueue(), list[str]()
         for tenant, counts in wants.items():
             for count in counts:
-                Peer(turns, tenant, count, served).ask()
+                Peer(queue, tenant, count, served).ask()
         for _ in range(sum(sum(counts) for counts in wants.values()) + 2):
             await asyncio.sleep(0)
-        assert not turns._lines
+        assert not queue._queues
         return served
 
     return asyncio.run(main())
@@ -39,9 +39,9 @@ def play(wants: dict[str, list[int]]) -> list[str]:
 
 def test_alone_there_is_no_waiting() -> None:
     async def main() -> None:
-        turns, served = FairQueue(), list[str]()
+        queue, served = FairQueue(), list[str]()
         for _ in range(3):
-            Peer(turns, "ann", 1, served).ask()
+            Peer(queue, "ann", 1, served).ask()
             assert served.pop() == "ann"
             await asyncio.sleep(0)
 
@@ -51,27 +51,27 @@ def test_alone_there_is_no_waiting() -> None:
 def test_many_connections_are_one_turn_a_round() -> None:
     served = play({"eve": [3] * 50, "ann": [4], "bob": [2, 2]})
     assert len(served) == 50 * 3 + 4 + 4
-    for tenant, turns in (("ann", 4), ("bob", 4)):
+    for tenant, queue in (("ann", 4), ("bob", 4)):
         last = max(at for at, name in enumerate(served) if name == tenant)
-        assert served[: last + 1].count("eve") <= turns + 1
+        assert served[: last + 1].count("eve") <= queue + 1
 
 
 def test_all_are_served_in_the_end() -> None:
     assert sorted(play({"eve": [1, 2, 3], "ann": [1]})) == ["ann"] + ["eve"] * 6
 
 
-def test_a_turn_ends() -> None:
+def test_a_quantum_ends() -> None:
     now_ns = [5]
 
     async def main() -> None:
-        turns, seen = FairQueue(lambda: now_ns[0]), list[bool]()
+        queue, seen = FairQueue(lambda: now_ns[0]), list[bool]()
 
         def serve() -> None:
-            for step_ns in (0, TURN_NS - 1, 1):
+            for step_ns in (0, QUANTUM_NS - 1, 1):
                 now_ns[0] += step_ns
-                seen.append(turns.is_over)
+                seen.append(queue.is_quantum_over)
 
-        turns.ask("ann", serve)
+        queue.enqueue("ann", serve)
         assert seen == [False, False, True]
         await asyncio.sleep(0)
 

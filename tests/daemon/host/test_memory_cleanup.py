@@ -7,7 +7,7 @@ from helpers.daemon import python_environment
 
 SCRIPT = """
 import gc, weakref
-from gpulease.daemon.broker.memory_reserve import YOUNG, collect_rarely
+from gpulease.daemon.host.memory_cleanup import YOUNG, collect_rarely
 
 class Ring:
     def __init__(self):

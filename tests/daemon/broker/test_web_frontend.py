@@ -1,4 +1,4 @@
-"""The web process as the broker sees it, where that is not what it seems."""
+"""A taken-over web process that floods the broker with messages."""
 
 import asyncio
 import socket
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gpulease.daemon.broker.handlers.admin_requests import MAX_WRONG_TOKENS
+from gpulease.daemon.broker.web_actions import MAX_WRONG_TOKENS
 from gpulease.daemon.broker.web_frontend import WebFrontend
 from gpulease.daemon.host.ipc import channel_pair
 from gpulease.daemon.sandbox.measures import SandboxSettings
@@ -36,14 +36,14 @@ def test_a_web_process_that_never_stops_talking_does_not_keep_the_loop(message: 
     scene = Scene()
 
     async def run(ours: socket.socket) -> float:
-        door = WebFrontend(
+        frontend = WebFrontend(
             HttpSettings(TcpAddress("127.0.0.1", 0)), SandboxSettings(), lambda _: asyncio.Protocol(), scene
         )
         ours.setblocking(False)
-        door._process._channel = ours
+        frontend._process._channel = ours
         loop = asyncio.get_running_loop()
         await loop.sock_recv(ours, 1)
-        loop.add_reader(ours, door._process._read)
+        loop.add_reader(ours, frontend._process._read)
         begun_s = time.monotonic()
         for _ in range(20):
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The cards' last hour: what a sample is made of, what is kept, and what a card that does not answer leaves."""
+"""Samples of the cards' last hour: their content, their number, and the gap of a card that does not answer."""
 
 import asyncio
 from types import SimpleNamespace

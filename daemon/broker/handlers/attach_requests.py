@@ -1,0 +1,289 @@
+"""ATTACH and GPU_SUBMIT: requests after which the connection belongs to a worker.
+
+The broker checks that the peer may attach, and waits until the peer has read every earlier reply. The broker then
+passes the socket to the worker, together with the bytes that the peer sent behind its request. If any step fails the
+connection stays with the broker, which answers the request and goes on.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from gpulease.daemon.broker.caller import Caller, ClientConnection
+from gpulease.daemon.broker.refusal import Refused, failure_of
+from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.leases import (
+    Denied,
+    GuestAttached,
+    Outcome,
+    RequesterGone,
+    SessionOpened,
+    SubmitAbandoned,
+    SubmitReady,
+    SubmitRequested,
+    SubmitState,
+)
+from gpulease.daemon.leases.denials import not_found, stuck
+from gpulease.protocol.capabilities import SESSION_PERMISSIONS, AttachOption, Permission
+from gpulease.protocol.connection import Request
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.messages import Attach, Body, GpuSubmit
+from gpulease.protocol.opcodes import Status
+from gpulease.protocol.primitives import Tlv
+from gpulease.protocol.ring import Wanted
+
+SUBMIT_WAIT_S: Final = 10.0
+"""For a submit in the session's place to be gone before an ATTACH is refused. A submit that has answered is gone in a
+moment. Shorter than a client waits, so that the client learns why."""
+
+SUBMIT_POLL_S: Final = 0.1
+"""Pause between two checks whether that submit is gone."""
+
+_SUBMIT_RUNS: Final = Failure(
+    Status.BUSY,
+    "a submit runs in the lease's memory: its session can't be opened meanwhile",
+    hint="Wait for the submit's answer; for both at a time acquire with GpuBuilder().submits(bytes).",
+)
+
+
+class AttachingConnection(ClientConnection, Protocol):
+    """A control connection that can be handed over."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the transport is gone, so that no answer is owed."""
+
+    def resume_reading(self) -> None:
+        """Read from the socket, so that the peer's leaving is noticed."""
+
+    def when_written(self, action: Callable[[], None]) -> None:
+        """Stop reading. Call `action` once the peer has read every reply, or the connection is closed."""
+
+    def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
+        """Give the socket away; see `ControlConnection.hand_over`."""
+
+    def serve_next(self) -> None:
+        """Serve the requests behind a refused one."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A request that is being served.
+
+    Attributes:
+        submit: The submit whose worker waits for the connection; None for an ATTACH.
+        guest: The bounds of a connection that attaches with a token.
+        wait_until_s: When an ATTACH stops waiting for a submit, on the loop's clock. 0.0 before the wait begins.
+    """
+
+    request: Request
+    submit: SubmitReady | None = None
+    guest: Guest | None = None
+    wait_until_s: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """The number of the worker that gets the connection."""
+        return self.request.session_id if self.submit is None else self.submit.submit_id
+
+
+class AttachHandler:
+    """Serves one caller's requests that take the connection along."""
+
+    def __init__(self, caller: Caller, connection: AttachingConnection) -> None:
+        self._caller = caller
+        self._runtime = caller.runtime
+        self._peer = caller.peer
+        self._tokens = caller.tokens
+        self._connection = connection
+        self._open_submits: dict[int, Request] = {}
+
+    def leave(self) -> None:
+        """Give up the submits that wait: the client is gone."""
+        for number in list(self._open_submits):
+            self._runtime.post(RequesterGone(number))
+            self._runtime.forget(number)
+        self._open_submits.clear()
+
+    def give_up(self, failure: Failure) -> None:
+        """Answer the submits that wait with `failure`."""
+        for request in self._open_submits.values():
+            self._caller.answer(request, failure)
+
+    def attach(self, request: Request, body: Body) -> None:
+        """Serve ATTACH."""
+        self._attach(_Attempt(request))
+
+    def gpu_submit(self, request: Request, body: Body) -> None:
+        """Serve GPU_SUBMIT. The token is used up only once the submit's worker is there."""
+        if not self._connection.is_open:
+            return
+        # While the submit waits for its worker, the peer's leaving must be noticed.
+        self._connection.resume_reading()
+
+        def on_ready(outcome: SubmitReady | Failure) -> None:
+            if isinstance(outcome, Failure):
+                # The lease table has denied it: log and metrics know.
+                self._answer(request, outcome)
+            else:
+                self._attach(_Attempt(request, outcome))
+
+        try:
+            self.check(request)
+            self._request_submit(request, on_ready)
+        except Refused as refused:
+            self._refuse(request, refused.failure)
+
+    def check(self, request: Request) -> Guest | None:
+        """Return the bounds of a connection that attaches with a token. Raises Refused unless the peer may attach."""
+        self._caller.check_reader(request.op)
+        body = request.body
+        token = token_of(body.options) if isinstance(body, Attach | GpuSubmit) else None
+        if token is None:
+            self._check_own(request.session_id)
+            return None
+        needed = Permission.TASKLET_SUBMIT if isinstance(body, GpuSubmit) else SESSION_PERMISSIONS
+        return self._tokens.guest(request.session_id, token, needed)
+
+    def _check_own(self, lease_id: int) -> None:
+        lease = self._runtime.table.get(lease_id)
+        if lease is not None and lease.tenant != self._peer.tenant:
+            raise Refused(failure_of(not_found(lease_id)))
+        denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
+        if denial is not None:
+            raise Refused(failure_of(denial))
+        self._tokens.check_attach_demand()
+
+    def _request_submit(self, request: Request, on_ready: Callable[[SubmitReady | Failure], None]) -> None:
+        def on_outcome(outcome: Outcome) -> None:
+            self._open_submits.pop(number, None)
+            if isinstance(outcome, SubmitReady):
+                on_ready(outcome)
+            elif isinstance(outcome, Denied):
+                on_ready(failure_of(outcome.denial))
+
+        self._caller.need_memory()
+        # Even a submit that is refused shows that its lease's tenant is connected.
+        self._caller.hold(request.session_id)
+        lease = self._runtime.table.get(request.session_id)
+        number = self._caller.expect(on_outcome)
+        self._open_submits[number] = request
+        timeout_ms = request.body.timeout_ms if isinstance(request.body, GpuSubmit) else 0
+        # A bearer of a token asks in the name of the lease's tenant.
+        tenant = "" if lease is None else lease.tenant
+        self._runtime.post(SubmitRequested(number, request.session_id, tenant, timeout_ms))
+
+    # --- hand-over ---
+
+    def _attach(self, attempt: _Attempt) -> None:
+        # The worker reads what the peer sent behind its request, from the kernel or from our buffer.
+        self._connection.when_written(lambda: self._attach_written(attempt))
+
+    def _attach_written(self, attempt: _Attempt) -> None:
+        if not self._connection.is_open:
+            self._abandon(attempt)
+            return
+        try:
+            attempt.guest = self.check(attempt.request)
+            if attempt.submit is None and not self._open_session(attempt.request.session_id):
+                self._wait_for_submit(attempt)
+                return
+        except Refused as refused:
+            self._abandon(attempt)
+            self._refuse(attempt.request, refused.failure)
+            return
+        self._tokens.spend(self._runtime.journal, lambda is_durable: self._attach_spent(attempt, is_durable))
+
+    def _open_session(self, lease_id: int) -> bool:
+        """Open the session. False while the submit that ran in its place is not proved gone.
+
+        Raises Refused if that can't be proved.
+        """
+        self._runtime.post(SessionOpened(lease_id))
+        submit = self._runtime.table.submits.in_place_of_session(lease_id)
+        if submit is not None and submit.state is SubmitState.FENCED:
+            raise Refused(failure_of(stuck(lease_id)))
+        return submit is None
+
+    def _wait_for_submit(self, attempt: _Attempt) -> None:
+        loop = asyncio.get_running_loop()
+        attempt.wait_until_s = attempt.wait_until_s or loop.time() + SUBMIT_WAIT_S
+        if loop.time() >= attempt.wait_until_s:
+            raise Refused(_SUBMIT_RUNS)
+        loop.call_later(SUBMIT_POLL_S, self._attach, attempt)
+
+    def _attach_spent(self, attempt: _Attempt, is_durable: bool) -> None:
+        """Hand the connection over. Its token opens no other connection, unless it could not open this one."""
+        worker = self._runtime.workers.worker(attempt.number)
+        if worker is not None:
+            worker.is_stranger = self._is_stranger(attempt.number)
+        if is_durable and self._connection.is_open and self._hand_over(attempt):
+            self._on_attached(attempt)
+            return
+        self._abandon(attempt)
+        self._tokens.not_attached(self._runtime.journal)
+        failure = self._not_attached(attempt)
+        if not is_durable:
+            failure = Failure(Status.BUSY, "that the token is used can't be written down now", hint="Try again.")
+        self._refuse(attempt.request, failure)
+
+    def _hand_over(self, attempt: _Attempt) -> bool:
+        request, wanted = attempt.request, Wanted()
+        # A relay's socket looks like a local peer's, and descriptors would end in the relay.
+        if isinstance(request.body, Attach) and not self._peer.is_relayed:
+            wanted = Wanted.from_options(request.body.options)
+        workers = self._runtime.workers
+        return self._connection.hand_over(
+            lambda fd, rest: workers.attach(attempt.number, fd, request.request_id, rest, wanted, attempt.guest)
+        )
+
+    def _on_attached(self, attempt: _Attempt) -> None:
+        is_submit = attempt.submit is not None
+        self._tokens.attached(is_submit=is_submit)
+        if is_submit:
+            return  # the lease table reports it
+        lease_id = attempt.request.session_id
+        self._runtime.recorder.attached(lease_id, self._peer.tenant)
+        if self._is_stranger(lease_id):
+            self._runtime.post(GuestAttached(lease_id))
+
+    def _is_stranger(self, number: int) -> bool:
+        lease = self._runtime.table.get(number)
+        return lease is None or self._peer.is_stranger_to(lease.tenant)
+
+    # --- refusals ---
+
+    def _not_attached(self, attempt: _Attempt) -> Failure:
+        denial = self._runtime.table.denial_for(attempt.request.session_id, time.monotonic_ns())
+        if denial is not None:
+            return failure_of(denial)
+        if attempt.submit is not None:
+            return Failure(Status.BUSY, "the submit's process did not take it over; nothing was run", hint="Try again.")
+        return Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")
+
+    def _abandon(self, attempt: _Attempt) -> None:
+        if attempt.submit is not None:
+            self._runtime.post(SubmitAbandoned(attempt.submit.submit_id))
+
+    def _refuse(self, request: Request, failure: Failure) -> None:
+        if self._connection.is_lost:
+            return
+        name = request.op.name
+        self._runtime.recorder.refused(name, self._peer.tenant, request.session_id, failure.message)
+        self._runtime.metrics.refused(name, failure.status)
+        self._answer(request, failure)
+
+    def _answer(self, request: Request, failure: Failure) -> None:
+        if not self._connection.is_lost:
+            self._caller.answer(request, failure)
+            self._connection.serve_next()
+
+
+def token_of(options: tuple[Tlv, ...]) -> bytes | None:
+    """Return the token among the options of ATTACH or GPU_SUBMIT, if any. Raises Refused if there are several."""
+    values = [option.value for option in options if option.type == AttachOption.TOKEN]
+    if len(values) > 1:
+        raise Refused(Failure(Status.INVALID_REQUEST, "one token at most is carried"))
+    return values[0] if values else None

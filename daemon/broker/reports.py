@@ -1,0 +1,172 @@
+"""Reports on leases, cards and drains: the answers to LEASE_QUERY, LEASE_LIST_ACTIVE, GET_INVENTORY and DRAIN."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from gpulease.daemon.contract.control_page import BrokerPage, Counter
+from gpulease.daemon.leases import (
+    CardSnapshot,
+    DrainSet,
+    LeasePhase,
+    LeaseSnapshot,
+    LeaseTable,
+    SubmitSnapshot,
+    ends_ns,
+)
+from gpulease.daemon.workers.registry import Workers
+from gpulease.protocol.messages import DrainStatus, Inventory, InventoryEntry
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
+
+NS_PER_MS: Final = 1_000_000
+
+
+def full_report(lease: LeaseSnapshot, table: LeaseTable, workers: Workers) -> dict[str, Any]:
+    """Report one lease with its connections and submits."""
+    lease_id, now_ns = lease.lease_id, time.monotonic_ns()
+    report = lease_report(lease, workers.page(lease_id), now_ns, table.phase(lease_id, now_ns), table.drain_ns)
+    report |= orphan_report(table.orphan_ms(lease_id), table.orphan_due_ns(lease_id), now_ns)
+    submit = table.submits.of(lease_id)
+    page = None if submit is None else workers.page(submit.submit_id)
+    return report | submit_report(submit, table.submits.last_of(lease_id), page)
+
+
+def lease_report(
+    lease: LeaseSnapshot,
+    page: BrokerPage | None,
+    now_ns: int,
+    standing: LeasePhase | None = None,
+    drain_ns: int | None = None,
+) -> dict[str, Any]:
+    """Report one lease. The counters are what the worker claims on its page."""
+    report: dict[str, Any] = {
+        "lease_id": f"{lease.lease_id:032x}",
+        "tenant": lease.tenant,
+        "state": lease.state.value,
+        "cause": None if lease.cause is None else lease.cause.value,
+        "reason": lease.reason or lease.fault,
+        "fault": lease.fault,
+        "generation": lease.generation,
+        "size_bytes": lease.size_bytes,
+        "card_uuid": lease.card_uuid,
+        "exclusivity": lease.exclusivity.name.lower(),
+        "remaining_ms": remaining_ms(lease, now_ns, drain_ns) if lease.ended_ns is None else 0,
+        "ttl_ms": lease.ttl_ms,
+        "age_ms": max(0, now_ns - lease.created_ns) // NS_PER_MS,
+    }
+    if standing is not None:
+        report["phase"] = standing.phase.name.lower()
+    if lease.ended_ns is not None and lease.deadline_ns is not None:
+        report["ended_after_deadline_us"] = (lease.ended_ns - lease.deadline_ns) // 1000
+    if page is not None:
+        report |= {
+            "allocated_bytes": page.counter(Counter.ALLOCATED_BYTES),
+            "launches": page.counter(Counter.LAUNCHES),
+            "syncs": page.counter(Counter.SYNCS),
+            "operations": page.counter(Counter.OPS),
+            "failed_operations": page.counter(Counter.FAILED_OPS),
+            "sync_errors": page.counter(Counter.SYNC_ERRORS),
+            "copies": page.counter(Counter.COPIES),
+            "copied_bytes": page.counter(Counter.COPIED_BYTES),
+        }
+    return report
+
+
+def orphan_report(orphan_ms: int, due_ns: int | None, now_ns: int) -> dict[str, Any]:
+    """Report how long a lease may be without a connection, and how long it still may be (None while it has one)."""
+    left_ms = None if due_ns is None else _left_ms(due_ns, now_ns)
+    return {"orphan_ms": orphan_ms, "orphaned_in_ms": left_ms}
+
+
+def submit_report(
+    submit: SubmitSnapshot | None, last: SubmitSnapshot | None, page: BrokerPage | None
+) -> dict[str, Any]:
+    """Report a lease's submits: the one that is not proved gone, and the last one that is."""
+    report: dict[str, Any] = {}
+    if submit is not None:
+        launches = 0 if page is None else page.counter(Counter.LAUNCHES)
+        report["submit"] = _submit(submit) | {"state": submit.state.value, "launches": launches}
+    if last is not None:
+        report["last_submit"] = _submit(last)
+    return report
+
+
+def inventory(
+    cards: Sequence[CardSnapshot], driver: str, sandbox: list[dict[str, Any]], drain_left_ms: int | None = None
+) -> Inventory:
+    """Report all cards, in the public 36-byte form and as maps, with the sandbox of their workers.
+
+    A drained node can grant nothing, so it reports no available bytes.
+    """
+    if drain_left_ms is not None:
+        cards = [replace(card, available_bytes=0) for card in cards]
+    of_node = {"drain_left_ms": drain_left_ms, "sandbox": sandbox}
+    return Inventory(tuple(_entry(card) for card in cards), [_details(card, driver) | of_node for card in cards])
+
+
+def drain_left_ms(table: LeaseTable) -> int | None:
+    """Return the time until a drain ends what is left, rounded up; None if there is no drain."""
+    return None if table.drain_ns is None else _left_ms(table.drain_ns, time.monotonic_ns())
+
+
+def drain_status(outcome: DrainSet) -> DrainStatus:
+    """Return the reply to DRAIN and DRAIN_CANCEL."""
+    deadline_ns = outcome.deadline_ns
+    left_ms = None if deadline_ns is None else _left_ms(deadline_ns, time.monotonic_ns())
+    return DrainStatus(left_ms, outcome.active_leases)
+
+
+def remaining_ms(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = None) -> int:
+    """Return the time left to a lease, 0 if it has none. Rounded up, so that no living lease seems over.
+
+    A drain ends the lease at `drain_ns` at the latest.
+    """
+    return 0 if lease.deadline_ns is None else _left_ms(ends_ns(lease.deadline_ns, drain_ns), now_ns)
+
+
+def expires_at_unix_s(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = None) -> int:
+    """Return the deadline on the wall clock, for people. The monotonic deadline is the one that counts."""
+    return int(time.time() + remaining_ms(lease, now_ns, drain_ns) / 1000)
+
+
+def _left_ms(deadline_ns: int, now_ns: int) -> int:
+    return -(-max(0, deadline_ns - now_ns) // NS_PER_MS)
+
+
+def _submit(submit: SubmitSnapshot) -> dict[str, Any]:
+    return {"number": submit.number, "reason": submit.reason, "timed_out": submit.is_timed_out}
+
+
+def _entry(card: CardSnapshot) -> InventoryEntry:
+    flags = InventoryFlag.FENCED if card.fenced_bytes else InventoryFlag(0)
+    return InventoryEntry(
+        _uuid_number(card.uuid), GPU_RESOURCE_TYPE, int(flags), card.capacity_bytes, card.available_bytes
+    )
+
+
+def _uuid_number(card_uuid: str) -> int:
+    """Return the 128 bits of `GPU-xxxxxxxx-...`, or of a MIG device's `MIG-xxxxxxxx-...`."""
+    return uuid.UUID(card_uuid.partition("-")[2]).int
+
+
+def _details(card: CardSnapshot, driver: str) -> dict[str, Any]:
+    return {
+        "uuid": card.uuid,
+        "index": card.index,
+        "name": card.name,
+        "driver": driver,
+        "capacity_bytes": card.capacity_bytes,
+        "held_bytes": card.held_bytes,
+        "available_bytes": card.available_bytes,
+        "fenced_bytes": card.fenced_bytes,
+        "leases": card.leases,
+        "exclusive": card.is_exclusive,
+        "warm_contexts": card.warm_contexts,
+        "warm_wanted": card.warm_wanted,
+        "recycled_contexts": card.recycled_contexts,
+        "warm_bytes": card.warm_bytes,
+        "unowned_bytes": card.unowned_bytes,
+        "outside_bytes": card.outside_bytes,
+    }

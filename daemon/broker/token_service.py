@@ -1,0 +1,283 @@
+"""Capability tokens at the broker: the node's authority, and the tokens that each control connection has presented."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from gpulease.daemon.broker.peer import Peer
+from gpulease.daemon.broker.refusal import Refused, failure_of
+from gpulease.daemon.capabilities.authority import NonceStore
+from gpulease.daemon.capabilities.claims import CapabilityDenied, Claims, Demand
+from gpulease.daemon.capabilities.keys import KeyFileBroken, KeyRing, load_or_make, save
+from gpulease.daemon.contract.guests import Guest, mark_of
+from gpulease.daemon.leases import Denial, LeaseSnapshot, LeaseTable
+from gpulease.daemon.leases.denials import not_found
+from gpulease.daemon.record.journal import Journal
+from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
+
+if TYPE_CHECKING:
+    from gpulease.daemon.capabilities.authority import CapabilityAuthority, LeaseFacts
+
+MAX_PRESENTED: Final = 64
+"""Leases that one control connection can hold tokens for. Stops a peer that presents tokens in a loop."""
+
+MAX_NAMES: Final = 4096
+"""Tenants whose audience is known by name, for the audit log. More than a host has users."""
+
+KEY_FILE_NAME: Final = "token.key"
+"""Name of the key file in the state folder."""
+
+NS_PER_MS: Final = 1_000_000
+
+T = TypeVar("T")
+
+
+class TokensUnavailable(Exception):
+    """The settings ask for tokens, and this installation can have none. The message is a sentence for the operator."""
+
+
+class TokenService:
+    """The node's token authority, made when it is first needed, and the operations that demand a token here.
+
+    Args:
+        table: The leases that tokens are about.
+        demands: The operations that demand a token.
+        key_file: The file with the keys, if the operator names one.
+        state: The state folder, which holds the keys if the operator names no file.
+        spent: Tokens used under an earlier daemon: lease, nonce, and until when (monotonic ms) that is remembered.
+        revoked: Tokens revoked under an earlier daemon, in the same form.
+
+    Raises:
+        TokensUnavailable: The settings ask for `demands` or a key file and tokens can't be had, or the keys can't be
+            read.
+    """
+
+    def __init__(
+        self,
+        table: LeaseTable,
+        demands: frozenset[Demand],
+        key_file: Path | None,
+        state: Path | None = None,
+        spent: Iterable[tuple[int, bytes, int]] = (),
+        revoked: Iterable[tuple[int, bytes, int]] = (),
+    ) -> None:
+        self.demands = demands
+        self._table = table
+        self._key_file = key_file or (None if state is None else state / KEY_FILE_NAME)
+        self._names: OrderedDict[bytes, str] = OrderedDict()
+        self._nonces, self._revoked = NonceStore(), NonceStore()
+        for store, tokens in ((self._nonces, spent), (self._revoked, revoked)):
+            for lease_id, nonce, expires_ms in tokens:
+                store.use(lease_id, nonce, expires_ms)
+        # By lease and mark: guests that were handed over, until the worker says whether it let them in.
+        self._handed_over: dict[tuple[int, int], Claims] = {}
+        self._authority: CapabilityAuthority | None = None
+        has_keys = self._key_file is not None and self._key_file.exists()
+        if demands or key_file is not None or has_keys:
+            self._open()
+
+    def authority(self) -> "CapabilityAuthority":
+        """Return the authority. Raises Refused if this installation has none."""
+        try:
+            return self._authority or self._open()
+        except TokensUnavailable as error:
+            raise Refused(Failure(Status.UNSUPPORTED, str(error), hint="Tell the operator.")) from None
+
+    def lease(self, lease_id: int) -> LeaseSnapshot | None:
+        """Return the lease if it is active and its time is not over."""
+        if self._table.denial_for(lease_id, time.monotonic_ns()) is not None:
+            return None
+        return self._table.get(lease_id)
+
+    def audience_of(self, tenant: str) -> bytes:
+        """Return the tenant's audience on this node, and remember whose it is. Raises Refused."""
+        audience = self.authority().audience_of(tenant)
+        self._names[audience] = tenant
+        self._names.move_to_end(audience)
+        if len(self._names) > MAX_NAMES:
+            self._names.popitem(last=False)
+        return audience
+
+    def name_of(self, audience: bytes, peer: str) -> str | None:
+        """Return the tenant of an audience, if it is `peer` or a tenant that has lately asked for its audience."""
+        return peer if audience == self.authority().audience_of(peer) else self._names.get(audience)
+
+    def denial(self, lease_id: int, peer: Peer) -> Denial:
+        """Return why a peer can't issue tokens for a lease. Only owners and operators learn how the lease ended."""
+        lease = self._table.get(lease_id)
+        is_shown = lease is None or lease.tenant == peer.tenant or peer.is_operator
+        denial = self._table.denial_for(lease_id, time.monotonic_ns()) if is_shown else None
+        return denial or not_found(lease_id)
+
+    def add_handed_over(self, claims: Claims) -> None:
+        """Remember the token of a guest's connection that is on its way to the worker."""
+        now_ms = time.monotonic_ns() // NS_PER_MS
+        # A worker that has ended never answers.
+        self._handed_over = {key: one for key, one in self._handed_over.items() if one.expires_ms > now_ms}
+        self._handed_over[claims.lease_id, mark_of(claims.nonce)] = claims
+
+    def on_guest_answered(self, journal: Journal, lease_id: int, mark: int, is_let_in: bool) -> None:
+        """Allow the token to be used again if the worker did not let its guest in."""
+        claims = self._handed_over.pop((lease_id, mark), None)
+        if claims is not None and not is_let_in:
+            self.give_back(claims, journal)
+
+    def give_back(self, claims: Claims, journal: Journal) -> None:
+        """Count a token that opened nothing as unused, for the next daemon too."""
+        self.authority().give_back(claims)
+        journal.unspend(claims.lease_id, claims.nonce)
+
+    def _open(self) -> "CapabilityAuthority":
+        try:
+            from gpulease.daemon.capabilities.authority import CapabilityAuthority
+        except ImportError as error:
+            raise TokensUnavailable(
+                f"there are no tokens, because {error.name} is not installed: "
+                "pip install '.[daemon]' in gpulease's repository"
+            ) from None
+        now_ns = time.monotonic_ns()
+        try:
+            ring = KeyRing.fresh(now_ns) if self._key_file is None else load_or_make(self._key_file, now_ns)
+        except KeyFileBroken as error:
+            raise TokensUnavailable(str(error)) from None
+        self._authority = CapabilityAuthority(
+            ring, self._facts, save=self._save, nonces=self._nonces, revoked=self._revoked
+        )
+        return self._authority
+
+    def _save(self, ring: KeyRing) -> None:
+        if self._key_file is not None:
+            save(self._key_file, ring, time.monotonic_ns())
+
+    def _facts(self, lease_id: int) -> "LeaseFacts | None":
+        from gpulease.daemon.capabilities.authority import LeaseFacts
+
+        lease = self.lease(lease_id)
+        if lease is None or lease.deadline_ns is None:
+            return None
+        return LeaseFacts(lease.tenant, lease.generation, lease.deadline_ns)
+
+
+class ConnectionTokens:
+    """The tokens that one control connection has presented, and what they permit."""
+
+    def __init__(self, service: TokenService, peer: Peer) -> None:
+        self._service = service
+        self._peer = peer
+        self._presented: dict[int, Claims] = {}
+        # The token of the ATTACH or GPU_SUBMIT under way.
+        self._attaching: Claims | None = None
+
+    def present(self, token: bytes, permissions: Permission) -> Claims:
+        """Validate a token and keep it for the connection. Raises Refused."""
+        claims = self.validate(token, permissions)
+        if claims.lease_id not in self._presented and len(self._presented) >= MAX_PRESENTED:
+            self._presented = {lease_id: one for lease_id, one in self._presented.items() if self._is_valid(one)}
+            if len(self._presented) >= MAX_PRESENTED:
+                raise Refused(
+                    Failure(Status.BUSY, f"this connection holds tokens for {MAX_PRESENTED} leases, the most it can")
+                )
+        self._presented[claims.lease_id] = claims
+        return claims
+
+    def validate(self, token: bytes, permissions: Permission) -> Claims:
+        """Return the claims of a token that gives this peer any of `permissions`. Raises Refused."""
+        authority = self._service.authority()
+        audience = authority.audience_of(self._peer.tenant)
+        return refusing(lambda: authority.validate(token, audience, permissions))
+
+    # --- permissions ---
+
+    def acting_tenant(self, lease_id: int, permission: Permission) -> str:
+        """Return the tenant in whose name the peer acts on a lease: its own, or the issuer of its token for that."""
+        claims = self._permitting(lease_id, permission)
+        return self._peer.tenant if claims is None else claims.tenant
+
+    def may_revoke(self, lease_id: int) -> bool:
+        """Return whether a token lets the peer, who is no operator, revoke that lease."""
+        return self._permitting(lease_id, Permission.REVOKE) is not None
+
+    def check_demand(self, demand: Demand, lease_id: int, permission: Permission) -> None:
+        """Raise Refused if this daemon demands a token for the operation and the connection has presented none."""
+        if demand not in self._service.demands or self._peer.is_operator:
+            return
+        if self._permitting(lease_id, permission) is None:
+            raise Refused(
+                Failure(
+                    Status.DENIED,
+                    f"this daemon demands a token for that, one with {permission.name} (setting require_token)",
+                    hint="Ask the operator for a token, and present it on this connection.",
+                )
+            )
+
+    def check_attach_demand(self) -> None:
+        """Raise Refused if this daemon demands a token for attaching, which the peer attempts without."""
+        if Demand.ATTACH in self._service.demands and not self._peer.is_operator:
+            raise Refused(
+                Failure(
+                    Status.DENIED,
+                    "this daemon demands a token for attaching (setting require_token)",
+                    hint="Issue one for yourself and attach with it.",
+                )
+            )
+
+    def _permitting(self, lease_id: int, permission: Permission) -> Claims | None:
+        claims = self._presented.get(lease_id)
+        if claims is not None and claims.permissions & permission and self._is_valid(claims):
+            return claims
+        return None
+
+    def _is_valid(self, claims: Claims) -> bool:
+        return self._service.authority().holds(claims)
+
+    # --- attaching ---
+
+    def guest(self, lease_id: int, token: bytes, needed: Permission = SESSION_PERMISSIONS) -> Guest:
+        """Return the bounds of a connection that attaches to a lease with a token for any of `needed`.
+
+        The token is not used up yet: `spend` does that. Raises Refused.
+        """
+        claims = self.validate(token, needed)
+        if claims.lease_id != lease_id:
+            raise Refused(failure_of(not_found(lease_id)))
+        self._attaching = claims
+        return Guest(claims.permissions, claims.expires_ns, claims.generation, mark_of(claims.nonce))
+
+    def spend(self, journal: Journal, on_done: Callable[[bool], None]) -> None:
+        """Use up the token that `guest` accepted, if any. `attached` or `not_attached` follows.
+
+        Args:
+            journal: Where the use is written down.
+            on_done: Called with whether a restarted daemon will know that the token is used.
+        """
+        if self._attaching is None:
+            on_done(True)
+            return
+        claims, until_ms = self._attaching, self._service.authority().use(self._attaching)
+        journal.spend(claims.lease_id, claims.nonce, until_ms, on_done)
+
+    def attached(self, *, is_submit: bool) -> None:
+        """Keep the token used: its connection was handed over. A session's worker may still refuse the guest."""
+        claims, self._attaching = self._attaching, None
+        if claims is not None and not is_submit:
+            self._service.add_handed_over(claims)
+
+    def not_attached(self, journal: Journal) -> None:
+        """Allow the token to be used again: its connection could not be handed over."""
+        claims, self._attaching = self._attaching, None
+        if claims is not None:
+            self._service.give_back(claims, journal)
+
+
+def refusing(operation: Callable[[], T]) -> T:
+    """Call the authority. Its exceptions become Refused."""
+    try:
+        return operation()
+    except CapabilityDenied as denied:
+        raise Refused(Failure(Status.DENIED, f"{denied} (token: {denied.check.value})", hint=denied.hint)) from None
+    except KeyFileBroken as error:
+        raise Refused(Failure(Status.INTERNAL, str(error), hint="Tell the operator.")) from None

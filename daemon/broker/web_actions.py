@@ -1,0 +1,211 @@
+"""Actions that the web page may request: revoke a lease, drain the node, clear a fence.
+
+The web process has no rights of its own. It passes on each request with the operator's token that came with it, and the
+broker checks the token. Somebody who takes over the web process, and does not have the token, changes nothing.
+"""
+
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, Protocol
+
+from gpulease.daemon.broker.handlers.admin_requests import shown_reason
+from gpulease.daemon.broker.reports import drain_status
+from gpulease.daemon.broker.runtime import OnOutcome, Runtime
+from gpulease.daemon.leases import (
+    Denied,
+    DrainCancelled,
+    DrainRequested,
+    DrainSet,
+    Event,
+    FenceCleared,
+    FenceClearRequested,
+    Outcome,
+    RevokeDone,
+    RevokeRequested,
+)
+from gpulease.daemon.web.broker_link import MAX_REASON_CHARS
+from gpulease.daemon.web.broker_link import Refused as WebRefusal
+from gpulease.daemon.web.settings import MAX_TOKEN_BYTES
+from gpulease.protocol.opcodes import Opcode, Status
+
+BY_PAGE: Final = "web page"
+"""The name in logs of whoever asked by the web page. It has a space, which no tenant's name can have."""
+
+MAX_WRONG_TOKENS: Final = 10
+"""Wrong tokens that are checked in a row. The web process lets none through, so only a taken-over one sends any."""
+
+WRONG_TOKEN_S: Final = 6.0
+"""Time until one more token is checked. Stops a taken-over web process from guessing, and from keeping the broker's
+loop busy with hashing."""
+
+MAX_PENDING: Final = 16
+"""Actions whose outcome is not known yet. Stops even a holder of the token from filling the broker."""
+
+MAX_WITHIN_MS: Final = (1 << 32) - 1
+"""The longest drain, as in the protocol's DRAIN."""
+
+MAX_NUMBER: Final = (1 << 32) - 1
+"""The largest request number that the web process gives."""
+
+_LEASE_ID: Final = re.compile("[0-9a-f]{32}")
+_CARD: Final = re.compile("[A-Za-z0-9-]{1,64}")
+
+Answer = Callable[[dict[str, Any]], None]
+
+
+class WebActions(Protocol):
+    """Performs the actions. Each calls `on_outcome` once with what came of it."""
+
+    def revoke(self, lease_id: int, reason: str, on_outcome: OnOutcome) -> None:
+        """End a lease."""
+
+    def drain(self, within_ms: int | None, on_outcome: OnOutcome) -> None:
+        """Drain the node, or end the drain for None."""
+
+    def clear_fences(self, card_uuid: str, on_outcome: OnOutcome) -> None:
+        """Make a card's fenced memory grantable again."""
+
+    def refused(self, operation: str, lease_id: int, message: str) -> None:
+        """Log an action that was refused. `lease_id` is 0 for an action that concerns no lease."""
+
+
+class WebActionRunner:
+    """Performs the actions on the lease table, and logs who asked."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def revoke(self, lease_id: int, reason: str, on_outcome: OnOutcome) -> None:
+        """End a lease; see `WebActions`."""
+        self._post(lambda number: RevokeRequested(number, lease_id, shown_reason(reason)), on_outcome)
+
+    def drain(self, within_ms: int | None, on_outcome: OnOutcome) -> None:
+        """Drain the node, or end the drain; see `WebActions`."""
+        if within_ms is None:
+            self._post(DrainCancelled, on_outcome)
+        else:
+            self._post(lambda number: DrainRequested(number, within_ms), on_outcome)
+
+    def clear_fences(self, card_uuid: str, on_outcome: OnOutcome) -> None:
+        """Clear a card's fences; see `WebActions`."""
+        self._post(lambda number: FenceClearRequested(number, card_uuid), on_outcome)
+
+    def refused(self, operation: str, lease_id: int, message: str) -> None:
+        """Log a refused action; see `WebActions`."""
+        self._runtime.recorder.refused(operation, BY_PAGE, lease_id, message)
+        self._runtime.metrics.refused(operation, Status.DENIED)
+
+    def _post(self, event_for: Callable[[int], Event], on_outcome: OnOutcome) -> None:
+        number = self._runtime.expect(on_outcome)
+        self._runtime.recorder.asked_by(number, BY_PAGE)
+        self._runtime.post(event_for(number))
+
+
+class WebActionHandler:
+    """Serves the messages that the web process passes on.
+
+    Args:
+        token_digest: The SHA-256 of the operator's token. Without a token, b"", no action is performed.
+    """
+
+    def __init__(self, actions: WebActions, token_digest: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+        self._actions = actions
+        self._token_digest = token_digest
+        self._guesses = GuessLimiter(clock)
+        self._pending = 0
+
+    def set_token(self, token_digest: bytes) -> None:
+        """Accept another token from now on."""
+        self._token_digest = token_digest
+
+    def handle(self, message: Mapping[Any, Any], answer: Answer) -> None:
+        """Serve one message. A message that no honest web process sends gets no answer."""
+        match message:
+            case {"number": int(number), "token": bytes(token)} if 0 <= number <= MAX_NUMBER:
+                action = self._parse(message)
+                if action is not None:
+                    self._perform(action, number, token, answer)
+
+    def _parse(self, message: Mapping[Any, Any]) -> "_Action | None":
+        actions = self._actions
+        match message:
+            case {"op": "revoke", "lease_id": str(text), "reason": str(reason)} if (
+                _LEASE_ID.fullmatch(text) and len(reason) <= MAX_REASON_CHARS
+            ):
+                lease_id = int(text, 16)
+                return _Action(Opcode.LEASE_REVOKE.name, lease_id, lambda done: actions.revoke(lease_id, reason, done))
+            case {"op": "drain", "within_ms": None}:
+                return _Action(Opcode.DRAIN_CANCEL.name, 0, lambda done: actions.drain(None, done))
+            case {"op": "drain", "within_ms": int(within_ms)} if 0 <= within_ms <= MAX_WITHIN_MS:
+                return _Action(Opcode.DRAIN.name, 0, lambda done: actions.drain(within_ms, done))
+            case {"op": "clear_fences", "card": str(card)} if _CARD.fullmatch(card):
+                return _Action(Opcode.FENCE_CLEAR.name, 0, lambda done: actions.clear_fences(card, done))
+        return None
+
+    def _perform(self, action: "_Action", number: int, token: bytes, answer: Answer) -> None:
+        def refuse(why: WebRefusal, message: str) -> None:
+            answer({"op": "refused", "number": number, "why": why.value, "message": message})
+
+        def on_outcome(outcome: Outcome) -> None:
+            self._pending -= 1
+            if isinstance(outcome, Denied):
+                refuse(WebRefusal.DENIED, f"{outcome.denial.message} {outcome.denial.hint}")
+            elif (reply := _reply(outcome)) is not None:
+                answer(reply | {"number": number})
+
+        if not self._guesses.may_check():
+            refuse(WebRefusal.TOO_MANY, "Too many wrong tokens have come by the web page: wait a minute.")
+        elif not self._is_operators(token):
+            self._guesses.count_wrong()
+            why = "what came by the web page is not the operator's token"
+            self._actions.refused(action.operation, action.lease_id, why)
+            refuse(WebRefusal.WRONG_TOKEN, "This is not the operator's token.")
+        elif self._pending >= MAX_PENDING:
+            refuse(WebRefusal.TOO_MANY, f"{self._pending} requests are under way, the most: wait a moment.")
+        else:
+            self._pending += 1
+            action.begin(on_outcome)
+
+    def _is_operators(self, token: bytes) -> bool:
+        if not self._token_digest or len(token) > MAX_TOKEN_BYTES:
+            return False
+        return hmac.compare_digest(hashlib.sha256(token).digest(), self._token_digest)
+
+
+class GuessLimiter:
+    """Limits how many wrong tokens are checked: MAX_WRONG_TOKENS, and one more every WRONG_TOKEN_S."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._free_s = clock() - MAX_WRONG_TOKENS * WRONG_TOKEN_S
+
+    def may_check(self) -> bool:
+        """Return whether a token is checked now, be it right or wrong."""
+        return self._clock() - self._free_s >= WRONG_TOKEN_S
+
+    def count_wrong(self) -> None:
+        """Use up one of the checks."""
+        self._free_s = max(self._free_s, self._clock() - MAX_WRONG_TOKENS * WRONG_TOKEN_S) + WRONG_TOKEN_S
+
+
+class _Action(NamedTuple):
+    """An action: its name in logs, its lease (0 for none), and the function that begins it."""
+
+    operation: str
+    lease_id: int
+    begin: Callable[[OnOutcome], None]
+
+
+def _reply(outcome: Outcome) -> dict[str, Any] | None:
+    match outcome:
+        case RevokeDone():
+            return {"op": "revoked", "outcome": int(outcome.outcome)}
+        case DrainSet():
+            status = drain_status(outcome)
+            return {"op": "drain_set", "left_ms": status.left_ms, "leases": status.leases}
+        case FenceCleared():
+            return {"op": "fences_cleared", "count": outcome.count}
+    return None

@@ -1,0 +1,57 @@
+"""A task of the event loop that calls one function again and again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+
+class PeriodicTask:
+    """Calls a function, pauses, and calls it again, until it is stopped. Two calls never overlap.
+
+    Args:
+        call: The coroutine function to call.
+        pause_s: Seconds from the end of one call to the next. A function is asked anew before each pause.
+        on_fault: Called with an exception that `call` raised, while it is being handled. The next call follows all the
+            same. Without `on_fault` the first exception ends the task.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], Awaitable[None]],
+        pause_s: float | Callable[[], float],
+        on_fault: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self._call = call
+        self._pause_s = pause_s
+        self._on_fault = on_fault
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether `start` was called."""
+        return self._task is not None
+
+    def start(self, *, at_once: bool = False) -> None:
+        """Begin on the running loop: with a pause, or `at_once` with a call. A second start does nothing."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(at_once))
+
+    async def stop(self) -> None:
+        """Cancel the task and wait until it has ended. A task that never started is none to stop."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, at_once: bool) -> None:
+        if at_once:
+            await self._call_once()
+        while True:
+            await asyncio.sleep(self._pause_s() if callable(self._pause_s) else self._pause_s)
+            await self._call_once()
+
+    async def _call_once(self) -> None:
+        try:
+            await self._call()
+        except Exception as error:
+            if self._on_fault is None:
+                raise
+            self._on_fault(error)
