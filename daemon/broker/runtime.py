@@ -279,7 +279,7 @@ class Runtime:
                 event, now_ns = self._events.popleft(), time.monotonic_ns()
                 effects = self.table.handle(event, now_ns)
                 # Before any of it is carried out: nobody is told what is on its way to neither journal nor audit log.
-                self.journal.saw(event, effects, now_ns)
+                self.journal.on_event(event, effects)
                 self.recorder.saw(event, effects, now_ns)
                 self.metrics.saw(event, effects, now_ns)
                 for effect in effects:
