@@ -63,7 +63,7 @@ class Caller:
     def expect(self, on_outcome: Callable[[Outcome], None]) -> int:
         """The number of a request to the lease table, which the audit log tells with who asked."""
         number = self.runtime.expect(on_outcome)
-        self.runtime.recorder.asked_by(number, self.peer.tenant)
+        self.runtime.history.asked_by(number, self.peer.tenant)
         return number
 
     def hold(self, lease_id: int) -> None:

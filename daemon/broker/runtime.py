@@ -78,6 +78,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.history import LeaseHistory
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
@@ -184,11 +185,12 @@ class Runtime:
         self.turns = FairQueue()
         self.headroom = MemoryReserve()
         self.workers = workers
-        self.recorder = LeaseLog(recorder, workers.pid)
+        self.history = LeaseHistory(table.get, table.submits.lease_of)
+        self.recorder = LeaseLog(recorder, table.get, workers.pid)
         self.journal = journal or Journal()
         self.health = Health(table, workers, self.journal, recorder, self.headroom)
         self.metrics = NodeMetrics(table, source, workers, recorder, self.health)
-        self.recorder.observe(table.get, self.post)
+        self.recorder.attach(self.post)
         self.journal.observe(table, workers.pid, self.post)
         workers.deliver_to(self.post)
         self.presence = ConnectionTracker(table, workers, self.post)
@@ -226,7 +228,7 @@ class Runtime:
 
     def adopt(self, cards: Sequence[Card], latest_ns: int) -> None:
         """Take over what an earlier daemon left; before anything else happens. `latest_ns`: see `reconcile`."""
-        self.recorder.make_up(self.journal.past.tombstones, time.monotonic_ns())
+        self.recorder.record_missing_ends(self.journal.past.tombstones, time.monotonic_ns())
         overheads = {card.uuid: card.overhead_bytes for card in cards}
         adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post)
         self.metrics.took_over()
@@ -280,8 +282,9 @@ class Runtime:
                 effects = self.table.handle(event, now_ns)
                 # Before any of it is carried out: nobody is told what is on its way to neither journal nor audit log.
                 self.journal.on_event(event, effects)
-                self.recorder.saw(event, effects, now_ns)
-                self.metrics.saw(event, effects, now_ns)
+                if facts := self.history.on_event(event, effects, now_ns):
+                    self.recorder.on_facts(facts)
+                    self.metrics.on_facts(facts)
                 for effect in effects:
                     self._try(effect)
                 self._tell(effects)

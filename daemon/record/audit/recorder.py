@@ -17,7 +17,7 @@ from gpulease.daemon.leases.denials import not_recorded
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.files import ToldLately
-from gpulease.daemon.record.audit.projector import Lookup, Told
+from gpulease.daemon.record.audit.projector import Entry
 from gpulease.daemon.record.audit.record_writer import MINOR, AuditWriter
 from gpulease.daemon.record.audit.records import ENDS, Kind, clean_text
 from gpulease.daemon.record.durable import DurableReplies, too_long
@@ -25,17 +25,234 @@ from gpulease.protocol.capabilities import names_of
 from gpulease.protocol.lease_ids import lease_text
 
 NS_PER_S: Final = 1_000_000_000
-US_PER_MS: Final = 1000
 NS_PER_US: Final = 1000
+US_PER_MS: Final = 1000
+
+OnOutcome = Callable[[Granted | Denied], None]
+
+
+class Recorder:
+    """The recorder of a daemon that keeps no audit log: records nothing, holds nothing back."""
+
+    @property
+    def keeps_records(self) -> bool:
+        """Whether `record` does anything."""
+        return False
+
+    def attach(self, post: Callable[[Event], None]) -> None:
+        """Begin, in the running event loop. `post` takes events for the lease table."""
+
+    def record(self, entry: Entry, now_ns: int) -> None:
+        """Record what an event brought about. Called before any of its effects is carried out."""
+
+    def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
+        """Return those of an earlier daemon's leases, oldest end first, whose ends the log lacks."""
+        return []
+
+    def attached(self, lease_id: int, tenant: str) -> None:
+        """Record that a connection was handed to a lease's worker."""
+
+    def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
+        """Record that `by` got a token, about a lease of `tenant` or, if it names none, about the node.
+
+        `audience` is the tenant that may use it, if that is a tenant known here.
+        """
+
+    def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
+        """Record that `by` revoked the token of that nonce. `lease_id` is 0 if it is about the node."""
+
+    def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
+        """Record a request that was refused before it got to the lease table. `lease_id` is 0 if it named none."""
+
+    def reloaded(self, config: str) -> None:
+        """Record that the settings were read again. `config` is the digest of the new ones."""
+
+    def denial(self) -> Denial | None:
+        """Return why no lease can be granted now, if the log is the reason."""
+        return None
+
+    def problem(self) -> str:
+        """Return why the log can't be written now, in a clause; "" if it can be, or if none is kept."""
+        return ""
+
+    def figures(self) -> dict[str, int] | None:
+        """Count the records that wait, are durable, and were dropped; None if no log is kept."""
+        return None
+
+    def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
+        """Call `on_outcome` with a grant once its tenant may hear of it, or with a `Denied` in its place."""
+        on_outcome(granted)
+
+    async def stop(self) -> None:
+        """Write the rest and close."""
+
+
+class LogRecorder(Recorder):
+    """The recorder of a daemon that keeps an audit log.
+
+    Args:
+        is_required: Whether a grant is told only when its record is durable.
+        told: The last records of the log. An earlier daemon may have been killed between this log and its journal, in
+            which leases have ended, or have not.
+    """
+
+    def __init__(self, is_required: bool, told: ToldLately | None = None) -> None:
+        self._is_required = is_required
+        self._told = told or ToldLately()
+        self._writer: AuditWriter | None = None
+        self._replies = DurableReplies(lambda: 0 if self._writer is None else self._writer.durable, self.problem)
+        self._budgets = Budgets()
+        # Of grants whose tenants are not told yet, by lease.
+        self._tickets: dict[int, int] = {}
+
+    @property
+    def keeps_records(self) -> bool:
+        """See `Recorder.keeps_records`."""
+        return True
+
+    def write_with(self, writer: AuditWriter) -> None:
+        """Set the writer, once the log is open."""
+        self._writer = writer
+
+    def on_change(self) -> None:
+        """Look again which grants are recorded. Called in the writer's thread."""
+        if self._is_required:
+            self._replies.on_change()
+
+    # --- records ---
+
+    def attach(self, post: Callable[[Event], None]) -> None:
+        """See `Recorder.attach`."""
+        self._replies.attach(post)
+
+    def record(self, entry: Entry, now_ns: int) -> None:
+        """See `Recorder.record`. A bug here must not keep effects from being carried out; an unrecorded grant waits."""
+        try:
+            self._record(entry, now_ns)
+        except Exception:
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {entry[0].value}")
+
+    def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
+        """See `Recorder.without_end`. Records and tombstones are in the order of time, but for those of earlier boots.
+
+        So if the last records do not name a lease at all, its end is missing only if it came after them.
+        """
+        found = []
+        cut_us = self._told.cut_us
+        for lease in reversed(tombstones):
+            if cut_us is not None and (lease.ended_ns or 0) // NS_PER_US < cut_us:
+                cut_us = None
+            kind = self._told.kinds.get(lease_text(lease.lease_id))
+            # No log may have been kept when a lease began that the records do not name.
+            is_cut_off = cut_us is not None and lease.created_ns // NS_PER_US <= cut_us
+            if is_cut_off if kind is None else kind not in (Kind.END, Kind.FENCE):
+                found.append(lease)
+        return found[::-1]
+
+    def attached(self, lease_id: int, tenant: str) -> None:
+        """See `Recorder.attached`."""
+        self._record((Kind.ATTACH, {"lease": lease_text(lease_id), "tenant": tenant}))
+
+    def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
+        """See `Recorder.issued`."""
+        lease = {"lease": lease_text(grant.lease_id), "generation": grant.generation} if grant.lease_id else {}
+        particulars = {
+            "tenant": tenant,
+            "by": by,
+            "permissions": list(names_of(grant.permissions)),
+            "audience": audience,
+            "expires_us": grant.expires_ms * US_PER_MS,
+            "nonce": grant.nonce.hex(),
+        }
+        self._record((Kind.ISSUE, lease | particulars))
+
+    def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
+        """See `Recorder.token_revoked`."""
+        lease = {"lease": lease_text(lease_id)} if lease_id else {}
+        self._record((Kind.WITHDRAW, lease | {"tenant": tenant, "by": by, "nonce": nonce.hex()}))
+
+    def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
+        """See `Recorder.refused`."""
+        lease = {"lease": lease_text(lease_id)} if lease_id else {}
+        why = {"operation": operation.lower(), "tenant": tenant, "reason": "refused", "message": clean_text(message)}
+        self._record((Kind.DENY, why | lease))
+
+    def reloaded(self, config: str) -> None:
+        """See `Recorder.reloaded`."""
+        self._record((Kind.OPERATOR, {"action": "reload", "config": config}))
+
+    def figures(self) -> dict[str, int] | None:
+        """See `Recorder.figures`."""
+        return None if self._writer is None else self._writer.figures()
+
+    async def stop(self) -> None:
+        """See `Recorder.stop`. The lease table is at rest by now."""
+        if self._writer is None:
+            return
+        omitted = [[tenant, count] for tenant, count in sorted(self._budgets.take_omitted().items())]
+        is_whole = await asyncio.to_thread(self._writer.stop, {"omitted": omitted} if omitted else {})
+        if not is_whole:
+            log_event(LogEvent.AUDIT_SHORT, reason=self._writer.problem() or "the disk is too slow")
+
+    def _record(self, entry: Entry, now_ns: int = 0) -> None:
+        if self._writer is None:
+            return
+        kind, data = entry
+        if kind is Kind.END and self._told.kinds.get(data["lease"]) is Kind.END:
+            return
+        if kind in MINOR:
+            omitted = self._budgets.spend(str(data.get("tenant", "")), now_ns or time.monotonic_ns())
+            if omitted is None:
+                return
+            if omitted:
+                data = data | {"omitted": omitted}
+        ticket = self._writer.put(kind, data, now_ns)
+        if kind is Kind.GRANT and self._is_required:
+            self._tickets[int(data["lease"], 16)] = ticket
+        elif self._tickets and kind in ENDS:
+            self._tickets.pop(int(data["lease"], 16), None)
+
+    # --- grants ---
+
+    def problem(self) -> str:
+        """See `Recorder.problem`."""
+        return "it is not open" if self._writer is None else self._writer.problem()
+
+    def denial(self) -> Denial | None:
+        """See `Recorder.denial`."""
+        problem = self.problem() if self._is_required else ""
+        return not_recorded(problem) if problem else None
+
+    def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
+        """See `Recorder.answer`."""
+        ticket = self._tickets.pop(granted.lease.lease_id, 0)
+        if not self._is_required:
+            on_outcome(granted)
+        elif not ticket:
+            # The grant has no record, for want of room or by a bug.
+            self._finish(granted, on_outcome, self.problem() or too_long())
+        else:
+            self._replies.hold(ticket, partial(self._finish, granted, on_outcome))
+
+    def _finish(self, granted: Granted, on_outcome: OnOutcome, problem: str) -> None:
+        if not problem:
+            on_outcome(granted)
+            return
+        denial = not_recorded(problem)
+        lease = granted.lease
+        particulars = {"operation": "acquire", "tenant": lease.tenant, "lease": lease_text(lease.lease_id)}
+        self._record((Kind.DENY, particulars | {"reason": denial.reason.value, "message": denial.message}))
+        on_outcome(self._replies.refuse(granted, denial))
+
 
 BURST_RECORDS: Final = 600
-"""Of a tenant, before anything is omitted: more than an honest one has in minutes."""
+"""Records of one tenant before any is omitted: more than an honest tenant causes in minutes."""
 
 RECORDS_PER_S: Final = 1
-"""From then on: 30 MB a day of a tenant that does nothing but be denied."""
+"""Records of one tenant from then on: 30 MB a day if it does nothing but be denied."""
 
 MAX_TENANTS: Final = 4096
-"""Told apart; more than a host has users. The others share one budget."""
+"""Tenants with a budget of their own; more than a host has users. The others share one budget."""
 
 
 @dataclass(slots=True)
@@ -46,13 +263,16 @@ class _Budget:
 
 
 class Budgets:
-    """A token bucket for each tenant, and how much of it was omitted."""
+    """A token bucket for each tenant, which also counts what was omitted."""
 
     def __init__(self) -> None:
         self._budgets: dict[str, _Budget] = {}
 
     def spend(self, tenant: str, now_ns: int) -> int | None:
-        """How many were omitted before this one if it is to be written, else None: it is omitted too."""
+        """Take one record from a tenant's budget.
+
+        Returns how many were omitted since the last one, or None if this one must be omitted too.
+        """
         cost_ns = NS_PER_S // RECORDS_PER_S
         full_ns = BURST_RECORDS * cost_ns
         if tenant not in self._budgets and len(self._budgets) >= MAX_TENANTS:
@@ -68,215 +288,8 @@ class Budgets:
         return omitted
 
     def take_omitted(self) -> dict[str, int]:
-        """What was omitted and not told yet, by tenant."""
+        """Return how many were omitted and not reported yet, by tenant, and count from 0 again."""
         left = {tenant: budget.omitted for tenant, budget in self._budgets.items() if budget.omitted}
         for budget in self._budgets.values():
             budget.omitted = 0
         return left
-
-
-OnOutcome = Callable[[Granted | Denied], None]
-
-
-class Recorder:
-    """Of a daemon that keeps no audit log: forgets everything, holds nothing back."""
-
-    def observe(self, lookup: Lookup, post: Callable[[Event], None]) -> None:
-        """Which lease table is told of, and where events for it go."""
-
-    def record(self, told: Told, now_ns: int) -> None:
-        """What the witness tells of an event, before any of what it brought about is carried out."""
-
-    def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
-        """Those of an earlier daemon's leases, oldest end first, of whose ends the log does not tell."""
-        return []
-
-    def attached(self, lease_id: int, tenant: str) -> None:
-        """A connection was handed to a lease's worker."""
-
-    def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
-        """A token was given to `by`, about a lease of `tenant` or, if it has none, about the node.
-
-        `audience` is the tenant that may use it, if it is one that is known here.
-        """
-
-    def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
-        """`by` ended the token of that nonce, about a lease of `tenant`, or about the node if `lease_id` is 0."""
-
-    def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
-        """A request that never got to the lease table; `lease_id` is 0 if it named none."""
-
-    def reloaded(self, config: str) -> None:
-        """The settings were read again; `config` is the digest of those that hold now."""
-
-    def denial(self) -> Denial | None:
-        """Why no lease can be granted at present, if it is for want of the log."""
-        return None
-
-    def problem(self) -> str:
-        """Why the log can't be written now, in a clause; "" if it can, or if none is kept."""
-        return ""
-
-    def figures(self) -> dict[str, int] | None:
-        """How many records wait, are durable, and were dropped; None if no log is kept."""
-        return None
-
-    def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
-        """Tell a tenant of its grant, once that may be."""
-        on_outcome(granted)
-
-    async def stop(self) -> None:
-        """Write what is left."""
-
-
-class LogRecorder(Recorder):
-    """Of a daemon that keeps one.
-
-    Args:
-        is_required: No grant without its record on the disk.
-        told: What the log tells already: the earlier daemon may have been killed between this log and its journal, in
-            which leases have ended, or have not.
-    """
-
-    def __init__(self, is_required: bool, told: ToldLately | None = None) -> None:
-        self._is_required = is_required
-        self._told = told or ToldLately()
-        self._writer: AuditWriter | None = None
-        self._replies = DurableReplies(lambda: 0 if self._writer is None else self._writer.durable, self.problem)
-        self._budgets = Budgets()
-        # Of grants whose tenants are not told yet, by lease.
-        self._tickets: dict[int, int] = {}
-
-    def write_with(self, writer: AuditWriter) -> None:
-        """Where records go."""
-        self._writer = writer
-
-    def on_change(self) -> None:
-        """Look again which grants are recorded. Called in the writer's thread."""
-        if self._is_required:
-            self._replies.on_change()
-
-    # --- what the broker tells ---
-
-    def observe(self, lookup: Lookup, post: Callable[[Event], None]) -> None:
-        """See `Recorder.observe`."""
-        self._replies.attach(post)
-
-    def record(self, told: Told, now_ns: int) -> None:
-        """As above. A fault here must not keep the effects from being carried out; an unrecorded grant is held."""
-        try:
-            self._record(told, now_ns)
-        except Exception:
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {told[0].value}")
-
-    def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
-        """As above. Records and tombstones are in the order of time, but for tombstones of earlier boots.
-
-        So of a lease of which the last records do not tell at all, the end is missing only if it came behind them.
-        """
-        found = []
-        cut_us = self._told.cut_us
-        for lease in reversed(tombstones):
-            if cut_us is not None and (lease.ended_ns or 0) // NS_PER_US < cut_us:
-                cut_us = None
-            kind = self._told.kinds.get(lease_text(lease.lease_id))
-            # The log may not have been kept when one began of which it does not tell.
-            is_cut_off = cut_us is not None and lease.created_ns // NS_PER_US <= cut_us
-            if is_cut_off if kind is None else kind not in (Kind.END, Kind.FENCE):
-                found.append(lease)
-        return found[::-1]
-
-    def attached(self, lease_id: int, tenant: str) -> None:
-        """As above."""
-        self._record((Kind.ATTACH, {"lease": lease_text(lease_id), "tenant": tenant}))
-
-    def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
-        """As above."""
-        lease = {"lease": lease_text(grant.lease_id), "generation": grant.generation} if grant.lease_id else {}
-        told = {
-            "tenant": tenant,
-            "by": by,
-            "permissions": list(names_of(grant.permissions)),
-            "audience": audience,
-            "expires_us": grant.expires_ms * US_PER_MS,
-            "nonce": grant.nonce.hex(),
-        }
-        self._record((Kind.ISSUE, lease | told))
-
-    def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
-        """As above."""
-        lease = {"lease": lease_text(lease_id)} if lease_id else {}
-        self._record((Kind.WITHDRAW, lease | {"tenant": tenant, "by": by, "nonce": nonce.hex()}))
-
-    def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
-        """As above."""
-        lease = {"lease": lease_text(lease_id)} if lease_id else {}
-        told = {"operation": operation.lower(), "tenant": tenant, "reason": "refused", "message": clean_text(message)}
-        self._record((Kind.DENY, told | lease))
-
-    def reloaded(self, config: str) -> None:
-        """As above."""
-        self._record((Kind.OPERATOR, {"action": "reload", "config": config}))
-
-    # --- what the log demands ---
-
-    def denial(self) -> Denial | None:
-        """As above."""
-        problem = self.problem() if self._is_required else ""
-        return not_recorded(problem) if problem else None
-
-    def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
-        """As above."""
-        ticket = self._tickets.pop(granted.lease.lease_id, 0)
-        if not self._is_required:
-            on_outcome(granted)
-        elif not ticket:
-            self._finish(granted, on_outcome, self.problem() or too_long())
-        else:
-            self._replies.hold(ticket, partial(self._finish, granted, on_outcome))
-
-    def _finish(self, granted: Granted, on_outcome: OnOutcome, problem: str) -> None:
-        if not problem:
-            on_outcome(granted)
-            return
-        denial = not_recorded(problem)
-        lease = granted.lease
-        told = {"operation": "acquire", "tenant": lease.tenant, "lease": lease_text(lease.lease_id)}
-        self._record((Kind.DENY, told | {"reason": denial.reason.value, "message": denial.message}))
-        on_outcome(self._replies.refuse(granted, denial))
-
-    async def stop(self) -> None:
-        """As above. The lease table is at rest by now."""
-        if self._writer is None:
-            return
-        omitted = [[tenant, count] for tenant, count in sorted(self._budgets.take_omitted().items())]
-        is_whole = await asyncio.to_thread(self._writer.stop, {"omitted": omitted} if omitted else {})
-        if not is_whole:
-            why = self._writer.problem() or "the disk is too slow"
-            log_event(LogEvent.AUDIT_SHORT, reason=why)
-
-    def _record(self, told: Told, now_ns: int = 0) -> None:
-        if self._writer is None:
-            return
-        kind, data = told
-        if kind is Kind.END and self._told.kinds.get(data["lease"]) is Kind.END:
-            return
-        if kind in MINOR:
-            omitted = self._budgets.spend(str(data.get("tenant", "")), now_ns or time.monotonic_ns())
-            if omitted is None:
-                return
-            if omitted:
-                data["omitted"] = omitted
-        ticket = self._writer.put(kind, data, now_ns)
-        if kind is Kind.GRANT and self._is_required:
-            self._tickets[int(data["lease"], 16)] = ticket
-        elif self._tickets and kind in ENDS:
-            self._tickets.pop(int(data["lease"], 16), None)
-
-    def problem(self) -> str:
-        """As above."""
-        return "it is not open" if self._writer is None else self._writer.problem()
-
-    def figures(self) -> dict[str, int] | None:
-        """As above."""
-        return None if self._writer is None else self._writer.figures()

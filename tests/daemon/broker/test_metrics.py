@@ -17,7 +17,7 @@ from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.gpus.embedded import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading, CardsUnavailable
-from gpulease.daemon.leases import Card, LeaseTable, ShutdownRequested
+from gpulease.daemon.leases import Card, LeaseTable
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
@@ -120,8 +120,8 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
 
     async def run() -> None:
         scene = Scene()
-        scene.metrics._tally = cast(Any, SimpleNamespace(saw=breaks, pairs=breaks))
-        scene.metrics.saw(ShutdownRequested(), [], 1)
+        scene.metrics._tally = cast(Any, SimpleNamespace(on_facts=breaks, pairs=breaks))
+        scene.metrics.on_facts([])
         scene.metrics.ask(breaks)
         scene.metrics.ask(scene.answers.append)
         (answer,) = await scene.answered(1)
@@ -130,7 +130,7 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
 
     asyncio.run(run())
     assert [getattr(record, ATTRIBUTE)[1]["doing"] for record in caplog.records] == [
-        "counting ShutdownRequested()",
+        "counting []",
         "telling the metrics",
         "answering with the metrics",
     ]
