@@ -143,7 +143,7 @@ class Times(NamedTuple):
 
     Attributes:
         asked_ns: When it was asked for.
-        spawned_ns: When its worker was started.
+        spawned_ns: When its worker was started; None again once the worker was ready.
         granted_ns: When this daemon granted it; None for a lease of an earlier daemon.
         began_ns: When it was granted, or created under an earlier daemon.
         is_granted: Whether it is, or was, known as granted to its tenant.
@@ -293,6 +293,9 @@ class LeaseHistory:
         if event.lease_id >= FIRST_WARM_ID:
             return None
         times = self._times.get(event.lease_id, NO_TIMES)
+        if times.spawned_ns is not None:
+            # A second event, which does no harm, is not the end of the same start.
+            self._times[event.lease_id] = times._replace(spawned_ns=None)
         return Fact(FactKind.WORKER_READY, now_ns, event, event.lease_id, times=times)
 
     def _worker_failed(self, event: WorkerFailed, now_ns: int) -> Fact | None:
