@@ -1,4 +1,4 @@
-"""The audit log of a running daemon: opened as it starts, told of its stop, or none if the operator wants none."""
+"""Opens the audit log when the daemon starts, and closes it when the daemon stops."""
 
 import asyncio
 import contextlib
@@ -22,25 +22,25 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class CannotRecord(Exception):
-    """The operator demands an audit log and it can't be written; the message is a sentence for the operator."""
+    """The required audit log can't be written; the message is a sentence for the operator."""
 
 
 def boot_id() -> str:
-    """The kernel's id of this boot (random(4)), 32 hex digits."""
+    """Return the kernel's id of this boot (random(4)), 32 hex digits."""
     return _BOOT_ID.read_text().strip().replace("-", "")
 
 
 def config_digest(config: Config) -> str:
-    """The SHA-256 of all settings in canonical form: the same settings, the same digest, whatever their order."""
+    """Return the SHA-256 of all settings in canonical form, which does not depend on their order."""
     leaves = sorted(_leaves(config), key=lambda leaf: leaf[:-1])
     return hashlib.sha256(canonical_bytes(leaves)).hexdigest()
 
 
 @contextlib.asynccontextmanager
 async def recording(config: Config, driver: str, cards: Sequence[Card]) -> AsyncIterator[Recorder]:
-    """What the broker tells everything, until the block is left.
+    """Keep the audit log that the settings ask for, until the block is left. Without one, the recorder does nothing.
 
-    Raises CannotRecord, or ConfigError for a place where no log can be.
+    Raises CannotRecord, or ConfigError for a path where no log can be.
     """
     if config.audit is None:
         yield Recorder()
@@ -74,7 +74,7 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
 
 
 def _told_lately(folder: Path, boot: str) -> ToldLately:
-    """See `told_lately`. What can't be read is for whoever opens the log to say."""
+    """Read the last records. A log that can't be read has none here: opening it gives the error."""
     try:
         return told_lately(folder, boot)
     except OSError:
@@ -82,7 +82,7 @@ def _told_lately(folder: Path, boot: str) -> ToldLately:
 
 
 def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
-    """Refuse a place that is mistyped, or not the daemon's to write in: trying again would not help, as with a disk."""
+    """Refuse a path that is mistyped or not writable for the daemon's user: another try would not help."""
     if path.exists() and path.is_dir() != is_folder:
         raise ConfigError(f"setting {setting}: {path} is {'no' if is_folder else 'a'} folder")
     if not path.parent.is_dir():
@@ -93,7 +93,7 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
 
 
 def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
-    """Every single setting, behind the names that lead to it: canonical bytes do not nest as deep as settings do."""
+    """Yield each setting behind the names that lead to it: canonical bytes do not nest as deep as settings."""
     if is_dataclass(value):
         inside = {item.name: getattr(value, item.name) for item in fields(value)}
     elif isinstance(value, Mapping):
@@ -114,5 +114,5 @@ def _plain(value: Any) -> Any:
         return value.value
     if value is None or (isinstance(value, int) and abs(value) <= MAX_INTEGER):
         return value
-    # A number of any size, and a path whose bytes are no text, are settings as well.
+    # Settings may be numbers of any size, and paths whose bytes are no text.
     return str(value).encode(errors="backslashreplace").decode()

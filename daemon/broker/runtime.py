@@ -298,7 +298,7 @@ class Runtime:
 
     def _tell(self, effects: list[Effect]) -> None:
         try:
-            self.teller.saw(effects)
+            self.teller.on_effects(effects)
         except Exception:
             # A bug of ours, in what nobody's lease depends on.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {effects!r}")

@@ -1,7 +1,7 @@
-"""Telling those who subscribed where their leases stand, without waiting for any of them.
+"""Publishes the phases of leases to subscribers, without waiting for any of them.
 
-What there is to tell is the lease table's word; here it is only noticed when to ask, and kept who was told what. A slow
-reader's events are dropped but for the latest, and their number is told: nothing here grows with what is not read.
+The lease table says where a lease stands. The publisher notices when to ask, and remembers what it published last. A
+slow reader loses old events, never the latest, and learns how many it lost, so unread events take no memory.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ from gpulease.protocol.messages import LeaseEvent
 from gpulease.protocol.opcodes import Phase, Status
 
 EVERY_LEASE: Final = 0
-"""The lease id of a subscription to all that its peer may see."""
+"""The lease id of a subscription to every lease that the peer may see."""
 
 FLUSH_S: Final = 0.2
-"""Until a slow reader's latest event is tried again."""
+"""Between two tries to write a slow reader's latest event."""
 
 NS_PER_S: Final = 1_000_000_000
 MAX_LEFT_MS: Final = 2**32 - 1
@@ -45,20 +45,22 @@ class Write(Protocol):
     """Writes an event to a subscriber's connection."""
 
     def __call__(self, subscription: int, event: LeaseEvent) -> bool:
-        """Whether there was room for it."""
+        """Write an event, and return whether there was room for it."""
 
 
 @dataclass(slots=True, eq=False)
 class Subscription:
-    """One peer's wish to hear of one lease, or of all it may see.
+    """One peer's subscription to one lease, or to all that it may see.
 
     Attributes:
-        number: The request's.
-        lease_id: Which lease, or EVERY_LEASE.
-        tenant: The peer's.
-        may_see: Whether the peer may hear of that lease now.
-        latest: An event there was no room for.
-        lost: How many before it were dropped.
+        number: The number of the request that made it.
+        lease_id: The lease, or EVERY_LEASE.
+        tenant: The peer's tenant.
+        may_see: Returns whether the peer may see a lease now.
+        write: Writes an event to the peer's connection.
+        sequence: The number of the last event, 1 for the first.
+        lost: How many events before `latest` were dropped.
+        latest: An event that found no room; None if there is none.
     """
 
     number: int
@@ -70,8 +72,8 @@ class Subscription:
     lost: int = 0
     latest: LeaseEvent | None = None
 
-    def tell(self, event: LeaseEvent) -> bool:
-        """Tell it, or keep it; whether it went."""
+    def send(self, event: LeaseEvent) -> bool:
+        """Write an event, or keep it. Return whether it was written."""
         self.sequence += 1
         if self.latest is not None:
             self.lost += 1
@@ -79,17 +81,18 @@ class Subscription:
         return self.flush()
 
     def flush(self) -> bool:
-        """Try to tell what was kept; whether nothing is left."""
+        """Try to write the event that was kept. Return whether none is left."""
         if self.latest is not None and self.write(self.number, self.latest):
             self.latest, self.lost = None, 0
         return self.latest is None
 
 
 class Publisher:
-    """Everybody's subscriptions.
+    """Holds all subscriptions, and sends them events.
 
     Args:
-        on_warning: Called with a lease, its milliseconds and why, whenever it is told that it ends soon.
+        table: The lease table.
+        on_warning: Called with a lease, the milliseconds left and the reason, when its warning is published.
     """
 
     def __init__(self, table: LeaseTable, on_warning: Callable[[int, int, str], None] = lambda *_: None) -> None:
@@ -97,13 +100,14 @@ class Publisher:
         self._on_warning = on_warning
         self._by_lease: dict[int, list[Subscription]] = {}
         self._by_tenant: Counter[str] = Counter()
-        self._told: dict[int, Key] = {}
+        # The phase that was published last, of each lease that somebody subscribed to.
+        self._published: dict[int, Key] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._unread: set[Subscription] = set()
         self._flush_timer: asyncio.TimerHandle | None = None
 
     def add(self, subscription: Subscription) -> None:
-        """Tell it of what changes from now on. Raises Refusal."""
+        """Publish changes to it from now on. Raises Refusal."""
         if self._by_tenant[subscription.tenant] >= MAX_SUBSCRIPTIONS:
             raise Refusal(
                 Failure(
@@ -116,21 +120,21 @@ class Publisher:
         self._by_lease.setdefault(subscription.lease_id, []).append(subscription)
 
     def begin(self, subscription: Subscription) -> None:
-        """It was answered: tell it where its lease stands, and look after those it is of."""
+        """Send where its lease stands, once its request was answered, and watch its leases."""
         now_ns = time.monotonic_ns()
         if subscription.lease_id != EVERY_LEASE:
             standing = self._table.standing(subscription.lease_id, now_ns)
             if standing is not None:
                 self._send((subscription,), subscription.lease_id, standing, now_ns)
-                self._follow(subscription.lease_id, standing)
+                self._watch(subscription.lease_id, standing)
             return
         for lease in self._table.snapshots():
             standing = self._table.standing(lease.lease_id, now_ns)
-            if standing is not None and lease.lease_id not in self._told:
-                self._follow(lease.lease_id, standing)
+            if standing is not None and lease.lease_id not in self._published:
+                self._watch(lease.lease_id, standing)
 
     def remove(self, subscription: Subscription) -> None:
-        """Tell it no more."""
+        """End a subscription."""
         self._by_tenant[subscription.tenant] -= 1
         if not self._by_tenant[subscription.tenant]:
             del self._by_tenant[subscription.tenant]
@@ -142,13 +146,13 @@ class Publisher:
         del self._by_lease[subscription.lease_id]
         if EVERY_LEASE in self._by_lease:
             return
-        left = list(self._told) if subscription.lease_id == EVERY_LEASE else [subscription.lease_id]
+        left = list(self._published) if subscription.lease_id == EVERY_LEASE else [subscription.lease_id]
         for lease_id in left:
             if lease_id not in self._by_lease:
                 self._forget(lease_id)
 
-    def saw(self, effects: Sequence[Effect]) -> None:
-        """These were carried out: tell whoever it concerns."""
+    def on_effects(self, effects: Sequence[Effect]) -> None:
+        """Publish what changed. Called after the effects were carried out."""
         if not self._by_lease:
             return
         moved: dict[int, None] = {}
@@ -159,42 +163,42 @@ class Publisher:
                 case LeaseEnded(lease):
                     moved[lease.lease_id] = None
         for lease_id in moved:
-            self._look(lease_id)
+            self._publish(lease_id)
 
     def stop(self) -> None:
-        """Tell nobody any more."""
+        """Cancel all timers."""
         for handle in (*self._timers.values(), self._flush_timer):
             if handle is not None:
                 handle.cancel()
 
-    def _look(self, lease_id: int) -> None:
+    def _publish(self, lease_id: int) -> None:
         if lease_id not in self._by_lease and EVERY_LEASE not in self._by_lease:
             return
         now_ns = time.monotonic_ns()
         standing = self._table.standing(lease_id, now_ns)
         if standing is None:
             return
-        if self._told.get(lease_id) != standing.key:
-            listeners = [*self._by_lease.get(lease_id, ()), *self._by_lease.get(EVERY_LEASE, ())]
-            self._send(listeners, lease_id, standing, now_ns)
-        self._follow(lease_id, standing)
+        if self._published.get(lease_id) != standing.key:
+            subscriptions = [*self._by_lease.get(lease_id, ()), *self._by_lease.get(EVERY_LEASE, ())]
+            self._send(subscriptions, lease_id, standing, now_ns)
+        self._watch(lease_id, standing)
 
-    def _follow(self, lease_id: int, standing: Standing) -> None:
-        """Remember what was told, and look again when time alone changes it."""
+    def _watch(self, lease_id: int, standing: Standing) -> None:
+        """Remember what was published, and publish again when time alone changes the phase."""
         self._forget(lease_id)
         if standing.phase is Phase.ENDED:
             return
-        self._told[lease_id] = standing.key
+        self._published[lease_id] = standing.key
         if standing.look_again_ns is not None:
             delay_s = max(0, standing.look_again_ns - time.monotonic_ns()) / NS_PER_S
-            self._timers[lease_id] = asyncio.get_running_loop().call_later(delay_s, self._look, lease_id)
+            self._timers[lease_id] = asyncio.get_running_loop().call_later(delay_s, self._publish, lease_id)
 
     def _forget(self, lease_id: int) -> None:
-        self._told.pop(lease_id, None)
+        self._published.pop(lease_id, None)
         if (handle := self._timers.pop(lease_id, None)) is not None:
             handle.cancel()
 
-    def _send(self, listeners: Iterable[Subscription], lease_id: int, standing: Standing, now_ns: int) -> None:
+    def _send(self, subscriptions: Iterable[Subscription], lease_id: int, standing: Standing, now_ns: int) -> None:
         event = LeaseEvent(
             lease_id=lease_id,
             sequence=0,
@@ -207,8 +211,8 @@ class Publisher:
         )
         if standing.phase is Phase.WARNING:
             self._on_warning(lease_id, event.left_ms, standing.reason)
-        for subscription in listeners:
-            if subscription.may_see(lease_id) and not subscription.tell(event):
+        for subscription in subscriptions:
+            if subscription.may_see(lease_id) and not subscription.send(event):
                 self._unread.add(subscription)
                 self._flush_later()
 
@@ -226,38 +230,38 @@ class Publisher:
 class SubscriptionHandler:
     """The subscriptions of one control connection."""
 
-    def __init__(self, teller: Publisher, tenant: str, write: Write) -> None:
-        self._teller = teller
+    def __init__(self, publisher: Publisher, tenant: str, write: Write) -> None:
+        self._publisher = publisher
         self._tenant = tenant
         self._write = write
         self._own: dict[int, Subscription] = {}
 
     def subscribe(self, number: int, lease_id: int, may_see: Callable[[int], bool]) -> None:
-        """LEASE_SUBSCRIBE. Raises Refusal. `begin` is to follow once it was answered."""
+        """Handle LEASE_SUBSCRIBE. Call `begin` once it was answered. Raises Refusal."""
         subscription = Subscription(number, lease_id, self._tenant, may_see, self._write)
-        self._teller.add(subscription)
+        self._publisher.add(subscription)
         self._own[number] = subscription
 
     def begin(self, number: int) -> None:
-        """It was answered."""
-        self._teller.begin(self._own[number])
+        """Begin to send events: the subscription was answered."""
+        self._publisher.begin(self._own[number])
 
     def unsubscribe(self, number: int) -> None:
-        """LEASE_UNSUBSCRIBE. Raises Refusal."""
+        """Handle LEASE_UNSUBSCRIBE. Raises Refusal."""
         subscription = self._own.pop(number, None)
         if subscription is None:
             raise Refusal(Failure(Status.NOT_FOUND, f"this connection has no subscription {number}"))
-        self._teller.remove(subscription)
+        self._publisher.remove(subscription)
 
     def leave(self) -> None:
-        """The connection is gone."""
+        """End all subscriptions: the connection is gone."""
         for subscription in self._own.values():
-            self._teller.remove(subscription)
+            self._publisher.remove(subscription)
         self._own.clear()
 
 
 def seen_by(see: Callable[[LeaseSnapshot], bool], table: LeaseTable) -> Callable[[int], bool]:
-    """The same question by a lease's id."""
+    """Make a check of a lease's id from a check of a lease."""
 
     def may_see(lease_id: int) -> bool:
         lease = table.get(lease_id)

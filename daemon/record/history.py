@@ -205,6 +205,8 @@ class LeaseHistory:
         self._asked: dict[int, Asked] = {}
         self._askers: dict[int, str] = {}
         self._times: dict[int, Times] = {}
+        # Who was last given a worker that runs already: the `SpawnWorker` that follows uses it.
+        self._renamed_to = 0
         # Leases and submits.
         self._faulted: set[int] = set()
         self._on_event: Final[dict[type, Callable[[Any, int], Fact | None]]] = {
@@ -260,34 +262,36 @@ class LeaseHistory:
 
     def _follow(self, event: Event, effects: Sequence[Effect], now_ns: int, facts: list[Fact]) -> None:
         kind = type(event)
-        if kind in _REQUESTS and isinstance(event, Request) and event.request:
-            by = event.tenant if isinstance(event, TenantRequest) else THE_DAEMON
-            self._asked[event.request] = Asked(self._askers.pop(event.request, by), now_ns, event)
+        names_tenant = _REQUESTS.get(kind)
+        if names_tenant is not None:
+            self._take_in(event, now_ns, names_tenant=names_tenant)
         on_event = self._on_event.get(kind)
         if on_event is not None and (fact := on_event(event, now_ns)) is not None:
             facts.append(fact)
         for effect in effects:
             on_effect = self._on_effect.get(type(effect))
-            if on_effect is None:
+            if on_effect is None or (fact := on_effect(effect, now_ns)) is None:
                 continue
-            if (fact := on_effect(effect, now_ns)) is not None:
-                if fact.kind is FactKind.PLACED and _is_warm(effect, effects):
-                    fact = fact._replace(is_warm=True)
-                facts.append(fact)
-            if type(effect) is FenceCleared:
-                facts += self._unfenced(effect, facts[-1])
+            facts.append(fact)
+            if fact.kind is FactKind.FENCES_CLEARED:
+                facts += self._unfenced(fact)
         if isinstance(event, RequesterGone):
             self._forget_request(self._asked.pop(event.request, None))
         elif isinstance(event, WorkerExited) and event.lease_id < FIRST_WARM_ID:
             # The worker's end comes first, but may itself be why the work of its lease is refused.
             times = self._times.get(event.lease_id, NO_TIMES)
-            facts.insert(0, Fact(FactKind.WORKER_EXITED, now_ns, event, event.lease_id, times=times))
+            facts.insert(0, Fact(FactKind.WORKER_EXITED, now_ns, event, event.lease_id, None, None, times))
+
+    def _take_in(self, event: Any, now_ns: int, *, names_tenant: bool) -> None:
+        if request := event.request:
+            by = event.tenant if names_tenant else THE_DAEMON
+            self._asked[request] = Asked(self._askers.pop(request, by), now_ns, event)
 
     # --- events ---
 
     def _requested(self, event: AcquireRequested, now_ns: int) -> Fact:
-        self._times[event.lease_id] = times = Times(asked_ns=now_ns)
-        return Fact(FactKind.REQUESTED, now_ns, event, event.lease_id, times=times)
+        self._times[event.lease_id] = times = Times(now_ns)
+        return Fact(FactKind.REQUESTED, now_ns, event, event.lease_id, None, None, times)
 
     def _worker_ready(self, event: WorkerReady, now_ns: int) -> Fact | None:
         if event.lease_id >= FIRST_WARM_ID:
@@ -295,8 +299,8 @@ class LeaseHistory:
         times = self._times.get(event.lease_id, NO_TIMES)
         if times.spawned_ns is not None:
             # A second event, which does no harm, is not the end of the same start.
-            self._times[event.lease_id] = times._replace(spawned_ns=None)
-        return Fact(FactKind.WORKER_READY, now_ns, event, event.lease_id, times=times)
+            self._times[event.lease_id] = Times(times.asked_ns, None, *times[2:])
+        return Fact(FactKind.WORKER_READY, now_ns, event, event.lease_id, None, None, times)
 
     def _worker_failed(self, event: WorkerFailed, now_ns: int) -> Fact | None:
         if event.lease_id >= FIRST_WARM_ID:
@@ -337,8 +341,8 @@ class LeaseHistory:
 
     def _granted(self, effect: Granted, now_ns: int) -> Fact:
         lease = effect.lease
-        times = self._times.get(lease.lease_id, NO_TIMES)
-        times = times._replace(granted_ns=now_ns, began_ns=now_ns, is_granted=True)
+        before = self._times.get(lease.lease_id, NO_TIMES)
+        times = Times(before.asked_ns, before.spawned_ns, now_ns, now_ns, True, before.over_ns, before.cause)
         self._times[lease.lease_id] = times
         asked = self._take_request(effect.request, now_ns)
         return Fact(FactKind.GRANTED, now_ns, effect, lease.lease_id, lease, asked, times)
@@ -353,7 +357,8 @@ class LeaseHistory:
         asked, lease = self._take_request(effect.request, now_ns), self._lookup(effect.lease_id)
         return Fact(FactKind.SUBMIT_READY, now_ns, effect, effect.lease_id, lease, asked)
 
-    def _unfenced(self, effect: FenceCleared, cleared: Fact) -> list[Fact]:
+    def _unfenced(self, cleared: Fact) -> list[Fact]:
+        effect: FenceCleared = cleared.source
         return [
             Fact(FactKind.UNFENCED, cleared.now_ns, effect, lease_id, self._lookup(lease_id), cleared.asked)
             for lease_id in effect.lease_ids
@@ -373,9 +378,11 @@ class LeaseHistory:
     # --- other effects ---
 
     def _placed(self, effect: SpawnWorker, now_ns: int) -> Fact:
-        times = self._times.get(effect.lease_id, NO_TIMES)._replace(spawned_ns=now_ns)
-        self._times[effect.lease_id] = times
-        return Fact(FactKind.PLACED, now_ns, effect, effect.lease_id, times=times)
+        lease_id = effect.lease_id
+        before = self._times.get(lease_id, NO_TIMES)
+        self._times[lease_id] = times = Times(before.asked_ns, now_ns, *before[2:])
+        is_warm = self._renamed_to == lease_id
+        return Fact(FactKind.PLACED, now_ns, effect, lease_id, None, None, times, "", is_warm)
 
     def _killed(self, effect: KillWorker, now_ns: int) -> Fact | None:
         if effect.lease_id >= FIRST_WARM_ID:
@@ -387,11 +394,11 @@ class LeaseHistory:
         if lease is None:
             # A warm context, whose end tells all.
             return None
-        times = self._times.get(lease.lease_id, NO_TIMES)._replace(over_ns=now_ns, cause=effect.cause)
-        self._times[lease.lease_id] = times
+        before = self._times.get(lease.lease_id, NO_TIMES)
+        self._times[lease.lease_id] = times = Times(*before[:5], now_ns, effect.cause)
         # Nobody has a lease that was never granted: its denial and its end tell all.
         kind = FactKind.ENDING if times.is_granted else FactKind.CANCELLED
-        return Fact(kind, now_ns, effect, lease.lease_id, lease, times=times)
+        return Fact(kind, now_ns, effect, lease.lease_id, lease, None, times)
 
     def _ended(self, effect: LeaseEnded, now_ns: int) -> Fact:
         lease_id = effect.lease.lease_id
@@ -406,6 +413,7 @@ class LeaseHistory:
         return Fact(FactKind.SUBMIT_FENCED, now_ns, effect, effect.lease_id, self._lookup(effect.lease_id))
 
     def _renamed(self, effect: RenameWorker, now_ns: int) -> Fact | None:
+        self._renamed_to = effect.to_id
         if effect.from_id < FIRST_WARM_ID or (lease := self._lookup(effect.to_id)) is None:
             return None
         return Fact(FactKind.WARM_TAKEN, now_ns, effect, lease.lease_id, card=lease.card_uuid)
@@ -439,16 +447,8 @@ def _end_of(lease: LeaseSnapshot, effect: LeaseEnded | None, now_ns: int, times:
     return Fact(kind, now_ns, effect, lease.lease_id, lease, times=times)
 
 
-_REQUESTS: Final = frozenset(
-    {
-        *(AcquireRequested, RenewRequested, SubmitRequested, FreeRequested),
-        *(RevokeRequested, FenceClearRequested, DrainRequested, DrainCancelled),
-    }
-)
-
-
-def _is_warm(effect: Effect, effects: Sequence[Effect]) -> bool:
-    """Whether a warm context was given to the lease whose worker is started."""
-    return isinstance(effect, SpawnWorker) and any(
-        isinstance(other, RenameWorker) and other.to_id == effect.lease_id for other in effects
-    )
+_REQUESTS: Final[dict[type, bool]] = {
+    **dict.fromkeys((AcquireRequested, RenewRequested, SubmitRequested, FreeRequested), True),
+    **dict.fromkeys((RevokeRequested, FenceClearRequested, DrainRequested, DrainCancelled), False),
+}
+"""Events that are requests, and whether each names its tenant."""

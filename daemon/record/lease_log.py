@@ -107,9 +107,11 @@ class LeaseLog(Recorder):
     def on_facts(self, facts: Sequence[Fact]) -> None:
         """Record and log what an event brought about. Called before any effect is carried out; raises nothing."""
         entries: list[Entry | None] = []
+        keeps_records = self._inner.keeps_records
         try:
             for fact in facts:
-                entry = entry_of(fact) if self._inner.keeps_records or _is_recorded_in_log(fact.kind) else None
+                event = _RECORDED.get(fact.kind)
+                entry = entry_of(fact) if keeps_records or (event is not None and is_logged(event)) else None
                 if entry is not None:
                     self._inner.record(entry, fact.now_ns)
                 entries.append(entry)
@@ -213,6 +215,8 @@ class LeaseLog(Recorder):
                 last(fact)
 
     def _log_request(self, fact: Fact) -> None:
+        if not is_logged(LogEvent.LEASE_REQUESTED):
+            return
         asked = fact.source
         self._log(
             LogEvent.LEASE_REQUESTED,
@@ -370,11 +374,6 @@ def _log_capacity(fact: Fact) -> None:
         unowned_bytes=card.unowned_bytes,
         outside_bytes=card.outside_bytes,
     )
-
-
-def _is_recorded_in_log(kind: FactKind) -> bool:
-    event = _RECORDED.get(kind)
-    return event is not None and is_logged(event)
 
 
 def _fields_of(kind: Kind, particulars: Particulars) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Who is told what, and what becomes of those who do not read."""
+"""Subscribers get what concerns them, and slow readers hold nothing up."""
 
 import asyncio
 from collections.abc import Callable
@@ -52,12 +52,12 @@ class Life:
 
     def __init__(self) -> None:
         self.table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], CoreLimits(grace_ms={}))
-        self.teller = Publisher(self.table)
+        self.publisher = Publisher(self.table)
         self.requests = 100
 
     def do(self, event: Event) -> None:
         now_ns = int(asyncio.get_running_loop().time() * 1e9)
-        self.teller.saw(self.table.handle(event, now_ns))
+        self.publisher.on_effects(self.table.handle(event, now_ns))
 
     def grant(self, lease_id: int = 5, ttl_ms: int = 60_000) -> None:
         self.requests += 1
@@ -72,13 +72,15 @@ class Life:
 
     def read(self, lease_id: int = 5, tenant: str = "t") -> Reader:
         reader = Reader(lease_id, tenant)
-        self.teller.add(reader.subscription)
-        self.teller.begin(reader.subscription)
+        self.publisher.add(reader.subscription)
+        self.publisher.begin(reader.subscription)
         return reader
 
     def is_empty(self) -> bool:
-        kept: list[Any] = [getattr(self.teller, name) for name in ("_by_lease", "_by_tenant", "_told", "_timers")]
-        return not any(kept) and not self.teller._unread
+        kept: list[Any] = [
+            getattr(self.publisher, name) for name in ("_by_lease", "_by_tenant", "_published", "_timers")
+        ]
+        return not any(kept) and not self.publisher._unread
 
 
 def on_loop(scenario: Callable[[Life], Any]) -> Callable[[], None]:
@@ -86,7 +88,7 @@ def on_loop(scenario: Callable[[Life], Any]) -> Callable[[], None]:
         async def play() -> None:
             life = Life()
             await scenario(life)
-            life.teller.stop()
+            life.publisher.stop()
 
         asyncio.run(play())
 
@@ -106,7 +108,7 @@ async def test_a_lease_s_whole_way(life: Life) -> None:
     assert every.phases == own.phases
     assert [event.sequence for event in own.heard] == [1, 2, 3]
     for reader in (own, every):
-        life.teller.remove(reader.subscription)
+        life.publisher.remove(reader.subscription)
     assert life.is_empty()
 
 
@@ -115,12 +117,12 @@ async def test_nothing_is_kept_of_a_lease_that_nobody_follows_any_more(life: Lif
     life.grant()
     life.grant(6)
     readers = [life.read(), life.read(6), life.read(EVERY_LEASE)]
-    assert len(life.teller._timers) == 2
-    life.teller.remove(readers[0].subscription)
-    assert len(life.teller._timers) == 2, "of all, it still is"
-    life.teller.remove(readers[2].subscription)
-    assert list(life.teller._told) == [6]
-    life.teller.remove(readers[1].subscription)
+    assert len(life.publisher._timers) == 2
+    life.publisher.remove(readers[0].subscription)
+    assert len(life.publisher._timers) == 2, "of all, it still is"
+    life.publisher.remove(readers[2].subscription)
+    assert list(life.publisher._published) == [6]
+    life.publisher.remove(readers[1].subscription)
     assert life.is_empty()
 
 
@@ -191,10 +193,10 @@ async def test_subscriptions_are_bounded_for_each_tenant(life: Life) -> None:
         life.read()
     assert caught.value.failure.status is Status.BUSY
     other = life.read(tenant="other")
-    life.teller.remove(readers.pop().subscription)
+    life.publisher.remove(readers.pop().subscription)
     readers.append(life.read())
     for reader in (*readers, other):
-        life.teller.remove(reader.subscription)
+        life.publisher.remove(reader.subscription)
     assert life.is_empty()
 
 
