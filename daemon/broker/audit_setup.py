@@ -14,7 +14,8 @@ from gpulease.daemon.config.settings import Config, ConfigError
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import Card
 from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse, LogSettings, ToldLately, told_lately
-from gpulease.daemon.record.audit.recorder import AuditWriter, LogRecorder, Recorder
+from gpulease.daemon.record.audit.record_writer import AuditWriter
+from gpulease.daemon.record.audit.recorder import LogRecorder, Recorder
 from gpulease.daemon.record.audit.records import MAX_INTEGER, canonical_bytes
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")

@@ -80,7 +80,7 @@ class Caller:
     def expect(self, on_outcome: Callable[[Outcome], None]) -> int:
         """Return a number for a request to the lease table. The audit log names the peer as the one who asked."""
         number = self.runtime.expect(on_outcome)
-        self.runtime.recorder.asked_by(number, self.peer.tenant)
+        self.runtime.history.asked_by(number, self.peer.tenant)
         return number
 
     def hold(self, lease_id: int) -> None:

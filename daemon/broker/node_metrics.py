@@ -15,10 +15,11 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
 from gpulease.daemon.host.version import VERSION
-from gpulease.daemon.leases import Effect, Event, LeaseTable
+from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.history import Fact
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, NodeCollector, chunks
 from gpulease.daemon.record.metrics.gauges import AuditFacts, NodeFacts, gauges
@@ -51,7 +52,7 @@ class NodeMetrics:
         self._recorder = recorder
         self._health = health
         self._cards = [card.uuid for card in table.cards()]
-        self._counters = LeaseCounters(table.get, self._cards, lease_of_submit=table.submits.lease_of)
+        self._counters = LeaseCounters(self._cards)
         self._registry = CollectorRegistry()
         self._registry.register(NodeCollector(self._content))
         ProcessCollector(registry=self._registry)
@@ -78,12 +79,12 @@ class NodeMetrics:
 
     # --- counting ---
 
-    def on_event(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
-        """Count an event and its effects. A fault in counting must not keep the effects from being executed."""
+    def on_facts(self, facts: Sequence[Fact]) -> None:
+        """Count what an event brought about. A bug in counting must not keep the effects from being executed."""
         try:
-            self._counters.saw(event, effects, now_ns)
+            self._counters.on_facts(facts)
         except Exception:
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {event!r}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {facts!r}")
 
     def refused(self, operation: str, status: Status) -> None:
         """Count a request that was refused before it got to the lease table."""

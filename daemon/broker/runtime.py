@@ -66,6 +66,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.history import LeaseHistory
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
@@ -109,7 +110,8 @@ class Runtime:
         self.tokens = tokens
         self.workers = workers
         self.journal = journal or Journal()
-        self.recorder = LeaseLog(recorder, workers.pid)
+        self.history = LeaseHistory(table.get, table.submits.lease_of)
+        self.recorder = LeaseLog(recorder, table.get, workers.pid)
         self.publisher = Publisher(table, self._on_warning)
         self.fair_queue = FairQueue()
         self.memory_reserve = MemoryReserve()
@@ -132,7 +134,7 @@ class Runtime:
 
     def _connect_parts(self) -> None:
         """Tell each part where its events go."""
-        self.recorder.observe(self.table.get, self.post)
+        self.recorder.attach(self.post)
         self.journal.observe(self.table, self.workers.pid, self.post)
         # A warm context that is ready is weighed before the table hears of it.
         self.workers.deliver_to(self._recycler.deliver)
@@ -147,7 +149,7 @@ class Runtime:
             cards: The node's cards, with what a context takes of each.
             latest_ns: The latest deadline that the earlier daemon could have given; see `adoption.reconcile`.
         """
-        self.recorder.make_up(self.journal.past.tombstones, time.monotonic_ns())
+        self.recorder.record_missing_ends(self.journal.past.tombstones, time.monotonic_ns())
         overheads = {card.uuid: card.overhead_bytes for card in cards}
         adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post)
         self.metrics.take_over_workers()
@@ -216,9 +218,10 @@ class Runtime:
     def _handle(self, event: Event, now_ns: int) -> None:
         effects = self.table.handle(event, now_ns)
         # Before any effect is executed: nobody may learn of one that is not on its way to journal and audit log.
-        self.journal.saw(event, effects, now_ns)
-        self.recorder.saw(event, effects, now_ns)
-        self.metrics.on_event(event, effects, now_ns)
+        self.journal.on_event(event, effects)
+        if facts := self.history.on_event(event, effects, now_ns):
+            self.recorder.on_facts(facts)
+            self.metrics.on_facts(facts)
         for effect in effects:
             self._execute(effect)
         self._publish(effects)

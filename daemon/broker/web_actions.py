@@ -100,7 +100,7 @@ class WebActionRunner:
 
     def _post(self, event_for: Callable[[int], Event], on_outcome: OnOutcome) -> None:
         number = self._runtime.expect(on_outcome)
-        self._runtime.recorder.asked_by(number, BY_PAGE)
+        self._runtime.history.asked_by(number, BY_PAGE)
         self._runtime.post(event_for(number))
 
 

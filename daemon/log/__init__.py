@@ -1,6 +1,5 @@
-"""The daemon's log: one record for each event, as a line of JSON or for people. The audit log is another thing.
+"""The daemon's log: one line for each event, as JSON or for people. The audit log is another.
 
-The library is Python's `logging`. Here is what events there are (`catalogue`), how they are told (`telling`), what they
-look like (`shapes`), how they get out without anybody waiting for whoever reads them (`writing`), and what of a lease's
-life is told (`chronicle`).
+The library is Python's `logging`. `catalogue` lists the events; `writer` makes lines of them, and writes lines without
+waiting for their reader. `record/lease_log` logs the lives of leases.
 """

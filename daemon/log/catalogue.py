@@ -1,6 +1,6 @@
-"""Every event that the daemon logs: its name, its level, what it says and which fields it may have.
+"""Every event that the daemon logs: its name, its level, its message and its fields.
 
-Names are what people search for and alerts are made of: they stay what they are. The README's table is this one.
+People search for names and make alerts of them, so names never change. The README's table is this one.
 """
 
 import logging
@@ -21,10 +21,11 @@ class Kind:
     """One kind of event.
 
     Attributes:
-        name: Dotted: what it is about, what happened.
-        level: One of `logging`'s.
-        message: What happened, in words; nothing in it is a tenant's.
-        fields: What its records may have besides those that all have. `_s`, `_ms` and `_bytes` are units.
+        name: The subject, a dot, and what happened.
+        level: One of the levels of `logging`.
+        message: What happened, in words; no text of a tenant is in it.
+        fields: Fields that its records may have, beside those that every record has. `_s`, `_ms` and `_bytes` are
+            units.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Kind:
 
 
 class LogEvent(Enum):
-    """All of them."""
+    """The events, by constant names."""
 
     LEASE_REQUESTED = Kind(
         "lease.requested",
@@ -248,10 +249,10 @@ class LogEvent(Enum):
     LOG_DROPPED = Kind("log.dropped", WARNING, "whoever reads the log is too slow: records were dropped", ("count",))
     LOG_OTHER = Kind("log.other", INFO, "what a library says, at its own level", ("logger", "traceback"))
 
-    # Members are looked up with every record; `Enum` hashes their names.
+    # Members are looked up with every record, and `Enum` hashes their names, which is slow.
     __hash__ = object.__hash__
 
     @property
     def level(self) -> int:
-        """One of `logging`'s."""
+        """The level, one of those of `logging`."""
         return self.value.level

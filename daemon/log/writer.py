@@ -1,17 +1,12 @@
-"""How the daemon's parts say what happens.
+"""The log: events to records, records to lines, lines to standard error without waiting for their reader.
 
-What a record looks like: a line of JSON for programs, or a line for people.
+**Lines.** A record is a line of JSON for programs, or a line for people. Text of a tenant, a kernel or a driver stands
+in a field. It is cut, and no character stays that a terminal would obey or that would begin another line. Other
+processes write to the same pipe, so a line fits one write that the kernel does not tear (pipe(7), PIPE_BUF).
 
-Whatever comes from a tenant, a kernel or a driver stands in a field, is cut, and has nothing in it that a terminal
-would obey, or that would begin another line. A line fits one write that the kernel does not tear (pipe(7), PIPE_BUF):
-other processes write to the same pipe.
-
-How lines get out: nobody who logs ever waits for whoever reads.
-
-The broker has a thread that writes what waits in a bounded line. Processes that fork have no threads, and write at once
-if there is room. What finds none is dropped and counted, and the count is told once there is room again.
-
-How the daemon logs: in which form, from which level on; and the same for the processes it starts.
+**Writing.** No caller ever waits for the reader. In the broker a thread writes a bounded queue. Processes that fork
+have no threads: they write at once if there is room. Lines without room are dropped and counted, and the count is
+logged once there is room again.
 """
 
 import contextlib
@@ -38,7 +33,7 @@ from gpulease.protocol.lease_ids import lease_text
 Value = str | int | float | bool | list[str] | None
 
 ATTRIBUTE: Final = "gpulease"
-"""Of a `logging.LogRecord`: its event and fields."""
+"""The attribute of a `logging.LogRecord` that holds its event and fields."""
 
 _log: Final = logging.getLogger("gpulease")
 
@@ -47,10 +42,10 @@ def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, 
     """Log one event.
 
     Args:
-        event: Which.
-        message: In place of the event's own; nothing in it may be a tenant's.
-        is_fault: With the traceback of the exception that is being handled.
-        fields: Those of the event's that are known; None is left out. A lease's id is given as its number.
+        event: The event.
+        message: Replaces the event's own; no text of a tenant may be in it.
+        is_fault: Whether to add the traceback of the exception that is being handled.
+        fields: Fields of the event; None is left out. A lease's id is given as its number.
     """
     kind = event.value
     if not _log.isEnabledFor(kind.level):
@@ -58,50 +53,50 @@ def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, 
     if isinstance(number := fields.get("lease_id"), int):
         fields["lease_id"] = lease_text(number) if number else None
     failure = sys.exc_info() if is_fault else None
-    # Not `Logger.log`: to find its caller's file and line, which nobody is shown, takes as long as all the rest.
+    # Not `Logger.log`: it finds the caller's file and line, which no line shows, and takes twice as long.
     record = logging.LogRecord(_log.name, kind.level, "", 0, message or kind.message, (), failure)
     setattr(record, ATTRIBUTE, (kind.name, fields))
     _log.handle(record)
 
 
 def is_logged(event: LogEvent) -> bool:
-    """Whether events of this level are logged at all."""
+    """Return whether events of this level are logged."""
     return _log.isEnabledFor(event.level)
 
 
 MAX_LINE_BYTES: Final = 4000
-"""Of one line, its newline and a syslog prefix included: less than PIPE_BUF on Linux, 4,096."""
+"""Bytes of one line with its newline and a syslog prefix: less than PIPE_BUF on Linux, 4,096."""
 
 TEXT_LIMITS: Final = (1000, 200, 40)
-"""Characters of a text, as it is shown; the first of these with which its line is short enough. A record is not a
-tenant's to fill."""
+"""Characters of a text that a line shows: the first of these that makes the line short enough. Stops a tenant from
+filling a record."""
 
 MAX_TRACEBACK_CHARS: Final = 2000
-"""Of a traceback, from its end: what happened is there."""
+"""Characters of a traceback, from its end, where the error is."""
 
 MIN_REPEATED_CHARS: Final = 4
-"""Of what the message is taken to say already: "1" is found in any."""
+"""A shorter value is shown even if the message contains it: "1" is in any message."""
 
 _PRIORITY: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-"""syslog(3)'s, as sd-daemon(3) has them."""
+"""Priorities of syslog(3), as sd-daemon(3) has them."""
 
 _COLOUR: Final = {logging.DEBUG: "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
 _encode: Final = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
 class Shape(Protocol):
-    """Makes lines of records."""
+    """Turns records into lines."""
 
     def line(self, record: logging.LogRecord) -> bytes:
-        """One line with its newline."""
+        """Return a record's line, with its newline."""
 
 
 class JsonShape:
     """One JSON object a line (RFC 8259), in ASCII.
 
     Args:
-        process: Which of the daemon's processes speaks.
-        for_journal: Begin lines with their priority, `<6>`, as systemd's journal takes it (sd-daemon(3)).
+        process: The name of this process, one of the daemon's.
+        for_journal: Whether lines begin with their priority, `<6>`, as systemd's journal takes it (sd-daemon(3)).
     """
 
     def __init__(self, process: str, *, for_journal: bool = False) -> None:
@@ -109,8 +104,8 @@ class JsonShape:
         self._for_journal = for_journal
 
     def line(self, record: logging.LogRecord) -> bytes:
-        """As above."""
-        event, fields = _told(record)
+        """See `Shape.line`."""
+        event, fields = _event_and_fields(record)
         members: dict[str, object] = {
             "time": _time_text(record.created),
             "monotonic_ns": time.monotonic_ns(),
@@ -125,8 +120,8 @@ class JsonShape:
         text = ""
         for limit in TEXT_LIMITS:
             members["message"] = shown(message, limit)
-            told = {name: _shown_value(value, limit) for name, value in fields.items() if value is not None}
-            text = f"{prefix}{_encode(members | told)}\n"
+            shown_fields = {name: _shown_value(value, limit) for name, value in fields.items() if value is not None}
+            text = f"{prefix}{_encode(members | shown_fields)}\n"
             if len(text) <= MAX_LINE_BYTES:
                 break
         else:
@@ -135,9 +130,9 @@ class JsonShape:
 
 
 class HumanShape:
-    """When, how bad, what, and the fields: `2026-03-01 12:00:00.000 INFO    lease granted  lease_id=… tenant=ann`.
+    """Time, level, message and fields: `2026-03-01 12:00:00.000 INFO    lease granted  lease_id=… tenant=ann`.
 
-    A field that the message says is not said again. A traceback follows in lines of its own, each marked as one.
+    A field is left out if the message contains its value. A traceback follows in lines of its own, each marked as one.
     """
 
     def __init__(self, *, in_colour: bool = False, for_journal: bool = False) -> None:
@@ -145,8 +140,8 @@ class HumanShape:
         self._for_journal = for_journal
 
     def line(self, record: logging.LogRecord) -> bytes:
-        """As above."""
-        _, fields = _told(record)
+        """See `Shape.line`."""
+        _, fields = _event_and_fields(record)
         prefix = _prefix(record) if self._for_journal else ""
         at = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
         head = f"{prefix}{at} {self._level(record)} "
@@ -167,9 +162,9 @@ class HumanShape:
 
 
 def shown(text: str, limit: int) -> str:
-    """A text with nothing in it that a terminal would obey, or take for another line, and not longer than `limit`.
+    """Cut a text to `limit` characters, and escape those that a terminal would obey or take for another line.
 
-    Controls and what turns the direction of a line are shown by their number.
+    Control characters, and those that turn the direction of a line, are shown by their number.
     """
     text = text[: limit + 1]
     if not text.isprintable():
@@ -178,7 +173,7 @@ def shown(text: str, limit: int) -> str:
 
 
 def is_journal(fd: int) -> bool:
-    """Whether what is written to `fd` goes to systemd's journal: `JOURNAL_STREAM` names it (systemd.exec(5))."""
+    """Return whether systemd's journal reads `fd`: `JOURNAL_STREAM` names it then (systemd.exec(5))."""
     named = os.environ.get("JOURNAL_STREAM", "")
     try:
         status = os.fstat(fd)
@@ -187,13 +182,13 @@ def is_journal(fd: int) -> bool:
     return named == f"{status.st_dev}:{status.st_ino}"
 
 
-def _told(record: logging.LogRecord) -> tuple[str, dict[str, Value]]:
-    """The event and its fields; of a library's record, that and the logger's name."""
+def _event_and_fields(record: logging.LogRecord) -> tuple[str, dict[str, Value]]:
+    """Return a record's event and fields; of a library's record, LOG_OTHER and the logger's name."""
     other: tuple[str, dict[str, Value]] = (LogEvent.LOG_OTHER.value.name, {"logger": record.name})
     event, fields = getattr(record, ATTRIBUTE, other)
     if record.exc_info and record.exc_info[0] is not None:
-        told = "".join(traceback.format_exception(*record.exc_info))
-        fields = fields | {"traceback": told[-MAX_TRACEBACK_CHARS:].splitlines()}
+        text = "".join(traceback.format_exception(*record.exc_info))
+        fields = fields | {"traceback": text[-MAX_TRACEBACK_CHARS:].splitlines()}
     return event, fields
 
 
@@ -231,22 +226,22 @@ def _prefix(record: logging.LogRecord) -> str:
 
 
 def _time_text(created_s: float) -> str:
-    """RFC 3339, UTC, microseconds."""
+    """Format a time by RFC 3339, in UTC with microseconds."""
     return f"{datetime.fromtimestamp(created_s, UTC).replace(tzinfo=None).isoformat('T', 'microseconds')}Z"
 
 
 MAX_WAITING_BYTES: Final = 4 << 20
-"""Of lines that wait for a reader: ten thousand. Stops a reader that stopped from filling the broker's memory."""
+"""Bytes of waiting lines, some ten thousand. Stops a reader that stopped from filling the broker's memory."""
 
 WRITE_BYTES: Final = 4096
-"""At most in one write: PIPE_BUF (pipe(7)), so that lines of several processes never mix in a pipe."""
+"""Bytes of one write at most: PIPE_BUF (pipe(7)), so that lines of several processes never mix in a pipe."""
 
 FLUSH_S: Final = 1.0
-"""How long the daemon's end waits for what it said last to be taken."""
+"""How long the daemon waits at its end for the reader to take the last lines."""
 
 
 class QueueingHandler(logging.Handler):
-    """Hands lines to a thread that writes them to a descriptor. Raises NoThread."""
+    """Queues lines for a thread that writes them to a descriptor. Raises NoThread."""
 
     def __init__(self, shape: Shape, fd: int = 2) -> None:
         self._shape = shape
@@ -254,7 +249,7 @@ class QueueingHandler(logging.Handler):
         self._lines: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._dropped = 0
-        self._told_dropped = 0
+        self._dropped_in_write = 0
         self._is_torn = False
         self._is_writing = False
         self._is_closed = False
@@ -262,15 +257,15 @@ class QueueingHandler(logging.Handler):
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="gpul-log", daemon=True)
         start_thread(self._thread)
-        # Last: what it registers is closed when the interpreter ends, whole or not.
+        # Last: the interpreter's end closes every handler that is registered here, even a half-made one.
         super().__init__()
 
     def take_shape(self, shape: Shape) -> None:
-        """Write like this from now on."""
+        """Replace the shape of lines."""
         self._shape = shape
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As `logging.Handler` has it; does not wait, and raises nothing."""
+        """See `logging.Handler.emit`. Never waits and raises nothing."""
         try:
             line = self._shape.line(record)
             with self._changed:
@@ -282,18 +277,18 @@ class QueueingHandler(logging.Handler):
                 if len(self._lines) == 1:
                     self._changed.notify_all()
         except Exception:
-            # Out of memory, or a record that can't be shown: what is lost is one line.
+            # Out of memory, or a record that can't be formatted: one line is lost.
             self._dropped += 1
 
     def flush(self) -> None:
-        """Wait until all is written, once, and not for ever."""
+        """Wait until all lines are written, at most FLUSH_S. After one wait that was too short, wait no more."""
         until = time.monotonic() + FLUSH_S
         with self._changed:
             while (self._lines or self._is_writing) and not self._is_given_up:
                 self._is_given_up = not self._changed.wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
-        """Write what waits, and no more."""
+        """Write the waiting lines and stop the thread."""
         self.flush()
         with self._changed:
             self._is_closed = True
@@ -304,7 +299,7 @@ class QueueingHandler(logging.Handler):
 
     def _run(self) -> None:
         while (lines := self._take()) is not None:
-            # Behind a piece of a line the next one begins a line of its own.
+            # After a piece of a line, the next line must begin a new one.
             end_of_torn = b"\n" if self._is_torn else b""
             data = end_of_torn + lines
             written = self._write(data)
@@ -314,7 +309,7 @@ class QueueingHandler(logging.Handler):
                 self._lose(lines, max(0, written - len(end_of_torn)))
 
     def _write(self, data: bytes) -> int:
-        """How much was written: not all, if nobody reads any more or the disk is full. There is nobody to tell then."""
+        """Return how many bytes were written: not all if the reader is gone or the disk is full. Nobody can be told."""
         written = 0
         with contextlib.suppress(OSError):
             while written < len(data):
@@ -324,12 +319,12 @@ class QueueingHandler(logging.Handler):
     def _lose(self, lines: bytes, written: int) -> None:
         with self._changed:
             self._dropped += lines.count(b"\n", written)
-            if self._told_dropped and lines.find(b"\n") >= written:
-                # The line that is lost first is the one that would have told of others.
-                self._dropped += self._told_dropped - 1
+            if self._dropped_in_write and lines.find(b"\n") >= written:
+                # The first lost line is the one that counts earlier losses.
+                self._dropped += self._dropped_in_write - 1
 
     def _take(self) -> bytes | None:
-        """The lines for the next write; waits for there to be any. None: it is closed."""
+        """Wait for lines, and return those of the next write; None once the handler is closed."""
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
@@ -339,9 +334,9 @@ class QueueingHandler(logging.Handler):
                 return None
             self._is_writing = True
             chunk = bytearray()
-            self._told_dropped, self._dropped = self._dropped, 0
-            if self._told_dropped:
-                chunk += self._shape.line(_dropped_record(self._told_dropped))
+            self._dropped_in_write, self._dropped = self._dropped, 0
+            if self._dropped_in_write:
+                chunk += self._shape.line(_dropped_record(self._dropped_in_write))
             while self._lines and (not chunk or len(chunk) + len(self._lines[0]) <= WRITE_BYTES):
                 line = self._lines.popleft()
                 self._waiting_bytes -= len(line)
@@ -349,17 +344,17 @@ class QueueingHandler(logging.Handler):
             return bytes(chunk)
 
 
-class HeedlessHandler(logging.Handler):
-    """Writes at once, or drops."""
+class NonblockingHandler(logging.Handler):
+    """Writes each line at once, or drops it if there is no room."""
 
     def __init__(self, shape: Shape, fd: int = 2, *, opens_own: bool = True) -> None:
         super().__init__()
         self._shape = shape
-        self._end = HeedlessEnd(fd, opens_own=opens_own)
+        self._end = NonblockingEnd(fd, opens_own=opens_own)
         self._dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As `logging.Handler` has it; does not wait, and raises nothing."""
+        """See `logging.Handler.emit`. Never waits and raises nothing."""
         try:
             line = self._shape.line(record)
             told = self._shape.line(_dropped_record(self._dropped)) if self._dropped else b""
@@ -374,17 +369,17 @@ class HeedlessHandler(logging.Handler):
             self._dropped += 1
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """See `logging.Handler.close`."""
         self._end.close()
         super().close()
 
 
-class HeedlessEnd:
-    """The end of a file, pipe, socket or terminal that is written to without waiting.
+class NonblockingEnd:
+    """Writes to a file, pipe, socket or terminal without waiting.
 
-    To make the descriptor itself non-blocking would make it so for all who share it, a shell among them: a pipe or a
-    terminal is opened once more instead (proc(5), /proc/PID/fd), where that is allowed and `opens_own`. Else it is
-    asked whether there is room, which another writer may take.
+    O_NONBLOCK would hold for every process that shares the descriptor, such as a shell. So a pipe or a terminal is
+    opened once more (proc(5), /proc/PID/fd), where that is allowed and `opens_own`. Else poll(2) shows whether there is
+    room, which another writer may take first.
     """
 
     def __init__(self, fd: int, *, opens_own: bool = True) -> None:
@@ -402,7 +397,7 @@ class HeedlessEnd:
                 self._own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
 
     def write(self, line: bytes) -> bool:
-        """Whether there was room. What a terminal or socket takes a part of goes on with the next line."""
+        """Write a line and return whether there was room. The rest of a torn line goes before the next one."""
         data = self._rest + line
         try:
             written = self._write(data)
@@ -415,7 +410,7 @@ class HeedlessEnd:
         return True
 
     def close(self) -> None:
-        """Let go of what was opened here."""
+        """Close the descriptors that were opened here."""
         if self._sock is not None:
             self._sock.close()
         if self._own >= 0:
@@ -445,18 +440,18 @@ FORMATS: Final = ("auto", "human", "json")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 VARIABLE: Final = "GPULEASE_LOG"
-"""By which the daemon tells its own processes; what others set there is not heeded."""
+"""The environment variable that gives the daemon's own processes its style. The daemon ignores what others set."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogStyle:
-    """The form, one of `FORMATS`, and the least level, one of `LEVELS`. Auto: for people if they look, else JSON."""
+    """The form, one of `FORMATS`, and the least level, one of `LEVELS`. Auto: for people on a terminal, else JSON."""
 
     form: str = "auto"
     level: str = "info"
 
     def shape(self, process: str) -> Shape:
-        """What lines look like that this process writes to standard error."""
+        """Return the shape of this process's lines on standard error."""
         for_journal = is_journal(2)
         is_terminal = os.isatty(2)
         if self.form == "json" or (self.form == "auto" and not is_terminal):
@@ -466,7 +461,7 @@ class LogStyle:
 
 
 def begin_logging(settings: LogStyle) -> None:
-    """Log what this process, the broker, says, and have those it starts do the same; again to change the settings."""
+    """Begin to log in this process, the broker, and in those that it starts. Call it again to change the settings."""
     os.environ[VARIABLE] = f"{settings.form},{settings.level}"
     _set_level(settings)
     shape = settings.shape("broker")
@@ -476,23 +471,25 @@ def begin_logging(settings: LogStyle) -> None:
             handler.take_shape(shape)
             return
     root.addHandler(QueueingHandler(shape))
-    _log_what_python_says()
+    _log_uncaught()
 
 
 def go_on_logging(process: str, *, opens_own: bool = True) -> None:
-    """Log what this process says, one that the broker has started and that forks, so that it has no thread.
+    """Begin to log in a process that the broker started. It forks, so it logs without a thread.
 
-    Not `opens_own`: with no descriptor but standard error, because this process closes those it does not know.
+    Args:
+        process: The name of the process.
+        opens_own: False for a process that closes descriptors it does not know: it uses standard error alone.
     """
     form, _, level = os.environ.get(VARIABLE, "").partition(",")
     settings = LogStyle(form if form in FORMATS else "auto", level if level in LEVELS else "info")
     _set_level(settings)
-    logging.getLogger().addHandler(HeedlessHandler(settings.shape(process), opens_own=opens_own))
-    _log_what_python_says()
+    logging.getLogger().addHandler(NonblockingHandler(settings.shape(process), opens_own=opens_own))
+    _log_uncaught()
 
 
 def stop_logging() -> None:
-    """In a process just forked that is to be heard by its own standard error alone."""
+    """Stop to log in a process that was just forked, which then writes to its standard error alone."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
@@ -502,41 +499,41 @@ def stop_logging() -> None:
 
 
 def flush_logs() -> None:
-    """Before something is said past the log: let what was logged be first."""
+    """Wait for logged lines, before the caller writes to standard error itself."""
     for handler in logging.getLogger().handlers:
         handler.flush()
     sys.stderr.flush()
 
 
 def is_for_people() -> bool:
-    """Whether why the daemon ends is to be a sentence: it is, unless programs read its log."""
+    """Return whether people read the log, so that a daemon which ends gives its reason as a sentence."""
     return not is_journal(2) and os.environ.get(VARIABLE, "").partition(",")[0] != "json"
 
 
 def _set_level(settings: LogStyle) -> None:
-    # What no record shows need not be found out for each: see "Optimization" in Python's Logging HOWTO.
+    # No line shows the thread or process: see "Optimization" in Python's Logging HOWTO.
     logging.logThreads = logging.logMultiprocessing = False
     logging.getLogger().setLevel(settings.level.upper())
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def _log_what_python_says() -> None:
-    """Text that is no record would tear the log: exceptions that nobody catches, and warnings."""
+def _log_uncaught() -> None:
+    """Log warnings and uncaught exceptions, whose plain text would tear the log."""
     logging.captureWarnings(True)
 
     def on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        _tell_fault("uncaught", error)
+        _log_fault("uncaught", error)
 
-    def on_unraisable(told: "sys.UnraisableHookArgs") -> None:
-        _tell_fault(f"{told.err_msg or 'ignored in'} {told.object!r}", told.exc_value)
+    def on_unraisable(args: "sys.UnraisableHookArgs") -> None:
+        _log_fault(f"{args.err_msg or 'ignored in'} {args.object!r}", args.exc_value)
 
-    def on_end_of_thread(told: threading.ExceptHookArgs) -> None:
-        _tell_fault(f"thread {told.thread.name if told.thread else ''}", told.exc_value)
+    def on_end_of_thread(args: threading.ExceptHookArgs) -> None:
+        _log_fault(f"thread {args.thread.name if args.thread else ''}", args.exc_value)
 
     sys.excepthook, sys.unraisablehook, threading.excepthook = on_uncaught, on_unraisable, on_end_of_thread
 
 
-def _tell_fault(doing: str, error: BaseException | None) -> None:
+def _log_fault(doing: str, error: BaseException | None) -> None:
     try:
         if error is not None:
             raise error

@@ -1,8 +1,7 @@
-"""What the log tells of leases: each one's story, from the request to the proof that its memory is free.
+"""The log's side of leases: each one's life, from the request to the proof that its memory is free.
 
-What the audit log's witness tells is recorded there and told here too, and what that leaves out: requests before they
-are granted, the line, the workers. What a tenant can repeat at will is bounded for each tenant and event; what is left
-out is counted.
+`LeaseLog` logs what the audit log records, and what that leaves out: requests before they are granted, the queue, the
+workers. What a tenant can repeat at will is bounded for each tenant and event; what is left out is counted.
 """
 
 import asyncio
@@ -13,354 +12,343 @@ from typing import Any, Final
 
 from gpulease.daemon.capabilities.claims import Claims
 from gpulease.daemon.leases import (
-    AcquireRequested,
-    CapacityChanged,
     Cause,
     Denial,
     Denied,
-    Effect,
     Event,
     Granted,
-    KillWorker,
-    LeaseEnded,
     LeaseSnapshot,
-    RenameWorker,
-    RequesterGone,
-    SpawnWorker,
-    SubmitEnded,
-    SubmitFenced,
-    SubmitReady,
-    WarmEnded,
-    WorkerExited,
-    WorkerFailed,
-    WorkerKind,
-    WorkerReady,
-    WorkerScrubbed,
-    kind_of,
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event
-from gpulease.daemon.record.audit.projector import AuditProjector, Told, bounded
+from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of
 from gpulease.daemon.record.audit.recorder import Budgets, OnOutcome, Recorder
 from gpulease.daemon.record.audit.records import Kind
+from gpulease.daemon.record.history import Fact, FactKind, Lookup, end_under_earlier_daemon
 from gpulease.protocol.capabilities import names_of
 
-COUNT_EVERY_S: Final = 10.0
-"""How soon it is told that a tenant's events were left out."""
-
-MAX_COUNTS: Final = 50
-"""Lines that tell it at once; those of more tenants and events are summed up in one more."""
-
-NS_PER_MS: Final = 1_000_000
 US_PER_MS: Final = 1000
 
-_EVENT_OF: Final = {
-    Kind.GRANT: LogEvent.LEASE_GRANTED,
-    Kind.ADOPT: LogEvent.LEASE_ADOPTED,
-    Kind.RENEW: LogEvent.LEASE_RENEWED,
-    Kind.DENY: LogEvent.REQUEST_DENIED,
-    Kind.ATTACH: LogEvent.SESSION_ATTACHED,
-    Kind.ISSUE: LogEvent.TOKEN_ISSUED,
-    Kind.FAULT: LogEvent.SESSION_FAULTED,
-    Kind.OVER: LogEvent.LEASE_ENDING,
-    Kind.END: LogEvent.LEASE_RECLAIMED,
-    Kind.FENCE: LogEvent.LEASE_FENCED,
-    Kind.CLEAR: LogEvent.LEASE_UNFENCED,
-    Kind.OPERATOR: LogEvent.OPERATOR_ACTED,
+_RECORDED: Final = {
+    FactKind.GRANTED: LogEvent.LEASE_GRANTED,
+    FactKind.ADOPTED: LogEvent.LEASE_ADOPTED,
+    FactKind.RENEWED: LogEvent.LEASE_RENEWED,
+    FactKind.DENIED: LogEvent.REQUEST_DENIED,
+    FactKind.FAULTED: LogEvent.SESSION_FAULTED,
+    FactKind.ENDING: LogEvent.LEASE_ENDING,
+    FactKind.ENDED: LogEvent.LEASE_RECLAIMED,
+    FactKind.FENCED: LogEvent.LEASE_FENCED,
+    FactKind.UNFENCED: LogEvent.LEASE_UNFENCED,
+    FactKind.FREED: LogEvent.OPERATOR_ACTED,
+    FactKind.REVOKED: LogEvent.OPERATOR_ACTED,
+    FactKind.FENCES_CLEARED: LogEvent.OPERATOR_ACTED,
+    FactKind.DRAIN_SET: LogEvent.OPERATOR_ACTED,
 }
-"""What the witness tells; its fence of a warm context is told by its end."""
+"""Facts that are logged with the particulars of their audit records."""
 
-_WITH_WORKER: Final = frozenset({Kind.GRANT, Kind.ADOPT, Kind.ATTACH, Kind.FAULT, Kind.OVER})
-"""Events of a lease whose worker is there."""
+_WITH_WORKER: Final = frozenset({FactKind.GRANTED, FactKind.ADOPTED, FactKind.FAULTED, FactKind.ENDING})
+"""Facts of a lease whose worker is there."""
 
-_KEPT: Final = frozenset(
+_SAME_NAMES: Final = frozenset(
     {
         *("card", "size_bytes", "exclusivity", "generation", "ttl_ms", "by", "cause", "reason", "operation"),
         *("action", "outcome", "count", "contexts", "within_ms"),
     }
 )
-"""Members of the witness's particulars that are fields here by the same name."""
-
-_STORIED: Final = frozenset({AcquireRequested, RequesterGone, WorkerReady, WorkerFailed, WorkerExited, WorkerScrubbed})
-_TELLING: Final = frozenset(
-    {
-        *(SpawnWorker, KillWorker, WarmEnded, SubmitReady, SubmitEnded, SubmitFenced, CapacityChanged),
-        *(Granted, Denied, LeaseEnded),
-    }
-)
-"""Events and effects of which more is told than the witness does: most are passed over by their kind."""
-
-_ALWAYS: Final = frozenset(
-    {LogEvent.LEASE_FENCED, LogEvent.SUBMIT_FENCED, LogEvent.LEASE_UNFENCED, LogEvent.OPERATOR_ACTED}
-)
-"""What no tenant can bring about as often as it likes."""
+"""Particulars of a record that are fields here by the same name."""
 
 
 class LeaseLog(Recorder):
-    """Stands before the recorder of the audit log: has recorded what happens, and logs it.
+    """Stands before the recorder of the audit log: passes records on, and logs what happens.
 
     Args:
         inner: The recorder.
-        pid_of: The process id of a lease's worker, 0 if it has none.
+        lookup: Gives a lease as it is after the event.
+        pid_of: Gives the process id of a lease's worker, 0 if it has none.
     """
 
-    def __init__(self, inner: Recorder, pid_of: Callable[[int], int]) -> None:
+    def __init__(self, inner: Recorder, lookup: Lookup, pid_of: Callable[[int], int]) -> None:
         self._inner = inner
-        self._pid_of = pid_of
-        self._lookup: Callable[[int], LeaseSnapshot | None] = lambda _: None
-        self._witness = AuditProjector(self._lookup)
-        self._budgets: defaultdict[LogEvent, Budgets] = defaultdict(Budgets)
-        self._omitted: Counter[tuple[str, str]] = Counter()
-        self._timer: asyncio.TimerHandle | None = None
-        # By request, and by lease: bounded by open requests and live leases.
-        self._asking: dict[int, int] = {}
-        self._asked_ns: dict[int, int] = {}
-        self._spawned_ns: dict[int, int] = {}
-        self._pids: dict[int, int] = {}
-
-    # --- what the broker tells ---
-
-    def observe(self, lookup: Callable[[int], LeaseSnapshot | None], post: Callable[[Event], None]) -> None:
-        """As the recorder has it; so are those that it has, too."""
         self._lookup = lookup
-        self._witness = AuditProjector(lookup)
-        self._inner.observe(lookup, post)
+        self._pid_of = pid_of
+        self._limited = _LimitedLog()
+        # Of leases whose worker was seen: its end is logged when it has none any more.
+        self._pids: dict[int, int] = {}
+        self._first: dict[FactKind, Callable[[Fact], None]] = {
+            FactKind.WORKER_READY: self._log_ready,
+            FactKind.WORKER_FAILED: self._log_failed,
+            FactKind.WORKER_EXITED: self._log_exited,
+            FactKind.SCRUB_DOUBTED: self._log_scrub,
+        }
+        self._last: dict[FactKind, Callable[[Fact], None]] = {
+            FactKind.PLACED: self._log_placed,
+            FactKind.WORKER_KILLED: self._log_killed,
+            FactKind.WARM_LOST: self._log_warm_lost,
+            FactKind.WARM_FENCED: _log_warm_fenced,
+            FactKind.CAPACITY_CHANGED: _log_capacity,
+            FactKind.SUBMIT_READY: self._log_submit_ready,
+            FactKind.SUBMIT_ENDED: self._log_submit_ended,
+            FactKind.SUBMIT_FENCED: self._log_submit_ended,
+            FactKind.ENDED: self._forget,
+            FactKind.FENCED: self._forget,
+        }
 
-    def asked_by(self, request: int, peer: str) -> None:
-        """Who is behind this request, whose event does not say so: an operator, or whoever bears a token."""
-        self._witness.asked_by(request, peer)
+    # --- what happens ---
 
-    def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
-        """What an event brought about, before any of it is carried out. A fault here must not keep it from that."""
-        told: list[Told] = []
+    def attach(self, post: Callable[[Event], None]) -> None:
+        """See `Recorder.attach`."""
+        self._inner.attach(post)
+
+    @property
+    def keeps_records(self) -> bool:
+        """See `Recorder.keeps_records`."""
+        return self._inner.keeps_records
+
+    def on_facts(self, facts: Sequence[Fact]) -> None:
+        """Record and log what an event brought about. Called before any effect is carried out; raises nothing."""
+        entries: list[Entry | None] = []
+        keeps_records = self._inner.keeps_records
         try:
-            for one in self._witness.saw(event, effects, now_ns):
-                self.record(one, now_ns)
-                told.append(one)
+            for fact in facts:
+                event = _RECORDED.get(fact.kind)
+                entry = entry_of(fact) if keeps_records or (event is not None and is_logged(event)) else None
+                if entry is not None:
+                    self._inner.record(entry, fact.now_ns)
+                entries.append(entry)
         except Exception:
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {type(event).__name__}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="recording what happened to a lease")
         try:
-            if type(event) in _STORIED:
-                self._tell_before(event, effects, now_ns)
-            denied = [self._asking.get(one.request, 0) for one in effects if isinstance(one, Denied)] if told else []
-            for one in told:
-                self._tell(one, denied, now_ns)
-            for effect in effects:
-                if type(effect) in _TELLING:
-                    self._tell_after(effect, effects, now_ns)
+            self._log_facts(facts, entries)
         except Exception:
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {type(event).__name__}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="logging what happened to a lease")
 
-    def record(self, told: Told, now_ns: int) -> None:
-        """As above."""
-        self._inner.record(told, now_ns)
+    def record(self, entry: Entry, now_ns: int) -> None:
+        """See `Recorder.record`."""
+        self._inner.record(entry, now_ns)
 
     def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
-        """As above."""
+        """See `Recorder.without_end`."""
         return self._inner.without_end(tombstones)
 
-    def make_up(self, tombstones: Sequence[LeaseSnapshot], now_ns: int) -> None:
-        """Record the ends that an earlier daemon kept in its journal, and was killed before they were recorded."""
+    def record_missing_ends(self, tombstones: Sequence[LeaseSnapshot], now_ns: int) -> None:
+        """Record ends that an earlier daemon wrote to its journal, and did not live to record."""
         for lease in self.without_end(tombstones):
-            self.record(self._witness.ended_untold(lease, now_ns), now_ns)
+            if (entry := entry_of(end_under_earlier_daemon(lease, now_ns))) is not None:
+                self.record(entry, now_ns)
 
     def attached(self, lease_id: int, tenant: str) -> None:
-        """As above."""
-        self._say(LogEvent.SESSION_ATTACHED, tenant, lease_id=lease_id, worker_pid=self._pid_of(lease_id) or None)
+        """See `Recorder.attached`."""
+        self._log(LogEvent.SESSION_ATTACHED, tenant, lease_id=lease_id, worker_pid=self._pid_of(lease_id) or None)
         self._inner.attached(lease_id, tenant)
 
     def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
-        """As above."""
+        """See `Recorder.issued`."""
         permissions = list(names_of(grant.permissions))
-        told = {"lease_id": grant.lease_id, "by": by, "permissions": permissions, "nonce": grant.nonce.hex()}
-        self._say(LogEvent.TOKEN_ISSUED, tenant, **told)
+        fields = {"lease_id": grant.lease_id, "by": by, "permissions": permissions, "nonce": grant.nonce.hex()}
+        self._log(LogEvent.TOKEN_ISSUED, tenant, **fields)
         self._inner.issued(tenant, by, grant, audience)
 
     def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
-        """As above."""
-        self._say(LogEvent.TOKEN_REVOKED, tenant, lease_id=lease_id, by=by, nonce=nonce.hex())
+        """See `Recorder.token_revoked`."""
+        self._log(LogEvent.TOKEN_REVOKED, tenant, lease_id=lease_id, by=by, nonce=nonce.hex())
         self._inner.token_revoked(tenant, by, lease_id, nonce)
 
     def reloaded(self, config: str) -> None:
-        """As above."""
+        """See `Recorder.reloaded`."""
         self._inner.reloaded(config)
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
-        """As above."""
-        told = {"operation": operation.lower(), "lease_id": lease_id, "denial": "refused", "reason": message}
-        self._say(LogEvent.REQUEST_DENIED, tenant, **told)
+        """See `Recorder.refused`."""
+        fields = {"operation": operation.lower(), "lease_id": lease_id, "denial": "refused", "reason": message}
+        self._log(LogEvent.REQUEST_DENIED, tenant, **fields)
         self._inner.refused(operation, tenant, lease_id, message)
 
+    def warned(self, lease_id: int, left_ms: int, reason: str) -> None:
+        """Log that subscribers were told that a lease ends soon."""
+        self._log_of_lease(LogEvent.LEASE_WARNED, lease_id, left_ms=left_ms, reason=reason)
+
+    # --- what the audit log demands ---
+
     def denial(self) -> Denial | None:
-        """As above."""
+        """See `Recorder.denial`."""
         return self._inner.denial()
 
     def problem(self) -> str:
-        """As above."""
+        """See `Recorder.problem`."""
         return self._inner.problem()
 
     def figures(self) -> dict[str, int] | None:
-        """As above."""
+        """See `Recorder.figures`."""
         return self._inner.figures()
 
     def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
-        """As above."""
+        """See `Recorder.answer`. Logs the denial that takes the grant's place."""
 
         def answered(outcome: Granted | Denied) -> None:
             if isinstance(outcome, Denied):
-                lease = granted.lease
-                told = {"operation": "acquire", "denial": outcome.denial.reason.value, "reason": outcome.denial.message}
-                self._say(LogEvent.REQUEST_DENIED, lease.tenant, lease_id=lease.lease_id, **told)
+                lease, denial = granted.lease, outcome.denial
+                fields = {"operation": "acquire", "denial": denial.reason.value, "reason": denial.message}
+                self._log(LogEvent.REQUEST_DENIED, lease.tenant, lease_id=lease.lease_id, **fields)
             on_outcome(outcome)
 
         self._inner.answer(granted, answered)
 
     async def stop(self) -> None:
-        """As above."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._tell_suppressed()
+        """See `Recorder.stop`."""
+        self._limited.stop()
         await self._inner.stop()
 
-    def warned(self, lease_id: int, left_ms: int, reason: str) -> None:
-        """Whoever listens was told that a lease ends soon."""
-        self._say_of(LogEvent.LEASE_WARNED, lease_id, left_ms=left_ms, reason=reason)
+    # --- facts ---
 
-    # --- the story ---
+    def _log_facts(self, facts: Sequence[Fact], entries: Sequence[Entry | None]) -> None:
+        """Log requests and workers first, then what is recorded, then the rest."""
+        for number, fact in enumerate(facts):
+            if fact.kind is FactKind.REQUESTED:
+                self._log_request(fact)
+                self._log_queued(fact, facts)
+            elif (first := self._first.get(fact.kind)) is not None:
+                first(fact)
+            elif fact.kind in _RECORDED:
+                self._log_entry(fact, entries[number] if number < len(entries) else None)
+        for fact in facts:
+            if (last := self._last.get(fact.kind)) is not None:
+                last(fact)
 
-    def _tell_before(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
-        match event:
-            case AcquireRequested():
-                self._tell_request(event, effects, now_ns)
-            case RequesterGone(request):
-                self._answered(request)
-            case WorkerReady(lease_id) if kind_of(lease_id) is WorkerKind.LEASE:
-                self._pids[lease_id] = pid = self._pid_of(lease_id)
-                took_ms = _ms(now_ns - self._spawned_ns.pop(lease_id, now_ns))
-                self._say_of(LogEvent.WORKER_READY, lease_id, worker_pid=pid, took_ms=took_ms)
-            case WorkerFailed(lease_id, reason) if kind_of(lease_id) is WorkerKind.LEASE:
-                self._say_of(LogEvent.WORKER_FAILED, lease_id, worker_pid=self._pid_of(lease_id), reason=reason)
-            case WorkerExited(lease_id, reason, is_by_daemon) if kind_of(lease_id) is WorkerKind.LEASE:
-                exited = LogEvent.WORKER_EXITED if is_by_daemon else LogEvent.WORKER_DIED
-                self._say_of(exited, lease_id, worker_pid=self._pids.get(lease_id), reason=reason)
-            case WorkerScrubbed(lease_id, doubt) if doubt:
-                self._say_of(LogEvent.WARM_REFUSED, lease_id, reason=doubt)
-
-    def _tell_request(self, event: AcquireRequested, effects: Sequence[Effect], now_ns: int) -> None:
-        self._say(
+    def _log_request(self, fact: Fact) -> None:
+        if not is_logged(LogEvent.LEASE_REQUESTED):
+            return
+        asked = fact.source
+        self._log(
             LogEvent.LEASE_REQUESTED,
-            event.tenant,
-            lease_id=event.lease_id,
-            size_bytes=bounded(event.terms.size_bytes),
-            ttl_ms=bounded(event.terms.ttl_ms),
-            wait_ms=bounded(event.wait_ms) or None,
-            exclusivity=event.terms.exclusivity.name.lower(),
-            wanted_card=event.selector,
+            asked.tenant,
+            lease_id=asked.lease_id,
+            size_bytes=bounded(asked.size_bytes),
+            ttl_ms=bounded(asked.ttl_ms),
+            wait_ms=bounded(asked.wait_ms) or None,
+            exclusivity=asked.exclusivity.name.lower(),
+            wanted_card=asked.selector,
         )
-        self._asking[event.request] = event.lease_id
-        self._asked_ns[event.lease_id] = now_ns
+
+    def _log_queued(self, fact: Fact, facts: Sequence[Fact]) -> None:
         if not is_logged(LogEvent.LEASE_QUEUED):
             return
-        is_denied = any(isinstance(effect, Denied) and effect.request == event.request for effect in effects)
-        if not is_denied and self._lookup(event.lease_id) is None:
-            self._say(LogEvent.LEASE_QUEUED, event.tenant, lease_id=event.lease_id)
+        request, lease_id = fact.source.request, fact.lease_id
+        is_denied = any(other.kind is FactKind.DENIED and other.source.request == request for other in facts)
+        if not is_denied and self._lookup(lease_id) is None:
+            self._log(LogEvent.LEASE_QUEUED, fact.source.tenant, lease_id=lease_id)
 
-    def _tell(self, told: Told, denied: list[int], now_ns: int) -> None:
-        """`denied`: the leases that will not be, one for each denial to come; 0 if it was none that was asked for."""
-        kind, data = told
-        if (event := _EVENT_OF.get(kind)) is None:
-            return
-        lease_id = int(data["lease"], 16) if "lease" in data else 0
-        if kind is Kind.DENY and denied:
-            lease_id = denied.pop(0) or lease_id
-        if kind in _WITH_WORKER and (pid := self._pid_of(lease_id)):
-            self._pids[lease_id] = pid
-        if not is_logged(event):
-            return
-        fields = _fields_of(kind, data)
-        if kind in _WITH_WORKER:
-            fields["worker_pid"] = self._pids.get(lease_id)
-        if kind is Kind.OVER and data["cause"] == Cause.EXPIRED.value:
-            lease = self._lookup(lease_id)
-            if lease is not None and lease.deadline_ns is not None:
-                fields["late_ms"] = _ms(now_ns - lease.deadline_ns)
-        self._say(event, str(data.get("tenant") or data.get("by", "")), lease_id=lease_id, **fields)
+    def _log_ready(self, fact: Fact) -> None:
+        self._pids[fact.lease_id] = pid = self._pid_of(fact.lease_id)
+        took_ms = _ms(fact.now_ns - _or(fact.times.spawned_ns, fact.now_ns))
+        self._log_of_lease(LogEvent.WORKER_READY, fact.lease_id, worker_pid=pid, took_ms=took_ms)
 
-    def _tell_after(self, effect: Effect, effects: Sequence[Effect], now_ns: int) -> None:
-        match effect:
-            case SpawnWorker(lease_id):
-                is_warm = any(isinstance(other, RenameWorker) and other.to_id == lease_id for other in effects)
-                self._tell_placed(lease_id, now_ns, is_warm=is_warm)
-            case KillWorker(lease_id) if kind_of(lease_id) is WorkerKind.LEASE:
-                self._say_of(LogEvent.WORKER_KILLED, lease_id, worker_pid=self._pid_of(lease_id))
-            case WarmEnded(card_uuid=card, reason=reason, is_fenced=True):
-                log_event(LogEvent.WARM_FENCED, card=card, reason=reason)
-            case WarmEnded(card_uuid=card, reason=reason):
-                # It may have been a tenant's, who can leave one after the other.
-                self._say(LogEvent.WARM_GONE, "", card=card, reason=reason)
-            case CapacityChanged(card, is_less):
-                log_event(
-                    LogEvent.CARD_SHRANK if is_less else LogEvent.CARD_GREW,
-                    card=card.uuid,
-                    capacity_bytes=card.capacity_bytes,
-                    unowned_bytes=card.unowned_bytes,
-                    outside_bytes=card.outside_bytes,
-                )
-            case SubmitReady(_, submit_id, lease_id):
-                self._say_of(LogEvent.SUBMIT_READY, lease_id, worker_pid=self._pid_of(submit_id))
-            case SubmitEnded(_, lease_id, reason):
-                self._say_of(LogEvent.SUBMIT_ENDED, lease_id, reason=reason)
-            case SubmitFenced(_, lease_id, reason):
-                self._say_of(LogEvent.SUBMIT_FENCED, lease_id, reason=reason)
-            case Granted(request) | Denied(request):
-                self._answered(request)
-            case LeaseEnded(lease):
-                self._spawned_ns.pop(lease.lease_id, None)
-                self._pids.pop(lease.lease_id, None)
+    def _log_failed(self, fact: Fact) -> None:
+        pid, reason = self._pid_of(fact.lease_id), fact.source.reason
+        self._log_of_lease(LogEvent.WORKER_FAILED, fact.lease_id, worker_pid=pid, reason=reason)
 
-    def _tell_placed(self, lease_id: int, now_ns: int, *, is_warm: bool) -> None:
-        self._spawned_ns[lease_id] = now_ns
-        if not is_logged(LogEvent.LEASE_PLACED) or (lease := self._lookup(lease_id)) is None:
+    def _log_exited(self, fact: Fact) -> None:
+        event = LogEvent.WORKER_EXITED if fact.source.is_by_daemon else LogEvent.WORKER_DIED
+        self._log_of_lease(event, fact.lease_id, worker_pid=self._pids.get(fact.lease_id), reason=fact.source.reason)
+
+    def _log_scrub(self, fact: Fact) -> None:
+        self._log_of_lease(LogEvent.WARM_REFUSED, fact.lease_id, reason=fact.source.doubt)
+
+    def _log_entry(self, fact: Fact, entry: Entry | None) -> None:
+        if fact.kind in _WITH_WORKER and (pid := self._pid_of(fact.lease_id)):
+            self._pids[fact.lease_id] = pid
+        event = _RECORDED[fact.kind]
+        if entry is None or not is_logged(event):
             return
-        self._say(
+        kind, particulars = entry
+        fields = _fields_of(kind, particulars)
+        if fact.kind in _WITH_WORKER:
+            fields["worker_pid"] = self._pids.get(fact.lease_id)
+        if (deadline_ns := _deadline_that_passed(fact)) is not None:
+            fields["late_ms"] = _ms(fact.now_ns - deadline_ns)
+        tenant = str(particulars.get("tenant") or particulars.get("by", ""))
+        self._log(event, tenant, lease_id=fact.lease_id or _lease_in(particulars), **fields)
+
+    def _log_placed(self, fact: Fact) -> None:
+        if not is_logged(LogEvent.LEASE_PLACED) or (lease := self._lookup(fact.lease_id)) is None:
+            return
+        self._log(
             LogEvent.LEASE_PLACED,
             lease.tenant,
-            lease_id=lease_id,
+            lease_id=lease.lease_id,
             card=lease.card_uuid,
             size_bytes=lease.size_bytes,
-            is_warm=is_warm,
-            waited_ms=_ms(now_ns - self._asked_ns.get(lease_id, now_ns)),
+            is_warm=fact.is_warm,
+            waited_ms=_ms(fact.now_ns - _or(fact.times.asked_ns, fact.now_ns)),
         )
 
-    def _answered(self, request: int) -> None:
-        self._asked_ns.pop(self._asking.pop(request, 0), None)
+    def _log_killed(self, fact: Fact) -> None:
+        self._log_of_lease(LogEvent.WORKER_KILLED, fact.lease_id, worker_pid=self._pid_of(fact.lease_id))
 
-    # --- bounds ---
+    def _log_warm_lost(self, fact: Fact) -> None:
+        # Bounded: the context may have been a tenant's, who can leave one after the other.
+        self._log(LogEvent.WARM_GONE, "", card=fact.card, reason=fact.source.reason)
 
-    def _say_of(self, event: LogEvent, lease_id: int, **fields: Any) -> None:
+    def _log_submit_ready(self, fact: Fact) -> None:
+        self._log_of_lease(LogEvent.SUBMIT_READY, fact.lease_id, worker_pid=self._pid_of(fact.source.submit_id))
+
+    def _log_submit_ended(self, fact: Fact) -> None:
+        is_fenced = fact.kind is FactKind.SUBMIT_FENCED
+        event = LogEvent.SUBMIT_FENCED if is_fenced else LogEvent.SUBMIT_ENDED
+        self._log_of_lease(event, fact.lease_id, reason=fact.source.reason)
+
+    def _forget(self, fact: Fact) -> None:
+        self._pids.pop(fact.lease_id, None)
+
+    # --- lines ---
+
+    def _log_of_lease(self, event: LogEvent, lease_id: int, **fields: Any) -> None:
         if not is_logged(event):
             return
         lease = self._lookup(lease_id)
-        self._say(event, "" if lease is None else lease.tenant, lease_id=lease_id, **fields)
+        self._log(event, "" if lease is None else lease.tenant, lease_id=lease_id, **fields)
 
-    def _say(self, event: LogEvent, tenant: str, **fields: Any) -> None:
-        """Log it, unless it is one too many of this tenant's."""
-        if not is_logged(event):
-            return
-        if event not in _ALWAYS:
+    def _log(self, event: LogEvent, tenant: str, **fields: Any) -> None:
+        if is_logged(event):
+            self._limited.log(event, tenant, fields)
+
+
+COUNT_EVERY_S: Final = 10.0
+"""How soon the log says that a tenant's events were left out."""
+
+MAX_COUNTS: Final = 50
+"""Lines that say so at once; those of more tenants and events are summed up in one more."""
+
+_UNLIMITED: Final = frozenset(
+    {LogEvent.LEASE_FENCED, LogEvent.SUBMIT_FENCED, LogEvent.LEASE_UNFENCED, LogEvent.OPERATOR_ACTED}
+)
+"""Events that no tenant can cause as often as it likes."""
+
+
+class _LimitedLog:
+    """Logs so many events of a tenant, and counts those that it leaves out."""
+
+    def __init__(self) -> None:
+        self._budgets: defaultdict[LogEvent, Budgets] = defaultdict(Budgets)
+        self._omitted: Counter[tuple[str, str]] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def log(self, event: LogEvent, tenant: str, fields: dict[str, Any]) -> None:
+        if event not in _UNLIMITED:
             omitted = self._budgets[event].spend(tenant, time.monotonic_ns())
             if omitted is None:
-                self._count_later()
+                if self._timer is None:
+                    self._timer = asyncio.get_running_loop().call_later(COUNT_EVERY_S, self._log_suppressed)
                 return
             self._omitted[event.value.name, tenant] += omitted
         whose: dict[str, Any] = {"tenant": tenant} if "tenant" in event.value.fields else {}
         log_event(event, lease_id=fields.pop("lease_id", None), **whose, **fields)
 
-    def _count_later(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(COUNT_EVERY_S, self._tell_suppressed)
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._log_suppressed()
 
-    def _tell_suppressed(self) -> None:
+    def _log_suppressed(self) -> None:
         self._timer = None
         for event, budgets in self._budgets.items():
             for tenant, count in budgets.take_omitted().items():
@@ -373,19 +361,49 @@ class LeaseLog(Recorder):
             log_event(LogEvent.LOG_SUPPRESSED, count=rest)
 
 
-def _fields_of(kind: Kind, data: dict[str, Any]) -> dict[str, Any]:
-    """What a record of the audit log has, by the names it has here."""
-    fields = {name: value for name, value in data.items() if name in _KEPT and value != ""}
+def _log_warm_fenced(fact: Fact) -> None:
+    log_event(LogEvent.WARM_FENCED, card=fact.card, reason=fact.source.reason)
+
+
+def _log_capacity(fact: Fact) -> None:
+    card, is_less = fact.source.card, fact.source.is_less
+    log_event(
+        LogEvent.CARD_SHRANK if is_less else LogEvent.CARD_GREW,
+        card=card.uuid,
+        capacity_bytes=card.capacity_bytes,
+        unowned_bytes=card.unowned_bytes,
+        outside_bytes=card.outside_bytes,
+    )
+
+
+def _fields_of(kind: Kind, particulars: Particulars) -> dict[str, Any]:
+    """Return the particulars of an audit record by the names that they have in the log."""
+    fields = {name: value for name, value in particulars.items() if name in _SAME_NAMES and value != ""}
     if kind is Kind.DENY:
-        fields["denial"], fields["reason"] = data["reason"], data["message"]
+        fields["denial"], fields["reason"] = particulars["reason"], particulars["message"]
         fields["wanted_card"] = fields.pop("card", None)
-    if "waited_us" in data:
-        fields["took_ms"] = data["waited_us"] / US_PER_MS
-    if "latency_us" in data:
-        fields["took_ms" if kind is Kind.OPERATOR else "reclaim_ms"] = data["latency_us"] / US_PER_MS
-    if data.get("granted_us") is not None:
-        fields["held_ms"] = (data["over_us"] - data["granted_us"]) / US_PER_MS
+    if "waited_us" in particulars:
+        fields["took_ms"] = particulars["waited_us"] / US_PER_MS
+    if "latency_us" in particulars:
+        fields["took_ms" if kind is Kind.OPERATOR else "reclaim_ms"] = particulars["latency_us"] / US_PER_MS
+    if particulars.get("granted_us") is not None:
+        fields["held_ms"] = (particulars["over_us"] - particulars["granted_us"]) / US_PER_MS
     return fields
+
+
+def _deadline_that_passed(fact: Fact) -> int | None:
+    """Return the deadline of a lease that ends because it has expired."""
+    lease = fact.lease
+    is_expired = fact.kind is FactKind.ENDING and lease is not None and lease.cause is Cause.EXPIRED
+    return lease.deadline_ns if is_expired and lease is not None else None
+
+
+def _lease_in(particulars: Particulars) -> int:
+    return int(particulars["lease"], 16) if "lease" in particulars else 0
+
+
+def _or(time_ns: int | None, otherwise_ns: int) -> int:
+    return otherwise_ns if time_ns is None else time_ns
 
 
 def _ms(duration_ns: int) -> float:

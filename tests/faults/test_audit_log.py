@@ -111,7 +111,7 @@ def test_a_full_disk_under_a_log_that_is_not(start_daemon: Callable[..., Daemon]
 def test_what_found_no_room_is_counted(start_daemon: Callable[..., Daemon], folder: Path, tmp_path: Path) -> None:
     hang = tmp_path / "hang"
     bounds = {"MAX_QUEUED": 12, "MAX_QUEUED_MINOR": 12}
-    constants = {f"gpulease.daemon.record.audit.recorder:{name}": bound for name, bound in bounds.items()}
+    constants = {f"gpulease.daemon.record.audit.record_writer:{name}": bound for name, bound in bounds.items()}
     daemon = start_daemon(config=config(folder), faults=Faults(constants, hang_syncs_while=hang))
     hang.touch()
     use(daemon)
@@ -136,8 +136,8 @@ def test_a_slow_disk_under_a_log_that_is_required(
 ) -> None:
     hang = tmp_path / "hang"
     constants = {
-        "gpulease.daemon.record.audit.recorder:MAX_WAIT_S": 0.6,
-        "gpulease.daemon.record.audit.recorder:STALLED_AFTER_S": 0.3,
+        "gpulease.daemon.record.durable:MAX_WAIT_S": 0.6,
+        "gpulease.daemon.record.durable:STALLED_AFTER_S": 0.3,
     }
     daemon = start_daemon(config=config(folder, required=True), faults=Faults(constants, hang_syncs_while=hang))
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:

@@ -208,7 +208,7 @@ async def settle(scene: Scene) -> None:
     for card in scene.table.cards():
         assert card.held_bytes + card.warm_bytes == card.fenced_bytes
     tally = scene.runtime.metrics._counters
-    assert tally.is_at_rest, "metrics keep something of who is gone"
+    assert scene.runtime.history.is_at_rest, "the history keeps something of who is gone"
     for pair, count in tally.counters[families.LEASES_ACQUIRED].items():
         assert tally.counters[families.LEASES_DROPPED][pair] == count, pair
     for peer in scene.peers:

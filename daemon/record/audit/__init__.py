@@ -1,4 +1,4 @@
-r"""What an auditor reads: a log of who had what and why it ended, in which any later change shows.
+r"""The audit log: who had which lease and why it ended, in a chain of records that shows any later change.
 
 The format, for other programs; `vectors/audit.json` has it as bytes.
 

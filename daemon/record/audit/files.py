@@ -1,7 +1,7 @@
-"""The log's files: appended to, made durable, found again after a crash. One thread at a time.
+"""The audit log's files: append records, make them durable, find the end again after a crash.
 
-Files are opened with O_APPEND and mode 0600; a new one's name is made durable in its folder. Nothing that was written
-is ever changed or taken away, but for whole files that the operator does not want to keep.
+Files are opened with O_APPEND and mode 0600; a new file's name is made durable in its folder. Written bytes never
+change. Only whole files are removed, if the operator does not want to keep them.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 
 REWRITE_BYTES: Final = 1 << 20
-"""Held in memory at a time."""
+"""Bytes that `rewrite` holds in memory at a time."""
 
 TAIL_BYTES: Final = 4 << 20
-"""Of a log's end, looked through for ends at the start: some 8,000 records, and as many ends as a daemon that is killed
-can have told in one of its two records alone. Bounds how long a start takes by a tenth of a second."""
+"""Bytes of a log's end that a start reads: some 8,000 records. A killed daemon can have written as many ends to the log
+alone, or to the journal alone. Reading them takes a tenth of a second."""
 
 _OF_LIVE_LEASES: Final = frozenset({Kind.GRANT, Kind.ADOPT, Kind.RENEW, Kind.ATTACH, Kind.FAULT, Kind.OVER})
 _RANK: Final = {Kind.END: 2, Kind.FENCE: 1} | dict.fromkeys(_OF_LIVE_LEASES, 0)
@@ -50,22 +50,22 @@ _NAME: Final = re.compile(r"audit-\d{16}\.jsonl")
 
 
 class FolderInUse(Exception):
-    """Another process writes this log."""
+    """Another process writes to this log."""
 
 
 class LogDisturbed(OSError):
-    """The newest file is not as it was left: somebody else wrote to it, moved it or took it away."""
+    """The newest file is not as it was left: somebody else wrote to it, moved it or removed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """Where a log is and how much of it is kept.
+    """The place of a log and how much of it is kept.
 
     Attributes:
-        folder: It is made if only it is missing.
-        head_path: Where the head is written.
-        max_file_bytes: Before the next file is begun; one that holds a single batch of records may be larger.
-        keep_files: How many; 0 for all.
+        folder: The folder, made if only it is missing.
+        head_path: The head's file.
+        max_file_bytes: The size at which the next file begins. A file with a single group of records may be larger.
+        keep_files: How many files to keep; 0 for all.
     """
 
     folder: Path
@@ -76,25 +76,25 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """How a file ends: its last record (number 0 if it has none), and where what is no record begins behind it."""
+    """The end of a file: its last record (number 0 if it has none), and the offset behind that record."""
 
     link: Link
     end_bytes: int
 
 
 def log_files(folder: Path) -> list[Path]:
-    """A log's files, oldest first. Raises OSError."""
+    """Return a log's files, oldest first. Raises OSError."""
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
 @dataclass(frozen=True, slots=True)
 class ToldLately:
-    """What a log's last records tell.
+    """The last records of a log, summed up.
 
     Attributes:
-        kinds: How far they tell of each lease: to its end, to its fence, or of what comes before both.
-        cut_us: The monotonic time of the last record, behind which more may have happened; None if the daemon stopped
-            in good order, and of a log without records, or of another boot of the host.
+        kinds: The record of each lease that says most about its end: END, FENCE, or any other kind.
+        cut_us: The monotonic time of the last record, after which more may have happened. None if the daemon stopped in
+            good order, and for a log without records or of another boot of the host.
     """
 
     kinds: Mapping[str, Kind] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def told_lately(folder: Path, boot: str) -> ToldLately:
 
 
 def _last_lines(folder: Path) -> list[bytes]:
-    """The last lines of a log, oldest first; the first may be a piece of one."""
+    """Return the last lines of a log, oldest first. The first may be a piece of a line."""
     pieces: list[bytes] = []
     rest = TAIL_BYTES
     for path in reversed(log_files(folder)):
@@ -130,7 +130,7 @@ def _last_lines(folder: Path) -> list[bytes]:
 
 
 def tail_of(data: bytes | mmap.mmap) -> Tail:
-    """The last whole record of a file's bytes. One that lacks nothing but its newline is whole."""
+    """Find the last whole record in a file's bytes. A record that lacks only its newline is whole."""
     stop = len(data)
     while stop:
         body_end = stop - (data[stop - 1 : stop] == b"\n")
@@ -143,21 +143,21 @@ def tail_of(data: bytes | mmap.mmap) -> Tail:
 
 
 class AuditLog:
-    """An open log.
+    """An open log. Used by one thread at a time.
 
     Args:
-        known: A record that whoever opens it knows to have been in it, such as the last one they wrote; the chain goes
-            on behind that whatever became of the files and their head meanwhile.
+        known: The last record that the caller knows to have been in the log. The chain goes on behind it, whatever
+            happened to the files and their head meanwhile.
 
     Attributes:
-        link: Its end: the last record that is durable.
-        found: What opening it showed that an auditor must know, as a record tells it; empty if all was well.
-        previous: The head as it was found, None if there was none to read.
-        attempted: Where the chain would be after each record of the last `append`, which may have failed.
+        link: The last durable record.
+        found: Problems that opening showed and an auditor must know, as particulars of a record; empty if all is well.
+        previous: The head as it was found; None if there was none to read.
+        attempted: The end of the chain after each record of the last `append`, which may have failed.
 
     Raises:
-        FolderInUse: Another process has it open.
-        OSError: It can't be opened.
+        FolderInUse: Another process has the log open.
+        OSError: The log can't be opened.
     """
 
     def __init__(self, settings: LogSettings, boot: str, known: Link | None = None) -> None:
@@ -180,7 +180,7 @@ class AuditLog:
             raise
 
     def append(self, drafts: Sequence[Draft], alive_us: int) -> None:
-        """Seal records, write them and make them durable. Raises OSError; then `close` it, and open it anew."""
+        """Seal records, write them and make them durable. Raises OSError: then `close` the log, and open it anew."""
         self.attempted = []
         self._check_undisturbed()
         lines, link = [self._separator], self.link
@@ -189,7 +189,7 @@ class AuditLog:
             lines += (line, b"\n")
             self.attempted.append(link)
         data = b"".join(lines)
-        # What is torn is told of in the same file.
+        # The record that tells of a torn line stands in the same file.
         if self._size and not self._separator and self._size + len(data) > self._settings.max_file_bytes:
             self._begin_file()
         self._write(data)
@@ -199,14 +199,14 @@ class AuditLog:
         self.beat(alive_us)
 
     def beat(self, alive_us: int) -> None:
-        """Write the head: where the log ends, and that its daemon lives. Raises OSError."""
+        """Write the head: the log's end, and that its daemon lives. Raises OSError."""
         os.pwrite(self._head_fd, head_bytes(Head(self.link, self._boot, alive_us)), 0)
 
     def rewrite(self) -> None:
-        """Write the newest file's bytes once more, each where it is. Raises OSError.
+        """Write the newest file's bytes once more, each in its place. Raises OSError.
 
-        After a sync that failed, the kernel may call clean what never got to the disk (fsync(2), EIO): dirty once more,
-        it is in the next sync.
+        After a failed sync the kernel may take pages for clean that never reached the disk (fsync(2), EIO). Written
+        again, they are in the next sync.
         """
         with self._path.open("r+b", buffering=0) as file:
             offset = 0
@@ -214,11 +214,11 @@ class AuditLog:
                 offset += os.pwrite(file.fileno(), chunk, offset)
 
     def sync_head(self) -> None:
-        """Make the head durable. A head that is older than its log says nothing wrong. Raises OSError."""
+        """Make the head durable. A head that is older than its log is still right. Raises OSError."""
         os.fdatasync(self._head_fd)
 
     def superfluous(self) -> tuple[Path, dict[str, Any]] | None:
-        """The oldest file, if more are there than are to be kept, and what a record must tell before it is removed."""
+        """Return the oldest file and the particulars of its `prune` record, if there are more files than to keep."""
         if not 0 < self._settings.keep_files < len(self._files):
             return None
         oldest, following = self._files[:2]
@@ -230,19 +230,19 @@ class AuditLog:
         return None
 
     def remove(self, path: Path) -> None:
-        """Take the oldest file away. Raises OSError."""
+        """Remove the oldest file. Raises OSError."""
         path.unlink(missing_ok=True)
         self._files.remove(path)
         os.fsync(self._folder_fd)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close all descriptors, which unlocks the folder."""
         for fd in (self._fd, self._head_fd, self._folder_fd):
             if fd >= 0:
                 os.close(fd)
         self._folder_fd = self._head_fd = self._fd = -1
 
-    # --- how it was left ---
+    # --- the end that was left ---
 
     def _open(self) -> None:
         self._lock_folder()
@@ -277,7 +277,7 @@ class AuditLog:
                 self.found["torn"] = {"offset": end_bytes, "size_bytes": size - end_bytes, "sha256": sha256}
 
     def _agree(self, end: Link) -> Link:
-        """Where the chain goes on: behind the head, even if the log does not reach it, so that the gap stays."""
+        """Return where the chain goes on: behind the head, even if the log is shorter, so that the gap shows."""
         data = os.pread(self._head_fd, HEAD_BYTES + 1, 0)
         try:
             head = self.previous = read_head(data)
@@ -296,7 +296,7 @@ class AuditLog:
 
     def _agree_with_known(self, end: Link) -> Link:
         if end.seq < self._known.seq:
-            # Of what the head says is lost already, that is the beginning.
+            # The head may say already that records before these are lost.
             first = self.found.get("lost", {"first": end.seq + 1})["first"]
             self.found["lost"] = {"first": first, "last": self._known.seq}
         elif end.seq == self._known.seq and end.hash != self._known.hash:

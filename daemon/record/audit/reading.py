@@ -1,7 +1,4 @@
-"""Logs as files, for those who read them.
-
-Records and sums for people.
-"""
+"""Reads audit logs from files, and formats records and sums for people."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,18 +20,18 @@ from gpulease.daemon.record.audit.verification import Verifier
 
 
 class CannotRead(Exception):
-    """A log that can't be read; the message is a sentence."""
+    """The log can't be read; the message is a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogSource:
-    """The files of a log, oldest first, and its head if there is one to be found."""
+    """A log's files, oldest first, and its head, None if there is none."""
 
     files: tuple[Path, ...]
     head: Head | None
 
     def lines(self) -> Iterator[tuple[str, int, bytes]]:
-        """(file, where the line begins, the line with its newline), in pieces where it is longer than any record."""
+        """Yield file, offset and line with its newline. A line that is longer than any record comes in pieces."""
         for path in self.files:
             offset = 0
             try:
@@ -46,7 +43,7 @@ class LogSource:
                 raise CannotRead(f"{path}: {error.strerror}") from None
 
     def records(self, verifier: Verifier | None = None) -> Iterator[Record]:
-        """What can be read as records, whether the chain holds or not, of which a `verifier` can tell afterwards."""
+        """Yield every line that is a record. `verifier` knows afterwards whether the chain holds."""
         verifier = verifier or Verifier()
         for file, offset, line in self.lines():
             if (record := verifier.take(file, offset, line)) is not None:
@@ -54,9 +51,9 @@ class LogSource:
 
 
 def find_log(paths: Sequence[Path], head_path: Path | None = None) -> LogSource:
-    """The log in a folder, or in files given in their order. Raises CannotRead.
+    """Find the log in a folder, or in files given in their order. Raises CannotRead.
 
-    The head is read first: what a daemon writes meanwhile can only make the log longer than its head.
+    The head is read first: a daemon that writes meanwhile can only make the log longer than its head.
     """
     folder = paths[0] if paths[0].is_dir() else paths[0].parent
     head = _head(head_path or folder / HEAD_NAME, is_expected=head_path is not None)
@@ -92,14 +89,14 @@ _OWN_COLUMNS: Final = frozenset({"lease", "tenant", "by"})
 
 
 def line_of(record: Record) -> str:
-    """A record: its number, when, what, whose, which lease, and the particulars."""
+    """Format a record: number, time, kind, tenant, lease and particulars."""
     data = record.data
     who = data.get("tenant", data.get("by", ""))
     names = [name for name in _FIRST if name in data]
     names += [name for name in data if name not in _FIRST and name not in _OWN_COLUMNS]
     cells = [str(record.seq).rjust(8), record.at, record.kind.ljust(8), str(who).ljust(10), str(data.get("lease", ""))]
     cells += [f"{name}={_text(data[name])}" for name in names if data[name] not in (None, "")]
-    # A forged log is somebody else's text like any other.
+    # A forged log may hold any text.
     return "  ".join(clean_text(cell) for cell in cells)
 
 
@@ -109,7 +106,7 @@ def _text(value: Any) -> str:
 
 
 def found_text(found: Mapping[str, Any]) -> str:
-    """What opening a log showed, as `gpulease.daemon.record.audit.files` has it, in words."""
+    """Put into words what opening a log showed (`AuditLog.found`)."""
     parts = []
     if torn := found.get("torn"):
         parts.append(f"its last {torn['size_bytes']} bytes, from byte {torn['offset']} of its newest file, are no line")
@@ -125,7 +122,7 @@ def found_text(found: Mapping[str, Any]) -> str:
 
 
 def usage_table(tenants: Mapping[str, Used]) -> str:
-    """A table of sums."""
+    """Format sums as a table."""
     head = ("tenant", "leases", "lease seconds", "GiB seconds", "open")
     rows = [
         (
@@ -141,7 +138,7 @@ def usage_table(tenants: Mapping[str, Used]) -> str:
 
 
 def usage_map(tenants: Mapping[str, Used]) -> dict[str, dict[str, int]]:
-    """The sums as exact integers."""
+    """Return sums as exact integers."""
     return {
         name: {
             "leases": used.leases,
@@ -154,7 +151,7 @@ def usage_map(tenants: Mapping[str, Used]) -> dict[str, dict[str, int]]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be; those of numbers are flushed right."""
+    """Format a table. Columns of numbers are flushed right."""
     columns = list(zip(head, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     is_number = [bool(rows) and all(cell.replace(".", "").isdigit() for cell in column[1:]) for column in columns]

@@ -1,6 +1,6 @@
-"""The canonical bytes of a value: the subset of RFC 8785 (JCS) that the package's docstring states.
+"""Audit records: canonical bytes (the subset of RFC 8785, JCS, in the package's docstring), lines, chain and head.
 
-Records and how they hang together: each line holds the SHA-256 of the one before it.
+Each line holds the SHA-256 of the one before it.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from types import NoneType
 from typing import Any, Final, NamedTuple
 
 MAX_INTEGER: Final = 2**53 - 1
-"""RFC 8785, section 3.2.2.3: beyond it a reader that holds numbers as doubles would see another one."""
+"""The largest integer (RFC 8785, section 3.2.2.3): readers that hold numbers as doubles would change a larger one."""
 
 MAX_DEPTH: Final = 8
-"""Of objects and arrays inside each other. Stops a forged record from exhausting its reader's stack."""
+"""Objects and arrays inside each other. Stops a forged record from exhausting its reader's stack."""
 
 _KEY: Final = re.compile(r"[A-Za-z0-9_]+")
 # Python's encoder escapes exactly what RFC 8785, section 3.2.2.2, does, with the same letters.
@@ -27,11 +27,11 @@ _encode: Final = json.JSONEncoder(
 
 
 class NotCanonical(ValueError):
-    """A value that has no canonical bytes, or bytes that are not canonical; the message says why."""
+    """The value has no canonical bytes, or the bytes are not canonical; the message says why."""
 
 
 def canonical_bytes(value: Any, depth: int = 0) -> bytes:
-    """A value as bytes: equal values, equal bytes; `depth`: of how many it is inside. Raises NotCanonical."""
+    """Encode a value. Equal values have equal bytes. `depth`: objects around the value. Raises NotCanonical."""
     _check(value, MAX_DEPTH - depth)
     try:
         return _encode(value).encode("utf-8")
@@ -40,7 +40,7 @@ def canonical_bytes(value: Any, depth: int = 0) -> bytes:
 
 
 def value_of(data: bytes) -> Any:
-    """The value of canonical bytes. Raises NotCanonical for any others, even if they are JSON."""
+    """Decode canonical bytes. Raises NotCanonical for any others, even if they are JSON."""
     try:
         value = json.loads(data, parse_float=_no_float, parse_constant=_no_float)
     except (ValueError, RecursionError) as error:
@@ -55,7 +55,7 @@ def _no_float(text: str) -> Any:
 
 
 def _check(value: Any, depth: int) -> None:
-    """Raises NotCanonical. Members are looked at here, as far as they can be: a call for each takes twice as long."""
+    """Raise NotCanonical for a value without canonical form. A call for each scalar would take twice as long."""
     kind = type(value)
     if kind is dict:
         for key in value:
@@ -85,16 +85,16 @@ def _check_key(key: object) -> None:
 
 
 FORMAT: Final = 1
-"""Told by every `start` record; another number is another format."""
+"""The format's number, in every `start` record."""
 
 MAX_RECORD_BYTES: Final = 32 << 10
-"""Of one line. A record has some hundred; this bounds what a reader of a forged log holds."""
+"""Bytes of one line. A record has some hundred. Bounds the memory of a forged log's reader."""
 
 MAX_TEXT_CHARS: Final = 512
-"""Of any text that comes from a tenant, a kernel or a driver: a record is not theirs to fill."""
+"""Characters of a text from a tenant, a kernel or a driver. Stops them from filling a record."""
 
 HEAD_BYTES: Final = 256
-"""The head's file is written in place, in one write of less than a sector: a crash leaves the old or the new one."""
+"""The size of the head's file: one write in place, less than a sector. A crash leaves the old head or the new one."""
 
 NO_HASH: Final = "0" * 64
 
@@ -106,7 +106,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Kind(StrEnum):
-    """What records tell of."""
+    """The kinds of records."""
 
     START = "start"
     STOP = "stop"
@@ -135,15 +135,15 @@ ENDS: Final = frozenset({Kind.OVER, Kind.END, Kind.FENCE})
 
 
 class NotARecord(ValueError):
-    """A line that is no record; the message says why."""
+    """The line is no record; the message says why."""
 
 
 class NotAHead(ValueError):
-    """Bytes that are no head; the message says why."""
+    """The bytes are no head; the message says why."""
 
 
 class Draft(NamedTuple):
-    """What happened, before it has its place in the chain. `wall_us` counts from 1970."""
+    """A record before it has its place in the chain. `wall_us` counts from 1970."""
 
     kind: Kind
     data: dict[str, Any]
@@ -153,7 +153,7 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line, read. The members are those of the package's docstring."""
+    """A line that was read. The package's docstring explains the members."""
 
     seq: int
     prev: str
@@ -166,7 +166,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Where a chain has got to: the last record's number and the hash of its line."""
+    """An end of a chain: the last record's number and the hash of its line."""
 
     seq: int = 0
     hash: str = NO_HASH
@@ -174,7 +174,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is kept apart from the log: its end, and when its daemon was last known to live."""
+    """The head, kept apart from the log: the log's end, and when its daemon was last known to live."""
 
     link: Link
     boot: str
@@ -182,14 +182,14 @@ class Head:
 
 
 def hash_of(line: bytes) -> str:
-    """Of a line without its newline."""
+    """Return the SHA-256 of a line without its newline, in hexadecimal."""
     return hashlib.sha256(line).hexdigest()
 
 
 def seal(draft: Draft, after: Link, boot: str) -> tuple[bytes, Link]:
-    """The line of a record, without its newline, and the chain's new end.
+    """Return a record's line, without its newline, and the chain's new end.
 
-    What can't be a record (a fault of the daemon's own) becomes one that says so: nothing may leave the chain unseen.
+    A draft that can't be a record (a bug of the daemon) becomes one that says so: none may be lost unseen.
     """
     try:
         line = _line(draft, canonical_bytes(draft.data, depth=1), after, boot)
@@ -202,7 +202,7 @@ def seal(draft: Draft, after: Link, boot: str) -> tuple[bytes, Link]:
 
 
 def _line(draft: Draft, data: bytes, after: Link, boot: str) -> bytes:
-    """A record's members in canonical form: in the order of their names, and no text but `data` needs escaping."""
+    """Write the members in canonical form: in the order of their names. No text but `data` needs escaping."""
     return b'{"at":"%b","boot":"%b","data":%b,"kind":"%b","mono_us":%d,"prev":"%b","seq":%d}' % (
         at_text(draft.wall_us).encode(),
         boot.encode(),
@@ -215,7 +215,7 @@ def _line(draft: Draft, data: bytes, after: Link, boot: str) -> bytes:
 
 
 def read_record(line: bytes) -> Record:
-    """The record of a line without its newline. Raises NotARecord."""
+    """Read a line without its newline. Raises NotARecord."""
     if len(line) > MAX_RECORD_BYTES:
         raise NotARecord(f"it has more than {MAX_RECORD_BYTES} bytes")
     try:
@@ -235,13 +235,13 @@ def read_record(line: bytes) -> Record:
 
 
 def head_bytes(head: Head) -> bytes:
-    """The head's file, always `HEAD_BYTES` long."""
+    """Encode a head. The result is always `HEAD_BYTES` long."""
     members = {"alive_us": head.alive_us, "boot": head.boot, "hash": head.link.hash, "seq": head.link.seq}
     return canonical_bytes(members).ljust(HEAD_BYTES - 1) + b"\n"
 
 
 def read_head(data: bytes) -> Head:
-    """The head in a file's bytes. Raises NotAHead."""
+    """Decode a head. Raises NotAHead."""
     if len(data) != HEAD_BYTES or not data.endswith(b"\n"):
         raise NotAHead(f"it is not {HEAD_BYTES} bytes that end with a newline")
     try:
@@ -258,19 +258,19 @@ def read_head(data: bytes) -> Head:
 
 
 def at_text(wall_us: int) -> str:
-    """A wall clock's time, microseconds since 1970, as records tell it."""
+    """Format a wall clock's time, in microseconds since 1970, as records have it."""
     seconds, rest_us = divmod(wall_us, 1_000_000)
     return f"{_second_text(seconds)}.{rest_us:06d}Z"
 
 
 @lru_cache(maxsize=2)
 def _second_text(seconds: int) -> str:
-    """Of most records in a row, the same."""
+    """Cache the last rendered seconds: most records repeat them."""
     return (_EPOCH + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def clean_text(text: str, most_chars: int = MAX_TEXT_CHARS) -> str:
-    """A text that is somebody else's: bounded, and without what moves a terminal's cursor or turns its direction."""
+    """Cut a foreign text, and replace characters that move a terminal's cursor or turn its direction."""
     if len(text) > most_chars:
         text = f"{text[: most_chars - 1]}…"
     return (

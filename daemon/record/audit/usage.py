@@ -1,19 +1,19 @@
-"""Lease seconds and byte seconds of every tenant, from the records of a log alone.
+"""Sums lease seconds and byte seconds of every tenant from the records of a log alone.
 
 The rules:
 
-- A lease counts from its grant to the moment work under it was refused, for whatever cause; the time until its memory
-  was proved free, and a fence, are the node's. Its byte seconds are the bytes asked for times that.
-- Renewals change nothing: what is counted is what was had, not what was promised.
-- A daemon's leases end with it, unless the next one adopts them (`adopt`): those go on as if nothing had been. If it
+- A lease counts from its grant to the moment its work was refused, for whatever cause. The time until its memory was
+  proved free, and a fence, are the node's. Its byte seconds are its bytes times that time.
+- Renewals change nothing: the sum counts time that a tenant had, not time that it was promised.
+- A daemon's leases end with it, unless the next one adopts them (`adopt`): adopted leases go on. If the daemon
   stopped, they ended at its `stop` record. If it died, the next `start` record tells when it was last known to live
-  (`data.previous.alive_us`, at most a second before its end if the host lived on); without that, or on another boot
-  than it tells of, they count to the last record of theirs.
-- If records of ends were dropped (`gap`), a lease that no later record speaks of counts until they began to be
+  (`data.previous.alive_us`, at most a second before its end if the host lived on). Without that, or on another boot,
+  they count to their last record.
+- If records of ends were dropped (`gap`), a lease without a later record counts until the first was dropped
   (`data.since_us`).
-- Leases that are still open count to the last record, or to the head's `alive_us` if that is given.
+- Open leases count to the last record, or to the head's `alive_us` if that is given.
 
-Only the monotonic clock counts, and only differences inside one boot: the wall clock may step as it likes.
+Only the monotonic clock counts, and only differences inside one boot: the wall clock may step.
 """
 
 from dataclasses import dataclass, field
@@ -26,13 +26,13 @@ US_PER_S: Final = 1_000_000
 
 @dataclass(slots=True)
 class Used:
-    """What one tenant had.
+    """The sums of one tenant.
 
     Attributes:
-        leases: How many of its leases count.
+        leases: How many leases count.
         lease_us: Microseconds, summed over leases.
         byte_us: Bytes times microseconds.
-        open_leases: Those of `leases` that no record ends.
+        open_leases: How many of `leases` no record ends.
     """
 
     leases: int = 0
@@ -53,7 +53,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Left:
-    """A lease whose daemon is gone: it counts to `end_us` unless a later one of the same boot adopts it."""
+    """A lease whose daemon is gone. Unless a later daemon of the same boot adopts it, it counts to `end_us`."""
 
     opened: _Open
     end_us: int
@@ -61,10 +61,10 @@ class _Left:
 
 @dataclass(slots=True)
 class UsageSum:
-    """Takes records, oldest first; any that make no sense are passed over, as `verify` is who tells of them.
+    """Takes records, oldest first. Records that make no sense are skipped: `verify` reports them.
 
     Attributes:
-        tenants: What each had, by its name; those leases that are open are in it once `finish` was called.
+        tenants: The sums, by tenant. Open leases are in them once `finish` was called.
     """
 
     tenants: dict[str, Used] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class UsageSum:
     _last_us: dict[str, int] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
-        """One record."""
+        """Add one record."""
         last_us = max(record.mono_us, self._last_us.get(record.boot, 0))
         if record.kind == Kind.START:
             self._on_start(record.data.get("previous"), record.boot)
@@ -88,7 +88,7 @@ class UsageSum:
             self._on_lease(lease, record)
 
     def finish(self, head: Head | None = None) -> dict[str, Used]:
-        """The sums, with those leases that are open."""
+        """Return the sums, open leases included."""
         for opened in self._open.values():
             self._used(opened.tenant).open_leases += 1
         self._leave_all("" if head is None else head.boot, 0 if head is None else head.alive_us)
@@ -118,7 +118,7 @@ class UsageSum:
                 opened.doubt_us = None
 
     def _close_by(self, lease: str, record: Record) -> None:
-        """End a lease by a record that tells when; it tells enough for one whose grant is not in the log."""
+        """End a lease by a record that tells when. If the log lacks its grant, that record tells enough."""
         data = record.data
         over_us = _count(data, "over_us") or record.mono_us
         if (left := self._left.pop(lease, None)) is not None:
@@ -138,7 +138,7 @@ class UsageSum:
         self._ending.clear()
 
     def _adopt(self, lease: str, record: Record) -> None:
-        """It goes on; one that no record has granted counts from here."""
+        """Let a lease go on. If the log lacks its grant, it counts from here."""
         left = self._left.get(lease)
         if left is not None and left.opened.boot == record.boot:
             self._open[lease] = self._left.pop(lease).opened
@@ -161,7 +161,7 @@ class UsageSum:
     # --- sums ---
 
     def _leave_all(self, boot: str, until_us: int) -> None:
-        """A daemon is gone: what is open ended then, unless it is adopted."""
+        """Handle the end of a daemon: open leases end with it, unless they are adopted."""
         for lease, opened in self._open.items():
             end_us = max(opened.seen_us, self._last_us.get(opened.boot, 0), until_us if boot == opened.boot else 0)
             if opened.doubt_us is not None:
@@ -172,7 +172,7 @@ class UsageSum:
         self._open.clear()
 
     def _count_left(self, boot: str = "") -> None:
-        """Count those that no daemon can adopt any more, in the boot that is now."""
+        """Count leases that no daemon of this boot can adopt."""
         for lease, left in list(self._left.items()):
             if left.opened.boot != boot:
                 self._count(left.opened, left.end_us)

@@ -1,8 +1,8 @@
-"""Whether a log is what was written: lines in, what is wrong with them out. No I/O.
+"""Verifies that a log is what was written: lines in, findings out. No I/O.
 
-What it finds: an edited, inserted, removed, repeated or moved record, wherever it is; an end that was cut off, as far
-as the head tells; and records before the first that were removed other than by the daemon. What it can't find: a log
-that was rewritten from some record on together with its head. Keep heads where the log's writer can't reach them.
+The verifier finds every edited, inserted, removed, repeated or moved record; an end that was cut off, as far as the
+head tells; and first records that somebody other than the daemon removed. It can't find a log that was rewritten from
+some record on together with its head. Keep heads where the log's writer can't reach them.
 """
 
 import hashlib
@@ -12,18 +12,18 @@ from typing import Any, Final
 from gpulease.daemon.record.audit.records import FORMAT, Kind, Link, NotARecord, Record, hash_of, read_record
 
 MAX_FINDINGS: Final = 100
-"""Told one by one; more are counted. A log that is another file altogether has one a line."""
+"""Findings that are listed; more are counted. A file that is no log at all has one a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One problem of a log.
 
     Attributes:
-        file: In which file; "" if in none.
-        offset_bytes: Where its line begins.
-        seq: The record there, or the one that should be; 0 if that can't be said.
-        problem: A sentence.
+        file: The file; "" if it is in none.
+        offset_bytes: The offset of the line.
+        seq: The record there, or the one that should be there; 0 if that is unknown.
+        problem: The problem, as a sentence.
     """
 
     file: str
@@ -38,13 +38,13 @@ class Finding:
 
 @dataclass(slots=True)
 class Verdict:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
-        findings: What is wrong, at most `MAX_FINDINGS`; nothing, if the log is whole.
-        omitted: Findings beyond these.
-        notes: What is not wrong and worth knowing.
-        records: How many there are.
+        findings: Problems, at most `MAX_FINDINGS`; empty if the log is whole.
+        omitted: How many problems are not listed.
+        notes: Facts worth knowing that are no problems.
+        records: How many records there are.
         end: The last record.
     """
 
@@ -62,7 +62,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Scrap:
-    """Bytes that are no record, and may be what a crash left."""
+    """Bytes that are no record: a crash may have left them."""
 
     file: str
     offset_bytes: int
@@ -73,7 +73,7 @@ class _Scrap:
     digest: Any = field(default_factory=hashlib.sha256)
 
     def add(self, data: bytes) -> None:
-        """More of it. The last newline does not count: whoever wrote on put it there."""
+        """Add bytes. The last newline does not count: the writer puts it there before it goes on."""
         self.digest.update(self.newline)
         self.size_bytes += len(self.newline)
         body = data.removesuffix(b"\n")
@@ -86,7 +86,7 @@ class Verifier:
     """Takes the lines of a log, file by file, oldest first.
 
     Args:
-        head: What the log must reach, if that is known.
+        head: The record that the log must reach, if that is known.
     """
 
     def __init__(self, head: Link | None = None) -> None:
@@ -98,7 +98,7 @@ class Verifier:
         self._scrap: _Scrap | None = None
 
     def take(self, file: str, offset_bytes: int, line: bytes) -> Record | None:
-        """One line with its newline, if it has one; the record in it, if it is one."""
+        """Check one line, with its newline if it has one. Return its record, None if it is none."""
         try:
             if not line.endswith(b"\n"):
                 raise NotARecord("it has no newline: it was cut off, or is being written")
@@ -120,7 +120,7 @@ class Verifier:
         return record
 
     def finish(self) -> Verdict:
-        """The verdict, once every line was taken."""
+        """Return the verdict, after the last line."""
         verdict = self.verdict
         self._judge_scrap(None, "", 0)
         if self._before is not None and self._before.seq and self._before not in self._removed:
@@ -162,7 +162,7 @@ class Verifier:
                 self._find(file, offset_bytes, end.seq, "it is not the record that the head tells of")
                 self._is_head_met = True
 
-    # --- what is no record ---
+    # --- bytes that are no record ---
 
     def _keep_scrap(self, file: str, offset_bytes: int, line: bytes, problem: str) -> None:
         if self._scrap is not None and self._scrap.file != file:
@@ -172,7 +172,7 @@ class Verifier:
         self._scrap.add(line)
 
     def _judge_scrap(self, record: Record | None, file: str, offset_bytes: int) -> None:
-        """Bytes that are no record are right only if the record behind them says that they are there."""
+        """Report bytes that are no record, unless the record behind them tells of them."""
         scrap, self._scrap = self._scrap, None
         torn = None if record is None else record.data.get("torn")
         if scrap is None:
@@ -185,7 +185,7 @@ class Verifier:
             self.verdict.notes.append(f"{file}, byte {scrap.offset_bytes}: {scrap.size_bytes} bytes of a line, as told")
             return
         if record is None and not scrap.newline and self._is_head_met:
-            # Behind all that is known to be durable: the next start of the daemon tells of it.
+            # Nothing durable is lost: the next start of the daemon will tell of these bytes.
             self.verdict.notes.append(f"{scrap.file}, byte {scrap.offset_bytes}: it ends in a piece of a line")
             return
         self._find(scrap.file, scrap.offset_bytes, scrap.seq, f"this is no record: {scrap.problem}")

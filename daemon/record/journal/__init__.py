@@ -1,7 +1,7 @@
-"""What survives the broker: leases, fences, revoked ids, spent tokens and a drain, in one SQLite file.
+"""The journal: leases, fences, revoked ids, spent tokens and a drain, in one SQLite file that survives the broker.
 
-A journal is told every event before its effects are carried out (`saw`), and no outcome is told to anybody before all
-that led to it is on the disk (`answer`). `Journal` is that of a daemon that keeps none.
+`on_event` writes every event down before its effects are carried out. `answer` holds every outcome until all that led
+to it is on the disk. `Journal` is that of a daemon that keeps none, `FileJournal` the real one.
 """
 
 from gpulease.daemon.record.journal.journal import FileJournal, Journal, open_journal

@@ -1,11 +1,6 @@
-"""What is kept, as rows: a kind, a key and a value. Values are JSON, by the names of the fields.
+"""The journal's rows: how they are encoded, written many at a time, and read when the journal is opened.
 
-The table of rows, many rows at a time.
-
-A statement lets go of the interpreter at each step (sqlite3), and has it back when the broker's thread pauses: a commit
-of hundreds of statements would last for as long as the broker is busy. So each takes many rows, and gives one at most.
-
-What is in a journal when it is opened, and what the host's restart changes in it.
+A row is a kind, a key and a value. Values are JSON objects with the names of the fields.
 """
 
 import json
@@ -24,10 +19,10 @@ from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 LEASE_ID_BYTES: Final = 16
 DRAIN_KEY: Final = b""
-"""Of the one row there is of its kind."""
+"""The key of the one row that tells of a drain."""
 
-_LATER: Final[dict[str, int]] = {"submit_bytes": 0, "orphan_ms": 0}
-"""Members that came later, and what it means that there is none: so rows without news are what they were before."""
+_LATER: Final[dict[str, object]] = {"submit_bytes": 0, "orphan_ms": 0}
+"""Members that were added later, and their values where a row lacks them. A row with these values leaves them out."""
 
 _LEASE_NAMES: Final = frozenset(KeptLease._fields) - {"terms"} | frozenset(LeaseTerms._fields)
 """Members of a lease's row: its terms lie among the others."""
@@ -38,12 +33,12 @@ _NUMBER_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class KeptRelay:
-    """A remote tenant's relay, which lives on for as long as its session's worker does.
+    """A remote tenant's relay process, which lives as long as its session's worker.
 
     Attributes:
-        started_ticks: When the process was started: see `processes.started_ticks`.
-        tenant: Whose it is.
-        serial: Of the certificate that was shown, in hexadecimal.
+        started_ticks: When the process was started: `processes.started_ticks`.
+        tenant: The tenant's name.
+        serial: The serial number of the tenant's certificate, in hexadecimal.
     """
 
     pid: int
@@ -56,7 +51,7 @@ Kept = KeptLease | KeptWarm | KeptCard | KeptRelay | LeaseSnapshot | int
 
 
 class RowKind(IntEnum):
-    """What a row tells of. The numbers are the file's format."""
+    """The kind of a row. The numbers are the file's format."""
 
     LEASE = 1
     WARM = 2
@@ -71,39 +66,39 @@ class RowKind(IntEnum):
 
 
 class Change(NamedTuple):
-    """One row's new content, or that it is gone (None)."""
+    """A row's new content; None removes the row."""
 
     kind: RowKind
     key: bytes
     content: Kept | None
 
     def value(self) -> bytes | None:
-        """The row's value, None if it is to be gone."""
+        """Encode the content; None removes the row."""
         return None if self.content is None else encode(self.content)
 
 
 def lease_key(lease_id: int) -> bytes:
-    """Of a lease's row."""
+    """Return the key of a lease's row."""
     return lease_id.to_bytes(LEASE_ID_BYTES, "big")
 
 
 def warm_key(warm_id: int) -> bytes:
-    """Of a warm context's row: its numbers begin where those of leases end."""
+    """Return the key of a warm context's row. Warm contexts have larger numbers than leases."""
     return warm_id.to_bytes(_WARM_ID_BYTES, "big")
 
 
 def number_key(number: int) -> bytes:
-    """Of a tombstone's row, by its place among them, a revoked or cleared id's, by its mark, a relay's, by its pid."""
+    """Return the key of a tombstone by its number, of a revoked or cleared id by its mark, of a relay by its pid."""
     return number.to_bytes(_NUMBER_BYTES, "big")
 
 
 def spent_key(lease_id: int, nonce: bytes) -> bytes:
-    """Of the row of a token that was used, or revoked."""
+    """Return the key of a token that was used or revoked."""
     return lease_key(lease_id) + nonce
 
 
 def digest_of(kind: int, key: bytes, value: bytes) -> int:
-    """What a row adds to the sum over all of them (mod 2^128): a row changed, lost, doubled or forged shows in it."""
+    """Return what a row adds to the sum over all rows (mod 2^128), which shows a row changed, lost or forged."""
     data = b"%d %d %b%b" % (kind, len(key), key, value)
     return int.from_bytes(blake2b(data, digest_size=16).digest(), "big")
 
@@ -112,7 +107,7 @@ _text: Final = json.JSONEncoder().encode
 
 
 def encode(content: Kept) -> bytes:
-    """A row's value."""
+    """Encode a row's value."""
     if isinstance(content, KeptLease):
         return _lease(content)
     if isinstance(content, LeaseSnapshot):
@@ -123,7 +118,7 @@ def encode(content: Kept) -> bytes:
 
 
 def _lease(kept: KeptLease) -> bytes:
-    """By hand, as the next: most of what is written, and json takes five times as long."""
+    """Encode by hand: most rows are leases and tombstones, and `json` takes five times as long."""
     terms = kept.terms
     return (
         f'{{"lease_id":{kept.lease_id},"tenant":{_text(kept.tenant)},"card_uuid":{_text(kept.card_uuid)},'
@@ -159,30 +154,15 @@ def _member(member: Enum | None) -> str:
 
 
 def read_lease(value: bytes) -> KeptLease:
-    """Raises ValueError, KeyError or TypeError for what `encode` did not write; so do the other readers."""
+    """Read a lease. Raises ValueError, KeyError or TypeError for bytes that `encode` did not write."""
     members = _members(value, _LEASE_NAMES, KeptLease.__name__)
     terms = {name: members.pop(name) for name in LeaseTerms._fields if name in members}
     return KeptLease(terms=LeaseTerms(**{**_LATER, **terms}), **members)
 
 
 def read_tombstone(value: bytes) -> LeaseSnapshot:
-    """As above."""
+    """Read a tombstone. Raises what `read_lease` raises."""
     return _read(LeaseSnapshot, value)
-
-
-def read_warm(value: bytes) -> KeptWarm:
-    """As above."""
-    return _read(KeptWarm, value)
-
-
-def read_card(value: bytes) -> KeptCard:
-    """As above."""
-    return _read(KeptCard, value)
-
-
-def read_relay(value: bytes) -> KeptRelay:
-    """As above."""
-    return _read(KeptRelay, value)
 
 
 Shape = TypeVar("Shape", KeptWarm, KeptCard, KeptRelay, LeaseSnapshot)
@@ -200,7 +180,7 @@ def _read(shape: type[Shape], value: bytes) -> Shape:
 
 
 def _members(value: bytes, names: frozenset[str], shape: str) -> dict[str, Any]:
-    """A row's members by name, enumerations read; `names`: those it may have."""
+    """Read a row's members by name, with its enumerations. `names`: the members that it may have."""
     members = json.loads(value)
     if not isinstance(members, dict) or not names - _LATER.keys() <= members.keys() <= names:
         raise ValueError(f"it is no {shape}")
@@ -216,15 +196,18 @@ SCHEMA: Final = (
 )
 
 MAX_ROWS: Final = 256
-"""In one statement, a power of two: 768 parameters, of which any SQLite takes 999 (sqlite.org/limits.html)."""
+"""Rows in one statement, a power of two. Any SQLite takes 999 parameters (sqlite.org/limits.html); these need 768."""
 
 _Part = TypeVar("_Part")
 
 
 def put(connection: sqlite3.Connection, changes: Iterable[Change]) -> int:
-    """Write changes in a transaction, of each row the last; by how much the sum over all rows changes.
+    """Write changes within a transaction, of each row the last. Return by how much the sum over all rows changes.
 
-    Raises sqlite3.Error, or ValueError if what is there was not written here.
+    sqlite3 releases the interpreter at each step of a statement, and gets it back when the broker's thread pauses. So
+    hundreds of statements would last as long as the broker is busy: each takes many rows, and returns one at most.
+
+    Raises sqlite3.Error, or ValueError if a row that is there was not written by this code.
     """
     latest = {(change.kind, change.key): change for change in changes}
     keys: defaultdict[RowKind, list[bytes]] = defaultdict(list)
@@ -248,7 +231,7 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change]) -> int:
 def _present(
     connection: sqlite3.Connection, keys: defaultdict[RowKind, list[bytes]]
 ) -> Iterator[tuple[int, bytes, bytes]]:
-    """Those of these rows that there are."""
+    """Yield those of the rows that the table has."""
     for kind, some in keys.items():
         for part in _parts(some):
             ((text,),) = connection.execute(_select(len(part)), (int(kind), *part))
@@ -258,7 +241,7 @@ def _present(
 
 
 def _parts(rows: Sequence[_Part]) -> Iterator[Sequence[_Part]]:
-    """Powers of two of them, so that few statements are ever compiled: the last row fills up, which changes nothing."""
+    """Split rows into powers of two, so that few statements are ever compiled. The last row is repeated to fill up."""
     for start in range(0, len(rows), MAX_ROWS):
         part = rows[start : start + MAX_ROWS]
         missing = (1 << (len(part) - 1).bit_length()) - len(part)
@@ -288,17 +271,17 @@ def _places(one: str, count: int) -> str:
 
 
 Spent = tuple[int, bytes, int]
-"""A token that was used, or revoked: its lease, its nonce, and until when no token of that nonce can be valid
-(monotonic ms)."""
+"""A token that was used or revoked: its lease, its nonce, and when the last token of that nonce expires (monotonic
+ms)."""
 
 
 @dataclass(slots=True)
 class Contents:
-    """The rows, read.
+    """The rows of a journal that is opened.
 
     Attributes:
-        drain_ns: When a drain ends what is left; None if the node is not drained.
-        next_tombstone: The place of the tombstone that comes next.
+        drain_ns: When a drain ends the leases that are left; None if the node is not drained.
+        next_tombstone: The number of the next tombstone.
     """
 
     leases: list[KeptLease] = field(default_factory=list)
@@ -314,7 +297,7 @@ class Contents:
     next_tombstone: int = 0
 
     def take(self, kind: int, key: bytes, value: bytes) -> None:
-        """One row, in the order of kinds and keys. Raises ValueError, KeyError or TypeError if it makes no sense."""
+        """Read one row, in the order of kinds and keys. Raises ValueError, KeyError or TypeError for nonsense."""
         match RowKind(kind):
             case RowKind.REVOKED:
                 self.revoked.append(int.from_bytes(key, "big"))
@@ -323,7 +306,7 @@ class Contents:
             case RowKind.LEASE:
                 self.leases.append(read_lease(value))
             case RowKind.WARM:
-                self.warm.append(read_warm(value))
+                self.warm.append(_read(KeptWarm, value))
             case RowKind.TOMBSTONE:
                 self.tombstones.append(read_tombstone(value))
                 self.next_tombstone = int.from_bytes(key, "big") + 1
@@ -332,23 +315,23 @@ class Contents:
             case RowKind.REVOKED_TOKEN:
                 self.revoked_tokens.append(_spent(key, value))
             case RowKind.CARD:
-                card = read_card(value)
+                card = _read(KeptCard, value)
                 self.cards[card.uuid] = card
             case RowKind.DRAIN:
                 self.drain_ns = int(value)
             case RowKind.RELAY:
-                relay = read_relay(value)
+                relay = _read(KeptRelay, value)
                 self.relays[relay.pid] = relay
 
     def past(self) -> Past:
-        """What needs no doing."""
+        """Return what the lease table remembers of the past, beside live leases."""
         return Past(tuple(self.tombstones), self.revoked, self.cleared, tuple(self.warm), self.drain_ns)
 
     def cross_boot(self) -> list[Change]:
-        """The host was restarted: what that ended, in these contents and as changes to the rows.
+        """Change the contents as a restart of the host does, and return the changes of rows.
 
-        Nothing of another boot runs, and its times mean nothing now; what is fenced stays so until an operator says
-        otherwise, and so does a drain: nothing is left for it to end. Tokens of another boot verify with no key.
+        No process of another boot runs, and its times mean nothing now. Fences stay until an operator clears them.
+        A drain stays too, with nothing left to end. Tokens of another boot verify with no key.
         """
         changes: list[Change] = []
         for lease in self.leases:

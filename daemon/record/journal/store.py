@@ -1,23 +1,18 @@
-"""A journal that can't be used, as its operator is told.
+"""The journal's files: an SQLite database, its head, and the folder that one daemon locks.
 
-The folder of a daemon's state: who may read it, that one daemon has it, and the journal's head.
+The database has one connection. The daemon reads and checks all of it once, at its start, and then only writes.
 
-The head is a small file beside the journal that tells how many commits there were. SQLite takes whatever it finds in
-its log up to the first frame that does not check, as if there had never been more; by the head a loss shows. It is
-written after each commit and never synced: a daemon that is killed leaves it exact, a host that dies leaves an older
-one, and neither leaves one that is ahead.
+1. SQLite writes its log ahead (WAL) and syncs it at each commit (`synchronous=FULL`): a commit that returned is on the
+   disk (sqlite.org/pragma.html). The code reads every pragma back: SQLite ignores pragmas that it does not know.
+2. Nobody else may open the database (`locking_mode=EXCLUSIVE`). So the log's index is never a file.
+3. Commits must be where the next daemon looks: if somebody moved or removed a file, a commit fails.
+4. Each commit writes its number and the sum of all rows' digests. If either does not agree, nothing is read from the
+   database.
 
-The journal's file: an SQLite database of one connection, read and checked as a whole once, then only written.
-
-Rules:
-
-1. The log is written ahead (WAL) and synced at each commit (`synchronous=FULL`): a commit that returned is on the disk
-   (sqlite.org/pragma.html). Every pragma is asked for after it was set: SQLite ignores what it does not know.
-2. Nobody else may open it (`locking_mode=EXCLUSIVE`); so the log's index is never a file, and always made anew.
-3. What is committed must be where the next daemon looks: files that somebody moved or removed under this one take no
-   commit, though the disk would.
-4. Each commit writes its number and the sum of all rows' digests; the head tells the number from outside. If either
-   does not agree, nothing is taken from the file.
+The head is a small file beside the database that holds the number of commits. SQLite reads its log up to the first
+frame that does not check, as if there had never been more: the head shows that loss. The daemon writes the head after
+each commit and never syncs it. A killed daemon leaves it exact, a dead host leaves an older one, and neither leaves
+one that is ahead.
 """
 
 import contextlib
@@ -39,16 +34,16 @@ from gpulease.daemon.record.journal.rows import SCHEMA as ENTRY_SCHEMA
 from gpulease.daemon.record.journal.rows import Change, digest_of, put
 
 EX_DATAERR: Final = 65
-"""sysexits(3): what is there is not what was written. A restart would fail the same way."""
+"""sysexits(3): the files are not as they were written. A restart would fail the same way."""
 
 EX_UNAVAILABLE: Final = 69
-"""sysexits(3): somebody else has it. A later start may succeed."""
+"""sysexits(3): another daemon has the folder. A later start may succeed."""
 
 EX_IOERR: Final = 74
 """sysexits(3): the disk refuses. A later start may succeed."""
 
 EX_CONFIG: Final = 78
-"""sysexits(3): the folder is not one that can be used."""
+"""sysexits(3): the folder must not be used."""
 
 MOVE_ASIDE: Final = (
     "Restore it from where it was, or move the folder's journal files aside: then the daemon ends sessions that run,"
@@ -61,7 +56,7 @@ class JournalBroken(Exception):
 
     Attributes:
         hint: What to do, and what that costs.
-        status: The exit status of a daemon that can't start for it, one of sysexits(3).
+        status: The exit status of a daemon that can't start because of it, one of sysexits(3).
     """
 
     def __init__(self, message: str, hint: str, status: int) -> None:
@@ -71,7 +66,7 @@ class JournalBroken(Exception):
 
 
 def not_whole(path: object, why: str) -> JournalBroken:
-    """What is there is not all that was written, or not only that."""
+    """Make the error for files that lack something written, or have more."""
     return JournalBroken(f"the journal {path} is broken: {why}", MOVE_ASIDE, EX_DATAERR)
 
 
@@ -83,17 +78,17 @@ JOURNAL_NAME: Final = "journal.db"
 HEAD_NAME: Final = "journal.head"
 
 HEAD_BYTES: Final = 64
-"""Less than a sector, and always the same: a crash leaves the old head or the new one."""
+"""The head's size is less than a sector, and constant: a crash leaves the old head or the new one."""
 
 _MAKE_IT: Final = "Make it, or name another: the daemon makes the last folder of a path alone."
 _MISTAKES: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
-"""What a later start meets again, where nobody corrects the setting or the folder."""
+"""Errors that stay until somebody corrects the setting or the folder."""
 
 _HEAD: Final = re.compile(rb"commits (\d{1,20}) ([0-9a-f]{16}) *\n")
 
 
 def prepare(folder: Path) -> int:
-    """Make the folder if only it is missing, and lock it; the lock's descriptor. Raises JournalBroken."""
+    """Make the folder if only it is missing, lock it, and return the lock's descriptor. Raises JournalBroken."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=FOLDER_MODE)
@@ -130,10 +125,10 @@ def sync(folder: Path) -> None:
 
 
 class HeadFile:
-    """How many commits the journal has had, as its last daemon knew.
+    """The file that holds how many commits the journal has had, as its last daemon knew.
 
     Attributes:
-        commits: That number; None if there is no such file.
+        commits: The number; None if there is no file.
 
     Raises:
         JournalBroken: The file is not as it was written.
@@ -156,7 +151,7 @@ class HeadFile:
         self.commits = int(found[1])
 
     def make(self) -> None:
-        """Begin at 0, durably. Raises OSError."""
+        """Make the file durable with 0 commits. Raises OSError."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         new = self._path.with_name(f"{HEAD_NAME}.new")
         with contextlib.suppress(FileNotFoundError):
@@ -169,7 +164,7 @@ class HeadFile:
         self.commits = 0
 
     def write(self, commits: int) -> None:
-        """There were so many. Raises OSError."""
+        """Write the number of commits. Raises OSError."""
         os.pwrite(self._fd, _head_bytes(commits), 0)
         self.commits = commits
 
@@ -195,18 +190,18 @@ def _unusable(folder: Path, error: OSError) -> JournalBroken:
 
 
 APPLICATION_ID: Final = 0x67704C4A
-"""What file(1) knows the file by ("gpLJ")."""
+"""The number by which file(1) knows the database ("gpLJ")."""
 
 VERSION: Final = 2
-"""Of the rows and tables; a higher number is another format. Rows of the first one are rows of this one, too."""
+"""The format of rows and tables. Rows of the first version are rows of this one too."""
 
 _FIRST_VERSION: Final = 1
 
 BUSY_TIMEOUT_S: Final = 1.0
-"""For whoever looks into the file with a tool of their own."""
+"""Wait for an operator who reads the database with another tool."""
 
 COPY_PREFIX: Final = "examined-"
-"""Of a folder for a copy of the file, which is looked through before the file itself is opened."""
+"""Begins the name of a folder with a copy of the database, which is checked before the database is opened."""
 
 _MODULUS: Final = 1 << 128
 _SCHEMA: Final = (
@@ -235,10 +230,10 @@ _OF_THE_DISK: Final = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-"""Errors that say nothing of what is in the file (sqlite.org/rescode.html); a primary code is an error's low byte."""
+"""Errors that say nothing about the contents (sqlite.org/rescode.html). A primary code is an error's low byte."""
 
 Place = tuple[int, int] | None
-"""A file's device and number there; None if there is none."""
+"""A file's device and inode; None if there is no file."""
 
 TakeRow = Callable[[int, bytes, bytes], None]
 
@@ -254,18 +249,18 @@ class _State:
 
 
 class Store:
-    """An open journal; one thread at a time.
+    """An open journal. Used by one thread at a time.
 
     Args:
-        folder: Its folder, which nobody else has.
+        folder: Its folder, which this process has locked.
         boot: This boot of the host.
-        take: Gets the kind, key and value of every row, in their order; whether all is well is known only afterwards.
+        take: Called with the kind, key and value of every row, in their order, before all of them are checked.
 
     Attributes:
         last_boot: The boot of the host in which it was last written.
 
     Raises:
-        JournalBroken: It can't be used. What is there is as it was.
+        JournalBroken: It can't be used. Its files are unchanged.
     """
 
     def __init__(self, folder: Path, boot: str, take: TakeRow) -> None:
@@ -292,7 +287,7 @@ class Store:
         self.last_boot = self._state.boot
 
     def begin(self, changes: Iterable[Change]) -> None:
-        """Commit what the opening changes, which also shows that the disk can be written. Raises JournalBroken."""
+        """Make the first commit, which also shows that the disk can be written. Raises JournalBroken."""
         try:
             if self._connection is not None:
                 self._connection.execute(f"PRAGMA user_version={VERSION}")
@@ -302,9 +297,9 @@ class Store:
             raise _broken(self._path, error) from None
 
     def apply(self, changes: Iterable[Change]) -> None:
-        """Commit changes, all or none; returned means durable. Raises sqlite3.Error, OSError or ValueError.
+        """Commit changes, all or none. They are durable when this returns.
 
-        After that it may be called again with the same changes, and those behind them.
+        Raises sqlite3.Error, OSError or ValueError. Then call again with the same changes, and those after them.
         """
         if self._head is None:
             raise OSError("the journal is closed")
@@ -321,7 +316,7 @@ class Store:
             _write_state(connection, state)
             connection.execute("COMMIT")
         except BaseException:
-            # What became of a commit that failed is the file's to say: the next try reads it.
+            # A failed commit may be in the database or not: the next try reads it.
             self._disconnect()
             raise
         self._state = state
@@ -330,14 +325,14 @@ class Store:
             self._places = self._look()
 
     def close(self) -> None:
-        """Close the files; SQLite then folds its log into the database, if it can."""
+        """Close the files. SQLite then copies its log into the database, if it can."""
         self._disconnect()
         if self._head is not None:
             self._head.close()
             self._head = None
 
     def _look(self) -> tuple[Place, ...]:
-        """Which files are where the journal's are."""
+        """Return which files are at the journal's paths."""
         return tuple(_place(path) for path in self._files)
 
     def _is_new(self, head: HeadFile) -> bool:
@@ -347,7 +342,7 @@ class Store:
         if not is_there and head.commits:
             raise not_whole(self._path, "it is missing")
         if not is_there and self._wal.exists():
-            # SQLite would begin a new one and take the log of the old one away.
+            # SQLite would begin a new database and remove the log of the old one.
             raise not_whole(self._path, f"it is missing, and its log, {self._wal.name}, is there")
         return not is_there
 
@@ -394,7 +389,7 @@ def _connect(path: Path, synchronous: str = "FULL") -> sqlite3.Connection:
 
 
 def _examine(path: Path, boot: str, head_commits: int, take: TakeRow) -> None:
-    """Read and check all of it, in a copy: SQLite cuts and folds in what it finds when it opens and closes a file.
+    """Read and check a copy of the database: SQLite may cut or copy its log when it opens and closes a file.
 
     Raises sqlite3.Error, OSError or ValueError.
     """
@@ -413,7 +408,7 @@ def _examine(path: Path, boot: str, head_commits: int, take: TakeRow) -> None:
 
 
 def _state_in(connection: sqlite3.Connection, boot: str, head_commits: int) -> _State:
-    """What the file says of itself; the tables are made if there are none and have never been."""
+    """Read the state that the last commit wrote. Make the tables if there have never been any."""
     ((application,),) = connection.execute("PRAGMA application_id")
     ((version,),) = connection.execute("PRAGMA user_version")
     tables = [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_schema")]

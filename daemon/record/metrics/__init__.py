@@ -1,1 +1,1 @@
-"""What the node counts, for Prometheus: the families there are, what fills them, and their text. No I/O, no clock."""
+"""Metrics for Prometheus: the families, the counters and gauges behind them, and their text. No I/O, no clock."""

@@ -3,12 +3,11 @@
 Names follow Prometheus's rules (prometheus.io/docs/practices/naming): base units, and `_total` behind a counter's name,
 which is the family's name and that suffix (OpenMetrics 1.0, Counter). So `gpu_lease_acquired` is read as
 `gpu_lease_acquired_total`. Cards are labelled `UUID`, in capitals, as dcgm-exporter labels them, so that the two can be
-joined. No label tells a lease: their number has no bound. So what is told of sessions is told of all that a tenant
-has on a card. The model server's names (`client/serve/models/model_metrics.py`) are its own: no family here has one.
+joined. No label names a lease: their number has no bound. So families of sessions sum up all sessions that a tenant has
+on a card. The model server's names (`client/serve/models/model_metrics.py`) are its own: no family here has one.
 
-Where numbers gather: one cell for each combination of a family's labels.
-
-The registry, and its text: one family at a time, so that nobody who waits for the loop waits for all of it.
+Below the families: cells for their values, and the registry's text, made one family at a time so that the event loop is
+never held for all of it.
 """
 
 from bisect import bisect_left
@@ -36,9 +35,9 @@ class Family:
     """One family of series.
 
     Attributes:
-        meaning: Its help text.
-        labels: Its labels' names, in the order in which values are given.
-        bounds: A histogram's upper bounds, ascending, in seconds; the last one, infinity, is left out.
+        meaning: The help text.
+        labels: The labels' names, in the order of their values.
+        bounds: A histogram's upper bounds, ascending, in seconds, without the last one, infinity.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Family:
 
     @property
     def series_names(self) -> tuple[str, ...]:
-        """What its series are called in the exposition."""
+        """The names of the family's series in the exposition."""
         match self.kind:
             case Kind.COUNTER:
                 return (f"{self.name}_total",)
@@ -64,8 +63,8 @@ PAIR: Final = ("UUID", "tenant")
 CARD: Final = ("UUID",)
 
 LATENCY_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""A context's end takes a card some 100 ms, the embedded driver one or two; after 30 s a slice is fenced at the latest,
-unless the operator says otherwise."""
+"""A context's end takes a card some 100 ms, and the embedded driver one or two. After 30 s a slice is fenced, unless
+the operator sets another time."""
 
 LATENESS_BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
@@ -185,41 +184,42 @@ LOOP_LAG_SECONDS: Final = Family(
 BUILD_INFO: Final = _gauge("gpulease_build_info", "1, with what runs.", ("version", "driver"))
 
 FAMILIES: Final = tuple(value for value in dict(globals()).values() if isinstance(value, Family))
-"""All of them, in the order of this file."""
+"""Every family, in the order of this file."""
 
 
 Labels = tuple[str, ...]
 
 OTHERS: Final = "other"
-"""The label of tenants that came once as many as may be told apart were known."""
+"""The label of all tenants beyond the bound."""
 
 MAX_TENANT_SERIES: Final = 64
-"""Tenants that are told apart. Stops names, which on a host of many users come and go, from growing the daemon, every
-scrape and Prometheus for ever. Who is known stays: a series that moved would be a counter that goes backwards."""
+"""Tenants with a label of their own. Names come and go on a host of many users: the bound stops them from growing the
+daemon, every scrape and Prometheus for ever. A known tenant keeps its label: a series that moved would be a counter
+that goes backwards."""
 
 MAX_PAIR_SERIES: Final = 512
-"""Combinations of cards and tenants: on a host of more than 8 cards fewer tenants are told apart. All of them in all
+"""Combinations of cards and tenants: a host of more than 8 cards gives fewer tenants a label. All combinations in all
 families make an exposition of 1 MB."""
 
 MAX_LABEL_CHARS: Final = 128
-"""Of a tenant's name. Whoever writes certificates chooses it."""
+"""Characters of a tenant's name in a label. Whoever writes certificates chooses the name."""
 
 
 @dataclass(slots=True)
 class Distribution:
-    """Observations: how many fell under each bound, and behind the last one; their sum and count."""
+    """Observations: how many fell under each bound and above the last one, and their sum."""
 
     counts: list[int]
     total: float = 0.0
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """How many observations there are."""
         return sum(self.counts)
 
 
 class Histogram:
-    """The distributions of a family, which may be a summary: that has no bounds."""
+    """The distributions of a histogram, or of a summary, which has no bounds."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -230,7 +230,7 @@ class Histogram:
         return bool(self.of)
 
     def observe(self, labels: Labels, value: float) -> None:
-        """Take in one observation; a negative one, of clocks read in another order, is 0."""
+        """Add one observation. A negative one, of clocks that were read in another order, is 0."""
         found = self.of.get(labels)
         if found is None:
             found = self.of[labels] = Distribution([0] * (len(self.family.bounds) + 1))
@@ -240,13 +240,13 @@ class Histogram:
 
 @dataclass(slots=True)
 class TenantLabels:
-    """The bound on tenants: the first `most` keep their names, all others share one."""
+    """Labels of tenants: the first `most` keep their names, all others share one label."""
 
     most: int
     _known: dict[str, str] = field(default_factory=dict)
 
     def of(self, tenant: str) -> str:
-        """A tenant's label, the same ever after."""
+        """Return a tenant's label, which never changes."""
         label = self._known.get(tenant)
         if label is None:
             if len(self._known) >= self.most:
@@ -261,7 +261,7 @@ Counts = defaultdict[Labels, float]
 
 
 def counts() -> Counts:
-    """The values of a counter's series: 0 until something happened."""
+    """Make the values of a counter's series: 0 until something happened."""
     return defaultdict(float)
 
 
@@ -269,25 +269,25 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format (prometheus.io/docs/instrumenting/exposition_formats)."""
 
 SAMPLES_PER_CHUNK: Final = 256
-"""A line takes some 3 us to make."""
+"""Lines of one piece of text. A line takes some 3 us to make."""
 
 Content = Mapping[Family, Mapping[Labels, float] | Histogram]
-"""The values of each family; of one that is missing, or empty, there is nothing to tell."""
+"""The values of each family. A family without values is left out of the text."""
 
 
 class NodeCollector(Collector):
-    """Gives a registry the node's families. `read` is asked for their values once a scrape."""
+    """Gives a registry the node's families. Calls `read` once a scrape for their values."""
 
     def __init__(self, read: Callable[[], Content]) -> None:
         self._read = read
 
     def describe(self) -> Iterator[Metric]:
-        """All there are, without values: a registry asks when it is given the collector."""
+        """Yield every family without values, which a registry asks for when the collector is registered."""
         for family in FAMILIES:
             yield Metric(family.name, family.meaning, family.kind.value)
 
     def collect(self) -> Iterator[Metric]:
-        """Those that have values, each made when it is come to."""
+        """Yield each family that has values, made when its turn comes."""
         content = self._read()
         for family in FAMILIES:
             values = content.get(family)
@@ -296,18 +296,18 @@ class NodeCollector(Collector):
 
 
 def chunks(registry: CollectorRegistry) -> Iterator[bytes]:
-    """The text of all that is registered, in pieces that take a millisecond or so each."""
+    """Yield the text of all that is registered, in pieces that take a millisecond or so each."""
     for metric in registry.collect():
         samples = metric.samples
         for first in range(0, len(samples), SAMPLES_PER_CHUNK):
             metric.samples = samples[first : first + SAMPLES_PER_CHUNK]
             text = generate_latest(_Alone(metric))
-            # What a family is, is told once, in its first two lines.
+            # Only a family's first piece keeps the two lines that describe it.
             yield text if first == 0 else text.split(b"\n", 2)[2]
 
 
 class _Alone(Collector):
-    """One family, as the library's renderer wants it."""
+    """A collector of one family, as the library's renderer wants it."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric

@@ -1,4 +1,4 @@
-"""What the node is at the moment of a scrape, as gauges. Facts in, values out."""
+"""Gauges: the state of the node at the moment of a scrape. Facts in, values out."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,23 +12,23 @@ from gpulease.daemon.record.metrics.families import Family, Labels
 NS_PER_S: Final = 1_000_000_000
 
 RECYCLED: Final = "recycled"
-"""The state of a context that is ready, for the tenant alone whom it has served."""
+"""The state of a ready context that waits for the tenant that it has served."""
 
 Values = Mapping[Labels, float]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """One moment of the node.
+    """The node at one moment.
 
     Attributes:
-        pair_of: A live lease's card and tenant, as labels.
-        pairs: Those that had a lease at any time: they are told with 0 when they have none.
-        allocated_bytes: What sessions hold, by lease.
-        charged_bytes: What live leases hold of their cards by the books, by lease.
-        stray_bytes: What no process holds and is not booked, by card; one that could not be looked at is missing.
-        checks: What readiness hangs on, by name.
-        audit: The audit log's figures, None if none is kept.
+        pair_of: The labels of each live lease: card and tenant.
+        pairs: Every card and tenant that had a lease at any time: their gauges are 0 when they have none.
+        allocated_bytes: Bytes that sessions hold, by lease.
+        charged_bytes: Bytes that the lease table has booked for live leases, by lease.
+        stray_bytes: Bytes that no process holds and nothing has booked, by card, without cards that gave no answer.
+        checks: The readiness checks, by name.
+        audit: The audit log's figures; None if none is kept.
     """
 
     now_ns: int
@@ -50,7 +50,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class AuditFacts:
-    """The audit log's: records that wait, and those that found no room."""
+    """The audit log's figures: records that wait, and those that found no room."""
 
     is_writable: bool
     waiting: int
@@ -58,7 +58,7 @@ class AuditFacts:
 
 
 def gauges(facts: NodeFacts) -> dict[Family, Values]:
-    """The values of every family that tells a state; of those that do not apply, none."""
+    """Return the values of every gauge, and of the counter of dropped records. Families that do not apply are empty."""
     return _of_tenants(facts) | _of_cards(facts) | _of_pool_and_line(facts) | _of_daemon(facts)
 
 

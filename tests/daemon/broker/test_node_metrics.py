@@ -18,7 +18,7 @@ from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.gpus.embedded import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading, CardsUnavailable
-from gpulease.daemon.leases import Card, LeaseTable, ShutdownRequested
+from gpulease.daemon.leases import Card, LeaseTable
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
@@ -130,8 +130,8 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
 
     async def run() -> None:
         scene = Scene()
-        scene.metrics._counters = cast(Any, SimpleNamespace(saw=breaks, pairs=breaks))
-        scene.metrics.on_event(ShutdownRequested(), [], 1)
+        scene.metrics._counters = cast(Any, SimpleNamespace(on_facts=breaks, pairs=breaks))
+        scene.metrics.on_facts([])
         scene.metrics.scrape(breaks)
         scene.metrics.scrape(scene.answers.append)
         (answer,) = await scene.answered(1)

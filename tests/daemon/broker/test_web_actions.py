@@ -211,7 +211,7 @@ CLEAR = {"op": "clear_fences", "card": "GPU-of-nobody"}
 def test_with_the_token_it_drains_and_ends_the_drain() -> None:
     def play(page: Page) -> None:
         by: list[str] = []
-        page.scene.runtime.recorder.asked_by = lambda request, peer: by.append(peer)  # type: ignore[method-assign]
+        page.scene.runtime.history.asked_by = lambda request, peer: by.append(peer)  # type: ignore[method-assign]
         page.say(**DRAIN)
         assert page.scene.table.drain_ns is not None
         page.say(**END)

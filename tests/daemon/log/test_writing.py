@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.log import writer as writing
-from gpulease.daemon.log.writer import FLUSH_S, HeedlessHandler, JsonShape, QueueingHandler
+from gpulease.daemon.log.writer import FLUSH_S, JsonShape, NonblockingHandler, QueueingHandler
 from helpers.waiting import wait_until
 
 MakeHandler = Callable[[JsonShape, int], logging.Handler]
-MAKERS = [QueueingHandler, HeedlessHandler, partial(HeedlessHandler, opens_own=False)]
+MAKERS = [QueueingHandler, NonblockingHandler, partial(NonblockingHandler, opens_own=False)]
 MANY = 400
 """Records of 300 bytes: more than two of the smallest pipes hold."""
 
@@ -124,7 +124,7 @@ def test_a_socket_that_is_full_goes_on_where_it_was() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        handler = HeedlessHandler(JsonShape("test"), ours.fileno())
+        handler = NonblockingHandler(JsonShape("test"), ours.fileno())
         lines: list[str] = []
         for number in range(MANY):
             log(handler, number)

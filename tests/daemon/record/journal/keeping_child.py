@@ -50,7 +50,7 @@ class Child:
     def post(self, event: Event) -> None:
         now_ns = time.monotonic_ns()
         effects = self.table.handle(event, now_ns)
-        self.journal.saw(event, effects, now_ns)
+        self.journal.on_event(event, effects)
         for effect in effects:
             if isinstance(effect, _ANSWERS):
                 self.journal.answer(effect, tell)

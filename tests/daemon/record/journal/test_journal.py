@@ -56,7 +56,7 @@ class Broker:
 
     def post(self, event: Event) -> None:
         effects = self.table.handle(event, time.monotonic_ns())
-        self.journal.saw(event, effects, time.monotonic_ns())
+        self.journal.on_event(event, effects)
         for effect in effects:
             if isinstance(effect, Outcome):
                 self.journal.answer(effect, self.on_outcome)
@@ -109,7 +109,7 @@ def test_nothing_is_told_before_it_is_on_the_disk(tmp_path: Path) -> None:
         assert list(again.past.revoked) == [mark_of(1)]
         assert list(again.past.cleared) == [mark_of(1), mark_of(2)]
         assert [tombstone.lease_id for tombstone in again.past.tombstones] == [1, 2]
-        again._writer.stop()
+        again._committer.stop()
         os.close(again._lock_fd)
 
     asyncio.run(live())
@@ -129,7 +129,7 @@ def test_a_used_token_and_what_was_measured_come_back(tmp_path: Path) -> None:
         again = open_journal(tmp_path / "state", BOOT)
         assert again.spent == ((5, b"new", now_ms + 9000),), "one that is over takes room for ever"
         assert (again.cards["GPU-a"].capacity_bytes, again.cards["GPU-a"].overhead_bytes) == (1000, 10)
-        again._writer.stop()
+        again._committer.stop()
         os.close(again._lock_fd)
 
     asyncio.run(live())
@@ -149,7 +149,7 @@ def test_what_the_daemon_can_not_follow_stops_grants_and_not_ends(tmp_path: Path
         broker = Broker(tmp_path / "state")
         broker.post(AcquireRequested(1, "ann", 1, LeaseTerms(100, 60_000)))
         assert broker.journal.denial() is None
-        broker.journal.saw(LeaseRestored(None, has_worker=True), [], 0)  # type: ignore[arg-type]
+        broker.journal.on_event(LeaseRestored(None, has_worker=True), [])  # type: ignore[arg-type]
         assert broker.journal.denial() is not None
         assert isinstance(await broker.tell(WorkerReady(1)), Denied)
         snapshot = broker.table.get(1)
@@ -180,7 +180,7 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_told(folder: Path) -> None:
                 granted[lease_id] = (int(generation), deadline)
         journal = open_journal(folder, BOOT)
         check(journal, granted, freed)
-        journal._writer.stop()
+        journal._committer.stop()
         os.close(journal._lock_fd)
 
 

@@ -275,10 +275,10 @@ def test_one_daemon_at_a_time(tmp_path: Path) -> None:
         open_journal(tmp_path / "state", BOOT)
     assert broken.value.status == EX_UNAVAILABLE
     os.close(first._lock_fd)
-    first._writer.stop()
+    first._committer.stop()
     again = open_journal(tmp_path / "state", BOOT)
     os.close(again._lock_fd)
-    again._writer.stop()
+    again._committer.stop()
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o701, 0o777])
@@ -298,7 +298,7 @@ def test_a_folder_whose_parent_is_missing_is_refused(tmp_path: Path) -> None:
 
 def test_what_was_interrupted_while_it_was_made_is_made_again(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "state", BOOT)
-    journal._writer.stop()
+    journal._committer.stop()
     os.close(journal._lock_fd)
     whole = tmp_path / "state"
     head = (whole / HEAD_NAME).read_bytes()
@@ -332,5 +332,5 @@ def test_another_boot_ends_every_lease_and_keeps_every_fence(state: Path) -> Non
         assert (list(journal.past.revoked), journal.spent, journal.cards) == ([3], (), {})
         assert (journal.relays, journal.revoked_tokens) == ((), ())
         assert journal.past.drain_ns == 0, "it is drained, and nothing is left for that to end"
-        journal._writer.stop()
+        journal._committer.stop()
         os.close(journal._lock_fd)

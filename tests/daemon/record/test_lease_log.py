@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.leases import FIRST_WARM_ID, Card, CoreLimits, Event, LeaseTable, LeaseTerms, WarmEnded
+from gpulease.daemon.leases import FIRST_WARM_ID, Card, CoreLimits, Effect, Event, LeaseTable, LeaseTerms, WarmEnded
 from gpulease.daemon.leases.events import (
     AcquireRequested,
     FreeRequested,
@@ -21,6 +21,7 @@ from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record import lease_log
 from gpulease.daemon.record.audit import recorder
 from gpulease.daemon.record.audit.recorder import BURST_RECORDS, Recorder
+from gpulease.daemon.record.history import LeaseHistory
 from gpulease.daemon.record.lease_log import MAX_COUNTS, LeaseLog
 from helpers.waiting import wait_until
 
@@ -32,13 +33,16 @@ class Scene:
 
     def __init__(self) -> None:
         self.table = LeaseTable([Card("GPU-0", 0, "card", 10 * SIZE, 0)], CoreLimits())
-        self.chronicle = LeaseLog(Recorder(), lambda lease_id: lease_id + 1000)
-        self.chronicle.observe(self.table.get, lambda event: None)
+        self.history = LeaseHistory(self.table.get)
+        self.log = LeaseLog(Recorder(), self.table.get, lambda lease_id: lease_id + 1000)
         self.now_ns = 0
 
     def post(self, event: Event) -> None:
         self.now_ns += 1_000_000
-        self.chronicle.saw(event, self.table.handle(event, self.now_ns), self.now_ns)
+        self.follow(event, self.table.handle(event, self.now_ns))
+
+    def follow(self, event: Event, effects: list[Effect]) -> None:
+        self.log.on_facts(self.history.on_event(event, effects, self.now_ns))
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
@@ -56,7 +60,7 @@ def test_a_tenant_that_is_denied_in_a_loop(scene: Scene, caplog: pytest.LogCaptu
         for number in range(1, 2 * BURST_RECORDS + 1):
             scene.post(AcquireRequested(number, "mallory", number, LeaseTerms(11 * SIZE, 1000)))
         scene.post(AcquireRequested(1 << 20, "ann", 1 << 20, LeaseTerms(11 * SIZE, 1000)))
-        await scene.chronicle.stop()
+        await scene.log.stop()
 
     asyncio.run(flood())
     events = Counter((event, fields.get("tenant")) for event, fields in told(caplog))
@@ -74,8 +78,8 @@ def test_a_tenant_whose_contexts_are_refused_or_left_in_a_loop(scene: Scene, cap
         for number in range(2 * BURST_RECORDS):
             scene.post(WorkerScrubbed(7, "the card shows more"))
             gone = WarmEnded(FIRST_WARM_ID + number, "GPU-0", "its tenant has not come back", is_fenced=False)
-            scene.chronicle.saw(WorkerScrubbed(7), [gone], scene.now_ns)
-        await scene.chronicle.stop()
+            scene.follow(WorkerScrubbed(7), [gone])
+        await scene.log.stop()
 
     asyncio.run(flood())
     events = Counter(event for event, _ in told(caplog))
@@ -93,13 +97,13 @@ def test_counts_are_told_while_it_goes_on(
     async def flood() -> None:
         for tenant in range(tenants):
             for _ in range(5):
-                scene.chronicle.refused("LEASE_ALLOC", f"t{tenant}", 0, "no")
+                scene.log.refused("LEASE_ALLOC", f"t{tenant}", 0, "no")
 
         def is_told() -> bool:
             return "log.suppressed" in [event for event, _ in told(caplog)]
 
         await asyncio.to_thread(wait_until, is_told, "it is told")
-        await scene.chronicle.stop()
+        await scene.log.stop()
 
     asyncio.run(flood())
     counts = [fields["count"] for event, fields in told(caplog) if event == "log.suppressed"]
@@ -125,8 +129,8 @@ def test_nothing_is_kept_of_what_is_over(scene: Scene) -> None:
         scene.post(FreeRequested(lease_id + 1000, lease_id, "ann"))
         scene.post(WorkerExited(lease_id, "killed"))
         scene.post(ReclaimProved(lease_id))
-    kept = [scene.chronicle._asking, scene.chronicle._asked_ns, scene.chronicle._spawned_ns, scene.chronicle._pids]
-    assert kept == [{}, {}, {}, {}]
+    assert scene.history.is_at_rest
+    assert scene.log._pids == {}
 
 
 def test_nothing_the_audit_log_is_told_ends_here() -> None:

@@ -1,4 +1,4 @@
-"""What is counted of leases' lives: each event and its effects, as the broker tells them."""
+"""Counts of the real lease table's life."""
 
 import pytest
 
@@ -27,6 +27,7 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
+from gpulease.daemon.record.history import LeaseHistory
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import MAX_PAIR_SERIES, OTHERS, Distribution, Family, TenantLabels
 from gpulease.daemon.record.metrics.lease_counters import LeaseCounters
@@ -44,11 +45,12 @@ class Counted(Scenario):
     def __init__(self, *, warm: int = 0, tenants: int = 8, limits: CoreLimits | None = None) -> None:
         super().__init__()
         self.table = LeaseTable((card(),), limits, warm)
-        self.tally = LeaseCounters(self.table.get, ["GPU-a"], TenantLabels(tenants), self.table.submits.lease_of)
+        self.tally = LeaseCounters(["GPU-a"], TenantLabels(tenants))
+        self.history = LeaseHistory(self.table.get, self.table.submits.lease_of)
 
     def do(self, event: Event) -> list[Effect]:
         effects = super().do(event)
-        self.tally.saw(event, effects, self.now_ns)
+        self.tally.on_facts(self.history.on_event(event, effects, self.now_ns))
         return effects
 
     def count(self, family: Family, *labels: str) -> float:
@@ -73,7 +75,7 @@ def test_a_life() -> None:
     assert s.seen(families.LEASE_SECONDS, *ANN).total == pytest.approx(2)
     assert s.seen(families.REVOCATION_SECONDS, "freed").total == pytest.approx(0.12)
     assert s.seen(families.RECLAIM_SECONDS, *CARD).total == pytest.approx(0.17)
-    assert s.tally.is_at_rest
+    assert s.history.is_at_rest
 
 
 def test_submits_begin_or_are_denied() -> None:
@@ -89,7 +91,7 @@ def test_submits_begin_or_are_denied() -> None:
     for number in (1, FIRST_SUBMIT_ID):
         s.do(WorkerExited(number, "killed"))
         s.do(ReclaimProved(number))
-    assert s.tally.is_at_rest
+    assert s.history.is_at_rest
 
 
 def test_a_submit_that_faults_counts_for_its_leases_tenant() -> None:
@@ -109,7 +111,7 @@ def test_a_submit_that_faults_counts_for_its_leases_tenant() -> None:
     s.do(SessionFaulted(1, "an address"))
     assert s.count(families.SESSION_FAULTS, *ANN) == 3, "the session's own"
     s.gone(1)
-    assert s.tally.is_at_rest
+    assert s.history.is_at_rest
 
 
 @pytest.mark.parametrize("late_s", [0, 0.004])
@@ -129,7 +131,7 @@ def test_a_worker_that_dies_by_itself_is_gone_at_once() -> None:
     s.do(SessionFaulted(1, "an address"))
     s.at(1).gone(1)
     assert s.count(families.SESSION_FAULTS, *ANN) == 1, "a context is lost once"
-    assert (s.seen(families.REVOCATION_SECONDS, "faulted").total, s.tally.is_at_rest) == (0, True)
+    assert (s.seen(families.REVOCATION_SECONDS, "faulted").total, s.history.is_at_rest) == (0, True)
 
 
 def test_who_never_got_a_lease_has_dropped_none() -> None:
@@ -143,7 +145,7 @@ def test_who_never_got_a_lease_has_dropped_none() -> None:
     assert s.count(families.LEASES_ACQUIRED, *ANN) == s.count(families.LEASES_DROPPED, *ANN) == 0
     assert set(s.tally.histograms[families.REVOCATION_SECONDS].of) == {("abandoned",), ("spawn_failed",)}
     assert s.count(families.DENIALS, "lease_alloc", "session_failed") == 1
-    assert s.tally.is_at_rest
+    assert s.history.is_at_rest
 
 
 def test_denials_by_operation_and_reason() -> None:
@@ -162,7 +164,7 @@ def test_denials_by_operation_and_reason() -> None:
         ("fence_clear", "invalid_request"): 1,
         ("attach", "denied"): 1,
     }
-    assert s.tally.is_at_rest
+    assert s.history.is_at_rest
 
 
 def test_a_fence_is_no_reclaim_and_is_counted_for_ever() -> None:
@@ -175,7 +177,7 @@ def test_a_fence_is_no_reclaim_and_is_counted_for_ever() -> None:
     s.do(WorkerExited(1, "at last"))
     assert s.count(families.FENCES, *CARD) == 1
     assert not s.tally.histograms[families.RECLAIM_SECONDS]
-    assert s.tally.is_at_rest
+    assert s.history.is_at_rest
 
 
 @pytest.mark.parametrize(
@@ -196,13 +198,13 @@ def test_an_earlier_daemons_lease_is_no_new_one(
         s.gone(1)
     counted = (families.LEASES_ACQUIRED, families.LEASES_ADOPTED, families.LEASES_DROPPED)
     assert [s.count(family, *ANN) for family in counted] == [0, adopted, dropped]
-    assert s.tally.is_at_rest == (state is not LeaseState.ACTIVE or bool(dropped))
+    assert s.history.is_at_rest == (state is not LeaseState.ACTIVE or bool(dropped))
 
 
 def test_a_lease_of_a_card_that_is_not_here_any_more_leaves_nothing() -> None:
     s = Counted()
     s.do(LeaseRestored(kept(card_uuid="GPU-gone"), has_worker=True))
-    assert s.tally.is_at_rest
+    assert s.history.is_at_rest
 
 
 def test_warm_contexts_that_were_taken_and_lost() -> None:
@@ -216,7 +218,7 @@ def test_warm_contexts_that_were_taken_and_lost() -> None:
     s.do(WorkerExited(FIRST_WARM_ID + 1, "signal 9"))
     s.do(ReclaimProved(FIRST_WARM_ID + 1))
     assert (s.count(families.WARM_TAKEN, *CARD), s.count(families.WARM_LOST, *CARD)) == (1, 1)
-    assert s.tally.is_at_rest
+    assert s.history.is_at_rest
 
 
 def test_a_warm_context_that_a_submit_took() -> None:
@@ -233,7 +235,7 @@ def test_a_warm_context_that_a_submit_took() -> None:
 
 @pytest.mark.parametrize(("cards", "tenants"), [(0, 64), (1, 64), (8, 64), (16, 32), (1000, 1)])
 def test_the_more_cards_the_fewer_tenants_are_told_apart(cards: int, tenants: int) -> None:
-    tally = LeaseCounters(lambda _: None, [f"GPU-{number}" for number in range(cards)])
+    tally = LeaseCounters([f"GPU-{number}" for number in range(cards)])
     assert tally._tenants.most == tenants
     assert max(1, cards) * tenants <= MAX_PAIR_SERIES or tenants == 1
 

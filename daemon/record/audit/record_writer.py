@@ -1,0 +1,248 @@
+"""Writes records to the audit log in a thread: a bounded queue, and an open log that is opened anew after a failure.
+
+If the disk refuses, the thread opens the log anew every second, finds out what reached the disk after all, and goes on
+with a record of what happened.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
+from gpulease.daemon.record.audit.files import AuditLog, FolderInUse
+from gpulease.daemon.record.audit.reading import found_text
+from gpulease.daemon.record.audit.records import FORMAT, Draft, Kind, Link
+from gpulease.daemon.record.durable import CommitQueue, CommitTarget, GroupCommitter
+
+BEAT_S: Final = 1.0
+"""Between two writes of the head while nothing happens. A later start knows no better when the daemon ended."""
+
+NS_PER_S: Final = 1_000_000_000
+NS_PER_US: Final = 1000
+
+
+class AuditWriter:
+    """Writes a log in a thread of its own, from `start` to `stop`.
+
+    Args:
+        open_log: Opens the log, given the last record that is known to be in it; called again after every failure.
+            Raises OSError or FolderInUse.
+        about: The particulars of the daemon's `start` record.
+        on_change: Called in the thread whenever records became durable, and when they can't be written any more.
+    """
+
+    def __init__(
+        self, open_log: Callable[[Link], AuditLog], about: dict[str, Any], on_change: Callable[[], None]
+    ) -> None:
+        self._on_change = on_change
+        self._queue = RecordQueue()
+        begin = draft_of(Kind.START, {"format": FORMAT} | about)
+        self._committer = GroupCommitter(_LogTarget(open_log, begin, self._queue), self._queue)
+
+    def start(self, *, must_work: bool) -> None:
+        """Open the log, write that the daemon starts, and start the thread.
+
+        Raises FolderInUse, NoThread, or OSError if the log can't be written although it must be.
+        """
+        try:
+            self._committer.commit_first()
+        except OSError:
+            if must_work:
+                raise
+        self._committer.start(self._on_change)
+
+    def put(self, kind: Kind, data: dict[str, Any], now_ns: int = 0) -> int:
+        """Queue a record of what happens now. Return its ticket, 0 if there was no room. Never waits for the disk."""
+        return self._committer.put(draft_of(kind, data, now_ns))
+
+    @property
+    def durable(self) -> int:
+        """The ticket of the last record that is on the disk."""
+        return self._committer.durable
+
+    def is_durable(self, ticket: int) -> bool:
+        """Whether the record with this ticket is on the disk."""
+        return 0 < ticket <= self._committer.durable
+
+    def problem(self) -> str:
+        """Return why nothing can be written now, in a clause; "" if all is well."""
+        return self._committer.problem()
+
+    def figures(self) -> dict[str, int]:
+        """Count the records that wait, that are durable, and that were dropped."""
+        return {"waiting": len(self._queue), "durable": self.durable, "dropped": self._queue.dropped}
+
+    def stop(self, data: dict[str, Any]) -> bool:
+        """Write what is queued and that the daemon stops. Return whether all of it reached the disk in time."""
+        last = self.put(Kind.STOP, data)
+        self._committer.stop()
+        return self.is_durable(last)
+
+
+def draft_of(kind: Kind, data: dict[str, Any], now_ns: int = 0) -> Draft:
+    """Make a record of what happens now; `now_ns` is the monotonic time, if the caller knows it already."""
+    return Draft(kind, data, time.time_ns() // NS_PER_US, (now_ns or time.monotonic_ns()) // NS_PER_US)
+
+
+MAX_QUEUED: Final = 32_768
+"""Records, some 30 MB. Stops a disk that hangs from eating the broker's memory."""
+
+MAX_QUEUED_MINOR: Final = MAX_QUEUED // 2
+"""The part of them for what tenants repeat at will; the rest is for grants and ends."""
+
+MINOR: Final = frozenset({Kind.DENY, Kind.ATTACH, Kind.SUBMIT, Kind.RENEW, Kind.ISSUE, Kind.WITHDRAW})
+"""Kinds of which a tenant can cause as many as it likes."""
+
+
+class RecordQueue(CommitQueue[Draft]):
+    """A bounded queue. Records that find no room are counted, and the count is a record in their place.
+
+    Attributes:
+        accepted: Records taken in so far, those that tell of gaps included, which is the last one's ticket.
+        dropped: Records that found no room.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped = 0
+        self._gap: Draft | None = None
+
+    def put(self, item: Draft) -> int:
+        """Queue a record and return its ticket, 0 if there was no room. Never waits for the disk."""
+        with self._lock:
+            if len(self._items) >= (MAX_QUEUED_MINOR if item.kind in MINOR else MAX_QUEUED):
+                self._drop(item)
+                return 0
+            self._items.append(item)
+            self.accepted += 1
+            if len(self._items) == 1:
+                self._changed.notify()
+            return self.accepted
+
+    def _on_taken(self, taken: list[Draft]) -> None:
+        if self._gap is not None and any(draft is self._gap for draft in taken):
+            self._gap = None
+
+    def _drop(self, draft: Draft) -> None:
+        # The gap of a missing end must stand behind all that was queued before it; minor records are just counted.
+        gap = self._gap
+        if gap is None or (draft.kind not in MINOR and self._items[-1] is not gap):
+            gap = self._gap = Draft(Kind.GAP, {"dropped": {}, "since_us": draft.mono_us}, draft.wall_us, draft.mono_us)
+            self._items.append(gap)
+            self.accepted += 1
+        counts = gap.data["dropped"]
+        counts[draft.kind.value] = counts.get(draft.kind.value, 0) + 1
+        self.dropped += 1
+
+
+class _LogTarget(CommitTarget[Draft]):
+    """The open log, and what must be known to open it anew."""
+
+    thread_name = "gpulease-audit"
+    work = "a write"
+    doing = "writing the audit log"
+    max_group = 2048
+    idle_s = BEAT_S
+    expected = (OSError, FolderInUse)
+
+    def __init__(self, open_log: Callable[[Link], AuditLog], begin: Draft, queue: RecordQueue) -> None:
+        self._open_log = open_log
+        self._begin = begin
+        self._queue = queue
+        self._known = Link()
+        self._log: AuditLog | None = None
+        self._is_begun = False
+        self._opening: Draft | None = None
+        self._attempted: list[Link] = []
+        # How many records of the group are in the log already, though not synced.
+        self._written = 0
+        self._problem = ""
+        self._failed_us = 0
+        self._logged_dropped = 0
+        self._head_synced_ns = 0
+
+    def commit(self, group: Sequence[Draft]) -> None:
+        log = self._log or self._open()
+        before = log.link
+        drafts = [*([] if self._opening is None else [self._opening]), *group[self._written :]]
+        try:
+            log.append(drafts, time.monotonic_ns() // NS_PER_US)
+        finally:
+            self._attempted = log.attempted
+        self._is_begun = True
+        if self._opening is not None:
+            log_event(LogEvent.AUDIT_CONTINUED, record=before.seq, hash=before.hash)
+            if log.found:
+                log_event(LogEvent.AUDIT_NOT_AS_LEFT, reason=found_text(log.found))
+        self._opening, self._attempted, self._written = None, [], 0
+
+    def after_commit(self) -> None:
+        if self._queue.dropped > self._logged_dropped:
+            log_event(LogEvent.AUDIT_DROPPED, count=self._queue.dropped)
+            self._logged_dropped = self._queue.dropped
+        if (log := self._log) is None:
+            return
+        while (superfluous := log.superfluous()) is not None:
+            path, data = superfluous
+            log.append([draft_of(Kind.PRUNE, data)], time.monotonic_ns() // NS_PER_US)
+            log.remove(path)
+        self._known = log.link
+        self._sync_head(log)
+
+    def on_idle(self) -> None:
+        if (log := self._log) is not None:
+            log.beat(time.monotonic_ns() // NS_PER_US)
+            self._sync_head(log)
+
+    def on_failure(self, error: Exception, problem: str, *, is_first: bool) -> None:
+        if is_first:
+            self._failed_us = time.monotonic_ns() // NS_PER_US
+            log_event(LogEvent.AUDIT_FAILING, reason=str(error))
+        self._problem = problem
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def on_recovery(self) -> None:
+        log_event(LogEvent.AUDIT_BACK)
+
+    def close(self) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.sync_head()
+        except OSError as error:
+            log_event(LogEvent.AUDIT_HEAD_FAILING, reason=str(error))
+        log_event(LogEvent.AUDIT_CLOSED, record=self._log.link.seq, hash=self._log.link.hash)
+        self._log.close()
+        self._log = None
+
+    def _sync_head(self, log: AuditLog) -> None:
+        now_ns = time.monotonic_ns()
+        if now_ns - self._head_synced_ns >= BEAT_S * NS_PER_S:
+            log.sync_head()
+            self._head_synced_ns = now_ns
+
+    def _open(self) -> AuditLog:
+        log = self._log = self._open_log(self._known)
+        if log.link in self._attempted:
+            # The append that failed reached the file, in part or whole: those records are only synced.
+            there = self._attempted.index(log.link) + 1
+            if self._opening is not None:
+                self._is_begun = True
+                there -= 1
+            self._written += there
+            log.rewrite()
+        self._attempted = []
+        self._opening = self._opening_draft(log)
+        return log
+
+    def _opening_draft(self, log: AuditLog) -> Draft:
+        if self._is_begun:
+            return draft_of(Kind.RESUME, {"problem": self._problem, "since_us": self._failed_us} | log.found)
+        previous: dict[str, Any] = {}
+        if log.previous is not None:
+            previous["previous"] = {"boot": log.previous.boot, "alive_us": log.previous.alive_us}
+        begin = self._begin
+        return Draft(begin.kind, begin.data | previous | log.found, begin.wall_us, begin.mono_us)

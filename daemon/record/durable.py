@@ -1,0 +1,345 @@
+"""What the journal and the audit log share: a thread that commits in groups, and replies that wait for it.
+
+The thread takes all that is queued and commits it at once; while that lasts, the next group gathers. If the disk
+refuses, nothing is dropped: the thread keeps the group and tries again every second.
+
+`DurableReplies` is the rule "a grant is told only when it is durable": a grant that can't be made durable in time is
+revoked before its tenant hears of it.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Final, Generic, NamedTuple, TypeVar
+
+from gpulease.daemon.host.processes import start_thread
+from gpulease.daemon.leases import Denial, Denied, Event, Granted, RevokeRequested
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
+
+RETRY_S: Final = 1.0
+"""Between two tries to write to a disk that refused."""
+
+STALLED_AFTER_S: Final = 5.0
+"""A commit that lasts longer counts as a disk that does not work."""
+
+STOP_TIMEOUT_S: Final = 5.0
+"""For the last group when the daemon stops. Stops a hung disk from keeping the daemon."""
+
+MAX_WAIT_S: Final = 5.0
+"""Until a reply is given up. A tenant that waits longer is better off elsewhere."""
+
+NS_PER_S: Final = 1_000_000_000
+
+Item = TypeVar("Item")
+
+
+class CommitQueue(Generic[Item]):
+    """First in, first out, from the broker's loop to the thread that commits.
+
+    Attributes:
+        accepted: How many items were taken in so far, which is the last one's ticket.
+    """
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        # `put` takes the lock itself: entering the condition would cost it one more call.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._items: deque[Item] = deque()
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: Item) -> int:
+        """Queue an item and return its ticket. Never waits for the disk."""
+        with self._lock:
+            self._items.append(item)
+            self.accepted += 1
+            if len(self._items) == 1:
+                self._changed.notify()
+            return self.accepted
+
+    def take(self, most: int, wait_s: float | None) -> list[Item]:
+        """Return the oldest items, at most `most`.
+
+        Waits up to `wait_s` seconds for the first, without end if it is None. The result is empty if none came, or if
+        the queue is closed and empty.
+        """
+        with self._changed:
+            if not self._items and not self._is_closed:
+                self._changed.wait(wait_s)
+            taken = [self._items.popleft() for _ in range(min(most, len(self._items)))]
+            self._on_taken(taken)
+            return taken
+
+    def _on_taken(self, taken: list[Item]) -> None:
+        """Handle items that leave the queue. Called with the lock held."""
+
+    def wait_for_close(self, wait_s: float) -> None:
+        """Return when the queue is closed, or after `wait_s` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, wait_s)
+
+    def close(self) -> None:
+        """Let nobody wait any more. Items that are queued can still be taken."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more is to come."""
+        return self._is_closed
+
+
+class CommitTarget(ABC, Generic[Item]):
+    """Where a `GroupCommitter` writes. Its methods run in the committer's thread.
+
+    Attributes:
+        thread_name: Of the committer's thread.
+        work: One commit, in words: "a commit".
+        doing: The thread's work, in words, for the log: "writing the journal".
+        max_group: Items in one commit: bounds how long those in it wait for each other.
+        idle_s: Between two calls of `on_idle` while nothing is queued; None for no such calls.
+        expected: Exceptions that mean a broken disk. Any other is a bug, and is logged as one.
+    """
+
+    thread_name: ClassVar[str]
+    work: ClassVar[str]
+    doing: ClassVar[str]
+    max_group: ClassVar[int]
+    idle_s: ClassVar[float | None] = None
+    expected: ClassVar[tuple[type[Exception], ...]] = (OSError,)
+
+    @abstractmethod
+    def commit(self, group: Sequence[Item]) -> None:
+        """Make a group durable, whole and in order.
+
+        After a failure the next call has the same items first. It may have no item at all.
+        """
+
+    @abstractmethod
+    def on_failure(self, error: Exception, problem: str, *, is_first: bool) -> None:
+        """Handle a failed commit. `is_first`: the one before it had not failed."""
+
+    @abstractmethod
+    def on_recovery(self) -> None:
+        """Log that commits succeed again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything: the committer has stopped."""
+
+    def after_commit(self) -> None:
+        """Do what need not be done before the group counts as durable."""
+
+    def on_idle(self) -> None:
+        """Handle `idle_s` without an item."""
+
+
+class GroupCommitter(Generic[Item]):
+    """Commits items in a thread of its own, from `start` to `stop`.
+
+    Attributes:
+        durable: The ticket of the last item that is on the disk.
+    """
+
+    def __init__(self, target: CommitTarget[Item], queue: CommitQueue[Item] | None = None) -> None:
+        self.durable = 0
+        self._target = target
+        self._queue = CommitQueue[Item]() if queue is None else queue
+        self.put: Final = self._queue.put
+        self._group: list[Item] = []
+        self._failure = ""
+        self._busy_since_ns = 0
+        self._on_change: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run, name=target.thread_name, daemon=True)
+
+    @property
+    def accepted(self) -> int:
+        """The ticket of the last item that was put."""
+        return self._queue.accepted
+
+    def commit_first(self) -> None:
+        """Make the first commit in the calling thread, before `start`.
+
+        Raises what the target raises. OSError then counts as a failed commit, which the thread tries again.
+        """
+        try:
+            self._commit()
+        except OSError as error:
+            self._fail(error)
+            raise
+        finally:
+            self._busy_since_ns = 0
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Start the thread, which calls `on_change` whenever a group became durable or a commit failed.
+
+        Raises NoThread.
+        """
+        self._on_change = on_change
+        start_thread(self._thread)
+
+    def stop(self) -> bool:
+        """Commit what is queued, close the target, and return whether all of it reached the disk in time.
+
+        A committer that was never started owes nothing: the daemon did not come to be, and nobody was told anything.
+        """
+        self._queue.close()
+        if self._thread.ident is None:
+            self._target.close()
+            return True
+        self._thread.join(STOP_TIMEOUT_S)
+        return self.durable == self._queue.accepted
+
+    def problem(self) -> str:
+        """Return why nothing can be written now, in a clause; "" if all is well."""
+        since_ns = self._busy_since_ns
+        if since_ns and time.monotonic_ns() - since_ns > STALLED_AFTER_S * NS_PER_S:
+            return f"{self._target.work} has lasted for more than {STALLED_AFTER_S:g} s"
+        return self._failure
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        target, queue = self._target, self._queue
+        while True:
+            if self._failure:
+                queue.wait_for_close(RETRY_S)
+            is_last = queue.is_closed
+            if len(self._group) < target.max_group:
+                self._group += queue.take(target.max_group - len(self._group), 0 if self._failure else target.idle_s)
+            self._try_to_commit()
+            if is_last and (self._failure or not len(queue)):
+                target.close()
+                return
+
+    def _try_to_commit(self) -> None:
+        try:
+            if self._group or self._failure:
+                self._commit()
+            else:
+                self._busy_since_ns = time.monotonic_ns()
+                self._target.on_idle()
+        except Exception as error:
+            if not isinstance(error, self._target.expected):
+                # A bug. Without this thread nothing would be granted any more, and nothing would say why.
+                log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=self._target.doing)
+            self._fail(error)
+        finally:
+            self._busy_since_ns = 0
+
+    def _commit(self) -> None:
+        self._busy_since_ns = time.monotonic_ns()
+        self._target.commit(self._group)
+        if self._failure:
+            self._target.on_recovery()
+            self._failure = ""
+        self.durable += len(self._group)
+        self._group.clear()
+        # A commit that was slow and succeeded is no problem any more.
+        self._busy_since_ns = time.monotonic_ns()
+        self._on_change()
+        self._target.after_commit()
+
+    def _fail(self, error: Exception) -> None:
+        problem = reason_of(error) or type(error).__name__
+        self._target.on_failure(error, problem, is_first=not self._failure)
+        self._failure = problem
+        self._on_change()
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an exception says, without the number and path of an OSError."""
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+class _Held(NamedTuple):
+    ticket: int
+    until_s: float
+    on_done: Callable[[str], None]
+
+
+class DurableReplies:
+    """Holds each reply until all that it says is on the disk. Used in one event loop, from `attach` on.
+
+    A reply gets the problem, in a clause, if it can't be made durable within MAX_WAIT_S; "" once it is durable.
+
+    Args:
+        durable: Returns the ticket of the last item that is on the disk.
+        problem: Returns why nothing can be written now, in a clause; "" if all is well.
+    """
+
+    def __init__(self, durable: Callable[[], int], problem: Callable[[], str]) -> None:
+        self._durable = durable
+        self._problem = problem
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._post: Callable[[Event], None] = lambda _: None
+        # In the order in which they came, and so by their times too: no reply overtakes another.
+        self._held: deque[_Held] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def attach(self, post: Callable[[Event], None]) -> None:
+        """Begin to hold replies in the running loop. `post` takes the revocation of a grant that nobody hears of."""
+        self._loop = asyncio.get_running_loop()
+        self._post = post
+
+    def hold(self, ticket: int, on_done: Callable[[str], None]) -> None:
+        """Call `on_done` once the item with this ticket is durable, or can't be; at once if that is known."""
+        if self._durable() >= ticket:
+            on_done("")
+        elif problem := self._problem():
+            on_done(problem)
+        elif self._loop is None:
+            on_done("the daemon has not begun")
+        else:
+            self._held.append(_Held(ticket, self._loop.time() + MAX_WAIT_S, on_done))
+            if self._timer is None:
+                self._timer = self._loop.call_later(MAX_WAIT_S, self._give_up, self._loop)
+
+    def refuse(self, granted: Granted, denial: Denial) -> Denied:
+        """Revoke a grant that can't be made durable. Return what its tenant is told in its place."""
+        self._post(RevokeRequested(0, granted.lease.lease_id, denial.message))
+        return Denied(granted.request, denial)
+
+    def on_change(self) -> None:
+        """Look again which replies are durable. Called in the committer's thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # The loop has ended: nobody waits.
+                self._loop.call_soon_threadsafe(self._release)
+
+    def _release(self) -> None:
+        durable = self._durable()
+        while self._held and self._held[0].ticket <= durable:
+            _finish(self._held.popleft(), "")
+        if self._held and (problem := self._problem()):
+            while self._held:
+                _finish(self._held.popleft(), problem)
+
+    def _give_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give up replies that have waited too long, and set the timer to the first of the others."""
+        self._timer = None
+        while self._held and self._held[0].until_s <= loop.time():
+            _finish(self._held.popleft(), self._problem() or too_long())
+        if self._held and self._timer is None:
+            self._timer = loop.call_at(self._held[0].until_s, self._give_up, loop)
+
+
+def too_long() -> str:
+    """Return the problem of a reply that waited for MAX_WAIT_S."""
+    return f"it took more than {MAX_WAIT_S:g} s"
+
+
+def _finish(held: _Held, problem: str) -> None:
+    try:
+        held.on_done(problem)
+    except Exception:
+        # A bug. The others that wait must be told all the same.
+        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling an outcome")

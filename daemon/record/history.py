@@ -1,0 +1,455 @@
+"""The history of leases: events and their effects in, facts out, computed once for the audit log, the log and metrics.
+
+A fact tells what no single effect does: who asked and when, since when a lease is granted, since when its work is
+refused. All that is remembered for that is bounded by open requests and live leases. No I/O.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any, Final, NamedTuple
+
+from gpulease.daemon.leases import (
+    AcquireRequested,
+    CapacityChanged,
+    Cause,
+    Denied,
+    DrainCancelled,
+    DrainRequested,
+    DrainSet,
+    Effect,
+    Event,
+    FenceCleared,
+    FenceClearRequested,
+    Freed,
+    FreeRequested,
+    Granted,
+    KillWorker,
+    LeaseEnded,
+    LeaseRestored,
+    LeaseSnapshot,
+    LeaseState,
+    RecycleWorker,
+    RefuseWork,
+    RenameWorker,
+    Renewed,
+    RenewRequested,
+    RequesterGone,
+    RevokeDone,
+    RevokeRequested,
+    SessionFaulted,
+    SpawnSubmit,
+    SpawnWorker,
+    SubmitEnded,
+    SubmitFenced,
+    SubmitReady,
+    SubmitRequested,
+    WarmEnded,
+    WorkerExited,
+    WorkerFailed,
+    WorkerKind,
+    WorkerReady,
+    WorkerScrubbed,
+    kind_of,
+)
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
+
+THE_DAEMON: Final = "gpuleased"
+"""Who asked, where nobody did."""
+
+TenantRequest = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested
+Request = TenantRequest | RevokeRequested | FenceClearRequested | DrainRequested | DrainCancelled
+Lookup = Callable[[int], LeaseSnapshot | None]
+
+
+class FactKind(Enum):
+    """What happened. Behind each: the event or effect that `Fact.source` is."""
+
+    __hash__ = object.__hash__
+
+    REQUESTED = auto()
+    """AcquireRequested."""
+    PLACED = auto()
+    """SpawnWorker: the lease has its bytes, and gets a worker."""
+    WORKER_READY = auto()
+    """WorkerReady of a lease's worker."""
+    WORKER_FAILED = auto()
+    """WorkerFailed of a lease's worker."""
+    WORKER_EXITED = auto()
+    """WorkerExited of a lease's worker."""
+    WORKER_KILLED = auto()
+    """KillWorker of a lease's worker."""
+    SCRUB_DOUBTED = auto()
+    """WorkerScrubbed without a proof."""
+    GRANTED = auto()
+    """Granted."""
+    ADOPTED = auto()
+    """LeaseRestored: an earlier daemon's lease goes on."""
+    ADOPTED_ENDING = auto()
+    """LeaseRestored: an earlier daemon's lease is being torn down."""
+    RENEWED = auto()
+    """Renewed."""
+    FREED = auto()
+    """Freed."""
+    REVOKED = auto()
+    """RevokeDone."""
+    FENCES_CLEARED = auto()
+    """FenceCleared."""
+    UNFENCED = auto()
+    """FenceCleared, once for each lease."""
+    DRAIN_SET = auto()
+    """DrainSet."""
+    DENIED = auto()
+    """Denied."""
+    FAULTED = auto()
+    """SessionFaulted of a lease's session, once."""
+    SUBMIT_FAULTED = auto()
+    """SessionFaulted of a submit, once."""
+    ENDING = auto()
+    """RefuseWork of a lease that was granted."""
+    CANCELLED = auto()
+    """RefuseWork of a lease that was never granted."""
+    ENDED = auto()
+    """LeaseEnded: its bytes are proved free."""
+    FENCED = auto()
+    """LeaseEnded: its bytes are fenced."""
+    SUBMIT_READY = auto()
+    """SubmitReady."""
+    SUBMIT_ENDED = auto()
+    """SubmitEnded."""
+    SUBMIT_FENCED = auto()
+    """SubmitFenced."""
+    WARM_TAKEN = auto()
+    """RenameWorker or SpawnSubmit: a lease or submit took a warm context."""
+    WARM_RECYCLED = auto()
+    """RecycleWorker: a lease's worker became a warm context."""
+    WARM_LOST = auto()
+    """WarmEnded: a warm context is gone, and its bytes are free."""
+    WARM_FENCED = auto()
+    """WarmEnded: the bytes of a warm context are fenced."""
+    CAPACITY_CHANGED = auto()
+    """CapacityChanged."""
+
+
+class Asked(NamedTuple):
+    """A request: who asked, at which monotonic time, and the event; None if it is unknown or the daemon's own."""
+
+    by: str
+    at_ns: int
+    request: Request | None
+
+
+class Times(NamedTuple):
+    """The life of a lease so far, in monotonic nanoseconds; None for what has not happened.
+
+    Attributes:
+        asked_ns: When it was asked for.
+        spawned_ns: When its worker was started; None again once the worker was ready.
+        granted_ns: When this daemon granted it; None for a lease of an earlier daemon.
+        began_ns: When it was granted, or created under an earlier daemon.
+        is_granted: Whether it is, or was, known as granted to its tenant.
+        over_ns: When its work was refused.
+        cause: Why its work was refused.
+    """
+
+    asked_ns: int | None = None
+    spawned_ns: int | None = None
+    granted_ns: int | None = None
+    began_ns: int | None = None
+    is_granted: bool = False
+    over_ns: int | None = None
+    cause: Cause | None = None
+
+
+NO_TIMES: Final = Times()
+
+
+class Fact(NamedTuple):
+    """One thing that happened.
+
+    Attributes:
+        kind: What.
+        now_ns: The monotonic time of the event.
+        source: The event or effect that tells it; its type is in `FactKind`.
+        lease_id: The lease; 0 if it is about none.
+        lease: The lease after the event, where a record or a count needs it; None if it is unknown.
+        asked: The request that it answers.
+        times: The life of the lease, this fact included.
+        card: The GPU of a warm context.
+        is_warm: Whether a placed lease took a warm context.
+    """
+
+    kind: FactKind
+    now_ns: int
+    source: Any
+    lease_id: int = 0
+    lease: LeaseSnapshot | None = None
+    asked: Asked | None = None
+    times: Times = NO_TIMES
+    card: str = ""
+    is_warm: bool = False
+
+
+class LeaseHistory:
+    """Turns each event, with the effects that the lease table made of it, into facts.
+
+    Request 0 is the daemon's own: its outcome answers nobody.
+
+    Args:
+        lookup: Gives a lease as it is after the event.
+        lease_of_submit: Gives the lease of a submit by its number, 0 for any other number.
+    """
+
+    def __init__(self, lookup: Lookup, lease_of_submit: Callable[[int], int] = lambda _: 0) -> None:
+        self._lookup = lookup
+        self._lease_of_submit = lease_of_submit
+        self._asked: dict[int, Asked] = {}
+        self._askers: dict[int, str] = {}
+        self._times: dict[int, Times] = {}
+        # Who was last given a worker that runs already: the `SpawnWorker` that follows uses it.
+        self._renamed_to = 0
+        # Leases and submits.
+        self._faulted: set[int] = set()
+        self._on_event: Final[dict[type, Callable[[Any, int], Fact | None]]] = {
+            AcquireRequested: self._requested,
+            WorkerReady: self._worker_ready,
+            WorkerFailed: self._worker_failed,
+            WorkerScrubbed: self._scrubbed,
+            SessionFaulted: self._session_faulted,
+            LeaseRestored: self._restored,
+        }
+        self._on_effect: Final[dict[type, Callable[[Any, int], Fact | None]]] = {
+            SpawnWorker: self._placed,
+            KillWorker: self._killed,
+            Granted: self._granted,
+            Renewed: self._answer_of(FactKind.RENEWED),
+            Freed: self._answer_of(FactKind.FREED),
+            RevokeDone: self._answer_of(FactKind.REVOKED),
+            FenceCleared: self._answer_of(FactKind.FENCES_CLEARED),
+            DrainSet: self._answer_of(FactKind.DRAIN_SET),
+            Denied: self._denied,
+            RefuseWork: self._refused_work,
+            LeaseEnded: self._ended,
+            SubmitReady: self._submit_ready,
+            SubmitEnded: self._submit_ended,
+            SubmitFenced: self._submit_fenced,
+            RenameWorker: self._renamed,
+            SpawnSubmit: self._submit_spawned,
+            RecycleWorker: self._recycled,
+            WarmEnded: self._warm_ended,
+            CapacityChanged: self._capacity_changed,
+        }
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is remembered: no request is open, and no lease is left."""
+        return not (self._asked or self._askers or self._times or self._faulted)
+
+    def asked_by(self, request: int, peer: str) -> None:
+        """Name who is behind a request whose event names nobody, or the tenant in whose stead it is made."""
+        self._askers[request] = peer
+
+    def on_event(self, event: Event, effects: Sequence[Effect], now_ns: int) -> list[Fact]:
+        """Return what one event brought about, in order, at monotonic time `now_ns`.
+
+        A bug here must not keep effects from being carried out: it is logged, and the facts before it are returned.
+        """
+        facts: list[Fact] = []
+        try:
+            self._follow(event, effects, now_ns, facts)
+        except Exception:
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {type(event).__name__}")
+        return facts
+
+    def _follow(self, event: Event, effects: Sequence[Effect], now_ns: int, facts: list[Fact]) -> None:
+        kind = type(event)
+        names_tenant = _REQUESTS.get(kind)
+        if names_tenant is not None:
+            self._take_in(event, now_ns, names_tenant=names_tenant)
+        on_event = self._on_event.get(kind)
+        if on_event is not None and (fact := on_event(event, now_ns)) is not None:
+            facts.append(fact)
+        for effect in effects:
+            on_effect = self._on_effect.get(type(effect))
+            if on_effect is None or (fact := on_effect(effect, now_ns)) is None:
+                continue
+            facts.append(fact)
+            if fact.kind is FactKind.FENCES_CLEARED:
+                facts += self._unfenced(fact)
+        if isinstance(event, RequesterGone):
+            self._forget_request(self._asked.pop(event.request, None))
+        elif isinstance(event, WorkerExited) and kind_of(event.worker_id) is WorkerKind.LEASE:
+            # The worker's end comes first, but may itself be why the work of its lease is refused.
+            times = self._times.get(event.worker_id, NO_TIMES)
+            facts.insert(0, Fact(FactKind.WORKER_EXITED, now_ns, event, event.worker_id, None, None, times))
+
+    def _take_in(self, event: Any, now_ns: int, *, names_tenant: bool) -> None:
+        if request := event.request:
+            by = event.tenant if names_tenant else THE_DAEMON
+            self._asked[request] = Asked(self._askers.pop(request, by), now_ns, event)
+
+    # --- events ---
+
+    def _requested(self, event: AcquireRequested, now_ns: int) -> Fact:
+        self._times[event.lease_id] = times = Times(now_ns)
+        return Fact(FactKind.REQUESTED, now_ns, event, event.lease_id, None, None, times)
+
+    def _worker_ready(self, event: WorkerReady, now_ns: int) -> Fact | None:
+        if kind_of(event.worker_id) is not WorkerKind.LEASE:
+            return None
+        times = self._times.get(event.worker_id, NO_TIMES)
+        if times.spawned_ns is not None:
+            # A second event, which does no harm, is not the end of the same start.
+            self._times[event.worker_id] = Times(times.asked_ns, None, *times[2:])
+        return Fact(FactKind.WORKER_READY, now_ns, event, event.worker_id, None, None, times)
+
+    def _worker_failed(self, event: WorkerFailed, now_ns: int) -> Fact | None:
+        if kind_of(event.worker_id) is not WorkerKind.LEASE:
+            return None
+        return Fact(FactKind.WORKER_FAILED, now_ns, event, event.worker_id)
+
+    def _scrubbed(self, event: WorkerScrubbed, now_ns: int) -> Fact | None:
+        return Fact(FactKind.SCRUB_DOUBTED, now_ns, event, event.lease_id) if event.doubt else None
+
+    def _session_faulted(self, event: SessionFaulted, now_ns: int) -> Fact | None:
+        number = event.worker_id
+        of_submit = self._lease_of_submit(number)
+        lease = self._lookup(of_submit or number)
+        if lease is None or lease.state is not LeaseState.ACTIVE or number in self._faulted:
+            return None
+        self._faulted.add(number)
+        kind = FactKind.SUBMIT_FAULTED if of_submit else FactKind.FAULTED
+        return Fact(kind, now_ns, event, lease.lease_id, lease)
+
+    def _restored(self, event: LeaseRestored, now_ns: int) -> Fact | None:
+        lease = self._lookup(event.kept.lease_id)
+        if lease is None or lease.state not in (LeaseState.ACTIVE, LeaseState.DRAINING):
+            return None
+        is_active = lease.state is LeaseState.ACTIVE
+        self._times[lease.lease_id] = times = Times(began_ns=event.kept.created_ns, is_granted=is_active)
+        kind = FactKind.ADOPTED if is_active else FactKind.ADOPTED_ENDING
+        return Fact(kind, now_ns, event, lease.lease_id, lease, times=times)
+
+    # --- answers ---
+
+    def _answer_of(self, kind: FactKind) -> Callable[[Any, int], Fact]:
+        def answered(effect: Any, now_ns: int) -> Fact:
+            lease = getattr(effect, "lease", None)
+            lease_id = 0 if lease is None else lease.lease_id
+            return Fact(kind, now_ns, effect, lease_id, lease, self._take_request(effect.request, now_ns))
+
+        return answered
+
+    def _granted(self, effect: Granted, now_ns: int) -> Fact:
+        lease = effect.lease
+        before = self._times.get(lease.lease_id, NO_TIMES)
+        times = Times(before.asked_ns, before.spawned_ns, now_ns, now_ns, True, before.over_ns, before.cause)
+        self._times[lease.lease_id] = times
+        asked = self._take_request(effect.request, now_ns)
+        return Fact(FactKind.GRANTED, now_ns, effect, lease.lease_id, lease, asked, times)
+
+    def _denied(self, effect: Denied, now_ns: int) -> Fact:
+        asked = self._take_request(effect.request, now_ns)
+        self._forget_request(asked)
+        lease_id = getattr(asked.request, "lease_id", 0)
+        return Fact(FactKind.DENIED, now_ns, effect, lease_id, asked=asked)
+
+    def _submit_ready(self, effect: SubmitReady, now_ns: int) -> Fact:
+        asked, lease = self._take_request(effect.request, now_ns), self._lookup(effect.lease_id)
+        return Fact(FactKind.SUBMIT_READY, now_ns, effect, effect.lease_id, lease, asked)
+
+    def _unfenced(self, cleared: Fact) -> list[Fact]:
+        effect: FenceCleared = cleared.source
+        return [
+            Fact(FactKind.UNFENCED, cleared.now_ns, effect, lease_id, self._lookup(lease_id), cleared.asked)
+            for lease_id in effect.lease_ids
+        ]
+
+    def _take_request(self, request: int, now_ns: int) -> Asked:
+        return self._asked.pop(request, None) or Asked(THE_DAEMON, now_ns, None)
+
+    def _forget_request(self, asked: Asked | None) -> None:
+        """Forget a lease that was asked for, if it is not placed and so never will be."""
+        if asked is None or not isinstance(asked.request, AcquireRequested):
+            return
+        times = self._times.get(asked.request.lease_id)
+        if times is not None and times.spawned_ns is None and times.over_ns is None:
+            del self._times[asked.request.lease_id]
+
+    # --- other effects ---
+
+    def _placed(self, effect: SpawnWorker, now_ns: int) -> Fact:
+        lease_id = effect.lease_id
+        before = self._times.get(lease_id, NO_TIMES)
+        self._times[lease_id] = times = Times(before.asked_ns, now_ns, *before[2:])
+        is_warm = self._renamed_to == lease_id
+        return Fact(FactKind.PLACED, now_ns, effect, lease_id, None, None, times, "", is_warm)
+
+    def _killed(self, effect: KillWorker, now_ns: int) -> Fact | None:
+        if kind_of(effect.worker_id) is not WorkerKind.LEASE:
+            return None
+        return Fact(FactKind.WORKER_KILLED, now_ns, effect, effect.worker_id)
+
+    def _refused_work(self, effect: RefuseWork, now_ns: int) -> Fact | None:
+        lease = self._lookup(effect.worker_id)
+        if lease is None:
+            # A warm context, whose end tells all.
+            return None
+        before = self._times.get(lease.lease_id, NO_TIMES)
+        self._times[lease.lease_id] = times = Times(*before[:5], now_ns, effect.cause)
+        # Nobody has a lease that was never granted: its denial and its end tell all.
+        kind = FactKind.ENDING if times.is_granted else FactKind.CANCELLED
+        return Fact(kind, now_ns, effect, lease.lease_id, lease, None, times)
+
+    def _ended(self, effect: LeaseEnded, now_ns: int) -> Fact:
+        lease_id = effect.lease.lease_id
+        self._faulted.discard(lease_id)
+        return _end_of(effect.lease, effect, now_ns, self._times.pop(lease_id, NO_TIMES))
+
+    def _submit_ended(self, effect: SubmitEnded, now_ns: int) -> Fact:
+        self._faulted.discard(effect.submit_id)
+        return Fact(FactKind.SUBMIT_ENDED, now_ns, effect, effect.lease_id, self._lookup(effect.lease_id))
+
+    def _submit_fenced(self, effect: SubmitFenced, now_ns: int) -> Fact:
+        return Fact(FactKind.SUBMIT_FENCED, now_ns, effect, effect.lease_id, self._lookup(effect.lease_id))
+
+    def _renamed(self, effect: RenameWorker, now_ns: int) -> Fact | None:
+        self._renamed_to = effect.to_id
+        if kind_of(effect.from_id) is WorkerKind.LEASE or (lease := self._lookup(effect.to_id)) is None:
+            return None
+        return Fact(FactKind.WARM_TAKEN, now_ns, effect, lease.lease_id, card=lease.card_uuid)
+
+    def _submit_spawned(self, effect: SpawnSubmit, now_ns: int) -> Fact | None:
+        if not effect.is_warm:
+            return None
+        return Fact(FactKind.WARM_TAKEN, now_ns, effect, effect.lease_id, card=effect.card_uuid)
+
+    def _recycled(self, effect: RecycleWorker, now_ns: int) -> Fact | None:
+        lease = self._lookup(effect.lease_id)
+        if lease is None:
+            return None
+        return Fact(FactKind.WARM_RECYCLED, now_ns, effect, lease.lease_id, card=lease.card_uuid)
+
+    def _warm_ended(self, effect: WarmEnded, now_ns: int) -> Fact:
+        kind = FactKind.WARM_FENCED if effect.is_fenced else FactKind.WARM_LOST
+        return Fact(kind, now_ns, effect, card=effect.card_uuid)
+
+    def _capacity_changed(self, effect: CapacityChanged, now_ns: int) -> Fact:
+        return Fact(FactKind.CAPACITY_CHANGED, now_ns, effect)
+
+
+def end_under_earlier_daemon(lease: LeaseSnapshot, now_ns: int) -> Fact:
+    """Return the end of a lease under an earlier daemon, which was killed before it was recorded."""
+    return _end_of(lease, None, lease.ended_ns or now_ns, NO_TIMES)
+
+
+def _end_of(lease: LeaseSnapshot, effect: LeaseEnded | None, now_ns: int, times: Times) -> Fact:
+    kind = FactKind.FENCED if lease.state is LeaseState.FENCED else FactKind.ENDED
+    return Fact(kind, now_ns, effect, lease.lease_id, lease, times=times)
+
+
+_REQUESTS: Final[dict[type, bool]] = {
+    **dict.fromkeys((AcquireRequested, RenewRequested, SubmitRequested, FreeRequested), True),
+    **dict.fromkeys((RevokeRequested, FenceClearRequested, DrainRequested, DrainCancelled), False),
+}
+"""Events that are requests, and whether each names its tenant."""
