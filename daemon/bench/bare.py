@@ -20,7 +20,7 @@ SLICE_BYTES: Final = 1 << 20
 ONE: Final[Dim3] = (1, 1, 1)
 
 SPINNING_S: Final = 0.05
-"""How long the kernel runs before its process is killed."""
+"""Time that the kernel runs before its process is killed."""
 
 
 def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, float]:

@@ -60,7 +60,7 @@ AT_A_TIME: Final = 512
 
 LONG_MS: Final = 3_600_000
 ROUNDS_S: Final = 3.0
-"""How long each kind of load lasts."""
+"""Duration of each kind of load."""
 
 EXPIRY_S: Final = 10.0
 """Time within which half of the leases expire, evenly."""

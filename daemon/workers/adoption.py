@@ -22,11 +22,11 @@ from gpulease.daemon.workers.revocation_word import cause_of
 from gpulease.daemon.workers.zygote_discovery import FoundWorker
 
 MAX_RENEWALS_AHEAD: Final = 1 << 20
-"""How far a page's generation may be ahead of the journal's: renewals that were not on the disk yet. No broker gets
+"""Longest lead of a page's generation over the journal's: renewals that were not on the disk yet. No broker gets
 further ahead."""
 
 STRAY_TIMEOUT_S: Final = 5.0
-"""How long a worker that lost its zygote may take to be gone: the kernel kills it with its parent."""
+"""Longest time that a worker that lost its zygote may take to be gone: the kernel kills it with its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class LeftWorker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker has not ended."""
+        """Return whether the worker has not ended."""
         return self.worker.reason is None
 
     @property
     def is_leased(self) -> bool:
-        """Whether the worker's lease was granted, so that a tenant may know of it."""
+        """Return whether the worker's lease was granted, so that a tenant may know of it."""
         return self.page.deadline_ns > 0
 
 

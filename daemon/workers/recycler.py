@@ -39,7 +39,7 @@ class Recycler:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def holds_back(self, event: Event) -> bool:
-        """Whether to hold an event back: a warm context's memory is read before a lease can have the context."""
+        """Return whether to hold an event back: a warm context's memory is read before a lease can have the context."""
         if not isinstance(event, WorkerReady) or not FIRST_WARM_ID <= event.lease_id < FIRST_SUBMIT_ID:
             return False
         worker = self._workers.worker(event.lease_id)
