@@ -1,1 +1,1 @@
-"""Parts of `gpulease bench` that run on the daemon's side: the driver called directly, without a lease."""
+"""Parts of `gpulease bench` that run on the daemon's side: driver calls without a lease, and the lease table alone."""

@@ -1,7 +1,7 @@
 """`python -m gpulease.daemon.bench.bare DRIVER CARD COUNT`, PTX on its input: times processes without a lease, as JSON.
 
-What `gpulease bench` holds the begin and the end of leases against: fork, a context, a kernel `spin` that never ends;
-then SIGKILL, and the wait for the process, which ends when the driver has let its memory go.
+`gpulease bench` compares the begin and the end of leases with them. A process is forked, opens a context, and launches
+a kernel `spin` that never ends. Then it is killed and waited for; it ends when the driver has released its memory.
 """
 
 import json
@@ -20,11 +20,11 @@ SLICE_BYTES: Final = 1 << 20
 ONE: Final[Dim3] = (1, 1, 1)
 
 SPINNING_S: Final = 0.05
-"""The kernel runs for so long before its process is killed."""
+"""Time that the kernel runs before its process is killed."""
 
 
 def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, float]:
-    """Milliseconds. Raises RuntimeError if a process can't begin."""
+    """Return p50 and p99 of opening and of reaping, in milliseconds. Raises RuntimeError if a process can't begin."""
     driver = driver_named(driver_name)
     driver.preload()
     rounds = [_round(driver, card, ptx) for _ in range(count)]
@@ -36,7 +36,7 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
 
 
 def _round(driver: Driver, card: str, ptx: bytes) -> tuple[float, float]:
-    """From fork to a context that answers; from SIGKILL to the process reaped."""
+    """Return the milliseconds from fork to a context that answers, and from SIGKILL to the process reaped."""
     ours, theirs = os.pipe()
     parent_pid = os.getpid()
     started = time.perf_counter()
@@ -46,9 +46,9 @@ def _round(driver: Driver, card: str, ptx: bytes) -> tuple[float, float]:
         _spin(driver, card, ptx, theirs)
     os.close(theirs)
     try:
-        _await_word(ours)
+        _await_byte(ours)
         open_ms = (time.perf_counter() - started) * 1e3
-        _await_word(ours)
+        _await_byte(ours)
         time.sleep(SPINNING_S)
         started = time.perf_counter()
     finally:
@@ -58,13 +58,13 @@ def _round(driver: Driver, card: str, ptx: bytes) -> tuple[float, float]:
     return open_ms, (time.perf_counter() - started) * 1e3
 
 
-def _await_word(pipe: int) -> None:
+def _await_byte(pipe: int) -> None:
     if not os.read(pipe, 1):
         raise RuntimeError("a process could not open its context and launch a kernel in it")
 
 
 def _spin(driver: Driver, card: str, ptx: bytes, pipe: int) -> NoReturn:
-    """In the forked process; ends with SIGKILL."""
+    """Run in the forked process until SIGKILL."""
     try:
         context = driver.open_context(card, SLICE_BYTES)
         context.sync()

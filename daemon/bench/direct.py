@@ -1,11 +1,7 @@
-"""Launch graphs called directly, without a lease: see `direct`.
+"""`python -m gpulease.daemon.bench.direct DRIVER PTX_FILE LAUNCHES SAMPLES COPY_BYTES...`: times driver calls, as JSON.
 
-`python -m gpulease.daemon.bench.direct DRIVER PTX_FILE LAUNCHES SAMPLES COPY_BYTES...`: the same work without a lease.
-
-Prints one JSON object.
-
-What `gpulease bench` holds its figures against: the driver called in this very process, by the calls a program without
-gpulease would make.
+`gpulease bench` compares its figures with these. The driver is called in this process, without a lease, by the calls
+that a program without gpulease would make.
 """
 
 import json
@@ -22,79 +18,10 @@ from gpulease.daemon.drivers.interface import Context, Dim3, Kernel, KernelStep,
 from gpulease.daemon.drivers.registry import driver_named
 from gpulease.daemon.gpus.selection import choose_cards
 
-LAUNCHES: Final = 20
-CALLS: Final = 200
-"""Graphs launched without a wait: fewer than the driver lets wait."""
-
 ONE: Final[Dim3] = (1, 1, 1)
 
-
-def graph_figures(context: Context, kernel: Kernel, block: Dim3, params: bytes, samples: int) -> dict[str, float]:
-    """Microseconds of twenty launches, as calls and as one graph; the last of `params` is a float."""
-    graph = context.graph([KernelStep(kernel, ONE, block, 0, params)] * LAUNCHES, admit_any)
-    values = _values(params)
-
-    def launch() -> None:
-        for _ in range(LAUNCHES):
-            context.launch(kernel, ONE, block, 0, params, 1)
-
-    def replay() -> None:
-        graph.replay(1, keep_waiting)
-
-    def rebind() -> None:
-        value = next(values)
-        for step in range(LAUNCHES):
-            graph.bind(step, value)
-        replay()
-
-    def synced(action: Callable[[], None]) -> float:
-        def both() -> None:
-            action()
-            context.sync()
-
-        _replays_us(both, 20)
-        return _replays_us(both, samples)[samples // 2]
-
-    def pipelined(action: Callable[[], None]) -> float:
-        started = time.perf_counter()
-        for _ in range(samples):
-            action()
-        context.sync()
-        return (time.perf_counter() - started) / samples * 1e6
-
-    figures = {
-        "calls_20_sync_p50_us": synced(launch),
-        "graph_20_sync_p50_us": synced(replay),
-        "graph_20_rebound_p50_us": synced(rebind),
-        "calls_20_us": pipelined(launch),
-        "graph_20_us": pipelined(replay),
-    }
-    calls = []
-    for _ in range(samples // CALLS + 1):
-        calls += _replays_us(replay, CALLS)
-        context.sync()
-    return figures | {"graph_20_call_us": sorted(calls)[len(calls) // 2]}
-
-
-def _values(params: bytes) -> Iterator[bytes]:
-    number = 0
-    while True:
-        number += 1
-        yield params[:-4] + struct.pack("<f", number)
-
-
-def _replays_us(action: Callable[[], None], count: int) -> list[float]:
-    """Sorted."""
-    samples = []
-    for _ in range(count):
-        started = time.perf_counter()
-        action()
-        samples.append((time.perf_counter() - started) * 1e6)
-    return sorted(samples)
-
-
 COPIES: Final = 15
-"""Of each large size and direction; the median counts."""
+"""Copies of each large size and direction; the median counts."""
 
 SMALL_COPY_BYTES: Final = 4096
 SLICE_BYTES: Final = 256 << 20
@@ -102,7 +29,7 @@ THREADS: Final = 32
 
 
 def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_sizes: list[int]) -> dict[str, float]:
-    """Microseconds and GB/s of the driver's own calls; `copy_sizes` in bytes, whole MiB."""
+    """Return microseconds and GB/s of the driver's own calls. `copy_sizes`: bytes, whole MiB."""
     driver_name, context = _open(driver_name)
     module = context.module_load(ptx)
     kernel = module.kernels["scale"]
@@ -132,7 +59,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
         "sync_p50_us": _timed_us(sync, samples)[samples // 2],
         "alloc_free_p50_us": _timed_us(lambda: context.mem_free(context.mem_alloc(1 << 20)), samples)[samples // 2],
     }
-    figures |= graph_figures(context, kernel, (THREADS, 1, 1), params, samples)
+    figures |= _graph_figures(context, kernel, (THREADS, 1, 1), params, samples)
     figures |= _small_copies(context, samples)
     pinned = memoryview(mmap.mmap(-1, max(copy_sizes)))
     context.pin(pinned)
@@ -142,7 +69,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
         from gpulease.daemon.drivers.cuda import baseline
 
         figures["pycuda_call_us"] = baseline.call_us(ptx, address, THREADS, launches)
-        # What a context gives again is not what the card gives.
+        # A context keeps freed memory and hands it out again; allocations from the card itself count here.
         figures["alloc_free_p50_us"] = _timed_us(baseline.alloc_and_free, samples)[samples // 2]
     context.close()
     return figures
@@ -153,6 +80,67 @@ def _open(wanted: str) -> tuple[str, Context]:
     driver = driver_named(source.driver)
     driver.preload()
     return source.driver, driver.open_context(source.discover({})[0].uuid, SLICE_BYTES)
+
+
+LAUNCHES: Final = 20
+"""Launches of one graph."""
+
+CALLS: Final = 200
+"""Graphs launched without a wait: fewer than the driver's queue holds."""
+
+
+def _graph_figures(context: Context, kernel: Kernel, block: Dim3, params: bytes, samples: int) -> dict[str, float]:
+    """Return the microseconds of twenty launches, as calls and as one graph. `params` ends with a float."""
+    graph = context.graph([KernelStep(kernel, ONE, block, 0, params)] * LAUNCHES, admit_any)
+    values = _values(params)
+
+    def launch() -> None:
+        for _ in range(LAUNCHES):
+            context.launch(kernel, ONE, block, 0, params, 1)
+
+    def replay() -> None:
+        graph.replay(1, keep_waiting)
+
+    def rebind() -> None:
+        value = next(values)
+        for step in range(LAUNCHES):
+            graph.bind(step, value)
+        replay()
+
+    def synced(action: Callable[[], None]) -> float:
+        def both() -> None:
+            action()
+            context.sync()
+
+        _timed_us(both, 20)
+        return _timed_us(both, samples)[samples // 2]
+
+    def pipelined(action: Callable[[], None]) -> float:
+        started = time.perf_counter()
+        for _ in range(samples):
+            action()
+        context.sync()
+        return (time.perf_counter() - started) / samples * 1e6
+
+    figures = {
+        "calls_20_sync_p50_us": synced(launch),
+        "graph_20_sync_p50_us": synced(replay),
+        "graph_20_rebound_p50_us": synced(rebind),
+        "calls_20_us": pipelined(launch),
+        "graph_20_us": pipelined(replay),
+    }
+    calls = []
+    for _ in range(samples // CALLS + 1):
+        calls += _timed_us(replay, CALLS)
+        context.sync()
+    return figures | {"graph_20_call_us": sorted(calls)[len(calls) // 2]}
+
+
+def _values(params: bytes) -> Iterator[bytes]:
+    number = 0
+    while True:
+        number += 1
+        yield params[:-4] + struct.pack("<f", number)
 
 
 def _small_copies(context: Context, samples: int) -> dict[str, float]:
@@ -166,7 +154,7 @@ def _small_copies(context: Context, samples: int) -> dict[str, float]:
 
 
 def _copies(context: Context, size: int, pinned: memoryview) -> dict[str, float]:
-    """From and to pinned memory, and any other."""
+    """Return the GB/s of copies from and to pinned memory, and pageable memory."""
     address, name = context.mem_alloc(size), f"{size >> 20}m"
     pageable = memoryview(bytearray(size))
 
@@ -184,7 +172,7 @@ def _copies(context: Context, size: int, pinned: memoryview) -> dict[str, float]
 
 
 def _pipelined_us(action: Callable[[], object], fence: Callable[[], object], count: int) -> float:
-    """A call, of many that are issued back to back and then fenced."""
+    """Return the microseconds of one call among many, issued back to back and then fenced."""
     started = time.perf_counter()
     for _ in range(count):
         action()
@@ -193,7 +181,7 @@ def _pipelined_us(action: Callable[[], object], fence: Callable[[], object], cou
 
 
 def _timed_us(action: Callable[[], object], count: int) -> list[float]:
-    """Sorted."""
+    """Return the microseconds of each call, sorted."""
     samples = []
     for _ in range(count):
         started = time.perf_counter()
@@ -207,5 +195,5 @@ if __name__ == "__main__":
     source = Path(ptx_file).read_bytes()
     print(json.dumps(measure(name, source, int(launch_count), int(sample_count), [int(size) for size in sizes])))
     sys.stdout.flush()
-    # As a worker ends: pycuda aborts a process that leaves in good order and leaves its context behind.
+    # Like a worker: pycuda aborts a process that exits normally and leaves its context behind.
     os._exit(0)

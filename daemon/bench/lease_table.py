@@ -1,8 +1,8 @@
-"""`python -m gpulease.daemon.bench.lease_table LEASES [KEPT...]`: the broker's core under load, as one JSON object.
+"""`python -m gpulease.daemon.bench.lease_table LEASES [KEPT...]`: times the broker's core under load, as JSON.
 
-What runs is the broker's own: the lease table, its runtime with its timers on the broker's event loop, and, as far as
-they are named, `journal`, `audit` and `log`, in a folder of their own. What is simulated are processes, so that there
-can be ten thousand leases: a worker is ready, and dead, as soon as the loop turns.
+The lease table, its runtime and its timers are the broker's own and run on the broker's event loop. So are the journal,
+the audit log and the log, if they are named; they lie in a folder of their own. Only processes are simulated, so that
+there can be ten thousand leases: a worker is ready, and dead, as soon as the loop turns.
 """
 
 import asyncio
@@ -47,30 +47,30 @@ from gpulease.daemon.workers.worker import ENDED_BY_DAEMON
 from gpulease.protocol.opcodes import Status
 
 KEPT: Final = ("journal", "audit", "log")
-"""What can be kept besides."""
+"""Records that can be kept during the measurement."""
 
 SIZE_BYTES: Final = 1 << 20
 CARDS: Final = 8
 TENANTS: Final = 100
 
 PER_TURN: Final = 64
-"""Requests in one turn of the loop: what so many connections bring at once."""
+"""Requests in one turn of the loop, as so many connections would send at once."""
 
 AT_A_TIME: Final = 512
-"""Requests that wait for their answer, at most; of few leases, as many as a quarter of them."""
+"""Most requests that wait for their answer; with few leases, a quarter of their number."""
 
 LONG_MS: Final = 3_600_000
 ROUNDS_S: Final = 3.0
-"""How long each kind of load is kept up."""
+"""Duration of each kind of load."""
 
 EXPIRY_S: Final = 10.0
-"""Within which half of the leases expire, evenly."""
+"""Time within which half of the leases expire, evenly."""
 
 SETTLE_MS: Final = 2000
-"""Until the first of them: by then all are granted."""
+"""Time until the first of them expires: by then all are granted."""
 
 RENEWALS_PER_S: Final = 1000
-"""Of the other half meanwhile."""
+"""Renewals of the other half meanwhile."""
 
 BURST: Final = 1000
 """Leases that expire at one moment."""
@@ -83,7 +83,7 @@ class SimulatedWorkers(Workers):
     """Workers without processes.
 
     Attributes:
-        late_ms: By how much each refusal of an expired lease came after its deadline.
+        late_ms: Milliseconds between the deadline of each expired lease and the refusal of its operations.
     """
 
     def __init__(self) -> None:
@@ -93,25 +93,25 @@ class SimulatedWorkers(Workers):
         self._changed = asyncio.Event()
 
     async def refused(self, count: int) -> None:
-        """Return once so many leases have expired."""
+        """Wait until `count` leases have expired."""
         while len(self.late_ms) < count:
             self._changed.clear()
             await self._changed.wait()
 
     def spawn(self, spec: WorkerSpec) -> None:
-        """It is ready at once."""
+        """Post that the worker is ready."""
         asyncio.get_running_loop().call_soon(self._post, WorkerReady(spec.lease_id))
 
     def kill(self, lease_id: int) -> None:
-        """It is reaped at once."""
+        """Post that the worker was reaped."""
         asyncio.get_running_loop().call_soon(self._post, WorkerExited(lease_id, ENDED_BY_DAEMON, True))
 
     def set_deadline(self, lease_id: int, deadline_ns: int, generation: int) -> None:
-        """Where the real one writes its page."""
+        """Note the deadline, which a real registry writes on the worker's page."""
         self._deadlines[lease_id] = deadline_ns
 
     def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
-        """Where the real one flips the word."""
+        """Note the time, at which a real registry sets the revocation word."""
         deadline_ns = self._deadlines.pop(lease_id, 0)
         if status is Status.LEASE_EXPIRED:
             self.late_ms.append((time.monotonic_ns() - deadline_ns) / NS_PER_MS)
@@ -119,7 +119,11 @@ class SimulatedWorkers(Workers):
 
 
 class Load:
-    """Requests of many tenants to one runtime."""
+    """Requests of many tenants to one runtime.
+
+    Attributes:
+        live: Lease id and tenant of the leases that were granted.
+    """
 
     def __init__(self, runtime: Runtime, leases: int) -> None:
         self._runtime = runtime
@@ -130,7 +134,7 @@ class Load:
         self.live: list[tuple[int, str]] = []
 
     async def ask(self, events: Iterator[Callable[[int], Event]], until_ns: int = 0) -> int:
-        """Ask for all of it, or until then; how many requests were answered."""
+        """Post all events, or as many as fit until `until_ns`; returns how many were answered."""
         asked = 0
         for make in events:
             while self._open >= self._at_a_time:
@@ -149,7 +153,7 @@ class Load:
         return asked
 
     def acquire(self, ttl_ms: int) -> Callable[[int], Event]:
-        """A new lease."""
+        """Return a request for a new lease."""
         self._last_id += 1
         lease_id, tenant = self._last_id, f"tenant-{self._last_id % TENANTS}"
         return lambda request: AcquireRequested(request, tenant, lease_id, LeaseTerms(SIZE_BYTES, ttl_ms))
@@ -162,17 +166,22 @@ class Load:
 
 
 def renewal(lease: tuple[int, str]) -> Callable[[int], Event]:
-    """A renewal of a lease by its tenant."""
+    """Return a tenant's request to renew a lease."""
     return lambda request: RenewRequested(request, *lease, LONG_MS)
 
 
 def release(lease: tuple[int, str]) -> Callable[[int], Event]:
-    """The same of its end."""
+    """Return a tenant's request to free a lease."""
     return lambda request: FreeRequested(request, *lease)
 
 
 async def measure(leases: int, kept: frozenset[str]) -> dict[str, float]:
-    """The figures. Raises OSError if the journal or the audit log can't be made, ValueError for what can't be kept."""
+    """Return the figures.
+
+    Raises:
+        OSError: The journal or the audit log can't be made.
+        ValueError: `kept` has a name that is not in KEPT.
+    """
     if unknown := kept - set(KEPT):
         raise ValueError(f"there is no {', '.join(sorted(unknown))} to keep; there are {', '.join(KEPT)}")
     figures: dict[str, float] = {}
@@ -191,7 +200,7 @@ async def measure(leases: int, kept: frozenset[str]) -> dict[str, float]:
 async def _rate(
     name: str, load: Load, events: Iterator[Callable[[int], Event]], seconds: float | None, counted: float = 1.0
 ) -> dict[str, float]:
-    """Requests a second, and what each costs the broker's thread."""
+    """Return the requests a second, and the CPU time that each costs the broker's thread."""
     cpu_s, began_ns = time.thread_time(), time.monotonic_ns()
     until_ns = 0 if seconds is None else began_ns + int(seconds * NS_PER_S)
     asked = counted * await load.ask(events, until_ns)
@@ -207,7 +216,7 @@ def _over_and_over(load: Load) -> Iterator[Callable[[int], Event]]:
 
 
 def _churn(load: Load) -> Iterator[Callable[[int], Event]]:
-    """Grants and renewals, and as many frees as grants, with as many leases there as before."""
+    """Yield grants, renewals, and as many frees as grants, so that the number of leases stays the same."""
     while True:
         yield release(load.live.pop(len(load.live) // 2))
         yield load.acquire(LONG_MS)
@@ -216,7 +225,7 @@ def _churn(load: Load) -> Iterator[Callable[[int], Event]]:
 
 
 async def _expire_evenly(load: Load, workers: SimulatedWorkers, leases: int) -> list[float]:
-    """Half of the leases end one after the other while the others are renewed."""
+    """Have half of the leases expire one after the other while the others are renewed; returns the delays."""
     half = leases // 2
     gone, load.live = load.live[half:], load.live[:half]
     await load.ask(map(release, gone))
@@ -264,7 +273,7 @@ async def _runtime(leases: int, kept: frozenset[str]) -> AsyncIterator[tuple[Run
 
 @contextlib.contextmanager
 def _logging(is_on: bool) -> Iterator[None]:
-    """With a log that is read by somebody fast."""
+    """Log to /dev/null, a reader that is never slow."""
     if not is_on:
         yield
         return

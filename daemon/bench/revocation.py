@@ -2,10 +2,10 @@
 
 Prints one JSON object.
 
-A session of this very process takes launches as fast as they can be given to it, as a worker's does; another process
-flips the revocation word of its control page, as the broker does, at a time of its own. Counted from the flip to the
-typed refusal of what comes behind the launches, a SYNC here; and how many launches began after the flip. The two
-processes have a core each, if there are two: what is measured is the look, not who of them runs first.
+A session in this process gets launches as fast as it takes them, like a worker's session. Another process sets the
+revocation word of the session's page, like the broker, at a random time. Two figures are measured: the time from then
+to the refusal of a SYNC behind the launches, and the launches that began after it. The two processes have a core each,
+if there are two; otherwise the scheduler would be measured.
 """
 
 import ctypes
@@ -43,21 +43,21 @@ SLICE_BYTES: Final = 1 << 20
 BYTES: Final = 4096
 THREADS: Final = 32
 BURST: Final = 64
-"""Launches that arrive together."""
+"""Launches in one delivery."""
 
 FAR_NS: Final = 1 << 62
-"""A deadline that does not come: it is the word that is measured."""
+"""A deadline that never comes, so that only the revocation word ends the lease."""
 
 FLY_S: Final = (0.001, 0.006)
-"""A session launches for a time between these before the word flips."""
+"""Bounds of the random time that a session launches before the word is set."""
 
 
-class GateOpen(Exception):
-    """A session whose lease is over did what it was asked to."""
+class NotRefused(Exception):
+    """A session executed a request although its lease was over."""
 
 
 class Stamps(ctypes.Structure):
-    """A driver's native functions, and when launches through them began; stamp.ll has these offsets too."""
+    """A driver's native functions, and when launches through them began. stamp.ll has the same offsets."""
 
     _fields_ = (
         ("launch", ctypes.c_uint64),
@@ -75,8 +75,8 @@ def _stamping_code() -> NativeCode:
 
 
 @dataclass
-class Stamped:
-    """A context whose launches' begins are written down; all else is the context's own."""
+class StampedContext:
+    """A context that notes when each launch begins; everything else is the context's own."""
 
     context: Context
     by_python_ns: list[int] = field(default_factory=list)
@@ -84,12 +84,12 @@ class Stamped:
     stamps: Stamps = field(default_factory=Stamps)
 
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
-        """See Context."""
+        """Call the context, and note the time."""
         self.by_python_ns.append(time.monotonic_ns())
         self.context.launch(kernel, grid, block, shared_bytes, params, tag)
 
     def native(self) -> NativeLaunch | None:
-        """See Context."""
+        """Call the context, and note the time."""
         own = self.context.native()
         if own is None:
             return None
@@ -99,22 +99,22 @@ class Stamped:
         return replace(own, state=state, launch=code.address("stamped_launch"), query=code.address("stamped_query"))
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget all times."""
         self.by_python_ns.clear()
         self.stamps.count = 0
 
     def begun_after(self, time_ns: int) -> int:
-        """How many launches, of not more than BURST, began after that."""
+        """Return how many launches began after a time; there are times of BURST launches at most."""
         return sum(begun_ns > time_ns for begun_ns in self.by_python_ns + self.times[: self.stamps.count])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.context, name)
 
 
-class Flipper:
-    """A process that flips the words of pages, one after the other, each a while after it is asked to.
+class Revoker:
+    """A process that sets the revocation words of pages, one after the other, each a while after it is asked to.
 
-    Forked by `start`, which must come before the driver is initialised.
+    `start` forks it, and must be called before the driver is initialised.
     """
 
     def __init__(self, count: int) -> None:
@@ -124,7 +124,7 @@ class Flipper:
         self._ours, self._theirs = os.pipe()
 
     def start(self) -> None:
-        """Fork it; it ends with this process, or when all words are flipped."""
+        """Fork the process; it ends with this one, or when all words are set."""
         parent_pid = os.getpid()
         cores = sorted(os.sched_getaffinity(0))
         if os.fork() == 0:
@@ -132,25 +132,25 @@ class Flipper:
                 os.sched_setaffinity(0, cores[-1:])
                 die_with_parent(parent_pid)
                 for number in range(len(self.pages)):
-                    self._flip(number)
+                    self._revoke(number)
             finally:
                 os._exit(0)
         os.sched_setaffinity(0, cores[: max(1, len(cores) - 1)])
 
     def ask(self) -> None:
-        """Have it flip the next word soon."""
+        """Have the process set the next word soon."""
         os.write(self._theirs, b"f")
 
-    def flipped_ns(self, number: int) -> tuple[int, int]:
-        """When it began to flip that page's word, and when it had."""
+    def revoked_ns(self, number: int) -> tuple[int, int]:
+        """Return when the process began to set a page's word, and when it had."""
         while not self._stamps[2 * number + 1]:
             time.sleep(0)
         return self._stamps[2 * number], self._stamps[2 * number + 1]
 
-    def _flip(self, number: int) -> None:
+    def _revoke(self, number: int) -> None:
         os.read(self._ours, 1)
         time.sleep(random.uniform(*FLY_S))
-        # Once without effect: a page's first use, which is not what is measured, can take longer than the rest.
+        # Once without effect: the first use of a page can take longer, and is not to be measured.
         self.pages[number].refuse(Status.OK)
         self._stamps[2 * number] = time.monotonic_ns()
         self.pages[number].refuse(Status.REVOKED)
@@ -158,14 +158,14 @@ class Flipper:
 
 
 def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, float]:
-    """Microseconds, and launches. Raises GateOpen if a session is not refused."""
+    """Return microseconds to the refusal, and launches begun too late. Raises NotRefused."""
     driver = driver_named(driver_name)
     driver.preload()
-    flipper = Flipper(count)
-    flipper.start()
-    context = Stamped(driver.open_context(card, SLICE_BYTES))
+    revoker = Revoker(count)
+    revoker.start()
+    context = StampedContext(driver.open_context(card, SLICE_BYTES))
     module = context.context.module_load(ptx)
-    samples = [_sample(flipper, number, context, module) for number in range(count)]
+    samples = [_sample(revoker, number, context, module) for number in range(count)]
     refused_us = sorted(taken_ns / 1e3 for taken_ns, _ in samples)
     return {
         "refused_p50_us": refused_us[count // 2],
@@ -174,39 +174,39 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
     }
 
 
-def _sample(flipper: Flipper, number: int, context: Stamped, module: Module) -> tuple[int, int]:
-    """Nanoseconds from flip to refusal, and launches begun after the flip."""
-    page = flipper.pages[number]
+def _sample(revoker: Revoker, number: int, context: StampedContext, module: Module) -> tuple[int, int]:
+    """Return nanoseconds from the word to the refusal, and launches that began after the word."""
+    page = revoker.pages[number]
     page.set_deadline(FAR_NS, 1)
     with _session(page, context, module) as (session, launch):
         stream = launch * BURST
         reader = FrameReader(MAX_PAYLOAD_BYTES)
         reader.receive_data(launch)
         session.handle(cast(Frame, reader.next_frame()))
-        flipper.ask()
+        revoker.ask()
         until_ns = time.monotonic_ns() + 10**9
         while reader.start == reader.end:
             context.forget()
             reader.receive_data(stream)
             session.take_launches(reader)
             if time.monotonic_ns() > until_ns:
-                raise GateOpen("launches are still taken a second after the word was to flip")
+                raise NotRefused("launches are still taken a second after the word was to be set")
         reply = session.handle(Frame(Opcode.SYNC, 0, 0, 2, LEASE, memoryview(b"")))
         refused_ns = time.monotonic_ns()
         answers = FrameReader(MAX_PAYLOAD_BYTES)
         answers.receive_data(reply or b"")
         answer = answers.next_frame()
         if answer is None or answer.status != Status.REVOKED:
-            raise GateOpen("a revoked session's SYNC is not answered with REVOKED")
-    before_ns, after_ns = flipper.flipped_ns(number)
+            raise NotRefused("a revoked session's SYNC is not answered with REVOKED")
+    before_ns, after_ns = revoker.revoked_ns(number)
     begun = context.begun_after(after_ns)
     context.context.sync()
     return refused_ns - before_ns, begun
 
 
 @contextmanager
-def _session(page: BrokerPage, context: Stamped, module: Module) -> Iterator[tuple[Session, bytes]]:
-    """A session on that page, and the frame of a quiet launch in it."""
+def _session(page: BrokerPage, context: StampedContext, module: Module) -> Iterator[tuple[Session, bytes]]:
+    """Yield a session on a page, and the frame of a quiet launch in it."""
     view = WorkerPage(page.fds)
     ledger = Ledger(SLICE_BYTES)
     address = context.context.mem_alloc(BYTES)
@@ -222,5 +222,5 @@ def _session(page: BrokerPage, context: Stamped, module: Module) -> Iterator[tup
 
 if __name__ == "__main__":
     print(json.dumps(measure(sys.argv[1], sys.argv[2], Path(sys.argv[3]).read_bytes(), int(sys.argv[4]))), flush=True)
-    # As a worker ends: pycuda aborts a process that leaves in good order and leaves its context behind.
+    # Like a worker: pycuda aborts a process that exits normally and leaves its context behind.
     os._exit(0)

@@ -1,1 +1,1 @@
-"""What broker, zygote and session agree on: messages, control pages, tokens. Imports none of the three."""
+"""The contract among broker, zygote and session: messages, control pages, tokens. Imports none of the three."""

@@ -114,7 +114,7 @@ class Lapsing(Protocol):
         """The number by which the lease's page names the token once it is revoked."""
 
     def holds(self, now_ns: int, generation: int) -> bool:
-        """Whether the token is valid, while the lease is of that generation."""
+        """Return whether the token is valid, while the lease is of that generation."""
 
 
 class PageFds(NamedTuple):
@@ -182,7 +182,7 @@ def state_of(lease_fd: int) -> PageState:
 
 
 class GoneBy(NamedTuple):
-    """When a worker is to be gone, monotonic nanoseconds; each is 0 if no broker has written it.
+    """Times at which a worker is to be gone, in monotonic nanoseconds; each is 0 if no broker has written it.
 
     Attributes:
         unrefused_ns: While the revocation word is 0.
@@ -352,7 +352,7 @@ class WorkerPage:
         return self._state_map[_REASON_AT : _REASON_AT + length].decode(errors="ignore")
 
     def is_held_by(self, guest: "Lapsing") -> bool:
-        """Whether a token is valid now."""
+        """Return whether a token is valid now."""
         return self._holds(guest, time.monotonic_ns())
 
     def _holds(self, guest: "Lapsing", now_ns: int) -> bool:

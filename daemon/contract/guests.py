@@ -41,7 +41,7 @@ class Guest:
     mark: int
 
     def holds(self, now_ns: int, generation: int) -> bool:
-        """Whether the token is valid, while the lease is of that generation."""
+        """Return whether the token is valid, while the lease is of that generation."""
         return now_ns < self.expires_ns and generation == self.generation
 
     def refuse(self, frame: Frame) -> bytes | None:

@@ -35,7 +35,7 @@ class MalformedMessage(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one field travels.
+    """The form of one field in a map, and the values that it accepts.
 
     Attributes:
         parse: Returns the value of what arrived; raises ValueError.
@@ -149,7 +149,7 @@ class _Field(NamedTuple):
 
 
 class Message:
-    """One message. Subclasses are frozen dataclasses and set `OP`, the value of the key "op"."""
+    """A message. Subclasses are frozen dataclasses and set `OP`, the value of the key "op"."""
 
     __slots__ = ()
     OP: ClassVar[str]

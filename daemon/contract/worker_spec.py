@@ -19,7 +19,7 @@ from gpulease.protocol.opcodes import Waiting
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec(Message):
-    """One worker. To the zygote: fork it. To a warm worker: take this lease, or this submit.
+    """A worker. To the zygote: fork it. To a warm worker: take this lease, or this submit.
 
     Attributes:
         lease_id: The lease, and the session's id; the number of a warm context for a worker made ahead; the submit's
@@ -48,7 +48,7 @@ class WorkerSpec(Message):
 
     @property
     def is_warm(self) -> bool:
-        """Whether the worker has no lease yet: every lease has a slice."""
+        """Return whether the worker has no lease yet: every lease has a slice."""
         return self.size_bytes == 0
 
     @property

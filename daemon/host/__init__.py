@@ -1,1 +1,1 @@
-"""What the daemon needs of Linux: processes, threads, channels, descriptors, sockets and memory."""
+"""Wrappers of what the daemon needs of Linux: processes, threads, channels, descriptors, sockets and memory."""

@@ -15,7 +15,7 @@ SO_PASSRIGHTS: Final = 83
 """Socket option: whether a Unix socket accepts descriptors (asm-generic/socket.h). Linux 6.16 and later have it."""
 
 INTERRUPT_S: Final = 0.25
-"""How long a close may block where the kernel can't refuse descriptors."""
+"""Longest time that a close may block where the kernel can't refuse descriptors."""
 
 
 def refuse_descriptors(sock: socket.socket) -> bool:
@@ -32,7 +32,7 @@ def refuse_descriptors(sock: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def interrupting_closes() -> Iterator[None]:
-    """Where the kernel can't refuse descriptors, interrupt closes in which the main thread blocks, again and again.
+    """Interrupt closes in which the main thread blocks, again and again, if the kernel can't refuse descriptors.
 
     A signal ends the wait, and the waits for the other descriptors of the same message.
     """

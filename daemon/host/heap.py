@@ -36,13 +36,13 @@ _MARK: Final = b"\x11" * 16
 
 
 def is_told_to_wipe() -> bool:
-    """Whether this process was started with `WIPING_HEAP`."""
+    """Return whether this process was started with `WIPING_HEAP`."""
     return all(os.environ.get(name) == value for name, value in WIPING_HEAP.items())
 
 
 @cache
 def is_heap_wiped() -> bool:
-    """Whether this process overwrites memory that it frees: it was started so, and a trial shows it.
+    """Return whether this process overwrites memory that it frees: it was started so, and a trial shows it.
 
     Another C library does not, nor does one that is told to ignore the environment.
     """
@@ -51,7 +51,7 @@ def is_heap_wiped() -> bool:
 
 
 def _is_left(size_bytes: int) -> bool:
-    """Whether a block keeps its content after it was freed."""
+    """Return whether a block keeps its content after it was freed."""
     # PyDLL keeps the interpreter's lock, so nothing else in Python is given the block meanwhile.
     libc = ctypes.PyDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -76,7 +76,7 @@ def exit_text(status: int) -> str:
 
 
 def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
-    """Whether a process has ended, or ends in time: its pidfd is readable from then on (pidfd_open(2))."""
+    """Return whether a process has ended, or ends in time: its pidfd is readable from then on (pidfd_open(2))."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(within_s * 1000))

@@ -43,7 +43,7 @@ class BadHandover(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GivenSocket:
-    """One socket that was handed over.
+    """A socket that was handed over.
 
     Attributes:
         name: The name of its unit, or the name under which an earlier daemon stored it.
@@ -54,7 +54,7 @@ class GivenSocket:
 
     @property
     def was_kept(self) -> bool:
-        """Whether an earlier daemon made it."""
+        """Return whether an earlier daemon made it."""
         return self.name.startswith(KEPT_PREFIX)
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class Assigned:
         return [given.sock for given in self.by_address.get(address, [])]
 
     def is_units(self, address: Address) -> bool:
-        """Whether an address's sockets are a unit's, which sets their owner and mode."""
+        """Return whether an address's sockets are a unit's, which sets their owner and mode."""
         return any(not given.was_kept for given in self.by_address.get(address, []))
 
 
@@ -166,7 +166,7 @@ def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple
 
 
 def _is_there(one: GivenSocket, address: Address) -> bool:
-    """Whether clients can still reach a stored socket: the file of a Unix socket may have been removed."""
+    """Return whether clients can still reach a stored socket: the file of a Unix socket may have been removed."""
     if not isinstance(address, UnixAddress):
         return one.sock.family != socket.AF_UNIX
     return one.sock.family == socket.AF_UNIX and os.path.exists(address.path)

@@ -22,11 +22,11 @@ from gpulease.daemon.workers.revocation_word import cause_of
 from gpulease.daemon.workers.zygote_discovery import FoundWorker
 
 MAX_RENEWALS_AHEAD: Final = 1 << 20
-"""How far a page's generation may be ahead of the journal's: renewals that were not on the disk yet. No broker gets
+"""Longest lead of a page's generation over the journal's: renewals that were not on the disk yet. No broker gets
 further ahead."""
 
 STRAY_TIMEOUT_S: Final = 5.0
-"""How long a worker that lost its zygote may take to be gone: the kernel kills it with its parent."""
+"""Longest time that a worker that lost its zygote may take to be gone: the kernel kills it with its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class LeftWorker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker has not ended."""
+        """Return whether the worker has not ended."""
         return self.worker.reason is None
 
     @property
     def is_leased(self) -> bool:
-        """Whether the worker's lease was granted, so that a tenant may know of it."""
+        """Return whether the worker's lease was granted, so that a tenant may know of it."""
         return self.page.deadline_ns > 0
 
 
@@ -71,20 +71,8 @@ def reconcile(
         latest_ns: The latest deadline that a broker could have given, on the monotonic clock.
         draw: Returns a lease id that nobody has.
     """
-    adoptions = []
-    others = list(left)
-    for lease in kept:
-        own = [one for one in others if one.worker.spec.lease_id == lease.lease_id]
-        # While a context that hangs is replaced, a lease has two workers; the second one has no deadline yet.
-        best = max(own, key=lambda one: (one.is_leased, one.is_alive), default=None)
-        if best is None:
-            adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
-            continue
-        others.remove(best)
-        on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
-        restored = LeaseRestored(on_page, has_worker=best.is_alive, has_session=best.page.has_session)
-        adoptions.append(Adoption(restored, best.worker))
-    taken = {adoption.event.kept.lease_id for adoption in adoptions if isinstance(adoption.event, LeaseRestored)}
+    adoptions, others = _restore(kept, left, latest_ns)
+    taken = {lease.lease_id for lease in kept}
     open_for_submits = {lease.lease_id for lease in kept if lease.state is not LeaseState.FENCED}
     for one in others:
         spec = one.worker.spec
@@ -102,9 +90,28 @@ def reconcile(
         taken.add(number)
         charge_bytes = spec.size_bytes + overheads.get(spec.card_uuid, 0)
         beside = (spec.submit_of or spec.lease_id) if is_one_more else 0
-        found = WorkerFound(number, spec.card_uuid, charge_bytes, beside)
-        adoptions.append(Adoption(found, one.worker))
+        adoptions.append(Adoption(WorkerFound(number, spec.card_uuid, charge_bytes, beside), one.worker))
     return adoptions
+
+
+def _restore(
+    kept: Sequence[KeptLease], left: Sequence[LeftWorker], latest_ns: int
+) -> tuple[list[Adoption], list[LeftWorker]]:
+    """Find each lease's own worker. Returns the leases with their workers, and the workers that are left over."""
+    adoptions = []
+    others = list(left)
+    for lease in kept:
+        own = [one for one in others if one.worker.spec.lease_id == lease.lease_id]
+        # While a context that hangs is replaced, a lease has two workers; the second one has no deadline yet.
+        best = max(own, key=lambda one: (one.is_leased, one.is_alive), default=None)
+        if best is None:
+            adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
+            continue
+        others.remove(best)
+        on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
+        restored = LeaseRestored(on_page, has_worker=best.is_alive, has_session=best.page.has_session)
+        adoptions.append(Adoption(restored, best.worker))
+    return adoptions, others
 
 
 def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int, overran: str) -> KeptLease:

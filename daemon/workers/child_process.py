@@ -25,14 +25,16 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 
 START_TIMEOUT_S: Final = 30.0
-"""How long a process may take to serve: the web process imports an HTTP server, which takes a cold disk seconds."""
+"""Longest time that a process may take to serve: the web process imports an HTTP server, which takes a cold disk
+seconds."""
 
 EXIT_S: Final = 1.0
-"""How long a process that has closed its channel may take to end by itself, so that the log has how; then it is killed.
+"""Longest time that a process that has closed its channel may take to end by itself, so that the log has how; then it
+is killed.
 """
 
 END_TIMEOUT_S: Final = 5.0
-"""How long a killed process is waited for. One in a system call that can't be interrupted, of a disk that hangs, ends
+"""Longest wait for a killed process. One in a system call that can't be interrupted, of a disk that hangs, ends
 later; nobody waits for that."""
 
 RESTART_DELAY_S: Final = 1.0
@@ -52,7 +54,7 @@ HUNG_AFTER_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long things may take; each field is the constant of its name."""
+    """Longest times that things may take; each field is the constant of its name."""
 
     start_s: float
     exit_s: float
@@ -139,7 +141,7 @@ class ChildProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a channel to a process."""
+        """Return whether there is a channel to a process."""
         return self._channel is not None
 
     async def start(self) -> None:

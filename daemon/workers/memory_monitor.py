@@ -143,7 +143,8 @@ MAX_LOOK_DELAY_S: Final = 0.1
 
 
 FIRST_ROUND_TIMEOUT_S: Final = 5.0
-"""How long the look before the daemon listens may take. Stops a driver that hangs from keeping tenants from leases."""
+"""Longest time that the look before the daemon listens may take. Stops a driver that hangs from keeping tenants from
+leases."""
 
 
 class UnlistedSince:

@@ -20,10 +20,10 @@ from gpulease.daemon.workers.memory_monitor import UnlistedSince
 from gpulease.daemon.workers.registry import Workers
 
 PROBE_TIMEOUT_S: Final = 60.0
-"""How long one context may take to be made; a cold driver takes seconds."""
+"""Longest time that one context may take to be made; a cold driver takes seconds."""
 
 PROOF_TIMEOUT_S: Final = 10.0
-"""How long the context's bytes may take to be free again."""
+"""Longest time that the context's bytes may take to be free again."""
 
 _LOOK_S: Final = 0.02
 _WORKER_EVENTS: Final = (WorkerReady, WorkerFailed, WorkerExited, SessionFaulted)
@@ -46,7 +46,7 @@ async def measure_overhead(source: CardSource, workers: Workers, cards: list[Car
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """One worker on one card. `number`: the number by which the registry knows the worker."""
+    """A worker on one card. `number`: the number by which the registry knows the worker."""
 
     source: CardSource
     workers: Workers

@@ -44,7 +44,7 @@ class Recycler:
             self._post(event)
 
     def holds_back(self, event: Event) -> bool:
-        """Whether to hold an event back: a warm context's memory is read before a lease can have the context."""
+        """Return whether to hold an event back: a warm context's memory is read before a lease can have the context."""
         if not isinstance(event, WorkerReady) or kind_of(event.worker_id) is not WorkerKind.WARM:
             return False
         worker = self._workers.worker(event.worker_id)

@@ -132,7 +132,7 @@ class Workers:
 
     @property
     def can_start(self) -> bool:
-        """Whether there is a zygote to fork workers."""
+        """Return whether there is a zygote to fork workers."""
         return self._zygotes.now.is_running
 
     def findings(self) -> list[dict[str, Any]]:
@@ -206,7 +206,7 @@ class Workers:
         return 0 if (worker := self._workers.get(lease_id)) is None else worker.pid
 
     def is_alive(self, lease_id: int) -> bool:
-        """Whether a worker's process runs. A dead one is still in the registry until its zygote has reaped it."""
+        """Return whether a worker's process runs. The registry has a dead worker, too, until it is reaped."""
         if (worker := self._workers.get(lease_id)) is None or worker.pidfd < 0:
             return worker is not None
         return not has_ended(worker.pidfd)

@@ -19,7 +19,7 @@ from gpulease.daemon.workers.worker import Worker
 from gpulease.protocol.opcodes import Opcode
 
 UNRESPONSIVE_AFTER_S: Final = 30.0
-"""How long a worker may go without a look: six times its longest sleep, for hosts under heavy load."""
+"""Longest time that a worker may go without a look: six times its longest sleep, for hosts under heavy load."""
 
 ROUND_S: Final = 1.0
 """Between two rounds, unless a lease's kernels may run for less than a few of these."""

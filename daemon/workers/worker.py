@@ -1,4 +1,4 @@
-"""One worker as the broker sees it: its process, its channel and its control page, and the counters on that page.
+"""A worker as the broker sees it: its process, its channel and its control page, and the counters on that page.
 
 A worker writes its counters itself. So a counter that goes back, or that no counting could have come to, counts as
 unchanged. A tenant that took its worker over can lie about its own figures, and about nothing else.
@@ -42,7 +42,7 @@ ENDED_BY_DAEMON: Final = "was ended by the daemon"
 
 @dataclass(slots=True)
 class Worker:
-    """One worker, from the request to the zygote on.
+    """A worker, from the request to the zygote on.
 
     Attributes:
         spec: The worker's lease; its `lease_id` is the number by which the broker knows the worker.

@@ -150,10 +150,11 @@ class Zygotes:
 
 
 START_TIMEOUT_S: Final = 60.0
-"""How long a zygote may take to import what it needs; a cold disk takes seconds."""
+"""Longest time that a zygote may take to import what it needs; a cold disk takes seconds."""
 
 END_TIMEOUT_S: Final = 5.0
-"""How long a zygote of an earlier daemon may take to be gone once it was killed: it is not this process's child."""
+"""Longest time that a zygote of an earlier daemon may take to be gone once it was killed: it is not this process's
+child."""
 
 HUNG_AFTER_S: Final = 20.0
 """Time of pings without an answer after which a zygote is killed. A worker that ends meanwhile is not reaped, so the
@@ -165,7 +166,7 @@ The kernel has room for some 180. Stops a zygote that does not read from filling
 
 
 class Zygote:
-    """One zygote process and the channel to it.
+    """A zygote process and the channel to it.
 
     Args:
         driver: The driver by which workers open their contexts.
@@ -206,12 +207,12 @@ class Zygote:
 
     @property
     def outlives_its_broker(self) -> bool:
-        """Whether the zygote keeps workers that have ended until it is told to forget them."""
+        """Return whether the zygote keeps workers that have ended until it is told to forget them."""
         return self._folder is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a channel to the zygote."""
+        """Return whether there is a channel to the zygote."""
         return self._channel is not None
 
     # --- begin and end ---

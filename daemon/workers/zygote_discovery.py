@@ -34,13 +34,14 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 
 ANSWER_TIMEOUT_S: Final = 30.0
-"""How long a zygote may take for one message. It answers in milliseconds, but imports for seconds when it starts."""
+"""Longest time that a zygote may take for one message. It answers in milliseconds, but imports for seconds when it
+starts."""
 
 TAKEN_TIMEOUT_S: Final = 10.0
-"""How long an earlier daemon may keep a zygote's channel after it has let go of the lock on the state."""
+"""Longest time that an earlier daemon may keep a zygote's channel after it has let go of the lock on the state."""
 
 END_TIMEOUT_S: Final = 10.0
-"""How long a zygote that was killed may take to be gone."""
+"""Longest time that a zygote that was killed may take to be gone."""
 
 _PAUSE_S: Final = 0.02
 _NO_PAGE: Final = PageState(None, 0, 0)
@@ -73,7 +74,7 @@ class _ZygoteHangs(Exception):
 
 @dataclass(slots=True)
 class FoundWorker:
-    """One worker of a zygote that was found.
+    """A worker of a zygote that was found.
 
     Attributes:
         serial: The worker's number in that zygote.
@@ -98,7 +99,7 @@ class FoundWorker:
 
 @dataclass(slots=True)
 class FoundZygote:
-    """One zygote that was found; its channel and descriptors belong to this process.
+    """A zygote that was found; its channel and descriptors belong to this process.
 
     Attributes:
         path: The socket at which it listens.

@@ -60,10 +60,11 @@ from gpulease.daemon.zygote.worker_output import WorkerOutput, redirect_output
 from gpulease.daemon.zygote.worker_table import WorkerTable
 
 ALONE_S: Final = 60.0
-"""How long a zygote without workers waits for a broker. Stops one that nobody comes back for from staying for ever."""
+"""Time that a zygote without workers waits for a broker. Stops one that nobody comes back for from staying for ever."""
 
 HANDOVER_TIMEOUT_S: Final = 30.0
-"""How long a new broker may take to read one message. Stops one that hangs from keeping leases from being ended."""
+"""Longest time that a new broker may take to read one message. Stops one that hangs from keeping leases from being
+ended."""
 
 MAX_POLL_MS: Final = 3_600_000
 """Longest single poll: its milliseconds must fit a C int."""
@@ -226,7 +227,7 @@ class Zygote:
             self._accept_broker(self._listener)
 
     def _is_over(self) -> bool:
-        """Whether this process ends with its broker, which is gone, or with its last worker, which is settled."""
+        """Return whether the broker is gone with whom this process ends, or the last worker of a retired zygote."""
         if self._channel is None and self._listener is None:
             return True
         return self._is_retired and self._workers.is_empty()

@@ -35,7 +35,7 @@ NEVER_NS: Final = 1 << 63
 
 @dataclass(slots=True)
 class WorkerEntry:
-    """One worker, from its fork until a broker says that it may be forgotten.
+    """A worker, from its fork until a broker says that it may be forgotten.
 
     Attributes:
         serial: The worker's number in this zygote; never used again.
@@ -148,7 +148,7 @@ class WorkerTable:
         return list(self._living.values())
 
     def is_empty(self) -> bool:
-        """Whether there is neither a living worker nor one that a broker must know of."""
+        """Return whether there is neither a living worker nor one that a broker must know of."""
         return not self._living and not self._ended
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class WorkerTable:
 # --- overdue while there is a broker ---
 
 OVERDUE_NS: Final = 1_000_000_000
-"""How late a broker may be before the zygote acts. A broker that runs is never so late. Stops a kernel that never ends
+"""Delay of a broker after which the zygote acts. A broker that runs is never so late. Stops a kernel that never ends
 from outliving its lease for as long as a broker hangs."""
 
 LOOK_NS: Final = 500_000_000

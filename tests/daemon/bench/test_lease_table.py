@@ -1,4 +1,4 @@
-"""The lease core's bench runs what the broker runs, and counts what happened."""
+"""The bench of the lease table runs the broker's own code, and counts what happened."""
 
 import asyncio
 

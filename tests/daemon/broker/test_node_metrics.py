@@ -140,7 +140,7 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
 
     asyncio.run(run())
     assert [getattr(record, ATTRIBUTE)[1]["doing"] for record in caplog.records] == [
-        "counting ShutdownRequested()",
+        "counting []",
         "telling the metrics",
         "answering with the metrics",
     ]

@@ -1,4 +1,4 @@
-"""What the broker says of a worker, to the zygote and to one that was made ahead."""
+"""A worker's spec, as the zygote and a warm worker receive it."""
 
 import pytest
 

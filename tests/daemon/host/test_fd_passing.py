@@ -1,4 +1,4 @@
-"""Descriptors that nobody asked for, refused. For kernels that can't: see faults/test_passed_descriptors."""
+"""Descriptors that nobody asked for are refused. faults/test_passed_descriptors tests kernels that can't."""
 
 import contextlib
 import socket

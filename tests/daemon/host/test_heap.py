@@ -1,4 +1,4 @@
-"""Whether a process overwrites what it frees is tried, not believed."""
+"""A process tries out whether it overwrites memory that it frees."""
 
 import os
 import subprocess

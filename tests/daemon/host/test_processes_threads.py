@@ -1,4 +1,4 @@
-"""All threads are there from the start; where they can't be, that is said in a sentence, and at once."""
+"""The pool has all its threads from the start. If the host allows no more, an error says so at once."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Builds that are the same, and builds that are not."""
+"""Builds that are the same, and builds that differ."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What becomes of leases that were kept and of workers that were found, decided without either."""
+"""Which leases and workers of an earlier daemon go on: `reconcile`, without processes."""
 
 from collections.abc import Callable
 from itertools import count

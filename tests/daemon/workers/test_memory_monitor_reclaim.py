@@ -1,4 +1,4 @@
-"""Looks at a card: for a dead worker until the table has its proof, and for what others hold."""
+"""Looks at a card: for a dead worker's bytes until the table has its proof, and for what others hold."""
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine

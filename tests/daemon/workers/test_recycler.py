@@ -1,4 +1,4 @@
-"""Whatever keeps a card from being asked, who waits for its figure is told: of the pool, or of a lease's end."""
+"""A card that can't be read keeps neither a warm context nor a scrub waiting."""
 
 import asyncio
 from dataclasses import dataclass

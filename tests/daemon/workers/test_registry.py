@@ -1,4 +1,4 @@
-"""The broker's books of its workers, where no process is needed for it."""
+"""The registry of workers, where no process is needed for it."""
 
 import asyncio
 import contextlib

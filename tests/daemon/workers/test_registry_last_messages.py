@@ -1,4 +1,4 @@
-"""What a worker said before it ended, which the broker may hear of its end first."""
+"""The last messages of a worker: the zygote may report its end before the broker has read them."""
 
 import contextlib
 import select

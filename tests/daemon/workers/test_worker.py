@@ -1,4 +1,4 @@
-"""What workers' pages say, also those that lie."""
+"""Counters on workers' pages, also those that lie."""
 
 import socket
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a worker is told of a connection that it is handed."""
+"""Messages to a worker about a connection that is handed to it."""
 
 import asyncio
 import socket

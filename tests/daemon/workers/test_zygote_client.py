@@ -1,4 +1,4 @@
-"""The zygote as the broker sees it: when it can't be started, and when it is behind."""
+"""The zygote as the broker sees it: when it can't be started, and when it does not read."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A real zygote, its channel held by the test instead of a broker."""
+"""A real zygote that dies with its broker. The test stands in for the broker."""
 
 import os
 import signal

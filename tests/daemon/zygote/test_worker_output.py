@@ -1,4 +1,4 @@
-"""What workers say comes to the log by the line, marked, shown, and within bounds."""
+"""Output of workers comes to the log line by line, with their names, escaped, and within bounds."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""A real zygote that outlives its broker: what it keeps, tells and ends, the test in the broker's place."""
+"""A real zygote that outlives its broker: what it keeps, hands over and ends. The test stands in for the broker."""
 
 import contextlib
 import os
