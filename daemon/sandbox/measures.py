@@ -21,7 +21,7 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """Call prctl(2) and return its result. Raises OSError."""
+    """Change or query this process's attributes (prctl(2)). Raises OSError."""
     values = [*arguments, 0, 0, 0, 0][:4]
     result: int = _LIBC.prctl(option, *map(ctypes.c_ulong, values))
     if result < 0:

@@ -1,8 +1,8 @@
 """Listening sockets that the service manager hands over when it starts the daemon: sd_listen_fds(3).
 
-They are of two kinds. Those of a .socket unit are the service manager's: it made them, with their owner and mode. The
-others this daemon's predecessor made, and left in its keeping (FDSTORE=1 of sd_notify(3)) so that who connects while
-there is no daemon waits instead of being refused; these are known by the name they were left under.
+There are two kinds. The service manager made the sockets of a .socket unit, with their owner and mode. An earlier
+daemon made the others and stored them with the service manager (FDSTORE=1 of sd_notify(3)). So a client that connects
+while no daemon runs waits instead of being refused. The daemon recognises stored sockets by the name it gave them.
 """
 
 import os
@@ -18,13 +18,13 @@ FIRST_FD: Final = 3
 """SD_LISTEN_FDS_START."""
 
 MAX_HANDED_OVER: Final = 256
-"""More is no number of addresses, but a mistake; each is looked at."""
+"""More descriptors are a mistake; the daemon checks each."""
 
 MAX_DIGITS: Final = 6
-"""Of their number; a number of any length would be made before it is looked at."""
+"""The digits of the descriptors' count. Python would convert a number of any length before the check."""
 
 KEPT_PREFIX: Final = "kept-by-gpuleased-"
-"""Of the names under which sockets are left in the service manager's keeping (FDNAME). No unit's begins so."""
+"""The prefix of stored sockets' names (FDNAME). No unit's name begins so."""
 
 _COUNT: Final = "LISTEN_FDS"
 _PROCESS: Final = "LISTEN_PID"
@@ -32,7 +32,7 @@ _NAMES: Final = "LISTEN_FDNAMES"
 
 
 class BadHandover(Exception):
-    """What was handed over is not what the daemon was told to listen on; the message is a sentence for the operator."""
+    """A handed over descriptor is no socket of the daemon's addresses; the message is a sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class GivenSocket:
     """One socket that was handed over.
 
     Attributes:
-        name: Its unit's, or the one it was left under.
+        sock: The listening socket.
+        name: The name of its unit, or the name under which it was stored.
     """
 
     sock: socket.socket
@@ -48,7 +49,7 @@ class GivenSocket:
 
     @property
     def was_kept(self) -> bool:
-        """Whether an earlier daemon made it."""
+        """Whether an earlier daemon made the socket."""
         return self.name.startswith(KEPT_PREFIX)
 
     def __str__(self) -> str:
@@ -58,18 +59,19 @@ class GivenSocket:
 
 
 def kept_name(address: Address) -> str:
-    """The name under which an address's sockets are left; the same for the same words in the settings."""
+    """Return the name under which an address's sockets are stored. It depends on the words of the settings alone."""
     return KEPT_PREFIX + blake2b(str(address).encode(), digest_size=8).hexdigest()
 
 
 def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenSocket]:
-    """What was handed over to this process; the variables are taken out, and children inherit no descriptor.
+    """Return the sockets handed over to this process.
 
-    Raises BadHandover: a descriptor is something else than a listening stream socket.
+    Removes the variables from the environment, and keeps children from inheriting the descriptors. Raises BadHandover
+    for a descriptor that is no listening stream socket.
     """
     process, count, names = (environment.pop(name, "") for name in (_PROCESS, _COUNT, _NAMES))
     if process != str(pid):
-        # Meant for another, whose child this is.
+        # The variables are meant for another process, whose child this is.
         return []
     if not (count.isascii() and count.isdigit() and len(count) <= MAX_DIGITS) or int(count) > MAX_HANDED_OVER:
         raise BadHandover(f"{_COUNT} is {count[:40]!r}: it must be a number of descriptors, {MAX_HANDED_OVER} at most")
@@ -103,37 +105,42 @@ def _listening(fd: int) -> socket.socket:
 
 @dataclass
 class Assigned:
-    """Which of the sockets that were handed over an address is listened at by.
+    """The handed over sockets, by the addresses that the daemon listens on.
 
     Attributes:
-        stale: Those that an earlier daemon left for addresses that are not listened on any more, or twice.
+        by_address: The sockets of each address.
+        stale: Stored sockets of addresses that the settings no longer name, and duplicates.
     """
 
     by_address: dict[Address, list[GivenSocket]] = field(default_factory=dict)
     stale: list[GivenSocket] = field(default_factory=list)
 
     def of(self, address: Address) -> list[socket.socket]:
-        """An address's; none if it is to be bound."""
+        """Return an address's sockets; none if the daemon must bind it."""
         return [given.sock for given in self.by_address.get(address, [])]
 
     def is_units(self, address: Address) -> bool:
-        """Whether they are a unit's: owner and mode are not this daemon's to say."""
+        """Return whether an address's sockets are a unit's, which sets their owner and mode."""
         return any(not given.was_kept for given in self.by_address.get(address, []))
 
 
 def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple[str, int]]]) -> Assigned:
-    """Whose socket each is. `listen`: the addresses of the settings, TCP ones with what their names stand for.
+    """Assign each handed over socket to an address.
+
+    Args:
+        given: The sockets.
+        listen: The addresses of the settings; TCP addresses with the hosts and ports that their names resolve to.
 
     Raises BadHandover for a unit's socket that no address names: it would be open, and nobody would answer.
     """
     assigned = Assigned()
     by_kept_name = {kept_name(address): address for address in listen}
-    # A unit's first: what an earlier daemon left for the same address gives way.
+    # Units' sockets come first: a stored socket of the same address is dropped for them.
     for one in sorted(given, key=lambda one: one.was_kept):
         if one.was_kept:
             owner = by_kept_name.get(one.name)
             units = owner is not None and assigned.is_units(owner)
-            if owner is None or units or not _is_there(one, owner):
+            if owner is None or units or not _is_reachable(one, owner):
                 assigned.stale.append(one)
                 continue
         else:
@@ -144,15 +151,15 @@ def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple
                     f" there are {', '.join(map(str, listen))}; name it there, or take it out of the .socket unit"
                 )
         assigned.by_address.setdefault(owner, []).append(one)
-    for address, those in list(assigned.by_address.items()):
-        if isinstance(address, UnixAddress) and len(those) > 1:
-            # Of one path: nobody can tell which of them its file leads to.
+    for address, sockets in list(assigned.by_address.items()):
+        if isinstance(address, UnixAddress) and len(sockets) > 1:
+            # Nobody can tell to which of several sockets the file leads.
             assigned.stale += assigned.by_address.pop(address)
     return assigned
 
 
-def _is_there(one: GivenSocket, address: Address) -> bool:
-    """Whether a socket that was left can still be reached: a Unix one's file may have been taken away."""
+def _is_reachable(one: GivenSocket, address: Address) -> bool:
+    """Return whether clients can still reach a stored socket. Somebody may have removed a Unix socket's file."""
     if not isinstance(address, UnixAddress):
         return one.sock.family != socket.AF_UNIX
     return one.sock.family == socket.AF_UNIX and os.path.exists(address.path)
@@ -161,7 +168,7 @@ def _is_there(one: GivenSocket, address: Address) -> bool:
 def _answers_for(sock: socket.socket, address: Address, hosts: Sequence[tuple[str, int]]) -> bool:
     where = sock.getsockname()
     if sock.family == socket.AF_UNIX:
-        # /var/run is /run; a socket without a path has a name of bytes.
+        # /var/run is a link to /run. A socket without a path has bytes as its name.
         is_path = isinstance(where, str) and isinstance(address, UnixAddress)
         return is_path and os.path.realpath(where) == os.path.realpath(str(getattr(address, "path", "")))
     if isinstance(address, UnixAddress):
@@ -169,6 +176,6 @@ def _answers_for(sock: socket.socket, address: Address, hosts: Sequence[tuple[st
     names = [where[0]]
     is_any = sock.family == socket.AF_INET6 and where[0] == "::"
     if is_any and not sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):
-        # It takes IPv4 too: what ListenStream= with a port alone makes.
+        # The socket takes IPv4 too; ListenStream= with a port alone makes such sockets.
         names.append("0.0.0.0")
     return any((name, int(where[1])) in hosts for name in names)
