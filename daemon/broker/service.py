@@ -25,7 +25,7 @@ from gpulease.daemon.broker.tls_frontend import TlsFrontend
 from gpulease.daemon.broker.web_frontend import LoadHistory, WebFrontend
 from gpulease.daemon.config.settings import Config, ConfigError, OnStop, changed_hands, check_devices, check_worker_user
 from gpulease.daemon.gpus.selection import choose_cards
-from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, insist
+from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, retry
 from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
 from gpulease.daemon.leases import (
     Card,
@@ -323,7 +323,7 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
         _cards_of(config) as source,
         _workers_of(config, source, state) as workers,
     ):
-        facts = await insist(lambda: asyncio.to_thread(source.discover, state.journal.cards))
+        facts = await retry(lambda: asyncio.to_thread(source.discover, state.journal.cards))
         if not facts:
             raise CardsUnavailable("there is no card on this host", hint="Start with --driver cpu to do without.")
         _check_devices(config, [Card(f.uuid, f.index, f.name, f.capacity_bytes, 0, f.is_partition) for f in facts])
@@ -357,7 +357,7 @@ def _check_worker_user(config: Config) -> None:
 
 @contextlib.asynccontextmanager
 async def _cards_of(config: Config) -> AsyncIterator[CardSource]:
-    source = await insist(lambda: asyncio.to_thread(choose_cards, config.driver, config.vram_bytes))
+    source = await retry(lambda: asyncio.to_thread(choose_cards, config.driver, config.vram_bytes))
     try:
         yield source
     finally:
