@@ -82,7 +82,7 @@ class NonceStore:
 
 
 KEY_LIFE_S: Final = 86_400
-"""How long a key signs. A key that leaks unnoticed is of use for a day."""
+"""The time for which a key signs. A key that leaks unnoticed is of use for a day."""
 
 NS_PER_MS: Final = 1_000_000
 

@@ -36,7 +36,7 @@ Draw = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key.
+    """A private key of the node.
 
     Attributes:
         number: The key's number, which its tokens name; no other key ever gets it.

@@ -65,7 +65,7 @@ class CardFacts:
 
 @dataclass(frozen=True, slots=True)
 class CardReading:
-    """One reading of a card's memory.
+    """A reading of a card's memory.
 
     Attributes:
         unowned_bytes: The bytes of no process, minus those when the card was measured; may be below zero.
@@ -121,7 +121,7 @@ class CardSource(Protocol):
 
     @property
     def has_others(self) -> bool:
-        """Whether programs other than workers can hold memory of these cards."""
+        """True if programs other than workers can hold memory of these cards."""
 
     def read(self, card_uuid: str) -> CardReading:
         """Read a card. Raises CardsUnavailable."""

@@ -54,7 +54,7 @@ class Needs:
 
     @property
     def writes_files(self) -> bool:
-        """Whether there is a folder that workers may write to."""
+        """True if there is a folder that workers may write to."""
         return bool(self.kept or self.writable)
 
 

@@ -32,7 +32,7 @@ daemon."""
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One resource and its bound."""
+    """A resource and its bound."""
 
     name: str
     resource: int

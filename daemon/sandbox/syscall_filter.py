@@ -469,7 +469,7 @@ _SOCKET_KIND: Final = 0xF
 
 
 class NoFilter(Exception):
-    """This machine has no filter; the message says why."""
+    """The machine has no filter; the message says why."""
 
 
 def install(*, writes_files: bool) -> None:

@@ -18,7 +18,7 @@ from gpulease.daemon.log.writer import log_event
 ADDRESS_VARIABLE: Final = "NOTIFY_SOCKET"
 
 TELL_TIMEOUT_S: Final = 5.0
-"""How long a notification that must arrive is tried again."""
+"""The time for which a notification that must arrive is tried again."""
 
 MAX_STATUS_CHARS: Final = 512
 """The length of a line for `systemctl status`. Texts from settings could be longer than a datagram."""
@@ -57,7 +57,7 @@ class Notifier:
 
     @property
     def is_heard(self) -> bool:
-        """Whether there is a service manager."""
+        """True if there is a service manager."""
         return self._socket is not None
 
     def tell(self, *assignments: str, fds: Sequence[int] = ()) -> bool:

@@ -37,7 +37,7 @@ class BadHandover(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GivenSocket:
-    """One socket that was handed over.
+    """A socket that the service manager handed over.
 
     Attributes:
         sock: The listening socket.
@@ -49,7 +49,7 @@ class GivenSocket:
 
     @property
     def was_kept(self) -> bool:
-        """Whether an earlier daemon made the socket."""
+        """True if an earlier daemon made the socket."""
         return self.name.startswith(KEPT_PREFIX)
 
     def __str__(self) -> str:
