@@ -20,10 +20,10 @@ EXIT_CONFIG: Final = 78
 """EX_CONFIG of sysexits(3): a restart would fail the same way, so a supervisor should not try."""
 
 EXIT_UNAVAILABLE: Final = 69
-"""EX_UNAVAILABLE: the driver, the cards or an address can't be had; a later start may succeed."""
+"""EX_UNAVAILABLE: the driver, the cards or an address is unavailable; a later start may succeed."""
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
-"""What shells say of a program that an interrupt ended (bash(1), "EXIT STATUS")."""
+"""The exit status that shells give a program that an interrupt ended (bash(1), "EXIT STATUS")."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -58,7 +58,7 @@ def main(
     try:
         begin_logging(LogStyle(log_format or "auto"))
     except NoThread as error:
-        # The log is written by the first of them.
+        # The first thread writes the log, so there is no log.
         click.echo(f"gpuleased: {_with_hint(str(error), error.hint)}", err=True)
         sys.exit(error.status)
     overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}
@@ -69,7 +69,7 @@ def main(
     try:
         sys.exit(_run(config, overrides))
     except KeyboardInterrupt:
-        # Before there is a loop that takes it as a request to stop; click would say "Aborted!" and fail.
+        # An interrupt before the loop runs, which would stop the daemon. click would print "Aborted!" and fail.
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -87,20 +87,20 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     except ImportError as error:
         return _fail(f"{error.name} is not installed", "pip install '.[daemon]' in gpulease's repository", EXIT_CONFIG)
     cannot_start = (CannotAdopt, CannotListen, CannotRecord, CardsUnavailable, JournalBroken, NoThread, ZygoteBroken)
-    told_wrong = (BadHandover, ConfigError, TokensUnavailable)
-    supervised = Supervised.unheard()
+    misconfigured = (BadHandover, ConfigError, TokensUnavailable)
+    supervised = Supervised.without_manager()
     try:
         supervised = Supervised.taken_from(os.environ, os.getpid())
         config = load_config(path, overrides)
         begin_logging(config.of_log)
-        # A daemon without a file has nothing to read again: there SIGHUP ends it, as it ends others of a terminal.
+        # A daemon without a file has nothing to reload, so SIGHUP ends it like other programs of a terminal.
         load = None if path is None else partial(load_config, path, overrides)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(supervised.serve(config, load))
-    except (*cannot_start, *told_wrong) as error:
+    except (*cannot_start, *misconfigured) as error:
         hint = getattr(error, "hint", "")
         supervised.tell_failure(_with_hint(str(error), hint) if hint else str(error))
-        usual = EXIT_CONFIG if isinstance(error, told_wrong) else EXIT_UNAVAILABLE
+        usual = EXIT_CONFIG if isinstance(error, misconfigured) else EXIT_UNAVAILABLE
         return _fail(str(error), hint, getattr(error, "status", usual))
     finally:
         supervised.close()

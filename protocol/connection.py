@@ -1,4 +1,4 @@
-"""One connection without I/O: bytes in, events out; messages in, bytes out. Its states are a table.
+"""A connection without I/O: bytes in, events out; messages in, bytes out. Its states are a table.
 
 Theory of operation. Both peers keep the same state and move it by the same table, whoever sends. A connection opens
 with HELLO, then takes control requests, any number in flight. ATTACH is the last control request, and is sent with
@@ -174,7 +174,7 @@ Event = Request | Rejected | Reply | Notification | Goodbye | StreamBroken | End
 
 
 class Connection:
-    """One end of a connection, from HELLO on; with `state=State.ATTACHING`, a session's end from ATTACH on.
+    """An end of a connection, from HELLO on; with `state=State.ATTACHING`, a session's end from ATTACH on.
 
     Args:
         role: This side.

@@ -25,7 +25,7 @@ class ProtocolError(Exception):
 
 
 class LocalProtocolError(ProtocolError):
-    """This side's mistake. Nothing was sent, and the connection is unchanged."""
+    """A mistake of this side. Nothing was sent, and the connection is unchanged."""
 
 
 class RemoteProtocolError(ProtocolError):

@@ -66,7 +66,7 @@ _PLAIN_HEADS: Final = {
 
 
 class Frame(NamedTuple):
-    """One frame. A received payload is a view into the reader: copy what must outlive the next read."""
+    """A frame. A received payload is a view into the reader: copy what must outlive the next read."""
 
     op: int
     flags: int
@@ -77,12 +77,12 @@ class Frame(NamedTuple):
 
     @property
     def is_reply(self) -> bool:
-        """Whether the REPLY flag is set."""
+        """True if the REPLY flag is set."""
         return bool(self.flags & _REPLY)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the sender wants no reply."""
+        """True if the sender wants no reply."""
         return bool(self.flags & Flag.QUIET)
 
 
@@ -215,7 +215,7 @@ class FrameReader:
 
     @property
     def is_mid_frame(self) -> bool:
-        """Whether part of a frame has arrived."""
+        """True if part of a frame has arrived."""
         return self.end > self.start
 
     def take_rest(self) -> bytes:

@@ -95,7 +95,7 @@ class AttachReply:
 
 @dataclass(frozen=True, slots=True)
 class InventoryEntry:
-    """One card in 36 bytes: its UUID's 128 bits, resource type, `InventoryFlag`s, all bytes and the grantable ones."""
+    """A card in 36 bytes: its UUID's 128 bits, resource type, `InventoryFlag`s, all bytes and the grantable ones."""
 
     id: int = wire(U128)
     type: int = wire(U16)

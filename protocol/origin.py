@@ -87,7 +87,7 @@ def refusal(headers: Headers, known: KnownHosts, *, is_act: bool, is_linked: boo
 
 
 def _is_own_page(headers: Headers, host: bytes, named: frozenset[str]) -> bool:
-    """Whether the face's own page asks, or a program: browsers say of every script where it comes from."""
+    """Return whether the face's own page asks, or a program. Browsers send every script's origin."""
     if headers.get(b"sec-fetch-site", [b"same-origin"]) != [b"same-origin"]:
         return False
     origins = headers.get(b"origin")

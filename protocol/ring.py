@@ -274,7 +274,7 @@ class RingReader:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether there seem to be bytes. The counter is unchecked; `take` checks it."""
+        """True if there seem to be bytes. The counter is unchecked; `take` checks it."""
         return self._words[_TAIL] != self.head
 
     def look(self, times: int, least: int = 1) -> bool:
@@ -387,7 +387,7 @@ def _places(layout: RingLayout) -> tuple[tuple[int, int, int], tuple[int, int, i
 
 
 MAX_DESCRIPTORS: Final = 2
-"""One for each kind of `SharedMemory`."""
+"""Descriptors beside ATTACH's reply: one for each kind of `SharedMemory`."""
 
 _U64: Final = struct.Struct(">Q")
 

@@ -140,7 +140,7 @@ class CallHeader:
 
     @property
     def fits(self) -> bool:
-        """Whether the payload ends within the region."""
+        """True if the payload ends within the region."""
         return self.payload_len <= MAX_PAYLOAD_BYTES
 
 

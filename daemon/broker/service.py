@@ -31,7 +31,7 @@ from gpulease.daemon.broker.web_actions import WebActionRunner
 from gpulease.daemon.broker.web_frontend import LoadHistory, WebFrontend
 from gpulease.daemon.config.settings import Config, ConfigError, OnStop, changed_hands, check_devices, check_worker_user
 from gpulease.daemon.gpus.selection import choose_cards
-from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, insist
+from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, retry
 from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
 from gpulease.daemon.host.socket_activation import Assigned, GivenSocket, assign
 from gpulease.daemon.leases import (
@@ -101,7 +101,7 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
         _open_cards(config) as source,
         _open_workers(config, source, state) as workers,
     ):
-        facts = await insist(lambda: asyncio.to_thread(source.discover, state.journal.cards))
+        facts = await retry(lambda: asyncio.to_thread(source.discover, state.journal.cards))
         if not facts:
             raise CardsUnavailable("there is no card on this host", hint="Start with --driver cpu to do without.")
         _check_devices(config, [Card(f.uuid, f.index, f.name, f.capacity_bytes, 0, f.is_partition) for f in facts])
@@ -371,7 +371,7 @@ async def open_state(config: Config) -> AsyncIterator[State]:
 
 @contextlib.asynccontextmanager
 async def _open_cards(config: Config) -> AsyncIterator[CardSource]:
-    source = await insist(lambda: asyncio.to_thread(choose_cards, config.driver, config.vram_bytes))
+    source = await retry(lambda: asyncio.to_thread(choose_cards, config.driver, config.vram_bytes))
     try:
         yield source
     finally:

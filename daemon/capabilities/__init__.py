@@ -1,6 +1,6 @@
-"""Tokens by which a lease's tenant lets others use it, and operators let tenants acquire and renew.
+"""Tokens: a tenant lets others use a lease, and an operator lets tenants acquire and renew.
 
-The node mints and verifies; nobody else has the keys. `authority.CapabilityAuthority` issues and validates; the clocks,
-the leases, the nonces and the randomness are given to it. No I/O here but in `key_file`, and one module, `tokens`, that
-knows the Biscuit library, so that a daemon without it starts and offers no tokens.
+The node mints and verifies tokens; nobody else has the keys. `authority.CapabilityAuthority` issues and validates them.
+Its callers give it clocks, leases, nonces and randomness. Only `keys` does I/O, for the key file. Only `tokens` imports
+the Biscuit library, so a daemon without the library starts and offers no tokens.
 """

@@ -1,6 +1,6 @@
-"""Which nonces were used: a token opens one session connection, once.
+"""The authority that issues tokens and validates presented ones, and its store of used nonces.
 
-Gives out tokens and says what a presented one permits.
+A token opens one session connection, once: its nonce is remembered as used.
 """
 
 import heapq
@@ -26,16 +26,16 @@ from gpulease.daemon.capabilities.keys import Draw, KeyRing
 from gpulease.protocol.capabilities import NODE_LEASE, Permission, names_of
 
 MAX_NONCES_PER_LEASE: Final = 256
-"""Tokens of one lease that are remembered as used at a time. Bounds memory against a tenant that mints and attaches in
-a loop; counted per lease, so that it shuts nobody out but itself."""
+"""Used tokens of one lease that are remembered at a time. Bounds memory against a tenant that mints and attaches in a
+loop. The count is per lease, so such a tenant locks out itself alone."""
 
 MAX_STALE: Final = 64
-"""Ends of nonces that were given back, beside as many as are used. Bounds memory against a guest that attaches again
-and again where it can't be let in: each time its token is used, and given back."""
+"""Entries of returned nonces in the heap, beside as many as there are used ones. Bounds memory against a guest that
+attaches again and again in vain: each attempt uses its token and returns it."""
 
 
 class NonceStore:
-    """The used nonces of tokens that have not expired. Forgets each when its token's own time is over."""
+    """The used nonces of tokens that have not expired. A nonce is forgotten when its token's time is over."""
 
     def __init__(self) -> None:
         self._used: dict[int, dict[bytes, int]] = {}
@@ -46,16 +46,16 @@ class NonceStore:
         return len(self._ends)
 
     def is_used(self, lease_id: int, nonce: bytes) -> bool:
-        """Whether a token of that lease with this nonce was used."""
+        """Return whether a token of that lease with this nonce was used."""
         return nonce in self._used.get(lease_id, ())
 
     def has_room(self, lease_id: int, now_ms: int) -> bool:
-        """Whether another one of that lease can be remembered."""
+        """Return whether the store can remember another nonce of that lease."""
         self._forget(now_ms)
         return len(self._used.get(lease_id, ())) < MAX_NONCES_PER_LEASE
 
     def use(self, lease_id: int, nonce: bytes, expires_ms: int) -> None:
-        """Remember a nonce until no token of its kind can be valid any more."""
+        """Remember a nonce until no token with it can be valid any more."""
         used = self._used.setdefault(lease_id, {})
         if nonce not in used:
             used[nonce] = expires_ms
@@ -63,36 +63,38 @@ class NonceStore:
             heapq.heappush(self._ends, (expires_ms, lease_id, nonce))
 
     def give_back(self, lease_id: int, nonce: bytes) -> None:
-        """It was not used after all."""
+        """Forget a nonce that was not used after all."""
         used = self._used.get(lease_id, {})
         if used.pop(nonce, None) is not None:
             self._count -= 1
         if not used:
             self._used.pop(lease_id, None)
         if len(self._ends) > 2 * self._count + MAX_STALE:
-            self._ends = [(ends, of, one) for of, those in self._used.items() for one, ends in those.items()]
+            self._ends = [(ends, lease, key) for lease, used in self._used.items() for key, ends in used.items()]
             heapq.heapify(self._ends)
 
     def _forget(self, now_ms: int) -> None:
         while self._ends and self._ends[0][0] < now_ms:
             ends_ms, lease_id, nonce = heapq.heappop(self._ends)
-            # One that was given back may be in use again, to a later end.
+            # A returned nonce may be in use again, with a later end.
             if self._used.get(lease_id, {}).get(nonce) == ends_ms:
                 self.give_back(lease_id, nonce)
 
 
 KEY_LIFE_S: Final = 86_400
-"""How long a key signs. One that leaks unnoticed is worth something for a day."""
+"""The time for which a key signs. A key that leaks unnoticed is of use for a day."""
 
 NS_PER_MS: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseFacts:
-    """What the authority must know of a lease: an active one, whose time is not over.
+    """The facts about an active lease that the authority needs.
 
     Attributes:
-        deadline_ns: When it ends, on the monotonic clock.
+        tenant: The lease's tenant.
+        generation: The lease's generation; each renewal raises it.
+        deadline_ns: The lease's end, on the monotonic clock.
     """
 
     tenant: str
@@ -101,16 +103,17 @@ class LeaseFacts:
 
 
 class CapabilityAuthority:
-    """The node's own: it signs and verifies with its keys, and knows its leases.
+    """The node's authority: signs and verifies tokens with the node's keys, for the node's leases.
 
     Args:
         ring: The keys.
-        find_lease: The lease with that id; None unless it is active.
-        clock_ns: The monotonic clock, in nanoseconds; the same for all processes of the host until it restarts.
-        unix_s: The wall clock, for holders that narrow a token without asking anybody.
-        save: Called when the ring has changed, before the new key signs anything.
-        nonces: Those that were used.
-        revoked: Those of tokens that were revoked.
+        find_lease: Returns the lease with an id; None unless it is active.
+        clock_ns: The monotonic clock, in nanoseconds. All processes share it until the host restarts.
+        unix_s: The wall clock, for holders that narrow a token offline.
+        draw: Returns random bytes.
+        save: Saves a changed ring, before the new key signs anything.
+        nonces: The nonces of used tokens.
+        revoked: The nonces of revoked tokens.
     """
 
     def __init__(
@@ -135,11 +138,11 @@ class CapabilityAuthority:
         self._revoked = NonceStore() if revoked is None else revoked
 
     def audience_of(self, tenant: str) -> bytes:
-        """The name of a tenant on this node."""
+        """Return a tenant's audience on this node."""
         return audience_of(self._ring.node_id, tenant)
 
     def issue(self, request: CapabilityRequest) -> Grant:
-        """A token for what is asked; who may ask is the caller's to know.
+        """Issue a token. The caller has checked that the requester may ask for it.
 
         Raises CapabilityDenied: REQUEST, LEASE, or REPLAYED for a nonce that was used.
         """
@@ -166,10 +169,10 @@ class CapabilityAuthority:
         return Grant(token, claims, bytes(tokens.public_key(key).to_bytes()))
 
     def validate(self, token: bytes, audience: bytes, permission: Permission) -> Claims:
-        """What a token says, if it is `audience`'s to use, now, and permits one of the permissions in `permission`.
+        """Return a token's claims if `audience` may use it now for one of the permissions in `permission`.
 
-        Raises CapabilityDenied with the check that failed; the first of MALFORMED, UNKNOWN_KEY, AUDIENCE, EXPIRED,
-        LEASE, GENERATION, REVOKED, PERMISSION, REPLAYED. Nothing is changed: see `use`.
+        Raises CapabilityDenied with the first check that failed, in the order MALFORMED, UNKNOWN_KEY, AUDIENCE,
+        EXPIRED, LEASE, GENERATION, REVOKED, PERMISSION, REPLAYED. Changes nothing; `use` marks a token as used.
         """
         now_ns = self._clock_ns()
         now_ms = now_ns // NS_PER_MS
@@ -181,7 +184,7 @@ class CapabilityAuthority:
                 "the token is for another holder, or another node",
                 "Tell the lease's tenant your own audience on this node.",
             )
-        # Also a token that would live too long, as one of a run before the host's restart may seem to.
+        # A token from before the host's restart may seem to live too long; refuse it too.
         if not now_ms < claims.expires_ms <= now_ms + MAX_TOKEN_TTL_S * 1000:
             raise CapabilityDenied(Check.EXPIRED, "the token has expired", "Get a new one.")
         self._check_lease(claims)
@@ -205,18 +208,18 @@ class CapabilityAuthority:
         return claims
 
     def use(self, claims: Claims) -> int:
-        """The token does what it can do once: from now on it is refused, REPLAYED. Until when, in monotonic ms."""
-        # Narrowed copies of a token have its nonce and may expire earlier: it is kept for as long as any could live.
+        """Mark a token as used; later uses fail with REPLAYED. Returns the end of that mark, in monotonic ms."""
+        # Narrowed copies share the nonce and may expire earlier, so keep it for as long as any copy could live.
         latest_ms = self._clock_ns() // NS_PER_MS + MAX_TOKEN_TTL_S * 1000
         self._nonces.use(claims.lease_id, claims.nonce, latest_ms)
         return latest_ms
 
     def give_back(self, claims: Claims) -> None:
-        """The token could not do it, and may be tried again."""
+        """Forget the use of a token that failed; its holder may try again."""
         self._nonces.give_back(claims.lease_id, claims.nonce)
 
     def holds(self, claims: Claims) -> bool:
-        """Whether what was validated earlier holds still: not expired nor revoked, the lease alive and not renewed."""
+        """Return whether validated claims still hold: not expired or revoked, and the lease alive and not renewed."""
         try:
             self._check_lease(claims)
         except CapabilityDenied:
@@ -224,12 +227,12 @@ class CapabilityAuthority:
         return self._clock_ns() < claims.expires_ns and not self._revoked.is_used(claims.lease_id, claims.nonce)
 
     def name(self, token: bytes) -> tuple[int, bytes]:
-        """A token's lease and nonce, be it good for anything or not. Raises CapabilityDenied if it is not ours."""
+        """Return a token's lease and nonce, whether it is valid or not. Raises CapabilityDenied for a foreign token."""
         claims = tokens.open_token(token, self._ring, self._clock_ns()).claims
         return claims.lease_id, claims.nonce
 
     def revoke(self, lease_id: int, nonce: bytes) -> int | None:
-        """Refuse every token of a lease with that nonce. Until when, in monotonic ms; None if there is no room."""
+        """Refuse every token of a lease with that nonce. Returns until when, in monotonic ms; None without room."""
         now_ms = self._clock_ns() // NS_PER_MS
         if not self._revoked.has_room(lease_id, now_ms) and not self._revoked.is_used(lease_id, nonce):
             return None
@@ -238,7 +241,7 @@ class CapabilityAuthority:
         return latest_ms
 
     def rotate(self) -> None:
-        """Sign with a new key from now on; tokens of the old one are good until they expire."""
+        """Sign with a new key from now on. Tokens of the old key stay valid until they expire."""
         self._ring.rotate(self._clock_ns(), self._draw)
         self._save(self._ring)
 

@@ -1,7 +1,4 @@
-"""What an operator can demand a token for.
-
-What is asked of the authority, what it gives, what a token says, and why one is refused.
-"""
+"""A token's claims, the request for one, the grant of one, and the reasons to refuse one."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -13,7 +10,7 @@ from gpulease.protocol.limits import AUDIENCE_BYTES
 
 
 class Demand(Enum):
-    """What needs a token, also of a lease's own tenant; operators need none."""
+    """Requests for which an operator may demand a token, even of a lease's own tenant. Operators need none."""
 
     ALLOC = "alloc"
     RENEW = "renew"
@@ -21,13 +18,13 @@ class Demand(Enum):
 
 
 MAX_TOKEN_TTL_S: Final = 300
-"""Longest life of a token. A stolen one is of use for no longer, even if its lease is renewed for a day."""
+"""Longest life of a token. A stolen token is of use for no longer, even if its lease is renewed for a day."""
 
 DEFAULT_TOKEN_TTL_S: Final = 60.0
-"""Life of a token if nothing else was asked for."""
+"""Default life of a token."""
 
 NONCE_BYTES: Final = 16
-"""Length of a nonce: enough that two drawn at random are never the same."""
+"""Length of a nonce. Two random nonces of that length never collide."""
 
 NS_PER_S: Final = 1_000_000_000
 
@@ -35,7 +32,7 @@ _AUDIENCE_DOMAIN: Final = b"gpulease audience 1\0"
 
 
 class Check(Enum):
-    """Which check a token failed."""
+    """The check that a token failed."""
 
     MALFORMED = "malformed"
     UNKNOWN_KEY = "unknown key"
@@ -50,11 +47,11 @@ class Check(Enum):
 
 
 class CapabilityDenied(Exception):
-    """A token that is not given out, or not accepted.
+    """The refusal to issue or accept a token.
 
     Attributes:
-        check: Which check failed.
-        hint: What to do about it, a sentence.
+        check: The check that failed.
+        hint: A sentence that says what to do about it.
     """
 
     def __init__(self, check: Check, message: str, hint: str) -> None:
@@ -65,14 +62,14 @@ class CapabilityDenied(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CapabilityRequest:
-    """What a token is wanted for. The methods return a changed copy.
+    """A request for a token. The methods return a changed copy.
 
     Attributes:
         lease_id: The lease; `NODE_LEASE` for a token about the node.
-        permissions: What it is to permit.
-        audience: Who may use it, where: `audience_of` the holder's tenant and the node.
-        ttl_s: For how long, at most `MAX_TOKEN_TTL_S`; it never outlives the lease.
-        nonce_bytes: Its nonce; empty: the authority draws one.
+        permissions: The permissions of the token.
+        audience: The holder on the node: `audience_of` the holder's tenant and the node.
+        ttl_s: The token's life, at most `MAX_TOKEN_TTL_S`; it never outlives the lease.
+        nonce_bytes: The token's nonce; empty to let the authority draw one.
     """
 
     lease_id: int
@@ -82,15 +79,15 @@ class CapabilityRequest:
     nonce_bytes: bytes = b""
 
     def ttl_secs(self, seconds: float) -> Self:
-        """How long the token is to live."""
+        """Set the token's life."""
         return replace(self, ttl_s=seconds)
 
     def nonce(self, nonce: bytes) -> Self:
-        """The token's nonce, `NONCE_BYTES` that no other token has."""
+        """Set the token's nonce, `NONCE_BYTES` that no other token has."""
         return replace(self, nonce_bytes=nonce)
 
     def check(self) -> None:
-        """Raises CapabilityDenied if it makes no sense."""
+        """Raise CapabilityDenied for an impossible request."""
         if not self.permissions:
             raise _request("no permission was asked for", "Name at least one.")
         if len(self.audience) != AUDIENCE_BYTES:
@@ -106,12 +103,16 @@ class CapabilityRequest:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a token says, all its narrowings taken into account.
+    """A token's claims, after all its narrowings.
 
     Attributes:
-        tenant: Whose lease it is.
-        generation: The lease's, when the token was made; a renewal ends it.
-        expires_ms: When it ends, on the node's monotonic clock.
+        lease_id: The lease; `NODE_LEASE` for a token about the node.
+        tenant: The lease's tenant.
+        generation: The lease's generation when the token was made; a renewal ends the token.
+        permissions: The permissions that are left.
+        audience: The holder on the node.
+        expires_ms: The token's end, on the node's monotonic clock.
+        nonce: The token's nonce.
     """
 
     lease_id: int
@@ -124,16 +125,18 @@ class Claims:
 
     @property
     def expires_ns(self) -> int:
-        """The same in nanoseconds."""
+        """The token's end in nanoseconds."""
         return self.expires_ms * 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A token and what it says.
+    """An issued token.
 
     Attributes:
-        public_key: Of the key that signed it: what a holder needs to narrow it.
+        token: The token's bytes.
+        claims: The token's claims.
+        public_key: The public half of the signing key, with which a holder narrows the token.
     """
 
     token: bytes
@@ -142,7 +145,7 @@ class Grant:
 
 
 def audience_of(node_id: bytes, tenant: str) -> bytes:
-    """The name of one tenant on one node: a token for it is of no use to anybody else, or anywhere else."""
+    """Return the audience of one tenant on one node. A token for it is of no use to other tenants or on other nodes."""
     return hashlib.sha256(_AUDIENCE_DOMAIN + len(node_id).to_bytes(2, "big") + node_id + tenant.encode()).digest()
 
 

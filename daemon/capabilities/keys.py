@@ -1,13 +1,13 @@
-"""The node's keys: the newest signs, the others verify until no token of theirs can be valid any more.
+"""The node's keys and their file. The newest key signs; older keys verify until all their tokens have expired.
 
-The key ring on disk: one text file that only the daemon's user may read.
+The file is text that only the daemon's user may read:
 
     node <64 hex digits>
     boot <the host's boot id>
     key <number> <64 hex digits>
 
-with one line for each key. It is replaced as a whole (rename(2)), so a crash leaves the old one or the new one. Tokens
-expire by the monotonic clock, which starts anew with the host: keys of an earlier boot verify nothing.
+with one line for each key. Each change replaces the whole file (rename(2)), so a crash leaves the old file or the new
+one. Tokens expire by the monotonic clock, which restarts with the host, so keys of an earlier boot verify nothing.
 """
 
 import contextlib
@@ -25,23 +25,23 @@ KEY_BYTES: Final = 32
 """An Ed25519 private key (RFC 8032, section 5.1.5)."""
 
 NODE_ID_BYTES: Final = 32
-"""What tells this node's audiences from another's."""
+"""The length of a node's id, which distinguishes its audiences from other nodes'."""
 
 MAX_KEYS: Final = 16
-"""Keys of one ring. Only a clock or a file gone wrong gets there."""
+"""Keys of one ring. Only a faulty clock or file leads to so many."""
 
 Draw = Callable[[int], bytes]
-"""So many random bytes."""
+"""Returns so many random bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key.
+    """A private key of the node.
 
     Attributes:
-        number: Named in the tokens that it signed; never used again for another key.
-        private: Its bytes.
-        retired_ns: When another took its place, on the monotonic clock; None for the one that signs.
+        number: The key's number, which its tokens name; no other key ever gets it.
+        private: The private key.
+        retired_ns: The time at which another key replaced it, on the monotonic clock; None for the signing key.
     """
 
     number: int
@@ -64,14 +64,14 @@ class KeyRing:
             raise ValueError(f"a ring has 1 to {MAX_KEYS} keys, each with a number of its own")
         self.node_id = node_id
         newest = max(number for number, _ in keys)
-        # When the older ones were retired is not known: long enough ago or not, their tokens end within the bound.
+        # The file does not say when the older keys were retired. Counted from now, their tokens still end in time.
         self._keys = {number: Key(number, key, None if number == newest else now_ns) for number, key in keys}
         self._newest = newest
         self._signs_since_ns = now_ns
 
     @classmethod
     def fresh(cls, now_ns: int, draw: Draw = secrets.token_bytes) -> "KeyRing":
-        """A ring of one new key, for a new node."""
+        """Return a ring of one new key, for a new node."""
         return cls(draw(NODE_ID_BYTES), [(1, draw(KEY_BYTES))], now_ns)
 
     @property
@@ -80,16 +80,16 @@ class KeyRing:
         return self._keys[self._newest]
 
     def age_ns(self, now_ns: int) -> int:
-        """For how long the newest key has signed, as far as this process knows."""
+        """Return how long the newest key has signed, as far as this process knows."""
         return now_ns - self._signs_since_ns
 
     def all(self, now_ns: int) -> list[Key]:
-        """Every key that may still verify, oldest first."""
+        """Return every key that may still verify, oldest first."""
         self._drop_old(now_ns)
         return [self._keys[number] for number in sorted(self._keys)]
 
     def get(self, number: int | None, now_ns: int) -> Key | None:
-        """The key with that number, if its tokens can still be valid."""
+        """Return the key with that number, if its tokens can still be valid."""
         self._drop_old(now_ns)
         return None if number is None else self._keys.get(number)
 
@@ -105,7 +105,7 @@ class KeyRing:
         self._signs_since_ns = now_ns
 
     def replace_all(self, draw: Draw = secrets.token_bytes) -> None:
-        """Trust no key there is: only a new one, from now on."""
+        """Drop every key, and sign with a new one from now on."""
         self._newest += 1
         self._keys = {self._newest: Key(self._newest, draw(KEY_BYTES))}
 
@@ -116,10 +116,10 @@ class KeyRing:
 
 
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-"""Tells this boot of the host from every other (random(4))."""
+"""The id of this boot of the host (random(4))."""
 
 MAX_FILE_BYTES: Final = 4096
-"""Largest key file; a ring of the most keys has half of that. Stops a wrong path from being read as a whole."""
+"""Largest key file; the largest ring takes half of that. Stops the daemon from reading a wrong, large file."""
 
 
 class KeyFileBroken(Exception):
@@ -127,9 +127,9 @@ class KeyFileBroken(Exception):
 
 
 def load_or_make(path: Path, now_ns: int) -> KeyRing:
-    """The ring in a file, made if there is none. Raises KeyFileBroken."""
+    """Return the ring in a file; make a new one without a file. Raises KeyFileBroken."""
     try:
-        # A FIFO would be waited at for ever.
+        # O_NONBLOCK: opening a FIFO would block for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         ring = KeyRing.fresh(now_ns)
@@ -153,7 +153,7 @@ def load_or_make(path: Path, now_ns: int) -> KeyRing:
 
 
 def save(path: Path, ring: KeyRing, now_ns: int) -> None:
-    """Replace the file by the ring as it is. Raises KeyFileBroken."""
+    """Replace the file with the ring's present keys. Raises KeyFileBroken."""
     lines = [f"node {ring.node_id.hex()}", f"boot {BOOT_ID.read_text().strip()}"]
     lines += [f"key {key.number} {key.private.hex()}" for key in ring.all(now_ns)]
     new = path.with_name(f"{path.name}.new")
@@ -189,7 +189,7 @@ def _parse(path: Path, data: bytes, now_ns: int) -> tuple[str, KeyRing]:
             raise ValueError("it names no node and boot")
         return boot_id, KeyRing(bytes.fromhex(node_id), keys, now_ns)
     except ValueError as error:
-        # UnicodeDecodeError too. What a line holds is never told: it may be a key.
+        # UnicodeDecodeError is a ValueError. An error never quotes a line, which may hold a key.
         why = str(error) if "hex" not in str(error) else "a number is not hexadecimal"
         raise KeyFileBroken(
             f"the key file {path} is broken: {why}; restore it, or move it away for a new one"

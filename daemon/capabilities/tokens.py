@@ -1,8 +1,8 @@
-"""Tokens as bytes: the only place that knows the Biscuit library.
+"""Tokens as bytes: the only module that imports the Biscuit library.
 
-A holder can append blocks to a token that the library takes as properly signed, and can put any program into them:
-three facts lists joined in one check run for seconds, and the library's time limit is looked at between rounds only. So
-blocks are not evaluated before each has been found to be what `protocol.capabilities.narrowing_source` writes.
+A holder can append blocks with any program to a token, and the library accepts their signatures. A check that joins
+three lists of facts runs for seconds, and the library checks its time limit between rounds only. So no block is
+evaluated unless `protocol.capabilities.narrowing_source` could have written it.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ MAX_BLOCKS: Final = 8
 """Blocks of one token, the daemon's included. Each costs a signature check of some 50 us."""
 
 EVALUATION_LIMIT: Final = timedelta(seconds=1)
-"""The library's default of 1 ms on the clock refuses good tokens on a busy host. What is evaluated here takes some 20
-us, so this bounds nothing but a host that does not run us."""
+"""The library's default of 1 ms refuses valid tokens on a busy host. An evaluation here takes some 20 us, so only
+a host that does not schedule this process reaches the limit."""
 
 MAX_FACTS: Final = 256
-"""Facts of one evaluation: the daemon's own block has a dozen."""
+"""Facts of one evaluation. The daemon's own block has a dozen."""
 
 MAX_ITERATIONS: Final = 8
-"""Rounds of one evaluation: there are no rules, so one is enough."""
+"""Rounds of one evaluation. Without rules one is enough."""
 
 _SOURCE: Final = (
     "grant({lease}, {tenant}, {generation}, {audience}, {issued_ms}, {issued_unix_ms}, {expires_ms}, {nonce});"
@@ -49,14 +49,14 @@ _BROKEN: Final = "Get a new token; this one was damaged, or something was append
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A token whose signatures are good, and what it says."""
+    """A token with valid signatures, and its claims."""
 
     claims: Claims
     biscuit: Biscuit
 
 
 def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_ms: int) -> bytes:
-    """A token that says this, signed."""
+    """Return a signed token with these claims."""
     source = _SOURCE + "".join(f'permit("{name}");' for name in names_of(claims.permissions))
     builder = BiscuitBuilder(
         source,
@@ -76,7 +76,7 @@ def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_ms: int) -> bytes
 
 
 def public_key(key: Key) -> PublicKey:
-    """The half that verifies."""
+    """Return the public key that verifies a key's signatures."""
     return KeyPair.from_private_key(_private(key)).public_key
 
 
@@ -101,7 +101,7 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        # BaseException: a panic inside the library arrives as one.
+        # A panic inside the library arrives as a BaseException.
         if unknown:
             raise CapabilityDenied(
                 Check.UNKNOWN_KEY,
@@ -112,7 +112,7 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
 
 
 def agrees(opened: Opened, now_ms: int, permission: Permission) -> bool:
-    """Whether the token's own checks let this permission through now, as the library sees it."""
+    """Return whether the token's own checks pass for this permission now, evaluated by the library."""
     source = "time({now}); permission({name}); allow if true"
     authorizer = _limited(source, {"now": now_ms, "name": str(permission.name)}).build(opened.biscuit)
     try:
@@ -149,7 +149,7 @@ def _read(biscuit: Biscuit) -> Claims:
 
 
 def _authority(biscuit: Biscuit) -> Claims:
-    """What the first block says, which the daemon signed; queries see no other block's facts."""
+    """Return the claims of the first block, which the daemon signed. Queries see no other block's facts."""
     authorizer = _limited("allow if true", {}).build(biscuit)
     (fact,) = authorizer.query(Rule(_CLAIMS))
     lease, tenant, generation, audience, _, _, expires_ms, nonce = fact.terms
@@ -170,7 +170,7 @@ def _limited(source: str, parameters: dict[str, Any]) -> AuthorizerBuilder:
 
 
 def _private(key: Key) -> PrivateKey:
-    # So do they lack the algorithm, without which bytes are no key.
+    # The stubs also lack the algorithm, without which bytes are no key.
     from_bytes: Any = PrivateKey.from_bytes
     algorithm: Any = Algorithm
     result: PrivateKey = from_bytes(key.private, algorithm.Ed25519)

@@ -76,7 +76,7 @@ Choice = TypeVar("Choice", bound=Enum)
 
 
 class OnStop(Enum):
-    """Whether sessions end when the daemon is stopped (SIGTERM), or are left to the next daemon."""
+    """The choice for sessions when the daemon is stopped (SIGTERM): they end, or the next daemon takes them over."""
 
     END = "end"
     KEEP = "keep"

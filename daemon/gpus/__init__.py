@@ -1,1 +1,1 @@
-"""Which cards there are, and the proof that what was taken from them is back."""
+"""The host's cards, and the readings that prove their memory free after a lease."""

@@ -1,7 +1,7 @@
-"""`python -m gpulease.daemon.gpus.cuinit`: calls cuInit and prints what came of it, as JSON.
+"""`python -m gpulease.daemon.gpus.cuinit`: calls cuInit and prints its result as JSON.
 
-In a process of its own, because a driver that was initialised does not survive a fork, and one that is broken may
-hang. It is asked only where no worker can make a context, to tell the driver's faults from the sandbox's.
+The call needs its own process: an initialised driver does not survive a fork, and a broken driver may hang. The daemon
+calls it only where no worker can make a context, to tell the driver's faults from the sandbox's.
 """
 
 import ctypes
@@ -14,16 +14,16 @@ from typing import Final
 LIBRARY: Final = "libcuda.so.1"
 
 TIMEOUT_S: Final = 60.0
-"""For cuInit to return: a card that is waked takes seconds, each of eight."""
+"""The time for cuInit to return. A card that wakes up takes seconds, and a host may have eight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What cuInit said.
+    """The result of cuInit.
 
     Attributes:
-        number: Its CUresult, 0 for success; None if there was no answer.
-        reason: Why there was none; "" if there is no such library at all.
+        number: The CUresult, 0 for success; None without a result.
+        reason: The reason why there is no result; "" if there is no such library.
     """
 
     number: int | None
@@ -31,7 +31,7 @@ class Answer:
 
 
 def ask() -> Answer:
-    """Ask it, from a process that must not call it itself. It blocks."""
+    """Call cuInit in a child process, and wait for it."""
     command = [sys.executable, "-P", "-m", "gpulease.daemon.gpus.cuinit"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)

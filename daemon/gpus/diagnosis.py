@@ -1,9 +1,7 @@
-"""What the host shows of NVIDIA's driver without asking the driver: its kernel module, its device nodes, its cards.
+"""The diagnosis of unusable cards: from an error number and the host's state to a sentence, a fix, and a retry or not.
 
-Why the cards can't be used: from a number and what the host shows to a sentence, a fix, and whether to try again.
-
-Numbers are those of NVML (nvmlReturn_t of nvml.h) and of the CUDA driver API (CUresult of cuda.h). They say what a
-library saw, which is often the same for several causes ("no device"), so what the host shows goes first.
+Numbers are those of NVML (nvmlReturn_t of nvml.h) and of the CUDA driver API (CUresult of cuda.h). One number often has
+several causes ("no device"), so the state of the host decides first: its kernel module, device nodes and PCI cards.
 """
 
 import os
@@ -25,13 +23,13 @@ _DISPLAY_CLASS: Final = "0x03"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What was found.
+    """The host's state of NVIDIA's driver, found out without the driver.
 
     Attributes:
-        module_version: Of the kernel module that is loaded; "" if none is.
-        missing: Device nodes that CUDA needs and that are not there.
-        closed: Those that this process can't open, each with the reason.
-        has_cards: Whether an NVIDIA card is on the PCI bus; None where the bus can't be seen.
+        module_version: The version of the loaded kernel module; "" without one.
+        missing: The device nodes that CUDA needs and the host lacks.
+        closed: The device nodes that this process can't open, each with the reason.
+        has_cards: Whether an NVIDIA card is on the PCI bus; None where the bus is invisible.
     """
 
     module_version: str = ""
@@ -41,7 +39,7 @@ class Host:
 
 
 def look(root: Path = ROOT) -> Host:
-    """What is there now. It opens the device nodes: a control group denies that, which nothing else shows."""
+    """Return the host's state. Opens the device nodes: nothing else shows that a control group denies them."""
     dev = root / "dev"
     cards = sorted(node.name for node in _entries_of(dev) if _CARD_NODE.fullmatch(node.name)) or ["nvidia0"]
     missing: list[str] = []
@@ -93,16 +91,16 @@ def _says(path: Path) -> str:
 
 
 EX_OSERR: Final = 71
-"""sysexits(3): the host's driver is broken. No restart of the daemon mends it."""
+"""The exit status of sysexits(3) for a broken driver. No restart of the daemon mends it."""
 
 EX_NOPERM: Final = 77
-"""sysexits(3): the daemon's user may not use the cards. No restart mends it."""
+"""The exit status of sysexits(3) for a daemon whose user may not use the cards. No restart mends it."""
 
 OTHERWISE: Final = "or start with --driver cpu."
 
 
 class Library(Enum):
-    """Who gave the number."""
+    """The library that returned the number."""
 
     NVML = "NVML"
     CUDA = "cuInit"
@@ -110,13 +108,13 @@ class Library(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What to tell the operator.
+    """A fault of the cards or their driver, for the operator.
 
     Attributes:
-        message: What is wrong; a sentence without its end.
+        message: The fault; a sentence without a full stop.
         hint: The fix.
-        status: The exit status.
-        may_pass: Whether trying again in a moment may help.
+        status: The daemon's exit status.
+        may_pass: Whether a retry in a moment may succeed.
     """
 
     message: str
@@ -125,7 +123,7 @@ class Diagnosis:
     may_pass: bool = False
 
     def as_error(self) -> CardsUnavailable:
-        """To be raised."""
+        """Return the exception to raise."""
         return CardsUnavailable(self.message, hint=self.hint, status=self.status, may_pass=self.may_pass)
 
 
@@ -228,11 +226,11 @@ _BY_HOST: Final = frozenset(
     {(Library.NVML, 4), (Library.NVML, 9), (Library.NVML, 17), (Library.NVML, 999)}
     | {(Library.CUDA, number) for number in (3, 100, 101, 304, 999)}
 )
-"""Numbers that are given for whatever keeps a library from the driver."""
+"""Numbers that stand for anything that keeps a library from the driver."""
 
 
 def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
-    """Why `library` failed with `number` on a host that shows that."""
+    """Return the diagnosis of a library's error number on a host in that state."""
     if (library, number) in _BY_HOST and (shown := _shown(library, host)) is not None:
         return shown
     found = BY_NUMBER.get((library, number))
@@ -249,7 +247,7 @@ def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
 
 
 def no_cards(host: Host) -> Diagnosis:
-    """The driver works, and lists none."""
+    """Return the diagnosis of a driver that works and lists no card."""
     if host.has_cards is False:
         return _no_such_card()
     return Diagnosis(
@@ -268,7 +266,7 @@ def _shown(library: Library, host: Host) -> Diagnosis | None:
             "Load it (modprobe nvidia); `dmesg | grep NVRM` says why it can't be.",
             may_pass=True,
         )
-    # NVML does without the node of CUDA's memory.
+    # NVML does not need nvidia-uvm, the node of CUDA's unified memory.
     needed = [name for name in host.missing if library is Library.CUDA or not name.endswith("-uvm")]
     if needed:
         return Diagnosis(

@@ -1,4 +1,4 @@
-"""The embedded driver's cards: as many as the operator asks for, of any size, in host memory."""
+"""The embedded driver's cards, emulated in host memory: any number, of any size."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,26 +11,26 @@ _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
 
 
 MAX_CARD_BYTES: Final = 512 << 30
-"""More than a worker can reserve address space for in one slice is a typing mistake."""
+"""The largest card. A worker can't reserve more address space in one slice, so more is a typing mistake."""
 
 
 ALLOWANCE_BYTES: Final = 1 << 20
-"""For modules' variables, texts of assertions mostly, in sessions whose slice is full. Host memory, so it is charged to
-no pretended card."""
+"""For modules' variables, mostly assertions' texts, in sessions with a full slice. They lie in host memory, so no
+emulated card is charged for them."""
 
 
 CONTEXT_BYTES: Final = 0
-"""What a context costs besides its slice: host memory too."""
+"""The card memory of a context besides its slice: none, since that is host memory too."""
 
 
 class EmbeddedCards:
-    """Pretended cards. A card's UUID depends on its index alone, so it survives a restart.
+    """Emulated cards. A card's UUID depends on its index alone, so it survives a restart.
 
     Args:
-        sizes_bytes: One card for each, in order.
+        sizes_bytes: The cards' sizes, in order.
 
     Raises:
-        CardsUnavailable: One is larger than can be pretended.
+        CardsUnavailable: A card is larger than MAX_CARD_BYTES.
     """
 
     driver = "cpu"
@@ -49,27 +49,27 @@ class EmbeddedCards:
         self._sizes_bytes = tuple(sizes_bytes)
 
     def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
-        """The cards asked for, each as large as it is to be now."""
+        """Return the cards with their present sizes."""
         return [
             CardFacts(f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}", index, "embedded CPU card", size, found_bytes=size)
             for index, size in enumerate(self._sizes_bytes)
         ]
 
     def why_no_context(self) -> CardsUnavailable | None:
-        """There is no driver that could be broken."""
+        """Return None: no driver can be broken."""
         return None
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
-        """What every worker holds of its card, as far as is pretended."""
+        """Return the card memory of a worker's context."""
         return CONTEXT_BYTES
 
     def read(self, card_uuid: str) -> CardReading:
-        """A session's memory is its worker's anonymous memory: the kernel had it back when the worker was reaped."""
+        """Return an empty reading: the kernel freed a worker's memory when the worker was reaped."""
         return CardReading(0, {})
 
     def load(self, card_uuid: str) -> CardLoad:
-        """Unknown: nothing counts how busy a pretended card is."""
+        """Return an unknown load: nothing measures an emulated card."""
         return CardLoad()
 
     def close(self) -> None:
-        """There is nothing open."""
+        """Do nothing: no handle is open."""

@@ -1,8 +1,8 @@
-"""NVIDIA cards, through NVML: the broker's only look at them, which makes no context and holds no VRAM.
+"""NVIDIA cards, through NVML. The broker reads them no other way; NVML makes no context and holds no VRAM.
 
-A look has two halves (NVML API, nvmlDeviceGetComputeRunningProcesses and nvmlDeviceGetMemoryInfo): what each process
-holds, and what is used on the card beyond that, which belongs to no process. A process that has died leaves the first
-some milliseconds before its bytes leave the second. The lease table decides what a look proves (core/others).
+A reading has two halves (NVML API, nvmlDeviceGetComputeRunningProcesses and nvmlDeviceGetMemoryInfo): the bytes of each
+process, and the card's used bytes beyond those, which belong to no process. A dead process leaves the first half some
+milliseconds before its bytes leave the second. The lease table decides what a reading proves.
 """
 
 import contextlib
@@ -13,28 +13,32 @@ import pynvml
 
 from gpulease.daemon.gpus import cuinit
 from gpulease.daemon.gpus.diagnosis import EX_OSERR, NO_LIBRARY, Library, diagnose, look, no_cards
-from gpulease.daemon.gpus.source import CardFacts, CardLoad, CardReading, CardsUnavailable, Shared
+from gpulease.daemon.gpus.source import CardFacts, CardLoad, CardReading, CardsUnavailable, SharedCall
 from gpulease.daemon.leases import KeptCard
 
 RESERVE_BYTES: Final = 256 << 20
-"""Kept off every card's capacity: the driver's own needs grow a little with the number of contexts."""
+"""Subtracted from every card's capacity: the driver's own use grows a little with the number of contexts."""
 
 UNATTRIBUTED_SLACK_BYTES: Final = 64 << 20
-"""How far the bytes that belong to no listed process may move without being a leak; a context's share is larger. Of
-programs outside the daemon as much again may go unseen: the reserve covers both."""
+"""The change of the unowned bytes that does not count as a leak; a context's share is larger. Programs outside the
+daemon may hide as much again; the reserve covers both."""
 
 
 ALLOWANCE_BYTES: Final = 176 << 20
-"""For what the driver takes of a card in pages of 2 MiB beside what a tenant asked for. Nearly all of it is for modules
-that use assertions or the device's heap: 150 MiB of local memory and heap, once, were seen on an H100. Without it a
-tenant whose lease is full could not load a kernel with an assertion."""
+"""For the driver's own use of a card, in pages of 2 MiB, beside a tenant's bytes. Nearly all of it is for modules with
+assertions or the device's heap: an H100 took 150 MiB of local memory and heap, once. Without the allowance a tenant
+with a full lease could not load a kernel with an assertion."""
 
 SLACK_BYTES: Final = 16 << 20
-"""What the rules miss, gaps between small modules for one; a session beyond it is ended."""
+"""For use that the rules miss, such as gaps between small modules. A session that exceeds it is ended."""
 
 
 class NvidiaCards:
-    """The cards NVML lists. Raises CardsUnavailable if the driver can't be used."""
+    """The cards that NVML lists. Raises CardsUnavailable if the driver is unusable.
+
+    Args:
+        limit_bytes: The most bytes to lease of each card; None for all of it.
+    """
 
     driver = "cuda"
     allowance_bytes = ALLOWANCE_BYTES
@@ -42,19 +46,18 @@ class NvidiaCards:
     has_others = True
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        """`limit_bytes`: lease at most this much of each card, None for all of it."""
         self._limit_bytes = limit_bytes
         self._handles: dict[str, Any] = {}
         self._unattributed_bytes: dict[str, int] = {}
         self._earlier_bytes: dict[str, int] = {}
-        self._listings: dict[str, Shared[dict[int, int]]] = {}
+        self._listings: dict[str, SharedCall[dict[int, int]]] = {}
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
             raise _unavailable(error) from None
 
     def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
-        """All cards, with what is used on each now off its capacity, unless that was measured before."""
+        """Return all cards. Present use reduces a card's capacity, unless `known` has an earlier measurement."""
         try:
             found = [self._facts(index, known) for index in range(pynvml.nvmlDeviceGetCount())]
         except pynvml.NVMLError as error:
@@ -64,7 +67,7 @@ class NvidiaCards:
         return found
 
     def why_no_context(self) -> CardsUnavailable | None:
-        """Cards that NVML lists may be out of CUDA's reach all the same."""
+        """Return the reason why CUDA can't use the cards that NVML lists; None without one."""
         answer = cuinit.ask()
         if answer.number == 0:
             return None
@@ -75,7 +78,7 @@ class NvidiaCards:
         return CardsUnavailable(f"cuInit can't be called: {answer.reason}", hint="See `dmesg | grep NVRM`.")
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
-        """What NVML says the process holds. Raises CardsUnavailable if it does not say.
+        """Return the bytes of a process, by NVML. Raises CardsUnavailable if NVML does not show them.
 
         Without that figure neither admission nor the proof of a reclaim would mean anything.
         """
@@ -93,10 +96,10 @@ class NvidiaCards:
         return held
 
     def read(self, card_uuid: str) -> CardReading:
-        """See the module's text.
+        """Read a card, as the module describes.
 
-        The processes are listed twice. One that begins or ends between NVML's answers would hide as many bytes that
-        belong to nobody: so only what a process held both before and after the card's sum was read is taken off it.
+        NVML lists the processes before and after it reads the card's sum. A process that begins or ends in between
+        would hide unowned bytes. So only bytes that a process held both times are subtracted from the sum.
         """
         try:
             before = self._processes(card_uuid)
@@ -111,7 +114,7 @@ class NvidiaCards:
         return CardReading(unowned, after, self._earlier_bytes[card_uuid])
 
     def load(self, card_uuid: str) -> CardLoad:
-        """What NVML says, each figure for itself: some cards tell one and not the other."""
+        """Return the load, each figure by itself: some cards have one figure and not the other."""
         handle = self._handles[card_uuid]
         utilization_percent, used_bytes = None, None
         with contextlib.suppress(pynvml.NVMLError):
@@ -134,11 +137,11 @@ class NvidiaCards:
             )
         uuid = str(pynvml.nvmlDeviceGetUUID(handle))
         self._handles[uuid] = handle
-        self._listings[uuid] = Shared(lambda: _list_processes(handle))
+        self._listings[uuid] = SharedCall(lambda: _list_processes(handle))
         name = str(pynvml.nvmlDeviceGetName(handle))
         total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
         if (measured := known.get(uuid)) is not None:
-            # What is used now is the leases' that live on, and that of others which are just dying.
+            # Present use belongs to leases that live on, and to others that are just ending.
             found_bytes, unattributed_bytes = measured.capacity_bytes, measured.unattributed_bytes
         else:
             used = self._used(uuid)
@@ -161,8 +164,8 @@ class NvidiaCards:
         return int(pynvml.nvmlDeviceGetMemoryInfo(self._handles[card_uuid]).used)
 
     def _processes(self, card_uuid: str) -> dict[int, int]:
-        """For all processes at once, which many ask for at a time."""
-        return self._listings[card_uuid].ask()
+        """Return the bytes of all processes. Concurrent callers share one listing."""
+        return self._listings[card_uuid].get()
 
 
 def _list_processes(handle: Any) -> dict[int, int]:
@@ -182,5 +185,5 @@ def _is_partitioned(handle: Any) -> bool:
 
 
 def _unavailable(error: Any) -> CardsUnavailable:
-    """Why NVML failed, as far as number and host tell."""
+    """Return the diagnosis of an NVML error as an exception."""
     return diagnose(Library.NVML, int(error.value), look()).as_error()

@@ -1,4 +1,4 @@
-"""Which cards to lease, given what the operator asked for and what the host has. Never a silent fall-back."""
+"""The choice of cards by the operator's driver setting and the host's drivers. No choice falls back silently."""
 
 from pathlib import Path
 from typing import Final
@@ -9,18 +9,18 @@ from gpulease.daemon.gpus.source import EX_CONFIG, CardSource, CardsUnavailable
 _NVIDIA_TRACES: Final = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 
 DEFAULT_VRAM_BYTES: Final = 8 << 30
-"""The embedded driver's one card if the operator says nothing; committed only as it is written to."""
+"""The size of the embedded driver's default card. The host commits its memory only when it is written."""
 
 
 def has_nvidia_driver() -> bool:
-    """Whether this host has an NVIDIA driver, working or not."""
+    """Return whether this host has an NVIDIA driver, working or not."""
     return any(trace.exists() for trace in _NVIDIA_TRACES)
 
 
 def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
-    """The cards of a driver; "auto" is cuda where an NVIDIA driver is present, working or not.
+    """Return a driver's cards; "auto" is cuda where an NVIDIA driver is present, working or not.
 
-    Raises CardsUnavailable: an operator with a broken driver wants to know, not to compute on the host.
+    Raises CardsUnavailable. An operator with a broken driver wants an error, not computation on the host.
     """
     if driver == "cpu" or (driver == "auto" and not has_nvidia_driver()):
         return EmbeddedCards(vram_bytes or (DEFAULT_VRAM_BYTES,))

@@ -1,11 +1,4 @@
-"""A look that takes the driver long enough to be shared: many ask for it at a time, and each wants one that is not old.
-
-A look answers all who asked before it began. Who asks while one is under way waits for the next, and shares it.
-
-The seam between the broker and what knows the cards.
-
-Trying again what may be better in a moment: device nodes that appear late, a driver that is still being loaded.
-"""
+"""The interface between the broker and the code that knows the cards; retries and shared calls for its callers."""
 
 import asyncio
 import threading
@@ -22,49 +15,20 @@ from gpulease.daemon.log.writer import log_event
 T = TypeVar("T")
 
 
-class Shared(Generic[T]):
-    """Looks, one at a time, in the threads that ask."""
-
-    def __init__(self, look: Callable[[], T]) -> None:
-        self._look = look
-        self._is_looking = threading.Lock()
-        self._books = threading.Lock()
-        self._next: Future[T] | None = None
-
-    def ask(self) -> T:
-        """What a look says that began after this was called; raises what it raises."""
-        with self._books:
-            wanted, is_first = self._next, self._next is None
-            if wanted is None:
-                wanted = self._next = Future()
-        if is_first:
-            with self._is_looking:
-                with self._books:
-                    self._next = None
-                self._answer(wanted)
-        return wanted.result()
-
-    def _answer(self, wanted: Future[T]) -> None:
-        try:
-            wanted.set_result(self._look())
-        except BaseException as error:
-            wanted.set_exception(error)
-
-
 EX_CONFIG: Final = 78
-"""sysexits(3): what was asked for can't be had here. A restart would fail the same way."""
+"""The exit status of sysexits(3) for settings that this host can't meet. A restart would fail the same way."""
 
 EX_UNAVAILABLE: Final = 69
-"""sysexits(3): a later start may succeed."""
+"""The exit status of sysexits(3) for a start that may succeed later."""
 
 
 class CardsUnavailable(Exception):
-    """The cards can't be used at all: the daemon must not start.
+    """The cards are unusable; the daemon must not start.
 
     Attributes:
-        hint: What the operator can do, a sentence.
-        status: The exit status of a daemon that can't start for it, one of sysexits(3).
-        may_pass: Whether it may be over in a moment, so that trying again is worth while.
+        hint: A sentence that says what the operator can do.
+        status: The exit status of the daemon, one of sysexits(3).
+        may_pass: Whether a retry in a moment may succeed.
     """
 
     def __init__(self, message: str, *, hint: str, status: int = EX_UNAVAILABLE, may_pass: bool = False) -> None:
@@ -76,13 +40,17 @@ class CardsUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """A card as found.
+    """A card as discovered.
 
     Attributes:
-        capacity_bytes: All that may be leased, contexts' overhead included; the node's reserve is already taken off.
-        found_bytes: The same before the operator's own bound.
-        unattributed_bytes: What of the card belongs to no process, the base line of proofs.
-        slack_bytes: How far what others hold may move by itself; the reserve covers it.
+        uuid: The card's UUID.
+        index: The card's number on the host.
+        name: The product's name.
+        capacity_bytes: The bytes for leases and their contexts, after the node's reserve.
+        is_partition: Whether the card is a MIG partition.
+        found_bytes: The capacity before the operator's own bound.
+        unattributed_bytes: The used bytes that belong to no process, the baseline of proofs.
+        slack_bytes: The change of other programs' bytes that is no leak; the reserve covers it.
     """
 
     uuid: str
@@ -97,12 +65,12 @@ class CardFacts:
 
 @dataclass(frozen=True, slots=True)
 class CardReading:
-    """One look at a card.
+    """A reading of a card's memory.
 
     Attributes:
-        unowned_bytes: What belongs to no process, beyond what did when the card was measured; it may be below zero.
-        processes: What each process on the card holds, by its id.
-        earlier_bytes: What processes outside the daemon held when the card was measured.
+        unowned_bytes: The bytes of no process, minus those when the card was measured; may be below zero.
+        processes: The bytes of each process on the card, by process id.
+        earlier_bytes: The bytes that processes outside the daemon held when the card was measured.
     """
 
     unowned_bytes: int
@@ -110,17 +78,17 @@ class CardReading:
     earlier_bytes: int = 0
 
     def outside_bytes(self, own: Set[int]) -> int:
-        """What processes hold that are none of `own`, beyond what such held when the card was measured."""
+        """Return the bytes of processes outside `own`, minus those when the card was measured."""
         return sum(held for pid, held in self.processes.items() if pid not in own) - self.earlier_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CardLoad:
-    """How busy a card is now; None is what its driver does not tell.
+    """A card's present load; None for a figure that its driver lacks.
 
     Attributes:
-        utilization_percent: Of the driver's last sample period, how long a kernel ran.
-        used_bytes: Of all processes and the driver together.
+        utilization_percent: The part of the driver's last sample period in which a kernel ran.
+        used_bytes: The bytes of all processes and the driver together.
     """
 
     utilization_percent: int | None = None
@@ -128,7 +96,7 @@ class CardLoad:
 
 
 class CardSource(Protocol):
-    """Knows the cards of one kind. Its methods may take milliseconds: the broker calls them from a thread."""
+    """The cards of one driver. The methods may take milliseconds, so the broker calls them in a thread."""
 
     @property
     def driver(self) -> str:
@@ -136,61 +104,97 @@ class CardSource(Protocol):
 
     @property
     def allowance_bytes(self) -> int:
-        """What a session may take besides its context and its slice: rounding, code, local memory."""
+        """The bytes that a session may take besides its context and its slice: rounding, code, local memory."""
 
     @property
     def reserve_bytes(self) -> int:
-        """What each session is charged to the node for that, and for what no rule foresaw; one that takes more ends."""
+        """The bytes that the node reserves for each session beside its slice. A session that takes more is ended."""
 
     def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
-        """All cards, with what was measured of `known` ones before leases were on them. Raises CardsUnavailable."""
+        """Return all cards. `known` has measurements of cards from before they had leases. Raises CardsUnavailable."""
 
     def why_no_context(self) -> CardsUnavailable | None:
-        """What the driver itself has against contexts, asked where a worker could make none; None if it has nothing."""
+        """Return the driver's reason why no worker can make a context; None if the driver has none."""
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
-        """What a process holds on a card now, 0 if nothing."""
+        """Return the bytes that a process holds on a card now."""
 
     @property
     def has_others(self) -> bool:
-        """Whether anything besides workers can hold memory of these cards."""
+        """True if programs other than workers can hold memory of these cards."""
 
     def read(self, card_uuid: str) -> CardReading:
-        """Look at a card. Raises CardsUnavailable."""
+        """Read a card. Raises CardsUnavailable."""
 
     def load(self, card_uuid: str) -> CardLoad:
-        """How busy a card is."""
+        """Return a card's load."""
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Close the library."""
 
 
-PATIENCE_S: Final = 30.0
-"""All together. A driver that needs longer is met by the daemon's next start, if something starts it again."""
+RETRY_S: Final = 30.0
+"""The time for all retries. A driver that needs longer is ready for the daemon's next start."""
 
 FIRST_PAUSE_S: Final = 0.25
 MAX_PAUSE_S: Final = 4.0
 
 
 def pause_s(tried: int, waited_s: float) -> float | None:
-    """How long to wait after so many tries, each pause twice the one before; None if it has been long enough."""
+    """Return the pause after so many attempts, each twice the one before; None once RETRY_S would be exceeded."""
     wanted_s = min(FIRST_PAUSE_S * 2 ** min(tried - 1, 16), MAX_PAUSE_S)
-    return None if waited_s + wanted_s > PATIENCE_S else wanted_s
+    return None if waited_s + wanted_s > RETRY_S else wanted_s
 
 
-async def insist(attempt: Callable[[], Awaitable[T]]) -> T:
-    """What `attempt` gives, at once or later. Raises CardsUnavailable as it did last."""
-    begun = time.monotonic()
+async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Return the attempt's result, after retries of faults that may pass. Raises the last attempt's CardsUnavailable.
+
+    Such faults are device nodes that appear late, and a driver that is still loading.
+    """
+    started = time.monotonic()
     tried = 0
     while True:
         tried += 1
         try:
             return await attempt()
         except CardsUnavailable as error:
-            wait_s = pause_s(tried, time.monotonic() - begun) if error.may_pass else None
+            wait_s = pause_s(tried, time.monotonic() - started) if error.may_pass else None
             if wait_s is None:
                 raise
             if tried == 1:
-                said = f"{error}; it is tried again for {PATIENCE_S:g} s. {error.hint}"
-                log_event(LogEvent.CARDS_AWAITED, said, reason=str(error), hint=error.hint, patience_s=PATIENCE_S)
+                said = f"{error}; it is tried again for {RETRY_S:g} s. {error.hint}"
+                log_event(LogEvent.CARDS_AWAITED, said, reason=str(error), hint=error.hint, patience_s=RETRY_S)
         await asyncio.sleep(wait_s)
+
+
+class SharedCall(Generic[T]):
+    """A slow call of the driver, shared by threads that each want a fresh result.
+
+    A call answers all threads that asked before it began. A thread that asks during a call waits for the next one and
+    shares it. One of the asking threads makes the call.
+    """
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._calling = threading.Lock()
+        self._lock = threading.Lock()
+        self._next: Future[T] | None = None
+
+    def get(self) -> T:
+        """Return the result of a call that begins after this one; raises the call's exception."""
+        with self._lock:
+            wanted, is_first = self._next, self._next is None
+            if wanted is None:
+                wanted = self._next = Future()
+        if is_first:
+            with self._calling:
+                with self._lock:
+                    self._next = None
+                self._answer(wanted)
+        return wanted.result()
+
+    def _answer(self, wanted: Future[T]) -> None:
+        try:
+            wanted.set_result(self._call())
+        except BaseException as error:
+            wanted.set_exception(error)

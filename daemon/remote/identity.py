@@ -1,4 +1,4 @@
-"""This node's identity towards remote tenants, and the tenant that a certificate names.
+"""The node's identity towards remote tenants, and the tenant that a certificate names.
 
 A certificate names its tenant by one subjectAltName, `URI:gpulease:tenant:NAME`. Where the settings have a table
 `[tenant_of_certificate]`, only the names in that table count. The certificate's subject is ignored. Refused are a

@@ -48,7 +48,7 @@ _CLIENT_HELLO: Final = 1
 
 @dataclass(slots=True, eq=False)
 class PendingConnection:
-    """One connection.
+    """A connection before its handshake.
 
     Attributes:
         sock: The connected socket, nonblocking.

@@ -68,7 +68,7 @@ class Arrival:
 
 
 def is_pid(number: object) -> bool:
-    """Whether a value can be a process id."""
+    """Return whether a value can be a process id."""
     return type(number) is int and 0 < number <= MAX_PID
 
 
@@ -233,7 +233,7 @@ LINGER_S: Final = 5.0
 """Linger before the connection is cut, so that the tenant reads the final reply."""
 
 SPIN_NS: Final = 50_000
-"""How long a relay polls for the next bytes before it sleeps, where there are enough cores. A reply that comes in time
+"""The time for which a relay with enough cores polls for the next bytes before it sleeps. A reply that comes in time
 saves two processes a wake-up."""
 
 MIN_CORES_TO_SPIN: Final = 4
@@ -316,7 +316,7 @@ class Pump:
 
     @property
     def _is_reading_paused(self) -> bool:
-        """Whether the tenant must read before its bytes are read. TLS itself answers some messages (KeyUpdate)."""
+        """True if the tenant must read before its bytes are read. TLS itself answers some messages (KeyUpdate)."""
         return self._outgoing.pending > BUFFER_BYTES
 
     def _receive(self) -> None:

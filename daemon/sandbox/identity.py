@@ -120,5 +120,5 @@ def drop_capabilities() -> None:
 
 
 def be_undumpable() -> None:
-    """Keep processes of the same user from tracing this one or opening its memory. Setuid and exec undo it (prctl(2))."""
+    """Keep this user's processes from tracing this one or opening its memory; setuid and exec undo it (prctl(2))."""
     prctl(_PR_SET_DUMPABLE, 0)

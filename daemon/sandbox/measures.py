@@ -21,7 +21,7 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """Call prctl(2) and return its result. Raises OSError."""
+    """Change or query this process's attributes (prctl(2)). Raises OSError."""
     values = [*arguments, 0, 0, 0, 0][:4]
     result: int = _LIBC.prctl(option, *map(ctypes.c_ulong, values))
     if result < 0:
@@ -54,7 +54,7 @@ class Needs:
 
     @property
     def writes_files(self) -> bool:
-        """Whether there is a folder that workers may write to."""
+        """True if there is a folder that workers may write to."""
         return bool(self.kept or self.writable)
 
 

@@ -12,10 +12,10 @@ from typing import Final
 from gpulease.daemon.sandbox.measures import Needs
 
 MAX_DESCRIPTORS: Final = 4096
-"""Stops a worker that opens descriptors until the host has none left. A context has some 45, a connection two or three."""
+"""Stops a worker that opens descriptors until the host has none left. A context has some 45, a connection 2 or 3."""
 
 MAX_FILE_BYTES: Final = 1 << 30
-"""Stops a file that fills the host's memory or disk. An arena that a client maps counts as a file, so it bounds that."""
+"""Stops a file that fills the host's memory or disk. An arena is such a file, so this bounds arenas too."""
 
 MAX_LOCKED_BYTES: Final = 64 << 10
 """Stops memory that can't be swapped out. The driver pins memory for copies by other means, which the arena bounds."""
@@ -32,7 +32,7 @@ daemon."""
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One resource and its bound."""
+    """A resource and its bound."""
 
     name: str
     resource: int

@@ -469,7 +469,7 @@ _SOCKET_KIND: Final = 0xF
 
 
 class NoFilter(Exception):
-    """This machine has no filter; the message says why."""
+    """The machine has no filter; the message says why."""
 
 
 def install(*, writes_files: bool) -> None:
@@ -501,22 +501,22 @@ def filter_for(pid: int, *, writes_files: bool) -> bytes:
 
 
 def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
-    """Calls that are allowed for some ends; first, because some of them are the most frequent.
+    """Return the calls that some arguments allow. They come first, because some of them are the most frequent.
 
-    And those that CUDA makes in vain, and gives up if they fail by anything but there being no such file.
+    Among them are calls whose failure CUDA tolerates only if it is ENOENT.
     """
     of_itself = (pid,)
     unix = unless_argument(0, socket.AF_UNIX, _DENY)
-    # A datagram socket could be written to anybody's; one of the two others only to whom it is connected.
+    # A datagram socket can send to any other; a stream or seqpacket socket only to its peer.
     pair = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
     return {
         "ioctl": if_argument(1, (*_TERMINAL_INPUT, *_SIGNAL_OWNERS_BY_IOCTL), _DENY, ALLOW),
         "fcntl": if_argument(1, _SIGNAL_OWNERS_BY_FCNTL, _DENY, ALLOW),
-        # Threads, and no processes. clone3 can't be looked into, so it is said not to exist.
+        # Threads, but no processes. A filter can't read clone3's arguments, so that call fails with ENOSYS.
         "clone": if_argument(0, (_CLONE_THREAD,), ALLOW, _DENY, _CLONE_THREAD | _CLONE_NAMESPACES),
         "socket": unix + if_argument(1, (socket.SOCK_SEQPACKET,), ALLOW, _DENY, _SOCKET_KIND),
         "socketpair": unix + if_argument(1, pair, ALLOW, _DENY, _SOCKET_KIND),
-        # As if there were none: CUDA asks for an MPS daemon this way, and does without.
+        # CUDA looks for an MPS daemon this way, and does without one.
         "connect": _NOT_THERE,
         "kill": if_argument(0, of_itself, ALLOW, _DENY),
         "tgkill": if_argument(0, of_itself, ALLOW, _DENY),

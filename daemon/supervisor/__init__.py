@@ -1,1 +1,1 @@
-"""What the daemon and the service manager that started it say to each other: systemd(1), or one like it."""
+"""The daemon's side of its service manager: systemd(1), or one like it."""

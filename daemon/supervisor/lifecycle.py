@@ -1,4 +1,4 @@
-"""The daemon's life as whoever started it sees it: starting, ready, reading its settings again, stopping."""
+"""The daemon's life towards its service manager: starting, ready, reading its settings again, stopping."""
 
 import asyncio
 import contextlib
@@ -16,11 +16,17 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.supervisor import notifier as watchdog
 from gpulease.daemon.supervisor.notifier import Notifier, status
-from gpulease.daemon.supervisor.reload import Reloading
+from gpulease.daemon.supervisor.reload import Reloader
 
 
 class Supervised:
-    """A daemon, and what its service manager gave it: where to tell, how often to show a sign, sockets."""
+    """A daemon with its service manager's notification socket, watchdog interval and listening sockets.
+
+    Args:
+        notifier: The notification socket.
+        watched_every_s: Seconds between two signs of life; None without a watchdog.
+        given: The sockets that the service manager handed over.
+    """
 
     def __init__(self, notifier: Notifier, watched_every_s: float | None, given: Sequence[GivenSocket]) -> None:
         self._notifier = notifier
@@ -29,7 +35,7 @@ class Supervised:
 
     @classmethod
     def taken_from(cls, environment: MutableMapping[str, str], pid: int) -> "Supervised":
-        """All of it, out of the environment: it is this process's, and no child's. Raises BadHandover."""
+        """Take everything out of the environment, so that no child inherits it. Raises BadHandover."""
         notifier, every_s = Notifier.taken_from(environment), watchdog.interval_s(environment, pid)
         try:
             return cls(notifier, every_s, take_sockets(environment, pid))
@@ -39,26 +45,26 @@ class Supervised:
             raise
 
     @classmethod
-    def unheard(cls) -> "Supervised":
-        """One that nobody supervises."""
+    def without_manager(cls) -> "Supervised":
+        """Return a daemon without a service manager."""
         return cls(Notifier(), None, ())
 
     def tell_failure(self, text: str) -> None:
-        """Why it ends, for `systemctl status`."""
+        """Give the reason why the daemon ends, for `systemctl status`."""
         self._notifier.tell_status(text)
 
     def close(self) -> None:
-        """Tell nothing more."""
+        """Close the notification socket."""
         self._notifier.close()
 
     async def serve(self, config: Config, load: Callable[[], Config] | None = None) -> None:
-        """Run the daemon until it is told to stop; `load` reads its settings again. Raises as `running_service`."""
-        told: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
-        _stop_at_signals(told)
-        # One that comes while it starts is for later.
-        asked_early = asyncio.Event()
+        """Run the daemon until SIGINT or SIGTERM; `load` reads its settings again. Raises as `running_service` does."""
+        stop_signal: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+        _stop_at_signals(stop_signal)
+        # A reload that is asked for during the start follows it.
+        reload_wanted = asyncio.Event()
         if load is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked_early.set)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload_wanted.set)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(interrupting_closes())
             async with self._notifier.starting():
@@ -70,43 +76,43 @@ class Supervised:
             if service.url:
                 message = f"gpuleased {VERSION} is to be seen at {service.url}"
                 log_event(LogEvent.DAEMON_SEEN, message, url=service.url, version=VERSION)
-            await self._leave_in_keeping(service)
-            await self._notifier.tell_surely("READY=1", status(_ready_text(service)))
+            await self._store_sockets(service)
+            await self._notifier.tell_reliably("READY=1", status(_ready_text(service)))
             if self._watchdog.start():
-                # What ends a loop that is stuck is SIGABRT: then the log gets to know where it was.
+                # The service manager ends a stuck loop with SIGABRT; faulthandler then logs where the loop was.
                 faulthandler.enable()
             stack.callback(self._watchdog.stop)
             if load is not None:
-                reloading = Reloading(service, self._notifier, load, config)
-                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloading.ask)
-                stack.push_async_callback(reloading.stop)
-                if asked_early.is_set():
-                    reloading.ask()
+                reloader = Reloader(service, self._notifier, load, config)
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+                stack.push_async_callback(reloader.stop)
+                if reload_wanted.is_set():
+                    reloader.ask()
             collect_rarely()
-            number = await told
+            number = await stop_signal
             service.may_end_sessions(is_interrupted=number is signal.SIGINT)
             log_event(LogEvent.DAEMON_STOPPING)
-            await self._notifier.tell_surely("STOPPING=1", status("Stopping."))
+            await self._notifier.tell_reliably("STOPPING=1", status("Stopping."))
 
-    async def _leave_in_keeping(self, service: Service) -> None:
-        """Have the service manager keep open the sockets that this daemon made, and let go of those out of use."""
+    async def _store_sockets(self, service: Service) -> None:
+        """Have the service manager keep this daemon's own listening sockets open, and drop those out of use."""
         if not self._notifier.is_heard:
             return
-        for name in {one.name for one in service.stale}:
-            await self._notifier.tell_surely("FDSTOREREMOVE=1", f"FDNAME={name}")
+        for name in {given.name for given in service.stale}:
+            await self._notifier.tell_reliably("FDSTOREREMOVE=1", f"FDNAME={name}")
         for address, fd in service.bound:
-            # FDPOLL=0: a listening socket that is shut down for a moment is not to be dropped for it.
-            await self._notifier.tell_surely("FDSTORE=1", f"FDNAME={kept_name(address)}", "FDPOLL=0", fds=[fd])
+            # FDPOLL=0 keeps systemd from dropping a listening socket that is shut down for a moment.
+            await self._notifier.tell_reliably("FDSTORE=1", f"FDNAME={kept_name(address)}", "FDPOLL=0", fds=[fd])
         service.leave_sockets()
 
 
-def _stop_at_signals(told: "asyncio.Future[signal.Signals]") -> None:
-    def take(number: signal.Signals) -> None:
-        if not told.done():
-            told.set_result(number)
+def _stop_at_signals(stop_signal: "asyncio.Future[signal.Signals]") -> None:
+    def on_signal(number: signal.Signals) -> None:
+        if not stop_signal.done():
+            stop_signal.set_result(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, take, number)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
 
 
 def _ready_text(service: Service) -> str:

@@ -1,11 +1,7 @@
-"""How the daemon is, told to the service manager by datagrams: sd_notify(3), "Standalone Implementations".
+"""Notifications to the service manager by datagrams (sd_notify(3), "Standalone Implementations"), and its watchdog.
 
-Where there is no service manager nothing is told. A datagram never blocks the loop: one that finds no room is lost,
-unless it is of those that must arrive, which are tried again for a while.
-
-Showing the service manager that the loop goes round (WatchdogSec= of systemd.service(5), sd_watchdog_enabled(3)).
-
-It is the loop itself that does it: a thread would go on while the loop is stuck.
+Without a service manager nothing is sent. A datagram never blocks the loop: without room it is lost, or, if it must
+arrive, tried again for a while.
 """
 
 import array
@@ -22,13 +18,13 @@ from gpulease.daemon.log.writer import log_event
 ADDRESS_VARIABLE: Final = "NOTIFY_SOCKET"
 
 TELL_TIMEOUT_S: Final = 5.0
-"""For what must arrive, while the service manager reads nothing."""
+"""The time for which a notification that must arrive is tried again."""
 
 MAX_STATUS_CHARS: Final = 512
-"""Of one line for `systemctl status`; texts from settings could be longer than a datagram."""
+"""The length of a line for `systemctl status`. Texts from settings could be longer than a datagram."""
 
 EXTENSION_S: Final = 30.0
-"""More time for a start or a stop, asked for three times in it: a loop that is stuck asks for nothing."""
+"""The time by which a notification extends a start. The loop sends three in it; a stuck loop sends none."""
 
 USEC_PER_S: Final = 1_000_000
 
@@ -36,7 +32,11 @@ _PAUSE_S: Final = 0.05
 
 
 class Notifier:
-    """The way to the service manager. Args: address: NOTIFY_SOCKET; "" to tell nobody."""
+    """The notification socket.
+
+    Args:
+        address: The value of NOTIFY_SOCKET; "" without a service manager.
+    """
 
     def __init__(self, address: str = "") -> None:
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
@@ -47,7 +47,7 @@ class Notifier:
 
     @classmethod
     def taken_from(cls, environment: MutableMapping[str, str]) -> "Notifier":
-        """As the environment says, out of which it is taken: children have nothing to tell."""
+        """Return the notifier of the environment, and remove its variable: children must not notify."""
         address = environment.pop(ADDRESS_VARIABLE, "")
         if address and address[0] not in "/@":
             why = f"{ADDRESS_VARIABLE} is {address!r}, no local socket"
@@ -57,11 +57,14 @@ class Notifier:
 
     @property
     def is_heard(self) -> bool:
-        """Whether there is a service manager."""
+        """True if there is a service manager."""
         return self._socket is not None
 
     def tell(self, *assignments: str, fds: Sequence[int] = ()) -> bool:
-        """Tell it once; False if there was no room. What nobody takes any more is lost, and logged once."""
+        """Send assignments once. Returns False if there was no room.
+
+        If the service manager is gone, logs that once and sends nothing more.
+        """
         if self._socket is None:
             return True
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -75,8 +78,8 @@ class Notifier:
             self.close()
         return True
 
-    async def tell_surely(self, *assignments: str, fds: Sequence[int] = ()) -> None:
-        """Tell it what it waits for, or acts on."""
+    async def tell_reliably(self, *assignments: str, fds: Sequence[int] = ()) -> None:
+        """Send assignments that the service manager waits for or acts on; retry for TELL_TIMEOUT_S."""
         until = time.monotonic() + TELL_TIMEOUT_S
         while time.monotonic() < until:
             if self.tell(*assignments, fds=fds):
@@ -86,12 +89,12 @@ class Notifier:
         log_event(LogEvent.MANAGER_DEAF, said, reason="it reads nothing")
 
     def tell_status(self, text: str) -> None:
-        """One line for people."""
+        """Send a status line for people."""
         self.tell(status(text))
 
     @contextlib.asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """Ask for more time, again and again, until the block is left (EXTEND_TIMEOUT_USEC)."""
+        """Extend the start's time limit until the block is left (EXTEND_TIMEOUT_USEC)."""
         task = asyncio.get_running_loop().create_task(self._ask_for_time())
         try:
             yield
@@ -106,28 +109,28 @@ class Notifier:
             await asyncio.sleep(EXTENSION_S / 3)
 
     def close(self) -> None:
-        """Tell nothing more."""
+        """Close the socket; later notifications are dropped."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
 
 def status(text: str) -> str:
-    """The assignment of a line for people: bounded, and in one line."""
+    """Return the assignment of a status line, bounded and without line breaks."""
     return f"STATUS={' '.join(text.split())[:MAX_STATUS_CHARS]}"
 
 
 MAX_USEC: Final = 2**62
-"""More is no time, but a number that a timer does not hold."""
+"""The longest interval. A timer does not hold a larger number."""
 
 _INTERVAL: Final = "WATCHDOG_USEC"
 _PROCESS: Final = "WATCHDOG_PID"
 
 
 def interval_s(environment: MutableMapping[str, str], pid: int) -> float | None:
-    """How often the service manager wants to hear of this process; None if it does not watch it.
+    """Return the watchdog's interval for this process in seconds; None without a watchdog.
 
-    The variables are taken out: what they say is meant for one process, not for its children.
+    Removes the variables from the environment: they are meant for one process, not for its children.
     """
     text, process = environment.pop(_INTERVAL, ""), environment.pop(_PROCESS, "")
     if process and process != str(pid):
@@ -138,9 +141,10 @@ def interval_s(environment: MutableMapping[str, str], pid: int) -> float | None:
 
 
 class Watchdog:
-    """Feeds the service manager's watchdog from the running loop, twice in each interval, until it is stopped.
+    """Feeds the service manager's watchdog from the running loop, twice in each interval.
 
-    One that is not fed sends SIGABRT.
+    The loop itself feeds it, because a thread would go on while the loop is stuck. An unfed watchdog sends SIGABRT.
+    WatchdogSec= of systemd.service(5) and sd_watchdog_enabled(3) describe the protocol.
     """
 
     def __init__(self, notifier: Notifier, every_s: float | None) -> None:
@@ -149,7 +153,7 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> bool:
-        """From now on; False if nobody watches."""
+        """Start feeding. Returns False without a watchdog."""
         is_watched = bool(self._pause_s) and self._notifier.is_heard
         if is_watched:
             self._feed()
@@ -160,7 +164,7 @@ class Watchdog:
         self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._feed)
 
     def stop(self) -> None:
-        """No longer."""
+        """Stop feeding."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,6 +1,6 @@
-"""Settings read anew while the daemon runs (SIGHUP, `systemctl reload`): what is taken, and what takes a restart.
+"""Reloading the settings while the daemon runs (SIGHUP, `systemctl reload`).
 
-A file that can't be used changes nothing: the settings stay as they were, and the log has a sentence.
+Some settings apply at once, the others at the next start. An unusable file changes nothing; the log has a sentence.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Final
 
 from gpulease.daemon.broker.service import Service
 from gpulease.daemon.broker.web_frontend import token_digest_of
-from gpulease.daemon.config.settings import Config, ConfigError
+from gpulease.daemon.config.settings import SETTINGS, Config, ConfigError
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.supervisor.notifier import Notifier, status
@@ -22,26 +22,28 @@ RELOADED: Final = frozenset(
         "http_token_file",
     }
 )
-"""Beside [tenants]. For tenants and connections that come, and for what tenants ask for, from then on; what they have
-stays theirs. Of the token's file what is in it is read anew; who was let in by the token before is not any more."""
+"""The settings that apply at once, besides [tenants]. They apply to new tenants, connections and requests; leases and
+connections that exist stay. A changed token in the token's file ends the access of the token before."""
 
-_NAMES: Final = {"vram_bytes": "vram", "audit_file_bytes": "audit_file_size"}
+_NAMES: Final = {setting.attribute: setting.name for setting in SETTINGS}
 _NS_PER_USEC: Final = 1_000
 
 
 def settings_that_wait(now: Config, wanted: Config) -> list[str]:
-    """The names of those that differ, and are taken at the next start only."""
+    """Return the names of the changed settings that apply at the next start only."""
     wanted = replace(wanted, limits=replace(wanted.limits, tenants=now.limits.tenants))
     differ = (item.name for item in fields(Config) if getattr(now, item.name) != getattr(wanted, item.name))
-    return [_NAMES.get(name, name) for name in differ if name not in RELOADED]
+    return [_NAMES[name] for name in differ if name not in RELOADED]
 
 
-class Reloading:
-    """Takes settings anew, one time after the other.
+class Reloader:
+    """Reloads the settings, one reload after the other.
 
     Args:
-        load: Reads and checks them; raises ConfigError. It blocks, so it is called in a thread.
-        config: Those the service was started with.
+        service: The running daemon.
+        notifier: The service manager's socket.
+        load: Reads and checks the settings; raises ConfigError. It blocks, so it runs in a thread.
+        config: The settings that the service was started with.
     """
 
     def __init__(self, service: Service, notifier: Notifier, load: Callable[[], Config], config: Config) -> None:
@@ -53,13 +55,13 @@ class Reloading:
         self._is_wanted = False
 
     def ask(self) -> None:
-        """Read them; once more behind a time that is under way, which may have read what is old by now."""
+        """Reload. A reload that is under way may have read an older file, so another one follows it."""
         self._is_wanted = True
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._reload_while_wanted())
 
     async def stop(self) -> None:
-        """Let a time that is under way come to its end."""
+        """Wait for a reload that is under way."""
         self._is_wanted = False
         if self._task is not None:
             await self._task
@@ -68,16 +70,16 @@ class Reloading:
         while self._is_wanted:
             self._is_wanted = False
             now_usec = time.monotonic_ns() // _NS_PER_USEC
-            # Type=notify-reload orders the answer by that time (sd_notify(3)).
-            await self._notifier.tell_surely("RELOADING=1", f"MONOTONIC_USEC={now_usec}")
+            # Type=notify-reload matches the answer to the request by this time (sd_notify(3)).
+            await self._notifier.tell_reliably("RELOADING=1", f"MONOTONIC_USEC={now_usec}")
             said = await self._reload()
-            await self._notifier.tell_surely("READY=1", status(said))
+            await self._notifier.tell_reliably("READY=1", status(said))
 
     def _read(self) -> tuple[Config, bytes]:
-        """The settings, and what the web page's token is. Raises ConfigError."""
+        """Return the settings and the digest of the web page's token. Raises ConfigError."""
         config = self._load()
         http = config.of_http
-        # A page that is not wanted any more is there until the next start, but opens nothing to anybody.
+        # A page that the new settings drop stays until the next start, but no token opens it.
         return config, b"" if http is None else token_digest_of(http)
 
     async def _reload(self) -> str:

@@ -21,7 +21,7 @@ from gpulease.daemon.web.server import server_of
 from gpulease.daemon.web.view import Pseudonyms
 
 MAX_PRIVATE_BYTES: Final = 512 << 20
-"""This process's private memory. An honest one uses some 60 MiB. Stops an attacker who makes it grow."""
+"""The process's private memory. An honest one uses some 60 MiB. Stops an attacker who makes it grow."""
 
 NICENESS: Final = 5
 """Tenants' work has priority over the page that shows it."""

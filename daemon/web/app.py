@@ -52,13 +52,13 @@ OPERATORS_STREAMS: Final = 8
 """Further streams, for pages with the operator's token. So other local users can't lock operators out."""
 
 STATE_FRESH_S: Final = 0.1
-"""How long an encoded state is reused. The age that it states is off by at most that."""
+"""The time for which an encoded state is reused. Its stated age is off by at most that."""
 
 HISTORY_FRESH_S: Final = 1.0
-"""How long the encoded last hour of the cards is reused; it gains a sample every ten seconds."""
+"""The time for which the encoded last hour of the cards is reused; it gains a sample every ten seconds."""
 
 STREAM_S: Final = 600.0
-"""How long one stream lasts; its page then opens the next. So no stream outlives a reader who has gone for long."""
+"""The life of one stream; its page then opens the next. So no stream outlives a reader who has gone for long."""
 
 QUIET_S: Final = 3.0
 """Pause after which a stream without news sends a comment, so that its page knows that the stream lives."""
@@ -339,7 +339,7 @@ async def rehearse(app: App, host: str) -> None:
 Ask = Callable[[Opcode, Any], Awaitable[Any]]
 
 HEALTH_FRESH_S: Final = 0.5
-"""How old an answer may be. A probe asks every few seconds; a caller who asks more often learns nothing by it."""
+"""The greatest age of an answer. A probe asks every few seconds; a caller who asks more often learns nothing by it."""
 
 
 class Cached:
@@ -396,7 +396,7 @@ class Health:
 
 
 METRICS_FRESH_S: Final = 1.0
-"""How old an exposition may be. It costs the broker milliseconds, and any local user may ask."""
+"""The greatest age of an exposition. It costs the broker milliseconds, and any local user may ask."""
 
 NOBODY: Final = ("", "other")
 """Values of the label that name no tenant."""

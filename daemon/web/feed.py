@@ -20,7 +20,7 @@ FETCH_EVERY_S: Final = 1.0
 """Pause between two fetches while somebody watches."""
 
 FRESH_S: Final = 0.5
-"""How old a snapshot may be for the next reader."""
+"""The greatest age of a snapshot for the next reader."""
 
 FETCH_SOON_S: Final = 0.2
 """Pause between two fetches when a lease changed: one change shows at once, a thousand changes show together."""

@@ -21,7 +21,7 @@ HEAD_S: Final = 10.0
 second, or nothing."""
 
 KEEP_ALIVE_S: Final = 5
-"""How long an idle connection stays open."""
+"""The time for which an idle connection stays open."""
 
 STALL_S: Final = 10.0
 """A peer's time to read some of its answer, once the kernel's and the transport's buffers are full."""
@@ -31,7 +31,7 @@ BUFFER_BYTES: Final = 256 << 10
 
 
 class BoundedHttp(H11Protocol):
-    """One HTTP connection with deadlines for its peer."""
+    """An HTTP connection with deadlines for its peer."""
 
     _idle_since_s = 0.0
     _deadline: asyncio.TimerHandle | None = None
@@ -55,7 +55,7 @@ class BoundedHttp(H11Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a request of this connection is not answered in full yet."""
+        """True if a request of this connection is not answered in full yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:

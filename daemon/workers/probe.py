@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, insist
+from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, retry
 from gpulease.daemon.leases import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
 from gpulease.daemon.leases.devices import Others
 from gpulease.daemon.workers.memory_monitor import UnlistedSince
@@ -41,7 +41,7 @@ async def measure_overhead(source: CardSource, workers: Workers, cards: list[Car
     async def attempt(card: CardFacts) -> int:
         return await _Probe(source, workers, events, card, next(numbers)).measure()
 
-    return [await insist(partial(attempt, card)) for card in cards]
+    return [await retry(partial(attempt, card)) for card in cards]
 
 
 @dataclass(frozen=True, slots=True)

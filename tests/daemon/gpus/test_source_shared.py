@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpulease.daemon.gpus.source import Shared
+from gpulease.daemon.gpus.source import SharedCall
 from helpers.waiting import wait_until
 
 MANY = 8
@@ -37,12 +37,12 @@ def waiting() -> int:
 
 def test_who_asks_while_one_is_under_way_shares_the_next() -> None:
     looks = Looks(is_held=True)
-    shared = Shared(looks.look)
+    shared = SharedCall(looks.look)
     before = waiting()
     with ThreadPoolExecutor(MANY + 1) as threads:
-        first = threads.submit(shared.ask)
+        first = threads.submit(shared.get)
         wait_until(lambda: looks.begun == 1, "the first look has begun")
-        others = [threads.submit(shared.ask) for _ in range(MANY)]
+        others = [threads.submit(shared.get) for _ in range(MANY)]
         # All but the one of them that will look, and the first, which may not end.
         wait_until(lambda: waiting() - before == MANY, "they wait", seen=waiting)
         looks.may_end.release(2)
@@ -55,12 +55,12 @@ def test_who_asks_while_one_is_under_way_shares_the_next() -> None:
 
 def test_no_answer_is_older_than_its_question() -> None:
     looks = Looks()
-    shared = Shared(looks.look)
+    shared = SharedCall(looks.look)
 
     def ask() -> bool:
         begun = looks.begun
         try:
-            return shared.ask() > begun
+            return shared.get() > begun
         except ValueError:
             return begun < 2
 

@@ -54,7 +54,7 @@ def test_what_must_arrive_waits_for_room(heard: socket.socket) -> None:
         sent = 0
         while notifier.tell("WATCHDOG=1"):
             sent += 1
-        telling = asyncio.create_task(notifier.tell_surely("READY=1"))
+        telling = asyncio.create_task(notifier.tell_reliably("READY=1"))
         await asyncio.sleep(0)
         assert not telling.done()
         assert [heard.recv(100) for _ in range(sent)] == [b"WATCHDOG=1"] * sent

@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from gpulease.daemon.gpus import source
-from gpulease.daemon.gpus.source import MAX_PAUSE_S, PATIENCE_S, CardsUnavailable, insist, pause_s
+from gpulease.daemon.gpus.source import MAX_PAUSE_S, RETRY_S, CardsUnavailable, pause_s, retry
 
 
 def test_pauses_grow_and_come_to_an_end() -> None:
@@ -15,7 +15,7 @@ def test_pauses_grow_and_come_to_an_end() -> None:
     assert pauses[:5] == [0.25, 0.5, 1, 2, 4]
     assert pauses == sorted(pauses)
     assert max(pauses) == MAX_PAUSE_S
-    assert PATIENCE_S - MAX_PAUSE_S < waited_s <= PATIENCE_S
+    assert RETRY_S - MAX_PAUSE_S < waited_s <= RETRY_S
     assert pause_s(10**9, 0) == MAX_PAUSE_S
 
 
@@ -36,7 +36,7 @@ def test_what_passes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
     monkeypatch.setattr(source, "FIRST_PAUSE_S", 0.001)
     tried, attempt = failing(3, may_pass=True)
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(insist(attempt)) == "cards"  # type: ignore[arg-type]
+        assert asyncio.run(retry(attempt)) == "cards"  # type: ignore[arg-type]
     assert len(tried) == 4
     assert [record.message for record in caplog.records] == ["broken 1; it is tried again for 30 s. Mend it."]
 
@@ -44,9 +44,9 @@ def test_what_passes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(("may_pass", "patience_s", "times"), [(False, 30.0, 1), (True, 0.0, 1), (True, 0.02, 5)])
 def test_what_does_not(monkeypatch: pytest.MonkeyPatch, may_pass: bool, patience_s: float, times: int) -> None:
     monkeypatch.setattr(source, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(source, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(source, "RETRY_S", patience_s)
     tried, attempt = failing(100, may_pass=may_pass)
     with pytest.raises(CardsUnavailable) as raised:
-        asyncio.run(insist(attempt))  # type: ignore[arg-type]
+        asyncio.run(retry(attempt))  # type: ignore[arg-type]
     assert str(raised.value) == f"broken {len(tried)}", "the last reason counts"
     assert len(tried) <= times
