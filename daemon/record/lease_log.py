@@ -222,10 +222,10 @@ class LeaseLog(Recorder):
             LogEvent.LEASE_REQUESTED,
             asked.tenant,
             lease_id=asked.lease_id,
-            size_bytes=bounded(asked.size_bytes),
-            ttl_ms=bounded(asked.ttl_ms),
+            size_bytes=bounded(asked.terms.size_bytes),
+            ttl_ms=bounded(asked.terms.ttl_ms),
             wait_ms=bounded(asked.wait_ms) or None,
-            exclusivity=asked.exclusivity.name.lower(),
+            exclusivity=asked.terms.exclusivity.name.lower(),
             wanted_card=asked.selector,
         )
 
