@@ -51,6 +51,7 @@ __all__ = [  # noqa: F405
     "LoadFailed",
     "Module",
     "NotFound",
+    "OperationFailed",
     "Permission",
     "Phase",
     "Revoked",

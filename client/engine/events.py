@@ -21,6 +21,9 @@ EVERY_LEASE: Final = 0
 WAIT_S: Final = 3600.0
 """One wait for an event; there is no bound on how many."""
 
+OnWarning = Callable[["LeaseEvent"], None]
+"""Called with a WARNING event."""
+
 _DOING: Final = "events"
 _KNOWN_PHASES: Final = {int(phase): phase for phase in Phase}
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
-from gpulease.client.engine.copies import readable_bytes
 from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial
 from gpulease.client.engine.launch import MAX_U32, dimensions
 from gpulease.client.engine.lease import (
@@ -17,6 +16,7 @@ from gpulease.client.engine.lease import (
     by_token,
     end_reason_of,
 )
+from gpulease.client.engine.memory_views import readable_bytes
 from gpulease.client.engine.request import milliseconds, whole
 from gpulease.client.engine.steps import Procedure, Sleep
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, TimedOut, error_of
@@ -30,6 +30,9 @@ from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, MAX_SUBMIT_ARGUMENTS, MA
 from gpulease.protocol.messages import AttachReply, GpuSubmit, SubmitArgument, SubmitDone, SubmitRun
 from gpulease.protocol.opcodes import TYPED_VALUE, ArgumentKind, ParameterType, SubmitOption
 from gpulease.protocol.primitives import Tlv
+
+Image = bytes | bytearray | memoryview | str
+"""PTX text or a cubin."""
 
 READY_LIMIT_S: Final = 150.0
 """Longest until a submit may begin: the one before it is waited for, 30 s at most; if a context made ahead is lost, its
@@ -58,7 +61,7 @@ class SubmissionBase:
     refused before the kernel is started: LaunchFailed.
     """
 
-    def __init__(self, kernel: str, image: bytes | bytearray | memoryview | str) -> None:
+    def __init__(self, kernel: str, image: Image) -> None:
         self._kernel = kernel_name(kernel, "submit")
         self._image = utf8(image, "submit") if isinstance(image, str) else bytes(readable_bytes(image, "submit"))
         self._grid = self._block = (1, 1, 1)

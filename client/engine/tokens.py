@@ -12,6 +12,9 @@ from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
 from gpulease.protocol.messages import CapabilityHeld, CapabilityIssue
 
+TOKEN_S: Final = 60.0
+"""Life of a token if its issuer does not say."""
+
 MAX_NONCE: Final = 2**128 - 1
 """Largest nonce; 0 leaves the choice to the daemon."""
 

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from gpulease.client.engine.events import EventStream, LeaseEvent, warnings
+from gpulease.client.engine.events import EventStream, LeaseEvent, OnWarning, warnings
 from gpulease.client.engine.lease import RenewalSchedule, keep
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 
 if TYPE_CHECKING:
-    from gpulease.client.sync.session import GpuLease
-
-OnWarning = Callable[[LeaseEvent], None]
+    from gpulease.client.sync.lease import GpuLease
 
 
 class LeaseEvents(Iterator[LeaseEvent]):

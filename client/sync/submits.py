@@ -5,11 +5,9 @@ from collections.abc import Callable
 
 from gpulease.client.engine.request import address_of
 from gpulease.client.engine.steps import Procedure
-from gpulease.client.engine.submits import SubmissionBase
+from gpulease.client.engine.submits import Image, SubmissionBase
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.sync.driver import drive
-
-Image = bytes | bytearray | memoryview | str
 
 
 class Submission(SubmissionBase):

@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from typing import Any, Final
 
-from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.channel import Asked, Channel, FrameWriter
 from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol.ring import NO_DATA
 
@@ -68,9 +68,9 @@ class CoalescingSocket(Channel):
     Threads: the flusher sends what is in the outbox, under the outbox's own lock; all else is the session's, under its.
     """
 
-    def __init__(self, channel: Channel, patience: SpinPolicy) -> None:
+    def __init__(self, channel: Channel, spin: SpinPolicy) -> None:
         super().__init__(channel.sock, channel.address, channel.link)
-        self._patience = patience
+        self._spin_policy = spin
         self._outbox = _Outbox(bytearray())
         self._is_first = True
         self._unfed = 0
@@ -78,7 +78,12 @@ class CoalescingSocket(Channel):
         self._lock = threading.RLock()
         _channels.add(self)
 
-    def put(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
+    @property
+    def writer(self) -> FrameWriter:
+        """The socket itself."""
+        return self
+
+    def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
         """See Channel."""
         frame = b"".join((first, second)) if second else first
         if len(frame) >= FLUSH_BYTES:
@@ -121,52 +126,52 @@ class CoalescingSocket(Channel):
 
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
         """See Channel."""
-        return self.put(layout.pack(a, b, c, d, e))
+        return self.put_whole(layout.pack(a, b, c, d, e))
 
     def spin(self) -> bool:
         """See Channel. Each look is a system call."""
-        clock, patience = time.monotonic_ns, self._patience
-        until = clock() + patience.spin_ns
+        clock, policy = time.monotonic_ns, self._spin_policy
+        until = clock() + policy.spin_ns
         while clock() < until:
             if self.pump():
                 return True
-            if patience.yields:
+            if policy.yields:
                 os.sched_yield()
         return False
 
-    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> bool | None:
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
         """See Channel; takes along what gathered."""
-        if not self._patience.spin_ns:
-            return None
+        if not self._spin_policy.spin_ns:
+            return Asked.NOT_SENT
         with self._lock:
             self._is_first = True
             if len(self._settled()) > MAX_OUTBOX_BYTES:
-                return None
+                return Asked.NOT_SENT
             self._outbox.data.extend(request)
             try:
                 if not self._flush():
-                    return False
+                    return Asked.UNANSWERED
             except OSError:
-                return False  # no peer: whoever waits for the reply finds out
+                return Asked.UNANSWERED  # no peer: whoever waits for the reply finds out
             finally:
                 self._have_rest_sent()
         room = self.link.get_buffer()
         count = self._look_into(room, more_ns)
         if count == len(reply) + len(into) and room[: len(reply)] == reply:
             into[:] = room[len(reply) : count]
-            return True
+            return Asked.ANSWERED
         self._unfed = count
-        return False
+        return Asked.UNANSWERED
 
     def _look_into(self, room: memoryview, more_ns: int) -> int:
         """How many bytes came within a bounded time."""
-        clock, patience = time.monotonic_ns, self._patience
-        receive, until = self.sock.recv_into, clock() + patience.spin_ns + more_ns
+        clock, policy = time.monotonic_ns, self._spin_policy
+        receive, until = self.sock.recv_into, clock() + policy.spin_ns + more_ns
         while clock() < until:
             try:
                 return receive(room)
             except BlockingIOError:
-                if patience.yields:
+                if policy.yields:
                     os.sched_yield()
             except OSError:
                 break  # the next look finds it again

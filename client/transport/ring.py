@@ -17,7 +17,7 @@ from typing import Final
 
 from gpulease.client.errors import Disconnected
 from gpulease.client.transport.arena import Arena
-from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.channel import Asked, Channel, FrameWriter
 from gpulease.client.transport.coalescing_socket import CoalescingSocket
 from gpulease.client.transport.credentials import SecuredAddress
 from gpulease.client.transport.spin_policy import SpinPolicy
@@ -43,16 +43,16 @@ def wanted_of(address: Address) -> Wanted:
     return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES)
 
 
-def share(channel: Channel, options: Iterable[Tlv], patience: SpinPolicy) -> tuple[Channel, Arena | None]:
+def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> tuple[Channel, Arena | None]:
     """The channel to go on with, and the arena, of what came with ATTACH's reply. Raises Disconnected."""
     given = Given.from_options(options)
     descriptors = iter(channel.descriptors)
     try:
         through: Channel
         if given.ring is None:
-            through = _gathering(channel, patience)
+            through = _gathering(channel, spin)
         else:
-            through = RingChannel(channel, next(descriptors), given.ring, patience)
+            through = RingChannel(channel, next(descriptors), given.ring, spin)
         return through, Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
     except (StopIteration, OSError, ValueError) as error:
         channel.close()
@@ -61,13 +61,13 @@ def share(channel: Channel, options: Iterable[Tlv], patience: SpinPolicy) -> tup
         channel.drop_descriptors()
 
 
-def _gathering(channel: Channel, patience: SpinPolicy) -> CoalescingSocket:
+def _gathering(channel: Channel, spin: SpinPolicy) -> CoalescingSocket:
     if not isinstance(channel.address, SecuredAddress):
-        return CoalescingSocket(channel, patience)
+        return CoalescingSocket(channel, spin)
     # Only here, as in `exchange`.
     from gpulease.client.transport.tls import TlsCoalescingSocket
 
-    return TlsCoalescingSocket(channel, patience)
+    return TlsCoalescingSocket(channel, spin)
 
 
 class RingChannel(Channel):
@@ -75,23 +75,25 @@ class RingChannel(Channel):
 
     waits_for_room = False
 
-    def __init__(self, channel: Channel, fd: int, layout: RingLayout, patience: SpinPolicy) -> None:
+    def __init__(self, channel: Channel, fd: int, layout: RingLayout, spin: SpinPolicy) -> None:
         """Raises OSError or ValueError if the memory can't be mapped; `channel` is as it was then."""
         super().__init__(channel.sock, channel.address, channel.link)
         self._map = mmap.mmap(fd, layout.total_bytes)
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
             self._replies, self._requests = client_ends(memory, layout, barriers, partial(_ring, self.sock))
-        self._spin_ns, self._yields = patience.spin_ns, patience.yields
+        self._spin_ns, self._yields = spin.spin_ns, spin.yields
         self._is_dozing = False
         self._is_closed = False
         self._end_of_socket = ""
-        # As they are: a method around them would cost a tenth of a launch.
-        self.put = self._requests.put_whole  # type: ignore[method-assign]
-        self.put_packed = self._requests.put_packed  # type: ignore[method-assign]
+
+    @property
+    def writer(self) -> FrameWriter:
+        """The ring's own writer: a method around it would cost a tenth of a launch."""
+        return self._requests
 
     def spin(self) -> bool:
-        """See Channel."""
+        """Look for bytes in the ring for a bounded time."""
         return self._spin(1) and self.pump()
 
     def _spin(self, least: int, more_ns: int = 0) -> bool:
@@ -105,15 +107,17 @@ class RingChannel(Channel):
                 os.sched_yield()
         return True
 
-    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> bool | None:
-        """See Channel."""
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
+        """Send a small request and look for its reply in the ring."""
         requests, replies = self._requests, self._replies
         try:
             if replies.has_bytes or not requests.put_whole(request):
-                return None
-            return self._spin(len(reply) + len(into), more_ns) and replies.take_if(reply, into)
+                return Asked.NOT_SENT
+            if self._spin(len(reply) + len(into), more_ns) and replies.take_if(reply, into):
+                return Asked.ANSWERED
         except (OSError, FramingError):
-            return False  # no peer: whoever waits for the reply finds out
+            pass  # no peer: whoever waits for the reply finds out
+        return Asked.UNANSWERED
 
     def doze(self, *, for_room: bool) -> bool:
         """See Channel."""

@@ -400,12 +400,12 @@ def receive_explained(channel: Channel, stream: TlsStream, buffer: memoryview) -
 class TlsCoalescingSocket(CoalescingSocket):
     """See CoalescingSocket. What left the outbox may wait in the stream: then there is something unsent still."""
 
-    def __init__(self, channel: Channel, patience: SpinPolicy) -> None:
+    def __init__(self, channel: Channel, spin: SpinPolicy) -> None:
         """Args: channel: A TlsChannel."""
         if not isinstance(channel, TlsChannel):
             raise TypeError(f"{channel!r} is no TLS connection's")
         self.stream = channel.stream
-        super().__init__(channel, patience)
+        super().__init__(channel, spin)
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there

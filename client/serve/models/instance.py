@@ -20,6 +20,7 @@ from gpulease.client.errors import (
     GpuLeaseError,
     GpuSessionFailed,
     LeaseExpired,
+    OperationFailed,
 )
 from gpulease.client.serve.models.model_metrics import ModelMetrics
 from gpulease.client.serve.models.request_queue import (
@@ -336,7 +337,7 @@ class Instance:
 
     def _failed(self, batch: list[WaitingRequest], error: GpuLeaseError) -> None:
         """Try again what is safe to be tried again, and tell the others."""
-        is_kernels = isinstance(error, GpuSessionFailed)
+        is_kernels = isinstance(error, GpuSessionFailed | OperationFailed)
         again = []
         for request in batch:
             # Who was in a batch with others may not be what made it fail. A lease that was taken is told, not hidden.

@@ -261,7 +261,7 @@ def ending_of(event: LeaseEvent) -> errors.GpuLeaseError | None:
 
 def code_of(error: errors.GpuLeaseError) -> CallErrorCode:
     """What those in a batch are told."""
-    if isinstance(error, errors.GpuSessionFailed):
+    if isinstance(error, errors.GpuSessionFailed | errors.OperationFailed):
         return CallErrorCode.KERNEL_FAILED
     return CallErrorCode.LEASE_LOST
 
