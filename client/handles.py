@@ -3,12 +3,15 @@
 from collections import deque
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gpulease.client.errors import InvalidHandle
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import KernelEntry
 from gpulease.protocol.opcodes import ParameterType
+
+if TYPE_CHECKING:
+    from gpulease.protocol.fastpath import LaunchTemplate
 
 
 class HandleOwner(Protocol):
@@ -122,7 +125,7 @@ class Module(Handle):
         super().__init__(owner, handle)
         self.kernels: Mapping[str, KernelEntry] = MappingProxyType({kernel.name: kernel for kernel in kernels})
         self.parameter_types: Mapping[str, tuple[ParameterType, ...]] = {}
-        self.templates: dict[tuple[Any, ...], Any] = {}
+        self.templates: dict[tuple[Any, ...], LaunchTemplate] = {}
         self.latest: Any = None
 
     def set_parameter_types(self, types: tuple[bytes, ...]) -> None:

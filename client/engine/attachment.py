@@ -50,27 +50,34 @@ class LentArrays:
     """Arrays of the arena that the worker may still read or write.
 
     The arena must not hand out their memory again, even when the program has dropped them.
+
+    Attributes:
+        is_used: False if there is nothing to take back; a sync reads it, because a call would cost too much.
     """
 
     def __init__(self) -> None:
+        self.is_used = False
         self._by_stream: dict[int, dict[tuple[int, int], memoryview]] = {}
         self._of_graphs: list[object] = []
 
     def lend(self, stream: int, place: int, view: memoryview) -> None:
         """Hold what a copy in a stream uses, until that stream, or the session, was waited for."""
+        self.is_used = True
         self._by_stream.setdefault(stream, {})[place, len(view)] = view
 
     def lend_to_graph(self, arrays: object) -> None:
         """Hold what queued launches of a closed graph use, until the session was waited for."""
+        self.is_used = True
         self._of_graphs.append(arrays)
 
     def take_back(self, stream: int | None = None) -> None:
         """One stream, or the whole session, was waited for."""
         if stream is not None:
             self._by_stream.pop(stream, None)
-        elif self._by_stream or self._of_graphs:
+        else:
             self._by_stream.clear()
             self._of_graphs.clear()
+            self.is_used = False
 
     def __bool__(self) -> bool:
         return bool(self._by_stream or self._of_graphs)

@@ -169,10 +169,10 @@ class Copies(CopyCommands):
             outcome = self._ask_small(buffer, offset, nbytes, into)
         else:
             outcome = self._ask_arena(self._arena_read, buffer, offset, into, nbytes)
-        if isinstance(outcome, NotSent):
-            return self.read(buffer, offset, nbytes, into)
         if isinstance(outcome, Done):
             return None
+        if isinstance(outcome, NotSent):
+            return self.read(buffer, offset, nbytes, into)
         return self._operations.go_on("mem_read", self._fill_late(outcome.rest))
 
     def _fill_late(self, rest: Procedure[Any]) -> Procedure[None]:

@@ -6,7 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpulease.client.engine.exchange import CONNECT_LIMIT_S, CONTROL_REPLY_LIMIT_S, TimeLimit, ask, dial, disconnected
+from gpulease.client.engine.exchange import (
+    CONNECT_LIMIT_S,
+    CONTROL_REPLY_LIMIT_S,
+    TimeLimit,
+    ask,
+    closing_on_failure,
+    dial,
+    disconnected,
+)
 from gpulease.client.engine.steps import Procedure, Wait
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
@@ -83,16 +91,10 @@ class EventStream:
         """Subscribe. Raises NotFound for a lease that is not this user's, Busy if there are too many subscriptions."""
         channel, _ = yield from dial(self._address, TimeLimit(CONNECT_LIMIT_S, "connect", self._address))
         limit = TimeLimit(CONTROL_REPLY_LIMIT_S, _DOING, self._address)
-        try:
+        with closing_on_failure(channel, _DOING):
             if self._token:
                 yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(self._token), limit)
             yield from ask(channel, Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(self._lease_id), limit)
-        except LinkEnded as ended:
-            channel.close()
-            raise disconnected(ended, channel, _DOING) from None
-        except BaseException:
-            channel.close()
-            raise
         self._channel = channel
 
     def next(self) -> Procedure[LeaseEvent | None]:

@@ -6,7 +6,7 @@ import os
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from gpulease.client.engine.steps import Limit, Procedure, Sleep, Wait
@@ -128,6 +128,19 @@ def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseErro
     own = ended.failure.hint
     hint = f"{own} It was asked at {channel.address}" if own else _is_it_running(channel.address)
     return error_of(Failure(ended.failure.status, ended.failure.message, hint), doing)
+
+
+@contextlib.contextmanager
+def closing_on_failure(channel: Channel, doing: str) -> Iterator[None]:
+    """Close the channel if the block fails. Raises the error of a control connection where the stream ended."""
+    try:
+        yield
+    except LinkEnded as ended:
+        channel.close()
+        raise disconnected(ended, channel, doing) from None
+    except BaseException:
+        channel.close()
+        raise
 
 
 def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:

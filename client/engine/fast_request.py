@@ -45,7 +45,11 @@ class NotSent:
 Outcome: TypeAlias = Done[T] | Pending | NotSent
 
 NOT_SENT: Final = NotSent()
-_DONE: Final = Done(None)
+DONE: Final = Done(None)
+
+# A member of an enum is looked up in several steps, a global in one.
+_ANSWERED: Final = Asked.ANSWERED
+_UNANSWERED: Final = Asked.UNANSWERED
 
 
 class _KnownReply:
@@ -67,20 +71,20 @@ class _KnownReply:
     ) -> Outcome[None]:
         """`Channel.ask`. Args: late_into: Target of a late reply's data; None if a late reply is to be parsed."""
         operations, channel = self._operations, self._attachment.channel
-        asked = Asked.UNANSWERED
+        asked: Asked = _UNANSWERED
         try:
             asked = channel.ask(request, reply, into, more_ns)
         finally:
             # Also if Ctrl-C came between: the reply is still to come, and must find its request.
-            if asked is Asked.UNANSWERED:
+            if asked is _UNANSWERED:
                 channel.link.expect_late(self._op, request_id, late_into)
                 channel.feed()
-        if asked is Asked.ANSWERED:
+        if asked is _ANSWERED:
             if operations.freed:
                 operations.settle(None, "")
             if self._op in operations.fences or operations.settled_id == request_id - 1:
                 operations.settled_id = request_id  # as `Operations.acknowledge` does
-            return _DONE
+            return DONE
         return NOT_SENT if asked is Asked.NOT_SENT else Pending(self._receive(request_id))
 
     def _receive(self, request_id: int) -> Procedure[Any]:

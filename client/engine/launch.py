@@ -190,7 +190,6 @@ class Launches(LaunchCommands):
         kinds: tuple[ArgumentKind, ...],
         shared_bytes: int,
     ) -> LaunchTemplate:
-        found: LaunchTemplate | None
         try:
             found = module.templates.get((kernel, tuple(grid), tuple(block), shared_bytes, kinds))
         except (TypeError, AttributeError):

@@ -9,7 +9,7 @@ again.
 from typing import Final, TypeVar
 
 from gpulease.client.engine.exchange import send
-from gpulease.client.engine.fast_request import Done, FastRequest, Pending
+from gpulease.client.engine.fast_request import DONE, FastRequest, Pending
 from gpulease.client.engine.operations import STREAMS_FENCES, Operations
 from gpulease.client.engine.steps import Begun, Limit, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
@@ -115,8 +115,9 @@ class Streams:
     def sync_at_once(self) -> Begun[None]:
         """`sync`, tried at once, under the session's lock."""
         outcome = self._sync.ask()
-        if isinstance(outcome, Done):
-            self.attachment.lent.take_back()
+        if outcome is DONE:
+            if self.attachment.lent.is_used:
+                self.attachment.lent.take_back()
             return None
         if isinstance(outcome, Pending):
             return self.operations.go_on("sync", self._taking_back(outcome.rest))
@@ -134,7 +135,7 @@ class Streams:
         self._check_recording("sync")
         number = self.number(stream, "sync")
         outcome = self._stream_sync.ask(HANDLE.pack(number))
-        if isinstance(outcome, Done):
+        if outcome is DONE:
             self.attachment.lent.take_back(number)
             return None
         if isinstance(outcome, Pending):

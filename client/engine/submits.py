@@ -7,8 +7,8 @@ from typing import Any, Final, Self
 from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial
 from gpulease.client.engine.launch import MAX_U32, dimensions
 from gpulease.client.engine.lease import (
+    END_REASON_POLL_S,
     END_REASON_WAIT_S,
-    FATE_POLL_S,
     LEASE_OVER,
     LeaseReport,
     LeaseState,
@@ -240,7 +240,7 @@ def _find_out(
                 return TimedOut(f"submit: {submit.get('reason')}")
             if submit is None or submit.get("state", "ending") not in _GOES_ON or lease.clock() > until:
                 break
-            yield Sleep(FATE_POLL_S)
+            yield Sleep(END_REASON_POLL_S)
     except Disconnected as error:
         return Disconnected(f"submit: {why}; then {error.message}", hint)
     except GpuLeaseError as error:
