@@ -4,15 +4,12 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from gpulease.client.aio.driver import drive, task_of
 from gpulease.client.engine.events import EventStream, LeaseEvent, OnWarning, warnings
-from gpulease.client.engine.lease import RenewalSchedule, keep
+from gpulease.client.engine.lease import LeaseView, RenewalSchedule, keep
 from gpulease.client.errors import GpuLeaseError
-
-if TYPE_CHECKING:
-    from gpulease.client.aio.lease import GpuLease
 
 
 class LeaseEvents(AsyncIterator[LeaseEvent]):
@@ -84,7 +81,7 @@ class KeepAlive:
     """
 
     def __init__(
-        self, lease: "GpuLease", on_loss: Callable[[GpuLeaseError], None] | None, schedule: RenewalSchedule
+        self, lease: LeaseView, on_loss: Callable[[GpuLeaseError], None] | None, schedule: RenewalSchedule
     ) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
@@ -105,14 +102,14 @@ class KeepAlive:
     ) -> None:
         await self.stop()
 
-    async def _keep(self, lease: "weakref.ref[GpuLease]", schedule: RenewalSchedule) -> None:
+    async def _keep(self, lease: "weakref.ref[LeaseView]", schedule: RenewalSchedule) -> None:
         self.loss = await drive(keep(lease, schedule))
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 
 
 def keep_alive(
-    lease: "GpuLease", on_loss: Callable[[GpuLeaseError], None] | None = None, schedule: RenewalSchedule | None = None
+    lease: LeaseView, on_loss: Callable[[GpuLeaseError], None] | None = None, schedule: RenewalSchedule | None = None
 ) -> KeepAlive:
     """Start renewing a lease, from a task, like `gpulease.client.keep_alive`."""
     return KeepAlive(lease, on_loss, schedule or RenewalSchedule())

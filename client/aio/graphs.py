@@ -2,16 +2,14 @@
 
 import asyncio
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpulease.client.aio.driver import drive, drive_holding, undisturbed
 from gpulease.client.aio.streams import Stream
 from gpulease.client.engine.graphs import GraphHandle
 from gpulease.client.engine.recording import Recording
+from gpulease.client.engine.session import SessionView
 from gpulease.client.engine.steps import Begun
-
-if TYPE_CHECKING:
-    from gpulease.client.aio.session import GpuSession
 
 
 class Graph(GraphHandle):
@@ -43,7 +41,7 @@ class Graph(GraphHandle):
 class Recorder:
     """The block in which a session records: `GpuSession.record`."""
 
-    def __init__(self, session: "GpuSession") -> None:
+    def __init__(self, session: SessionView) -> None:
         self._session = session
         self._graph: Graph
         self._recording: Recording

@@ -16,7 +16,7 @@ from gpulease.client import (
     Revoked,
 )
 from gpulease.client.bench.figures import percentile
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseRevoke
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpulease.client import Buffer, GpuBuilder, GpuSession, KernelArgs
 from gpulease.client.bench.figures import gigabytes_per_s, per_call_us, percentile, timed_us
-from gpulease.client.reports import first_card
+from gpulease.client.cli.reports import first_card
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

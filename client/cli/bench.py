@@ -29,8 +29,8 @@ from gpulease.client.bench.stream import stream_rates
 from gpulease.client.bench.submits import SUBMIT_ROWS, submit_figures
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import CannotStart, private_daemon, running_address
+from gpulease.client.cli.reports import first_card
 from gpulease.client.cli.tables import card_title, seconds_text, table
-from gpulease.client.reports import first_card
 
 DIRECT_TIMEOUT_S: Final = 300
 """For one round of direct calls; a hung driver must not hang the benchmark."""

@@ -14,12 +14,12 @@ from click.core import ParameterSource
 
 from gpulease.client.cli.endings import EXIT_FAILED
 from gpulease.client.cli.lease_ids import lease_id_argument
+from gpulease.client.cli.reports import cards_of, leases_of
 from gpulease.client.cli.tables import seconds_text, shown
-from gpulease.client.control import ask
 from gpulease.client.engine.events import EVERY_LEASE, EventStream, LeaseEvent
 from gpulease.client.engine.request import address_of, milliseconds
 from gpulease.client.errors import Disconnected, InvalidRequest
-from gpulease.client.reports import cards_of, leases_of
+from gpulease.client.sync.driver import ask
 from gpulease.client.sync.events import LeaseEvents
 from gpulease.protocol import Opcode, Phase
 from gpulease.protocol.messages import Drain, DrainStatus, Empty

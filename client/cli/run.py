@@ -30,7 +30,7 @@ from gpulease.protocol.sizes import parse_size
 
 if TYPE_CHECKING:
     # Not at run time: numpy comes with it, and its threads must start behind `_block`.
-    from gpulease.client.public import GpuLease
+    from gpulease.client.sync.public import GpuLease
 
 EXIT_LEASE_ENDED: Final = 124
 """The lease ended before the program; timeout(1) says the same of a program that took too long."""
@@ -95,7 +95,7 @@ def run(vram_bytes: int, ttl_ms: int, wait_ms: int, device: str | None, command:
     _check_program(command[0])
     usual = _block()
     # Now, behind `_block`: numpy starts threads when it is imported, and they inherit what is blocked.
-    from gpulease.client.public import GpuBuilder
+    from gpulease.client.sync.public import GpuBuilder
 
     builder = GpuBuilder().min_vram(vram_bytes).lease_secs(ttl_ms / 1000).timeout(wait_ms / 1000).orphan_secs(ORPHAN_S)
     if device is not None:

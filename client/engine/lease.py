@@ -150,7 +150,7 @@ _NUMBERS: Final = ("generation", "size_bytes", "remaining_ms", "ttl_ms")
 
 
 def lease_report_of(found: Any, doing: str) -> LeaseReport:
-    """Check a map that the daemon sent. Raises Disconnected if it is none, or has other types than the protocol says."""
+    """Check a map that the daemon sent. Raises Disconnected if it is none, or has other types than the protocol's."""
     is_typed = (
         isinstance(found, dict)
         and all(isinstance(found.get(name, ""), str) for name in _TEXTS)

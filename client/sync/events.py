@@ -7,15 +7,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from gpulease.client.engine.events import EventStream, LeaseEvent, OnWarning, warnings
-from gpulease.client.engine.lease import RenewalSchedule, keep
+from gpulease.client.engine.lease import LeaseView, RenewalSchedule, keep
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
-
-if TYPE_CHECKING:
-    from gpulease.client.sync.lease import GpuLease
 
 
 class LeaseEvents(Iterator[LeaseEvent]):
@@ -92,7 +89,7 @@ class KeepAlive:
         loss: Why the lease was lost; None while it is not.
     """
 
-    def __init__(self, lease: "GpuLease", on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
+    def __init__(self, lease: LeaseView, on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
         self._stopped = threading.Event()
@@ -112,13 +109,13 @@ class KeepAlive:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.stop()
 
-    def _run(self, lease: "weakref.ref[GpuLease]", schedule: RenewalSchedule) -> None:
+    def _run(self, lease: "weakref.ref[LeaseView]", schedule: RenewalSchedule) -> None:
         self.loss = drive(keep(lease, schedule, self._stopped))
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 
 
-def keep_alive(lease: "GpuLease", on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
+def keep_alive(lease: LeaseView, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
     """Start renewing a lease for as long as it was granted, each time three quarters of that have passed.
 
     Args:

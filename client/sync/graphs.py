@@ -2,15 +2,13 @@
 
 import threading
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpulease.client.engine.graphs import GraphHandle
 from gpulease.client.engine.recording import Recording
+from gpulease.client.engine.session import SessionView
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.streams import Stream
-
-if TYPE_CHECKING:
-    from gpulease.client.sync.session import GpuSession
 
 
 class Graph(GraphHandle):
@@ -46,7 +44,7 @@ class Graph(GraphHandle):
 class Recorder:
     """The block in which a session records: `GpuSession.record`."""
 
-    def __init__(self, session: "GpuSession") -> None:
+    def __init__(self, session: SessionView) -> None:
         self._session = session
         self._graph: Graph
         self._recording: Recording

@@ -38,7 +38,7 @@ from gpulease.client import (
 )
 from gpulease.client.bench.figures import percentile
 from gpulease.client.bench.kernels import Prepared, kernels_ptx, works
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.client.verify.kernels import BLOCK, GRID, ONE, WARP, count_set, fill, rule_breakers
 from gpulease.client.verify.scene import Breach, Scene, worker_pid
 from gpulease.protocol import Opcode

@@ -24,7 +24,7 @@ from gpulease.client import (
     Untrusted,
     aio,
 )
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.client.sync.lease import my_audience
 from gpulease.daemon.remote.pki.certificates import Authority, Issued
 from gpulease.protocol import Failure, Opcode, Status

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from gpulease.client.control import ask
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory
 

@@ -1,4 +1,4 @@
-"""What `gpulease.client` exports, imported: see there."""
+"""The names that `gpulease.client` exports; it imports this module when one of them is first asked for."""
 
 from gpulease.client.engine.events import LeaseEvent
 from gpulease.client.engine.lease import LeaseReport, SubmitReport
