@@ -42,7 +42,7 @@ class GpuLeaseError(Exception):
         message: What failed and why.
         hint: What to do about it; may be "".
         status: The status on the wire.
-        failure: All the daemon said, or what it would have said of an error found here.
+        failure: The daemon's whole failure, or the like made here of an error that was found here.
     """
 
     host_code: ClassVar[int | None] = None
@@ -160,7 +160,7 @@ class Unsupported(GpuLeaseError):
 
 @answers(Status.DENIED)
 class Denied(GpuLeaseError):
-    """This tenant may not do that."""
+    """The daemon does not let this tenant do that."""
 
     default_hint = "Ask the operator of the node for the right to do it"
 
@@ -192,7 +192,7 @@ class GpuSessionFailed(GpuLeaseError):
 
 
 class OperationFailed(GpuLeaseError):
-    """One operation failed; the session goes on. Each failure is of one of the classes below."""
+    """An operation failed; the session goes on. Each such failure is of one of the classes below."""
 
 
 @answers(Status.ALLOC_FAILED)
@@ -240,7 +240,7 @@ class LaunchFailed(OperationFailed):
 
 @answers(Status.SYNC_FAILED)
 class SyncFailed(OperationFailed):
-    """A kernel failed while it ran; what it and the ones behind it wrote is not to be trusted."""
+    """A kernel failed while it ran. Do not trust the memory that it and the kernels behind it wrote."""
 
     default_hint = "Check the kernel's bounds and arguments"
 
@@ -256,7 +256,7 @@ class SyncFailed(OperationFailed):
 
 
 PERMANENT_ERRORS = (LeaseExpired, Revoked, Fenced, Drained, InvalidRequest, Denied, Unsupported, Untrusted)
-"""Errors that asking again can't cure."""
+"""Errors that no repetition cures."""
 
 
 def error_class(status: int) -> type[GpuLeaseError]:
@@ -268,9 +268,9 @@ def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) ->
     """The error to raise for a failure.
 
     Args:
-        failure: What the daemon said.
-        doing: The operation it said it to.
-        own_requests: Numbers of the quiet requests this operation is made of: their failure is its own.
+        failure: The daemon's failure.
+        doing: The operation that it answers.
+        own_requests: Numbers of the quiet requests that the operation is made of: their failure is its own.
     """
     number = failure.failed_request_id
     if number is None or number in own_requests:

@@ -25,7 +25,7 @@ class HandleOwner(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the session and its lease live, as far as is known here."""
+        """True while the session and its lease live, as far as is known here."""
 
 
 class Handle:

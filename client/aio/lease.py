@@ -73,7 +73,7 @@ class GpuLease(LeaseView):
         return keep_alive(self, on_loss)
 
     def events(self) -> LeaseEvents:
-        """Its events, from its present phase to its end, like `gpulease.client.GpuLease.events`."""
+        """Subscribe to its events, like `gpulease.client.GpuLease.events`."""
         return LeaseEvents(self._state.event_stream())
 
     def on_warning(self, callback: OnWarning) -> WarningWatch:
@@ -109,12 +109,12 @@ class GpuSharedLease(LeaseView):
         return await drive(self._state.query())
 
     def events(self) -> LeaseEvents:
-        """Its events, for as long as the token is good, like `gpulease.client.GpuLease.events`."""
+        """Subscribe to its events, for as long as the token is good, like `gpulease.client.GpuLease.events`."""
         return LeaseEvents(self._state.event_stream())
 
 
 async def my_audience(address: str | None = None) -> bytes:
-    """This program's user as a node knows it, like `gpulease.client.my_audience`."""
+    """Ask a node for its name of this program's user, like `gpulease.client.my_audience`."""
     return bytes((await ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address)).audience)
 
 

@@ -71,7 +71,7 @@ class LentArrays:
         self._of_graphs.append(arrays)
 
     def take_back(self, stream: int | None = None) -> None:
-        """One stream, or the whole session, was waited for."""
+        """Forget the arrays of one stream, or of the whole session, which was waited for."""
         if stream is not None:
             self._by_stream.pop(stream, None)
         else:
@@ -130,17 +130,17 @@ class Attachment:
 
     @property
     def over(self) -> Failure | None:
-        """How the session, or else its lease, ended; None while both live."""
+        """The end of the session, or else of its lease; None while both live."""
         return self.end or self.lease.over
 
     @property
     def is_alive(self) -> bool:
-        """Whether the session is open and its lease not over, as far as is known here."""
+        """True while the session is open and its lease not over, as far as is known here."""
         return self.end is None and self.lease.remaining_s > 0
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the session lives, has nothing to free, records nothing, and has no reply under way."""
+        """True if the session lives, has nothing to free, records nothing, and has no reply under way."""
         link = self.channel.link
         return (
             self.end is None

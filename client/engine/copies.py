@@ -52,7 +52,7 @@ class CopyCommands(Protocol):
 
 
 class Copies(CopyCommands):
-    """One session's copies."""
+    """The copies of one session."""
 
     def __init__(self, operations: Operations, streams: Streams) -> None:
         self._operations = operations
@@ -278,7 +278,7 @@ class Copies(CopyCommands):
 
 
 def spin_ns(nbytes: int) -> int:
-    """How long a copy in the arena takes the card, at most `MAX_COPY_SPIN_NS`."""
+    """Time that a copy in the arena takes the card, in nanoseconds, at most `MAX_COPY_SPIN_NS`."""
     return min(nbytes // COPY_BYTES_PER_NS, MAX_COPY_SPIN_NS)
 
 

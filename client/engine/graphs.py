@@ -66,7 +66,7 @@ class GraphHandle(Handle):
         return () if self._record is None else tuple(self._record.parameters)
 
     def made(self, graphs: "Graphs", handle: int, record: GraphRecord) -> None:
-        """The worker has made the graph and gave it a number."""
+        """Note the number that the worker gave the graph, and prepare its launch frame."""
         self._graphs = graphs
         self.owner, self.handle, self._record = graphs.attachment, handle, record
         self._args = b"".join(parameter.value for parameter in record.parameters.values())
@@ -77,11 +77,11 @@ class GraphHandle(Handle):
         self._why_not = "is closed"
 
     def discarded(self) -> None:
-        """Its recording failed."""
+        """Note that the recording failed."""
         self._why_not = "was discarded: its recording failed"
 
     def graphs(self, doing: str) -> "Graphs":
-        """Its session's graphs. Raises InvalidHandle, naming the operation `doing`, if it has no session."""
+        """The graphs of its session. Raises InvalidHandle, naming the operation `doing`, if it has no session."""
         if self.owner is None:
             raise InvalidHandle(f"{doing}: the graph {self._why_not}")
         return self._graphs
@@ -144,7 +144,7 @@ class GraphHandle(Handle):
 
 
 class Graphs:
-    """One session's launch graphs, which are launched into its streams.
+    """The launch graphs of one session, which are launched into its streams.
 
     Attributes:
         attachment: The session's connection.

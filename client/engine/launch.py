@@ -76,7 +76,7 @@ class _LatestLaunch:
 
 
 class Launches(LaunchCommands):
-    """One session's launches."""
+    """The launches of one session."""
 
     def __init__(self, operations: Operations, streams: Streams) -> None:
         self._attachment = operations.attachment
@@ -95,8 +95,8 @@ class Launches(LaunchCommands):
     ) -> Begun[int]:
         """Send a launch at once, under the session's lock; the result is the launch's number.
 
-        A launch like the module's last one is checked and sent in this one frame, because a call or a generator would
-        cost as much as all the rest. Any other launch, and whatever is wrong, is left to `_launch_anew`.
+        A launch like the module's last one is checked and sent in this one frame: a call or a generator would cost as
+        much as all the rest. Any other launch, and whatever is wrong, is left to `_launch_anew`.
         """
         attachment = self._attachment
         try:

@@ -64,7 +64,7 @@ from gpulease.protocol.opcodes import WAITING_TAG, HelloOption
 
 
 class SubmitReport(TypedDict):
-    """One submit of a lease.
+    """A submit of a lease.
 
     Attributes:
         number: The submit's number on the daemon.
@@ -82,7 +82,9 @@ class SubmitReport(TypedDict):
 
 
 class LeaseReport(TypedDict):
-    """One lease. A daemon of another version may send more members, and lack those that are not required.
+    """A lease, as the daemon reports it.
+
+    A daemon of another version may send more members, and lack those that are not required.
 
     Attributes:
         lease_id: The id's text, 32 hexadecimal digits: equal to `lease.lease_id_text`, not to `lease.lease_id`.
@@ -182,7 +184,7 @@ REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LE
 """Requests that may be repeated without knowing whether the first was done: nobody can see a difference."""
 
 ACQUIRE_REPLY_LIMIT_S: Final = 90.0
-"""How long a grant may take, beside the wait for room. Where hundreds ask at once, each waits for the workers of those
+"""Longest a grant may take, beside the wait for room. Where hundreds ask at once, each waits for the workers of those
 before it. The daemon gives a worker 60 s to start, and then says itself that it did not."""
 
 RECONNECT_LIMIT_S: Final = 30.0
@@ -190,7 +192,7 @@ RECONNECT_LIMIT_S: Final = 30.0
 restart takes seconds; a daemon that is not back by then is more than restarted."""
 
 END_MARGIN_S: Final = 5.0
-"""How much longer than the lease LEASE_QUERY and LEASE_FREE wait: they make sense when it has just ended, too."""
+"""Time that LEASE_QUERY and LEASE_FREE wait longer than the lease lasts: they make sense just after its end, too."""
 
 FIRST_RECONNECT_PAUSE_S: Final = 0.05
 """Pause before the first new connection after one that broke; it doubles with each that fails."""
@@ -388,7 +390,7 @@ class LeaseView:
 
     @property
     def expires_at_unix_secs(self) -> int:
-        """When it ends, by the daemon's wall clock; for people."""
+        """The date of its end, by the daemon's wall clock; for people."""
         return self._state.expires_at_unix_s
 
     @property
@@ -413,7 +415,7 @@ class LeaseView:
 
     @property
     def exclusivity(self) -> Exclusivity:
-        """Which other leases may use the card at the same time."""
+        """The rule for other leases on the same card."""
         return Exclusivity(self._state.grant.exclusivity)
 
     @property
@@ -423,7 +425,7 @@ class LeaseView:
 
     @property
     def address(self) -> str:
-        """Its daemon's address."""
+        """The address of its daemon."""
         return str(self._state.address)
 
     def __repr__(self) -> str:
@@ -535,7 +537,7 @@ RENEW_AT: Final = 0.75
 """Part of its time that a lease has used when it is renewed: early enough for several tries."""
 
 JITTER: Final = 0.10
-"""How far each renewal is moved at random, so that leases granted together are not renewed together."""
+"""Part by which each renewal is moved at random, so that leases granted together are not renewed together."""
 
 FIRST_BACKOFF_S: Final = 0.1
 """Pause after the first failure; it doubles with each one that follows."""
@@ -622,7 +624,7 @@ def keep(
 
 
 END_REASON_WAIT_S: Final = 2.0
-"""How long the broker may take to notice that a worker is gone. The kernel tells it within milliseconds; two seconds is
+"""Longest the broker may take to notice that a worker is gone. The kernel tells it within milliseconds; two seconds is
 a host under heavy load."""
 
 END_REASON_POLL_S: Final = 0.05
@@ -661,11 +663,11 @@ _WORDS: Final = {
     "orphaned": "the lease was orphaned",
 }
 _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
-"""How a lease ended matters more to its tenant than whether its memory came back, except for these."""
+"""Ends for which FENCED takes the place of the status: any other end matters more to the tenant than its memory."""
 
 
 def end_reason_of(report: Mapping[str, object]) -> Failure | None:
-    """How the lease in a LEASE_QUERY report ended; None if it has not."""
+    """The end of the lease in a LEASE_QUERY report; None if it has not ended."""
     cause, state = report.get("cause"), report.get("state")
     if cause is None and state != "fenced":
         return None

@@ -1,4 +1,4 @@
-"""How a session's operations are done: one at a time, under the session's lock.
+"""A session's operations: each is done under the session's lock, one at a time.
 
 The worker keeps the failure of a quiet request and answers the next request that has a reply with it. That request was
 not done, and neither was anything behind the failed one. So frees that were under way are sent again.
@@ -26,7 +26,7 @@ from gpulease.protocol.opcodes import Flag
 T = TypeVar("T")
 
 EXPIRY_MARGIN_S: Final = 5.0
-"""How long past the lease's end an operation still waits for a reply: the daemon's grace, the reclaim, a slow host."""
+"""Time past the lease's end that an operation still waits for a reply: the daemon's grace, the reclaim, a slow host."""
 
 FREES_PER_FLUSH: Final = 256
 """Most dropped handles that one operation frees, so that a long list that was thrown away does not hold it up."""
@@ -90,7 +90,7 @@ class Operations:
 
     Attributes:
         attachment: The session's connection.
-        limit: How long an operation may take.
+        limit: Longest an operation may take.
         freed: (request, operation, handle) of frees under way; they are done once any later request is answered.
         settled_id: Every request up to this one is known to have ended well, or its failure was raised.
         fences: Operations whose reply settles everything before them.
@@ -190,7 +190,7 @@ class Operations:
         raise error_of(result, doing, own_requests)
 
     def fence_limit(self) -> FenceLimit | None:
-        """How long a `with` block that is left waits for unsettled work; None if there is none to wait for."""
+        """The limit of the wait for unsettled work as a `with` block is left; None if nothing is to be waited for."""
         attachment = self.attachment
         is_settled = attachment.end is not None or self.settled_id == attachment.connection.last_request_id
         over = attachment.lease.over

@@ -21,7 +21,7 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 
 
 class Resources:
-    """One session's device memory and modules."""
+    """The device memory and the modules of one session."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations

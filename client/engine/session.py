@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One session on a lease.
+    """A session on a lease.
 
     Attributes:
         attachment: Its connection, its lease, and how it ended.

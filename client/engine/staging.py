@@ -75,7 +75,7 @@ class Staging:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the slots are there, or could be made: the arena may have no room for them."""
+        """True if the slots are there, or could be made: the arena may have no room for them."""
         if self._block is None:
             self._block = self._arena.allocate(SLOTS * SLOT_BYTES)
         return self._block is not None
@@ -143,7 +143,7 @@ class Staging:
 
 
 class _StagedCopy:
-    """One copy of several pieces."""
+    """A copy of several pieces."""
 
     def __init__(self, staging: Staging, handle: int, offset: int, address: int, nbytes: int) -> None:
         self._staging = staging
@@ -292,7 +292,7 @@ CORES_PER_COPIER: Final = 4
 """Cores this process must have for each thread: on fewer they would take the worker's, or the tenant's."""
 
 PART_BYTES: Final = 512 << 10
-"""What a thread takes at a time: so many threads share the first piece of a copy, and its last."""
+"""Size of the part that a thread takes at a time, so that threads share the first piece of a copy, and its last."""
 
 _Job = tuple[int, int, int, list[Any]]
 """Target, source, bytes, and as many items as parts of the copy are left: the token, and None for each other part."""

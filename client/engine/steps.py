@@ -55,7 +55,7 @@ that the caller has to drive to have it. A generator alone costs as much as the 
 
 
 class Limit(Protocol):
-    """How long a reply may take."""
+    """A bound on the time that a reply may take."""
 
     def remaining_s(self) -> float:
         """Seconds left; 0 or less when the time is over."""

@@ -43,7 +43,7 @@ class StreamHandle(Handle):
         return f"<{type(self).__name__} {self.handle}{'' if self.is_alive else ', gone'}>"
 
     def streams(self, what: str) -> "Streams":
-        """Its session's streams. Raises InvalidHandle, naming the operation `what`, if this one was closed."""
+        """The streams of its session. Raises InvalidHandle, naming the operation `what`, if this one was closed."""
         if self.owner is None:
             raise InvalidHandle(f"{what}: stream {self.handle} is closed")
         return self._streams
@@ -60,7 +60,7 @@ class StreamHandle(Handle):
 
 
 class Streams:
-    """One session's streams.
+    """The streams of one session.
 
     Attributes:
         attachment: The session's connection.

@@ -1,7 +1,4 @@
-"""A lease's events for programs that block: an iterator, and a thread that calls back on a warning.
-
-Keeping a lease alive from a thread.
-"""
+"""A lease's events for programs that block: an iterator, a thread that calls back on a warning, one that renews."""
 
 import threading
 import weakref
@@ -16,7 +13,7 @@ from gpulease.client.sync.driver import drive
 
 
 class LeaseEvents(Iterator[LeaseEvent]):
-    """What a lease goes through, from where it stands now: `for event in lease.events():`.
+    """A lease's events, from its present phase on: `for event in lease.events():`.
 
     It ends behind the event of the lease's end, or when it is closed. Next may raise Disconnected.
     """
@@ -33,7 +30,7 @@ class LeaseEvents(Iterator[LeaseEvent]):
         return event
 
     def close(self) -> None:
-        """Hear no more; a thread that waits for an event stops."""
+        """End the subscription; a thread that waits for an event stops."""
         self._stream.wake()
 
     def __enter__(self) -> Self:
@@ -119,8 +116,8 @@ def keep_alive(lease: LeaseView, on_loss: OnLoss | None = None, schedule: Renewa
     """Start renewing a lease for as long as it was granted, each time three quarters of that have passed.
 
     Args:
-        lease: Which one. It is not kept from being dropped.
-        on_loss: Called from the thread, once, with the error that says why the lease can't be kept.
+        lease: The lease. It may still be dropped.
+        on_loss: Called from the thread, once, with the error that says why the lease is lost.
         schedule: When to renew.
     """
     return KeepAlive(lease, on_loss, schedule or RenewalSchedule())

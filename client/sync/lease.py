@@ -90,7 +90,7 @@ class GpuLease(LeaseView):
         return keep_alive(self, on_loss)
 
     def events(self) -> LeaseEvents:
-        """Its events, from its present phase to its end, on a connection of their own."""
+        """Subscribe to its events, from its present phase to its end, on a connection of their own."""
         return LeaseEvents(self._state.event_stream())
 
     def on_warning(self, callback: OnWarning) -> WarningWatch:
@@ -117,12 +117,12 @@ class GpuSharedLease(LeaseView):
         return drive(self._state.query())
 
     def events(self) -> LeaseEvents:
-        """Its events, for as long as the token is good; like `GpuLease.events`."""
+        """Subscribe to its events, for as long as the token is good, like `GpuLease.events`."""
         return LeaseEvents(self._state.event_stream())
 
 
 def my_audience(address: str | None = None) -> bytes:
-    """This program's user as a node knows it: tell it to those who are to issue tokens for this program."""
+    """Ask a node for its name of this program's user: tell it to those who are to issue tokens for this program."""
     return bytes(ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address).audience)
 
 

@@ -10,8 +10,8 @@ from gpulease.client.sync.driver import drive
 class Stream(StreamHandle):
     """An order of launches and copies; made by `GpuSession.stream`, passed to `launch`, `mem_write` and `mem_read`.
 
-    A stream runs its launches and copies in the order in which they were put there. Between two streams there is no
-    order but the one that `wait_for` makes, so copies and kernels in different streams may run at the same time.
+    A stream runs its launches and copies in the order in which they were put there. Only `wait_for` orders two streams.
+    So copies and kernels in different streams may run at the same time.
     `GpuSession.sync` waits for all streams, and so does `module_unload`. The session's next operation that has a reply
     raises a failure in any stream.
 

@@ -57,7 +57,7 @@ _NO_WRITER: Final = _NoWriter()
 
 
 class Channel:
-    """One connection to the daemon.
+    """A connection to the daemon.
 
     A session's kinds of channel (`coalescing_socket`, `ring`, `tls`) replace the methods of the first group. A control
     connection keeps them as they are here.

@@ -7,14 +7,14 @@ from typing import Final
 from gpulease.protocol.opcodes import Waiting
 
 MIN_SPIN_CORES: Final = 4
-"""Cores this process must have for it to spin unasked; on fewer it would take the worker's."""
+"""Cores this process must have to spin by default; on fewer it would take the worker's."""
 
 _HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
 
 @dataclass(frozen=True, slots=True)
 class SpinPolicy:
-    """How one session spins.
+    """The spinning of one session.
 
     Attributes:
         spin_ns: Longest time to look for a reply; 0: do not look.
