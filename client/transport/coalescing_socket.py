@@ -1,11 +1,11 @@
 """A session's socket where there is no ring: small frames gather in an outbox and go to the kernel together.
 
 A system call costs more than the rest of a launch. So the first frame that nobody waits for goes at once, and the
-outbox keeps those right behind it. It is sent when it holds some kilobytes, with any frame that is waited for, or by the
-flusher. The flusher is one thread for all sessions of the process. It looks every quarter of a millisecond while there
-is anything to send, sleeps while there is not, and ends if it sleeps for long. So a launch is under way within half a
-millisecond, whatever its caller does next. A caller that computes in Python alone keeps the flusher out for up to
-Python's switch interval, 5 ms.
+outbox keeps those right behind it. It is sent when it holds some kilobytes, with any frame that is waited for, or by
+the flusher. The flusher is one thread for all sessions of the process. It looks every quarter of a millisecond while
+there is anything to send, sleeps while there is not, and ends if it sleeps for long. So a launch is under way within
+half a millisecond, whatever its caller does next. A caller that computes in Python alone keeps the flusher out for up
+to Python's switch interval, 5 ms.
 
 An interrupt anywhere, by Ctrl-C for example, loses no frame and sends none twice. A frame is in the outbox whole or not
 at all, and the very call that sends notes how much the kernel took (`_Outbox`).
