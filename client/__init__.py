@@ -70,7 +70,7 @@ __all__ = [  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is exported when something of it is first asked for: most commands of `gpulease` need none of it."""
+    """Import the exported names when one of them is first asked for: most commands of `gpulease` need none."""
     if not name.startswith("__"):
         public = import_module("gpulease.client.sync.public")
         globals().update({exported: getattr(public, exported) for exported in __all__})

@@ -167,7 +167,7 @@ class Denied(GpuLeaseError):
 
 @answers(Status.INVALID_REQUEST)
 class InvalidRequest(GpuLeaseError):
-    """The request makes no sense, whoever asks."""
+    """The request makes no sense, for any tenant."""
 
 
 @answers(Status.LEASE_FREED)

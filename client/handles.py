@@ -52,7 +52,7 @@ class Handle:
             why = "is freed" if self.owner is None else "belongs to another session"
             raise InvalidHandle(f"{what}: {kind} {self.handle:#x} {why}")
 
-    def let_go(self) -> tuple[Opcode, int]:
+    def mark_freed(self) -> tuple[Opcode, int]:
         """Mark it as freed; returns the request's operation and handle that free it."""
         self.owner = None
         return self._free_op, self.handle
@@ -99,12 +99,12 @@ class Buffer(Handle):
 
 
 class BorrowedBuffer(Buffer):
-    """Device memory that somebody else's reference keeps; see `GpuSession.buffer`."""
+    """Device memory that a reference elsewhere keeps; made by `GpuSession.buffer`."""
 
     __slots__ = ()
 
     def __del__(self) -> None:
-        """Free nothing: somebody else's reference does."""
+        """Free nothing: the reference elsewhere does."""
 
 
 class Module(Handle):

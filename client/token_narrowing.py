@@ -1,4 +1,4 @@
-"""Narrowing a token before it is passed on, without asking anybody: needs `pip install '.[tokens]'`.
+"""Narrow a token before it is passed on, without asking a daemon: needs `pip install '.[tokens]'`.
 
 from gpulease.client.token_narrowing import attenuate
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from gpulease.client.aio.driver import drive, task_of
 from gpulease.client.engine.events import EventStream, LeaseEvent, OnWarning, warnings
-from gpulease.client.engine.lease import LeaseView, RenewalSchedule, keep
+from gpulease.client.engine.lease import LeaseView, RenewalSchedule, keep_renewed
 from gpulease.client.errors import GpuLeaseError
 
 
@@ -103,7 +103,7 @@ class KeepAlive:
         await self.stop()
 
     async def _keep(self, lease: "weakref.ref[LeaseView]", schedule: RenewalSchedule) -> None:
-        self.loss = await drive(keep(lease, schedule))
+        self.loss = await drive(keep_renewed(lease, schedule))
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 

@@ -87,7 +87,7 @@ class GpuLease(LeaseView):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         with suppress(*(() if kind is None else (GpuLeaseError,))):
-            await self._run(self._state.leave())
+            await self._run(self._state.free_at_exit())
 
     async def _run(self, procedure: Procedure[T]) -> T:
         return await undisturbed(self._drive(procedure))

@@ -39,7 +39,7 @@ _NOT_OPEN: Final = Failure(
 _CLOSED: Final = Failure(Status.INVALID_REQUEST, "the session was closed", "Open another one on the lease")
 
 
-class Recorder(Protocol):
+class ActiveRecording(Protocol):
     """The recording that stands in for a session; see `recording`."""
 
     def refusal(self, doing: str) -> GpuLeaseError:
@@ -101,7 +101,7 @@ class Attachment:
         chunk_bytes: Size of the pieces that copies are cut into.
         quiet_bytes: Largest write that is not waited for.
         max_payload_bytes: Largest payload that the daemon takes.
-        recorder: The recording under way; None while the session does not record.
+        recording: The recording under way; None while the session does not record.
         has_loaded: Whether a module was loaded, so that kernels of this connection's own may run.
         at_end: Functions to call once, when the session ends.
     """
@@ -124,7 +124,7 @@ class Attachment:
         self.chunk_bytes = DATA_CHUNK_BYTES
         self.quiet_bytes = 0
         self.max_payload_bytes = 0
-        self.recorder: Recorder | None = None
+        self.recording: ActiveRecording | None = None
         self.has_loaded = False
         self.at_end: list[Callable[[], None]] = []
 
@@ -146,7 +146,7 @@ class Attachment:
             self.end is None
             and self.lease.over is None
             and not self.dropped
-            and self.recorder is None
+            and self.recording is None
             and link.end is None
             and link.is_at_rest
         )
@@ -176,10 +176,10 @@ class Attachment:
         else:
             if isinstance(answer, Failure):
                 self.channel.close()
-                raise error_of(lease.heed(answer), "attach")
+                raise error_of(lease.note_failure(answer), "attach")
             self._begin(answer)
             return
-        raise (yield from self.find_out(failure, "attach"))
+        raise (yield from self.end_error(failure, "attach"))
 
     def _begin(self, reply: AttachReply) -> None:
         self.reply = reply
@@ -232,7 +232,7 @@ class Attachment:
         while self.at_end:
             self.at_end.pop()()
 
-    def find_out(self, failure: Failure, doing: str) -> Procedure[GpuLeaseError]:
+    def end_error(self, failure: Failure, doing: str) -> Procedure[GpuLeaseError]:
         """The error to raise where the connection ended with `failure`: the daemon knows how the lease ended."""
         if self.end is not None and self.end is not _NOT_OPEN:
             failure = self.end
@@ -245,6 +245,6 @@ class Attachment:
         elif not self.channel.link.is_end_explained:
             failure = yield from find_end_reason(self.lease, failure)
         elif self.channel.link.said_goodbye:
-            failure = self.lease.heed(failure)
+            failure = self.lease.note_failure(failure)
         self.finish(failure)
         return error_of(failure, doing)

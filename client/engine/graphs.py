@@ -86,10 +86,10 @@ class GraphHandle(Handle):
             raise InvalidHandle(f"{doing}: the graph {self._why_not}")
         return self._graphs
 
-    def let_go(self) -> tuple[Opcode, int]:
-        """Mark it as freed, and lend its arrays for as long as queued copies may use them (`Handle.let_go`)."""
+    def mark_freed(self) -> tuple[Opcode, int]:
+        """Mark it as freed, and lend its arrays for as long as queued copies may use them (`Handle.mark_freed`)."""
         self._lend_arrays()
-        return super().let_go()
+        return super().mark_freed()
 
     def frame(self, attachment: Attachment, values: Mapping[str, Any]) -> tuple[int, bytes]:
         """(number, frame) of a quiet GRAPH_LAUNCH. Raises InvalidHandle or InvalidRequest; nothing is sent then."""
@@ -170,7 +170,7 @@ class Graphs:
         attachment = self.attachment
         if attachment.over is not None:
             raise error_of(attachment.over, _LAUNCH)
-        if attachment.recorder is not None:
+        if attachment.recording is not None:
             raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or behind the block")
         try:
             number, frame = graph.frame(attachment, values)
@@ -182,4 +182,4 @@ class Graphs:
         """Free a graph; queued launches of it run to their end."""
         asking = self._operations.ask(Opcode.GRAPH_DESTROY, HANDLE.pack(graph.handle))
         yield from self._operations.do("close", asking)
-        graph.let_go()
+        graph.mark_freed()

@@ -1,8 +1,8 @@
 """A lease as the client knows it: the control requests about it, its renewal, and how it ended.
 
-`LeaseState` holds the lease for both faces; `LeaseView` is the base of the faces' own classes. `keep` renews a lease by
-a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ended whose session's connection did. `LeaseReport`
-types LEASE_QUERY's map.
+`LeaseState` holds the lease for both faces; `LeaseView` is the base of the faces' own classes. `keep_renewed` renews a
+lease by a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ended whose session's connection did.
+`LeaseReport` types LEASE_QUERY's map.
 """
 
 import os
@@ -252,7 +252,7 @@ class LeaseState:
         """Seconds until the lease ends; 0 when it has."""
         return 0.0 if self.over is not None else max(0.0, self.deadline - self.clock())
 
-    def heed(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
+    def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
         """Take note of a failure that the daemon sent: it may say that the lease is over.
 
         An end that is known already stays.
@@ -268,11 +268,11 @@ class LeaseState:
 
     # --- procedures ---
 
-    def renew(self, seconds: float, *, is_patient: bool = True) -> Procedure[None]:
-        """Make it last at least `seconds` from now. Args: is_patient: Wait for a daemon that is away."""
+    def renew(self, seconds: float, *, waits_for_daemon: bool = True) -> Procedure[None]:
+        """Make it last at least `seconds` from now. Args: waits_for_daemon: Wait for a daemon that is away."""
         ttl_ms = milliseconds(seconds, "renew", least_ms=1)
         body = LeaseRenew(self.grant.lease_id, ttl_ms)
-        renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, is_patient=is_patient)
+        renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, waits_for_daemon=waits_for_daemon)
         self.extend(renewed.generation, renewed.ttl_ms, renewed.expires_at_unix_s)
 
     def free(self) -> Procedure[None]:
@@ -281,7 +281,7 @@ class LeaseState:
         self.over = Failure(Status.LEASE_FREED, "the lease was freed")
         self.channel.close()
 
-    def leave(self) -> Procedure[None]:
+    def free_at_exit(self) -> Procedure[None]:
         """Give it back at the end of a `with` block; a lease that is over already is no error."""
         try:
             if self.over is None:
@@ -319,16 +319,16 @@ class LeaseState:
             raise error_of(OF_PARENT, "events")
         return EventStream(self.address, self.grant.lease_id, self.token)
 
-    def _control(self, op: Opcode, body: Body, *, is_patient: bool = True) -> Procedure[Any]:
+    def _control(self, op: Opcode, body: Body, *, waits_for_daemon: bool = True) -> Procedure[Any]:
         doing = doing_of(op)
         if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
             raise error_of(self.over, doing)
-        is_patient = is_patient and self.outlives_daemon and op in REPEATABLE
+        waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
-        wait_s = min(wait_s, RECONNECT_LIMIT_S) if is_patient else 0.0
+        wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
         answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s))
         if isinstance(answer, Failure):
-            raise error_of(self.heed(answer, LEASE_OVER_FOR_BROKER), doing)
+            raise error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), doing)
         return answer
 
     def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float) -> Procedure[Any]:
@@ -581,7 +581,7 @@ class RenewalSchedule:
         return max(LEAST_DELAY_S, min(pause_s, remaining_s / 2))
 
 
-def keep(
+def keep_renewed(
     lease: Callable[[], LeaseView | None], schedule: RenewalSchedule, stopped: Any = None
 ) -> Procedure[GpuLeaseError | None]:
     """Renew a lease for the time it was granted for, again and again, until it is lost.
@@ -607,7 +607,7 @@ def keep(
         if view is None or (stopped is not None and stopped.is_set()):
             return None
         try:
-            yield from state.renew(ttl_s, is_patient=False)
+            yield from state.renew(ttl_s, waits_for_daemon=False)
             if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
                 del view
                 return Drained(

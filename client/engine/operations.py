@@ -116,8 +116,8 @@ class Operations:
 
         Called before an operation's procedure is made: asyncio drives that in a task that is not the caller's.
         """
-        if self.attachment.recorder is not None:
-            raise self.attachment.recorder.refusal(doing)
+        if self.attachment.recording is not None:
+            raise self.attachment.recording.refusal(doing)
 
     def do(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
         """Do an operation under the session's lock. Raises if the session is over."""
@@ -138,7 +138,7 @@ class Operations:
         except LinkEnded as ended:
             failure = ended.failure
         # Not inside the except block: the tenant's traceback shows one error, not two.
-        raise (yield from self.attachment.find_out(failure, doing))
+        raise (yield from self.attachment.end_error(failure, doing))
 
     def _prepared(self, procedure: Procedure[T]) -> Procedure[T]:
         link = self.attachment.channel.link
@@ -184,7 +184,7 @@ class Operations:
         if result.status is Status.SESSION_FAILED:
             raise LinkEnded(result)
         self.last_raised = result
-        result = self.attachment.lease.heed(result)
+        result = self.attachment.lease.note_failure(result)
         if result.status in LEASE_OVER:
             self.attachment.finish(result)
         raise error_of(result, doing, own_requests)
@@ -195,7 +195,7 @@ class Operations:
         is_settled = attachment.end is not None or self.settled_id == attachment.connection.last_request_id
         over = attachment.lease.over
         is_given_back = over is not None and over.status is Status.LEASE_FREED
-        if is_settled or is_given_back or attachment.recorder is not None:
+        if is_settled or is_given_back or attachment.recording is not None:
             return None
         return FenceLimit(attachment.lease)
 

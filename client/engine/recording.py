@@ -59,13 +59,13 @@ class Recording(LaunchCommands, CopyCommands):
         self._places: list[GraphPlace] = []
         if self._attachment.over is not None:
             raise error_of(self._attachment.over, "record")
-        if self._attachment.recorder is not None:
+        if self._attachment.recording is not None:
             raise InvalidRequest("record: the session is recording already", "One graph is recorded at a time")
-        self._attachment.recorder = self
+        self._attachment.recording = self
 
     def stop(self) -> None:
         """Record no more."""
-        self._attachment.recorder = None
+        self._attachment.recording = None
 
     def refusal(self, doing: str) -> InvalidRequest:
         """The error of an operation that no graph can have. Raises what `_check_caller` raises."""

@@ -63,7 +63,7 @@ class Resources:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
         if attachment.over is not None:
             raise error_of(attachment.over, "mem_free")
-        attachment.dropped.append(buffer.let_go())
+        attachment.dropped.append(buffer.mark_freed())
         frees = operations.frees()
         if operations.put(frees):
             return None

@@ -100,7 +100,7 @@ class Streams:
     # --- order ---
 
     def wait_for(self, stream: StreamHandle, other: StreamHandle | None) -> Procedure[None]:
-        """Order what is put in a stream from now on behind what another holds."""
+        """Order launches and copies that come next in a stream behind all that another holds now."""
         self._check_recording("wait_for")
         operations = self.operations
         pair = STREAM_WAIT.pack(self.number(stream, "wait_for"), self.number(other, "wait_for"))
@@ -209,7 +209,7 @@ class Streams:
         return number
 
     def _put_in(self, stream: StreamHandle | None, frame: bytes, doing: str) -> bytes:
-        """Put a frame into a stream; returns what is still to be sent, if it did not go at once."""
+        """Put a frame into a stream; returns the bytes that are still to be sent, if it did not go at once."""
         number = self.number(stream, doing)
         if self.selected != number:
             frame = self._select(number) + frame
@@ -233,7 +233,7 @@ class Streams:
 
     def _check_recording(self, doing: str) -> None:
         # Its stream knows the session itself, not the recording that stands in for it.
-        if self.attachment.recorder is not None:
+        if self.attachment.recording is not None:
             raise not_recorded(doing)
 
 

@@ -195,7 +195,7 @@ def _run(
         limit = TimeLimit(READY_LIMIT_S, "submit", lease.address)
         opened = yield from answer_to(channel, Opcode.GPU_SUBMIT, opening, limit, lease.grant.lease_id)
         if isinstance(opened, Failure):
-            raise error_of(lease.heed(opened), "submit")
+            raise error_of(lease.note_failure(opened), "submit")
         number = _number_of(opened)
         if any(option.type == SubmitOption.TYPED_VALUES for option in opened.options):
             body = typed
@@ -203,13 +203,13 @@ def _run(
         done = yield from answer_to(channel, Opcode.SUBMIT_RUN, body, limit, lease.grant.lease_id)
         if isinstance(done, SubmitDone):
             return list(done.outputs)
-        raise error_of(lease.heed(done), "submit", own_requests=(channel.link.connection.last_request_id,))
+        raise error_of(lease.note_failure(done), "submit", own_requests=(channel.link.connection.last_request_id,))
     except LinkEnded as ended:
         failure, is_explained = ended.failure, channel.link.said_goodbye
     finally:
         channel.close()
     # Not inside the except block: the tenant's traceback shows one error, not two.
-    raise (yield from _find_out(lease, failure, number, is_explained=is_explained))
+    raise (yield from _end_error(lease, failure, number, is_explained=is_explained))
 
 
 def _number_of(opened: AttachReply) -> int:
@@ -218,13 +218,13 @@ def _number_of(opened: AttachReply) -> int:
     return int.from_bytes(found[0], "big") if found else -1
 
 
-def _find_out(
+def _end_error(
     lease: LeaseState, failure: Failure, number: int | None, *, is_explained: bool
 ) -> Procedure[GpuLeaseError]:
     """The error of a submit whose connection ended unanswered. Args: number: The submit's, None if it never began."""
     hint = _NOT_RUN if number is None else MAY_HAVE_RUN
     if is_explained:
-        said = lease.heed(failure)
+        said = lease.note_failure(failure)
         is_lease_over = said.status in LEASE_OVER or said.status is Status.TIMED_OUT
         return error_of(said if is_lease_over else replace(said, hint=hint), "submit")
     until = lease.clock() + END_REASON_WAIT_S

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from gpulease.client.engine.events import EventStream, LeaseEvent, OnWarning, warnings
-from gpulease.client.engine.lease import LeaseView, RenewalSchedule, keep
+from gpulease.client.engine.lease import LeaseView, RenewalSchedule, keep_renewed
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 
@@ -107,7 +107,7 @@ class KeepAlive:
         self.stop()
 
     def _run(self, lease: "weakref.ref[LeaseView]", schedule: RenewalSchedule) -> None:
-        self.loss = drive(keep(lease, schedule, self._stopped))
+        self.loss = drive(keep_renewed(lease, schedule, self._stopped))
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 

@@ -102,7 +102,7 @@ class GpuLease(LeaseView):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with suppress(*(() if kind is None else (GpuLeaseError,))):
-            drive(self._state.leave())
+            drive(self._state.free_at_exit())
 
 
 class GpuSharedLease(LeaseView):

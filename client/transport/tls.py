@@ -373,7 +373,7 @@ def flush_for(channel: Channel, stream: TlsStream) -> bool:
 
 
 def can_doze(stream: TlsStream, *, for_room: bool) -> bool:
-    """True if poll(2) will announce what is waited for."""
+    """True if poll(2) will announce the awaited bytes, or the room to send."""
     if not stream.has_buffered:
         return True
     if not for_room:
