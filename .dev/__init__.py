@@ -10,7 +10,7 @@ TYPE_CHECKING = False  # type checkers take it for true, wherever it comes from;
 if TYPE_CHECKING:
     from gpulease import client as client
     from gpulease import protocol as protocol
-    from gpulease.client.public import *  # noqa: F403
+    from gpulease.client.sync.public import *  # noqa: F403
 
     __version__: str
 else:

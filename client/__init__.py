@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpulease.client.public import *  # noqa: F403
+    from gpulease.client.sync.public import *  # noqa: F403
 
 __all__ = [  # noqa: F405
     "AllocFailed",
@@ -51,6 +51,7 @@ __all__ = [  # noqa: F405
     "LoadFailed",
     "Module",
     "NotFound",
+    "OperationFailed",
     "Permission",
     "Phase",
     "Revoked",
@@ -69,9 +70,9 @@ __all__ = [  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is exported when something of it is first asked for: most commands of `gpulease` need none of it."""
+    """Import the exported names when one of them is first asked for: most commands of `gpulease` need none."""
     if not name.startswith("__"):
-        public = import_module("gpulease.client.public")
+        public = import_module("gpulease.client.sync.public")
         globals().update({exported: getattr(public, exported) for exported in __all__})
         if name in globals():
             return globals()[name]

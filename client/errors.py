@@ -1,4 +1,4 @@
-"""What can go wrong for a tenant. Every error says what failed, why, and what to do.
+"""The errors of the library. Every error says what failed, why, and what to do.
 
     GpuLeaseError
     ├── LeaseExpired        the lease's time is up
@@ -9,20 +9,21 @@
     ├── Drained             the node is drained: it grants no lease, or ended this one
     ├── TimedOut            a submit took longer than it was given
     ├── Disconnected        no daemon at the other end, or it went away, or it stops and so the lease is over
-    │   └── Untrusted       what answers there could not prove that it is the daemon
+    │   └── Untrusted       the peer at that address could not prove that it is the daemon
     ├── Unsupported         the daemon knows the request and can't serve it
     ├── Denied              the daemon does not let this tenant do that
     ├── InvalidRequest      the request makes no sense
     │   ├── LeaseFreed      the lease was given back before
     │   └── NotFound        the daemon knows no such lease
-    └── GpuSessionFailed    the session's process failed; the lease is over
+    ├── GpuSessionFailed    the session is lost: its process or its context failed, and its lease is over
+    └── OperationFailed     one operation failed; the session goes on
         ├── AllocFailed     the slice has no room for that
         ├── InvalidHandle   a buffer or module that is freed, foreign, or too small for what was asked
         ├── LoadFailed      a module did not compile (`log`, `line`)
         ├── LaunchFailed    a kernel could not be started (`kernel`)
         └── SyncFailed      a kernel failed while it ran (`kernel`, `address`)
 
-The five below GpuSessionFailed are failures of one operation: the session goes on if the driver allows it.
+A fault on a GPU can end the context. Later operations then raise the same SyncFailed, or GpuSessionFailed.
 A status that has no class of its own is a plain GpuLeaseError.
 """
 
@@ -41,7 +42,7 @@ class GpuLeaseError(Exception):
         message: What failed and why.
         hint: What to do about it; may be "".
         status: The status on the wire.
-        failure: All the daemon said, or what it would have said of an error found here.
+        failure: The daemon's whole failure, or the like made here of an error that was found here.
     """
 
     host_code: ClassVar[int | None] = None
@@ -130,7 +131,7 @@ class Drained(GpuLeaseError):
 
 @answers(Status.TIMED_OUT)
 class TimedOut(GpuLeaseError):
-    """It took longer than it was given, and was ended; a lease that it was done on goes on."""
+    """A submit or an operation took longer than it was given, and was ended; its lease goes on."""
 
     default_hint = "Give it more time"
 
@@ -144,7 +145,7 @@ class Disconnected(GpuLeaseError):
 
 
 class Untrusted(Disconnected):
-    """What answers at a tls: address could not prove that it is the daemon meant; nothing was told to it."""
+    """The peer at a tls: address could not prove that it is the daemon meant; nothing was sent to it."""
 
     default_hint = "Ask the operator of the node for its name and its CA's certificate"
 
@@ -159,14 +160,14 @@ class Unsupported(GpuLeaseError):
 
 @answers(Status.DENIED)
 class Denied(GpuLeaseError):
-    """This tenant may not do that."""
+    """The daemon does not let this tenant do that."""
 
     default_hint = "Ask the operator of the node for the right to do it"
 
 
 @answers(Status.INVALID_REQUEST)
 class InvalidRequest(GpuLeaseError):
-    """The request makes no sense, whoever asks."""
+    """The request makes no sense, for any tenant."""
 
 
 @answers(Status.LEASE_FREED)
@@ -185,27 +186,31 @@ class NotFound(InvalidRequest):
 
 @answers(Status.SESSION_FAILED)
 class GpuSessionFailed(GpuLeaseError):
-    """The session's process failed, or one operation of the session did."""
+    """The session is lost: its process or its context failed, and its lease is over."""
 
     default_hint = "Acquire a new lease"
 
 
+class OperationFailed(GpuLeaseError):
+    """An operation failed; the session goes on. Each such failure is of one of the classes below."""
+
+
 @answers(Status.ALLOC_FAILED)
-class AllocFailed(GpuSessionFailed):
+class AllocFailed(OperationFailed):
     """The slice has no room for that allocation."""
 
     default_hint = "Free buffers, or acquire a larger lease"
 
 
 @answers(Status.INVALID_HANDLE)
-class InvalidHandle(GpuSessionFailed):
+class InvalidHandle(OperationFailed):
     """A buffer or module that is freed, foreign, or smaller than what was asked of it."""
 
     default_hint = "Use handles of this session only, inside their size, and not after they are freed"
 
 
 @answers(Status.LOAD_FAILED)
-class LoadFailed(GpuSessionFailed):
+class LoadFailed(OperationFailed):
     """A module did not compile or load."""
 
     default_hint = "See .log, and .line of the source"
@@ -222,7 +227,7 @@ class LoadFailed(GpuSessionFailed):
 
 
 @answers(Status.LAUNCH_FAILED)
-class LaunchFailed(GpuSessionFailed):
+class LaunchFailed(OperationFailed):
     """A kernel could not be started."""
 
     default_hint = "Compare the kernel's name, parameters and block with what the module says: module.kernels"
@@ -234,8 +239,8 @@ class LaunchFailed(GpuSessionFailed):
 
 
 @answers(Status.SYNC_FAILED)
-class SyncFailed(GpuSessionFailed):
-    """A kernel failed while it ran; what it and the ones behind it wrote is not to be trusted."""
+class SyncFailed(OperationFailed):
+    """A kernel failed while it ran. Do not trust the memory that it and the kernels behind it wrote."""
 
     default_hint = "Check the kernel's bounds and arguments"
 
@@ -251,7 +256,7 @@ class SyncFailed(GpuSessionFailed):
 
 
 PERMANENT_ERRORS = (LeaseExpired, Revoked, Fenced, Drained, InvalidRequest, Denied, Unsupported, Untrusted)
-"""Errors that asking again can't cure."""
+"""Errors that no repetition cures."""
 
 
 def error_class(status: int) -> type[GpuLeaseError]:
@@ -263,9 +268,9 @@ def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) ->
     """The error to raise for a failure.
 
     Args:
-        failure: What the daemon said.
-        doing: The operation it said it to.
-        own_requests: Numbers of the quiet requests this operation is made of: their failure is its own.
+        failure: The daemon's failure.
+        doing: The operation that it answers.
+        own_requests: Numbers of the quiet requests that the operation is made of: their failure is its own.
     """
     number = failure.failed_request_id
     if number is None or number in own_requests:

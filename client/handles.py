@@ -1,8 +1,9 @@
-"""Buffers, modules and streams: handles of things that live in a session, freed when the last reference goes."""
+"""Buffers and modules: handles of things that live in a session, freed when the last reference goes."""
 
+from collections import deque
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gpulease.client.errors import InvalidHandle
 from gpulease.protocol import Opcode
@@ -10,36 +11,49 @@ from gpulease.protocol.messages import KernelEntry
 from gpulease.protocol.opcodes import ParameterType
 
 if TYPE_CHECKING:
-    from gpulease.client.engine.attachment import Attached
-    from gpulease.client.engine.streams import Streamed
+    from gpulease.protocol.fastpath import LaunchTemplate
+
+
+class HandleOwner(Protocol):
+    """A session's connection, as far as its handles know it.
+
+    Attributes:
+        dropped: (operation, handle) of handles without a reference, which the session's next operation frees.
+    """
+
+    dropped: deque[tuple[Opcode, int]]
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the session and its lease live, as far as is known here."""
 
 
 class Handle:
-    """Something of a session's. Freed by the session's next operation after its last reference went."""
+    """A thing that lives in a session. The session's next operation after its last reference went frees it."""
 
     __slots__ = ("__weakref__", "handle", "owner")
 
     _free_op: Opcode
 
-    def __init__(self, owner: "Attached", handle: int) -> None:
-        """Args: owner: Its session; None once it is freed. handle: Its number on the wire."""
-        self.owner: Attached | None = owner
+    def __init__(self, owner: HandleOwner, handle: int) -> None:
+        """Args: owner: Its session's connection; None once it is freed. handle: Its number on the wire."""
+        self.owner: HandleOwner | None = owner
         self.handle = handle
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still be used: not freed, and its session and lease not over as far as is known here."""
+        """True while it can be used: not freed, and its session and lease not over as far as is known here."""
         return self.owner is not None and self.owner.is_alive
 
-    def check(self, session: "Attached", what: str) -> None:
+    def check(self, session: HandleOwner, what: str) -> None:
         """Raises InvalidHandle, naming the operation `what`, if this can't be used in `session`."""
         if self.owner is not session:
             kind = type(self).__name__.lower()
             why = "is freed" if self.owner is None else "belongs to another session"
             raise InvalidHandle(f"{what}: {kind} {self.handle:#x} {why}")
 
-    def let_go(self) -> tuple[Opcode, int]:
-        """It is dead from here on; what is to be asked for to free it."""
+    def mark_freed(self) -> tuple[Opcode, int]:
+        """Mark it as freed; returns the request's operation and handle that free it."""
         self.owner = None
         return self._free_op, self.handle
 
@@ -52,13 +66,17 @@ class Handle:
 
 
 class Buffer(Handle):
-    """Device memory. Its bytes are zero at first."""
+    """Device memory. Its bytes are zero at first.
+
+    Attributes:
+        size_bytes: Its size.
+    """
 
     __slots__ = ("size_bytes",)
 
     _free_op = Opcode.MEM_FREE
 
-    def __init__(self, owner: "Attached", handle: int, size_bytes: int) -> None:
+    def __init__(self, owner: HandleOwner, handle: int, size_bytes: int) -> None:
         super().__init__(owner, handle)
         self.size_bytes = size_bytes
 
@@ -81,12 +99,12 @@ class Buffer(Handle):
 
 
 class BorrowedBuffer(Buffer):
-    """Device memory that somebody else's reference keeps; see `GpuSession.buffer`."""
+    """Device memory that a reference elsewhere keeps; made by `GpuSession.buffer`."""
 
     __slots__ = ()
 
     def __del__(self) -> None:
-        """Nothing: it is not this reference's to free."""
+        """Free nothing: the reference elsewhere does."""
 
 
 class Module(Handle):
@@ -94,26 +112,26 @@ class Module(Handle):
 
     Attributes:
         kernels: Its kernels by name, each with its parameters' sizes in bytes and the most threads its block may have.
-        parameter_types: By kernel, its parameters' types as the image's PTX declares them; nothing where it tells none.
+        parameter_types: By kernel, its parameters' types as the image's PTX declares them; empty if it does not.
+        templates: Launches that were checked once (`engine.launch`). They are void when the module is unloaded.
+        latest: The last of these launches.
     """
 
     __slots__ = ("kernels", "latest", "parameter_types", "templates")
 
     _free_op = Opcode.MODULE_UNLOAD
 
-    def __init__(self, owner: "Attached", handle: int, kernels: tuple[KernelEntry, ...]) -> None:
+    def __init__(self, owner: HandleOwner, handle: int, kernels: tuple[KernelEntry, ...]) -> None:
         super().__init__(owner, handle)
         self.kernels: Mapping[str, KernelEntry] = MappingProxyType({kernel.name: kernel for kernel in kernels})
         self.parameter_types: Mapping[str, tuple[ParameterType, ...]] = {}
-        self.templates: dict[tuple[Any, ...], Any] = {}
-        """Launches checked once (`core.launching`). Here, because they are void when the module is unloaded."""
+        self.templates: dict[tuple[Any, ...], LaunchTemplate] = {}
         self.latest: Any = None
-        """The one of them that was launched last."""
 
-    def tell_types(self, types: tuple[bytes, ...]) -> None:
-        """Its parameters' types, as MODULE_PARAMETERS answers them."""
-        told = zip(self.kernels, types, strict=False)
-        self.parameter_types = MappingProxyType({name: tuple(map(_type_of, each)) for name, each in told if each})
+    def set_parameter_types(self, types: tuple[bytes, ...]) -> None:
+        """Take the parameters' types of each kernel, as MODULE_PARAMETERS answers them."""
+        pairs = zip(self.kernels, types, strict=False)
+        self.parameter_types = MappingProxyType({name: tuple(map(_type_of, each)) for name, each in pairs if each})
 
     def __repr__(self) -> str:
         return f"<Module {self.handle:#x} [{', '.join(self.kernels)}]{'' if self.is_alive else ', gone'}>"
@@ -124,30 +142,3 @@ def _type_of(byte: int) -> ParameterType:
         return ParameterType(byte)
     except ValueError:
         return ParameterType.UNTOLD  # of a newer daemon
-
-
-class StreamHandle(Handle):
-    """An order of launches and copies; what the faces' streams have in common. Number 0 is the default stream."""
-
-    __slots__ = ()
-
-    _free_op = Opcode.STREAM_DESTROY
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.handle}{'' if self.is_alive else ', gone'}>"
-
-    def session(self, what: str) -> "Streamed":
-        """Its session's state. Raises InvalidHandle, naming the operation `what`, if it was closed."""
-        if self.owner is None:
-            raise InvalidHandle(f"{what}: stream {self.handle} is closed")
-        return self.owner  # type: ignore[return-value]  # streams are made by these alone
-
-    def drop(self) -> None:
-        """Let go of it with the session's next operation, without an answer; again is harmless."""
-        owner, self.owner = self.owner, None
-        if owner is not None and self.handle:
-            owner.dropped.append((self._free_op, self.handle))
-
-    def __del__(self) -> None:
-        if getattr(self, "handle", 0):
-            super().__del__()

@@ -20,10 +20,10 @@ _POINTER: Final = struct.Struct("<Q")
 
 
 Kind = Literal["buffer", "u32", "u64", "i32", "i64", "f32", "f64", "raw"]
-"""What `KernelArgs.push_parameter` takes: each stands for the method of that name."""
+"""Kinds that `KernelArgs.push_parameter` takes; each stands for the method of that name."""
 
 ArgumentKind = str | int
-"""What one argument is: a number's type ("f32"; "u8" and the like of numpy's scalars), "buffer", or raw bytes' size."""
+"""Kind of one argument: a number's type ("f32"; numpy's scalars have "u8" too), "buffer", or the size of raw bytes."""
 
 _SIZES: Final[dict[ArgumentKind, int]] = {
     **{f"{sign}{8 * size}": size for sign in "ui" for size in (1, 2, 4, 8)},
@@ -43,7 +43,7 @@ _BUFFER: Final[tuple[ArgumentKind, ...]] = ("buffer",)
 ParameterName = str
 
 STREAM: Final = "stream"
-"""No parameter's name: `graph.launch` takes what it runs in by it."""
+"""Not allowed as a parameter's name: `graph.launch` has a keyword of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class BoundParameter:
     """A parameter of a launch graph with a value.
 
     Attributes:
-        kind: As it was pushed.
-        value: Its bytes as a graph's launch carries them: of a buffer its handle and the offset.
-        argument_bytes: Of the argument it stands for.
+        kind: The kind it was pushed as.
+        value: Its bytes as a graph's launch carries them: a buffer's are its handle and the offset.
+        argument_bytes: Size of the argument it stands for.
         buffer: The buffer, if it is one.
     """
 
@@ -73,9 +73,9 @@ class KernelArgs:
 
     Attributes:
         data: The packed bytes.
-        kinds: What each argument was pushed as; of raw bytes, how many.
-        buffers: The buffers among them.
-        parameters: (name, which argument, its value) of those that a launch graph's launches can give anew.
+        kinds: Each argument's kind; raw bytes have their size.
+        buffers: The buffers among the arguments.
+        parameters: (name, index of the argument, value) of arguments that each launch of a graph can give anew.
     """
 
     __slots__ = ("buffers", "data", "kinds", "parameters")
@@ -160,7 +160,7 @@ class KernelArgs:
         return self
 
     def push_raw(self, data: bytes | bytearray | memoryview) -> Self:
-        """One argument of as many bytes as given, a struct passed by value for example."""
+        """Raw bytes as one argument, a struct passed by value for example."""
         try:
             raw = bytes(memoryview(data))
         except TypeError:
@@ -172,14 +172,14 @@ class KernelArgs:
         return self
 
     def push_parameter(self, name: str, kind: Kind, value: Any) -> Self:
-        """An argument that each launch of a graph can give another value: `graph.launch(name=value)`.
+        """Append an argument that each launch of a graph can give another value: `graph.launch(name=value)`.
 
         In a launch that is not recorded it is an argument like the others.
 
         Args:
-            name: What it is called there, but not "stream"; several arguments may be one parameter.
-            kind: What to push: "buffer", "u32", "u64", "i32", "i64", "f32", "f64" or "raw".
-            value: What it is where nothing else is said. Of a buffer: the buffer, or the buffer and an offset in it.
+            name: Its keyword there, but not "stream"; several arguments may be one parameter.
+            kind: Its kind: "buffer", "u32", "u64", "i32", "i64", "f32", "f64" or "raw".
+            value: Its value in a launch that gives no other. For a buffer: the buffer, or the buffer and an offset.
         """
         if not isinstance(name, str) or not name.isidentifier() or name == STREAM:
             raise InvalidRequest(f"argument {len(self.kinds)}: {quoted(name)} is no name for a parameter")
@@ -200,7 +200,7 @@ class KernelArgs:
 
 
 def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:
-    """A parameter's value. Raises InvalidRequest, naming it `what`, or InvalidHandle for a buffer that is freed."""
+    """Pack a parameter's value. Raises InvalidRequest, naming it `what`, or InvalidHandle for a freed buffer."""
     if kind not in get_args(Kind):
         raise InvalidRequest(
             f"{what}: {quoted(kind)} is no kind of parameter; the kinds are {', '.join(get_args(Kind))}"
@@ -233,7 +233,7 @@ def sizes_of(kinds: tuple[ArgumentKind, ...]) -> tuple[int, ...]:
 # --- arguments as a list ---
 
 _SCALAR_LETTERS: Final = dict.fromkeys("BHILQ?", "u") | dict.fromkeys("bhilq", "i") | dict.fromkeys("efd", "f")
-"""By the letter of a scalar's format (Python's struct), what kind of number it is."""
+"""Kind of number by the letter of a scalar's format (Python's struct)."""
 
 _PACKED_AS: Final = {
     "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q",
@@ -247,14 +247,14 @@ UNTOLD: Final = "the image does not tell the parameter's type"
 
 
 def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_untold: str = UNTOLD) -> KernelArgs:
-    """The arguments of a list: buffers, (buffer, offset), numpy scalars, bytes; Python's numbers where types are told.
+    """Pack a list of buffers, (buffer, offset), numpy scalars and bytes; of Python's numbers where types are known.
 
     Args:
         values: The arguments in order.
-        types: The kernel's parameters, as far as they are told.
-        why_untold: Why one is not told, for messages.
+        types: The types of the kernel's parameters, as far as the image declares them.
+        why_untold: Why a type is not known, for messages.
 
-    Raises InvalidRequest or InvalidHandle, or LaunchFailed for a float where an integer is told.
+    Raises InvalidRequest or InvalidHandle, or LaunchFailed for a float where the image declares an integer.
     """
     args = KernelArgs()
     for index, value in enumerate(values):
@@ -273,7 +273,7 @@ def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_
 
 
 def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
-    """A number that knows its size, numpy's or ctypes'; None for any other. Raises InvalidRequest for an array."""
+    """Pack a number that has a size, numpy's or ctypes'; None for any other. Raises InvalidRequest for an array."""
     try:
         view = memoryview(value)
     except (TypeError, ValueError):
@@ -290,7 +290,7 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
 
 
 def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tuple[ArgumentKind, bytes]:
-    """A Python number as the parameter wants it."""
+    """Pack a Python number as the parameter's declared type."""
     if not isinstance(value, int | float):
         hint = "A list has buffers, (buffer, offset), numpy scalars and bytes"
         raise InvalidRequest(f"argument {index}: {quoted(value)} is no argument of a kernel", hint)
@@ -316,14 +316,14 @@ def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tup
 
 
 def type_of(kind: ArgumentKind) -> ParameterType:
-    """What an argument is, as PTX has it; UNTOLD of raw bytes."""
+    """An argument's type as PTX has it; UNTOLD for raw bytes."""
     if isinstance(kind, int):
         return ParameterType.UNTOLD
     return ParameterType.POINTER if kind == "buffer" else ParameterType[kind.upper().replace("I", "S")]
 
 
 def mismatch(kind: ArgumentKind, told: ParameterType) -> bool:
-    """Whether an argument is a float where the kernel wants an integer or a pointer, or the other way round.
+    """True if an argument is a float where the kernel wants an integer or a pointer, or the other way round.
 
     Sizes are compared elsewhere. Raw bytes fit anything; an integer fits a pointer; its sign does not matter.
     """

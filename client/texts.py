@@ -1,4 +1,4 @@
-"""Texts a program gives: what can't go over the wire is refused where it is given, in a sentence."""
+"""Checks of texts that a program gives: a text that can't go over the wire is refused where it is given."""
 
 from typing import Any, Final
 
@@ -6,11 +6,11 @@ from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
 
 MAX_QUOTED_CHARS: Final = 120
-"""Of what a message quotes. Stops a text that is wrong by its size from being the error as well."""
+"""Most characters that a message quotes. Stops a text that is too long from filling the error, too."""
 
 
 def quoted(given: Any) -> str:
-    """A value for a message: as Python writes it, cut."""
+    """Quote a value for a message, as Python writes it, cut to `MAX_QUOTED_CHARS`."""
     if isinstance(given, str | bytes | bytearray) and len(given) > MAX_QUOTED_CHARS:
         return f"{given[:MAX_QUOTED_CHARS]!r}..."
     text = repr(given)
@@ -18,7 +18,7 @@ def quoted(given: Any) -> str:
 
 
 def utf8(text: Any, what: str) -> bytes:
-    """A text's bytes. Raises InvalidRequest for what is no text, or has surrogates, which no UTF-8 has (RFC 3629)."""
+    """Encode a text. Raises InvalidRequest if it is no text, or has surrogates, which UTF-8 excludes (RFC 3629)."""
     if not isinstance(text, str):
         raise InvalidRequest(f"{what}: {quoted(text)} is no text")
     try:
@@ -28,7 +28,7 @@ def utf8(text: Any, what: str) -> bytes:
 
 
 def bounded(text: Any, what: str, most_bytes: int) -> str:
-    """A text of 1 to so many bytes of UTF-8, none of them 0. Raises InvalidRequest."""
+    """Check a text: 1 to `most_bytes` bytes of UTF-8, none of them 0. Raises InvalidRequest."""
     size_bytes = len(utf8(text, what))
     if not 0 < size_bytes <= most_bytes:
         raise InvalidRequest(f"{what}: it has 1 to {most_bytes} bytes, not {size_bytes}")
@@ -38,5 +38,5 @@ def bounded(text: Any, what: str, most_bytes: int) -> str:
 
 
 def kernel_name(name: Any, doing: str) -> str:
-    """What may be a kernel's name. Raises InvalidRequest."""
+    """Check a kernel's name. Raises InvalidRequest."""
     return bounded(name, f"{doing}: a kernel's name", MAX_KERNEL_NAME_BYTES)

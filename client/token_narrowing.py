@@ -1,4 +1,4 @@
-"""Narrowing a token before it is passed on, without asking anybody: needs `pip install '.[tokens]'`.
+"""Narrow a token before it is passed on, without asking a daemon: needs `pip install '.[tokens]'`.
 
 from gpulease.client.token_narrowing import attenuate
 
@@ -26,20 +26,20 @@ def attenuate(
     ttl_secs: float | None = None,
     unix_s: Callable[[], float] = time.time,
 ) -> bytes:
-    """A token that permits no more than `permissions`, for no longer than `ttl_secs` from now; None leaves it as it is.
+    """Narrow a token to `permissions` and to `ttl_secs` from now; None leaves either as it is.
 
-    The daemon's clock is told by this machine's date: if they differ, the new token ends that much earlier or later,
-    but never later than the old one. A token can be narrowed seven times.
+    The daemon's clock is inferred from this machine's date. If they differ, the new token ends that much earlier or
+    later, but never later than the old one. A token can be narrowed seven times.
 
     Args:
         token: The token.
-        public_key: Of the key that signed it, as its grant has it.
-        permissions: What is to be left of what it permits.
-        ttl_secs: For how long from now.
+        public_key: Public part of the key that signed it, as its grant has it.
+        permissions: The permissions to keep.
+        ttl_secs: The new token's life in seconds from now.
         unix_s: This machine's date, in seconds.
 
     Raises:
-        InvalidRequest: It is no token of that key's, or nothing would be left of it.
+        InvalidRequest: The token is not signed with that key, or nothing would be left of it.
     """
     if ttl_secs is not None and not 0 < ttl_secs < float("inf"):
         raise InvalidRequest(f"attenuate: {ttl_secs!r} s is no time to live")

@@ -14,60 +14,45 @@ a cancelled mem_write still reads its data. Cancelling `acquire` or the opening 
 A host name in a TCP address is looked up by the system's resolver, which blocks the loop: give an IP address.
 """
 
-from gpulease.client.aio.graphs import (
-    Graph,
-)
-from gpulease.client.aio.session import (
-    GpuBuilder,
-    GpuLease,
-    GpuSession,
-    KeepAlive,
-    Stream,
-    inspect_token,
-    keep_alive,
-    my_audience,
-)
-from gpulease.client.aio.submits import (
-    Submission,
-    submit_by,
-)
-from gpulease.client.engine.lease import (
-    LeaseReport,
-    SubmitReport,
-)
-from gpulease.client.public import (
+from gpulease.client.aio.events import KeepAlive, keep_alive
+from gpulease.client.aio.graphs import Graph
+from gpulease.client.aio.lease import GpuBuilder, GpuLease, inspect_token, my_audience
+from gpulease.client.aio.session import GpuSession
+from gpulease.client.aio.streams import Stream
+from gpulease.client.aio.submits import Submission, submit_by
+from gpulease.client.engine.events import LeaseEvent
+from gpulease.client.engine.lease import LeaseReport, SubmitReport
+from gpulease.client.engine.tokens import Grant, HeldToken
+from gpulease.client.errors import (
     AllocFailed,
-    Buffer,
     Busy,
     CapacityExceeded,
     Denied,
     Disconnected,
     Drained,
     Fenced,
-    GpuExclusivityClass,
     GpuLeaseError,
     GpuSessionFailed,
-    GpuWaiting,
-    Grant,
-    HeldToken,
     InvalidHandle,
     InvalidRequest,
-    KernelArgs,
     LaunchFailed,
-    LeaseEvent,
     LeaseExpired,
     LeaseFreed,
     LoadFailed,
-    Module,
     NotFound,
-    Permission,
-    Phase,
+    OperationFailed,
     Revoked,
     SyncFailed,
     TimedOut,
     Unsupported,
     Untrusted,
 )
+from gpulease.client.handles import Buffer, Module
+from gpulease.client.kernel_args import KernelArgs
+from gpulease.protocol import Exclusivity as GpuExclusivityClass
+from gpulease.protocol import Phase
+from gpulease.protocol import Waiting as GpuWaiting
+from gpulease.protocol.capabilities import Permission
 
 __all__ = [
     "AllocFailed",
@@ -100,6 +85,7 @@ __all__ = [
     "LoadFailed",
     "Module",
     "NotFound",
+    "OperationFailed",
     "Permission",
     "Phase",
     "Revoked",

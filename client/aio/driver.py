@@ -1,4 +1,4 @@
-"""How the asyncio face waits: the event loop for sockets and pauses, asyncio's lock for turns. No threads."""
+"""The asyncio face's driver: it waits by the event loop for sockets and pauses, by asyncio's lock for turns."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -6,8 +6,12 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
+from gpulease.client.engine.exchange import CONTROL_REPLY_LIMIT_S, ask_once
+from gpulease.client.engine.request import address_of
 from gpulease.client.engine.steps import Locked, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Body
 
 T = TypeVar("T")
 C = TypeVar("C", bound=AbstractAsyncContextManager[Any])
@@ -25,7 +29,7 @@ async def drive(procedure: Procedure[T]) -> T:
         step = procedure.send(None)
         while True:
             try:
-                answer = await _WAYS[type(step)](step)
+                answer = await _WAIT_BY_STEP[type(step)](step)
             except BaseException as error:
                 step = procedure.throw(error)
             else:
@@ -37,8 +41,13 @@ async def drive(procedure: Procedure[T]) -> T:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
 
 
+async def ask(op: Opcode, body: Body, address: str | None = None) -> Any:
+    """Ask one control request over a connection of its own; returns the reply's body."""
+    return await drive(ask_once(address_of(address), op, body, CONTROL_REPLY_LIMIT_S))
+
+
 async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
-    """Run something in a task of its own, which goes on to its end if the caller is cancelled."""
+    """Run a coroutine in a task of its own, which goes on to its end if the caller is cancelled."""
     task = task_of(work)
     _undisturbed.add(task)
     task.add_done_callback(_undisturbed.discard)
@@ -50,8 +59,16 @@ async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
         del task  # it has the error, whose traceback has this frame: a cycle, and a dropped lease would wait for the gc
 
 
+async def drive_holding(lock: asyncio.Lock, procedure: Procedure[T]) -> T:
+    """Drive a procedure whose caller has acquired the lock for it, so that nothing gets between; then release it."""
+    try:
+        return await drive(procedure)
+    finally:
+        lock.release()
+
+
 def task_of(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """A task for something that is its own; cancelled, at whatever moment, the task keeps nothing of it."""
+    """A task of the coroutine; cancelled, at whatever moment, the task keeps nothing of it."""
     task = asyncio.get_running_loop().create_task(_forgetting(work))
     # A task that is cancelled before its first step never gets as far as `work`, which would be warned of then.
     task.add_done_callback(lambda _: work.close())
@@ -59,7 +76,7 @@ def task_of(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 class Opening(Coroutine[Any, Any, C]):
-    """Something that opens: `await` returns it, and `async with` leaves it with the block."""
+    """A lease, session or stream that opens: `await` returns it, and `async with` leaves it with the block."""
 
     def __init__(self, work: Coroutine[Any, Any, C]) -> None:
         self._work = work
@@ -69,15 +86,15 @@ class Opening(Coroutine[Any, Any, C]):
         return self._work.__await__()
 
     def send(self, value: Any) -> Any:
-        """Advance, for a task that was made of it."""
+        """Advance, for a task that was made of this."""
         return self._work.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Raise an error where it waits, for a task that was made of it."""
+        """Raise an error where this waits, for a task that was made of it."""
         return self._work.throw(*error)
 
     def close(self) -> None:
-        """Give up before it has opened."""
+        """Give up before anything has opened."""
         self._work.close()
 
     async def __aenter__(self) -> C:
@@ -91,8 +108,9 @@ class Opening(Coroutine[Any, Any, C]):
 
 
 async def _forgetting(work: Coroutine[Any, Any, T]) -> T:
-    # From 3.12 on a cancelled task keeps its CancelledError, and that its traceback: frames of the operation, with the
-    # lease, and frames of the loop that cancels its tasks as it ends, with the task. The cycle would keep the lease.
+    # From 3.12 on a cancelled task keeps its CancelledError, and the error keeps its traceback. That has frames of the
+    # operation, with the lease, and frames of the loop that cancels its tasks as it ends, with the task. So it is a
+    # cycle, which would keep the lease.
     try:
         return await work
     except asyncio.CancelledError as error:
@@ -133,4 +151,4 @@ async def _locked(step: Locked) -> Any:
         return await drive(step.procedure)
 
 
-_WAYS: Final[dict[type[Step], Callable[[Any], Awaitable[Any]]]] = {Wait: _wait, Sleep: _sleep, Locked: _locked}
+_WAIT_BY_STEP: Final[dict[type[Step], Callable[[Any], Awaitable[Any]]]] = {Wait: _wait, Sleep: _sleep, Locked: _locked}

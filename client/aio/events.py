@@ -1,19 +1,19 @@
-"""A lease's events for asyncio: an async iterator, and a task that calls back on a warning."""
+"""A lease's events for asyncio: an async iterator, a task that calls back on a warning, and one that renews a lease."""
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Self
 
 from gpulease.client.aio.driver import drive, task_of
-from gpulease.client.engine.events import EventStream, LeaseEvent, warnings
+from gpulease.client.engine.events import EventStream, LeaseEvent, OnWarning, warnings
+from gpulease.client.engine.lease import LeaseView, RenewalSchedule, keep_renewed
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.sync.events import OnWarning
 
 
 class LeaseEvents(AsyncIterator[LeaseEvent]):
-    """What a lease goes through: `async for event in lease.events():`. See gpulease.client.LeaseEvents."""
+    """A lease's events: `async for event in lease.events():`, like `gpulease.client.sync.events.LeaseEvents`."""
 
     def __init__(self, stream: EventStream) -> None:
         self._stream = stream
@@ -30,7 +30,7 @@ class LeaseEvents(AsyncIterator[LeaseEvent]):
         return event
 
     async def close(self) -> None:
-        """Hear no more; a task that waits for an event stops."""
+        """End the subscription; a task that waits for an event stops."""
         self._stream.wake()
 
     async def __aenter__(self) -> Self:
@@ -44,7 +44,7 @@ class LeaseEvents(AsyncIterator[LeaseEvent]):
 
 
 class WarningWatch:
-    """Calls back from a task whenever a lease is warned of its end; see gpulease.client.WarningWatch."""
+    """Calls back from a task on a lease's warnings, like `gpulease.client.sync.events.WarningWatch`."""
 
     def __init__(self, stream: EventStream, on_warning: OnWarning) -> None:
         self.error: GpuLeaseError | None = None
@@ -71,3 +71,45 @@ class WarningWatch:
             await drive(warnings(self._stream, on_warning))
         except GpuLeaseError as error:
             self.error = error
+
+
+class KeepAlive:
+    """Renews a lease from a task, like `gpulease.client.KeepAlive`.
+
+    Attributes:
+        loss: Why the lease was lost; None while it is not.
+    """
+
+    def __init__(
+        self, lease: LeaseView, on_loss: Callable[[GpuLeaseError], None] | None, schedule: RenewalSchedule
+    ) -> None:
+        self.loss: GpuLeaseError | None = None
+        self._on_loss = on_loss
+        self._task = task_of(self._keep(weakref.ref(lease), schedule))
+
+    async def stop(self) -> None:
+        """Renew no more; the lease then ends at its deadline unless it is freed or renewed by hand."""
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        if not self._task.cancelled():
+            self._task.result()  # raises what `on_loss` raised
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _keep(self, lease: "weakref.ref[LeaseView]", schedule: RenewalSchedule) -> None:
+        self.loss = await drive(keep_renewed(lease, schedule))
+        if self.loss is not None and self._on_loss is not None:
+            self._on_loss(self.loss)
+
+
+def keep_alive(
+    lease: LeaseView, on_loss: Callable[[GpuLeaseError], None] | None = None, schedule: RenewalSchedule | None = None
+) -> KeepAlive:
+    """Start renewing a lease, from a task, like `gpulease.client.keep_alive`."""
+    return KeepAlive(lease, on_loss, schedule or RenewalSchedule())

@@ -6,24 +6,26 @@ from collections.abc import Callable
 from gpulease.client.aio.driver import drive
 from gpulease.client.engine.request import address_of
 from gpulease.client.engine.steps import Procedure
-from gpulease.client.engine.submits import SubmissionBase
+from gpulease.client.engine.submits import Image, SubmissionBase
 from gpulease.client.engine.tokens import Grant, token_of
-from gpulease.client.sync.submits import Image
 
 
 class Submission(SubmissionBase):
-    """One kernel to run beside a lease's session; see gpulease.client.Submission."""
+    """A kernel to run beside a lease's session, like `gpulease.client.Submission`."""
 
     def __init__(self, kernel: str, image: Image, run: "Callable[[SubmissionBase], Procedure[list[bytes]]]") -> None:
         super().__init__(kernel, image)
         self._run = run
 
     async def launch(self) -> list[bytes]:
-        """Run it, and wait for its outputs; see gpulease.client.Submission.launch. Cancelled, it is ended."""
+        """Run it, and wait for its outputs, like `gpulease.client.Submission.launch`.
+
+        Cancelling this ends the submit.
+        """
         return await drive(self._run(self))
 
 
 def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: str | None = None) -> Submission:
-    """A submit on another tenant's lease, by a token of theirs; see `gpulease.client.submit_by`."""
+    """Describe a submit on another tenant's lease, by a token of theirs, like `gpulease.client.submit_by`."""
     where, shown = address_of(address), token_of(token)
     return Submission(kernel, image, lambda submission: submission._run_by(where, shown, asyncio.Lock()))

@@ -17,8 +17,8 @@ from gpulease.client import (
     Revoked,
 )
 from gpulease.client.bench.figures import percentile
-from gpulease.client.control import ask
-from gpulease.client.reports import first_card
+from gpulease.client.cli.reports import first_card
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseRevoke
 

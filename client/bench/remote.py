@@ -8,7 +8,7 @@ from typing import Final
 
 from gpulease.client.bench.figures import percentile
 from gpulease.client.bench.session_speed import bulk_copies, hot_path
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Ping
 

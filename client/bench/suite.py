@@ -26,7 +26,7 @@ from gpulease.client.bench.submit_times import submit_figures
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.exit_status import CannotStart
 from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.reports import first_card
+from gpulease.client.cli.reports import first_card
 
 DIRECT_TIMEOUT_S: Final = 300
 """Seconds for one round of direct calls; a hung driver must not hang the benchmark."""

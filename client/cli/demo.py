@@ -11,8 +11,8 @@ import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession, KernelArgs, LeaseExpired
 from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.cli.reports import first_card
 from gpulease.client.cli.tables import size_text
-from gpulease.client.reports import first_card
 
 SLICE_BYTES: Final = 64 << 20
 VALUES: Final = 1024

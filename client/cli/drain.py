@@ -9,11 +9,11 @@ import click
 from click.core import ParameterSource
 
 from gpulease.client.cli.exit_status import EXIT_FAILED
+from gpulease.client.cli.reports import cards_of, leases_of
 from gpulease.client.cli.tables import seconds_text, shown
-from gpulease.client.control import ask
 from gpulease.client.engine.request import milliseconds
 from gpulease.client.errors import Disconnected, InvalidRequest
-from gpulease.client.reports import cards_of, leases_of
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
 

@@ -9,10 +9,10 @@ from typing import Any, Final
 import click
 from click.shell_completion import CompletionItem
 
+from gpulease.client.cli.reports import leases_of
 from gpulease.client.cli.tables import shown, size_text
-from gpulease.client.control import ask
 from gpulease.client.errors import InvalidRequest, NotFound
-from gpulease.client.reports import leases_of
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.messages import Empty

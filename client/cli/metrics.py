@@ -4,9 +4,9 @@ import sys
 
 import click
 
+from gpulease.client.cli.reports import health_of, json_text
 from gpulease.client.cli.tables import fitted, is_terminal, output_width, shown
-from gpulease.client.control import ask
-from gpulease.client.reports import health_of, json_text
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 

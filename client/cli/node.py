@@ -9,9 +9,9 @@ import click
 
 from gpulease.client.cli.exit_status import EXIT_FAILED
 from gpulease.client.cli.lease_ids import lease_id_argument
+from gpulease.client.cli.reports import Report, cards_of, json_text, leases_of
 from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text, wrapped_text
-from gpulease.client.control import ask
-from gpulease.client.reports import Report, cards_of, json_text, leases_of
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.limits import MAX_TEXT_BYTES

@@ -30,7 +30,7 @@ from gpulease.protocol.sizes import parse_size
 
 if TYPE_CHECKING:
     # Not at run time: this imports numpy, whose threads must start after `_block`.
-    from gpulease.client.public import GpuLease
+    from gpulease.client.sync.public import GpuLease
 
 EXIT_LEASE_ENDED: Final = 124
 """The lease ended before the program; timeout(1) exits with this status after a program took too long."""
@@ -96,7 +96,7 @@ def run(vram_bytes: int, ttl_ms: int, wait_ms: int, device: str | None, command:
     _check_program(command[0])
     usual = _block()
     # Imported after `_block`: numpy starts threads at its import, and they inherit the blocked signals.
-    from gpulease.client.public import GpuBuilder
+    from gpulease.client.sync.public import GpuBuilder
 
     builder = GpuBuilder().min_vram(vram_bytes).lease_secs(ttl_ms / 1000).timeout(wait_ms / 1000).orphan_secs(ORPHAN_S)
     if device is not None:

@@ -1,1 +1,1 @@
-"""What both faces share. Nothing here waits: procedures are generators that yield what they have to wait for."""
+"""The engine of both faces. Nothing here waits: its procedures are generators that yield the steps to wait for."""

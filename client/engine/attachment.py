@@ -1,60 +1,37 @@
-"""An attached connection: opening and closing it, and how an operation on it is done.
-
-Failures of quiet requests are kept by the worker and come back as the reply of the next request that has one. That
-request was not done, and nothing behind the failed one was, so frees that were under way are sent again.
-"""
+"""A session's connection to its worker: opened by ATTACH, and ended for good by `Attachment.finish`."""
 
 import socket
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol
 
-from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial, receive, send
-from gpulease.client.engine.fast_request import FastRequest, SmallRead
-from gpulease.client.engine.lease import LEASE_OVER, LeaseState, find_end_reason
-from gpulease.client.engine.staging import Staging
-from gpulease.client.engine.steps import Limit, Locked, Procedure
-from gpulease.client.errors import GpuLeaseError, InvalidHandle, TimedOut, error_of
+from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial
+from gpulease.client.engine.lease import LeaseState, find_end_reason
+from gpulease.client.engine.steps import Procedure
+from gpulease.client.errors import GpuLeaseError, error_of
 from gpulease.client.forking import OF_PARENT
-from gpulease.client.handles import Handle
-from gpulease.client.texts import quoted
 from gpulease.client.transport.arena import Arena
-from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.channel import Channel, FrameWriter
 from gpulease.client.transport.link import LinkEnded
 from gpulease.client.transport.ring import share
 from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol import Connection, Failure, Opcode, Status
 from gpulease.protocol.capabilities import AttachOption
-from gpulease.protocol.errors import FramingError
-from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, MEM_ALLOC
-from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
-from gpulease.protocol.messages import Attach, AttachReply, Body
-from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.messages import Attach, AttachReply
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Wanted
-
-T = TypeVar("T")
-
-EXPIRY_MARGIN_S: Final = 5.0
-"""How long past the lease's end an operation still waits to be told: the daemon's grace, the reclaim, a slow host."""
 
 ATTACH_LIMIT_S: Final = 30.0
 """Longest a session may take to open. A process and its context take 0.6 s, sixteen at once 3 s."""
 
 MEM_WRITE_FIXED_BYTES: Final = 20
-"""Of a MEM_WRITE's payload, what is not data: handle, offset and length."""
+"""Bytes of a MEM_WRITE's payload that are not data: handle, offset and length."""
 
 QUIET_WRITE_BYTES: Final = 64 << 10
-"""Up to this size a write is handed over and not waited for: its bytes are taken when the call returns. Waiting for a
-larger one costs little beside the copy, and says at once whether it was done."""
-
-FREES_PER_FLUSH: Final = 256
-"""Dropped handles freed by one operation at most, so that it is not held up by a list that was thrown away."""
-
-ONE_STREAM_FENCES: Final = frozenset({Opcode.SYNC, Opcode.MEM_READ, Opcode.ARENA_READ})
-"""Operations that wait for everything before them while the session has no stream but the default one."""
+"""Largest write that is handed over without waiting; its bytes are taken when the call returns. Waiting for a larger
+one costs little beside the copy, and tells at once whether it was done."""
 
 _NOT_OPEN: Final = Failure(
     Status.INVALID_REQUEST, "the session is not open", "Open it first: `async with GpuSession(lease) as session`"
@@ -62,120 +39,127 @@ _NOT_OPEN: Final = Failure(
 _CLOSED: Final = Failure(Status.INVALID_REQUEST, "the session was closed", "Open another one on the lease")
 
 
-class LeaseLimit:
-    """A session operation may take as long as the lease lives, which a renewal moves; then the broker is asked."""
+class ActiveRecording(Protocol):
+    """The recording that stands in for a session; see `recording`."""
 
-    def __init__(self, lease: LeaseState) -> None:
-        self._lease = lease
-
-    def remaining_s(self) -> float:
-        """Seconds left."""
-        return self._lease.deadline + EXPIRY_MARGIN_S - self._lease.clock()
-
-    def over(self) -> Procedure[None]:
-        """Raises LinkEnded, unless the broker says that the lease was renewed elsewhere."""
-        report = yield from self._lease.query()
-        remaining_ms = report.get("remaining_ms")
-        if report.get("cause") is None and isinstance(remaining_ms, int) and remaining_ms > 0:
-            self._lease.deadline = self._lease.clock() + remaining_ms / 1000
-            return
-        raise LinkEnded(Failure(Status.DISCONNECTED, "the session did not answer until the end of its lease"))
+    def refusal(self, doing: str) -> GpuLeaseError:
+        """The error of an operation that no graph can have."""
 
 
-class FenceLimit(LeaseLimit):
-    """How long leaving a `with` block waits for the session's last work.
+class LentArrays:
+    """Arrays of the arena that the worker may still read or write.
 
-    As long as the lease had left then. A renewal does not extend it: a lease that is kept alive may have no end.
-    """
-
-    def __init__(self, lease: LeaseState) -> None:
-        super().__init__(lease)
-        self._end = lease.deadline + EXPIRY_MARGIN_S
-
-    def remaining_s(self) -> float:
-        """Seconds left."""
-        return self._end - self._lease.clock()
-
-    def over(self) -> Procedure[None]:
-        """Raises TimedOut, or LinkEnded if the lease has ended."""
-        yield from super().over()
-        raise self.error()
-
-    def error(self) -> TimedOut:
-        """What is raised where the lease goes on and its last work has not ended."""
-        return TimedOut(
-            "leaving the `with` block: the session's last work has not ended in the time that its lease had left",
-            "Does a kernel run for ever? The session is closed, its lease goes on. Call sync() to wait longer",
-        )
-
-
-class Attached:
-    """A session's connection and what is known of both.
+    The arena must not hand out their memory again, even when the program has dropped them.
 
     Attributes:
-        lease: Its lease.
-        channel: Its connection.
-        connection: What was said on it; the channel's link's.
-        session_id: Its lease's number.
-        attached: What the worker said of it.
-        end: How it ended; None while it lives.
-        dropped: Handles whose last reference went, to be freed by the next operation.
-        freed: Those whose free is under way, with its number: done once any later request is answered.
-        limit: How long an operation may take.
-        chunk_bytes: Into what pieces copies are cut.
-        quiet_bytes: How large a write is not waited for.
-        recorder: What records instead of it, None while nothing does.
-        lent: Arrays of graphs that are gone, which queued copies may still use; until a SYNC is answered.
-        settled_id: Up to this request everything is known to have ended well, or its failure was raised.
-        fences: Operations whose answer settles everything before them.
-        has_loaded: Whether a module was loaded, so that kernels of its own may run.
+        is_used: False if there is nothing to take back; a sync reads it, because a call would cost too much.
     """
 
-    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, patience: SpinPolicy) -> None:
-        """Args: wanted: What to share with the worker. patience: How long to look for an answer before sleeping."""
+    def __init__(self) -> None:
+        self.is_used = False
+        self._by_stream: dict[int, dict[tuple[int, int], memoryview]] = {}
+        self._of_graphs: list[object] = []
+
+    def lend(self, stream: int, place: int, view: memoryview) -> None:
+        """Hold what a copy in a stream uses, until that stream, or the session, was waited for."""
+        self.is_used = True
+        self._by_stream.setdefault(stream, {})[place, len(view)] = view
+
+    def lend_to_graph(self, arrays: object) -> None:
+        """Hold what queued launches of a closed graph use, until the session was waited for."""
+        self.is_used = True
+        self._of_graphs.append(arrays)
+
+    def take_back(self, stream: int | None = None) -> None:
+        """Forget the arrays of one stream, or of the whole session, which was waited for."""
+        if stream is not None:
+            self._by_stream.pop(stream, None)
+        else:
+            self._by_stream.clear()
+            self._of_graphs.clear()
+            self.is_used = False
+
+    def __bool__(self) -> bool:
+        return bool(self._by_stream or self._of_graphs)
+
+
+class Attachment:
+    """A session's connection, its lease, and how it ended.
+
+    Attributes:
+        lease: The session's lease.
+        lock: The face's lock; whoever asks holds it.
+        session_id: The lease's number.
+        channel: The connection.
+        connection: The protocol's state of that connection.
+        writer: The channel's writer, for frames that nobody waits for.
+        reply: The worker's answer to ATTACH.
+        end: How the session ended; None while it lives.
+        arena: Memory shared with the worker; None if there is none.
+        dropped: Handles without a reference, which the next operation frees.
+        lent: Arrays that the worker may still use.
+        chunk_bytes: Size of the pieces that copies are cut into.
+        quiet_bytes: Largest write that is not waited for.
+        max_payload_bytes: Largest payload that the daemon takes.
+        recording: The recording under way; None while the session does not record.
+        has_loaded: Whether a module was loaded, so that kernels of this connection's own may run.
+        at_end: Functions to call once, when the session ends.
+    """
+
+    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, spin: SpinPolicy) -> None:
+        """Args: wanted: Memory to share with the worker. spin: How long to look for a reply before sleeping."""
         self.lease = lease
         self.lock = lock
-        self._wanted = wanted
-        self._patience = patience
         self.session_id = lease.grant.lease_id
-        self.end: Failure | None = _NOT_OPEN
-        self.dropped: deque[tuple[Opcode, int]] = deque()
-        self.limit: Limit = LeaseLimit(lease)
+        self._wanted = wanted
+        self._spin = spin
         self.channel: Channel
         self.connection: Connection
-        self.attached: AttachReply
+        self.writer: FrameWriter
+        self.reply: AttachReply
+        self.end: Failure | None = _NOT_OPEN
+        self.arena: Arena | None = None
+        self.dropped: deque[tuple[Opcode, int]] = deque()
+        self.lent = LentArrays()
         self.chunk_bytes = DATA_CHUNK_BYTES
         self.quiet_bytes = 0
-        self._max_payload_bytes = 0
-        self.freed: deque[tuple[int, Opcode, int]] = deque()
-        self._sync = FastRequest(Opcode.SYNC, 0, self.session_id)
-        self._alloc = FastRequest(Opcode.MEM_ALLOC, MEM_ALLOC.size, self.session_id, HANDLE.size)
-        self.recorder: object = None
-        self.lent: list[object] = []
-        self.arena: Arena | None = None
-        self.staging: Staging | None = None
-        self.arena_write = FastRequest(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
-        self.small_read = SmallRead()
-        self.arena_read = FastRequest(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
-        self.settled_id = 0
-        self.fences = ONE_STREAM_FENCES
+        self.max_payload_bytes = 0
+        self.recording: ActiveRecording | None = None
         self.has_loaded = False
-        self._raised: Failure | None = None
+        self.at_end: list[Callable[[], None]] = []
+
+    @property
+    def over(self) -> Failure | None:
+        """The end of the session, or else of its lease; None while both live."""
+        return self.end or self.lease.over
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is open and its lease not over, as far as is known here."""
+        """True while the session is open and its lease not over, as far as is known here."""
         return self.end is None and self.lease.remaining_s > 0
 
-    # --- opening and closing ---
+    @property
+    def is_at_rest(self) -> bool:
+        """True if the session lives, has nothing to free, records nothing, and has no reply under way."""
+        link = self.channel.link
+        return (
+            self.end is None
+            and self.lease.over is None
+            and not self.dropped
+            and self.recording is None
+            and link.end is None
+            and link.is_at_rest
+        )
+
+    # --- opening ---
 
     def attach(self) -> Procedure[None]:
-        """Open a connection and make it this session. Raises why it can't be."""
+        """Open a connection and make it this session's. Raises why it can't be."""
         lease = self.lease
         if lease.over is not None:
             raise error_of(lease.over, "attach")
         self.channel, hello = yield from dial(lease.address, TimeLimit(CONNECT_LIMIT_S, "connect", lease.address))
-        self._max_payload_bytes = hello.max_payload_bytes
+        self.max_payload_bytes = hello.max_payload_bytes
         self.chunk_bytes = max(
             1, min(DATA_CHUNK_BYTES, MAX_DATA_BYTES, hello.max_payload_bytes - MEM_WRITE_FIXED_BYTES)
         )
@@ -192,31 +176,38 @@ class Attached:
         else:
             if isinstance(answer, Failure):
                 self.channel.close()
-                raise error_of(lease.heed(answer), "attach")
-            self.attached = answer
-            self.channel, self.arena = share(self.channel, answer.options, self._patience)
-            self.staging = None if self.arena is None else Staging(self.arena)
-            self.end = None
-            self.connection = self.channel.link.connection
-            self.settled_id = self.connection.last_request_id
+                raise error_of(lease.note_failure(answer), "attach")
+            self._begin(answer)
             return
-        raise (yield from self._find_out(failure, "attach"))
+        raise (yield from self.end_error(failure, "attach"))
+
+    def _begin(self, reply: AttachReply) -> None:
+        self.reply = reply
+        self.channel, self.arena = share(self.channel, reply.options, self._spin)
+        self.connection, self.writer = self.channel.link.connection, self.channel.writer
+        self.end = None
 
     def _options(self) -> tuple[Tlv, ...]:
         token = self.lease.token
         return self._wanted.to_options() + ((Tlv(AttachOption.TOKEN, token),) if token else ())
 
+    # --- ending ---
+
     def disown(self) -> Any:
-        """See Inherited. Another lock, which is returned, takes the lock's place: a parent's thread may hold that."""
+        """Leave the session to the parent process (`forking.Inherited`).
+
+        Returns:
+            A new lock that takes the old one's place: a thread of the parent's may hold the old one for ever.
+        """
         if self.end is None:
             self.end = OF_PARENT
-        # The parent gives its memory out.
+        # The parent hands out the arena's memory.
         self.arena = None
         self.lock = type(self.lock)()
         return self.lock
 
     def wake(self) -> None:
-        """Begin to close: whoever waits on the stream stops waiting and lets go of the lock."""
+        """Begin to close: whoever waits on the connection stops waiting and releases the lock."""
         if self.end is None:
             self.end = _CLOSED
             self.channel.send_rest()
@@ -227,154 +218,33 @@ class Attached:
         """End the session from this side; its lease goes on."""
         self.finish(_CLOSED)
         if self.lease.token:
-            # The connection that showed the token is of no use to anybody else.
+            # The control connection showed the token, so nobody else can use it.
             self.lease.channel.close()
 
     def finish(self, failure: Failure) -> None:
-        """Nothing more can be done here, and why. A reason known already stays."""
+        """End the session for good. A reason that is known already stays."""
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
         self.channel.close()
+        # Without the arena nobody hands out the lent arrays' memory again.
         self.arena = None
-        if self.staging is not None:
-            self.staging.close()
-            self.staging = None
-        self.lent.clear()
+        self.lent.take_back()
+        while self.at_end:
+            self.at_end.pop()()
 
-    # --- how they are done ---
-
-    def _operation(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
-        result: T = yield Locked(self.lock, self._guarded(doing, procedure))
-        return result
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether it is alive, with nothing to be freed and nothing under way."""
-        link = self.channel.link
-        return (
-            self.end is None and self.lease.over is None and not self.dropped and link.end is None and link.is_at_rest
-        )
-
-    def _go_on(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
-        """What is left of an operation that has begun, still under the session's lock."""
-        try:
-            return (yield from procedure)
-        except LinkEnded as ended:
-            failure = ended.failure
-        raise (yield from self._find_out(failure, doing))
-
-    def _guarded(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
-        """Refuse if it is over, free what was dropped, and find out what happened if the connection ends."""
-        over = self.end or self.lease.over
-        if over is not None:
-            raise error_of(over, doing)
-        try:
-            self.channel.link.forget()
-            if self.channel.link.end is not None:
-                # The daemon's goodbye came right behind the last reply.
-                raise LinkEnded(self.channel.link.end)
-            if self.dropped:
-                yield from self._send_frees()
-            return (yield from procedure)
-        except LinkEnded as ended:
-            failure = ended.failure
-        # Not inside the except block: the tenant's traceback shows one error, not two.
-        raise (yield from self._find_out(failure, doing))
-
-    def ask(self, op: Opcode, payload: bytes = b"", limit: Limit | None = None, doing: str = "") -> Procedure[Any]:
-        """A request, under the session's lock; its reply's body. `doing`: of what operation it is a part."""
-        limit = limit or self.limit
-        request_id = self.channel.link.expect(op)
-        frame = build_frame(op, payload, request_id=request_id, session_id=self.session_id)
-        yield from send(self.channel, (frame,), limit)
-        result: Body | Failure = yield from receive(self.channel, request_id, limit)
-        self.settle(result, doing or op.name.lower())
-        self.acknowledge(op, request_id)
-        return result
-
-    def acknowledge(self, op: Opcode, last_id: int, first_id: int = 0) -> None:
-        """An operation was answered that was the requests `first_id` to `last_id`, or `last_id` alone."""
-        if op in self.fences or self.settled_id >= (first_id or last_id) - 1:
-            self.settled_id = last_id
-
-    def unsettled(self) -> "FenceLimit | None":
-        """How long a `with` block that is left waits for what was not waited for yet; None if there is nothing."""
-        is_settled = self.end is not None or self.settled_id == self.connection.last_request_id
-        is_given_back = self.lease.over is not None and self.lease.over.status is Status.LEASE_FREED
-        return None if is_settled or is_given_back or self.recorder is not None else FenceLimit(self.lease)
-
-    def settle(self, result: Body | Failure | None, doing: str, own_requests: Container[int] = ()) -> None:
-        """A reply came: every quiet request before it is done, or failed, or was skipped.
-
-        Raises its failure, LinkEnded where why it failed is still to be found out.
-        """
-        if not self.freed and not isinstance(result, Failure):
-            return
-        freed, self.freed = self.freed, deque()
-        if not isinstance(result, Failure):
-            return
-        failed_at = result.failed_request_id
-        if failed_at is not None:
-            self.dropped.extend((op, handle) for request_id, op, handle in freed if request_id > failed_at)
-        if result.status is Status.SESSION_FAILED:
-            raise LinkEnded(result)
-        self._raised = result
-        result = self.lease.heed(result)
-        if result.status in LEASE_OVER:
-            self.finish(result)
-        raise error_of(result, doing, own_requests)
-
-    def frees(self) -> bytes:
-        """Quiet frees of handles that were dropped."""
-        frames = []
-        for _ in range(min(len(self.dropped), FREES_PER_FLUSH)):
-            op, handle = self.dropped.popleft()
-            request_id = self.connection.next_request_id()
-            self.freed.append((request_id, op, handle))
-            payload = HANDLE.pack(handle)
-            frames.append(build_frame(op, payload, request_id=request_id, session_id=self.session_id, flags=Flag.QUIET))
-        return b"".join(frames)
-
-    def _send_frees(self) -> Procedure[None]:
-        frees = self.frees()
-        if not self.put(frees):
-            yield from send(self.channel, (frees,), self.limit)
-
-    def put(self, first: bytes, second: bytes | memoryview = b"") -> bool:
-        """Hand over a quiet frame at once, in two parts; False if it has to be sent the long way."""
-        try:
-            return self.channel.put(first, second)
-        except (OSError, FramingError):
-            return False  # no peer: sending again finds out
-
-    def _free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
-        self._check(handle, kind, doing)
-        try:
-            yield from self._operation(doing, self.ask(handle._free_op, HANDLE.pack(handle.handle)))
-        except InvalidHandle as error:
-            if error.failure.failed_request_id is None:
-                handle.owner = None
-            raise
-        handle.owner = None
-
-    def _check(self, handle: Handle, kind: type[Handle], doing: str) -> None:
-        if not isinstance(handle, kind):
-            raise InvalidHandle(f"{doing}: {quoted(handle)} is not a {kind.__name__}")
-        handle.check(self, doing)
-
-    def _find_out(self, failure: Failure, doing: str) -> Procedure[GpuLeaseError]:
-        """The connection ended as `failure` says: the error that tells what became of the lease."""
+    def end_error(self, failure: Failure, doing: str) -> Procedure[GpuLeaseError]:
+        """The error to raise where the connection ended with `failure`: the daemon knows how the lease ended."""
         if self.end is not None and self.end is not _NOT_OPEN:
             failure = self.end
         elif self.lease.over is not None:
             failure = self.lease.over
         elif failure.status is Status.SESSION_FAILED:
-            # The worker was told that it is over, not why.
-            fate = yield from find_end_reason(self.lease, failure)
-            failure = failure if fate.status is Status.DISCONNECTED else fate
+            # The worker was told that the session is over, not why.
+            reason = yield from find_end_reason(self.lease, failure)
+            failure = failure if reason.status is Status.DISCONNECTED else reason
         elif not self.channel.link.is_end_explained:
             failure = yield from find_end_reason(self.lease, failure)
         elif self.channel.link.said_goodbye:
-            failure = self.lease.heed(failure)
+            failure = self.lease.note_failure(failure)
         self.finish(failure)
         return error_of(failure, doing)

@@ -1,4 +1,4 @@
-"""Hearing where a lease stands, on a connection of its own: nobody else's replies wait for it."""
+"""Subscriptions to a lease's events, each on a connection of its own: no other reply waits behind them."""
 
 import socket
 from collections.abc import Callable
@@ -6,7 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpulease.client.engine.exchange import CONNECT_LIMIT_S, CONTROL_REPLY_LIMIT_S, TimeLimit, ask, dial, disconnected
+from gpulease.client.engine.exchange import (
+    CONNECT_LIMIT_S,
+    CONTROL_REPLY_LIMIT_S,
+    TimeLimit,
+    ask,
+    closing_on_failure,
+    dial,
+    disconnected,
+)
 from gpulease.client.engine.steps import Procedure, Wait
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
@@ -16,10 +24,13 @@ from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import CapabilityPresent, LeaseSubscribe
 
 EVERY_LEASE: Final = 0
-"""Instead of a lease's id: all that the daemon lets this user see."""
+"""In place of a lease's id: all leases that the daemon lets this user see."""
 
 WAIT_S: Final = 3600.0
-"""One wait for an event; there is no bound on how many."""
+"""Longest single wait for an event; there may be any number of waits."""
+
+OnWarning = Callable[["LeaseEvent"], None]
+"""Called with a WARNING event."""
 
 _DOING: Final = "events"
 _KNOWN_PHASES: Final = {int(phase): phase for phase in Phase}
@@ -27,15 +38,15 @@ _KNOWN_PHASES: Final = {int(phase): phase for phase in Phase}
 
 @dataclass(frozen=True, slots=True)
 class LeaseEvent:
-    """Where a lease stands.
+    """A lease's phase, and why it is in it.
 
     Attributes:
-        lease_id: Which one.
-        phase: ACTIVE, WARNING, GRACE, TEARDOWN, ENDED; of a newer daemon perhaps another number.
-        left_s: Seconds to the next phase, at most; 0 if there is no telling.
+        lease_id: The lease.
+        phase: ACTIVE, WARNING, GRACE, TEARDOWN, ENDED; a newer daemon may send another number.
+        left_s: Seconds to the next phase, at most; 0 if that is not known.
         generation: The lease's.
         cause: Why it ends or ended, a word; "" while nothing ends it.
-        reason: The same for people, or why it is warned.
+        reason: The cause in words for people, or the reason of a warning.
         lost: Events that were dropped before this one, because they were not read.
     """
 
@@ -63,10 +74,10 @@ def event_of(told: Notification) -> LeaseEvent:
 
 
 class EventStream:
-    """One subscription.
+    """A subscription to one lease, or to every lease.
 
     Args:
-        token: By what another tenant's lease may be asked about; empty for one's own.
+        token: A token of another tenant's lease; empty for the program's own.
     """
 
     def __init__(self, address: Address, lease_id: int, token: bytes = b"") -> None:
@@ -80,16 +91,10 @@ class EventStream:
         """Subscribe. Raises NotFound for a lease that is not this user's, Busy if there are too many subscriptions."""
         channel, _ = yield from dial(self._address, TimeLimit(CONNECT_LIMIT_S, "connect", self._address))
         limit = TimeLimit(CONTROL_REPLY_LIMIT_S, _DOING, self._address)
-        try:
+        with closing_on_failure(channel, _DOING):
             if self._token:
                 yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(self._token), limit)
             yield from ask(channel, Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(self._lease_id), limit)
-        except LinkEnded as ended:
-            channel.close()
-            raise disconnected(ended, channel, _DOING) from None
-        except BaseException:
-            channel.close()
-            raise
         self._channel = channel
 
     def next(self) -> Procedure[LeaseEvent | None]:
@@ -112,21 +117,21 @@ class EventStream:
         raise disconnected(LinkEnded(channel.link.end), channel, _DOING)
 
     def wake(self) -> None:
-        """Begin to close: whoever waits for an event stops."""
+        """Begin to close: whoever waits for an event stops waiting."""
         self._is_over = True
         if self._channel is not None:
             with suppress(OSError):
                 self._channel.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hear no more."""
+        """End the subscription."""
         channel, self._channel, self._is_over = self._channel, None, True
         if channel is not None:
             channel.close()
 
 
 def warnings(stream: EventStream, tell: Callable[[LeaseEvent], Any]) -> Procedure[None]:
-    """Tell of every warning until the lease has ended. Raises what `open` and `next` raise."""
+    """Call `tell` with every warning until the lease has ended. Raises what `open` and `next` raise."""
     yield from stream.open()
     try:
         while (event := (yield from stream.next())) is not None:

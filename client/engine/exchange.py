@@ -1,4 +1,4 @@
-"""Sending, receiving, asking, connecting: the procedures every other one is made of."""
+"""The basic procedures: send, receive, ask, connect. Every other procedure is made of them."""
 
 import contextlib
 import errno
@@ -6,7 +6,7 @@ import os
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from gpulease.client.engine.steps import Limit, Procedure, Sleep, Wait
@@ -29,10 +29,10 @@ CONNECT_RETRY_S: Final = 0.01
 """Pause before trying again a Unix socket whose queue of pending connections is full."""
 
 AGENT: Final = "gpulease-python/0.1"
-"""How this client names itself in HELLO."""
+"""Name of this client in HELLO."""
 
 TLS_ALERT: Final = b"\x15\x03"
-"""What a port that speaks TLS says to plain frames begins with (RFC 8446, 5.1)."""
+"""First bytes that a port speaking TLS answers to plain frames (RFC 8446, 5.1)."""
 
 _INTERRUPTED: Final = Failure(
     Status.DISCONNECTED, "an earlier operation was interrupted in the middle of a request", "Open another connection"
@@ -42,7 +42,7 @@ Clock = Callable[[], float]
 
 
 class TimeLimit:
-    """A fixed number of seconds from now on, then Disconnected."""
+    """Ends a fixed number of seconds from now, with Disconnected."""
 
     def __init__(self, seconds: float, doing: str, address: Address, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -64,8 +64,8 @@ def send(
 ) -> Procedure[None]:
     """Write buffers, one after the other and without joining them. Raises LinkEnded, or what the limit raises.
 
-    It returns when the kernel, or the ring, has all of it. Interrupted after some of it went (`has_begun`: before this
-    call), the stream is of no more use and is broken off.
+    This returns when the kernel, or the ring, has all of the bytes. If it is interrupted after some of them went
+    (`has_begun`: before this call), the stream can't be used any more and is broken off.
     """
     rest = deque(memoryview(part) for part in parts if len(part))
     try:
@@ -84,7 +84,7 @@ def send(
 
 
 def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body | Failure]:
-    """The result of a request. Raises LinkEnded, or what the limit raises."""
+    """Wait for the result of a request. Raises LinkEnded, or what the limit raises."""
     take = channel.link.take
     while (result := take(request_id)) is None:
         if not channel.spin():
@@ -102,14 +102,14 @@ def _wait(channel: Channel, limit: Limit, *, for_room: bool) -> Procedure[None]:
 
 
 def answer_to(channel: Channel, op: Opcode, body: Body, limit: Limit, session_id: int = 0) -> Procedure[Any]:
-    """What the daemon replies to a request: a body, or the Failure it refuses with. Raises what `receive` raises."""
+    """Send a request; returns the reply's body, or the Failure of a refusal. Raises what `receive` raises."""
     request_id, frame = channel.link.request(op, body, session_id)
     yield from send(channel, (frame,), limit)
     return (yield from receive(channel, request_id, limit))
 
 
 def ask(channel: Channel, op: Opcode, body: Body, limit: Limit) -> Procedure[Any]:
-    """The body of the reply to a request. Raises the error of a refusal, LinkEnded, or what the limit raises."""
+    """Send a request; returns the reply's body. Raises a refusal's error, LinkEnded, or what the limit raises."""
     result = yield from answer_to(channel, op, body, limit)
     if isinstance(result, Failure):
         raise error_of(result, doing_of(op))
@@ -117,12 +117,12 @@ def ask(channel: Channel, op: Opcode, body: Body, limit: Limit) -> Procedure[Any
 
 
 def doing_of(op: Opcode) -> str:
-    """An operation's name in messages."""
+    """The name of an operation in messages."""
     return op.name.lower()
 
 
 def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseError:
-    """The error of a control connection that ended: what its goodbye says, or Disconnected."""
+    """The error of a control connection that ended: the goodbye's, or Disconnected."""
     if channel.link.is_end_explained:
         return error_of(ended.failure, doing)
     own = ended.failure.hint
@@ -130,8 +130,21 @@ def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseErro
     return error_of(Failure(ended.failure.status, ended.failure.message, hint), doing)
 
 
+@contextlib.contextmanager
+def closing_on_failure(channel: Channel, doing: str) -> Iterator[None]:
+    """Close the channel if the block fails. Raises the error of a control connection where the stream ended."""
+    try:
+        yield
+    except LinkEnded as ended:
+        channel.close()
+        raise disconnected(ended, channel, doing) from None
+    except BaseException:
+        channel.close()
+        raise
+
+
 def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:
-    """A connection that has said HELLO. Raises Disconnected, Untrusted, Busy, Unsupported, Denied or InvalidRequest."""
+    """Connect and say HELLO. Raises Disconnected, Untrusted, Busy, Unsupported, Denied or InvalidRequest."""
     channel = yield from _connect(address, limit)
     if isinstance(address, SecuredAddress):
         channel = yield from _secure(channel, address, limit)
@@ -179,7 +192,7 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
 
 
 def _why(address: Address, code: int) -> str:
-    """What the system says, or more: it refuses a socket that nobody listens at and a folder in the same words."""
+    """The system's error text, or more: it refuses a folder in the same words as a socket that nobody listens at."""
     if code == errno.ECONNREFUSED and isinstance(address, UnixAddress):
         with contextlib.suppress(OSError):
             mode = os.stat(address.path).st_mode
@@ -215,7 +228,7 @@ def _is_it_running(address: Address) -> str:
 
 
 def ask_once(address: Address, op: Opcode, body: Body, reply_limit_s: float) -> Procedure[Any]:
-    """One control request over a connection of its own."""
+    """Ask one control request over a connection of its own; returns the reply's body."""
     doing = doing_of(op)
     channel, _ = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
     try:

@@ -1,40 +1,38 @@
-"""Launch graphs on this side: what a recorded one knows, and how it is made, launched and closed."""
+"""Launch graphs on this side: the handle of a recorded one, and how it is made, launched and closed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
-from gpulease.client.engine.attachment import Attached
-from gpulease.client.engine.steps import Procedure
-from gpulease.client.engine.streams import Streamed
+from gpulease.client.engine.attachment import Attachment
+from gpulease.client.engine.operations import Operations
+from gpulease.client.engine.steps import Begun, Procedure
+from gpulease.client.engine.streams import StreamHandle, Streams
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, error_of
-from gpulease.client.handles import Buffer, Handle, Module, StreamHandle
+from gpulease.client.handles import Handle
 from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_parameter
 from gpulease.client.texts import quoted
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.fastpath import HANDLE, MIDDLE_AT, REQUEST_ID_OFFSET, graph_launch_payload
 from gpulease.protocol.framing import build_frame
-from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_GRAPH_BYTES
+from gpulease.protocol.limits import MAX_GRAPH_BYTES
 from gpulease.protocol.messages import GraphCreate
 from gpulease.protocol.messages import Handle as HandleBody
 from gpulease.protocol.opcodes import Flag
-
-if TYPE_CHECKING:
-    from gpulease.client.engine.session import SessionCore
 
 _LAUNCH: Final = "launch of a graph"
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """What was recorded.
+class GraphRecord:
+    """A finished recording.
 
     Attributes:
-        body: What the worker is told.
-        parameters: By name, in the order of the body's.
-        handles: Buffers and modules it needs.
-        arrays: Arrays of the arena it copies from and to.
+        body: The message that makes the graph.
+        parameters: Its parameters by name, in the order of the body's.
+        handles: Buffers and modules that the graph needs.
+        arrays: Arrays of the arena that the graph copies from and to.
     """
 
     body: GraphCreate
@@ -44,78 +42,81 @@ class Recorded:
 
 
 class GraphHandle(Handle):
-    """A recorded sequence; what the faces' graphs have in common.
+    """A recorded sequence of launches and copies; the base of both faces' graphs.
 
     It holds the buffers, modules and arrays it was recorded with, so they live as long as it does.
     """
 
-    __slots__ = ("_args", "_head", "_middle", "_recorded", "_why_not")
+    __slots__ = ("_args", "_graphs", "_head", "_middle", "_record", "_why_not")
 
     _free_op = Opcode.GRAPH_DESTROY
 
     def __init__(self) -> None:
-        """One that is yet to be made."""
+        """Begin as a graph that is still being recorded; `made` follows."""
         self.owner = None
         self.handle = 0
-        self._recorded: Recorded | None = None
+        self._graphs: Graphs
+        self._record: GraphRecord | None = None
         self._args = b""
         self._why_not = "is being recorded"
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of what `launch` can be given."""
-        return () if self._recorded is None else tuple(self._recorded.parameters)
+        """The names of the parameters that `launch` can be given."""
+        return () if self._record is None else tuple(self._record.parameters)
 
-    def made(self, owner: "Graphed", handle: int, recorded: Recorded) -> None:
-        """The worker has it."""
-        self.owner, self.handle, self._recorded = owner, handle, recorded
-        self._args = b"".join(parameter.value for parameter in recorded.parameters.values())
+    def made(self, graphs: "Graphs", handle: int, record: GraphRecord) -> None:
+        """Note the number that the worker gave the graph, and prepare its launch frame."""
+        self._graphs = graphs
+        self.owner, self.handle, self._record = graphs.attachment, handle, record
+        self._args = b"".join(parameter.value for parameter in record.parameters.values())
         payload = graph_launch_payload(handle, self._args)
-        frame = build_frame(Opcode.GRAPH_LAUNCH, payload, request_id=0, session_id=owner.session_id, flags=Flag.QUIET)
+        session_id = graphs.attachment.session_id
+        frame = build_frame(Opcode.GRAPH_LAUNCH, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
         self._head, self._middle = frame[:REQUEST_ID_OFFSET], frame[MIDDLE_AT : len(frame) - len(self._args)]
         self._why_not = "is closed"
 
     def discarded(self) -> None:
-        """Its recording came to nothing."""
+        """Note that the recording failed."""
         self._why_not = "was discarded: its recording failed"
 
-    def session(self, doing: str) -> "SessionCore":
-        """Its session. Raises InvalidHandle if it has none."""
+    def graphs(self, doing: str) -> "Graphs":
+        """The graphs of its session. Raises InvalidHandle, naming the operation `doing`, if it has no session."""
         if self.owner is None:
             raise InvalidHandle(f"{doing}: the graph {self._why_not}")
-        return cast("SessionCore", self.owner)
+        return self._graphs
 
-    def let_go(self) -> tuple[Opcode, int]:
-        """See Handle; its arrays are kept for as long as queued copies may use them."""
-        self._hold(self.owner)
-        return super().let_go()
+    def mark_freed(self) -> tuple[Opcode, int]:
+        """Mark it as freed, and lend its arrays for as long as queued copies may use them (`Handle.mark_freed`)."""
+        self._lend_arrays()
+        return super().mark_freed()
 
-    def frame(self, owner: "Graphed", values: Mapping[str, Any]) -> tuple[int, bytes]:
+    def frame(self, attachment: Attachment, values: Mapping[str, Any]) -> tuple[int, bytes]:
         """(number, frame) of a quiet GRAPH_LAUNCH. Raises InvalidHandle or InvalidRequest; nothing is sent then."""
-        recorded = self._recorded
-        assert recorded is not None
-        for handle in recorded.handles:
-            if handle.owner is not owner:
-                handle.check(owner, _LAUNCH)
-        args = self._bound(owner, recorded, values) if values else self._args
-        number = owner.channel.link.connection.next_request_id()
+        record = self._record
+        assert record is not None
+        for handle in record.handles:
+            if handle.owner is not attachment:
+                handle.check(attachment, _LAUNCH)
+        args = self._bound(attachment, record, values) if values else self._args
+        number = attachment.connection.next_request_id()
         return number, b"".join((self._head, number.to_bytes(8, "big"), self._middle, args))
 
-    def _bound(self, owner: "Graphed", recorded: Recorded, values: Mapping[str, Any]) -> bytes:
-        unknown = values.keys() - recorded.parameters.keys()
+    def _bound(self, attachment: Attachment, record: GraphRecord, values: Mapping[str, Any]) -> bytes:
+        unknown = values.keys() - record.parameters.keys()
         if unknown:
-            known = ", ".join(recorded.parameters) or "none"
+            known = ", ".join(record.parameters) or "none"
             raise InvalidRequest(
                 f"{_LAUNCH}: it has no parameter {quoted(sorted(unknown)[0])}; its parameters: {known}"
             )
         parts = []
-        for name, parameter in recorded.parameters.items():
+        for name, parameter in record.parameters.items():
             if name not in values:
                 parts.append(parameter.value)
                 continue
             bound = pack_parameter(f"{_LAUNCH}: parameter {name!r}", parameter.kind, values[name])
             if bound.buffer is not None:
-                bound.buffer.check(owner, f"{_LAUNCH}: parameter {name!r}")
+                bound.buffer.check(attachment, f"{_LAUNCH}: parameter {name!r}")
             if len(bound.value) != len(parameter.value):
                 raise InvalidRequest(
                     f"{_LAUNCH}: parameter {name!r} has {len(parameter.value)} bytes, not {len(bound.value)}"
@@ -123,15 +124,15 @@ class GraphHandle(Handle):
             parts.append(bound.value)
         return b"".join(parts)
 
-    def _hold(self, owner: Attached | None) -> None:
+    def _lend_arrays(self) -> None:
         # Copies of it that are queued may still read and write its arrays, whose memory others must not get yet.
-        if owner is not None and self._recorded is not None and self._recorded.arrays:
-            owner.lent.append(self._recorded.arrays)
+        if self.owner is not None and self._record is not None and self._record.arrays:
+            self._graphs.attachment.lent.lend_to_graph(self._record.arrays)
 
     def __del__(self) -> None:
-        # See Handle.
+        # It may be half-built: see Handle.
         if getattr(self, "owner", None) is not None:
-            self._hold(self.owner)
+            self._lend_arrays()
         super().__del__()
 
     def __repr__(self) -> str:
@@ -142,46 +143,43 @@ class GraphHandle(Handle):
         )
 
 
-class Graphed(Streamed):
-    """A session's graphs, which go into its streams."""
+class Graphs:
+    """The launch graphs of one session, which are launched into its streams.
 
-    def make_graph(self, graph: GraphHandle, recorded: Recorded) -> Procedure[None]:
-        """Have the worker check and keep what was recorded."""
-        payload = build_body(recorded.body)
-        most = min(MAX_GRAPH_BYTES, self._max_payload_bytes)
+    Attributes:
+        attachment: The session's connection.
+    """
+
+    def __init__(self, operations: Operations, streams: Streams) -> None:
+        self.attachment = operations.attachment
+        self._operations = operations
+        self._streams = streams
+
+    def make(self, graph: GraphHandle, record: GraphRecord) -> Procedure[None]:
+        """Have the worker check and keep a recording."""
+        payload = build_body(record.body)
+        most = min(MAX_GRAPH_BYTES, self.attachment.max_payload_bytes)
         if len(payload) > most:
             raise InvalidRequest(f"record: the graph has {len(payload)} bytes; at most {most} are taken")
-        reply: HandleBody = yield from self._operation("record", self.ask(Opcode.GRAPH_CREATE, payload))
-        graph.made(self, reply.handle, recorded)
+        asking = self._operations.ask(Opcode.GRAPH_CREATE, payload)
+        reply: HandleBody = yield from self._operations.do("record", asking)
+        graph.made(self, reply.handle, record)
 
-    def launch_graph(
-        self, graph: GraphHandle, values: Mapping[str, Any], stream: StreamHandle | None = None
-    ) -> int | Procedure[int]:
-        """Send a graph's launch at once, under the session's lock; see `SessionCore.launch`."""
-        over = self.end or self.lease.over
-        if over is not None:
-            raise error_of(over, _LAUNCH)
-        if self.recorder is not None:
+    def launch(self, graph: GraphHandle, values: Mapping[str, Any], stream: StreamHandle | None = None) -> Begun[int]:
+        """Send a graph's launch at once, under the session's lock; the result is the launch's number."""
+        attachment = self.attachment
+        if attachment.over is not None:
+            raise error_of(attachment.over, _LAUNCH)
+        if attachment.recording is not None:
             raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or behind the block")
         try:
-            number, frame = graph.frame(self, values)
+            number, frame = graph.frame(attachment, values)
         except GpuLeaseError as error:
-            raise error.with_traceback(None)  # noqa: B904  # it ends at its caller's line, as where a face drives
-        return self.hand_over(stream, number, frame, _LAUNCH)
+            raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
+        return self._streams.hand_over(stream, number, frame, _LAUNCH)
 
-    def close_graph(self, graph: GraphHandle) -> Procedure[None]:
-        """Free it; what was queued of it runs to its end."""
-        yield from self._operation("close", self.ask(Opcode.GRAPH_DESTROY, HANDLE.pack(graph.handle)))
-        graph.let_go()
-
-
-def check_parameters(parameters: Mapping[ParameterName, BoundParameter]) -> None:
-    """Raises InvalidRequest if their values are more than a launch can carry."""
-    total = sum(len(parameter.value) for parameter in parameters.values())
-    if total > MAX_ARGUMENT_BYTES:
-        raise InvalidRequest(f"record: parameters of {total} bytes; at most {MAX_ARGUMENT_BYTES} are taken")
-
-
-def needed(buffers: Mapping[int, Buffer], modules: Mapping[int, Module]) -> tuple[Handle, ...]:
-    """All handles a graph needs, each once."""
-    return (*buffers.values(), *modules.values())
+    def close(self, graph: GraphHandle) -> Procedure[None]:
+        """Free a graph; queued launches of it run to their end."""
+        asking = self._operations.ask(Opcode.GRAPH_DESTROY, HANDLE.pack(graph.handle))
+        yield from self._operations.do("close", asking)
+        graph.mark_freed()

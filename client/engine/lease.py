@@ -1,10 +1,8 @@
-"""What a daemon says of one lease: LEASE_QUERY's map, typed.
+"""A lease as the client knows it: the control requests about it, its renewal, and how it ended.
 
-A lease as the client knows it, and the control requests about it.
-
-Keeping a lease alive: when to renew, numbers in and numbers out, and the procedure that does it.
-
-What became of a lease whose session's connection ended: the broker knows, so it is asked.
+`LeaseState` holds the lease for both faces; `LeaseView` is the base of the faces' own classes. `keep_renewed` renews a
+lease by a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ended whose session's connection did.
+`LeaseReport` types LEASE_QUERY's map.
 """
 
 import os
@@ -25,6 +23,7 @@ from gpulease.client.engine.exchange import (
     TimeLimit,
     answer_to,
     ask,
+    closing_on_failure,
     dial,
     disconnected,
     doing_of,
@@ -56,7 +55,6 @@ from gpulease.protocol.messages import (
     CapabilityIssue,
     CapabilityPresent,
     CapabilityRevoke,
-    HelloReply,
     LeaseAlloc,
     LeaseGrant,
     LeaseRef,
@@ -67,14 +65,14 @@ from gpulease.protocol.opcodes import WAITING_TAG, HelloOption
 
 
 class SubmitReport(TypedDict):
-    """One submit of a lease.
+    """A submit of a lease.
 
     Attributes:
         number: The submit's number on the daemon.
         reason: Why it ended or ends, "" while nothing ends it.
-        timed_out: Whether it, its kernel or its image took too long.
-        state: starting, running, ending or fenced; of the last one that is gone, absent.
-        launches: Kernels started; likewise.
+        timed_out: True if the submit, its kernel or its image took too long.
+        state: starting, running, ending or fenced; absent once the submit is gone.
+        launches: Kernels started; absent once the submit is gone.
     """
 
     number: int
@@ -85,7 +83,9 @@ class SubmitReport(TypedDict):
 
 
 class LeaseReport(TypedDict):
-    """One lease. A daemon of another version may say more, and lack what is marked so.
+    """A lease, as the daemon reports it.
+
+    A daemon of another version may send more members, and lack those that are not required.
 
     Attributes:
         lease_id: The id's text, 32 hexadecimal digits: equal to `lease.lease_id_text`, not to `lease.lease_id`.
@@ -97,17 +97,17 @@ class LeaseReport(TypedDict):
         remaining_ms: Milliseconds to its end, 0 once it has ended.
         ttl_ms: Milliseconds last asked for.
         cause: Why it ended or ends, a word as `expired`; None while nothing ends it.
-        reason: The same for people, "" while there is none.
-        fault: What its worker said when the context was lost, "" if it was not.
-        tenant: Whose it is.
+        reason: Why it ends or ended, for people; "" while there is no reason.
+        fault: The worker's message when the context was lost, "" if it was not.
+        tenant: Its tenant.
         age_ms: Milliseconds since it was asked for.
         phase: active, warning, grace, teardown or ended; absent before it was granted.
         ended_after_deadline_us: Microseconds from its deadline to the proof that its memory is free; below 0 if it
             ended earlier, absent while it has not.
-        orphan_ms: Milliseconds it may be without a connection, 0 for as long as it lasts.
+        orphan_ms: Milliseconds it may be without a connection; 0: as long as it lasts.
         orphaned_in_ms: Milliseconds until it ends for want of a connection; None while it has one.
-        allocated_bytes: Device memory its session holds. This and the counters below are its worker's word; they are
-            absent once there is no worker.
+        allocated_bytes: Device memory its session holds. The worker counts this and the members below; they are absent
+            once there is no worker.
         launches: Kernels its session queued.
         syncs: Waits for the card that went well.
         operations: Requests its session took.
@@ -153,7 +153,7 @@ _NUMBERS: Final = ("generation", "size_bytes", "remaining_ms", "ttl_ms")
 
 
 def lease_report_of(found: Any, doing: str) -> LeaseReport:
-    """A map as the daemon sent it. Raises Disconnected for what is none, or has other types than the protocol says."""
+    """Check a map that the daemon sent. Raises Disconnected if it is none, or has other types than the protocol's."""
     is_typed = (
         isinstance(found, dict)
         and all(isinstance(found.get(name, ""), str) for name in _TEXTS)
@@ -175,52 +175,52 @@ LEASE_OVER: Final = frozenset(
         Status.DRAINED,
     }
 )
-"""Statuses by which the daemon says for good that a lease is no more; DISCONNECTED is the word of one that stops. Not
-to be used on what was found out here, where DISCONNECTED means that nothing is known of the lease."""
+"""Statuses by which the daemon says for good that a lease is no more. A daemon that stops says DISCONNECTED. Do not use
+this on failures found here, where DISCONNECTED means that nothing is known of the lease."""
 
 LEASE_OVER_FOR_BROKER: Final = LEASE_OVER | {Status.SESSION_FAILED}
-"""The same as the answer to a request about the lease. A session says SESSION_FAILED of a single operation too."""
+"""`LEASE_OVER` in the reply to a control request. A session's reply says SESSION_FAILED of a single operation too."""
 
 REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LEASE_FREE, Opcode.CAPABILITY_REVOKE})
-"""What may be asked again without knowing whether it was done: it then was done once, as far as anybody can see."""
+"""Requests that may be repeated without knowing whether the first was done: nobody can see a difference."""
 
 ACQUIRE_REPLY_LIMIT_S: Final = 90.0
-"""How long a grant may take, beside the wait for room. Where hundreds ask at once, each waits for the workers of those
+"""Longest a grant may take, beside the wait for room. Where hundreds ask at once, each waits for the workers of those
 before it. The daemon gives a worker 60 s to start, and then says itself that it did not."""
 
 RECONNECT_LIMIT_S: Final = 30.0
-"""Longest one of these waits for a daemon that keeps leases over its restart, and not for longer than the lease lasts.
-A restart takes seconds; a daemon that is not back by then is more than restarted."""
+"""Longest a request of `REPEATABLE` waits for a daemon whose leases outlive it, and no longer than the lease lasts. A
+restart takes seconds; a daemon that is not back by then is more than restarted."""
 
-FATE_MARGIN_S: Final = 5.0
-"""How much longer LEASE_QUERY and LEASE_FREE wait, which mean something when the lease has just ended, too."""
+END_MARGIN_S: Final = 5.0
+"""Time that LEASE_QUERY and LEASE_FREE wait longer than the lease lasts: they make sense just after its end, too."""
 
 FIRST_RECONNECT_PAUSE_S: Final = 0.05
 """Pause before the first new connection after one that broke; it doubles with each that fails."""
 
 MAX_RECONNECT_PAUSE_S: Final = 1.0
-"""Longest pause between two of them."""
+"""Longest pause between two new connections."""
 
 DAEMON_STOPS_HINT: Final = LEASE_ENDS["shutdown"].hint.rstrip(".")
 
 
 _GIVEN_BACK: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
-"""What a LEASE_FREE that is asked again finds if the first one was done, or if time did it meanwhile."""
+"""Statuses of a repeated LEASE_FREE if the first one was done, or if the lease's time ran out meanwhile."""
 
 
 class LeaseState:
-    """A granted lease: what it is, until when, and the connection to ask about it.
+    """A granted lease, and the connection to ask about it.
 
     Attributes:
-        grant: What the daemon granted.
+        grant: The daemon's grant.
         generation: Goes up with every renewal.
-        ttl_s: What the lease was last granted or renewed for.
+        ttl_s: The time it was last granted or renewed for.
         deadline: When it ends, on `clock`.
-        expires_at_unix_s: The same for people.
+        expires_at_unix_s: When it ends, by the daemon's date, for people.
         over: How the lease ended, once that is known.
-        waiting: How its sessions wait, None for as the hosts allow.
-        token: By what another tenant uses it; empty for its own.
-        outlives_daemon: Whether the daemon said that its leases outlive its process.
+        waiting: How its sessions wait; None: as the hosts allow.
+        token: The token by which another tenant uses it; empty for its own tenant.
+        outlives_daemon: True if the daemon said that its leases outlive its process.
     """
 
     token = b""
@@ -238,11 +238,11 @@ class LeaseState:
         register(self)
 
     def disown(self) -> None:
-        """See Inherited."""
+        """Leave the lease to the parent process (`forking.Inherited`)."""
         self.over = self.over or OF_PARENT
 
     def extend(self, generation: int, ttl_ms: int, expires_at_unix_s: int) -> None:
-        """The lease lasts `ttl_ms` from now."""
+        """Take note that the lease lasts `ttl_ms` from now."""
         self.generation = generation
         self.ttl_s = ttl_ms / 1000
         self.deadline = self.clock() + self.ttl_s
@@ -253,10 +253,13 @@ class LeaseState:
         """Seconds until the lease ends; 0 when it has."""
         return 0.0 if self.over is not None else max(0.0, self.deadline - self.clock())
 
-    def heed(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
-        """Take in what the daemon said, which may be that the lease is over; the result also says what to do then.
+    def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
+        """Take note of a failure that the daemon sent: it may say that the lease is over.
 
-        How it ended stays if that is known already.
+        An end that is known already stays.
+
+        Returns:
+            The failure, with a hint where the daemon gave none.
         """
         if said.status is Status.DISCONNECTED and not said.hint:
             said = replace(said, hint=DAEMON_STOPS_HINT)
@@ -266,21 +269,21 @@ class LeaseState:
 
     # --- procedures ---
 
-    def renew(self, seconds: float, *, is_patient: bool = True) -> Procedure[None]:
-        """Make it last at least `seconds` from now. Without patience a daemon that is away is not waited for."""
+    def renew(self, seconds: float, *, waits_for_daemon: bool = True) -> Procedure[None]:
+        """Make it last at least `seconds` from now. Args: waits_for_daemon: Wait for a daemon that is away."""
         ttl_ms = milliseconds(seconds, "renew", least_ms=1)
         body = LeaseRenew(self.grant.lease_id, ttl_ms)
-        renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, is_patient=is_patient)
+        renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, waits_for_daemon=waits_for_daemon)
         self.extend(renewed.generation, renewed.ttl_ms, renewed.expires_at_unix_s)
 
     def free(self) -> Procedure[None]:
-        """Give it back. Raises what it ended of, if it had ended."""
+        """Give it back. Raises the error of its end if it had ended before."""
         yield from self._control(Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id))
         self.over = Failure(Status.LEASE_FREED, "the lease was freed")
         self.channel.close()
 
-    def leave(self) -> Procedure[None]:
-        """Give it back on the way out; that it is over already is no error."""
+    def free_at_exit(self) -> Procedure[None]:
+        """Give it back at the end of a `with` block; a lease that is over already is no error."""
         try:
             if self.over is None:
                 yield from self.free()
@@ -291,7 +294,7 @@ class LeaseState:
             self.channel.close()
 
     def issue(self, wanted: CapabilityIssue) -> Procedure[Grant]:
-        """A token for others."""
+        """Issue a token for others."""
         granted: CapabilityGrant = yield from self._control(Opcode.CAPABILITY_ISSUE, wanted)
         return Grant(
             granted.token,
@@ -307,7 +310,7 @@ class LeaseState:
         yield from self._control(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(self.grant.lease_id, 0, token))
 
     def query(self) -> Procedure[LeaseReport]:
-        """What the daemon knows of it, whether it lives or not."""
+        """Ask the daemon about it, whether it lives or not."""
         reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
         return lease_report_of(reply.report, doing_of(Opcode.LEASE_QUERY))
 
@@ -317,20 +320,20 @@ class LeaseState:
             raise error_of(OF_PARENT, "events")
         return EventStream(self.address, self.grant.lease_id, self.token)
 
-    def _control(self, op: Opcode, body: Body, *, is_patient: bool = True) -> Procedure[Any]:
+    def _control(self, op: Opcode, body: Body, *, waits_for_daemon: bool = True) -> Procedure[Any]:
         doing = doing_of(op)
         if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
             raise error_of(self.over, doing)
-        is_patient = is_patient and self.outlives_daemon and op in REPEATABLE
-        wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else FATE_MARGIN_S)
-        wait_s = min(wait_s, RECONNECT_LIMIT_S) if is_patient else 0.0
+        waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
+        wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
+        wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
         answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s))
         if isinstance(answer, Failure):
-            raise error_of(self.heed(answer, LEASE_OVER_FOR_BROKER), doing)
+            raise error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), doing)
         return answer
 
     def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float) -> Procedure[Any]:
-        """Ask again for `wait_s` where that is safe and the daemon may come back, with growing pauses."""
+        """Repeat the request for `wait_s`, where that is safe and the daemon may come back, with growing pauses."""
         last, pause_s, is_again = self.clock() + wait_s, FIRST_RECONNECT_PAUSE_S, False
         while True:
             try:
@@ -343,14 +346,14 @@ class LeaseState:
             pause_s, is_again = min(2 * pause_s, MAX_RECONNECT_PAUSE_S), True
 
     def _ask_again_if_stale(self, op: Opcode, body: Body, doing: str, *, is_again: bool) -> Procedure[Any]:
-        """What is answered on the connection the lease came on; if that is dead, on a new one, asking once more.
+        """Ask on the connection that the lease came on; if that is dead, ask once more on a new one.
 
-        All of these requests may be asked twice: a second LEASE_FREE finds the lease over, which is what was wanted.
+        All of these requests may be repeated: a second LEASE_FREE finds the lease over, as was wanted.
         """
         while True:
             fresh = self.channel.link.end is not None
             if fresh:
-                # It may have ended right behind an answer, which nobody has seen yet.
+                # The connection may have ended right behind an answer, unseen until now.
                 self.channel.close()
                 self.channel, _ = yield from dial(self.address, TimeLimit(CONNECT_LIMIT_S, doing, self.address))
             self.channel.link.forget()
@@ -372,7 +375,7 @@ class LeaseState:
 
 
 class LeaseView:
-    """What a lease's face shows without asking."""
+    """Base of both faces' leases: everything that they show without asking the daemon."""
 
     _state: LeaseState
 
@@ -388,7 +391,7 @@ class LeaseView:
 
     @property
     def expires_at_unix_secs(self) -> int:
-        """When it ends, by the daemon's wall clock; for people."""
+        """The date of its end, by the daemon's wall clock; for people."""
         return self._state.expires_at_unix_s
 
     @property
@@ -403,7 +406,7 @@ class LeaseView:
 
     @property
     def card_uuid(self) -> str:
-        """Which card it is on."""
+        """The UUID of its card."""
         return self._state.grant.card_uuid
 
     @property
@@ -413,17 +416,17 @@ class LeaseView:
 
     @property
     def exclusivity(self) -> Exclusivity:
-        """Who else may use the card."""
+        """The rule for other leases on the same card."""
         return Exclusivity(self._state.grant.exclusivity)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has time left and nothing is known of its end."""
+        """True while it has time left and nothing is known of its end."""
         return self._state.remaining_s > 0
 
     @property
     def address(self) -> str:
-        """Where its daemon listens."""
+        """The address of its daemon."""
         return str(self._state.address)
 
     def __repr__(self) -> str:
@@ -435,23 +438,29 @@ class LeaseView:
         weakref.finalize(self, _free_silently, self._state)
 
 
+def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
+    """Ask for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected and their like.
+
+    If this is left before the grant comes, the daemon sees the connection closed and takes the grant back.
+    """
+    limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
+    lease = yield from _open(address, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant)
+    lease.waiting = _waiting_of(wanted)
+    return lease
+
+
 def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]:
     """Another tenant's lease, as far as a token shows it. Raises Denied with the check that the token failed."""
-    doing = doing_of(Opcode.CAPABILITY_PRESENT)
-    channel, _ = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
-    try:
-        limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, address)
-        held: CapabilityHeld = yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(token), limit)
-    except LinkEnded as ended:
-        channel.close()
-        raise disconnected(ended, channel, doing) from None
-    except BaseException:
-        channel.close()
-        raise
-    grant = LeaseGrant(held.lease_id, held.generation, 0, held.ttl_ms, held.expires_at_unix_s, 0, "")
-    state = LeaseState(channel, lock, grant)
-    state.token = token
-    return state
+
+    def grant_of(held: CapabilityHeld) -> LeaseGrant:
+        return LeaseGrant(held.lease_id, held.generation, 0, held.ttl_ms, held.expires_at_unix_s, 0, "")
+
+    body = CapabilityPresent(token)
+    lease = yield from _open(address, lock, Opcode.CAPABILITY_PRESENT, body, CONTROL_REPLY_LIMIT_S, grant_of)
+    lease.token = token
+    # Another connection would not have shown the token: after a restart nothing is asked again on one.
+    lease.outlives_daemon = False
+    return lease
 
 
 def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
@@ -466,24 +475,29 @@ def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
         lease_id = lease_id_of(text)
     except ValueError as error:
         raise InvalidRequest(f"{LEASE_ID_VARIABLE}: {error}") from None
-    doing = doing_of(Opcode.LEASE_QUERY)
+
+    def grant_of(reply: Any) -> LeaseGrant:
+        return _granted(lease_id, reply.report)
+
+    body = LeaseRef(lease_id)
+    return (yield from _open(address, lock, Opcode.LEASE_QUERY, body, CONTROL_REPLY_LIMIT_S, grant_of))
+
+
+def _open(
+    address: Address, lock: Any, op: Opcode, body: Body, reply_limit_s: float, grant_of: Callable[[Any], LeaseGrant]
+) -> Procedure[LeaseState]:
+    """Dial, ask the request that shows a lease, and keep the connection for the lease; close it on any failure."""
+    doing = doing_of(op)
     channel, hello = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
-    try:
-        limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, address)
-        reply = yield from ask(channel, Opcode.LEASE_QUERY, LeaseRef(lease_id), limit)
-        lease = LeaseState(channel, lock, _granted(lease_id, reply.report))
-    except LinkEnded as ended:
-        channel.close()
-        raise disconnected(ended, channel, doing) from None
-    except BaseException:
-        channel.close()
-        raise
-    lease.outlives_daemon = _keeps_leases(hello)
+    with closing_on_failure(channel, doing):
+        reply = yield from ask(channel, op, body, TimeLimit(reply_limit_s, doing, address))
+        lease = LeaseState(channel, lock, grant_of(reply))
+        lease.outlives_daemon = any(option.type == HelloOption.KEEPS_LEASES for option in hello.options)
     return lease
 
 
 def _granted(lease_id: int, report: Any) -> LeaseGrant:
-    """What the daemon granted, as far as a lease's report tells. Raises Disconnected for what is no report."""
+    """The daemon's grant, as far as a lease's report tells it. Raises Disconnected for anything but a report."""
     try:
         exclusivity = Exclusivity[report["exclusivity"].upper()]
         times = report["generation"], report["size_bytes"], report["remaining_ms"]
@@ -492,30 +506,6 @@ def _granted(lease_id: int, report: Any) -> LeaseGrant:
     except (AttributeError, KeyError, TypeError):
         failure = Failure(Status.DISCONNECTED, "the daemon's report of the lease can't be read")
         raise error_of(failure, doing_of(Opcode.LEASE_QUERY)) from None
-
-
-def _keeps_leases(hello: HelloReply) -> bool:
-    return any(option.type == HelloOption.KEEPS_LEASES for option in hello.options)
-
-
-def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
-    """Ask for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected and their like."""
-    doing = doing_of(Opcode.LEASE_ALLOC)
-    channel, hello = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
-    try:
-        limit = TimeLimit(ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000, doing, address)
-        grant = yield from ask(channel, Opcode.LEASE_ALLOC, wanted, limit)
-        lease = LeaseState(channel, lock, grant)
-        lease.waiting = _waiting_of(wanted)
-        lease.outlives_daemon = _keeps_leases(hello)
-        return lease
-    except LinkEnded as ended:
-        channel.close()
-        raise disconnected(ended, channel, doing) from None
-    except BaseException:
-        # A grant that comes now finds no one: the daemon sees the connection closed and takes it back.
-        channel.close()
-        raise
 
 
 def _waiting_of(wanted: LeaseAlloc) -> Waiting | None:
@@ -534,7 +524,7 @@ def _free_silently(state: LeaseState) -> None:
 
 
 def _is_held(lock: Any) -> bool:
-    """Whether someone is in the middle of a request. A threading.RLock can tell only by being acquired."""
+    """True if a request is under way. A threading.RLock can tell only by being acquired."""
     locked = getattr(lock, "locked", None)
     if locked is not None:
         return bool(locked())
@@ -545,10 +535,10 @@ def _is_held(lock: Any) -> bool:
 
 
 RENEW_AT: Final = 0.75
-"""Which part of its time a lease has used when it is renewed: early enough for several tries."""
+"""Part of its time that a lease has used when it is renewed: early enough for several tries."""
 
 JITTER: Final = 0.10
-"""How far each renewal is moved at random, so that leases granted together are not renewed together."""
+"""Part by which each renewal is moved at random, so that leases granted together are not renewed together."""
 
 FIRST_BACKOFF_S: Final = 0.1
 """Pause after the first failure; it doubles with each one that follows."""
@@ -557,17 +547,17 @@ MAX_BACKOFF_S: Final = 5.0
 """Longest pause between two tries."""
 
 CUT_SHORT_PART: Final = 0.9
-"""A renewal that gives less than this part of what was asked for was cut short: only a drain does that."""
+"""A renewal that gives less than this part of the time asked for was cut short: only a drain does that."""
 
 CUT_SHORT_SLACK_S: Final = 0.1
-"""What of it the daemon may have taken to answer; leases that short find out by the next renewal."""
+"""Time that the daemon's answer may have taken; a lease as short as that finds out at the next renewal."""
 
 LEAST_DELAY_S: Final = 0.01
 """Shortest pause at all, so that a lease of a millisecond does not spin."""
 
 
 class RenewalSchedule:
-    """How long to wait before the next try.
+    """Computes how long to wait before the next renewal.
 
     Args:
         uniform: Random numbers from 0 to 1.
@@ -583,7 +573,7 @@ class RenewalSchedule:
         return max(LEAST_DELAY_S, remaining_s * RENEW_AT * (1 + JITTER * (2 * self._uniform() - 1)))
 
     def after_failure(self, error: GpuLeaseError, remaining_s: float) -> float | None:
-        """Seconds until the next try; None if there is no use: the lease is lost."""
+        """Seconds until the next try; None if the lease is lost."""
         if isinstance(error, PERMANENT_ERRORS) or remaining_s <= 0:
             return None
         pause_s = min(FIRST_BACKOFF_S * 2.0 ** min(self._failures, 16), MAX_BACKOFF_S)
@@ -592,15 +582,18 @@ class RenewalSchedule:
         return max(LEAST_DELAY_S, min(pause_s, remaining_s / 2))
 
 
-def keep(
+def keep_renewed(
     lease: Callable[[], LeaseView | None], schedule: RenewalSchedule, stopped: Any = None
 ) -> Procedure[GpuLeaseError | None]:
-    """Renew a lease for as long as it was granted, again and again; the result is why it was lost.
+    """Renew a lease for the time it was granted for, again and again, until it is lost.
 
     Args:
-        lease: A weak reference to it: that it is dropped or given back ends this without a loss.
+        lease: A weak reference to the lease. Dropping it or giving it back ends this without a loss.
         schedule: When to renew.
         stopped: An event of the face's kind that ends this; None if the face ends it in another way.
+
+    Returns:
+        Why the lease was lost; None if it was not.
     """
     view = lease()
     if view is None:
@@ -615,7 +608,7 @@ def keep(
         if view is None or (stopped is not None and stopped.is_set()):
             return None
         try:
-            yield from state.renew(ttl_s, is_patient=False)
+            yield from state.renew(ttl_s, waits_for_daemon=False)
             if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
                 del view
                 return Drained(
@@ -632,18 +625,18 @@ def keep(
 
 
 END_REASON_WAIT_S: Final = 2.0
-"""How long the broker may take to notice that a worker is gone. It is told by the kernel, in milliseconds; two seconds
-is a host under heavy load."""
+"""Longest the broker may take to notice that a worker is gone. The kernel tells it within milliseconds; two seconds is
+a host under heavy load."""
 
-FATE_POLL_S: Final = 0.05
-"""Pause between two questions."""
+END_REASON_POLL_S: Final = 0.05
+"""Pause between two queries for it."""
 
 _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
-"""How a lease ended matters more to its tenant than whether its memory came back, except for these."""
+"""Ends for which FENCED takes the place of the status: any other end matters more to the tenant than its memory."""
 
 
 def end_reason_of(report: Mapping[str, object]) -> Failure | None:
-    """How the lease in a LEASE_QUERY report ended; None if it has not."""
+    """The end of the lease in a LEASE_QUERY report; None if it has not ended."""
     cause, state = report.get("cause"), report.get("state")
     if cause is None and state != "fenced":
         return None
@@ -657,14 +650,14 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
 
 
 def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
-    """How a lease ended whose session's connection did, as `ended` says; never raises for what the broker answers."""
+    """Ask the broker how a lease ended whose session's connection ended with `ended`. Raises nothing."""
     last = lease.clock() + END_REASON_WAIT_S
     try:
         while lease.over is None:
             lease.over = end_reason_of((yield from lease.query()))
             if lease.over is not None or lease.clock() >= last:
                 break
-            yield Sleep(FATE_POLL_S)
+            yield Sleep(END_REASON_POLL_S)
     except Disconnected as error:
         return lease.over or Failure(Status.DISCONNECTED, f"{ended.message}; then {error.message}", error.hint)
     except GpuLeaseError as error:
@@ -677,7 +670,7 @@ def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
 
 
 def _unknown_lease(lease: LeaseState, failure: Failure) -> Failure:
-    """A daemon forgets leases some time after their end: what is past its deadline expired."""
+    """The end of a lease that the daemon has forgotten, some time after it: past its deadline it expired."""
     if failure.status is Status.NOT_FOUND and lease.clock() >= lease.deadline:
         return Failure(Status.LEASE_EXPIRED, "the lease expired")
     return failure

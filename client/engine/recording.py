@@ -1,25 +1,27 @@
-"""A session that records: launches and copies are checked as usual and written down, all else is refused.
+"""Recording a launch graph: launches and copies are checked as usual and written down; anything else is refused.
 
-It stands in for the session's state from the begin of a recording to its end, so that a session that does not record
-pays nothing for being able to.
+A recording takes the place of the session's launches and copies (`LaunchCommands`, `CopyCommands`) in the face for as
+long as it lasts. So a session that does not record pays nothing for being able to.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from gpulease.client.engine import copies
-from gpulease.client.engine.graphs import Recorded, check_parameters, needed
-from gpulease.client.engine.launch import KernelArguments, in_order, launch_frame
-from gpulease.client.engine.session import SessionCore
+from gpulease.client.engine.copies import CopyCommands, check_range
+from gpulease.client.engine.graphs import GraphRecord
+from gpulease.client.engine.launch import KernelArguments, LaunchCommands, in_order
+from gpulease.client.engine.memory_views import readable_bytes, writable_bytes
+from gpulease.client.engine.session import Session
 from gpulease.client.engine.steps import Procedure
-from gpulease.client.engine.streams import S, not_recorded
+from gpulease.client.engine.streams import StreamHandle, not_recorded
 from gpulease.client.errors import InvalidRequest, error_of
-from gpulease.client.handles import Buffer, Module, StreamHandle
+from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import BoundParameter, KernelArgs, ParameterName
 from gpulease.protocol import Opcode
 from gpulease.protocol.fastpath import ARENA_COPY, mem_write_prefix
 from gpulease.protocol.framing import HEADER_BYTES
 from gpulease.protocol.limits import (
+    MAX_ARGUMENT_BYTES,
     MAX_GRAPH_HANDLES,
     MAX_GRAPH_NODE_BYTES,
     MAX_GRAPH_NODES,
@@ -31,22 +33,23 @@ from gpulease.protocol.messages import GraphCreate, GraphNode, GraphParameter, G
 from gpulease.protocol.opcodes import ParameterKind
 
 MAX_WRITE_BYTES: Final = MAX_GRAPH_NODE_BYTES - 20
-"""Data of one recorded write: what a node's body has room for behind handle, offset and length."""
+"""Most data of one recorded write: a node's body also has handle, offset and length."""
 
 
-class Recording(SessionCore):
-    """See SessionCore, whose place it takes; what it does not know of a session it asks that."""
+class Recording(LaunchCommands, CopyCommands):
+    """The launches and copies of one graph while it is recorded."""
 
-    def __init__(self, state: SessionCore, whose_turn: Callable[[], object]) -> None:
-        """Begin. Raises InvalidRequest if the session records already, or what it ended of.
+    def __init__(self, session: Session, caller: Callable[[], object]) -> None:
+        """Begin. Raises InvalidRequest if the session records already, or the error of its end.
 
         Args:
-            state: The session.
-            whose_turn: Names the thread or task that calls.
+            session: The session.
+            caller: Names the thread or task that calls; the one that began the recording owns it.
         """
-        self._real = state
-        self._whose_turn = whose_turn
-        self._owner = whose_turn()
+        self._session = session
+        self._attachment = session.attachment
+        self._caller = caller
+        self._owner = caller()
         self._nodes: list[GraphNode] = []
         self._buffers: dict[int, Buffer] = {}
         self._used: set[int] = set()
@@ -54,28 +57,30 @@ class Recording(SessionCore):
         self._arrays: list[Any] = []
         self._parameters: dict[ParameterName, BoundParameter] = {}
         self._places: list[GraphPlace] = []
-        over = state.end or state.lease.over
-        if over is not None:
-            raise error_of(over, "record")
-        if isinstance(state, Recording) or state.recorder is not None:
+        if self._attachment.over is not None:
+            raise error_of(self._attachment.over, "record")
+        if self._attachment.recording is not None:
             raise InvalidRequest("record: the session is recording already", "One graph is recorded at a time")
-        state.recorder = self
+        self._attachment.recording = self
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+    def stop(self) -> None:
+        """Record no more."""
+        self._attachment.recording = None
 
-    def stop(self) -> SessionCore:
-        """Record no more; the session."""
-        self._real.recorder = None
-        return self._real
+    def refusal(self, doing: str) -> InvalidRequest:
+        """The error of an operation that no graph can have. Raises what `_check_caller` raises."""
+        self._check_caller(doing)
+        return not_recorded(doing)
 
-    def recorded(self) -> Recorded:
-        """What was recorded. Raises InvalidRequest if it can't be a graph."""
+    def record(self) -> GraphRecord:
+        """The finished recording. Raises InvalidRequest if it can't be a graph."""
         if not self._nodes:
             raise InvalidRequest("record: nothing was recorded", "Launch or copy something in the block")
         if len(self._used) > MAX_GRAPH_HANDLES:
             raise InvalidRequest(f"record: {len(self._used)} buffers; a graph has at most {MAX_GRAPH_HANDLES}")
-        check_parameters(self._parameters)
+        total_bytes = sum(len(parameter.value) for parameter in self._parameters.values())
+        if total_bytes > MAX_ARGUMENT_BYTES:
+            raise InvalidRequest(f"record: parameters of {total_bytes} bytes; at most {MAX_ARGUMENT_BYTES} are taken")
         parameters = tuple(
             GraphParameter(
                 name, ParameterKind.BUFFER if found.kind == "buffer" else ParameterKind.VALUE, found.argument_bytes
@@ -83,9 +88,10 @@ class Recording(SessionCore):
             for name, found in self._parameters.items()
         )
         body = GraphCreate(tuple(self._nodes), tuple(sorted(self._used)), parameters, tuple(self._places))
-        return Recorded(body, self._parameters, needed(self._buffers, self._modules), tuple(self._arrays))
+        handles = (*self._buffers.values(), *self._modules.values())
+        return GraphRecord(body, self._parameters, handles, tuple(self._arrays))
 
-    # --- what is recorded ---
+    # --- launches and copies ---
 
     def launch(
         self,
@@ -98,11 +104,11 @@ class Recording(SessionCore):
         shared_bytes: int,
         stream: StreamHandle | None = None,
     ) -> int:
-        """Record a launch: its node's number."""
-        self._check_turn("launch")
+        """Record a launch; the result is its node's number."""
+        self._check_caller("launch")
         _check_stream(stream, "launch")
         args = in_order(module, kernel, args)
-        _, frame = launch_frame(self._real, module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        _, frame = self._session.launches.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         number = len(self._nodes)
         if isinstance(args, KernelArgs):
             self._add_parameters(kernel, number, args)
@@ -114,13 +120,13 @@ class Recording(SessionCore):
             self._used |= {buffer.handle for buffer in args.buffers if id(buffer) not in rebound}
         return number
 
-    def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> None:
+    def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> None:
         """Record a copy to the device."""
-        self._check_turn("mem_write")
+        self._check_caller("mem_write")
         _check_stream(stream, "mem_write")
-        self._real._check(buffer, Buffer, "mem_write")
-        view = copies.readable_bytes(data, "mem_write")
-        copies.check_total(buffer, offset, len(view), "mem_write")
+        self._session.operations.check(buffer, Buffer, "mem_write")
+        view = readable_bytes(data, "mem_write")
+        check_range(buffer, offset, len(view), "mem_write")
         if not view:
             return
         if not memoryview(data).readonly:
@@ -135,96 +141,37 @@ class Recording(SessionCore):
             self._add(Opcode.MEM_WRITE, head[HEADER_BYTES:] + bytes(view))
             self._buffers[id(buffer)] = buffer
 
-    def mem_read(
+    def read(
         self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: StreamHandle | None = None
     ) -> Procedure[Any]:
-        """Record a copy from the device."""
-        self._check_turn("mem_read")
+        """Record a copy from the device; the result is `into`."""
+        self._check_caller("mem_read")
         _check_stream(stream, "mem_read")
-        self.read_promptly(buffer, offset, nbytes, into)
+        self.read_at_once(buffer, offset, nbytes, into)
         return _done(into)
 
-    def read_promptly(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> None:
-        """The same; it is done."""
-        self._check_turn("mem_read")
-        self._real._check(buffer, Buffer, "mem_read")
-        copies.check_total(buffer, offset, nbytes, "mem_read")
+    def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> None:
+        """Record a copy from the device."""
+        self._check_caller("mem_read")
+        self._session.operations.check(buffer, Buffer, "mem_read")
+        check_range(buffer, offset, nbytes, "mem_read")
         if into is None:
             raise InvalidRequest("mem_read: a graph has nowhere to put the bytes", "Give an array of session.empty()")
-        copies.writable_bytes(into, nbytes, "mem_read")
+        writable_bytes(into, nbytes, "mem_read")
         if nbytes:
             self._add_arena_copy(Opcode.ARENA_READ, buffer, offset, into, nbytes)
 
-    # --- what is refused ---
+    # --- nodes ---
 
-    def mem_alloc(self, size_bytes: int) -> Procedure[Buffer]:
-        """Refused."""
-        raise self._refusal("mem_alloc")
-
-    def alloc_promptly(self, size_bytes: int) -> Procedure[Buffer]:
-        """Refused."""
-        raise self._refusal("mem_alloc")
-
-    def mem_free(self, buffer: Buffer) -> Procedure[None]:
-        """Refused."""
-        raise self._refusal("mem_free")
-
-    def module_load(self, image: Any) -> Procedure[Module]:
-        """Refused."""
-        raise self._refusal("module_load")
-
-    def module_unload(self, module: Module) -> Procedure[None]:
-        """Refused."""
-        raise self._refusal("module_unload")
-
-    def stream_create(self, kind: type[S]) -> Procedure[S]:
-        """Refused."""
-        raise self._refusal("stream")
-
-    def sync(self) -> Procedure[None]:
-        """Refused."""
-        raise self._refusal("sync")
-
-    def sync_promptly(self) -> Procedure[None] | None:
-        """Refused."""
-        raise self._refusal("sync")
-
-    # --- what is the session's own ---
-
-    def default_stream(self, kind: type[S]) -> S:
-        """See Streamed."""
-        return self._real.default_stream(kind)
-
-    def unsettled(self) -> None:
-        """Nothing is waited for while it records."""
-
-    def disown(self) -> Any:
-        """See Attached."""
-        return self._real.disown()
-
-    def wake(self) -> None:
-        """See Attached."""
-        self._real.wake()
-
-    def close(self) -> None:
-        """See Attached."""
-        self._real.close()
-
-    # --- how ---
-
-    def _check_turn(self, doing: str) -> None:
-        over = self._real.end or self._real.lease.over
-        if over is not None:
-            raise error_of(over, doing)
-        if self._whose_turn() != self._owner:
+    def _check_caller(self, doing: str) -> None:
+        """Raises how the session ended, or InvalidRequest for another thread or task than the one that records."""
+        if self._attachment.over is not None:
+            raise error_of(self._attachment.over, doing)
+        if self._caller() != self._owner:
             raise InvalidRequest(
                 f"{doing}: another thread or task records a launch graph in this session",
                 "Wait until it has left its `with` block",
             )
-
-    def _refusal(self, doing: str) -> InvalidRequest:
-        self._check_turn(doing)
-        return not_recorded(doing)
 
     def _add(self, op: Opcode, body: bytes) -> None:
         if len(self._nodes) >= MAX_GRAPH_NODES:
@@ -232,8 +179,8 @@ class Recording(SessionCore):
         self._nodes.append(GraphNode(op, body))
 
     def _add_arena_copy(self, op: Opcode, buffer: Buffer, offset: int, data: Any, nbytes: int) -> None:
-        """A copy from or to an array of the arena. Raises InvalidRequest if it is none."""
-        arena, place = self._real.arena, None
+        """Add a copy from or to an array. Raises InvalidRequest if the array is not in the arena."""
+        arena, place = self._attachment.arena, None
         if arena is not None:
             try:
                 place = arena.offset_of(memoryview(data))
@@ -273,7 +220,7 @@ class Recording(SessionCore):
 
 
 def _check_stream(stream: StreamHandle | None, doing: str) -> None:
-    """Raises InvalidRequest if what is to be recorded names a stream."""
+    """Raises InvalidRequest for a launch or copy that names a stream."""
     if stream is not None:
         raise InvalidRequest(
             f"{doing}: what is recorded has no stream of its own; a graph's launch runs in one",
@@ -282,6 +229,6 @@ def _check_stream(stream: StreamHandle | None, doing: str) -> None:
 
 
 def _done(result: Any) -> Procedure[Any]:
-    """A procedure that has nothing to do."""
+    """A procedure that has ended already."""
     return result
     yield  # makes this a procedure

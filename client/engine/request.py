@@ -1,4 +1,4 @@
-"""What a tenant asks for: the builder both faces inherit from."""
+"""A tenant's request for a lease: the builder that both faces inherit from."""
 
 import math
 import os
@@ -24,16 +24,16 @@ from gpulease.protocol.primitives import LeaseParameter
 from gpulease.protocol.sizes import parse_size
 
 LEASE_ID_VARIABLE: Final = "GPULEASE_LEASE_ID"
-"""The lease that a program runs on, as `gpulease run` tells it: 32 hex digits."""
+"""Environment variable by which `gpulease run` names a program's lease: 32 hex digits."""
 
 DEFAULT_LEASE_S: Final = 60.0
-"""How long a lease lasts if the tenant does not say: long enough to try things by hand, short enough to forget."""
+"""Life of a lease if the tenant names none: long enough to try things by hand, short enough to forget."""
 
 MAX_WIRE_MS: Final = 2**32 - 1
 """Longest time that fits the wire's u32 of milliseconds, 49.7 days."""
 
 MAX_CARD_INDEX: Final = 2**32 - 1
-"""More than any host has, and short to write."""
+"""Largest index of a card: more than any host has, and short to write."""
 
 MAX_WIRE_BYTES: Final = 2**64 - 1
 """Largest size that fits the wire's u64."""
@@ -54,7 +54,7 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
 
 
 def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
-    """A time as the wire has it. Raises InvalidRequest if it is no time, or does not fit."""
+    """Convert seconds to the wire's milliseconds. Raises InvalidRequest for a time that does not fit."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         raise InvalidRequest(f"{what}: {quoted(seconds)} is not a number of seconds")
     value = math.ceil(seconds * 1000)
@@ -64,7 +64,7 @@ def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
 
 
 class LeaseRequest:
-    """Says what a lease should be like; every method but the last returns the builder itself."""
+    """Describes the lease to ask for; every public method returns the builder itself."""
 
     def __init__(self, address: str | None = None) -> None:
         """Args: address: Where the daemon listens; None for GPULEASE_ADDRESS, else the default socket."""
@@ -78,36 +78,36 @@ class LeaseRequest:
         self._tls_files = TlsFiles()
 
     def tls(self, certificate: str | None = None, key: str | None = None, ca: str | None = None) -> Self:
-        """What shows a remote daemon who this is, and whom to take for it: files, as PEM.
+        """Name the PEM files that prove this tenant to a remote daemon, and the daemon to this tenant.
 
-        What is not given is taken from GPULEASE_TLS_CERTIFICATE, GPULEASE_TLS_KEY and GPULEASE_TLS_CA.
+        A file that is not given is taken from GPULEASE_TLS_CERTIFICATE, GPULEASE_TLS_KEY or GPULEASE_TLS_CA.
         """
         self._tls_files = TlsFiles(certificate, key, ca)
         return self
 
     def min_vram(self, size_bytes: int | str) -> Self:
-        """Device memory, all of it for the tenant: bytes, or a text such as "4GiB"."""
+        """Set the device memory, all of it for the tenant: bytes, or a text such as "4GiB"."""
         self._min_vram_bytes = _size_of(size_bytes, "min_vram")
         return self
 
     def submits(self, size_bytes: int | str) -> Self:
-        """Device memory besides, for `lease.submit`, as `min_vram`: what its image and arguments take on the card."""
+        """Set the device memory for `lease.submit`, besides `min_vram`: for its image and arguments on the card."""
         self._submit_bytes = _size_of(size_bytes, "submits")
         self._parameters[SUBMIT_TAG] = self._submit_bytes.to_bytes(8, "big")
         return self
 
     def lease_secs(self, seconds: float) -> Self:
-        """How long the lease lasts unless it is renewed; the daemon has a maximum."""
+        """Set the seconds that the lease lasts unless it is renewed; the daemon has a maximum."""
         self._ttl_ms = milliseconds(seconds, "lease_secs", least_ms=1)
         return self
 
     def exclusivity(self, exclusivity: Exclusivity | int) -> Self:
-        """Who else may use the card meanwhile."""
+        """Set the rule for other leases on the same card."""
         self._parameters[EXCLUSIVITY_TAG] = bytes([_member(Exclusivity, exclusivity, "exclusivity")])
         return self
 
     def waiting(self, waiting: Waiting | int) -> Self:
-        """How session and worker wait: SPIN for the soonest answer, YIELD on a busy host, BLOCK to sleep at once.
+        """Set how session and worker wait: SPIN for the soonest answer, YIELD on a busy host, BLOCK to sleep at once.
 
         If this is not called, they spin for a bounded time where the host has cores for both of them.
         """
@@ -115,13 +115,13 @@ class LeaseRequest:
         return self
 
     def max_kernel_secs(self, seconds: float) -> Self:
-        """How long one kernel may run: one that runs for longer ends the lease. No bound if this is not called."""
+        """Set the seconds that one kernel may run; a longer one ends the lease. No bound if this is not called."""
         value = milliseconds(seconds, "max_kernel_secs", least_ms=1)
         self._parameters[MAX_KERNEL_TAG] = value.to_bytes(4, "big")
         return self
 
     def orphan_secs(self, seconds: float) -> Self:
-        """How long the lease may be without a connection before it ends, orphaned; 0: for as long as it lasts.
+        """Set the seconds that the lease may be without a connection before it ends, orphaned; 0: as long as it lasts.
 
         Its connections are the lease object's own, those of its session, also by a token, and its submits'. A renewal
         begins the wait anew. The daemon's operator has a default if this is not called.
@@ -130,7 +130,7 @@ class LeaseRequest:
         return self
 
     def device(self, uuid_or_index: str | int) -> Self:
-        """Which card: its UUID or its index. Any card that fits if this is not called."""
+        """Choose the card, by its UUID or its index. Any card that fits if this is not called."""
         if isinstance(uuid_or_index, str):
             self._device = bounded(uuid_or_index, "device: a card's name", MAX_TEXT_BYTES)
         else:
@@ -138,7 +138,7 @@ class LeaseRequest:
         return self
 
     def timeout(self, seconds: float) -> Self:
-        """How long to wait for room; 0, the default, is not at all."""
+        """Set the seconds to wait for room; 0, the default: do not wait."""
         self._wait_ms = milliseconds(seconds, "timeout", least_ms=0)
         return self
 
@@ -162,7 +162,7 @@ def _member(kind: type[IntEnum], given: int, what: str) -> int:
 
 
 def _size_of(size: Any, what: str) -> int:
-    """A size as people write it, "4GiB" or 4 << 30. Raises InvalidRequest."""
+    """Convert a size as people write it, "4GiB" or 4 << 30, to bytes. Raises InvalidRequest."""
     if isinstance(size, str):
         try:
             size = parse_size(bounded(size, what, MAX_TEXT_BYTES))
@@ -172,7 +172,7 @@ def _size_of(size: Any, what: str) -> int:
 
 
 def whole(value: Any, what: str, *, least: int, most: int) -> int:
-    """An integer in a range; numpy's integers are integers too. Raises InvalidRequest."""
+    """Check an integer's range; numpy's integers are integers too. Raises InvalidRequest."""
     try:
         number = value.__index__()
     except (AttributeError, TypeError):

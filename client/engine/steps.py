@@ -1,8 +1,8 @@
-"""What a procedure may have to wait for.
+"""The steps at which an operation may have to wait.
 
-Theory of operation. An operation is a generator. It sends and receives on a nonblocking channel by itself, and where
-it would have to wait it yields a step; whoever drives it waits in its own way (poll, or an event loop) and sends the
-outcome back in. So every rule is written once, and the two faces differ in how they wait and in nothing else.
+Theory of operation. An operation is a generator, called a procedure. It sends and receives on a nonblocking channel by
+itself. Where it would have to wait it yields a step. Its driver (`sync.driver`, `aio.driver`) waits by poll or by an
+event loop and sends the outcome back in. So every rule is written once; the two faces differ only in how they wait.
 """
 
 from collections.abc import Generator
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Until the channel has bytes to read, or (`for_room`) room to write as well; at most `timeout_s`.
+    """Wait until the channel has bytes to read, or (`for_room`) room to write as well; at most `timeout_s`.
 
-    The answer is False if the time ran out.
+    The driver answers False if the time ran out.
     """
 
     channel: "Channel"
@@ -29,7 +29,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """For so many seconds, or until `until`, an event of the face's kind, is set."""
+    """Pause for so many seconds, or until `until` is set: an event of the face's kind."""
 
     seconds: float
     until: Any = None
@@ -37,7 +37,10 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """Until `lock` (the face's kind of lock) is held, then drive `procedure` and let go; the answer is its result."""
+    """Take `lock` (the face's kind of lock), drive `procedure`, release the lock.
+
+    The driver answers with the procedure's result.
+    """
 
     lock: Any
     procedure: "Procedure[Any]"
@@ -46,12 +49,16 @@ class Locked:
 Step: TypeAlias = Wait | Sleep | Locked
 Procedure: TypeAlias = Generator[Step, Any, T]
 
+Begun: TypeAlias = T | Procedure[T]
+"""Result of an operation that is tried at once, under the session's lock: the operation's own result, or a procedure
+that the caller has to drive to have it. A generator alone costs as much as the rest of a launch."""
+
 
 class Limit(Protocol):
-    """How long an answer may take."""
+    """A bound on the time that a reply may take."""
 
     def remaining_s(self) -> float:
         """Seconds left; 0 or less when the time is over."""
 
     def over(self) -> Procedure[None]:
-        """What to do when it is over: raises, or returns if there is more time after all."""
+        """Called when the time is over. Raises, or returns if there is more time after all."""

@@ -1,15 +1,14 @@
-"""A submit as it is written down, and how it is done: one kernel on a lease, in a context that ends with the call."""
+"""Submits: one kernel on a lease, in a context that ends with the call."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
-from gpulease.client.engine.copies import readable_bytes
 from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial
 from gpulease.client.engine.launch import MAX_U32, dimensions
 from gpulease.client.engine.lease import (
+    END_REASON_POLL_S,
     END_REASON_WAIT_S,
-    FATE_POLL_S,
     LEASE_OVER,
     LeaseReport,
     LeaseState,
@@ -17,6 +16,7 @@ from gpulease.client.engine.lease import (
     by_token,
     end_reason_of,
 )
+from gpulease.client.engine.memory_views import readable_bytes
 from gpulease.client.engine.request import milliseconds, whole
 from gpulease.client.engine.steps import Procedure, Sleep
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, TimedOut, error_of
@@ -31,18 +31,21 @@ from gpulease.protocol.messages import AttachReply, GpuSubmit, SubmitArgument, S
 from gpulease.protocol.opcodes import TYPED_VALUE, ArgumentKind, ParameterType, SubmitOption
 from gpulease.protocol.primitives import Tlv
 
+Image = bytes | bytearray | memoryview | str
+"""PTX text or a cubin."""
+
 READY_LIMIT_S: Final = 150.0
 """Longest until a submit may begin: the one before it is waited for, 30 s at most; if a context made ahead is lost, its
 bytes, 32 s at most; then a context is made, 60 s at most. Past this the daemon hangs."""
 
 RUN_MARGIN_S: Final = 10.0
-"""How much longer than its own time a submit's answer is waited for: the daemon's grace, a slow host."""
+"""Time that a submit's reply is waited for beyond the submit's own: the daemon's grace, a slow host."""
 
 RUN_FIXED_BYTES: Final = 38
-"""Of a SUBMIT_RUN's payload, what is neither name, arguments nor image: their lengths and the launch's shape."""
+"""Bytes of a SUBMIT_RUN's payload besides name, arguments and image: their lengths and the launch's shape."""
 
 ARGUMENT_FIXED_BYTES: Final = 13
-"""Of an argument, what is not its data."""
+"""Bytes of an argument besides its data."""
 
 MAY_HAVE_RUN: Final = "The kernel may have run, and is not run again by itself: ask again if twice does no harm"
 
@@ -51,14 +54,14 @@ _NOT_RUN: Final = "Nothing was run: it can be asked for again"
 
 
 class SubmissionBase:
-    """What both faces' submissions are told; every method but `launch` returns the submission itself.
+    """Base of both faces' submissions; every method but `launch` returns the submission itself.
 
     A numpy scalar is a value, as are the arguments in `KernelArgs`; a buffer of bytes is copied to the card, and the
     kernel gets a pointer to it. Where the image is PTX, a float for an integer parameter, or the other way round, is
     refused before the kernel is started: LaunchFailed.
     """
 
-    def __init__(self, kernel: str, image: bytes | bytearray | memoryview | str) -> None:
+    def __init__(self, kernel: str, image: Image) -> None:
         self._kernel = kernel_name(kernel, "submit")
         self._image = utf8(image, "submit") if isinstance(image, str) else bytes(readable_bytes(image, "submit"))
         self._grid = self._block = (1, 1, 1)
@@ -69,22 +72,22 @@ class SubmissionBase:
         self._timeout_ms: int | None = None
 
     def grid(self, blocks: Sequence[int]) -> Self:
-        """One to three numbers of blocks; one block if this is not called."""
+        """Set one to three numbers of blocks; one block if this is not called."""
         self._grid = dimensions(self._kernel, "grid", blocks)
         return self
 
     def block(self, threads: Sequence[int]) -> Self:
-        """One to three numbers of threads; one thread if this is not called."""
+        """Set one to three numbers of threads; one thread if this is not called."""
         self._block = dimensions(self._kernel, "block", threads)
         return self
 
     def shared_bytes(self, size_bytes: int) -> Self:
-        """Dynamic shared memory per block."""
+        """Set the bytes of dynamic shared memory per block."""
         self._shared_bytes = whole(size_bytes, "shared_bytes", least=0, most=MAX_U32)
         return self
 
     def arg(self, data: Any) -> Self:
-        """The next argument: bytes that the kernel reads (bytes, an array), or a number with a size (np.uint32(7))."""
+        """Add an argument: bytes that the kernel reads (bytes, an array), or a number with a size (np.uint32(7))."""
         try:
             is_value = memoryview(data).ndim == 0
         except TypeError:
@@ -93,7 +96,7 @@ class SubmissionBase:
         return self.args([data]) if is_value else self._push(ArgumentKind.INPUT, data)
 
     def args(self, args: KernelArgs | list[Any] | tuple[Any, ...]) -> Self:
-        """The next arguments: numbers and raw bytes, as a launch takes them."""
+        """Add arguments: numbers and raw bytes, as a launch takes them."""
         if isinstance(args, list | tuple):
             args = pack_listed(args, why_untold="a submit sends its image unread")
         if not isinstance(args, KernelArgs) or args.buffers:
@@ -107,16 +110,16 @@ class SubmissionBase:
         return self
 
     def out(self, size_bytes: int) -> Self:
-        """The next argument: so many bytes that are zero, and answered when the kernel has ended."""
+        """Add an argument of `size_bytes` zeros; its bytes are returned when the kernel has ended."""
         size = whole(size_bytes, "out", least=1, most=MAX_SUBMIT_OUTPUT_BYTES)
         return self._add(SubmitArgument(ArgumentKind.OUTPUT, size, b""), size)
 
     def inout(self, data: Any) -> Self:
-        """The next argument: bytes that the kernel reads and writes, and that are answered."""
+        """Add an argument that the kernel reads and writes; its bytes are returned when the kernel has ended."""
         return self._push(ArgumentKind.INOUT, data)
 
     def timeout_secs(self, seconds: float) -> Self:
-        """How long it may take once its context is there; until the lease ends if this is not called."""
+        """Set the seconds it may take once its context is there; until the lease ends if this is not called."""
         self._timeout_ms = milliseconds(seconds, "timeout_secs", least_ms=1)
         return self
 
@@ -142,13 +145,13 @@ class SubmissionBase:
         )
 
     def _typed(self, body: SubmitRun) -> SubmitRun:
-        """The same with its values' types, for a daemon that compares them with the image's."""
+        """Add the values' types to the body, for a daemon that compares them with the image's."""
         told = [self._types.get(index, ParameterType.UNTOLD) for index in range(len(body.arguments))]
         pairs = zip(body.arguments, told, strict=True)
         return replace(body, arguments=tuple(replace(a, kind=TYPED_VALUE + of) if of else a for a, of in pairs))
 
     def _run_on(self, lease: LeaseState) -> Procedure[list[bytes]]:
-        """The outputs, in the order of their arguments."""
+        """Run it; returns the outputs, in the order of their arguments."""
         if lease.over is not None:
             raise error_of(lease.over, "submit")
         limit_s = lease.remaining_s if self._timeout_ms is None else self._timeout_ms / 1000
@@ -159,7 +162,7 @@ class SubmissionBase:
         return (yield from _run(lease, body, self._typed(body), GpuSubmit(timeout_ms, _options(lease)), limit_s))
 
     def _run_by(self, address: Address, token: bytes, lock: Any) -> Procedure[list[bytes]]:
-        """The same on another tenant's lease."""
+        """Run it on another tenant's lease; returns the outputs, in the order of their arguments."""
         lease = yield from by_token(address, token, lock)
         try:
             return (yield from self._run_on(lease))
@@ -172,7 +175,7 @@ def _options(lease: LeaseState) -> tuple[Tlv, ...]:
 
 
 def _check_size(body: SubmitRun) -> None:
-    """Raises InvalidRequest for what one frame does not hold."""
+    """Raises InvalidRequest if the body does not fit one frame."""
     data_bytes = sum(ARGUMENT_FIXED_BYTES + len(argument.data) for argument in body.arguments)
     size_bytes = RUN_FIXED_BYTES + len(body.kernel.encode()) + data_bytes + len(body.image)
     if size_bytes > MAX_PAYLOAD_BYTES:
@@ -192,7 +195,7 @@ def _run(
         limit = TimeLimit(READY_LIMIT_S, "submit", lease.address)
         opened = yield from answer_to(channel, Opcode.GPU_SUBMIT, opening, limit, lease.grant.lease_id)
         if isinstance(opened, Failure):
-            raise error_of(lease.heed(opened), "submit")
+            raise error_of(lease.note_failure(opened), "submit")
         number = _number_of(opened)
         if any(option.type == SubmitOption.TYPED_VALUES for option in opened.options):
             body = typed
@@ -200,13 +203,13 @@ def _run(
         done = yield from answer_to(channel, Opcode.SUBMIT_RUN, body, limit, lease.grant.lease_id)
         if isinstance(done, SubmitDone):
             return list(done.outputs)
-        raise error_of(lease.heed(done), "submit", own_requests=(channel.link.connection.last_request_id,))
+        raise error_of(lease.note_failure(done), "submit", own_requests=(channel.link.connection.last_request_id,))
     except LinkEnded as ended:
         failure, is_explained = ended.failure, channel.link.said_goodbye
     finally:
         channel.close()
     # Not inside the except block: the tenant's traceback shows one error, not two.
-    raise (yield from _find_out(lease, failure, number, is_explained=is_explained))
+    raise (yield from _end_error(lease, failure, number, is_explained=is_explained))
 
 
 def _number_of(opened: AttachReply) -> int:
@@ -215,13 +218,13 @@ def _number_of(opened: AttachReply) -> int:
     return int.from_bytes(found[0], "big") if found else -1
 
 
-def _find_out(
+def _end_error(
     lease: LeaseState, failure: Failure, number: int | None, *, is_explained: bool
 ) -> Procedure[GpuLeaseError]:
-    """Its connection ended without an answer: why, and whether anything may have been run. `number`: if it began."""
+    """The error of a submit whose connection ended unanswered. Args: number: The submit's, None if it never began."""
     hint = _NOT_RUN if number is None else MAY_HAVE_RUN
     if is_explained:
-        said = lease.heed(failure)
+        said = lease.note_failure(failure)
         is_lease_over = said.status in LEASE_OVER or said.status is Status.TIMED_OUT
         return error_of(said if is_lease_over else replace(said, hint=hint), "submit")
     until = lease.clock() + END_REASON_WAIT_S
@@ -237,7 +240,7 @@ def _find_out(
                 return TimedOut(f"submit: {submit.get('reason')}")
             if submit is None or submit.get("state", "ending") not in _GOES_ON or lease.clock() > until:
                 break
-            yield Sleep(FATE_POLL_S)
+            yield Sleep(END_REASON_POLL_S)
     except Disconnected as error:
         return Disconnected(f"submit: {why}; then {error.message}", hint)
     except GpuLeaseError as error:
@@ -248,6 +251,6 @@ def _find_out(
 
 
 def _submit_in(report: LeaseReport, number: int | None) -> SubmitReport | None:
-    """What a lease's report says of one of its submits."""
+    """Find a submit in a lease's report."""
     known = (report.get("submit"), report.get("last_submit"))
     return next((one for one in known if one is not None and one["number"] == number), None)

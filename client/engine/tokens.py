@@ -1,4 +1,4 @@
-"""Tokens as the client knows them: bytes, and what was said of them when they were made."""
+"""Tokens as the client knows them: their bytes, and what their issuer granted."""
 
 import base64
 from dataclasses import dataclass
@@ -12,6 +12,9 @@ from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
 from gpulease.protocol.messages import CapabilityHeld, CapabilityIssue
 
+TOKEN_S: Final = 60.0
+"""Life of a token if its issuer does not say."""
+
 MAX_NONCE: Final = 2**128 - 1
 """Largest nonce; 0 leaves the choice to the daemon."""
 
@@ -21,12 +24,12 @@ class Grant:
     """A token that was issued.
 
     Attributes:
-        token: What its holder needs, and whoever has it and is its audience can use.
-        public_key: What its holder needs besides to narrow it.
-        lease_id: The lease it is about.
-        permissions: What it permits.
-        ttl_s: For how long, from when it was issued.
-        expires_at_unix_secs: The same as a date by the daemon's wall clock, for people.
+        token: The token's bytes. Whoever has them and is its audience can use it.
+        public_key: Key that its holder needs to narrow it.
+        lease_id: The lease that it is for.
+        permissions: The permissions that it gives.
+        ttl_s: Seconds of its life, from when it was issued.
+        expires_at_unix_secs: The date of its end, by the daemon's wall clock, for people.
     """
 
     token: bytes
@@ -47,13 +50,13 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class HeldToken:
-    """What a node says of a token that was shown to it.
+    """A token that was shown to a node, as the node reads it.
 
     Attributes:
-        lease_id: The lease it is about.
-        permissions: What it lets this program do.
-        ttl_s: For how long.
-        expires_at_unix_secs: The same as a date by the daemon's wall clock, for people.
+        lease_id: The lease that it is for.
+        permissions: The permissions that it gives this program.
+        ttl_s: Seconds of its life that are left.
+        expires_at_unix_secs: The date of its end, by the daemon's wall clock, for people.
     """
 
     lease_id: LeaseId
@@ -87,7 +90,7 @@ def token_of(token: "bytes | str | Grant") -> bytes:
 def issue_request(
     lease_id: int, permissions: Permission, audience: bytes | None, ttl_secs: float, nonce: int
 ) -> CapabilityIssue:
-    """What to ask the daemon. Raises InvalidRequest."""
+    """The request that issues a token. Raises InvalidRequest."""
     if not isinstance(permissions, Permission) or not permissions or permissions & ~ALL_PERMISSIONS:
         raise InvalidRequest(f"issue: {quoted(permissions)} is no set of Permission")
     if audience is not None and (not isinstance(audience, bytes | bytearray) or len(audience) != AUDIENCE_BYTES):

@@ -1,4 +1,4 @@
-"""How the blocking face waits: poll for sockets, sleep for pauses, a re-entrant lock for turns."""
+"""The blocking face's driver: it waits by poll for sockets, by sleep for pauses, by a re-entrant lock for turns."""
 
 import math
 import select
@@ -6,9 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from gpulease.client.engine.exchange import CONTROL_REPLY_LIMIT_S, ask_once
+from gpulease.client.engine.request import address_of
 from gpulease.client.engine.steps import Locked, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.transport.channel import Channel
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Body
 
 T = TypeVar("T")
 
@@ -22,7 +26,7 @@ def drive(procedure: Procedure[T]) -> T:
         step = procedure.send(None)
         while True:
             try:
-                answer = _WAYS[type(step)](step)
+                answer = _WAIT_BY_STEP[type(step)](step)
             except BaseException as error:
                 step = procedure.throw(error)
             else:
@@ -32,6 +36,14 @@ def drive(procedure: Procedure[T]) -> T:
         return result
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
+
+
+def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float = CONTROL_REPLY_LIMIT_S) -> Any:
+    """Ask one control request over a connection of its own; returns the reply's body. Raises the library's errors.
+
+    Commands use this: to import what sessions need would be most of a command's time.
+    """
+    return drive(ask_once(address_of(address), op, body, reply_limit_s))
 
 
 def _wait(step: Wait) -> bool:
@@ -66,4 +78,4 @@ def _locked(step: Locked) -> Any:
         return drive(step.procedure)
 
 
-_WAYS: Final[dict[type[Step], Callable[[Any], Any]]] = {Wait: _wait, Sleep: _sleep, Locked: _locked}
+_WAIT_BY_STEP: Final[dict[type[Step], Callable[[Any], Any]]] = {Wait: _wait, Sleep: _sleep, Locked: _locked}

@@ -1,27 +1,19 @@
-"""A lease's events for programs that block: an iterator, and a thread that calls back on a warning.
-
-Keeping a lease alive from a thread.
-"""
+"""A lease's events for programs that block: an iterator, a thread that calls back on a warning, one that renews."""
 
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from gpulease.client.engine.events import EventStream, LeaseEvent, warnings
-from gpulease.client.engine.lease import RenewalSchedule, keep
+from gpulease.client.engine.events import EventStream, LeaseEvent, OnWarning, warnings
+from gpulease.client.engine.lease import LeaseView, RenewalSchedule, keep_renewed
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 
-if TYPE_CHECKING:
-    from gpulease.client.sync.session import GpuLease
-
-OnWarning = Callable[[LeaseEvent], None]
-
 
 class LeaseEvents(Iterator[LeaseEvent]):
-    """What a lease goes through, from where it stands now: `for event in lease.events():`.
+    """A lease's events, from its present phase on: `for event in lease.events():`.
 
     It ends behind the event of the lease's end, or when it is closed. Next may raise Disconnected.
     """
@@ -38,7 +30,7 @@ class LeaseEvents(Iterator[LeaseEvent]):
         return event
 
     def close(self) -> None:
-        """Hear no more; a thread that waits for an event stops."""
+        """End the subscription; a thread that waits for an event stops."""
         self._stream.wake()
 
     def __enter__(self) -> Self:
@@ -94,7 +86,7 @@ class KeepAlive:
         loss: Why the lease was lost; None while it is not.
     """
 
-    def __init__(self, lease: "GpuLease", on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
+    def __init__(self, lease: LeaseView, on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
         self._stopped = threading.Event()
@@ -114,18 +106,18 @@ class KeepAlive:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.stop()
 
-    def _run(self, lease: "weakref.ref[GpuLease]", schedule: RenewalSchedule) -> None:
-        self.loss = drive(keep(lease, schedule, self._stopped))
+    def _run(self, lease: "weakref.ref[LeaseView]", schedule: RenewalSchedule) -> None:
+        self.loss = drive(keep_renewed(lease, schedule, self._stopped))
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 
 
-def keep_alive(lease: "GpuLease", on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
+def keep_alive(lease: LeaseView, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
     """Start renewing a lease for as long as it was granted, each time three quarters of that have passed.
 
     Args:
-        lease: Which one. It is not kept from being dropped.
-        on_loss: Called from the thread, once, with the error that says why the lease can't be kept.
+        lease: The lease. It may still be dropped.
+        on_loss: Called from the thread, once, with the error that says why the lease is lost.
         schedule: When to renew.
     """
     return KeepAlive(lease, on_loss, schedule or RenewalSchedule())

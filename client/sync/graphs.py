@@ -2,29 +2,27 @@
 
 import threading
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpulease.client.engine.graphs import GraphHandle
 from gpulease.client.engine.recording import Recording
+from gpulease.client.engine.session import SessionView
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.streams import Stream
 
-if TYPE_CHECKING:
-    from gpulease.client.sync.session import GpuSession
-
 
 class Graph(GraphHandle):
-    """A sequence of launches and copies, recorded once, that one request does again; made by GpuSession.record."""
+    """A sequence of launches and copies, recorded once, that one request repeats; made by GpuSession.record."""
 
     __slots__ = ()
 
     def launch(self, /, *, stream: Stream | None = None, **values: Any) -> int:
-        """Start all of it, in its order, behind what was started before; do not wait.
+        """Start all of it, in its order, behind everything that was started before; do not wait.
 
         Args:
-            stream: What to put it in; the default stream if None.
-            values: Those of its parameters that are to have another value than they were recorded with, in this launch.
-                A buffer, or a buffer and an offset in it, for what was recorded as one.
+            stream: The stream to run in; the default stream if None.
+            values: New values of its parameters, for this launch alone. A parameter that was recorded as a buffer takes
+                a buffer, or a buffer and an offset in it.
 
         Returns:
             The launch's number, which a later error's `failure.failed_request_id` names.
@@ -33,20 +31,20 @@ class Graph(GraphHandle):
             InvalidHandle: It is closed, or a buffer or module that it needs is gone.
             InvalidRequest: A value is not of its parameter's kind, or there is no such parameter.
         """
-        state = self.session("launch of a graph")
-        with state.lock:
-            number = state.launch_graph(self, values, stream)
+        graphs = self.graphs("launch of a graph")
+        with graphs.attachment.lock:
+            number = graphs.launch(self, values, stream)
             return number if isinstance(number, int) else drive(number)
 
     def close(self) -> None:
         """Free it now rather than when its last reference goes; launches of it that were started run to their end."""
-        drive(self.session("close").close_graph(self))
+        drive(self.graphs("close").close(self))
 
 
 class Recorder:
-    """The block in which a session records; see GpuSession.record."""
+    """The block in which a session records: `GpuSession.record`."""
 
-    def __init__(self, session: "GpuSession") -> None:
+    def __init__(self, session: SessionView) -> None:
         self._session = session
         self._graph: Graph
         self._recording: Recording
@@ -54,12 +52,15 @@ class Recorder:
     def __enter__(self) -> Graph:
         session = self._session
         with session._lock:
-            session._state = self._recording = Recording(session._state, threading.get_ident)
+            self._recording = Recording(session._session, threading.get_ident)
+            session._set_commands(self._recording, self._recording)
         self._graph = Graph()
         return self._graph
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        state = self._session._state = self._recording.stop()
+        session = self._session._session
+        self._recording.stop()
+        self._session._set_commands(session.launches, session.copies)
         self._graph.discarded()
         if kind is None:
-            drive(state.make_graph(self._graph, self._recording.recorded()))
+            drive(session.graphs.make(self._graph, self._recording.record()))

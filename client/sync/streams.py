@@ -1,48 +1,46 @@
 """Streams of a blocking session."""
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from gpulease.client.handles import StreamHandle
+from gpulease.client.engine.streams import StreamHandle, Streams
 from gpulease.client.sync.driver import drive
-
-if TYPE_CHECKING:
-    from gpulease.client.engine.streams import Streamed
 
 
 class Stream(StreamHandle):
     """An order of launches and copies; made by `GpuSession.stream`, passed to `launch`, `mem_write` and `mem_read`.
 
-    What is put in one stream runs in that order. Between two streams there is no order but what `wait_for` makes, so
-    copies and kernels in different streams may run at the same time. `GpuSession.sync` waits for all streams, and so
-    does `module_unload`. A failure in any stream is told by the session's next operation that has an
-    answer, whichever that is.
+    A stream runs its launches and copies in the order in which they were put there. Only `wait_for` orders two streams.
+    So copies and kernels in different streams may run at the same time.
+    `GpuSession.sync` waits for all streams, and so does `module_unload`. The session's next operation that has a reply
+    raises a failure in any stream.
 
-    A copy of an array of `GpuSession.empty` in a stream is only begun when the call returns: leave the array alone
-    until the stream is waited for. Of any other memory it is done when it returns, and waits for that stream first.
+    A copy of an array of `GpuSession.empty` in a stream has only begun when the call returns: leave the array alone
+    until the stream is waited for. A copy of any other memory waits for that stream and is done when its call returns.
 
-    It goes with its last reference, like a buffer: what it holds still runs. Leaving its `with` block waits for what it
-    holds and raises what failed, as leaving a session's does; left by an exception, it waits for nothing.
+    Dropping the last reference frees a stream, like a buffer; the work it holds still runs. Leaving its `with` block
+    waits for that work and raises what failed, as leaving a session's does. A block left by an exception waits for
+    nothing.
     """
 
     __slots__ = ()
 
     def sync(self) -> None:
         """Wait until all that it holds has ended. Raises SyncFailed or LaunchFailed, naming the kernel."""
-        session = self.session("sync")
-        with session.lock:
-            rest = session.stream_sync_promptly(self)
+        streams = self.streams("sync")
+        with streams.attachment.lock:
+            rest = streams.sync_one_at_once(self)
             if rest is not None:
                 drive(rest)
 
     def wait_for(self, other: StreamHandle | None) -> None:
-        """Put what comes next behind all that `other` holds now; None is the default stream. Waits for nothing here."""
-        drive(self.session("wait_for").stream_wait(self, other))
+        """Put what comes next behind all that `other` holds now; None is the default stream. The call does not wait."""
+        drive(self.streams("wait_for").wait_for(self, other))
 
     def close(self) -> None:
-        """Let go of it now; what it holds still runs, and `GpuSession.sync` still waits for it."""
+        """Free it now; the work it holds still runs, and `GpuSession.sync` still waits for that."""
         if self.owner is not None:
-            drive(self.session("close").stream_destroy(self))
+            drive(self.streams("close").destroy(self))
 
     def __enter__(self) -> Self:
         return self
@@ -50,19 +48,20 @@ class Stream(StreamHandle):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if kind is None and self.owner is not None:
-                fence(self.session("sync"), self)
+                fence(self.streams("sync"), self)
         finally:
             self.drop()
 
 
-def fence(state: "Streamed", stream: Stream | None = None) -> None:
-    """Wait for a session's last work, or a stream's, and raise what failed in it; see GpuSession."""
-    limit = state.unsettled()
+def fence(streams: Streams, stream: Stream | None = None) -> None:
+    """Wait for a session's last work, or for one stream's, and raise what failed in it (`GpuSession`)."""
+    limit = streams.operations.fence_limit()
     if limit is None:
         return
-    if not state.lock.acquire(timeout=max(0.0, limit.remaining_s())):
+    lock = streams.attachment.lock
+    if not lock.acquire(timeout=max(0.0, limit.remaining_s())):
         raise limit.error()
     try:
-        drive(state.fence(limit, stream))
+        drive(streams.fence(limit, stream))
     finally:
-        state.lock.release()
+        lock.release()

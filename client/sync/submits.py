@@ -5,22 +5,23 @@ from collections.abc import Callable
 
 from gpulease.client.engine.request import address_of
 from gpulease.client.engine.steps import Procedure
-from gpulease.client.engine.submits import SubmissionBase
+from gpulease.client.engine.submits import Image, SubmissionBase
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.sync.driver import drive
 
-Image = bytes | bytearray | memoryview | str
-
 
 class Submission(SubmissionBase):
-    """One kernel to run beside a lease's session; made by GpuLease.submit or `submit_by`."""
+    """A kernel to run beside a lease's session; made by GpuLease.submit or `submit_by`."""
 
     def __init__(self, kernel: str, image: Image, run: "Callable[[SubmissionBase], Procedure[list[bytes]]]") -> None:
         super().__init__(kernel, image)
         self._run = run
 
     def launch(self) -> list[bytes]:
-        """Run it, and wait: the bytes of each `out` and `inout` argument, in their order. It can be run again.
+        """Run it, and wait for its outputs. It can be run again.
+
+        Returns:
+            The bytes of each `out` and `inout` argument, in their order.
 
         Raises:
             Busy: Another submit of the lease is under way.
@@ -37,9 +38,9 @@ class Submission(SubmissionBase):
 
 
 def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: str | None = None) -> Submission:
-    """A submit on another tenant's lease, by a token of theirs that permits TASKLET_SUBMIT; good for one `launch`.
+    """Describe a submit on another tenant's lease, by a token of theirs that permits TASKLET_SUBMIT, for one `launch`.
 
-    It sees nothing of the lease's session. Raises Denied, at the launch, with the check that the token failed.
+    The submit sees nothing of the lease's session. Raises Denied, at the launch, with the check that the token failed.
     """
     where, shown = address_of(address), token_of(token)
     return Submission(kernel, image, lambda submission: submission._run_by(where, shown, threading.RLock()))

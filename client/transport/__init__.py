@@ -1,1 +1,1 @@
-"""How a client's bytes travel: a Unix or TCP socket, TLS, or a ring in shared memory."""
+"""Transports of the client's bytes: a Unix or TCP socket, TLS, or a ring in shared memory."""

@@ -1,6 +1,6 @@
 """The client's side of a session's arena: numpy arrays in memory that the worker maps too.
 
-An array's memory is free again when its last view is gone. The arena itself goes with the session and its last array.
+Dropping an array's last view frees its memory. The arena itself lives as long as the session and its last array.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ALIGNMENT_BYTES: Final = 256
-"""Of every array: more than any vector instruction wants, and a whole number of cache lines."""
+"""Alignment of every array: more than any vector instruction wants, and a whole number of cache lines."""
 
 
 class Arena:
@@ -39,7 +39,7 @@ class Arena:
         self._dropped: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int) -> Any:
-        """A writable buffer of so many bytes, None if there is no room for it; `nbytes` is at least 1."""
+        """Take a writable buffer of `nbytes`, at least 1; None if there is no room for it."""
         with self._lock:
             return self._allocate(nbytes)
 
@@ -59,9 +59,9 @@ class Arena:
         return None
 
     def offset_of(self, view: memoryview) -> int | None:
-        """Where in the arena the bytes of a contiguous view lie; None if they don't, or may not be written.
+        """Offset in the arena of a contiguous view's bytes; None if they lie elsewhere, or are read-only.
 
-        Raises TypeError or ValueError if it has no bytes in one piece.
+        Raises TypeError or ValueError if its bytes are not in one piece.
         """
         if view.readonly:
             return None  # its address can't be told
@@ -69,7 +69,7 @@ class Arena:
         return offset if 0 <= offset <= self._size - view.nbytes else None
 
     def offset_of_address(self, address: int) -> int:
-        """Where in the arena an address of a piece of it lies."""
+        """Offset in the arena of an address inside of it."""
         return address - self._address
 
     def _take_back(self) -> None:
@@ -88,7 +88,10 @@ class Arena:
 
 
 def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArray[Any]":
-    """An array in the arena; an ordinary one if there is none, or no room in it, or the bytes can't be shared."""
+    """Make an array in the arena; an ordinary one without an arena, without room, or of a type that can't be shared.
+
+    Raises InvalidRequest for a `dtype` that numpy does not know.
+    """
     import numpy as np
 
     try:

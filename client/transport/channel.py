@@ -1,4 +1,4 @@
-"""A nonblocking socket and the link that makes sense of its bytes. Nothing here waits."""
+"""A channel: a nonblocking socket, and the link that parses its bytes. Nothing here waits."""
 
 import array
 import contextlib
@@ -7,7 +7,8 @@ import os
 import socket
 import struct
 from collections import deque
-from typing import Any, Final
+from enum import Enum
+from typing import Any, Final, Protocol
 
 from gpulease.client.forking import OF_PARENT, register
 from gpulease.client.transport.link import Link
@@ -19,19 +20,58 @@ MAX_PARTS_PER_SEND: Final = 16
 """Most pieces given to one sendmsg; far below IOV_MAX (1024), and more than any request has."""
 
 
+class Asked(Enum):
+    """Outcome of `Channel.ask`."""
+
+    ANSWERED = "exactly the expected reply came"
+    UNANSWERED = "the request was sent; the general way receives its reply"
+    NOT_SENT = "nothing was sent"
+
+
+class FrameWriter(Protocol):
+    """Takes over whole frames that nobody waits for. `protocol.ring.RingWriter` is one.
+
+    Both methods raise OSError or FramingError if there is no peer, or none that can be followed.
+    """
+
+    def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
+        """Take over a frame, given in two parts; False if it has to be sent the general way."""
+
+    def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
+        """`put_whole` for a frame that is packed of five fields."""
+
+
+class _NoWriter(FrameWriter):
+    """A control connection's: every frame is sent the general way."""
+
+    def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
+        """Take nothing."""
+        return False
+
+    def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
+        """Take nothing."""
+        return False
+
+
+_NO_WRITER: Final = _NoWriter()
+
+
 class Channel:
-    """One connection to the daemon.
+    """A connection to the daemon.
+
+    A session's kinds of channel (`coalescing_socket`, `ring`, `tls`) replace the methods of the first group. A control
+    connection keeps them as they are here.
 
     Attributes:
         sock: The nonblocking socket.
-        link: What was said on it.
-        address: Where it leads, for messages.
-        waiter: What the face keeps to wait on the socket.
-        waits_for_room: Whether the socket itself tells when there is room to send.
-        is_torn: Whether a send was interrupted before it was noted how much of it went.
-        has_unsent: Whether frames that were taken over wait here for room; `push` sends them.
-        takes_descriptors: Whether what comes beside the bytes is wanted; else the kernel drops it.
-        descriptors: What came.
+        link: Parses what arrives, and knows which replies are awaited.
+        address: Where the connection leads, for messages.
+        waiter: The face's own object for waiting on the socket.
+        waits_for_room: True if the socket itself tells when there is room to send.
+        is_torn: True after a send that was interrupted before it was noted how much of it went.
+        has_unsent: True while frames that were taken over wait here for room; `push` sends them.
+        takes_descriptors: True if descriptors that come beside the bytes are wanted; else the kernel drops them.
+        descriptors: The descriptors that came.
     """
 
     waits_for_room = True
@@ -47,41 +87,44 @@ class Channel:
         self.descriptors: list[int] = []
         register(self)
 
-    def put(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Take over a frame, given in two parts, that nobody waits for; False if it has to be sent the long way.
+    # --- kinds of channel replace these ---
 
-        Raises OSError or FramingError if there is no peer, or none that can be followed.
+    @property
+    def writer(self) -> FrameWriter:
+        """The writer of frames that nobody waits for."""
+        return _NO_WRITER
+
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
+        """Send a small request and spin for its reply: `reply`, and behind it data for all of `into`.
+
+        Where this is UNANSWERED, the caller has the link expect the reply, and then calls `feed`.
+
+        Args:
+            request: The request's frame.
+            reply: The expected bytes of the reply.
+            into: Target of the data behind them.
+            more_ns: Time that the work itself takes.
         """
-        return False
-
-    def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
-        """The same for a frame that is packed of five fields."""
-        return False
-
-    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> bool | None:
-        """Send a small request and look for its reply: whether exactly that came; None if nothing was sent.
-
-        The reply is `reply`, and behind it data for all of `into`. If another came, or none in time, `feed` is to be
-        called once the link expects it. `more_ns`: how long the work itself takes.
-        """
-        return None
+        return Asked.NOT_SENT
 
     def feed(self) -> None:
-        """Give the link what `ask` received and could not use."""
+        """Give the link the bytes that `ask` received and could not use."""
 
     def send_rest(self) -> None:
-        """Send what was taken over and is still here, waiting for a bounded time: the channel is about to be closed."""
+        """Send frames that were taken over, waiting for a bounded time: the channel is about to be closed."""
 
     def spin(self) -> bool:
-        """Look again and again for a bounded time, where that is worth it, and take what comes; False if nothing."""
+        """Look for bytes again and again for a bounded time, where that pays; False if none came."""
         return False
 
     def doze(self, *, for_room: bool) -> bool:
         """Get ready for a sleep on the socket; False if there is no need for one."""
         return True
 
+    # --- receiving and sending ---
+
     def pump(self) -> bool:
-        """Take what has arrived; False if nothing has."""
+        """Receive what has arrived; False if nothing has."""
         try:
             count = self._receive_into(self.link.get_buffer())
         except BlockingIOError:
@@ -106,7 +149,7 @@ class Channel:
         return count
 
     def drop_descriptors(self) -> None:
-        """Take no more of them, and close those nobody took."""
+        """Take no more descriptors, and close those that nobody took."""
         self.takes_descriptors = False
         for fd in self.descriptors:
             with contextlib.suppress(OSError):
@@ -114,7 +157,7 @@ class Channel:
         self.descriptors.clear()
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """Send what the socket takes and drop it from `parts`; True if any of it went, or of what is `has_unsent`."""
+        """Send as much of `parts` as the socket takes, and drop that; True if any went, or any that is `has_unsent`."""
         pieces = [parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))]
         self.is_torn = True
         try:
@@ -135,13 +178,13 @@ class Channel:
         return sent > 0
 
     def drain(self, error: OSError) -> None:
-        """Sending failed: the peer is gone. Read what it said last, which may be why."""
+        """Read what the peer, which is gone, sent last: it may say why."""
         while self.link.end is None and self.pump():
             pass
         self.link.break_off(Failure(Status.DISCONNECTED, f"the connection to {self.address} broke: {error.strerror}"))
 
     def disown(self) -> None:
-        """See Inherited. The connection goes on: the parent has its own descriptor of it."""
+        """Leave the connection to the parent process, which has its own descriptor of it (`forking.Inherited`)."""
         self.link.break_off(OF_PARENT, is_explained=True)
         self.link.told.clear()
         self.drop_descriptors()
@@ -155,7 +198,7 @@ class Channel:
 
 
 def resolve(address: Address) -> list[tuple[int, Any]]:
-    """(family, what connect takes) of every way to an address. Raises OSError if a name has none."""
+    """(family, address for connect) of every way to an address. Raises OSError if a name has none."""
     if isinstance(address, UnixAddress):
         return [(socket.AF_UNIX, address.path)]
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -176,5 +219,5 @@ def start_connecting(family: int, where: Any, address: Address) -> tuple[Channel
 
 
 def connect_error(channel: Channel) -> int:
-    """The errno a connect that was in progress came to."""
+    """The errno of a connect that was in progress."""
     return channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

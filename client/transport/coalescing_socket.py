@@ -1,14 +1,14 @@
-"""A session's socket where there is no ring: small frames gather here and go to the kernel together.
+"""A session's socket where there is no ring: small frames gather in an outbox and go to the kernel together.
 
-A system call costs more than the rest of a launch. So the first frame that nobody waits for goes at once, and those
-right behind it are kept until there are some kilobytes of them, until any frame that is waited for, which takes them
-along, or until the flusher comes by: one thread for all sessions of the process, which looks every quarter of a
-millisecond while there is anything to look at, sleeps while there is not, and ends if it sleeps for long. So a launch
-is under way within half a millisecond, whatever its caller does next; a caller that computes in Python alone keeps the
-flusher out for up to Python's switch interval, 5 ms.
+A system call costs more than the rest of a launch. So the first frame that nobody waits for goes at once, and the
+outbox keeps those right behind it. It is sent when it holds some kilobytes, with any frame that is waited for, or by
+the flusher. The flusher is one thread for all sessions of the process. It looks every quarter of a millisecond while
+there is anything to send, sleeps while there is not, and ends if it sleeps for long. So a launch is under way within
+half a millisecond, whatever its caller does next. A caller that computes in Python alone keeps the flusher out for up
+to Python's switch interval, 5 ms.
 
-Interrupted anywhere, by Ctrl-C say, nothing is lost or sent twice: a frame is in the outbox whole or not at all, and
-how much the kernel took is noted by the very call that gave it (`_Outbox`).
+An interrupt anywhere, by Ctrl-C for example, loses no frame and sends none twice. A frame is in the outbox whole or not
+at all, and the very call that sends notes how much the kernel took (`_Outbox`).
 """
 
 import contextlib
@@ -21,38 +21,38 @@ import weakref
 from collections import deque
 from typing import Any, Final
 
-from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.channel import Asked, Channel, FrameWriter
 from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol.ring import NO_DATA
 
 FLUSH_BYTES: Final = 8 << 10
-"""So much is sent at once: between 4 and 16 KiB a launch costs the least, client and worker together."""
+"""Size at which the outbox is sent: between 4 and 16 KiB a launch costs the least, client and worker together."""
 
 MAX_OUTBOX_BYTES: Final = 64 << 10
-"""What may wait here for a peer that does not read; beyond it the caller waits, as it does for a full socket."""
+"""Most bytes that wait here for a peer that does not read; beyond it the caller waits, as for a full socket."""
 
 FLUSH_PAUSE_S: Final = 250e-6
-"""Between two rounds of the flusher."""
+"""Pause between two rounds of the flusher."""
 
 EMPTY_ROUNDS: Final = 8
 """Rounds without anything to send after which the flusher sleeps. Waking it costs the next launch a system call."""
 
 IDLE_LIMIT_S: Final = 0.5
-"""How long the flusher sleeps before it ends. A session that nobody closed must not keep a thread."""
+"""Longest sleep of the flusher before it ends. A session that nobody closed must not keep a thread."""
 
 BLOCKED_PAUSE_S: Final = 2e-3
-"""Pause of a flusher that has nothing but sockets which take nothing now."""
+"""Pause of the flusher while every socket with something to send has no room."""
 
 CLOSE_LIMIT_S: Final = 0.2
-"""How long closing a session waits for its socket to take what is left. Stops a peer that never reads from holding up
-a program's end."""
+"""Longest wait of a close for its socket to take the rest. Stops a peer that never reads from holding up a program's
+end."""
 
 
 class _Outbox:
-    """Bytes that are to be sent, and how many of them were.
+    """Bytes to send, and how many of them were sent.
 
-    `counts` is filled by the same call that sends, in C, so that no interrupt comes between; and it is replaced
-    together with the bytes it counts, by one assignment.
+    The call that sends also fills `counts`, in C, so that no interrupt comes between. One assignment replaces `counts`
+    together with the bytes it counts.
     """
 
     __slots__ = ("counts", "data")
@@ -63,14 +63,14 @@ class _Outbox:
 
 
 class CoalescingSocket(Channel):
-    """See Channel. Takes the place of the one that ATTACH was answered on, with its socket and its link.
+    """A session's channel through a socket. It takes over the socket and the link of the channel that attached.
 
-    Threads: the flusher sends what is in the outbox, under the outbox's own lock; all else is the session's, under its.
+    Threads: the flusher sends the outbox, under the outbox's own lock. The session does all else, under its own lock.
     """
 
-    def __init__(self, channel: Channel, patience: SpinPolicy) -> None:
+    def __init__(self, channel: Channel, spin: SpinPolicy) -> None:
         super().__init__(channel.sock, channel.address, channel.link)
-        self._patience = patience
+        self._spin_policy = spin
         self._outbox = _Outbox(bytearray())
         self._is_first = True
         self._unfed = 0
@@ -78,8 +78,13 @@ class CoalescingSocket(Channel):
         self._lock = threading.RLock()
         _channels.add(self)
 
-    def put(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """See Channel."""
+    @property
+    def writer(self) -> FrameWriter:
+        """The socket itself."""
+        return self
+
+    def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
+        """Take over a frame, given in two parts; False if it is large, or the outbox is full."""
         frame = b"".join((first, second)) if second else first
         if len(frame) >= FLUSH_BYTES:
             return False
@@ -106,7 +111,7 @@ class CoalescingSocket(Channel):
         return True
 
     def _put_first(self, frame: bytes | memoryview) -> None:
-        """The same as gathering and flushing it, in one piece: a launch that is waited for next takes this way."""
+        """Gather and flush one frame, in one piece: a launch that is waited for next takes this way."""
         outbox = self._outbox
         try:
             outbox.data.extend(frame)
@@ -120,71 +125,71 @@ class CoalescingSocket(Channel):
                 _flusher.notice(self)
 
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
-        """See Channel."""
-        return self.put(layout.pack(a, b, c, d, e))
+        """`put_whole` for a frame that is packed of five fields."""
+        return self.put_whole(layout.pack(a, b, c, d, e))
 
     def spin(self) -> bool:
-        """See Channel. Each look is a system call."""
-        clock, patience = time.monotonic_ns, self._patience
-        until = clock() + patience.spin_ns
+        """Look for bytes for a bounded time. Each look is a system call."""
+        clock, policy = time.monotonic_ns, self._spin_policy
+        until = clock() + policy.spin_ns
         while clock() < until:
             if self.pump():
                 return True
-            if patience.yields:
+            if policy.yields:
                 os.sched_yield()
         return False
 
-    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> bool | None:
-        """See Channel; takes along what gathered."""
-        if not self._patience.spin_ns:
-            return None
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
+        """Send a small request, together with the outbox, and look for its reply."""
+        if not self._spin_policy.spin_ns:
+            return Asked.NOT_SENT
         with self._lock:
             self._is_first = True
             if len(self._settled()) > MAX_OUTBOX_BYTES:
-                return None
+                return Asked.NOT_SENT
             self._outbox.data.extend(request)
             try:
                 if not self._flush():
-                    return False
+                    return Asked.UNANSWERED
             except OSError:
-                return False  # no peer: whoever waits for the reply finds out
+                return Asked.UNANSWERED  # no peer: whoever waits for the reply finds out
             finally:
                 self._have_rest_sent()
         room = self.link.get_buffer()
         count = self._look_into(room, more_ns)
         if count == len(reply) + len(into) and room[: len(reply)] == reply:
             into[:] = room[len(reply) : count]
-            return True
+            return Asked.ANSWERED
         self._unfed = count
-        return False
+        return Asked.UNANSWERED
 
     def _look_into(self, room: memoryview, more_ns: int) -> int:
-        """How many bytes came within a bounded time."""
-        clock, patience = time.monotonic_ns, self._patience
-        receive, until = self.sock.recv_into, clock() + patience.spin_ns + more_ns
+        """Receive within a bounded time; returns the number of bytes, 0 if none came."""
+        clock, policy = time.monotonic_ns, self._spin_policy
+        receive, until = self.sock.recv_into, clock() + policy.spin_ns + more_ns
         while clock() < until:
             try:
                 return receive(room)
             except BlockingIOError:
-                if patience.yields:
+                if policy.yields:
                     os.sched_yield()
             except OSError:
                 break  # the next look finds it again
         return 0
 
     def feed(self) -> None:
-        """See Channel."""
+        """Give the link the bytes that `ask` received and could not use."""
         count, self._unfed = self._unfed, 0
         if count:
             self.link.buffer_updated(count)
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there
-        """See Channel. True, too, until what was sent is written off, which the next `push` does."""
+        """True while the outbox has bytes, also sent ones that the next `push` drops."""
         return bool(self._outbox.data)
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """See Channel. What is small goes together with what gathered, and then no interrupt can cut it in two."""
+        """Send the outbox, then `parts`; small ones go together with it, so that no interrupt can cut them in two."""
         with self._lock:
             self._is_first = True
             if not self._outbox.data:
@@ -215,18 +220,18 @@ class CoalescingSocket(Channel):
             self._notice()
 
     def _notice(self) -> None:
-        """Have the flusher come by."""
+        """Have the flusher send the outbox."""
         _flusher.notice(self)
 
     def close(self) -> None:
-        """See Channel; what gathered goes first, if the socket takes it in time."""
+        """Send the outbox, if the socket takes it in time, and close the socket; again is harmless."""
         self.send_rest()
         super().close()
         _channels.discard(self)
         _flusher.ring()
 
     def send_rest(self) -> None:
-        """See Channel."""
+        """Send the outbox, waiting for a bounded time."""
         until = time.monotonic() + CLOSE_LIMIT_S
         with contextlib.suppress(OSError, ValueError):
             while not self._flush_locked() and (left_s := until - time.monotonic()) > 0:
@@ -237,9 +242,9 @@ class CoalescingSocket(Channel):
     # --- the flusher's and a fork's ---
 
     def flush_idle(self, pending: "set[CoalescingSocket]") -> bool:
-        """Send what there is, and leave `pending` unless some is left; whether anything went."""
+        """Send the outbox; leave `pending` unless some is left. True if anything went."""
         if not self._lock.acquire(blocking=False):
-            return False  # someone is at it
+            return False  # a thread of the session sends
         try:
             before = len(self._settled())
             if self._flush():
@@ -253,12 +258,12 @@ class CoalescingSocket(Channel):
             self._lock.release()
 
     def before_fork(self) -> None:
-        """Have as little as possible in two processes."""
+        """Send the outbox, so that the child gets as little of it as possible."""
         with contextlib.suppress(OSError, ValueError):
             self._flush_locked()
 
     def after_fork(self) -> None:
-        """In the child: what is in the outbox is the parent's to send, and so is the lock someone may have held."""
+        """In the child: leave the outbox to the parent, and the lock, which a thread of the parent's may have held."""
         self._lock = threading.RLock()
         self._outbox = _Outbox(bytearray())
 
@@ -269,7 +274,7 @@ class CoalescingSocket(Channel):
             return self._flush()
 
     def _settled(self) -> bytearray:
-        """The bytes that are to be sent, without those that were."""
+        """The bytes to send, without those that were sent."""
         outbox = self._outbox
         if outbox.counts:
             self._outbox = outbox = _Outbox(outbox.data[sum(outbox.counts) :])
@@ -292,7 +297,7 @@ class CoalescingSocket(Channel):
 
 
 class _Flusher:
-    """Sends for all channels what nobody else does in time."""
+    """The thread that sends for all channels what nobody else sends in time."""
 
     def __init__(self) -> None:
         self._pending: set[CoalescingSocket] = set()
@@ -303,7 +308,7 @@ class _Flusher:
         self._thread: threading.Thread | None = None
 
     def notice(self, channel: CoalescingSocket) -> None:
-        """Something is about to be put into its empty outbox, under its lock."""
+        """Take note of a channel whose empty outbox is about to be filled, under its lock."""
         self._pending.add(channel)
         if not self._is_awake:
             self.ring()
@@ -312,7 +317,7 @@ class _Flusher:
                     self._begin()
 
     def ring(self) -> None:
-        """Have it look whether there is anything to do, if it sleeps."""
+        """Wake the flusher, if it sleeps."""
         with contextlib.suppress(RuntimeError):  # rung already
             self._bell.release()
 
@@ -333,7 +338,7 @@ class _Flusher:
                 time.sleep(FLUSH_PAUSE_S)
                 empty_rounds = 0 if self._round() else empty_rounds + 1
             self._is_awake = False
-            # Who put something in just now saw it awake.
+            # A frame put in just now: its thread saw the flusher awake, and did not ring.
             pause_s = 0.0 if self._round() else BLOCKED_PAUSE_S if self._pending else IDLE_LIMIT_S
 
     def _goes_on(self, is_idle: bool) -> bool:

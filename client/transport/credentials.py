@@ -1,4 +1,4 @@
-"""What a tenant shows a remote daemon, and whom it takes for one: files, named by the program or the environment."""
+"""TLS credentials: the PEM files by which a tenant and a remote daemon prove themselves, and their address."""
 
 import os
 from dataclasses import dataclass, field, fields
@@ -21,12 +21,12 @@ MAX_PATH_BYTES: Final = 4095
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files; None: not said yet.
+    """Paths of PEM files; None where the program named none.
 
     Attributes:
-        certificate: The tenant's, and behind it those between it and its CA.
-        key: Its private key.
-        ca: The CAs that nodes' certificates come from.
+        certificate: The tenant's certificate, and behind it those between it and its CA.
+        key: The certificate's private key.
+        ca: The CAs that issue nodes' certificates.
     """
 
     certificate: str | None = None
@@ -34,7 +34,7 @@ class TlsFiles:
     ca: str | None = None
 
     def completed(self) -> Self:
-        """With the environment for what was not said. Raises InvalidRequest if anything is missing then."""
+        """Complete the paths from the environment. Raises InvalidRequest if one is missing then."""
         paths = {item.name: getattr(self, item.name) or os.environ.get(VARIABLES[item.name]) for item in fields(self)}
         if missing := [VARIABLES[name] for name, path in paths.items() if not path]:
             raise InvalidRequest(
@@ -45,7 +45,7 @@ class TlsFiles:
 
 
 def _path(given: Any, what: str) -> str:
-    """A path as the kernel takes it. Raises InvalidRequest."""
+    """Check that a path can be given to the kernel. Raises InvalidRequest."""
     try:
         path = os.fsdecode(given)
         if len(os.fsencode(path)) <= MAX_PATH_BYTES and "\0" not in path:
@@ -57,13 +57,13 @@ def _path(given: Any, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SecuredAddress(TlsAddress):
-    """A tls: address with all it takes to connect to it."""
+    """A tls: address, with the files that it takes to connect there."""
 
     files: TlsFiles = field(default_factory=TlsFiles)
 
     @classmethod
     def of(cls, address: TlsAddress, files: TlsFiles) -> Self:
-        """Raises InvalidRequest if something is missing."""
+        """Join an address and its files. Raises InvalidRequest if a file is missing."""
         return cls(address.host, address.port, files.completed())
 
     def __str__(self) -> str:

@@ -1,6 +1,7 @@
 """The client's end of one connection, without I/O.
 
-The protocol's connection, the replies that are awaited, and reads that go straight to where the caller wants them.
+A link has the protocol's state, the replies that are awaited, and reads whose data goes straight to the caller's
+memory.
 """
 
 import struct
@@ -16,20 +17,20 @@ from gpulease.protocol.messages import Body
 from gpulease.protocol.opcodes import Flag
 
 DIRECT_READ_BYTES: Final = 16 << 10
-"""From this size on a read's reply is received in two pieces, header and data, so that the data needs no copy. Below,
-one system call less is worth more than the copy."""
+"""Least size of a read whose reply is received in two pieces, header and data, so that the data needs no copy. For a
+smaller one the second system call costs more than the copy."""
 
 NOT_FOLLOWED_HINT: Final = (
     "Do the versions of the daemon and of this client differ? Or is it no gpuleased that answers?"
 )
-"""What to do about a peer whose bytes make no sense."""
+"""Hint about a peer whose bytes make no sense."""
 
 _LENGTH: Final = struct.Struct(">I")
 _PREFIX_BYTES: Final = HEADER_BYTES + _LENGTH.size
 
 
 class LinkEnded(Exception):
-    """The stream is over; `failure` says how, as far as this connection knows."""
+    """The stream is over. `failure` says how, as far as this connection knows."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -37,15 +38,15 @@ class LinkEnded(Exception):
 
 
 class Link:
-    """Bytes in, results out.
+    """Turns received bytes into results.
 
     Attributes:
         connection: The protocol's state.
         end: How the stream ended; None while it lives.
-        is_end_explained: Whether `end` is the reason, and not only that the stream is over: the peer said goodbye, or
-            it was ended here.
-        told: What came of subscriptions, for whoever reads it.
-        said_goodbye: Whether `end` is what the peer said itself.
+        is_end_explained: True if `end` is the reason, and not only that the stream is over: the peer said goodbye, or
+            the stream was ended here.
+        told: Events of subscriptions, to be read by the subscriber.
+        said_goodbye: True if `end` is the peer's own word.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class Link:
     # --- asking ---
 
     def request(self, op: Opcode, body: Body, session_id: int = 0) -> tuple[int, bytes]:
-        """(number, bytes to send) of a request whose result will be taken. Raises LinkEnded if none will ever come."""
+        """(number, frame) of a request whose result will be taken. Raises LinkEnded if none will ever come."""
         if self.end is not None:
             raise LinkEnded(self.end)
         request_id, frame = self.connection.send_request(op, body, session_id=session_id)
@@ -71,7 +72,7 @@ class Link:
         return request_id, frame
 
     def expect(self, op: Opcode, target: memoryview | None = None) -> int:
-        """A number for a session request whose frame is built elsewhere; a MEM_READ's data goes to `target`."""
+        """Number a session request whose frame is built elsewhere; a MEM_READ's data goes to `target`."""
         request_id = self.connection.expect_reply(op)
         self._awaited.add(request_id)
         if target is not None:
@@ -80,26 +81,26 @@ class Link:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing is awaited and nothing half received."""
+        """True if nothing is awaited and nothing half received."""
         reader = self.connection.reader
         return not (self._awaited or self._results or reader.start != reader.end or self._target_rest)
 
     def expect_late(self, op: Opcode, request_id: int, target: memoryview | None = None) -> None:
-        """A request that was sent with a number of its own has a reply to come after all."""
+        """Expect the reply to a request that was sent with a number of its own."""
         self.connection.expect_reply_to(op, request_id)
         self._awaited.add(request_id)
         if target is not None:
             self._targets[request_id] = target
 
     def take(self, request_id: int) -> Body | Failure | None:
-        """The result of a request, once; None while it is not there. Raises LinkEnded if it never will be."""
+        """Take the result of a request, once; None while it has not come. Raises LinkEnded if it never will."""
         result = self._results.pop(request_id, None)
         if result is None and self.end is not None:
             raise LinkEnded(self.end)
         return result
 
     def forget(self) -> None:
-        """Nobody waits for what is in flight any more (its caller was interrupted): drop it when it comes."""
+        """Drop the replies in flight when they come: their caller was interrupted, and nobody waits for them."""
         if not self._awaited and not self._results:
             return
         self._awaited.clear()
@@ -111,7 +112,7 @@ class Link:
     # --- receiving ---
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes go."""
+        """The buffer to receive the next bytes in."""
         if self._target_rest is not None:
             return self._target_rest
         reader = self.connection.reader
@@ -123,7 +124,7 @@ class Link:
         return room
 
     def buffer_updated(self, count: int) -> None:
-        """`count` bytes were put into the last `get_buffer()`."""
+        """Take note of `count` bytes that were received in the last `get_buffer()`."""
         if self._target_rest is None:
             self.connection.reader.buffer_updated(count)
         elif count < len(self._target_rest):
@@ -135,19 +136,19 @@ class Link:
         self._advance()
 
     def end_of_stream(self, why: str) -> None:
-        """The peer will send nothing more."""
+        """End the stream: the peer will send nothing more."""
         self.connection.receive_eof()
         self._target_rest = None
         self._advance()
         self.break_off(Failure(Status.DISCONNECTED, why))
 
     def begins_with(self, begin: bytes) -> bool:
-        """Whether what was received last and made no sense begins so."""
+        """True if the bytes that were received last and made no sense begin with `begin`."""
         reader = self.connection.reader
         return bytes(reader.view[reader.start : reader.end]).startswith(begin)
 
     def break_off(self, failure: Failure, *, is_explained: bool = False) -> None:
-        """Use this stream no more. An end that is known already stays."""
+        """End the stream from this side. An end that is known already stays."""
         if self.end is None:
             self.end, self.is_end_explained = failure, is_explained
 
@@ -174,7 +175,7 @@ class Link:
     def _divert(self) -> bool:
         """Move a MEM_READ's data to its target; True while some of it is still to come.
 
-        The connection then gets the reply without data, which keeps its books right.
+        The connection then gets the reply without data, and so keeps count of replies.
         """
         reader = self.connection.reader
         if reader.end - reader.start < _PREFIX_BYTES:
@@ -198,7 +199,7 @@ class Link:
             reader.start = reader.end
             self._target_id, self._target_rest = request_id, target[here:]
             return True
-        # What was data is free to hold the header of the reply without data.
+        # The place of the data is free to hold the header of the reply without data.
         reader.start = data_at + here - _PREFIX_BYTES
         reader.buffer[reader.start : data_at + here] = data_prefix(0, request_id=request_id, session_id=0)
         return False

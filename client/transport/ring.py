@@ -1,6 +1,6 @@
-"""A session's channel through a ring: the same frames, in memory shared with the worker; see `protocol.ring`.
+"""A session's channel through a ring: its frames go through memory shared with the worker (`protocol.ring`).
 
-The socket stays: a byte on it says that something is to be done here, its end that the worker is gone.
+The socket stays. A byte on it, a bell, wakes this side; its end means that the worker is gone.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Final
 
 from gpulease.client.errors import Disconnected
 from gpulease.client.transport.arena import Arena
-from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.channel import Asked, Channel, FrameWriter
 from gpulease.client.transport.coalescing_socket import CoalescingSocket
 from gpulease.client.transport.credentials import SecuredAddress
 from gpulease.client.transport.spin_policy import SpinPolicy
@@ -28,31 +28,31 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import LOOKS_PER_CLOCK, NO_DATA, Given, RingLayout, Wanted, client_ends
 
 BELLS_BYTES: Final = 4096
-"""Bells taken at a time."""
+"""Most bells received at a time."""
 
 _NO_MEMORY: Final = "Allow this process more open files and memory, or open the session with shared_memory=False"
 
 ARENA_BYTES: Final = 1 << 30
-"""The arena a session asks for. Only what is used of it is real memory."""
+"""Size of the arena that a session asks for. Only the part in use takes real memory."""
 
 
 def wanted_of(address: Address) -> Wanted:
-    """What can be shared with the worker behind an address, by this machine's rules; see `protocol.ring`."""
+    """The memory to share with the worker behind an address, by this machine's rules (`protocol.ring`)."""
     if not isinstance(address, UnixAddress):
         return Wanted()
     return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES)
 
 
-def share(channel: Channel, options: Iterable[Tlv], patience: SpinPolicy) -> tuple[Channel, Arena | None]:
-    """The channel to go on with, and the arena, of what came with ATTACH's reply. Raises Disconnected."""
+def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> tuple[Channel, Arena | None]:
+    """Make the session's channel, and its arena, from the options of ATTACH's reply. Raises Disconnected."""
     given = Given.from_options(options)
     descriptors = iter(channel.descriptors)
     try:
         through: Channel
         if given.ring is None:
-            through = _gathering(channel, patience)
+            through = _gathering(channel, spin)
         else:
-            through = RingChannel(channel, next(descriptors), given.ring, patience)
+            through = RingChannel(channel, next(descriptors), given.ring, spin)
         return through, Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
     except (StopIteration, OSError, ValueError) as error:
         channel.close()
@@ -61,41 +61,43 @@ def share(channel: Channel, options: Iterable[Tlv], patience: SpinPolicy) -> tup
         channel.drop_descriptors()
 
 
-def _gathering(channel: Channel, patience: SpinPolicy) -> CoalescingSocket:
+def _gathering(channel: Channel, spin: SpinPolicy) -> CoalescingSocket:
     if not isinstance(channel.address, SecuredAddress):
-        return CoalescingSocket(channel, patience)
+        return CoalescingSocket(channel, spin)
     # Only here, as in `exchange`.
     from gpulease.client.transport.tls import TlsCoalescingSocket
 
-    return TlsCoalescingSocket(channel, patience)
+    return TlsCoalescingSocket(channel, spin)
 
 
 class RingChannel(Channel):
-    """See Channel. Takes the place of the one that ATTACH was answered on, with its socket and its link."""
+    """A session's channel through a ring. It takes over the socket and the link of the channel that attached."""
 
     waits_for_room = False
 
-    def __init__(self, channel: Channel, fd: int, layout: RingLayout, patience: SpinPolicy) -> None:
-        """Raises OSError or ValueError if the memory can't be mapped; `channel` is as it was then."""
+    def __init__(self, channel: Channel, fd: int, layout: RingLayout, spin: SpinPolicy) -> None:
+        """Raises OSError or ValueError if the memory can't be mapped; then `channel` is unchanged."""
         super().__init__(channel.sock, channel.address, channel.link)
         self._map = mmap.mmap(fd, layout.total_bytes)
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
             self._replies, self._requests = client_ends(memory, layout, barriers, partial(_ring, self.sock))
-        self._spin_ns, self._yields = patience.spin_ns, patience.yields
+        self._spin_ns, self._yields = spin.spin_ns, spin.yields
         self._is_dozing = False
         self._is_closed = False
         self._end_of_socket = ""
-        # As they are: a method around them would cost a tenth of a launch.
-        self.put = self._requests.put_whole  # type: ignore[method-assign]
-        self.put_packed = self._requests.put_packed  # type: ignore[method-assign]
+
+    @property
+    def writer(self) -> FrameWriter:
+        """The ring's own writer: a method around it would cost a tenth of a launch."""
+        return self._requests
 
     def spin(self) -> bool:
-        """See Channel."""
+        """Look for bytes in the ring for a bounded time."""
         return self._spin(1) and self.pump()
 
     def _spin(self, least: int, more_ns: int = 0) -> bool:
-        """Whether so many bytes came; `more_ns`: how much longer to look, where the work itself takes so long."""
+        """Look for `least` bytes; False if they do not come in time. Args: more_ns: Time that the work itself takes."""
         clock, yields, look = time.monotonic_ns, self._yields, self._replies.look
         until = clock() + (self._spin_ns and self._spin_ns + more_ns)
         while not look(1 if yields else LOOKS_PER_CLOCK, least):
@@ -105,18 +107,20 @@ class RingChannel(Channel):
                 os.sched_yield()
         return True
 
-    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> bool | None:
-        """See Channel."""
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
+        """Send a small request and look for its reply in the ring."""
         requests, replies = self._requests, self._replies
         try:
             if replies.has_bytes or not requests.put_whole(request):
-                return None
-            return self._spin(len(reply) + len(into), more_ns) and replies.take_if(reply, into)
+                return Asked.NOT_SENT
+            if self._spin(len(reply) + len(into), more_ns) and replies.take_if(reply, into):
+                return Asked.ANSWERED
         except (OSError, FramingError):
-            return False  # no peer: whoever waits for the reply finds out
+            pass  # no peer: whoever waits for the reply finds out
+        return Asked.UNANSWERED
 
     def doze(self, *, for_room: bool) -> bool:
-        """See Channel."""
+        """Ask the worker for a bell; False if there is something to do already."""
         try:
             sleeps = self._replies.doze() and not (for_room and not self._requests.doze())
         except FramingError as error:
@@ -126,7 +130,7 @@ class RingChannel(Channel):
         return sleeps
 
     def pump(self) -> bool:
-        """Take what has arrived; False if nothing has."""
+        """Receive what has arrived in the ring; False if nothing has."""
         if self._is_dozing:
             self._is_dozing = False
             self._replies.rise()
@@ -140,7 +144,7 @@ class RingChannel(Channel):
         return True
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """See Channel."""
+        """Put as much of `parts` into the ring as it has room for, and drop that; True if any went."""
         has_sent = False
         self.is_torn = True
         try:
@@ -159,12 +163,12 @@ class RingChannel(Channel):
         return has_sent
 
     def disown(self) -> None:
-        """See Inherited. The mapping goes with its last reference: a thread of the parent's may have been using it."""
+        """Leave the ring to the parent process. The mapping stays: a thread of the parent's may have been using it."""
         super().disown()
         self._is_closed = True
 
     def close(self) -> None:
-        """See Channel."""
+        """Close the socket and unmap the ring; again is harmless."""
         super().close()
         if not self._is_closed:
             self._is_closed = True
@@ -199,6 +203,6 @@ class RingChannel(Channel):
 
 
 def _ring(sock: socket.socket) -> None:
-    # No room for one more: the worker has bells it has not heard yet.
+    # No room for another bell: the worker has not received the earlier ones yet.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)

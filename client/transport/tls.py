@@ -1,13 +1,9 @@
-"""What went wrong with TLS, whose fault it is, and what to do.
+"""TLS 1.3 (RFC 8446) on a client's nonblocking socket: a stream in the shape of a socket, and the channels over it.
 
-TLS on a client's nonblocking socket (TLS 1.3, RFC 8446), in the shape of a socket.
-
-A channel goes on as it is, with a stream instead of its socket. What differs from a socket, and what the channels here
-take care of: bytes can be here that the kernel tells nothing of, and bytes that were taken over can wait here for room.
-The end of a connection is believed without TLS's own word for it (close_notify): frames say how long they are, so what
-was cut off is noticed.
-
-A session's channel where there is TLS under it; see `gathering` and `tls`.
+A channel works as before, with a `TlsStream` in place of its socket. Two things differ, and the channels here take care
+of them: the stream can hold bytes that the kernel does not announce, and bytes that it took over can wait for room. The
+channels believe the end of a connection without TLS's own word for it (close_notify). Frames say how long they are, so
+a cut is noticed. `error_for` turns an error of TLS into the library's: it says whose fault it is, and what to do.
 """
 
 import errno
@@ -51,7 +47,7 @@ _NOT_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGT
 
 
 def error_for(error: Exception, address: SecuredAddress) -> GpuLeaseError:
-    """The error to raise for one of TLS's, or of the socket under it."""
+    """The library's error for an error of TLS, or of the socket under it."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _untrusted(error, address)
     if isinstance(error, ssl.SSLEOFError):
@@ -86,13 +82,13 @@ def _untrusted(error: ssl.SSLCertVerificationError, address: SecuredAddress) -> 
 
 
 RECORD_BYTES: Final = 16 << 10
-"""Most that a record holds (RFC 8446, 5.1)."""
+"""Most data in a record (RFC 8446, 5.1)."""
 
 BATCH_BYTES: Final = 256 << 10
-"""Taken from the socket, or made records of, at a time: a system call for each record would cost more than it does."""
+"""Bytes received, or encrypted, at a time: a system call for each record would cost more than the record."""
 
 MAX_CONTEXTS: Final = 8
-"""Of a program's identities kept: reading one again costs more than the rest of a handshake."""
+"""Most TLS contexts kept: reading the files again costs more than the rest of a handshake."""
 
 _NOTHING: Final = memoryview(b"")
 
@@ -101,7 +97,7 @@ class TlsEnded(OSError):
     """TLS failed.
 
     Attributes:
-        error: What to tell the caller.
+        error: The error to raise to the caller.
     """
 
     def __init__(self, error: GpuLeaseError) -> None:
@@ -110,7 +106,7 @@ class TlsEnded(OSError):
 
 
 def context_of(files: TlsFiles) -> ssl.SSLContext:
-    """Whom to believe and who this is, by what the files hold now. Raises InvalidRequest if they can't be used."""
+    """The TLS context of the files as they are now. Raises InvalidRequest if they can't be used."""
     try:
         stamps = tuple((found.st_ino, found.st_size, found.st_mtime_ns) for found in map(os.stat, _paths(files)))
     except OSError as error:
@@ -151,7 +147,7 @@ class TlsStream:
     Threads: one may send while another receives; OpenSSL's state is used by one at a time.
 
     Attributes:
-        has_buffered: Whether something may be received without the kernel having anything.
+        has_buffered: True if bytes may be received although the kernel has none.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, address: SecuredAddress) -> None:
@@ -169,22 +165,22 @@ class TlsStream:
     # --- what a socket has ---
 
     def fileno(self) -> int:
-        """See socket.socket."""
+        """The socket's descriptor."""
         return self._sock.fileno()
 
     def close(self) -> None:
-        """See socket.socket."""
+        """Close the socket."""
         self._sock.close()
 
     def shutdown(self, how: int) -> None:
-        """See socket.socket."""
+        """Shut down the socket."""
         self._sock.shutdown(how)
 
     def send(self, data: Any) -> int:
-        """See socket.socket: how many bytes were taken over. Some of these may be `has_unsent` still.
+        """Take over bytes; returns how many. Some of these may be `has_unsent` still.
 
-        Raises BlockingIOError, or OSError. Interrupted, the connection is of no more use: records are numbered, so
-        none can be sent twice or left out.
+        Raises BlockingIOError, or OSError. An interrupt makes the connection useless: records are numbered, so none can
+        be sent twice or left out.
         """
         self._begin_sending()
         taken = 0
@@ -209,7 +205,7 @@ class TlsStream:
         return taken
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """See socket.socket, and `send`."""
+        """Take over buffers, as `send` does; returns how many bytes."""
         if len(parts) == 1 or sum(map(len, parts)) <= RECORD_BYTES:
             return self.send(b"".join(parts) if len(parts) > 1 else parts[0])
         taken = 0
@@ -226,7 +222,7 @@ class TlsStream:
         return taken
 
     def recv_into(self, buffer: memoryview) -> int:
-        """See socket.socket. Raises BlockingIOError, TlsEnded or OSError."""
+        """Receive; returns how many bytes, 0 at the end. Raises BlockingIOError, TlsEnded or OSError."""
         with self._lock:
             count = self._decrypt_into(buffer)
             while not count:
@@ -245,11 +241,11 @@ class TlsStream:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes that were taken over wait for room."""
+        """True while bytes that were taken over wait for room."""
         return bool(self._unsent) or self._outgoing.pending > 0
 
     def flush(self) -> bool:
-        """Send what waits; True if nothing does any more. Raises OSError."""
+        """Send the bytes that wait for room; True if none is left. Raises OSError."""
         self._begin_sending()
         with self._lock:
             is_done = self._flush()
@@ -282,7 +278,7 @@ class TlsStream:
             self._incoming.write(self._raw[:arrived])
 
     def disown(self) -> None:
-        """Another process sends what is still here."""
+        """Leave the bytes that are still here to the parent process."""
         self._lock = threading.RLock()
         self._unsent, self._is_torn = _NOTHING, True
 
@@ -311,14 +307,14 @@ class TlsStream:
         return True
 
     def _flush_last_word(self) -> None:
-        """The alert that says what is wrong, if there is room for it."""
+        """Send the alert that says what is wrong, if there is room for it."""
         try:
             self._flush()
         except OSError:
             self._unsent = _NOTHING
 
     def _decrypt_into(self, buffer: memoryview) -> int:
-        """How many bytes were; -1 at the end of all."""
+        """Decrypt into a buffer; returns how many bytes, -1 at the end of the stream."""
         count, room = 0, len(buffer)
         self.has_buffered = False
         try:
@@ -344,7 +340,7 @@ class TlsStream:
 
 
 class TlsChannel(Channel):
-    """See Channel. A control connection's; a session goes on with a `TlsCoalescingSocket`."""
+    """A control connection's channel over TLS. A session goes on with a `TlsCoalescingSocket`."""
 
     def __init__(self, stream: TlsStream, address: Address) -> None:
         super().__init__(cast(socket.socket, stream), address)
@@ -352,15 +348,15 @@ class TlsChannel(Channel):
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as in CoalescingSocket
-        """See Channel."""
+        """True while bytes that were taken over wait in the stream for room."""
         return self.stream.has_unsent
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """See Channel."""
+        """Send `parts`, or without any the bytes that wait in the stream."""
         return super().push(parts) if parts else flush_for(self, self.stream)
 
     def doze(self, *, for_room: bool) -> bool:
-        """See Channel."""
+        """Get ready for a sleep on the socket; False if the stream has bytes that poll(2) would not announce."""
         return can_doze(self.stream, for_room=for_room)
 
     def _receive_into(self, buffer: memoryview) -> int:
@@ -368,7 +364,7 @@ class TlsChannel(Channel):
 
 
 def flush_for(channel: Channel, stream: TlsStream) -> bool:
-    """`push` where nothing is to be pushed but what waits already."""
+    """Send the bytes that wait in the stream, as `Channel.push` does with none of its own."""
     try:
         return stream.flush()
     except OSError as error:
@@ -377,7 +373,7 @@ def flush_for(channel: Channel, stream: TlsStream) -> bool:
 
 
 def can_doze(stream: TlsStream, *, for_room: bool) -> bool:
-    """Whether poll(2) will tell of what is waited for."""
+    """True if poll(2) will announce the awaited bytes, or the room to send."""
     if not stream.has_buffered:
         return True
     if not for_room:
@@ -389,7 +385,7 @@ def can_doze(stream: TlsStream, *, for_room: bool) -> bool:
 
 
 def receive_explained(channel: Channel, stream: TlsStream, buffer: memoryview) -> int:
-    """Receive; if TLS failed, the channel's link knows why."""
+    """Receive; if TLS failed, give the channel's link the reason."""
     try:
         return stream.recv_into(buffer)
     except TlsEnded as ended:
@@ -398,33 +394,33 @@ def receive_explained(channel: Channel, stream: TlsStream, buffer: memoryview) -
 
 
 class TlsCoalescingSocket(CoalescingSocket):
-    """See CoalescingSocket. What left the outbox may wait in the stream: then there is something unsent still."""
+    """A session's channel over TLS. Bytes that left the outbox may wait in the stream; they are still unsent."""
 
-    def __init__(self, channel: Channel, patience: SpinPolicy) -> None:
+    def __init__(self, channel: Channel, spin: SpinPolicy) -> None:
         """Args: channel: A TlsChannel."""
         if not isinstance(channel, TlsChannel):
             raise TypeError(f"{channel!r} is no TLS connection's")
         self.stream = channel.stream
-        super().__init__(channel, patience)
+        super().__init__(channel, spin)
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there
-        """See Channel."""
+        """True while the outbox or the stream has bytes."""
         return bool(self._outbox.data) or self.stream.has_unsent
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """See Channel."""
+        """Send the outbox and `parts`, or without any the bytes that wait in the stream."""
         with self._lock:
             if parts or self._outbox.data:
                 return super().push(parts)
             return flush_for(self, self.stream)
 
     def doze(self, *, for_room: bool) -> bool:
-        """See Channel."""
+        """Get ready for a sleep on the socket; False if the stream has bytes that poll(2) would not announce."""
         return can_doze(self.stream, for_room=for_room)
 
     def after_fork(self) -> None:
-        """See CoalescingSocket."""
+        """In the child: leave the outbox, the lock and the stream to the parent."""
         super().after_fork()
         self.stream.disown()
 

@@ -8,8 +8,8 @@ from typing import Any, Final, Generic, TypeVar
 
 from gpulease.client import GpuBuilder, GpuLeaseError
 from gpulease.client.bench.card import ask_card, card_title
-from gpulease.client.control import ask
-from gpulease.client.reports import first_card, leases_of
+from gpulease.client.cli.reports import first_card, leases_of
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, LeaseRef
 

@@ -140,8 +140,8 @@ def test_without_an_arena_all_works_the_same(daemon: Daemon, over: str) -> None:
         GpuSession(lease) as first,
         GpuSession(lease, shared_memory=over != "socket") as session,
     ):
-        assert (first._state.arena is None) == (over == "tcp")
-        assert session._state.arena is None
+        assert (first._session.attachment.arena is None) == (over == "tcp")
+        assert session._session.attachment.arena is None
         data = session.empty(100, np.uint8)
         data[:] = 7
         buffer = session.mem_alloc(100)

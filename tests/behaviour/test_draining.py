@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from gpulease.client import CapacityExceeded, Drained, GpuLeaseError, GpuSession, LeaseEvent, NotFound, Phase, aio
 from gpulease.client.cli.__main__ import main
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import Drain, DrainStatus, Empty, LeaseRef, LeaseSubscribe, LeaseUnsubscribe, Ping

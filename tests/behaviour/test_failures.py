@@ -8,11 +8,11 @@ from gpulease.client import (
     AllocFailed,
     GpuLease,
     GpuSession,
-    GpuSessionFailed,
     InvalidHandle,
     KernelArgs,
     LaunchFailed,
     LoadFailed,
+    OperationFailed,
     SyncFailed,
 )
 from gpulease.protocol import Opcode, Status
@@ -43,7 +43,7 @@ class TestAllocFailed:
         with pytest.raises(AllocFailed, match=f"{SLICE + 1} bytes were asked for; {SLICE} of the slice's") as caught:
             session.mem_alloc(SLICE + 1)
         assert "min_vram" in caught.value.hint
-        assert isinstance(caught.value, GpuSessionFailed)
+        assert isinstance(caught.value, OperationFailed)
 
     def test_over_what_is_left(self, session: GpuSession) -> None:
         first = session.mem_alloc(SLICE - 100)

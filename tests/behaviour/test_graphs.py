@@ -137,7 +137,7 @@ def test_what_a_graph_needs_is_gone(session: GpuSession, gone: str) -> None:
         session.sync()
         return
     # What the worker says to a client that does not look.
-    object.__setattr__(graph._recorded, "handles", ())
+    object.__setattr__(graph._record, "handles", ())
     number = graph.launch(x=other)
     with pytest.raises(InvalidHandle, match=f"earlier GRAPH_LAUNCH {number} failed: graph .* uses") as caught:
         session.sync()

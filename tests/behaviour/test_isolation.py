@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpulease.client import Denied, GpuBuilder, GpuSession, InvalidHandle, KernelArgs, LaunchFailed, SyncFailed
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import (
     Attach,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from gpulease.client import CapacityExceeded, GpuLeaseError, GpuSession
-from gpulease.client.sync.session import my_audience
+from gpulease.client.sync.lease import my_audience
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS
 from helpers.daemon import Daemon
 from helpers.lasting import LastingDaemon

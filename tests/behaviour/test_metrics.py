@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpulease.client import GpuSession, GpuSessionFailed
 from gpulease.client.cli.__main__ import main
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode, RevokeOutcome, Status
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import Drain, DrainStatus, Empty, FenceClear, Metrics

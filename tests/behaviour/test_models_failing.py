@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from gpulease.client.control import ask
 from gpulease.client.serve.models.request_queue import WaitingRequest
 from gpulease.client.serve.rpc import Answer
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
 from gpulease.protocol.rpc import CallError, CallErrorCode

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpulease.client import CapacityExceeded, GpuSession
 from gpulease.client.cli.__main__ import main
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import Empty

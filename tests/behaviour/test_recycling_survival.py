@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpulease.client import GpuLease, GpuLeaseError, GpuSession, KernelArgs, LeaseFreed
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Metrics
 from helpers import audit_log

@@ -24,8 +24,8 @@ from gpulease.client import (
     Untrusted,
     aio,
 )
-from gpulease.client.control import ask
-from gpulease.client.sync.session import my_audience
+from gpulease.client.sync.driver import ask
+from gpulease.client.sync.lease import my_audience
 from gpulease.daemon.remote.pki.certificates import Authority, Issued
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Attach, Empty, LeaseRef, LeaseRenew, LeaseRevoke, Ping

@@ -53,7 +53,7 @@ def test_there_and_back(session: GpuSession) -> None:
 def test_there_and_back_without_slots(daemon: Daemon, over: str) -> None:
     builder = GpuBuilder(daemon.tcp_address if over == "tcp" else daemon.address).min_vram(SLICE).lease_secs(60)
     with builder.acquire() as lease, GpuSession(lease, shared_memory=over != "socket") as session:
-        arena = session._state.arena
+        arena = session._session.attachment.arena
         taken = arena.allocate(arena._size) if arena is not None else None
         check_round_trips(session)
         assert (taken is None) == (over != "full arena")
@@ -74,7 +74,7 @@ def test_a_kept_failure_is_told_once_and_nothing_is_written(session: GpuSession)
 
 def test_a_range_the_worker_refuses_is_told_once(session: GpuSession) -> None:
     data, real = np.ones(40 * MIB, np.uint8), session.mem_alloc(9 * MIB)
-    forged = Buffer(session._state, real.handle, data.nbytes)
+    forged = Buffer(session._session.attachment, real.handle, data.nbytes)
     for _ in range(2):
         with pytest.raises(InvalidHandle):
             session.mem_write(forged, 0, data)
@@ -92,17 +92,17 @@ def test_a_copy_that_was_interrupted_leaves_no_trace(session: GpuSession, monkey
     count = 0
 
     def interrupted(
-        flow: staging._Flow, op: Opcode, payload: bytes, request_id: int, flags: int = 0
+        copy: staging._StagedCopy, op: Opcode, payload: bytes, request_id: int, flags: int = 0
     ) -> Procedure[None]:
         nonlocal count
         count += 1
         if count == 4:
             raise KeyboardInterrupt
-        return send(flow, op, payload, request_id, flags)
+        return send(copy, op, payload, request_id, flags)
 
-    send = staging._Flow._send
+    send = staging._StagedCopy._send
     with monkeypatch.context() as patch:
-        patch.setattr(staging._Flow, "_send", interrupted)
+        patch.setattr(staging._StagedCopy, "_send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.mem_read(buffer, 0, data.nbytes, into=np.empty_like(data))
     assert not [thread for thread in threading.enumerate() if thread.name == "gpulease-copier"]

@@ -70,7 +70,7 @@ def test_copies_and_kernels_in_two_streams(daemon: Daemon, shared_memory: bool) 
                 assert session.mem_read(buffers[at], 0, BYTES, into=outs[at], stream=stream) is outs[at]
         session.sync()
         np.testing.assert_array_equal(outs[1], numbers(N) * 6)
-        assert session._state.held == {}
+        assert not session._session.attachment.lent
 
 
 def test_one_stream_used_alone_is_selected_once(session: GpuSession, module: Module) -> None:
@@ -94,7 +94,7 @@ def test_other_memory_is_copied_when_the_call_returns(session: GpuSession) -> No
         session.mem_write(buffer, 0, data, stream=target)
         assert session.mem_read(buffer, 0, BYTES, stream=target) == data
         assert session.mem_read(buffer, 8, 4) == data[8:12]
-    assert session._state.held == {}
+    assert not session._session.attachment.lent
 
 
 def test_order_between_streams_is_asked_for(session: GpuSession, module: Module) -> None:

@@ -32,7 +32,7 @@ from gpulease.client import (
     TimedOut,
     aio,
 )
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
 from helpers.daemon import Daemon, Faults, python_environment

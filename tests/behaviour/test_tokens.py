@@ -254,7 +254,7 @@ def test_connections_whose_token_is_over_take_nobodys_place(shared: Shared) -> N
 def test_a_guest_gets_no_arena(shared: Shared) -> None:
     grant = shared.lease.issue(SESSION_PERMISSIONS)
     with GpuSession.attach(grant, shared.daemon.address) as guest:
-        assert guest._state.arena is None
+        assert guest._session.attachment.arena is None
         assert guest.empty(4).shape == (4,)
 
 

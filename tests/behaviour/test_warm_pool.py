@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from gpulease.client import AllocFailed, CapacityExceeded, GpuLease, GpuSession, GpuSessionFailed, LeaseExpired
 from gpulease.client.cli.__main__ import main
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.daemon.session.main import WARM_NAME
 from gpulease.protocol import Opcode, Waiting
 from gpulease.protocol.address import ADDRESS_VARIABLE

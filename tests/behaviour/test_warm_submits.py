@@ -23,7 +23,7 @@ from gpulease.client import (
     SyncFailed,
     TimedOut,
 )
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
 from helpers.daemon import Daemon, Faults

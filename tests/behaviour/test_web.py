@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gpulease.client import GpuBuilder, GpuSession, Revoked
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.daemon.broker.web_actions import BY_PAGE
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty

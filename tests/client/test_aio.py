@@ -256,9 +256,10 @@ def test_leaving_never_hides_what_went_wrong_inside(peer: ScriptedPeer) -> None:
     asyncio.run(quietly())
 
 
+NAMES = ("lease", "session", "streams", "graphs", "submits", "events")
 MODULES = {
-    "gpulease.client": ("sync.session", "sync.events", "sync.graphs", "sync.streams", "sync.submits"),
-    "gpulease.client.aio": ("aio.session", "aio.events", "aio.graphs", "aio.submits"),
+    "gpulease.client": tuple(f"sync.{name}" for name in NAMES),
+    "gpulease.client.aio": tuple(f"aio.{name}" for name in NAMES),
 }
 """Where each face defines what the other defines too, below gpulease.client."""
 

@@ -21,8 +21,8 @@ from gpulease.client import (
     Revoked,
     keep_alive,
 )
-from gpulease.client.control import ask
 from gpulease.client.engine.lease import RenewalSchedule
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Empty, Ping
 from helpers.scripted_peer import Refusal, ScriptedPeer, Silence

@@ -202,7 +202,7 @@ def test_a_forgotten_lease_past_its_end_is_expired(run: Run, peer: ScriptedPeer)
 def test_a_sync_that_never_ends_ends_with_the_lease(
     run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpulease.client.engine.attachment.EXPIRY_MARGIN_S", 0.1)
+    monkeypatch.setattr("gpulease.client.engine.operations.EXPIRY_MARGIN_S", 0.1)
     peer.ttl_ms = 100
     peer.on(Opcode.SYNC, Silence())
     answers: list[dict[str, Any]] = [{"remaining_ms": 100}, {"cause": "expired", "remaining_ms": 0}]

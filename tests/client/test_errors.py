@@ -9,6 +9,7 @@ from gpulease.client.errors import (
     InvalidRequest,
     LaunchFailed,
     LeaseExpired,
+    OperationFailed,
     SyncFailed,
     answers,
     error_class,
@@ -92,4 +93,5 @@ def test_the_tree_in_the_documentation_is_the_tree() -> None:
     classes = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, GpuLeaseError)}
     assert len(drawn) == len(classes)
     assert {error_class(status) for status in Status} <= classes
-    assert issubclass(LaunchFailed, GpuSessionFailed)
+    assert issubclass(LaunchFailed, OperationFailed)
+    assert not issubclass(OperationFailed, GpuSessionFailed)

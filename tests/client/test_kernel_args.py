@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.client import Buffer, InvalidHandle, InvalidRequest, KernelArgs
-from gpulease.client.engine.session import SessionCore
+from gpulease.client.handles import HandleOwner
 from gpulease.client.kernel_args import mismatch, pack_listed
 from gpulease.protocol.opcodes import ParameterType as T
 
@@ -22,7 +22,7 @@ class StandIn:
 
 
 def buffer_of(handle: int, size_bytes: int) -> Buffer:
-    return Buffer(cast("SessionCore", StandIn()), handle, size_bytes)
+    return Buffer(cast("HandleOwner", StandIn()), handle, size_bytes)
 
 
 NUMBERS = {

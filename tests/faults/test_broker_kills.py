@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 
 from gpulease.client import Fenced, GpuBuilder, GpuLeaseError, NotFound
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import FenceClear, LeaseRenew
 from helpers.daemon import Daemon, Faults

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from gpulease.client import CapacityExceeded, Fenced, GpuSession, InvalidRequest, LeaseExpired, Revoked
 from gpulease.client.cli.__main__ import main
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Failure, Notification, Opcode, Phase, RevokeOutcome, Status
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import FenceClear, LeaseRef, LeaseRenew, LeaseSubscribe

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from gpulease.client import Busy, GpuSession
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Connection, Goodbye, Opcode, Role, Status
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Ping

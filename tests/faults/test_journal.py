@@ -18,7 +18,7 @@ from gpulease.client import (
     Revoked,
     my_audience,
 )
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.daemon.broker.audit_setup import boot_id
 from gpulease.daemon.contract.control_page import PAGE_BYTES
 from gpulease.daemon.record.journal.rows import Contents

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import Busy
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.daemon.record.audit.files import log_files
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpulease.client import GpuSession
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import EndOfStream, Failure, Goodbye, Notification, Opcode, Reply, Status
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_DATA_BYTES, MAX_PAYLOAD_BYTES

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpulease.client import GpuBuilder, GpuSession, KernelArgs, LoadFailed
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 from helpers.parity import ROWS, Spelled, results_of, spelled_instructions

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import GpuBuilder, GpuSession
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory
 from helpers.hardened_daemon import Hardened

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpulease.client import CapacityExceeded, GpuSession
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.messages import FenceClear
 from gpulease.protocol.opcodes import InventoryFlag

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpulease.client import Disconnected, GpuLease, GpuSession, LaunchFailed, Revoked, SyncFailed, TimedOut
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 from helpers.daemon import Daemon

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 import gpulease
 from gpulease.client import GpuBuilder, GpuLease, LeaseExpired
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory, LeaseRef, LeaseRevoke, Ping

@@ -21,7 +21,7 @@ from gpulease.client import (
     Revoked,
     TimedOut,
 )
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.messages import LeaseRevoke
 from helpers.kernels import Neighbour, start_endless

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import GpuBuilder, GpuSession
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.daemon.__main__ import EXIT_CONFIG
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory, LeaseRevoke

@@ -8,12 +8,11 @@ from typing import Final
 
 from gpulease.client.cli.node import outcome_text
 from gpulease.client.cli.top.sample import Sample, Scene
-from gpulease.client.control import ask
 from gpulease.client.engine.exchange import TimeLimit, dial, disconnected
 from gpulease.client.engine.exchange import ask as ask_on
 from gpulease.client.engine.steps import Procedure
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.sync.driver import drive
+from gpulease.client.sync.driver import ask, drive
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Opcode

@@ -45,7 +45,8 @@ from gpulease.client.serve.gateway.inference import (
 )
 from gpulease.client.serve.gateway.ledger import Completed, InFlight, Reservation, Unknown
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
-from gpulease.client.sync.session import GpuBuilder, GpuLease, GpuSession, inspect_token
+from gpulease.client.sync.lease import GpuBuilder, GpuLease, inspect_token
+from gpulease.client.sync.session import GpuSession
 from gpulease.protocol import Exclusivity
 from gpulease.protocol.capabilities import Permission, names_of
 

@@ -17,6 +17,7 @@ from gpulease.client.errors import (
     GpuLeaseError,
     GpuSessionFailed,
     LeaseExpired,
+    OperationFailed,
 )
 from gpulease.client.serve.models.model_metrics import ModelMetrics
 from gpulease.client.serve.models.model_settings import ModelSettings
@@ -330,7 +331,7 @@ class Instance:
 
     def _on_batch_failed(self, batch: list[WaitingRequest], error: GpuLeaseError) -> None:
         """Queue the requests again that can safely be computed again, and answer the others."""
-        is_kernels = isinstance(error, GpuSessionFailed)
+        is_kernels = isinstance(error, GpuSessionFailed | OperationFailed)
         again = []
         for request in batch:
             # Another request of the batch may have made it fail. A revoked lease is told to the caller, not hidden.

@@ -66,6 +66,6 @@ def lease_end_of(event: LeaseEvent) -> errors.GpuLeaseError | None:
 
 def code_of(error: errors.GpuLeaseError) -> CallErrorCode:
     """Return the code that the requests of a failed batch are answered with."""
-    if isinstance(error, errors.GpuSessionFailed):
+    if isinstance(error, errors.GpuSessionFailed | errors.OperationFailed):
         return CallErrorCode.KERNEL_FAILED
     return CallErrorCode.LEASE_LOST

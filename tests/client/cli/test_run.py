@@ -13,8 +13,8 @@ import pytest
 
 from gpulease.client import GpuSession, InvalidRequest
 from gpulease.client.cli.run import EXIT_LEASE_ENDED, EXIT_NO_PROGRAM, EXIT_NOT_STARTED, GIVE_BACK_S, ORPHAN_S
-from gpulease.client.control import ask
 from gpulease.client.engine.request import LEASE_ID_VARIABLE
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.lease_ids import lease_id_of

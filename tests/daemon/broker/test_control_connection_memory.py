@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.control_connection import ControlConnection
 from gpulease.daemon.broker.runtime import Runtime

@@ -17,7 +17,7 @@ import pytest
 
 from gpulease.client import GpuBuilder, GpuSession
 from gpulease.client.cli.service import UNITS
-from gpulease.client.control import ask
+from gpulease.client.sync.driver import ask
 from gpulease.daemon.host import socket_activation
 from gpulease.daemon.host.socket_activation import BadHandover, GivenSocket, assign, kept_name, take_sockets
 from gpulease.protocol import Opcode

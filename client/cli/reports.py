@@ -1,7 +1,7 @@
-"""The maps that a daemon tells of cards, leases and itself, checked before anybody reads them.
+"""Reports: the maps by which a daemon describes cards, leases and itself, checked before anybody reads them.
 
-They have no fixed form on the wire: a daemon of another version may have more, or lack some. What is needed and is not
-there is the daemon's answer's fault, and is told as that.
+A report has no fixed form on the wire: a daemon of another version may send more members, or lack some. Where a needed
+member is missing, MalformedReport blames the daemon's answer.
 """
 
 import json
@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from gpulease.client.control import ask
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory
 
@@ -51,7 +51,7 @@ LEASE_PERHAPS: Final = {
     **dict.fromkeys(("allocated_bytes", "launches", "copies", "age_ms", "orphaned_in_ms"), NUMBER),
 }
 CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
-"""What each must have, and what it may lack or have as None; all else is the daemon's."""
+"""Members that each report must have, and those (`_PERHAPS`) that it may lack or have as None."""
 
 
 def cards_of(inventory: Inventory) -> list[Report]:

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from gpulease.client import GpuBuilder, InvalidHandle, InvalidRequest, KernelArgs, LaunchFailed, Submission, aio
-from gpulease.client.engine.session import SessionCore
 from gpulease.client.engine.steps import Procedure
 from gpulease.client.engine.submits import SubmissionBase
-from gpulease.client.handles import Buffer
+from gpulease.client.handles import Buffer, HandleOwner
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.limits import MAX_SUBMIT_ARGUMENTS, MAX_SUBMIT_OUTPUT_BYTES
 from gpulease.protocol.messages import SubmitArgument
@@ -26,7 +25,7 @@ class Owner:
 
 
 def a_sessions_buffer() -> KernelArgs:
-    return KernelArgs().push_buffer(Buffer(cast("SessionCore", Owner()), 256, 4))
+    return KernelArgs().push_buffer(Buffer(cast("HandleOwner", Owner()), 256, 4))
 
 
 FACES = [Submission, aio.Submission]

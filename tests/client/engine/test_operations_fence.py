@@ -7,7 +7,7 @@ import pytest
 
 from gpulease import client
 from gpulease.client import KernelArgs, LaunchFailed, LeaseExpired, SyncFailed, TimedOut
-from gpulease.client.engine import attachment
+from gpulease.client.engine import operations
 from gpulease.protocol import Failure, Opcode, Status
 from helpers.client_faces import Awaited, Face, Scenario
 from helpers.scripted_peer import Refusal, SayGoodbye, ScriptedPeer, Silence
@@ -150,7 +150,7 @@ def test_what_was_raised_already_is_not_raised_again(run: Run, peer: ScriptedPee
 def test_a_kernel_without_end_is_waited_for_no_longer_than_the_lease_had_left(
     run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch, report: dict[str, Any], error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(attachment, "EXPIRY_MARGIN_S", 0.1)
+    monkeypatch.setattr(operations, "EXPIRY_MARGIN_S", 0.1)
     peer.ttl_ms = 100
     peer.on(Opcode.SYNC, Silence())
     peer.report.update(report)

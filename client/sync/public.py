@@ -1,4 +1,4 @@
-"""What `gpulease.client` exports, imported: see there."""
+"""The names that `gpulease.client` exports; it imports this module when one of them is first asked for."""
 
 from gpulease.client.engine.events import LeaseEvent
 from gpulease.client.engine.lease import LeaseReport, SubmitReport
@@ -20,6 +20,7 @@ from gpulease.client.errors import (
     LeaseFreed,
     LoadFailed,
     NotFound,
+    OperationFailed,
     Revoked,
     SyncFailed,
     TimedOut,
@@ -30,7 +31,8 @@ from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.sync.events import KeepAlive, keep_alive
 from gpulease.client.sync.graphs import Graph
-from gpulease.client.sync.session import GpuBuilder, GpuLease, GpuSession, inspect_token, my_audience
+from gpulease.client.sync.lease import GpuBuilder, GpuLease, inspect_token, my_audience
+from gpulease.client.sync.session import GpuSession
 from gpulease.client.sync.streams import Stream
 from gpulease.client.sync.submits import Submission, submit_by
 from gpulease.protocol import Exclusivity as GpuExclusivityClass
@@ -69,6 +71,7 @@ __all__ = [
     "LoadFailed",
     "Module",
     "NotFound",
+    "OperationFailed",
     "Permission",
     "Phase",
     "Revoked",

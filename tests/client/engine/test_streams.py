@@ -99,16 +99,16 @@ def test_a_selection_that_may_not_have_gone_is_sent_again(
     is_interrupted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream, real = session.stream(), session._state.put
+    stream, real = session.stream(), session._session.operations.put
     heard(peer, session)
 
     def fail(_: bytes) -> bool:
-        monkeypatch.setattr(session._state, "put", real)
+        monkeypatch.setattr(session._session.operations, "put", real)
         if is_interrupted:
             raise KeyboardInterrupt
         return False
 
-    monkeypatch.setattr(session._state, "put", fail)
+    monkeypatch.setattr(session._session.operations, "put", fail)
     if is_interrupted:
         with pytest.raises(KeyboardInterrupt):
             launch(session, module, stream)
@@ -131,7 +131,7 @@ def test_a_copy_whose_selection_was_interrupted(
         def interrupt(_: object) -> bool:
             raise KeyboardInterrupt
 
-        patch.setattr(session._state, "put", interrupt)
+        patch.setattr(session._session.operations, "put", interrupt)
         with pytest.raises(KeyboardInterrupt):
             session.mem_write(buffer, 0, b"abcd", stream=stream)
     session.mem_write(buffer, 0, b"efgh")

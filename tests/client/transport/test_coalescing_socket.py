@@ -61,7 +61,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> list[CoalescingSocket]:
 @pytest.fixture
 def gathered(pair: Pair, idle: list[CoalescingSocket]) -> Pair:
     """A pair with one frame sent, so that the next ones gather."""
-    assert pair.channel.put(FRAME)
+    assert pair.channel.put_whole(FRAME)
     assert pair.arrived() == FRAME
     assert not idle, "nothing is left to be flushed"
     return pair
@@ -73,7 +73,7 @@ def parts(*data: bytes) -> deque[memoryview]:
 
 def test_what_is_gathered_goes_by_itself(pair: Pair) -> None:
     for _ in range(5):
-        assert pair.channel.put(FRAME)
+        assert pair.channel.put_whole(FRAME)
     received = b""
     while len(received) < 5 * len(FRAME):
         received += pair.peer.recv(1 << 16)
@@ -81,7 +81,7 @@ def test_what_is_gathered_goes_by_itself(pair: Pair) -> None:
     # And so again after a pause in which the flusher went to sleep.
     wait_until(lambda: not coalescing_socket._flusher._is_awake, "the flusher sleeps")
     for _ in range(3):
-        assert pair.channel.put(b"later")
+        assert pair.channel.put_whole(b"later")
     while len(received) < 5 * len(FRAME) + 15:
         received += pair.peer.recv(1 << 16)
 
@@ -89,15 +89,15 @@ def test_what_is_gathered_goes_by_itself(pair: Pair) -> None:
 def test_frames_gather_up_to_a_size(gathered: Pair, idle: list[CoalescingSocket]) -> None:
     whole = -(-FLUSH_BYTES // len(FRAME))
     for _ in range(whole - 1):
-        assert gathered.channel.put(FRAME)
+        assert gathered.channel.put_whole(FRAME)
     assert gathered.arrived() == b""
     assert idle == [gathered.channel]
-    assert gathered.channel.put(FRAME[:60], FRAME[60:])
+    assert gathered.channel.put_whole(FRAME[:60], FRAME[60:])
     assert gathered.arrived() == FRAME * whole
 
 
 def test_a_frame_that_is_waited_for_takes_the_others_along(gathered: Pair) -> None:
-    assert gathered.channel.put(FRAME)
+    assert gathered.channel.put_whole(FRAME)
     asked = parts(b"ask", b"ing")
     assert gathered.channel.push(asked)
     assert not asked
@@ -106,8 +106,8 @@ def test_a_frame_that_is_waited_for_takes_the_others_along(gathered: Pair) -> No
 
 def test_a_large_frame_comes_behind_the_others(gathered: Pair) -> None:
     large = bytes(range(256)) * 256
-    assert gathered.channel.put(FRAME)
-    assert not gathered.channel.put(large), "it is not copied"
+    assert gathered.channel.put_whole(FRAME)
+    assert not gathered.channel.put_whole(large), "it is not copied"
     rest, received = parts(b"head", large), b""
     while rest:
         gathered.channel.push(rest)
@@ -118,13 +118,13 @@ def test_a_large_frame_comes_behind_the_others(gathered: Pair) -> None:
 def test_the_first_frame_behind_one_that_is_waited_for_goes_at_once(gathered: Pair) -> None:
     assert gathered.channel.push(parts(b"asking"))
     assert gathered.arrived() == b"asking"
-    assert gathered.channel.put(FRAME)
+    assert gathered.channel.put_whole(FRAME)
     assert gathered.arrived() == FRAME
 
 
 def test_a_peer_that_does_not_read_holds_a_bounded_outbox(gathered: Pair) -> None:
     taken = 0
-    while gathered.channel.put(FRAME):
+    while gathered.channel.put_whole(FRAME):
         taken += 1
     assert gathered.channel.has_unsent
     assert not gathered.channel.push(parts(b"asking"))
@@ -140,20 +140,20 @@ def test_a_peer_that_does_not_read_holds_a_bounded_outbox(gathered: Pair) -> Non
 def test_a_peer_that_is_gone_is_found_out_by_who_waits(gathered: Pair) -> None:
     gathered.peer.close()
     for _ in range(2 * MAX_OUTBOX_BYTES // len(FRAME)):
-        gathered.channel.put(FRAME)
+        gathered.channel.put_whole(FRAME)
     assert not gathered.channel.push(parts(b"asking"))
     assert gathered.channel.link.end is not None
 
 
 def test_closing_sends_the_rest(gathered: Pair) -> None:
-    gathered.channel.put(FRAME)
+    gathered.channel.put_whole(FRAME)
     gathered.channel.close()
     assert gathered.arrived() == FRAME
     assert gathered.peer.recv(1) == b""
 
 
 def test_closing_does_not_wait_for_ever(gathered: Pair) -> None:
-    while gathered.channel.put(FRAME):
+    while gathered.channel.put_whole(FRAME):
         pass
     started = time.monotonic()
     gathered.channel.close()
@@ -184,7 +184,7 @@ def test_interrupts_lose_tear_and_repeat_nothing(pair: Pair) -> None:
         while time.monotonic() < until:
             number = next(numbered)
             frame = number.to_bytes(8, "big") * 10
-            if pair.channel.put(frame) or pair.channel.push(parts(frame)):
+            if pair.channel.put_whole(frame) or pair.channel.push(parts(frame)):
                 taken.add(number)
         armed.clear()
 
@@ -218,10 +218,10 @@ def test_interrupts_lose_tear_and_repeat_nothing(pair: Pair) -> None:
 
 def test_a_fork_sends_nothing_twice(gathered: Pair) -> None:
     # pytest's own threads do not matter to a child that only closes; some Pythons warn of them.
-    gathered.channel.put(FRAME)
+    gathered.channel.put_whole(FRAME)
     coalescing_socket._before_fork()
     assert gathered.arrived() == FRAME
-    while gathered.channel.put(FRAME):
+    while gathered.channel.put_whole(FRAME):
         pass
     coalescing_socket._before_fork()  # as far as the socket takes it
     flusher = coalescing_socket._flusher

@@ -1,0 +1,52 @@
+"""Flat views of the memory that a program gives to be copied: bytes, arrays, any buffer."""
+
+import ctypes
+from typing import Any
+
+from gpulease.client.errors import InvalidRequest
+
+
+def readable_bytes(data: Any, doing: str) -> memoryview:
+    """A flat view of a buffer's bytes. A buffer that is not contiguous is copied in C order, as numpy's tobytes does.
+
+    Raises InvalidRequest.
+    """
+    try:
+        view = memoryview(data)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{doing}: the data is no buffer of bytes: {error}") from None
+    return _flat(view) or memoryview(view.tobytes())
+
+
+def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
+    """A flat view of the first `nbytes` of a buffer that can be written in place. Raises InvalidRequest."""
+    try:
+        view = memoryview(into)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{doing}: `into` is no buffer of bytes: {error}") from None
+    if view.readonly:
+        raise InvalidRequest(f"{doing}: `into` is read-only")
+    if view.nbytes < nbytes:
+        raise InvalidRequest(f"{doing}: `into` has {view.nbytes} bytes, {nbytes} are to be read")
+    if not view.nbytes:
+        return memoryview(bytearray())
+    flat = _flat(view)
+    if flat is None:
+        raise InvalidRequest(
+            f"{doing}: `into` is not C-contiguous, so there is nowhere to read to",
+            "Read into a C-contiguous array, such as np.empty makes, and copy from that",
+        )
+    return flat[:nbytes]
+
+
+def _flat(view: memoryview) -> memoryview | None:
+    """The bytes of a C-contiguous view in place; None if it is none, or can't be seen in place."""
+    if not view.c_contiguous:
+        return None
+    try:
+        return view.cast("B")
+    except TypeError:
+        pass  # no bytes at all, or a format that struct does not know: a complex number's, a record's
+    if view.readonly or not view.nbytes:
+        return None
+    return memoryview((ctypes.c_ubyte * view.nbytes).from_buffer(view)).cast("B")

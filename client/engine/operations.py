@@ -1,0 +1,248 @@
+"""A session's operations: each is done under the session's lock, one at a time.
+
+The worker keeps the failure of a quiet request and answers the next request that has a reply with it. That request was
+not done, and neither was anything behind the failed one. So frees that were under way are sent again.
+"""
+
+from collections import deque
+from collections.abc import Container
+from typing import Any, Final, TypeVar
+
+from gpulease.client.engine.attachment import Attachment
+from gpulease.client.engine.exchange import doing_of, receive, send
+from gpulease.client.engine.lease import LEASE_OVER, LeaseState
+from gpulease.client.engine.steps import Limit, Locked, Procedure
+from gpulease.client.errors import InvalidHandle, TimedOut, error_of
+from gpulease.client.handles import Handle
+from gpulease.client.texts import quoted
+from gpulease.client.transport.link import LinkEnded
+from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.fastpath import HANDLE
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.messages import Body
+from gpulease.protocol.opcodes import Flag
+
+T = TypeVar("T")
+
+EXPIRY_MARGIN_S: Final = 5.0
+"""Time past the lease's end that an operation still waits for a reply: the daemon's grace, the reclaim, a slow host."""
+
+FREES_PER_FLUSH: Final = 256
+"""Most dropped handles that one operation frees, so that a long list that was thrown away does not hold it up."""
+
+ONE_STREAM_FENCES: Final = frozenset({Opcode.SYNC, Opcode.MEM_READ, Opcode.ARENA_READ})
+"""Operations that wait for everything before them while the session has no stream but the default one."""
+
+STREAMS_FENCES: Final = frozenset({Opcode.SYNC})
+"""Operations that wait for everything before them once the session has several streams."""
+
+
+class LeaseLimit:
+    """A session's operation may take as long as the lease lives. A renewal moves that end; then the broker is asked."""
+
+    def __init__(self, lease: LeaseState) -> None:
+        self._lease = lease
+
+    def remaining_s(self) -> float:
+        """Seconds left."""
+        return self._lease.deadline + EXPIRY_MARGIN_S - self._lease.clock()
+
+    def over(self) -> Procedure[None]:
+        """Raises LinkEnded, unless the broker says that the lease was renewed elsewhere."""
+        report = yield from self._lease.query()
+        remaining_ms = report.get("remaining_ms")
+        if report.get("cause") is None and isinstance(remaining_ms, int) and remaining_ms > 0:
+            self._lease.deadline = self._lease.clock() + remaining_ms / 1000
+            return
+        raise LinkEnded(Failure(Status.DISCONNECTED, "the session did not answer until the end of its lease"))
+
+
+class FenceLimit(LeaseLimit):
+    """Leaving a `with` block waits for the session's last work as long as the lease had left then.
+
+    A renewal does not extend it: a lease that is kept alive may have no end.
+    """
+
+    def __init__(self, lease: LeaseState) -> None:
+        super().__init__(lease)
+        self._end = lease.deadline + EXPIRY_MARGIN_S
+
+    def remaining_s(self) -> float:
+        """Seconds left."""
+        return self._end - self._lease.clock()
+
+    def over(self) -> Procedure[None]:
+        """Raises TimedOut, or LinkEnded if the lease has ended."""
+        yield from super().over()
+        raise self.error()
+
+    def error(self) -> TimedOut:
+        """The error to raise where the lease goes on and its last work has not ended."""
+        return TimedOut(
+            "leaving the `with` block: the session's last work has not ended in the time that its lease had left",
+            "Does a kernel run for ever? The session is closed, its lease goes on. Call sync() to wait longer",
+        )
+
+
+class Operations:
+    """Requests, replies, and frees of handles that were dropped.
+
+    Attributes:
+        attachment: The session's connection.
+        limit: Longest an operation may take.
+        freed: (request, operation, handle) of frees under way; they are done once any later request is answered.
+        settled_id: Every request up to this one is known to have ended well, or its failure was raised.
+        fences: Operations whose reply settles everything before them.
+        last_raised: The last failure of a reply that was raised.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.limit: Limit = LeaseLimit(attachment.lease)
+        self.freed: deque[tuple[int, Opcode, int]] = deque()
+        self.settled_id = 0
+        self.fences = ONE_STREAM_FENCES
+        self.last_raised: Failure | None = None
+
+    def begin(self) -> None:
+        """The session has just been attached."""
+        self.settled_id = self.attachment.connection.last_request_id
+
+    # --- whole operations ---
+
+    def check_recording(self, doing: str) -> None:
+        """Raises InvalidRequest while the session records a launch graph.
+
+        Called before an operation's procedure is made: asyncio drives that in a task that is not the caller's.
+        """
+        if self.attachment.recording is not None:
+            raise self.attachment.recording.refusal(doing)
+
+    def do(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+        """Do an operation under the session's lock. Raises if the session is over."""
+        result: T = yield Locked(self.attachment.lock, self.guarded(doing, procedure))
+        return result
+
+    def guarded(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+        """Do an operation whose caller holds the lock: refuse if the session is over, free dropped handles, go on."""
+        attachment = self.attachment
+        if attachment.over is not None:
+            raise error_of(attachment.over, doing)
+        return (yield from self.go_on(doing, self._prepared(procedure)))
+
+    def go_on(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+        """Drive the rest of an operation; if the connection ends, raise how the lease ended."""
+        try:
+            return (yield from procedure)
+        except LinkEnded as ended:
+            failure = ended.failure
+        # Not inside the except block: the tenant's traceback shows one error, not two.
+        raise (yield from self.attachment.end_error(failure, doing))
+
+    def _prepared(self, procedure: Procedure[T]) -> Procedure[T]:
+        link = self.attachment.channel.link
+        link.forget()
+        if link.end is not None:
+            # The daemon's goodbye came right behind the last reply.
+            raise LinkEnded(link.end)
+        if self.attachment.dropped:
+            yield from self.send_frames(self.frees())
+        return (yield from procedure)
+
+    # --- requests that are answered ---
+
+    def ask(self, op: Opcode, payload: bytes = b"", limit: Limit | None = None, doing: str = "") -> Procedure[Any]:
+        """Send a request and wait for its reply's body. Args: doing: The operation that the request is a part of."""
+        attachment, limit = self.attachment, limit or self.limit
+        request_id = attachment.channel.link.expect(op)
+        frame = build_frame(op, payload, request_id=request_id, session_id=attachment.session_id)
+        yield from send(attachment.channel, (frame,), limit)
+        result: Body | Failure = yield from receive(attachment.channel, request_id, limit)
+        self.settle(result, doing or doing_of(op))
+        self.acknowledge(op, request_id)
+        return result
+
+    def acknowledge(self, op: Opcode, last_id: int, first_id: int = 0) -> None:
+        """Note that the requests `first_id` to `last_id` (default: `last_id` alone) were answered."""
+        if op in self.fences or self.settled_id >= (first_id or last_id) - 1:
+            self.settled_id = last_id
+
+    def settle(self, result: Body | Failure | None, doing: str, own_requests: Container[int] = ()) -> None:
+        """Take a reply: every quiet request before it is done, or failed, or was skipped.
+
+        Raises the reply's failure; LinkEnded where the reason of the failure is still to be found out.
+        """
+        if not self.freed and not isinstance(result, Failure):
+            return
+        freed, self.freed = self.freed, deque()
+        if not isinstance(result, Failure):
+            return
+        failed_at = result.failed_request_id
+        if failed_at is not None:
+            self.attachment.dropped.extend((op, handle) for request_id, op, handle in freed if request_id > failed_at)
+        if result.status is Status.SESSION_FAILED:
+            raise LinkEnded(result)
+        self.last_raised = result
+        result = self.attachment.lease.note_failure(result)
+        if result.status in LEASE_OVER:
+            self.attachment.finish(result)
+        raise error_of(result, doing, own_requests)
+
+    def fence_limit(self) -> FenceLimit | None:
+        """The limit of the wait for unsettled work as a `with` block is left; None if nothing is to be waited for."""
+        attachment = self.attachment
+        is_settled = attachment.end is not None or self.settled_id == attachment.connection.last_request_id
+        over = attachment.lease.over
+        is_given_back = over is not None and over.status is Status.LEASE_FREED
+        if is_settled or is_given_back or attachment.recording is not None:
+            return None
+        return FenceLimit(attachment.lease)
+
+    # --- quiet requests ---
+
+    def put(self, first: bytes, second: bytes | memoryview = b"") -> bool:
+        """Hand over a quiet frame at once, in two parts; False if it has to be sent the general way."""
+        try:
+            return self.attachment.writer.put_whole(first, second)
+        except (OSError, FramingError):
+            return False  # no peer: sending again finds out
+
+    def send_frames(self, frames: bytes) -> Procedure[None]:
+        """Hand over quiet frames, or wait for room for them."""
+        if not self.put(frames):
+            yield from send(self.attachment.channel, (frames,), self.limit)
+
+    def quiet_frame(self, op: Opcode, payload: bytes) -> bytes:
+        """A quiet request with a number of its own."""
+        attachment = self.attachment
+        request_id = attachment.connection.next_request_id()
+        return build_frame(op, payload, request_id=request_id, session_id=attachment.session_id, flags=Flag.QUIET)
+
+    # --- frees ---
+
+    def frees(self) -> bytes:
+        """Quiet frees of dropped handles."""
+        attachment, frames = self.attachment, []
+        for _ in range(min(len(attachment.dropped), FREES_PER_FLUSH)):
+            op, handle = attachment.dropped.popleft()
+            frames.append(self.quiet_frame(op, HANDLE.pack(handle)))
+            self.freed.append((attachment.connection.last_request_id, op, handle))
+        return b"".join(frames)
+
+    def free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
+        """Free one handle now, and wait for the reply."""
+        self.check(handle, kind, doing)
+        try:
+            yield from self.do(doing, self.ask(handle._free_op, HANDLE.pack(handle.handle)))
+        except InvalidHandle as error:
+            if error.failure.failed_request_id is None:
+                handle.owner = None
+            raise
+        handle.owner = None
+
+    def check(self, handle: Handle, kind: type[Handle], doing: str) -> None:
+        """Raises InvalidHandle unless this is a handle of that kind in this session."""
+        if not isinstance(handle, kind):
+            raise InvalidHandle(f"{doing}: {quoted(handle)} is not a {kind.__name__}")
+        handle.check(self.attachment, doing)

@@ -1,0 +1,97 @@
+"""A session's device memory and modules."""
+
+from typing import Any, Final
+
+from gpulease.client.engine.fast_request import Done, FastRequest, NotSent
+from gpulease.client.engine.memory_views import readable_bytes
+from gpulease.client.engine.operations import Operations
+from gpulease.client.engine.request import MAX_WIRE_BYTES, whole
+from gpulease.client.engine.steps import Begun, Procedure
+from gpulease.client.errors import GpuLeaseError, InvalidRequest, error_of
+from gpulease.client.handles import Buffer, Module
+from gpulease.client.texts import utf8
+from gpulease.protocol import Opcode
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.fastpath import HANDLE, MEM_ALLOC
+from gpulease.protocol.messages import ModuleLoad
+from gpulease.protocol.opcodes import SessionOption
+
+MODULE_LOAD_FIXED_BYTES: Final = 4
+"""Bytes of a MODULE_LOAD's payload that are not the image: its length."""
+
+
+class Resources:
+    """The device memory and the modules of one session."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._attachment = operations.attachment
+        self._alloc_request = FastRequest(operations, Opcode.MEM_ALLOC, MEM_ALLOC.size, HANDLE.size)
+
+    def alloc(self, size_bytes: int) -> Procedure[Buffer]:
+        """Allocate device memory. Raises InvalidRequest while the session records."""
+        self._operations.check_recording("mem_alloc")
+        return self._alloc(size_bytes)
+
+    def _alloc(self, size_bytes: int) -> Procedure[Buffer]:
+        size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
+        asking = self._operations.ask(Opcode.MEM_ALLOC, MEM_ALLOC.pack(size))
+        reply = yield from self._operations.do("mem_alloc", asking)
+        return Buffer(self._attachment, reply.handle, size)
+
+    def alloc_at_once(self, size_bytes: int) -> Begun[Buffer]:
+        """`alloc`, tried at once, under the session's lock."""
+        size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
+        outcome = self._alloc_request.ask_for_answer(MEM_ALLOC.pack(size))
+        if isinstance(outcome, NotSent):
+            return self.alloc(size)
+        if isinstance(outcome, Done):
+            return Buffer(self._attachment, HANDLE.unpack(outcome.value)[0], size)
+        return self._operations.go_on("mem_alloc", self._late_buffer(outcome.rest, size))
+
+    def _late_buffer(self, rest: Procedure[Any], size: int) -> Procedure[Buffer]:
+        reply = yield from rest
+        return Buffer(self._attachment, reply.handle, size)
+
+    def free(self, buffer: Buffer) -> Begun[None]:
+        """Give a buffer back at once, under the session's lock, without waiting for a reply."""
+        attachment, operations = self._attachment, self._operations
+        operations.check_recording("mem_free")
+        try:
+            operations.check(buffer, Buffer, "mem_free")
+        except GpuLeaseError as error:
+            raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
+        if attachment.over is not None:
+            raise error_of(attachment.over, "mem_free")
+        attachment.dropped.append(buffer.mark_freed())
+        frees = operations.frees()
+        if operations.put(frees):
+            return None
+        return operations.go_on("mem_free", operations.send_frames(frees))
+
+    def load(self, image: Any) -> Procedure[Module]:
+        """Compile and load PTX, or load a cubin. Raises InvalidRequest while the session records."""
+        self._operations.check_recording("module_load")
+        return self._load(image)
+
+    def _load(self, image: Any) -> Procedure[Module]:
+        code = utf8(image, "module_load") if isinstance(image, str) else bytes(readable_bytes(image, "module_load"))
+        most = self._attachment.max_payload_bytes - MODULE_LOAD_FIXED_BYTES
+        if not 0 < len(code) <= most:
+            raise InvalidRequest(f"module_load: an image of {len(code)} bytes; 1 to {most} are taken")
+        return (yield from self._operations.do("module_load", self._load_code(code)))
+
+    def _load_code(self, code: bytes) -> Procedure[Module]:
+        ask, attachment = self._operations.ask, self._attachment
+        reply = yield from ask(Opcode.MODULE_LOAD, build_body(ModuleLoad(code)))
+        module = Module(attachment, reply.module, reply.kernels)
+        attachment.has_loaded = True
+        if any(option.type == SessionOption.PARAMETER_TYPES for option in attachment.reply.options):
+            answer = yield from ask(Opcode.MODULE_PARAMETERS, HANDLE.pack(reply.module), doing="module_load")
+            module.set_parameter_types(answer.types)
+        return module
+
+    def unload(self, module: Module) -> Procedure[None]:
+        """Unload a module now. Raises InvalidRequest while the session records."""
+        self._operations.check_recording("module_unload")
+        return self._operations.free(module, Module, "module_unload")
