@@ -27,7 +27,7 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "construct": "protocol/",
     "cryptography": "daemon/remote/pki/",
     # Minting and verifying; a holder's own narrowing.
-    "biscuit_auth": ("daemon/capabilities/tokens.py", "client/token_narrowing.py"),
+    "biscuit_auth": ("daemon/capabilities/tokens.py", "client/narrowing.py"),
     # What a gateway alone needs.
     "psycopg": "client/serve/gateway/postgres_store.py",
     "starlette": ("client/serve/http/", "client/serve/gateway/", "client/serve/models/model_server.py", "daemon/web/"),

@@ -12,8 +12,8 @@ import time
 import traceback
 from typing import Final, NoReturn
 
+from gpulease.daemon.drivers.driver_registry import driver_named
 from gpulease.daemon.drivers.interface import Dim3, Driver
-from gpulease.daemon.drivers.registry import driver_named
 from gpulease.daemon.host.processes import die_with_parent
 
 SLICE_BYTES: Final = 1 << 20

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
+from gpulease.daemon.drivers.driver_registry import driver_named
 from gpulease.daemon.drivers.interface import Context, Dim3, Kernel, Module, NativeLaunch
-from gpulease.daemon.drivers.registry import driver_named
 from gpulease.daemon.host.processes import die_with_parent
 from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode

@@ -70,11 +70,9 @@ from gpulease.daemon.record.history import LeaseHistory
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
-from gpulease.daemon.workers.memory_monitor import CardWatch, MemoryMonitor, Reclaimer
-from gpulease.daemon.workers.recycler import Recycler
+from gpulease.daemon.workers.monitors import CardWatch, KernelWatchdog, MemoryMonitor, Reclaimer, Recycler
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
-from gpulease.daemon.workers.watchdog import KernelWatchdog
 from gpulease.protocol.opcodes import Exclusivity, Status
 
 _TIMER_KINDS: Final = tuple(TimerKind)

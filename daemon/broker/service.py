@@ -30,7 +30,7 @@ from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.broker.web_actions import WebActionRunner
 from gpulease.daemon.broker.web_frontend import LoadHistory, WebFrontend
 from gpulease.daemon.config.settings import Config, ConfigError, OnStop, changed_hands, check_devices, check_worker_user
-from gpulease.daemon.gpus.selection import choose_cards
+from gpulease.daemon.gpus.driver_choice import choose_cards
 from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, retry
 from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
 from gpulease.daemon.host.socket_activation import Assigned, GivenSocket, assign

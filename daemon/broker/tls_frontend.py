@@ -22,9 +22,9 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import RateLimitedLog
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.journal import Journal, KeptRelay
-from gpulease.daemon.remote.identity import IdentityFiles, NoTenant, tenant_named
+from gpulease.daemon.remote.node_identity import IdentityFiles, NoTenant, tenant_named
 from gpulease.daemon.remote.relay import Arrival, is_pid
-from gpulease.daemon.remote.settings import TlsSettings
+from gpulease.daemon.remote.tls_settings import TlsSettings
 from gpulease.daemon.workers.child_process import ChildKind, ChildProcess, Timeouts, reap_later
 from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.failures import Failure

@@ -28,7 +28,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.web.broker_link import MAX_REASON_CHARS
 from gpulease.daemon.web.broker_link import Refused as WebRefusal
-from gpulease.daemon.web.settings import MAX_TOKEN_BYTES
+from gpulease.daemon.web.http_settings import MAX_TOKEN_BYTES
 from gpulease.protocol.opcodes import Opcode, Status
 
 BY_PAGE: Final = "web page"

@@ -31,8 +31,8 @@ from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.sandbox.measures import SandboxSettings
+from gpulease.daemon.web.http_settings import BadToken, HttpSettings
 from gpulease.daemon.web.load_samples import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
-from gpulease.daemon.web.settings import BadToken, HttpSettings
 from gpulease.daemon.workers.child_process import ChildKind, ChildProcess, Timeouts
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import held_bytes

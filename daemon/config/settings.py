@@ -19,9 +19,9 @@ from gpulease.daemon.drivers.ptx.architecture import Architecture, parse_archite
 from gpulease.daemon.leases import Card, Cause, CoreLimits, Recycling
 from gpulease.daemon.leases.rules import DEFAULT_GRACE_MS, TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle
-from gpulease.daemon.remote.settings import OVER_TCP, TlsSettings, check_tenant
+from gpulease.daemon.remote.tls_settings import OVER_TCP, TlsSettings, check_tenant
 from gpulease.daemon.sandbox.measures import ALWAYS_ON, MODES, Measure, SandboxSettings
-from gpulease.daemon.web.settings import HttpSettings, parse_http
+from gpulease.daemon.web.http_settings import HttpSettings, parse_http
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, TlsAddress, parse_address
 from gpulease.protocol.origin import parse_host_names
 from gpulease.protocol.sizes import parse_size
@@ -122,7 +122,7 @@ class Config:
         max_load_s: Seconds that an image may compile before its lease ends.
         tls: How remote tenants reach the daemon; None to listen for none.
         tenant_of_certificate: The tenants of certificates, by a name in each. If it is empty, a certificate names its
-            tenant itself; `gpulease.daemon.remote.identity` has the rule.
+            tenant itself; `gpulease.daemon.remote.node_identity` has the rule.
         http: The address of the web page and the metrics; None to serve none.
         http_hosts: Host names besides that address that clients may ask for.
         http_token_file: The file of the token that shows tenants' names and allows revocation; None to let nobody.
@@ -164,7 +164,7 @@ class Config:
     limits: CoreLimits = field(default_factory=CoreLimits)
 
     def driver_of_workers(self, driver: str) -> str:
-        """Return the driver's name as workers get it; `gpulease.daemon.drivers.registry` reads it."""
+        """Return the driver's name as workers get it; `gpulease.daemon.drivers.driver_registry` reads it."""
         return driver if driver != "cpu" or self.arch is None else f"{driver}:{self.arch}"
 
     @property

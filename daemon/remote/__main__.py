@@ -8,7 +8,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
 from gpulease.daemon.remote.acceptor import TlsAcceptor, get_ready
-from gpulease.daemon.remote.identity import BadIdentity, IdentityFiles
+from gpulease.daemon.remote.node_identity import BadIdentity, IdentityFiles
 
 
 def main(channel_fd: int, parent_pid: int, max_relays: int, max_relays_per_tenant: int, files: list[str]) -> int:

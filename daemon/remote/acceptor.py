@@ -19,8 +19,8 @@ from gpulease.daemon.host.processes import exit_text
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import RateLimitedLog
 from gpulease.daemon.log.writer import log_event, stop_logging
-from gpulease.daemon.remote.identity import MAX_SERIAL_CHARS, BadIdentity, Identity, IdentityFiles, are_bounded
-from gpulease.daemon.remote.pending import (
+from gpulease.daemon.remote.node_identity import MAX_SERIAL_CHARS, BadIdentity, Identity, IdentityFiles, are_bounded
+from gpulease.daemon.remote.pending_connections import (
     PendingConnection,
     PendingConnections,
     oldest_of_largest_source,

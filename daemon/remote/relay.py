@@ -20,7 +20,7 @@ from typing import Any, Final, Self, cast
 
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.processes import gain_no_privileges, never_dump, set_name
-from gpulease.daemon.remote.identity import MAX_NAME_BYTES, MAX_NAMES, MAX_SERIAL_CHARS, Identity, are_bounded
+from gpulease.daemon.remote.node_identity import MAX_NAME_BYTES, MAX_NAMES, MAX_SERIAL_CHARS, Identity, are_bounded
 from gpulease.daemon.sandbox import landlock, syscall_filter
 from gpulease.daemon.sandbox.measures import Needs
 

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from gpulease.daemon.host.processes import die_with_parent, gain_no_privileges
-from gpulease.daemon.sandbox.identity import (
+from gpulease.daemon.sandbox.landlock import Reach, restrict
+from gpulease.daemon.sandbox.measures import Measure, Needs, SandboxBroken
+from gpulease.daemon.sandbox.resource_limits import be_first_to_go, impose, limits_for
+from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
+from gpulease.daemon.sandbox.worker_identity import (
     Identity,
     be_undumpable,
     become,
@@ -17,10 +21,6 @@ from gpulease.daemon.sandbox.identity import (
     drop_capabilities,
     keep_only,
 )
-from gpulease.daemon.sandbox.landlock import Reach, restrict
-from gpulease.daemon.sandbox.measures import Measure, Needs, SandboxBroken
-from gpulease.daemon.sandbox.resource_limits import be_first_to_go, impose, limits_for
-from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
 
 Step = Callable[[], None]
 

@@ -17,16 +17,6 @@ from dataclasses import replace
 from typing import Final, NoReturn
 
 from gpulease.daemon.host.processes import exit_text, gain_no_privileges
-from gpulease.daemon.sandbox.identity import (
-    DEFAULT_USER,
-    Identity,
-    be_undumpable,
-    become,
-    bound_capabilities,
-    drop_capabilities,
-    identity_of,
-    keep_only,
-)
 from gpulease.daemon.sandbox.landlock import (
     DEVICES_SINCE,
     FILES_SINCE,
@@ -39,6 +29,16 @@ from gpulease.daemon.sandbox.measures import Finding, Measure, Needs, SandboxBro
 from gpulease.daemon.sandbox.plan import BY_LANDLOCK, Plan
 from gpulease.daemon.sandbox.resource_limits import be_first_to_go, impose, in_words, limits_for
 from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
+from gpulease.daemon.sandbox.worker_identity import (
+    DEFAULT_USER,
+    Identity,
+    be_undumpable,
+    become,
+    bound_capabilities,
+    drop_capabilities,
+    identity_of,
+    keep_only,
+)
 
 _KERNEL_OF_ABI: Final = {FILES_SINCE: "5.13", NETWORK_SINCE: "6.7", DEVICES_SINCE: "6.10", SCOPE_SINCE: "6.12"}
 

@@ -36,7 +36,7 @@ from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.drivers.interface import Context, Ticket
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
-from gpulease.daemon.session.streams import ConnectionStreams
+from gpulease.daemon.session.stream_operations import ConnectionStreams
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, parse_header
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_PAYLOAD_BYTES

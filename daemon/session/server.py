@@ -43,7 +43,7 @@ from gpulease.daemon.session.connection import (
     can_share,
     ring_for,
 )
-from gpulease.daemon.session.memory import Arena
+from gpulease.daemon.session.memory_operations import Arena
 from gpulease.daemon.session.native.layout import Outcome
 from gpulease.daemon.session.replies import refusal_of
 from gpulease.daemon.session.session import Session

@@ -25,16 +25,16 @@ from gpulease.daemon.drivers.interface import (
     Poll,
     keep_waiting,
 )
-from gpulease.daemon.session.graphs import GraphOperations
+from gpulease.daemon.session.graph_operations import GraphOperations
 from gpulease.daemon.session.launches import KernelWatch, LaunchOperations, Planner
 from gpulease.daemon.session.ledger import Ledger, Refused
-from gpulease.daemon.session.memory import ArenaOperations, MemoryOperations
+from gpulease.daemon.session.memory_operations import ArenaOperations, MemoryOperations
 from gpulease.daemon.session.modules import ModuleOperations
 from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.daemon.session.replies import NO_NUMBER, SyncPattern, done, failed, failure_of, refusal_of, refused
-from gpulease.daemon.session.streams import ConnectionStreams, StreamOperations
+from gpulease.daemon.session.stream_operations import ConnectionStreams, StreamOperations
 from gpulease.daemon.session.submit import SubmitOperations
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError

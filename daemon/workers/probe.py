@@ -16,7 +16,7 @@ from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, retry
 from gpulease.daemon.leases import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
 from gpulease.daemon.leases.devices import Others
-from gpulease.daemon.workers.memory_monitor import UnlistedSince
+from gpulease.daemon.workers.monitors import UnlistedSince
 from gpulease.daemon.workers.registry import Workers
 
 PROBE_TIMEOUT_S: Final = 60.0

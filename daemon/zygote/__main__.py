@@ -42,8 +42,8 @@ from gpulease.daemon.contract.messages import (
     parse_message,
 )
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
+from gpulease.daemon.drivers.driver_registry import driver_named
 from gpulease.daemon.drivers.interface import Driver, DriverError
-from gpulease.daemon.drivers.registry import driver_named
 from gpulease.daemon.host.fd_passing import interrupting_closes
 from gpulease.daemon.host.heap import is_told_to_wipe
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message

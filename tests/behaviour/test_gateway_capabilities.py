@@ -18,6 +18,7 @@ from gpulease.client import (
     my_audience,
 )
 from gpulease.client.engine.tokens import Grant
+from gpulease.client.narrowing import attenuate
 from gpulease.client.serve.gateway import (
     SUBMISSION,
     CapabilityRefused,
@@ -26,7 +27,6 @@ from gpulease.client.serve.gateway import (
     SqliteStore,
     serve_inference_request,
 )
-from gpulease.client.token_narrowing import attenuate
 from helpers.daemon import Daemon
 from helpers.gateway_rig import Gateway
 from helpers.gateway_steps import AFFINE, KERNEL, OUTPUT, request

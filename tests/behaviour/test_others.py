@@ -34,7 +34,7 @@ def others(tmp_path: Path) -> Path:
 def daemon(others: Path) -> Iterator[Daemon]:
     constants = {
         "gpulease.daemon.leases.devices:SETTLE_NS": SETTLE_NS,
-        "gpulease.daemon.workers.memory_monitor:ROUND_S": LOOK_S,
+        "gpulease.daemon.workers.monitors:ROUND_S": LOOK_S,
     }
     faults = Faults(constants=constants, others_in=others)
     daemon = Daemon(vram=(f"{CARD_MIB}MiB",), config=f"warm_contexts = {WARM}\n", faults=faults, log_format="json")

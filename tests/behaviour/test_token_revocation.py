@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from gpulease.client import Denied, GpuExclusivityClass, GpuSession, Permission
 from gpulease.client.cli.__main__ import main
-from gpulease.client.token_narrowing import attenuate
+from gpulease.client.narrowing import attenuate
 from gpulease.daemon.contract.control_page import MAX_REVOKED_TOKENS
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.address import ADDRESS_VARIABLE

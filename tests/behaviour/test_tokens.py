@@ -25,7 +25,7 @@ from gpulease.client import (
     aio,
     my_audience,
 )
-from gpulease.client.token_narrowing import attenuate
+from gpulease.client.narrowing import attenuate
 from gpulease.daemon.session.server import MAX_CONNECTIONS
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.capabilities import NODE_LEASE, SESSION_PERMISSIONS, AttachOption

@@ -53,8 +53,8 @@ def test_many_short_kernels_may_run_for_longer(daemon: Daemon) -> None:
 @pytest.mark.exhaustive
 def test_a_stopped_worker_is_found(start_daemon: Callable[..., Daemon]) -> None:
     quick = {
-        "gpulease.daemon.workers.watchdog:UNRESPONSIVE_AFTER_S": 0.6,
-        "gpulease.daemon.workers.watchdog:ROUND_S": 0.05,
+        "gpulease.daemon.workers.monitors:UNRESPONSIVE_AFTER_S": 0.6,
+        "gpulease.daemon.workers.monitors:ROUND_S": 0.05,
     }
     daemon = start_daemon(faults=Faults(quick))
     with daemon.builder(seconds=60).acquire() as other, GpuSession(other) as beside:

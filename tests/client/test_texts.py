@@ -20,10 +20,10 @@ from gpulease.client import (
     my_audience,
     submit_by,
 )
+from gpulease.client.narrowing import attenuate
 from gpulease.client.serve.gateway.ledger import operation_key
 from gpulease.client.serve.rpc import RpcClient
 from gpulease.client.texts import MAX_QUOTED_CHARS, bounded, kernel_name, quoted
-from gpulease.client.token_narrowing import attenuate
 from gpulease.client.transport.credentials import SecuredAddress, TlsFiles
 from gpulease.client.transport.tls import context_of
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES

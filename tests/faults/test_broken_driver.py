@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.gpus.diagnosis import EX_OSERR
-from gpulease.daemon.gpus.selection import has_nvidia_driver
+from gpulease.daemon.gpus.driver_choice import has_nvidia_driver
 from helpers.daemon import python_environment
 from helpers.made_libraries import make_cuda, make_nvml
 from helpers.waiting import wait_until

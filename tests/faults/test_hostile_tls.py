@@ -16,7 +16,7 @@ import pytest
 from gpulease.client import Disconnected, GpuSession
 from gpulease.client.engine import lease as fate
 from gpulease.daemon.remote.acceptor import MAX_HANDSHAKES, MAX_REFUSED_RELAYS
-from gpulease.daemon.remote.pending import MAX_PENDING, NOT_TLS_ALERT
+from gpulease.daemon.remote.pending_connections import MAX_PENDING, NOT_TLS_ALERT
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame

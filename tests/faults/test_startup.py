@@ -13,7 +13,7 @@ import pytest
 from gpulease.client import Denied, GpuSession
 from gpulease.daemon.__main__ import EXIT_CONFIG, EXIT_UNAVAILABLE
 from gpulease.daemon.gpus.diagnosis import EX_OSERR
-from gpulease.daemon.gpus.selection import has_nvidia_driver
+from gpulease.daemon.gpus.driver_choice import has_nvidia_driver
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import check_main_job
 

@@ -7,7 +7,7 @@ from typing import Any
 from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.session.ledger import Ledger
-from gpulease.daemon.session.memory import GRANULE_BYTES
+from gpulease.daemon.session.memory_operations import GRANULE_BYTES
 from gpulease.daemon.session.session import Session
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body

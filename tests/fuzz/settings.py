@@ -26,7 +26,7 @@ from gpulease.daemon.config.settings import (
     load_config,
 )
 from gpulease.daemon.leases.rules import MAX_GRACE_MS
-from gpulease.daemon.remote.settings import RESERVED_TENANTS
+from gpulease.daemon.remote.tls_settings import RESERVED_TENANTS
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.sizes import parse_size
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pynvml
 import pytest
 
-from gpulease.daemon.gpus.selection import has_nvidia_driver
+from gpulease.daemon.gpus.driver_choice import has_nvidia_driver
 from helpers.daemon import Daemon
 from helpers.nvml import Cards
 

@@ -17,7 +17,7 @@ from gpulease.client import (
     SyncFailed,
 )
 from gpulease.daemon.drivers.interface import SEGMENT_STEPS
-from gpulease.daemon.session.graphs import MAX_GRAPHS
+from gpulease.daemon.session.graph_operations import MAX_GRAPHS
 from gpulease.protocol import Opcode
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS, TRANSFORM, floats, numbers, scale_args, start_stray_store

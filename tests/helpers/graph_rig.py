@@ -11,7 +11,7 @@ from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
 from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
-from gpulease.daemon.session.memory import GRANULE_BYTES
+from gpulease.daemon.session.memory_operations import GRANULE_BYTES
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body, parse_body, reply_body
 from gpulease.protocol.failures import Failure

@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from gpulease.daemon.remote.identity import TENANT_PREFIX
-from gpulease.daemon.remote.settings import check_tenant
+from gpulease.daemon.remote.node_identity import TENANT_PREFIX
+from gpulease.daemon.remote.tls_settings import check_tenant
 
 AUTHORITY_LIFE: Final = datetime.timedelta(days=365)
 LEAF_LIFE: Final = datetime.timedelta(days=30)

@@ -38,7 +38,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.denials import not_found
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
-from gpulease.daemon.workers.memory_monitor import CardWatch
+from gpulease.daemon.workers.monitors import CardWatch
 
 LEAVING = 20
 """Clients, one after the other: far more than may wait at a time."""

@@ -15,7 +15,7 @@ from gpulease.daemon.broker.service import loop_factory
 from gpulease.daemon.broker.tls_frontend import TlsFrontend
 from gpulease.daemon.host.ipc import close_all
 from gpulease.daemon.record.journal import Journal, KeptRelay
-from gpulease.daemon.remote.settings import TlsSettings
+from gpulease.daemon.remote.tls_settings import TlsSettings
 from helpers.waiting import PATIENCE_S, wait_until
 
 NOWHERE = Path("/nowhere")

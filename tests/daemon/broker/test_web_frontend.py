@@ -12,7 +12,7 @@ from gpulease.daemon.broker.web_actions import MAX_WRONG_TOKENS
 from gpulease.daemon.broker.web_frontend import WebFrontend
 from gpulease.daemon.host.ipc import channel_pair
 from gpulease.daemon.sandbox.measures import SandboxSettings
-from gpulease.daemon.web.settings import HttpSettings
+from gpulease.daemon.web.http_settings import HttpSettings
 from gpulease.protocol.address import TcpAddress
 from helpers.web_rig import Scene
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.remote.acceptor import Holder, _holder_of
-from gpulease.daemon.remote.identity import MAX_NAME_BYTES, MAX_NAMES, MAX_SERIAL_CHARS
+from gpulease.daemon.remote.node_identity import MAX_NAME_BYTES, MAX_NAMES, MAX_SERIAL_CHARS
 
 NAME = "URI:gpulease:tenant:ann"
 SAID: dict[str, Any] = {"op": "verified", "names": [NAME], "serial": "1F"}

@@ -13,7 +13,7 @@ import pytest
 
 from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.gpus.selection import has_nvidia_driver
+from gpulease.daemon.gpus.driver_choice import has_nvidia_driver
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.leases import FIRST_WARM_ID
 from gpulease.daemon.sandbox.measures import SandboxSettings

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gpulease.daemon.remote.pending import oldest_of_largest_source, oldest_of_smallest_source, source_of
+from gpulease.daemon.remote.pending_connections import oldest_of_largest_source, oldest_of_smallest_source, source_of
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import SEGMENT_STEPS
-from gpulease.daemon.session import graphs
-from gpulease.daemon.session.memory import GRANULE_BYTES
+from gpulease.daemon.session import graph_operations as graphs
+from gpulease.daemon.session.memory_operations import GRANULE_BYTES
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.limits import MAX_GRAPH_BYTES
 from gpulease.protocol.messages import (

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.remote.pending import MAX_RECORD_BYTES, PEEK_BYTES, first_record_bytes
+from gpulease.daemon.remote.pending_connections import MAX_RECORD_BYTES, PEEK_BYTES, first_record_bytes
 
 
 def client_hello() -> bytes:

@@ -1,6 +1,6 @@
 import pytest
 
-from gpulease.daemon.gpus.selection import DEFAULT_VRAM_BYTES, choose_cards, has_nvidia_driver
+from gpulease.daemon.gpus.driver_choice import DEFAULT_VRAM_BYTES, choose_cards, has_nvidia_driver
 from gpulease.daemon.gpus.source import CardsUnavailable
 
 GIB = 1 << 30

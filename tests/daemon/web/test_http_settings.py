@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.config.settings import ConfigError, load_config
-from gpulease.daemon.web.settings import BadToken, HttpSettings, parse_http
+from gpulease.daemon.web.http_settings import BadToken, HttpSettings, parse_http
 from gpulease.protocol.address import TcpAddress
 from gpulease.protocol.origin import parse_host_names
 

@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.remote.identity import _serials_of, revoked_serials
+from gpulease.daemon.remote.node_identity import _serials_of, revoked_serials
 from gpulease.daemon.remote.pki.certificates import Authority
 
 

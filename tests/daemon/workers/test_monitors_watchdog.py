@@ -8,8 +8,8 @@ import pytest
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.leases import Cause, Event, SessionCondemned
+from gpulease.daemon.workers.monitors import UNRESPONSIVE_AFTER_S, KernelWatchdog
 from gpulease.daemon.workers.registry import Workers
-from gpulease.daemon.workers.watchdog import UNRESPONSIVE_AFTER_S, KernelWatchdog
 from gpulease.daemon.workers.worker import Worker
 from gpulease.daemon.workers.zygote_client import Zygote
 from gpulease.protocol.opcodes import Opcode

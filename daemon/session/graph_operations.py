@@ -13,7 +13,7 @@ from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import CopyStep, DataStep, Graph, KernelStep, Step
 from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.ledger import Refused, invalid_handle
-from gpulease.daemon.session.memory import ArenaOperations
+from gpulease.daemon.session.memory_operations import ArenaOperations
 from gpulease.daemon.session.operations import Operations, SessionResources
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body

@@ -10,8 +10,8 @@ import pytest
 from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
 from gpulease.daemon.leases import CardLooked, Event, ReclaimProved, WorkerUnlisted
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.workers import memory_monitor
-from gpulease.daemon.workers.memory_monitor import CardWatch, Reclaimer
+from gpulease.daemon.workers import monitors
+from gpulease.daemon.workers.monitors import CardWatch, Reclaimer
 from gpulease.daemon.workers.registry import Workers
 
 LEASE, PID, STRANGER = 5, 77, 88
@@ -100,7 +100,7 @@ def test_a_worker_that_never_had_a_process_needs_no_look() -> None:
 
 def test_the_watch_tells_strangers_from_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker is settled while the card is looked at, another begins: both are the daemon's own."""
-    monkeypatch.setattr(memory_monitor, "ROUND_S", 0.001)
+    monkeypatch.setattr(monitors, "ROUND_S", 0.001)
 
     async def story() -> None:
         workers = MadeWorkers({PID})
@@ -129,7 +129,7 @@ def test_the_watch_tells_strangers_from_workers(monkeypatch: pytest.MonkeyPatch)
 def test_the_watch_goes_on_after_a_fault_and_tells_of_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory_monitor, "ROUND_S", 0.001)
+    monkeypatch.setattr(monitors, "ROUND_S", 0.001)
 
     async def story() -> None:
         loop, looked = asyncio.get_running_loop(), asyncio.Event()

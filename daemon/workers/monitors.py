@@ -1,17 +1,22 @@
-"""Looks at the cards' memory without blocking the loop.
+"""Monitors of the workers: kernels that run too long, memory beyond the slice, dead workers' bytes, the scrub.
 
-- `MemoryMonitor`: whether a session holds no more of its card than was admitted.
-- `Reclaimer`: whether a dead worker's bytes are free.
-- `CardWatch`: how much of a card programs outside the daemon hold.
+`KernelWatchdog` finds kernels, compilations and silence that last too long. `MemoryMonitor` compares what a session
+holds with what was admitted. `Reclaimer` proves a dead worker's bytes free. `CardWatch` looks at what others hold of a
+card. `Recycler` has a worker scrubbed after its lease, and weighs it before a lease may have it.
 """
 
 import asyncio
 import contextlib
+import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
+from gpulease.daemon.contract.control_page import BrokerPage, Counter, for_reading, overran
+from gpulease.daemon.contract.messages import Scrub
 from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
+from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.leases import (
     CardLooked,
     Cause,
@@ -21,14 +26,115 @@ from gpulease.daemon.leases import (
     ReclaimProved,
     SessionCondemned,
     WorkerKind,
+    WorkerReady,
+    WorkerScrubbed,
     WorkerUnlisted,
     kind_of,
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.worker import Worker
+from gpulease.protocol.opcodes import Opcode
+
+UNRESPONSIVE_AFTER_S: Final = 30.0
+"""Longest time that a worker may go without a look: six times its longest sleep, for hosts under heavy load."""
 
 ROUND_S: Final = 1.0
+"""Between two rounds, unless a lease's kernels may run for less than a few of these."""
+
+MIN_ROUND_S: Final = 0.01
+"""Between two rounds in any case."""
+
+KNOWN_WAITS: Final = frozenset(
+    {
+        Opcode.LAUNCH,
+        Opcode.MODULE_LOAD,
+        Opcode.MEM_ALLOC,
+        Opcode.ARENA_WRITE,
+        Opcode.ARENA_READ,
+        Opcode.STREAM_CREATE,
+        Opcode.STREAM_WAIT,
+        Opcode.SUBMIT_RUN,
+    }
+)
+"""Operations that may block inside the driver: for a kernel, while the driver's queue is full, or for a compiler. The
+lease's deadline bounds them, and compilers have a bound of their own."""
+
+_ROUNDS_PER_BOUND: Final = 8
+_NS_PER_S: Final = 1_000_000_000
+
+
+@dataclass(slots=True)
+class _LastLook:
+    """The last look that a worker's page showed, and when this process saw it first."""
+
+    looked_ns: int
+    since_ns: int
+
+
+class KernelWatchdog:
+    """Condemns sessions that take too long.
+
+    Args:
+        workers: The workers.
+        post: Called with each `SessionCondemned`.
+        max_load_s: How long an image may compile.
+    """
+
+    def __init__(self, workers: Workers, post: Callable[[Event], None], max_load_s: int) -> None:
+        self._max_load_ns = max_load_s * _NS_PER_S
+        self._workers = workers
+        self._post = post
+        self._looks: dict[int, _LastLook] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look at all workers from now on; later calls do nothing."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def look_at_all(self, now_ns: int) -> None:
+        """Look at every worker once, and condemn the sessions that must end."""
+        serving = {worker.spec.lease_id: worker for worker in self._workers.serving()}
+        for lease_id in self._looks.keys() - serving.keys():
+            del self._looks[lease_id]
+        for lease_id, worker in serving.items():
+            verdict = self._verdict(worker, now_ns)
+            if verdict is not None:
+                self._post(SessionCondemned(lease_id, *verdict))
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._pause_s())
+            self.look_at_all(time.monotonic_ns())
+
+    def _pause_s(self) -> float:
+        bounds = [worker.spec.max_kernel_ms / 1000 for worker in self._workers.serving() if worker.spec.max_kernel_ms]
+        return max(MIN_ROUND_S, min([ROUND_S, *(bound / _ROUNDS_PER_BOUND for bound in bounds)]))
+
+    def _verdict(self, worker: Worker, now_ns: int) -> tuple[Cause, str] | None:
+        looked_ns, since_ns = (worker.page.counter(one) for one in (Counter.LOOKED_NS, Counter.KERNEL_SINCE_NS))
+        if reason := overran(looked_ns, since_ns, worker.spec.max_kernel_ms):
+            return Cause.KERNEL_TIMEOUT, reason
+        compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
+        if compiling_since_ns and now_ns - compiling_since_ns >= self._max_load_ns:
+            return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // _NS_PER_S} s"
+        last = self._looks.get(worker.spec.lease_id)
+        if last is None or looked_ns != last.looked_ns or worker.page.counter(Counter.DOING) in KNOWN_WAITS:
+            self._looks[worker.spec.lease_id] = _LastLook(looked_ns, now_ns)
+        elif now_ns - last.since_ns >= UNRESPONSIVE_AFTER_S * _NS_PER_S:
+            return Cause.UNRESPONSIVE, f"it showed no sign of life for {(now_ns - last.since_ns) / _NS_PER_S:.1f} s"
+        return None
+
+
 """Between two looks at every session, and at what others hold. A session that holds more than the rules foresaw is
 found within this; its look takes 0.1 ms. A program outside the daemon that takes memory shrinks the card's capacity
 within this; until then leases may be promised more of the card than it has. That look takes 0.3 ms."""
@@ -272,3 +378,95 @@ class CardWatch:
         own |= self._workers.pids()
         self._workers.on_processes_listed(card_uuid, reading.processes.keys())
         self._post(CardLooked(card_uuid, reading.unowned_bytes, reading.outside_bytes(own), looked_ns))
+
+
+_UNKNOWN: Final = (CardsUnavailable, MemoryError, RuntimeError)
+"""The card does not say how many bytes a process has, or no thread can be started to ask it."""
+
+
+class Recycler:
+    """Reads the memory of warm contexts before their first lease, has them scrubbed after a lease, and compares.
+
+    Args:
+        source: The cards.
+        workers: The workers.
+        post: Called with `WorkerReady`, once a context's memory was read, and with `WorkerScrubbed`.
+    """
+
+    def __init__(self, source: CardSource, workers: Workers, post: Callable[[Event], None]) -> None:
+        self._source = source
+        self._workers = workers
+        self._post = post
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def deliver(self, event: Event) -> None:
+        """Post a worker's event: at once, or once its warm context was weighed."""
+        if not self.holds_back(event):
+            self._post(event)
+
+    def holds_back(self, event: Event) -> bool:
+        """Return whether to hold an event back: a warm context's memory is read before a lease can have the context."""
+        if not isinstance(event, WorkerReady) or kind_of(event.worker_id) is not WorkerKind.WARM:
+            return False
+        worker = self._workers.worker(event.worker_id)
+        if not self._workers.wipes_heap or worker is None or worker.is_weighed:
+            return False
+        worker.is_weighed = True
+        self._start(self._weigh(worker, event))
+        return True
+
+    def scrub(self, lease_id: int) -> None:
+        """Ask a worker to scrub its context; `WorkerScrubbed` follows unless it does not answer."""
+        worker = self._workers.worker(lease_id)
+        if worker is None:
+            return
+        try:
+            worker.next_page = page = BrokerPage()
+            lease_fd = for_reading(page.fds.lease)
+            try:
+                send_message(worker.channel, Scrub().to_map(), (lease_fd, page.fds.claims))
+            finally:
+                os.close(lease_fd)
+        except (OSError, ChannelClosed) as error:
+            doubt = f"it could not be asked: {error}"
+            asyncio.get_running_loop().call_soon(self._post, WorkerScrubbed(lease_id, doubt))
+
+    def on_scrubbed(self, worker: Worker, doubt: str, held_bytes: int) -> None:
+        """Take in a worker's answer: why it is not clean, or "", and the bytes that it still counts as its own."""
+        if worker.next_page is None or worker.has_answered:
+            return  # Nobody has asked for a scrub, or the worker has answered before.
+        worker.has_answered = True
+        if not doubt and (held_bytes or worker.hand_overs):
+            doubt = f"it still has {held_bytes} bytes and {worker.hand_overs} connections"
+        self._start(self._prove(worker, worker.spec.lease_id, doubt))
+
+    async def stop(self) -> None:
+        """Stop reading cards."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _weigh(self, worker: Worker, ready: WorkerReady) -> None:
+        # A context whose memory can't be read serves one lease, and is not scrubbed.
+        with contextlib.suppress(*_UNKNOWN):
+            card_uuid, pid = worker.spec.card_uuid, worker.pid
+            worker.own_bytes = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
+        self._post(ready)
+
+    async def _prove(self, worker: Worker, lease_id: int, doubt: str) -> None:
+        if not doubt:
+            try:
+                held = await asyncio.to_thread(self._source.process_bytes, worker.spec.card_uuid, worker.pid)
+            except _UNKNOWN as error:
+                doubt = f"the card can't be looked at: {error}"
+            else:
+                if worker.hand_overs:
+                    doubt = "a connection was handed to it meanwhile"
+                elif worker.own_bytes is None or held > worker.own_bytes:
+                    doubt = f"the card shows {held} bytes for its process, not {worker.own_bytes}"
+        self._post(WorkerScrubbed(lease_id, doubt))
+
+    def _start(self, reading: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(reading)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.sandbox.identity import identity_of
 from gpulease.daemon.sandbox.measures import SandboxBroken
+from gpulease.daemon.sandbox.worker_identity import identity_of
 
 NOBODY = 65534
 

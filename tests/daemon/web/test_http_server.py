@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.web import server as serving
-from gpulease.daemon.web.server import MAX_HEAD_BYTES, server_of
+from gpulease.daemon.web import http_server as serving
+from gpulease.daemon.web.http_server import MAX_HEAD_BYTES, server_of
 
 ASK = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LARGE = 8 << 20

@@ -16,7 +16,7 @@ from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.session import Session
-from gpulease.daemon.session.streams import ConnectionStreams
+from gpulease.daemon.session.stream_operations import ConnectionStreams
 from gpulease.protocol.codec import build_body, parse_body, reply_body
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import Frame, FrameReader

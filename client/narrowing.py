@@ -1,6 +1,6 @@
 """Narrow a token before it is passed on, without asking a daemon: needs `pip install '.[tokens]'`.
 
-from gpulease.client.token_narrowing import attenuate
+from gpulease.client.narrowing import attenuate
 
 weaker = attenuate(grant.token, grant.public_key, permissions=Permission.MEM_READ, ttl_secs=10)
 """

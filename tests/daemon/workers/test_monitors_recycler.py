@@ -10,7 +10,7 @@ from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
 from gpulease.daemon.leases import FIRST_WARM_ID, Event, WorkerReady, WorkerScrubbed
-from gpulease.daemon.workers.recycler import Recycler
+from gpulease.daemon.workers.monitors import Recycler
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
 from gpulease.daemon.workers.zygote_client import Zygote

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from gpulease.daemon.remote.settings import TlsSettings, check_tenant
+from gpulease.daemon.remote.tls_settings import TlsSettings, check_tenant
 
 TENANT_PREFIX: Final = "URI:gpulease:tenant:"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gpulease.client import InvalidRequest, Permission
-from gpulease.client.token_narrowing import attenuate
+from gpulease.client.narrowing import attenuate
 from gpulease.daemon.capabilities.authority import CapabilityAuthority, LeaseFacts
 from gpulease.daemon.capabilities.claims import CapabilityRequest, Grant
 from gpulease.daemon.capabilities.keys import KeyRing

@@ -22,7 +22,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
     WorkerScrubbed,
 )
-from gpulease.daemon.workers.memory_monitor import MemoryMonitor
+from gpulease.daemon.workers.monitors import MemoryMonitor
 from gpulease.daemon.workers.registry import Workers
 from helpers.waiting import wait_until
 
@@ -119,7 +119,7 @@ def test_looks_asked_for_meanwhile_are_one_more() -> None:
 
 
 def test_between_two_looks_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.daemon.workers.memory_monitor.PAUSE_S", 3600)
+    monkeypatch.setattr("gpulease.daemon.workers.monitors.PAUSE_S", 3600)
 
     async def story() -> None:
         scene = Scene(MadeCards(0))
@@ -155,7 +155,7 @@ def recycled(scene: Scene) -> int:
 def test_a_context_that_waits_for_its_tenant_is_held_to_what_it_costs(
     monkeypatch: pytest.MonkeyPatch, more_bytes: int
 ) -> None:
-    monkeypatch.setattr("gpulease.daemon.workers.memory_monitor.ROUND_S", 0.01)
+    monkeypatch.setattr("gpulease.daemon.workers.monitors.ROUND_S", 0.01)
 
     async def story() -> None:
         scene = Scene(MadeCards(OVERHEAD + more_bytes))
@@ -175,7 +175,7 @@ def test_a_context_that_waits_for_its_tenant_is_held_to_what_it_costs(
 
 @pytest.mark.parametrize("reserve_bytes", [0, 1])
 def test_rounds_find_what_nobody_asked_to_look_at(monkeypatch: pytest.MonkeyPatch, reserve_bytes: int) -> None:
-    monkeypatch.setattr("gpulease.daemon.workers.memory_monitor.ROUND_S", 0.01)
+    monkeypatch.setattr("gpulease.daemon.workers.monitors.ROUND_S", 0.01)
 
     async def story() -> None:
         scene = Scene(MadeCards(SIZE + OVERHEAD + 1, reserve_bytes=reserve_bytes))

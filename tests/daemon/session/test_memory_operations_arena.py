@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.session.memory import GRANULE_BYTES, MAX_ARENA_BYTES, MAX_EXTENT_BYTES, Arena
+from gpulease.daemon.session.memory_operations import GRANULE_BYTES, MAX_ARENA_BYTES, MAX_EXTENT_BYTES, Arena
 from gpulease.protocol.errors import BodyError
 
 SIZE = 20 * GRANULE_BYTES

@@ -1,6 +1,6 @@
 import pytest
 
-from gpulease.daemon.remote.identity import NoTenant, tenant_named
+from gpulease.daemon.remote.node_identity import NoTenant, tenant_named
 
 ANN = "URI:gpulease:tenant:ann"
 TABLE = {"URI:spiffe://here/jobs": "jobs", "DNS:build.example": "build"}
