@@ -93,7 +93,7 @@ class KernelArgs:
         return sizes_of(self.kinds)
 
     def push_u32(self, value: int) -> Self:
-        """An unsigned integer of 4 bytes."""
+        """Append an unsigned integer of 4 bytes. Raises InvalidRequest if the value does not fit."""
         try:
             self.data += _PACK_U32(value)
         except struct.error:
@@ -102,7 +102,7 @@ class KernelArgs:
         return self
 
     def push_u64(self, value: int) -> Self:
-        """An unsigned integer of 8 bytes."""
+        """Append an unsigned integer of 8 bytes. Raises InvalidRequest if the value does not fit."""
         try:
             self.data += _PACK_U64(value)
         except struct.error:
@@ -111,7 +111,7 @@ class KernelArgs:
         return self
 
     def push_i32(self, value: int) -> Self:
-        """A signed integer of 4 bytes."""
+        """Append a signed integer of 4 bytes. Raises InvalidRequest if the value does not fit."""
         try:
             self.data += _PACK_I32(value)
         except struct.error:
@@ -120,7 +120,7 @@ class KernelArgs:
         return self
 
     def push_i64(self, value: int) -> Self:
-        """A signed integer of 8 bytes."""
+        """Append a signed integer of 8 bytes. Raises InvalidRequest if the value does not fit."""
         try:
             self.data += _PACK_I64(value)
         except struct.error:
@@ -129,7 +129,7 @@ class KernelArgs:
         return self
 
     def push_f32(self, value: float) -> Self:
-        """A float of 4 bytes."""
+        """Append a float of 4 bytes. Raises InvalidRequest if the value does not fit."""
         try:
             self.data += _PACK_F32(value)
         except (struct.error, OverflowError):
@@ -138,7 +138,7 @@ class KernelArgs:
         return self
 
     def push_f64(self, value: float) -> Self:
-        """A float of 8 bytes."""
+        """Append a float of 8 bytes. Raises InvalidRequest if the value does not fit."""
         try:
             self.data += _PACK_F64(value)
         except (struct.error, OverflowError):
@@ -147,7 +147,7 @@ class KernelArgs:
         return self
 
     def push_buffer(self, buffer: Buffer, offset: int = 0) -> Self:
-        """A pointer to a buffer's byte `offset`."""
+        """Append a pointer to a buffer's byte `offset`. Raises InvalidHandle if the buffer is freed, or too small."""
         if not isinstance(buffer, Buffer):
             raise self._misfit(buffer, "a Buffer; integers go in with push_u64")
         if buffer.owner is None:
@@ -160,7 +160,7 @@ class KernelArgs:
         return self
 
     def push_raw(self, data: bytes | bytearray | memoryview) -> Self:
-        """Raw bytes as one argument, a struct passed by value for example."""
+        """Append raw bytes as one argument, a struct passed by value for example."""
         try:
             raw = bytes(memoryview(data))
         except TypeError:

@@ -59,14 +59,13 @@ class TimeLimit:
         yield  # makes this a procedure, as `Limit` says
 
 
-def send(
-    channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit, *, has_begun: bool = False
-) -> Procedure[None]:
+def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) -> Procedure[None]:
     """Write buffers, one after the other and without joining them. Raises LinkEnded, or what the limit raises.
 
-    This returns when the kernel, or the ring, has all of the bytes. If it is interrupted after some of them went
-    (`has_begun`: before this call), the stream can't be used any more and is broken off.
+    This returns when the kernel, or the ring, has all of the bytes. If it is interrupted after some of them went, the
+    stream can't be used any more and is broken off.
     """
+    has_begun = False
     rest = deque(memoryview(part) for part in parts if len(part))
     try:
         while rest or channel.has_unsent:
