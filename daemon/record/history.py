@@ -205,7 +205,7 @@ class LeaseHistory:
         self._asked: dict[int, Asked] = {}
         self._askers: dict[int, str] = {}
         self._times: dict[int, Times] = {}
-        # Who was last given a worker that runs already: the `SpawnWorker` that follows uses it.
+        # Who was given a worker that runs already, in this event: the `SpawnWorker` that follows uses it.
         self._renamed_to = 0
         # Leases and submits.
         self._faulted: set[int] = set()
@@ -262,6 +262,7 @@ class LeaseHistory:
 
     def _follow(self, event: Event, effects: Sequence[Effect], now_ns: int, facts: list[Fact]) -> None:
         kind = type(event)
+        self._renamed_to = 0
         names_tenant = _REQUESTS.get(kind)
         if names_tenant is not None:
             self._take_in(event, now_ns, names_tenant=names_tenant)
