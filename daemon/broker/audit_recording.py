@@ -13,7 +13,7 @@ from typing import Any, Final
 from gpulease.daemon.config.settings import Config, ConfigError
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import Card
-from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse, LogSettings, ToldLately, told_lately
+from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse, LastRecords, LogSettings, last_records
 from gpulease.daemon.record.audit.record_writer import AuditWriter
 from gpulease.daemon.record.audit.recorder import LogRecorder, Recorder
 from gpulease.daemon.record.audit.records import MAX_INTEGER, canonical_bytes
@@ -59,7 +59,7 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
         "pid": os.getpid(),
         "cards": [{"card": card.uuid, "capacity_bytes": card.capacity_bytes} for card in cards],
     }
-    recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_told_lately, settings.folder, boot))
+    recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_last_records, settings.folder, boot))
     writer = AuditWriter(lambda known: AuditLog(settings, boot, known), about, recorder.on_change)
     try:
         await asyncio.to_thread(writer.start, must_work=config.audit_required)
@@ -73,12 +73,12 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
         await recorder.stop()
 
 
-def _told_lately(folder: Path, boot: str) -> ToldLately:
+def _last_records(folder: Path, boot: str) -> LastRecords:
     """Read the last records. A log that can't be read has none here: opening it gives the error."""
     try:
-        return told_lately(folder, boot)
+        return last_records(folder, boot)
     except OSError:
-        return ToldLately()
+        return LastRecords()
 
 
 def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:

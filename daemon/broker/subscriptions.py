@@ -50,7 +50,7 @@ class Write(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Subscription:
-    """One peer's subscription to one lease, or to all that it may see.
+    """A peer's subscription to one lease, or to all that it may see.
 
     Attributes:
         number: The number of the request that made it.

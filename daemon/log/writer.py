@@ -92,7 +92,7 @@ class Shape(Protocol):
 
 
 class JsonShape:
-    """One JSON object a line (RFC 8259), in ASCII.
+    """Lines of one JSON object each (RFC 8259), in ASCII.
 
     Args:
         process: The name of this process, one of the daemon's.
@@ -237,7 +237,7 @@ WRITE_BYTES: Final = 4096
 """Bytes of one write at most: PIPE_BUF (pipe(7)), so that lines of several processes never mix in a pipe."""
 
 FLUSH_S: Final = 1.0
-"""How long the daemon waits at its end for the reader to take the last lines."""
+"""The longest wait, at the daemon's end, for the reader to take the last lines."""
 
 
 class QueueingHandler(logging.Handler):

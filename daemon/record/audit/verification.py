@@ -17,7 +17,7 @@ MAX_FINDINGS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One problem of a log.
+    """A problem of a log.
 
     Attributes:
         file: The file; "" if it is in none.
@@ -56,7 +56,7 @@ class Verdict:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there are no findings."""
         return not self.findings
 
 
