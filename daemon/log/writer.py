@@ -357,11 +357,11 @@ class NonblockingHandler(logging.Handler):
         """See `logging.Handler.emit`. Never waits and raises nothing."""
         try:
             line = self._shape.line(record)
-            told = self._shape.line(_dropped_record(self._dropped)) if self._dropped else b""
-            if len(told) + len(line) > WRITE_BYTES and self._end.write(told):
-                told, self._dropped = b"", 0
+            count_line = self._shape.line(_dropped_record(self._dropped)) if self._dropped else b""
+            if len(count_line) + len(line) > WRITE_BYTES and self._end.write(count_line):
+                count_line, self._dropped = b"", 0
             # In one write: a pipe may have room for one, however short.
-            if self._end.write(told + line):
+            if self._end.write(count_line + line):
                 self._dropped = 0
             else:
                 self._dropped += 1

@@ -251,9 +251,12 @@ class GroupCommitter(Generic[Item]):
 
     def _fail(self, error: Exception) -> None:
         problem = reason_of(error) or type(error).__name__
-        self._target.on_failure(error, problem, is_first=not self._failure)
-        self._failure = problem
-        self._on_change()
+        try:
+            self._target.on_failure(error, problem, is_first=not self._failure)
+        finally:
+            # Whatever happens to the thread now, nothing is granted any more.
+            self._failure = problem
+            self._on_change()
 
 
 def reason_of(error: Exception) -> str:
