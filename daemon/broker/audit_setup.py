@@ -13,7 +13,7 @@ from typing import Any, Final
 from gpulease.daemon.config.settings import Config, ConfigError
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import Card
-from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse, LogSettings, ToldLately, told_lately
+from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse, LastRecords, LogSettings, last_records
 from gpulease.daemon.record.audit.record_writer import AuditWriter
 from gpulease.daemon.record.audit.recorder import LogRecorder, Recorder
 from gpulease.daemon.record.audit.records import MAX_INTEGER, canonical_bytes
@@ -43,7 +43,7 @@ async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> A
     if config.audit_head is not None:
         _check_place("audit_head", config.audit_head, is_folder=False)
     boot = boot_id()
-    recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_told_lately, settings.folder, boot))
+    recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_last_records, settings.folder, boot))
     writer = AuditWriter(
         lambda known: AuditLog(settings, boot, known), _start_record(config, driver, cards), recorder.on_change
     )
@@ -80,12 +80,12 @@ def _start_record(config: Config, driver: str, cards: Sequence[Card]) -> dict[st
     }
 
 
-def _told_lately(folder: Path, boot: str) -> ToldLately:
+def _last_records(folder: Path, boot: str) -> LastRecords:
     # An unreadable log is reported when it is opened.
     try:
-        return told_lately(folder, boot)
+        return last_records(folder, boot)
     except OSError:
-        return ToldLately()
+        return LastRecords()
 
 
 def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:

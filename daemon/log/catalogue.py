@@ -18,7 +18,7 @@ _LEASE: Final = ("lease_id", "tenant", "card", "size_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of event.
+    """A kind of event.
 
     Attributes:
         name: The subject, a dot, and what happened.

@@ -92,7 +92,7 @@ class Shape(Protocol):
 
 
 class JsonShape:
-    """One JSON object a line (RFC 8259), in ASCII.
+    """Lines of one JSON object each (RFC 8259), in ASCII.
 
     Args:
         process: The name of this process, one of the daemon's.
@@ -237,7 +237,7 @@ WRITE_BYTES: Final = 4096
 """Bytes of one write at most: PIPE_BUF (pipe(7)), so that lines of several processes never mix in a pipe."""
 
 FLUSH_S: Final = 1.0
-"""How long the daemon waits at its end for the reader to take the last lines."""
+"""The longest wait, at the daemon's end, for the reader to take the last lines."""
 
 
 class QueueingHandler(logging.Handler):
@@ -357,11 +357,11 @@ class NonblockingHandler(logging.Handler):
         """See `logging.Handler.emit`. Never waits and raises nothing."""
         try:
             line = self._shape.line(record)
-            told = self._shape.line(_dropped_record(self._dropped)) if self._dropped else b""
-            if len(told) + len(line) > WRITE_BYTES and self._end.write(told):
-                told, self._dropped = b"", 0
+            count_line = self._shape.line(_dropped_record(self._dropped)) if self._dropped else b""
+            if len(count_line) + len(line) > WRITE_BYTES and self._end.write(count_line):
+                count_line, self._dropped = b"", 0
             # In one write: a pipe may have room for one, however short.
-            if self._end.write(told + line):
+            if self._end.write(count_line + line):
                 self._dropped = 0
             else:
                 self._dropped += 1

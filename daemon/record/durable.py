@@ -1,4 +1,4 @@
-"""What the journal and the audit log share: a thread that commits in groups, and replies that wait for it.
+"""Group commits for the journal and the audit log: a thread that commits, and replies that wait for it.
 
 The thread takes all that is queued and commits it at once; while that lasts, the next group gathers. If the disk
 refuses, nothing is dropped: the thread keeps the group and tries again every second.
@@ -94,12 +94,12 @@ class CommitQueue(Generic[Item]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more is to come."""
+        """True once no more items will come."""
         return self._is_closed
 
 
 class CommitTarget(ABC, Generic[Item]):
-    """Where a `GroupCommitter` writes. Its methods run in the committer's thread.
+    """The target of a `GroupCommitter`: a file or a database. Its methods run in the committer's thread.
 
     Attributes:
         thread_name: Of the committer's thread.
@@ -251,9 +251,12 @@ class GroupCommitter(Generic[Item]):
 
     def _fail(self, error: Exception) -> None:
         problem = reason_of(error) or type(error).__name__
-        self._target.on_failure(error, problem, is_first=not self._failure)
-        self._failure = problem
-        self._on_change()
+        try:
+            self._target.on_failure(error, problem, is_first=not self._failure)
+        finally:
+            # Whatever happens to the thread now, nothing is granted any more.
+            self._failure = problem
+            self._on_change()
 
 
 def reason_of(error: Exception) -> str:

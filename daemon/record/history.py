@@ -1,7 +1,11 @@
 """The history of leases: events and their effects in, facts out, computed once for the audit log, the log and metrics.
 
-A fact tells what no single effect does: who asked and when, since when a lease is granted, since when its work is
-refused. All that is remembered for that is bounded by open requests and live leases. No I/O.
+A fact holds what no single effect does: who asked and when, since when a lease is granted, since when its work is
+refused. The memory for that is bounded by open requests and live leases. No I/O but the log line of a bug.
+
+Two readers of events take no facts. The journal writes rows whatever a fact says: what is durable must not depend on
+what is reported, and the daemon's own requests, which no fact answers, change rows too. The subscriptions ask the lease
+table for a lease's phase, which changes with effects that are no facts (`SetDeadline`, `Warned`).
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +59,7 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 
 THE_DAEMON: Final = "gpuleased"
-"""Who asked, where nobody did."""
+"""The requester, where nobody asked: the daemon itself."""
 
 TenantRequest = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested
 Request = TenantRequest | RevokeRequested | FenceClearRequested | DrainRequested | DrainCancelled
@@ -63,7 +67,7 @@ Lookup = Callable[[int], LeaseSnapshot | None]
 
 
 class FactKind(Enum):
-    """What happened. Behind each: the event or effect that `Fact.source` is."""
+    """The kinds of facts, each with the event or effect that is its `Fact.source`."""
 
     __hash__ = object.__hash__
 
@@ -165,10 +169,10 @@ NO_TIMES: Final = Times()
 
 
 class Fact(NamedTuple):
-    """One thing that happened.
+    """An event of a lease's life, with all that a record, a line or a counter needs of it.
 
     Attributes:
-        kind: What.
+        kind: What happened.
         now_ns: The monotonic time of the event.
         source: The event or effect that tells it; its type is in `FactKind`.
         lease_id: The lease; 0 if it is about none.
@@ -206,7 +210,7 @@ class LeaseHistory:
         self._asked: dict[int, Asked] = {}
         self._askers: dict[int, str] = {}
         self._times: dict[int, Times] = {}
-        # Who was last given a worker that runs already: the `SpawnWorker` that follows uses it.
+        # Who was given a worker that runs already, in this event: the `SpawnWorker` that follows uses it.
         self._renamed_to = 0
         # Leases and submits.
         self._faulted: set[int] = set()
@@ -242,7 +246,7 @@ class LeaseHistory:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing is remembered: no request is open, and no lease is left."""
+        """True if nothing is remembered: no request is open, and no lease is left."""
         return not (self._asked or self._askers or self._times or self._faulted)
 
     def asked_by(self, request: int, peer: str) -> None:
@@ -263,6 +267,7 @@ class LeaseHistory:
 
     def _follow(self, event: Event, effects: Sequence[Effect], now_ns: int, facts: list[Fact]) -> None:
         kind = type(event)
+        self._renamed_to = 0
         names_tenant = _REQUESTS.get(kind)
         if names_tenant is not None:
             self._take_in(event, now_ns, names_tenant=names_tenant)

@@ -1,4 +1,4 @@
-"""The log's side of leases: each one's life, from the request to the proof that its memory is free.
+"""Logs the life of each lease, from the request to the proof that its memory is free.
 
 `LeaseLog` logs what the audit log records, and what that leaves out: requests before they are granted, the queue, the
 workers. What a tenant can repeat at will is bounded for each tenant and event; what is left out is counted.
@@ -313,7 +313,7 @@ class LeaseLog(Recorder):
 
 
 COUNT_EVERY_S: Final = 10.0
-"""How soon the log says that a tenant's events were left out."""
+"""Until the log says that a tenant's events were left out."""
 
 MAX_COUNTS: Final = 50
 """Lines that say so at once; those of more tenants and events are summed up in one more."""

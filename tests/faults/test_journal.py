@@ -21,8 +21,8 @@ from gpulease.client import (
 from gpulease.client.sync.driver import ask
 from gpulease.daemon.broker.audit_setup import boot_id
 from gpulease.daemon.contract.control_page import PAGE_BYTES
+from gpulease.daemon.record.journal.database import EX_DATAERR, EX_UNAVAILABLE, HEAD_NAME, JOURNAL_NAME, Store
 from gpulease.daemon.record.journal.rows import Contents
-from gpulease.daemon.record.journal.store import EX_DATAERR, EX_UNAVAILABLE, HEAD_NAME, JOURNAL_NAME, Store
 from gpulease.protocol import Failure
 from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.messages import Attach, Drain, Empty, FenceClear, LeaseRenew, LeaseRevoke

@@ -17,7 +17,7 @@ from gpulease.client.cli.service import PLACES, UNITS
 from gpulease.daemon.__main__ import EXIT_CONFIG
 from gpulease.daemon.config.settings import load_config
 from gpulease.daemon.gpus.diagnosis import EX_NOPERM, EX_OSERR
-from gpulease.daemon.record.journal.store import EX_DATAERR
+from gpulease.daemon.record.journal.database import EX_DATAERR
 
 MAX_EXPOSURE = 2.0
 

@@ -29,6 +29,6 @@ newline. A log that ends before its head, or has another record there, was cut.
 **Torn lines.** A crash can leave a piece of a line. It is never removed: the next record says so in `data.torn`
 (`offset` in the file, `size_bytes`, `sha256`), a newline stands between the two, and the piece is no part of the chain.
 
-**Removed files.** Where the operator keeps a bounded number of files, a record of the kind `prune` tells the last
-sequence number and hash of what is removed, before it is.
+**Removed files.** The operator may keep a bounded number of files. Before the daemon removes one, a record of the kind
+`prune` holds the last sequence number and hash in it.
 """

@@ -118,8 +118,8 @@ def _lease_named(source: LogSource, digits: str) -> str:
     """The id that begins with these digits in a log. Raises UsageError if there is none, or several."""
     if len(digits) == LEASE_ID_DIGITS:
         return digits
-    told = (record.data.get("lease") for record in source.records())
-    found = sorted({lease for lease in told if isinstance(lease, str) and lease.startswith(digits)})
+    leases = (record.data.get("lease") for record in source.records())
+    found = sorted({lease for lease in leases if isinstance(lease, str) and lease.startswith(digits)})
     if len(found) != 1:
         raise click.UsageError(f"{len(found)} leases of the log begin with {digits}: give all {LEASE_ID_DIGITS} digits")
     return found[0]

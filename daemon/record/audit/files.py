@@ -88,7 +88,7 @@ def log_files(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldLately:
+class LastRecords:
     """The last records of a log, summed up.
 
     Attributes:
@@ -101,7 +101,7 @@ class ToldLately:
     cut_us: int | None = None
 
 
-def told_lately(folder: Path, boot: str) -> ToldLately:
+def last_records(folder: Path, boot: str) -> LastRecords:
     """Read the end of a log. Raises OSError."""
     kinds: dict[str, Kind] = {}
     cut_us = None
@@ -112,7 +112,7 @@ def told_lately(folder: Path, boot: str) -> ToldLately:
             kind, lease = Kind(record.kind), record.data.get("lease")
             if isinstance(lease, str) and kind in _RANK and _RANK[kind] >= _RANK[kinds.get(lease, kind)]:
                 kinds[lease] = kind
-    return ToldLately(kinds, cut_us)
+    return LastRecords(kinds, cut_us)
 
 
 def _last_lines(folder: Path) -> list[bytes]:

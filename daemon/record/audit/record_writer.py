@@ -1,7 +1,7 @@
-"""Writes records to the audit log in a thread: a bounded queue, and an open log that is opened anew after a failure.
+"""Writes records to the audit log in a thread: a bounded queue, and the open log.
 
-If the disk refuses, the thread opens the log anew every second, finds out what reached the disk after all, and goes on
-with a record of what happened.
+If the disk refuses, the thread opens the log anew every second. It then finds which records reached the disk after all,
+writes a `resume` record that says what happened, and goes on.
 """
 
 import time
@@ -62,7 +62,7 @@ class AuditWriter:
         return self._committer.durable
 
     def is_durable(self, ticket: int) -> bool:
-        """Whether the record with this ticket is on the disk."""
+        """Return whether the record with this ticket is on the disk."""
         return 0 < ticket <= self._committer.durable
 
     def problem(self) -> str:

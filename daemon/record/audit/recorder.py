@@ -16,7 +16,7 @@ from gpulease.daemon.leases import Denial, Denied, Event, Granted, LeaseSnapshot
 from gpulease.daemon.leases.denials import not_recorded
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.record.audit.files import ToldLately
+from gpulease.daemon.record.audit.files import LastRecords
 from gpulease.daemon.record.audit.projector import Entry
 from gpulease.daemon.record.audit.record_writer import MINOR, AuditWriter
 from gpulease.daemon.record.audit.records import ENDS, Kind, clean_text
@@ -36,7 +36,7 @@ class Recorder:
 
     @property
     def keeps_records(self) -> bool:
-        """Whether `record` does anything."""
+        """True if `record` does anything."""
         return False
 
     def attach(self, post: Callable[[Event], None]) -> None:
@@ -92,13 +92,13 @@ class LogRecorder(Recorder):
 
     Args:
         is_required: Whether a grant is told only when its record is durable.
-        told: The last records of the log. An earlier daemon may have been killed between this log and its journal, in
+        last: The last records of the log. An earlier daemon may have been killed between this log and its journal, in
             which leases have ended, or have not.
     """
 
-    def __init__(self, is_required: bool, told: ToldLately | None = None) -> None:
+    def __init__(self, is_required: bool, last: LastRecords | None = None) -> None:
         self._is_required = is_required
-        self._told = told or ToldLately()
+        self._last = last or LastRecords()
         self._writer: AuditWriter | None = None
         self._replies = DurableReplies(lambda: 0 if self._writer is None else self._writer.durable, self.problem)
         self._budgets = Budgets()
@@ -138,11 +138,11 @@ class LogRecorder(Recorder):
         So if the last records do not name a lease at all, its end is missing only if it came after them.
         """
         found = []
-        cut_us = self._told.cut_us
+        cut_us = self._last.cut_us
         for lease in reversed(tombstones):
             if cut_us is not None and (lease.ended_ns or 0) // NS_PER_US < cut_us:
                 cut_us = None
-            kind = self._told.kinds.get(lease_text(lease.lease_id))
+            kind = self._last.kinds.get(lease_text(lease.lease_id))
             # No log may have been kept when a lease began that the records do not name.
             is_cut_off = cut_us is not None and lease.created_ns // NS_PER_US <= cut_us
             if is_cut_off if kind is None else kind not in (Kind.END, Kind.FENCE):
@@ -198,7 +198,7 @@ class LogRecorder(Recorder):
         if self._writer is None:
             return
         kind, data = entry
-        if kind is Kind.END and self._told.kinds.get(data["lease"]) is Kind.END:
+        if kind is Kind.END and self._last.kinds.get(data["lease"]) is Kind.END:
             return
         if kind in MINOR:
             omitted = self._budgets.spend(str(data.get("tenant", "")), now_ns or time.monotonic_ns())

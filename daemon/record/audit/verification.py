@@ -17,7 +17,7 @@ MAX_FINDINGS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One problem of a log.
+    """A problem of a log.
 
     Attributes:
         file: The file; "" if it is in none.
@@ -56,7 +56,7 @@ class Verdict:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there are no findings."""
         return not self.findings
 
 
@@ -180,8 +180,8 @@ class Verifier:
                 self._find(file, offset_bytes, record.seq, "it tells of a torn line that is not there")
             return
         sha256 = scrap.digest.hexdigest()
-        told = {"offset": scrap.offset_bytes, "size_bytes": scrap.size_bytes, "sha256": sha256}
-        if torn == told and scrap.file == file:
+        expected = {"offset": scrap.offset_bytes, "size_bytes": scrap.size_bytes, "sha256": sha256}
+        if torn == expected and scrap.file == file:
             self.verdict.notes.append(f"{file}, byte {scrap.offset_bytes}: {scrap.size_bytes} bytes of a line, as told")
             return
         if record is None and not scrap.newline and self._is_head_met:

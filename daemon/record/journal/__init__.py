@@ -4,8 +4,8 @@
 to it is on the disk. `Journal` is that of a daemon that keeps none, `FileJournal` the real one.
 """
 
+from gpulease.daemon.record.journal.database import JournalBroken
 from gpulease.daemon.record.journal.journal import FileJournal, Journal, open_journal
 from gpulease.daemon.record.journal.rows import KeptRelay
-from gpulease.daemon.record.journal.store import JournalBroken
 
 __all__ = ["FileJournal", "Journal", "JournalBroken", "KeptRelay", "open_journal"]

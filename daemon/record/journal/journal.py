@@ -1,6 +1,6 @@
 """The broker's side of the journal: events in, changes of rows out, and outcomes held until they are on the disk.
 
-`FileJournal` is told every event with its effects before any effect is carried out. `JournalProjector` turns them into
+`FileJournal` gets every event with its effects before any effect is carried out. `JournalProjector` turns them into
 changes of rows, a `GroupCommitter` writes those, and `DurableReplies` holds outcomes until all before them is durable.
 Nothing here decides what the lease table does, with one exception: a grant that can't be written down in time is
 revoked before its tenant hears of it.
@@ -48,6 +48,7 @@ from gpulease.daemon.leases.store import mark_of
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.durable import CommitTarget, DurableReplies, GroupCommitter, reason_of
+from gpulease.daemon.record.journal.database import Store, prepare
 from gpulease.daemon.record.journal.rows import (
     DRAIN_KEY,
     Change,
@@ -60,7 +61,6 @@ from gpulease.daemon.record.journal.rows import (
     spent_key,
     warm_key,
 )
-from gpulease.daemon.record.journal.store import Store, prepare
 
 NS_PER_MS: Final = 1_000_000
 

@@ -32,7 +32,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family of series.
+    """A family of series.
 
     Attributes:
         meaning: The help text.
@@ -214,7 +214,7 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many observations there are."""
+        """The number of observations."""
         return sum(self.counts)
 
 
@@ -226,7 +226,7 @@ class Histogram:
         self.of: dict[Labels, Distribution] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything was observed."""
+        """True if there is any observation."""
         return bool(self.of)
 
     def observe(self, labels: Labels, value: float) -> None:

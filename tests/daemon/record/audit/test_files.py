@@ -12,13 +12,13 @@ import pytest
 from gpulease.daemon.record.audit.files import (
     AuditLog,
     FolderInUse,
+    LastRecords,
     LogDisturbed,
     LogSettings,
     Tail,
-    ToldLately,
+    last_records,
     log_files,
     tail_of,
-    told_lately,
 )
 from gpulease.daemon.record.audit.reading import CannotRead, find_log
 from gpulease.daemon.record.audit.records import HEAD_BYTES, Draft, Kind, Link, hash_of, seal
@@ -302,11 +302,11 @@ def test_a_head_that_can_not_be_read(open_log: Open, folder: Path) -> None:
 
 def test_what_the_last_records_tell(open_log: Open, folder: Path) -> None:
     log = open_log()
-    assert told_lately(folder, BOOT) == ToldLately()
+    assert last_records(folder, BOOT) == LastRecords()
     one, two = f"{1:032x}", f"{2:032x}"
     log.append([draft(Kind.GRANT, 5, lease=one), draft(Kind.GRANT, 6, lease=two), draft(Kind.END, 7, lease=two)], 8)
     kinds = {one: Kind.GRANT, two: Kind.END}
-    assert told_lately(folder, BOOT) == ToldLately(kinds, 7)
-    assert told_lately(folder, OTHER_BOOT) == ToldLately(kinds)
+    assert last_records(folder, BOOT) == LastRecords(kinds, 7)
+    assert last_records(folder, OTHER_BOOT) == LastRecords(kinds)
     log.append([draft(Kind.STOP, 9)], 10)
-    assert told_lately(folder, BOOT) == ToldLately(kinds)
+    assert last_records(folder, BOOT) == LastRecords(kinds)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gpulease.daemon.leases import Cause, LeaseSnapshot, LeaseState
-from gpulease.daemon.record.audit.files import ToldLately
+from gpulease.daemon.record.audit.files import LastRecords
 from gpulease.daemon.record.audit.recorder import LogRecorder
 from gpulease.daemon.record.audit.records import Kind
 from gpulease.protocol.lease_ids import lease_text
@@ -22,9 +22,9 @@ def tombstone(lease_id: int, created_us: int, ended_us: int) -> LeaseSnapshot:
     )  # fmt: skip
 
 
-def without_end(told: ToldLately, *tombstones: LeaseSnapshot) -> list[int]:
+def without_end(told: LastRecords, *tombstones: LeaseSnapshot) -> list[int]:
     async def ask() -> list[int]:
-        return [lease.lease_id for lease in LogRecorder(is_required=False, told=told).without_end(tombstones)]
+        return [lease.lease_id for lease in LogRecorder(is_required=False, last=told).without_end(tombstones)]
 
     return asyncio.run(ask())
 
@@ -35,19 +35,19 @@ def without_end(told: ToldLately, *tombstones: LeaseSnapshot) -> list[int]:
 )
 @pytest.mark.parametrize("ended_us", [CUT_US - 1, CUT_US, CUT_US + 1])
 def test_a_lease_of_which_the_last_records_tell(kind: Kind, lacks: bool, ended_us: int) -> None:
-    told = ToldLately({lease_text(7): kind}, CUT_US)
+    told = LastRecords({lease_text(7): kind}, CUT_US)
     assert without_end(told, tombstone(7, 50, ended_us)) == [7] * lacks
 
 
 def test_a_lease_of_which_they_do_not_tell_lacks_its_end_if_that_came_behind_them() -> None:
-    told = ToldLately({}, CUT_US)
+    told = LastRecords({}, CUT_US)
     before, at, after = tombstone(1, 5, CUT_US - 1), tombstone(2, 5, CUT_US), tombstone(3, 5, CUT_US + 1)
     assert without_end(told, before, at, after) == [2, 3]
     # Stopped in good order, or of another boot: all was recorded.
-    assert without_end(ToldLately(), before, at, after) == []
+    assert without_end(LastRecords(), before, at, after) == []
 
 
 def test_ends_of_an_earlier_boot_and_leases_that_the_log_never_knew_are_not_made_up() -> None:
-    told = ToldLately({}, CUT_US)
+    told = LastRecords({}, CUT_US)
     assert without_end(told, tombstone(1, 5, 900), tombstone(2, 5, CUT_US - 1), tombstone(3, 5, 200)) == [3]
     assert without_end(told, tombstone(4, CUT_US + 1, 200)) == []

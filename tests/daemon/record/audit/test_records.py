@@ -25,7 +25,7 @@ from gpulease.daemon.record.audit.records import (
 )
 
 from .chains import ANY_SPEED, BOOT, a_life, draft, sealed
-from .test_canonical import keys, values
+from .test_records_canonical import keys, values
 
 
 @ANY_SPEED

@@ -11,7 +11,7 @@ from gpulease.daemon.record.audit.records import Draft, Head, Kind, Link, read_r
 from gpulease.daemon.record.audit.usage import UsageSum, Used
 
 from .chains import ANY_SPEED, BOOT, OTHER_BOOT, a_life, draft, sealed
-from .test_canonical import keys, values
+from .test_records_canonical import keys, values
 
 S = 1_000_000
 

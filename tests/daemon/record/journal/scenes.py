@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from gpulease.daemon.leases import Cause, KeptLease, LeaseSnapshot, LeaseState, LeaseTerms
+from gpulease.daemon.record.journal.database import Store, prepare
 from gpulease.daemon.record.journal.rows import (
     DRAIN_KEY,
     Change,
@@ -15,7 +16,6 @@ from gpulease.daemon.record.journal.rows import (
     number_key,
     spent_key,
 )
-from gpulease.daemon.record.journal.store import Store, prepare
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 BOOT = "a1" * 16

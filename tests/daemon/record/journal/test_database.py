@@ -11,8 +11,7 @@ import pytest
 
 from gpulease.daemon.leases import Cause, LeaseState
 from gpulease.daemon.record.journal import JournalBroken, open_journal
-from gpulease.daemon.record.journal.rows import Contents
-from gpulease.daemon.record.journal.store import (
+from gpulease.daemon.record.journal.database import (
     EX_CONFIG,
     EX_DATAERR,
     EX_IOERR,
@@ -22,6 +21,7 @@ from gpulease.daemon.record.journal.store import (
     VERSION,
     HeadFile,
 )
+from gpulease.daemon.record.journal.rows import Contents
 
 from .scenes import BOOT, RELAY, kept, left_behind, opened, put, tombstone
 
@@ -314,7 +314,7 @@ def test_what_was_interrupted_while_it_was_made_is_made_again(tmp_path: Path) ->
 
 
 def _head_of_none(head: bytes) -> bytes:
-    from gpulease.daemon.record.journal.store import _head_bytes
+    from gpulease.daemon.record.journal.database import _head_bytes
 
     assert len(head) == len(_head_bytes(0))
     return _head_bytes(0)
