@@ -102,7 +102,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnd:
-    """One cause that ends a lease, and the sentences about it.
+    """A cause that ends a lease, and the sentences about it.
 
     Attributes:
         status: The status of every request about the lease from then on.

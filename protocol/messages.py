@@ -305,7 +305,7 @@ class CapabilityRevoke:
 
 @dataclass(frozen=True, slots=True)
 class Audience:
-    """This node's name for the peer. The future holder of a token gives its audience to the tenant who asks for it."""
+    """Name of this node for the peer. A token's future holder gives it to the tenant who asks for the token."""
 
     audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
 
@@ -429,7 +429,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
-    """One operation of a graph with its request body: LAUNCH, MEM_WRITE, ARENA_WRITE or ARENA_READ."""
+    """Operation of a graph with its request body: LAUNCH, MEM_WRITE, ARENA_WRITE or ARENA_READ."""
 
     op: int = wire(U16)
     body: bytes = wire(sized_bytes(limits.MAX_GRAPH_NODE_BYTES))
@@ -487,7 +487,7 @@ class GpuSubmit:
 
 @dataclass(frozen=True, slots=True)
 class SubmitArgument:
-    """One argument of an `ArgumentKind`: `data` for VALUE, INPUT and INOUT; `size_bytes` for OUTPUT, else 0."""
+    """Argument of an `ArgumentKind`: `data` for VALUE, INPUT and INOUT; `size_bytes` for OUTPUT, else 0."""
 
     kind: int = wire(U8)
     size_bytes: int = wire(U64)

@@ -209,3 +209,134 @@ def test_nothing_in_the_tree_says(words: tuple[str, ...]) -> None:
         if word in line
     ]
     assert found == []
+
+
+# --- Names, docstrings and layers: .github/CONTRIBUTING.md tells this law. ---
+
+SMALL_LINES = 120
+ENTRY_POINTS = {"__main__", "__init__", "start", "public"}
+"""Modules that something outside imports or runs: a command, a package, an interpreter."""
+
+SINGLE = {"daemon/broker/fair_queue.py", "daemon/host/periodic_task.py"}
+"""Small modules of one importer that are an idea by themselves."""
+
+SIBLINGS = (
+    ("client/engine", "client/sync", "client/aio"),
+    ("client/serve/gateway", "client/serve/models"),
+    ("client/cli", "client/cli/top"),
+    ("client/bench",),
+    ("client/verify",),
+    ("daemon/bench",),
+    ("daemon/drivers/cuda", "daemon/drivers/ptx"),
+    ("daemon/drivers/ptx/translate",),
+    ("daemon/broker/handlers",),
+)
+"""Folders whose files implement one interface, or are commands of one program. They may share names and be small."""
+
+NO_NOUN = re.compile(r"\w+ing")
+NOUNS_IN_ING = {"framing", "ring", "passing", "floating"}
+PUBLIC_NAMES = {"client/narrowing.py"}
+"""Modules that users import by name."""
+
+UNDER_ALL = {"contract", "host", "log", "native", "sandbox", "capabilities", "config", "gpus", "leases", "bench", ""}
+LAYERS = {
+    "supervisor": {"broker"},
+    "broker": {"workers", "record", "web", "remote", "supervisor"},
+    "workers": {"record", "zygote"},
+    "record": set[str](),
+    "web": set[str](),
+    "remote": set[str](),
+    "zygote": {"session", "drivers"},
+    "session": {"drivers"},
+    "drivers": set[str](),
+}
+"""By room of daemon/: rooms below it that it may import, beside those under all."""
+
+NOT_A_SUBJECT = re.compile(
+    r"(It|They|This|These|That|Those|He|She|One|Its|Their|There|The same|See|As above"
+    r"|What|Which|Where|Whether|Who|Whose|How|Why|When)\b"
+)
+MAX_SENTENCE_WORDS = 25
+
+
+def docstring_of(path: Path) -> str | None:
+    return ast.get_docstring(tree_of(path))
+
+
+def docstrings_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Each docstring of a file: the place with its name, and the text."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield f"{name_of(path)}:{getattr(node, 'lineno', 1)} {getattr(node, 'name', '')}", text
+
+
+def test_a_docstring_begins_with_its_subject_or_verb() -> None:
+    assert [place for path in SOURCES for place, text in docstrings_of(path) if NOT_A_SUBJECT.match(text)] == []
+
+
+def test_a_docstring_says_more_than_the_name() -> None:
+    def words(text: str) -> str:
+        return re.sub(r"[^a-z]", "", text.lower())
+
+    told = [(place, text) for path in SOURCES for place, text in docstrings_of(path)]
+    assert [place for place, text in told if words(place.rpartition(" ")[2]) == words(text)] == []
+
+
+def test_no_module_s_name_is_a_gerund() -> None:
+    found = {name_of(path) for path in SOURCES if NO_NOUN.fullmatch(path.stem.rpartition("_")[2])}
+    nouns = {name for name in found if Path(name).stem.rpartition("_")[2] in NOUNS_IN_ING}
+    assert found - nouns - PUBLIC_NAMES == set()
+
+
+def is_sibling(one: Path, other: Path) -> bool:
+    """Whether two files lie in folders that hold implementations of one interface."""
+    folders = {name_of(path.parent) for path in (one, other)}
+    return any(folders <= set(group) for group in SIBLINGS)
+
+
+def test_no_basename_occurs_twice() -> None:
+    for part in PARTS:
+        paths = [path for path in SOURCES if name_of(path).startswith(f"{part}/") and path.stem not in ENTRY_POINTS]
+        twice = [
+            (name_of(one), name_of(other))
+            for number, one in enumerate(paths)
+            for other in paths[number + 1 :]
+            if one.stem == other.stem and not is_sibling(one, other)
+        ]
+        assert twice == []
+
+
+def test_a_small_module_is_needed_by_more_than_one() -> None:
+    importers: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for name in imports_of(path):
+            importers.setdefault(name.removesuffix("." + name.rpartition(".")[2]), set()).add(name_of(path))
+            importers.setdefault(name, set()).add(name_of(path))
+    lonely = []
+    for path in SOURCES:
+        if path.stem in ENTRY_POINTS or name_of(path) in SINGLE | PUBLIC_NAMES:
+            continue
+        if any(name_of(path.parent) in group for group in SIBLINGS) or "`python -m" in (docstring_of(path) or ""):
+            continue
+        module = ".".join(["gpulease", *path.relative_to(ROOT).with_suffix("").parts])
+        if len(path.read_text(encoding="utf-8").splitlines()) < SMALL_LINES and len(importers.get(module, ())) < 2:
+            lonely.append(name_of(path))
+    assert lonely == [], lonely
+
+
+def test_no_room_of_the_daemon_imports_a_higher_one() -> None:
+    wrong = []
+    for path in SOURCES:
+        parts = path.relative_to(ROOT).parts
+        room = parts[1] if len(parts) > 2 else ""
+        if parts[0] != "daemon" or room not in LAYERS:
+            continue
+        for name in imports_of(path):
+            if not name.startswith("gpulease.daemon."):
+                continue
+            other = name.split(".")[2]
+            if (ROOT / "daemon" / other).is_dir() and other not in {room, *LAYERS[room], *UNDER_ALL}:
+                wrong.append(f"{name_of(path)} imports {name}")
+    assert wrong == [], wrong

@@ -7,7 +7,7 @@ from typing import Any
 from gpulease.client.aio.driver import drive, drive_holding, undisturbed
 from gpulease.client.aio.streams import Stream
 from gpulease.client.engine.graphs import GraphHandle
-from gpulease.client.engine.recording import Recording
+from gpulease.client.engine.recorder import Recording
 from gpulease.client.engine.session import SessionView
 from gpulease.client.engine.steps import Begun
 

@@ -17,7 +17,7 @@ from gpulease.client.engine.session import Session, SessionView
 from gpulease.client.engine.steps import Begun, Procedure
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.forking import register
+from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, Module
 
 T = TypeVar("T")

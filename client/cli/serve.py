@@ -21,7 +21,7 @@ def serve() -> None:
     """Serve others on leases."""
 
 
-@serve.command()
+@serve.command(help="One lease per request, over HTTP: each request is done once, however often it is asked.")
 @click.option("--models", type=click.Path(path_type=Path), help="A TOML file of models; see the README.")
 @click.option("--listen", default="tcp:127.0.0.1:8080", show_default=True, help="tcp:127.0.0.1:PORT or unix:PATH.")
 @click.option(
@@ -50,7 +50,7 @@ def gateway(
     attach_by_token: bool,
     demo: bool,
 ) -> None:
-    """One lease per request, over HTTP: each request is done once, however often it is asked."""
+    """Serve each request on a lease of its own, once however often it is asked."""
     try:
         from gpulease.client.serve.gateway.admission import Bounds
         from gpulease.client.serve.gateway.gateway import Gateway

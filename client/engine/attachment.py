@@ -10,7 +10,7 @@ from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_t
 from gpulease.client.engine.lease import LeaseState, find_end_reason
 from gpulease.client.engine.steps import Procedure
 from gpulease.client.errors import GpuLeaseError, error_of
-from gpulease.client.forking import OF_PARENT
+from gpulease.client.fork_guard import OF_PARENT
 from gpulease.client.transport.arena import Arena
 from gpulease.client.transport.channel import Channel, FrameWriter
 from gpulease.client.transport.link import LinkEnded

@@ -65,7 +65,7 @@ class LeaseEvent:
 
 
 def event_of(told: Notification) -> LeaseEvent:
-    """What the daemon said."""
+    """Read an event that the daemon sent."""
     event = told.event
     phase = _KNOWN_PHASES.get(event.phase, event.phase)
     return LeaseEvent(

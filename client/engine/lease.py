@@ -40,7 +40,7 @@ from gpulease.client.errors import (
     InvalidRequest,
     error_of,
 )
-from gpulease.client.forking import OF_PARENT, register
+from gpulease.client.fork_guard import OF_PARENT, register
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting

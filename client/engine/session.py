@@ -18,7 +18,7 @@ from gpulease.client.engine.resources import Resources
 from gpulease.client.engine.steps import Procedure
 from gpulease.client.engine.streams import Streams
 from gpulease.client.errors import error_of
-from gpulease.client.forking import OF_PARENT
+from gpulease.client.fork_guard import OF_PARENT
 from gpulease.client.handles import BorrowedBuffer
 from gpulease.client.transport.arena import empty
 from gpulease.client.transport.ring import wanted_of

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Any
 
 from gpulease.client.engine.graphs import GraphHandle
-from gpulease.client.engine.recording import Recording
+from gpulease.client.engine.recorder import Recording
 from gpulease.client.engine.session import SessionView
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.streams import Stream

@@ -12,7 +12,7 @@ from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.request import address_of
 from gpulease.client.engine.session import Session, SessionView
 from gpulease.client.engine.tokens import Grant, token_of
-from gpulease.client.forking import register
+from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder

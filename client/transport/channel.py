@@ -10,7 +10,7 @@ from collections import deque
 from enum import Enum
 from typing import Any, Final, Protocol
 
-from gpulease.client.forking import OF_PARENT, register
+from gpulease.client.fork_guard import OF_PARENT, register
 from gpulease.client.transport.link import Link
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, UnixAddress

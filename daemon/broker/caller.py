@@ -39,7 +39,7 @@ class ClientConnection(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer can still read an answer."""
+        """Return whether the peer can still read an answer."""
 
     def answer(self, request: Request, result: Body | Failure) -> None:
         """Answer a request. Does nothing once the connection is closed."""

@@ -171,12 +171,12 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer can still read an answer."""
+        """Return whether the peer can still read an answer."""
         return self._transport is not None and not self._transport.is_closing()
 
     @property
     def is_lost(self) -> bool:
-        """Whether the transport is gone."""
+        """Return whether the transport is gone."""
         return self._transport is None
 
     def answer(self, request: Request, result: Body | Failure) -> None:

@@ -34,7 +34,7 @@ class FairQueue:
 
     @property
     def is_quantum_over(self) -> bool:
-        """Whether the connection that is served now has used its quantum."""
+        """Return whether the connection that is served now has used its quantum."""
         return self._clock_ns() >= self.quantum_ends_ns
 
     def enqueue(self, tenant: str, serve: Serve) -> None:

@@ -235,7 +235,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key of a section.
+    """A section's key, with its default, its bounds and its sentence.
 
     Attributes:
         name: The key, as operators write it.

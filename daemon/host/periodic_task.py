@@ -27,7 +27,7 @@ class PeriodicTask:
 
     @property
     def is_started(self) -> bool:
-        """Whether `start` was called."""
+        """Return whether `start` was called."""
         return self._task is not None
 
     def start(self, *, at_once: bool = False) -> None:

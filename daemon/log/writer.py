@@ -104,7 +104,7 @@ class JsonShape:
         self._for_journal = for_journal
 
     def line(self, record: logging.LogRecord) -> bytes:
-        """See `Shape.line`."""
+        """Implement `Shape.line`."""
         event, fields = _event_and_fields(record)
         members: dict[str, object] = {
             "time": _time_text(record.created),
@@ -140,7 +140,7 @@ class HumanShape:
         self._for_journal = for_journal
 
     def line(self, record: logging.LogRecord) -> bytes:
-        """See `Shape.line`."""
+        """Implement `Shape.line`."""
         _, fields = _event_and_fields(record)
         prefix = _prefix(record) if self._for_journal else ""
         at = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
@@ -265,7 +265,7 @@ class QueueingHandler(logging.Handler):
         self._shape = shape
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`. Never waits and raises nothing."""
+        """Implement `logging.Handler.emit`. Never waits and raises nothing."""
         try:
             line = self._shape.line(record)
             with self._changed:
@@ -354,7 +354,7 @@ class NonblockingHandler(logging.Handler):
         self._dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`. Never waits and raises nothing."""
+        """Implement `logging.Handler.emit`. Never waits and raises nothing."""
         try:
             line = self._shape.line(record)
             count_line = self._shape.line(_dropped_record(self._dropped)) if self._dropped else b""
@@ -369,7 +369,7 @@ class NonblockingHandler(logging.Handler):
             self._dropped += 1
 
     def close(self) -> None:
-        """See `logging.Handler.close`."""
+        """Implement `logging.Handler.close`."""
         self._end.close()
         super().close()
 

@@ -96,12 +96,12 @@ class LeaseLog(Recorder):
     # --- what happens ---
 
     def attach(self, post: Callable[[Event], None]) -> None:
-        """See `Recorder.attach`."""
+        """Implement `Recorder.attach`."""
         self._inner.attach(post)
 
     @property
     def keeps_records(self) -> bool:
-        """See `Recorder.keeps_records`."""
+        """Implement `Recorder.keeps_records`."""
         return self._inner.keeps_records
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
@@ -123,11 +123,11 @@ class LeaseLog(Recorder):
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="logging what happened to a lease")
 
     def record(self, entry: Entry, now_ns: int) -> None:
-        """See `Recorder.record`."""
+        """Implement `Recorder.record`."""
         self._inner.record(entry, now_ns)
 
     def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
-        """See `Recorder.without_end`."""
+        """Implement `Recorder.without_end`."""
         return self._inner.without_end(tombstones)
 
     def record_missing_ends(self, tombstones: Sequence[LeaseSnapshot], now_ns: int) -> None:
@@ -137,28 +137,28 @@ class LeaseLog(Recorder):
                 self.record(entry, now_ns)
 
     def attached(self, lease_id: int, tenant: str) -> None:
-        """See `Recorder.attached`."""
+        """Implement `Recorder.attached`."""
         self._log(LogEvent.SESSION_ATTACHED, tenant, lease_id=lease_id, worker_pid=self._pid_of(lease_id) or None)
         self._inner.attached(lease_id, tenant)
 
     def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
-        """See `Recorder.issued`."""
+        """Implement `Recorder.issued`."""
         permissions = list(names_of(grant.permissions))
         fields = {"lease_id": grant.lease_id, "by": by, "permissions": permissions, "nonce": grant.nonce.hex()}
         self._log(LogEvent.TOKEN_ISSUED, tenant, **fields)
         self._inner.issued(tenant, by, grant, audience)
 
     def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
-        """See `Recorder.token_revoked`."""
+        """Implement `Recorder.token_revoked`."""
         self._log(LogEvent.TOKEN_REVOKED, tenant, lease_id=lease_id, by=by, nonce=nonce.hex())
         self._inner.token_revoked(tenant, by, lease_id, nonce)
 
     def reloaded(self, config: str) -> None:
-        """See `Recorder.reloaded`."""
+        """Implement `Recorder.reloaded`."""
         self._inner.reloaded(config)
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
-        """See `Recorder.refused`."""
+        """Implement `Recorder.refused`."""
         fields = {"operation": operation.lower(), "lease_id": lease_id, "denial": "refused", "reason": message}
         self._log(LogEvent.REQUEST_DENIED, tenant, **fields)
         self._inner.refused(operation, tenant, lease_id, message)
@@ -170,19 +170,19 @@ class LeaseLog(Recorder):
     # --- what the audit log demands ---
 
     def denial(self) -> Denial | None:
-        """See `Recorder.denial`."""
+        """Implement `Recorder.denial`."""
         return self._inner.denial()
 
     def problem(self) -> str:
-        """See `Recorder.problem`."""
+        """Implement `Recorder.problem`."""
         return self._inner.problem()
 
     def figures(self) -> dict[str, int] | None:
-        """See `Recorder.figures`."""
+        """Implement `Recorder.figures`."""
         return self._inner.figures()
 
     def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
-        """See `Recorder.answer`. Logs the denial that takes the grant's place."""
+        """Implement `Recorder.answer`. Logs the denial that takes the grant's place."""
 
         def answered(outcome: Granted | Denied) -> None:
             if isinstance(outcome, Denied):
@@ -194,7 +194,7 @@ class LeaseLog(Recorder):
         self._inner.answer(granted, answered)
 
     async def stop(self) -> None:
-        """See `Recorder.stop`."""
+        """Implement `Recorder.stop`."""
         self._limited.stop()
         await self._inner.stop()
 

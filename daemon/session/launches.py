@@ -47,7 +47,7 @@ class LaunchOperations(Operations):
         self._planner = planner
 
     def launch(self, frame: Frame) -> bytes:
-        """LAUNCH."""
+        """Serve LAUNCH: queue a kernel, by its plan if there is one."""
         planner = self._planner
         plan, args = planner.plan(frame.payload)  # type: ignore[arg-type]  # received payloads are views
         params = args if plan.moves is None else plan.lay_out(args)
@@ -64,7 +64,7 @@ class LaunchOperations(Operations):
         return b"" if frame.flags else empty(frame)
 
     def sync(self, frame: Frame) -> bytes:
-        """SYNC."""
+        """Serve SYNC: wait for all launches."""
         if frame.payload:
             raise BodyError("SYNC takes no payload")
         self._context.sync(self._check_lease)

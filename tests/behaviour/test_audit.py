@@ -14,7 +14,7 @@ import pytest
 
 from gpulease.client import CapacityExceeded, GpuLeaseError, GpuSession, Permission, my_audience
 from gpulease.daemon.record.audit.files import log_files
-from gpulease.daemon.record.audit.reading import find_log
+from gpulease.daemon.record.audit.log_reader import find_log
 from gpulease.daemon.record.audit.record_writer import BEAT_S
 from gpulease.daemon.record.audit.records import Kind, Record
 from gpulease.daemon.record.audit.usage import UsageSum

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gpulease.client import Buffer, GpuBuilder, GpuSession, InvalidHandle, KernelArgs, LaunchFailed, Revoked
-from gpulease.client.engine import staging
-from gpulease.client.engine.staging import ONE_PIECE_BYTES, SLOT_BYTES, SLOTS, STAGED_FROM_BYTES, Copiers
+from gpulease.client.engine import staged_copies as staging
+from gpulease.client.engine.staged_copies import ONE_PIECE_BYTES, SLOT_BYTES, SLOTS, STAGED_FROM_BYTES, Copiers
 from gpulease.client.engine.steps import Procedure
 from gpulease.protocol import Opcode
 from helpers.daemon import Daemon

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterator
 from itertools import pairwise
 
-from gpulease.daemon.record.audit.reading import find_log, line_of, usage_map, usage_table
+from gpulease.daemon.record.audit.log_reader import find_log, line_of, usage_map, usage_table
 from gpulease.daemon.record.audit.records import (
     MAX_RECORD_BYTES,
     Kind,

@@ -53,7 +53,7 @@ class AttachingConnection(ClientConnection, Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the transport is gone, so that no answer is owed."""
+        """Return whether the transport is gone, so that no answer is owed."""
 
     def resume_reading(self) -> None:
         """Read from the socket, so that the peer's leaving is noticed."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import click
 
-from gpulease.daemon.record.audit.reading import CannotRead, LogSource, find_log, line_of, usage_map, usage_table
+from gpulease.daemon.record.audit.log_reader import CannotRead, LogSource, find_log, line_of, usage_map, usage_table
 from gpulease.daemon.record.audit.records import Kind, Link, Record, canonical_bytes
 from gpulease.daemon.record.audit.usage import UsageSum
 from gpulease.daemon.record.audit.verification import Verdict, Verifier

@@ -11,7 +11,7 @@ from typing import Any, Final
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.files import AuditLog, FolderInUse
-from gpulease.daemon.record.audit.reading import found_text
+from gpulease.daemon.record.audit.log_reader import found_text
 from gpulease.daemon.record.audit.records import FORMAT, Draft, Kind, Link
 from gpulease.daemon.record.durable import CommitQueue, CommitTarget, GroupCommitter
 

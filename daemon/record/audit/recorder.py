@@ -107,7 +107,7 @@ class LogRecorder(Recorder):
 
     @property
     def keeps_records(self) -> bool:
-        """See `Recorder.keeps_records`."""
+        """Implement `Recorder.keeps_records`."""
         return True
 
     def write_with(self, writer: AuditWriter) -> None:
@@ -122,18 +122,18 @@ class LogRecorder(Recorder):
     # --- records ---
 
     def attach(self, post: Callable[[Event], None]) -> None:
-        """See `Recorder.attach`."""
+        """Implement `Recorder.attach`."""
         self._replies.attach(post)
 
     def record(self, entry: Entry, now_ns: int) -> None:
-        """See `Recorder.record`. A bug here must not keep effects from being carried out; an unrecorded grant waits."""
+        """Implement `Recorder.record`. A bug here must not keep effects from being executed; an unrecorded grant waits."""
         try:
             self._record(entry, now_ns)
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {entry[0].value}")
 
     def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
-        """See `Recorder.without_end`. Records and tombstones are in the order of time, but for those of earlier boots.
+        """Implement `Recorder.without_end`. Records and tombstones are in order of time, except those of earlier boots.
 
         So if the last records do not name a lease at all, its end is missing only if it came after them.
         """
@@ -150,11 +150,11 @@ class LogRecorder(Recorder):
         return found[::-1]
 
     def attached(self, lease_id: int, tenant: str) -> None:
-        """See `Recorder.attached`."""
+        """Implement `Recorder.attached`."""
         self._record((Kind.ATTACH, {"lease": lease_text(lease_id), "tenant": tenant}))
 
     def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
-        """See `Recorder.issued`."""
+        """Implement `Recorder.issued`."""
         lease = {"lease": lease_text(grant.lease_id), "generation": grant.generation} if grant.lease_id else {}
         particulars = {
             "tenant": tenant,
@@ -167,26 +167,26 @@ class LogRecorder(Recorder):
         self._record((Kind.ISSUE, lease | particulars))
 
     def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
-        """See `Recorder.token_revoked`."""
+        """Implement `Recorder.token_revoked`."""
         lease = {"lease": lease_text(lease_id)} if lease_id else {}
         self._record((Kind.WITHDRAW, lease | {"tenant": tenant, "by": by, "nonce": nonce.hex()}))
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
-        """See `Recorder.refused`."""
+        """Implement `Recorder.refused`."""
         lease = {"lease": lease_text(lease_id)} if lease_id else {}
         why = {"operation": operation.lower(), "tenant": tenant, "reason": "refused", "message": clean_text(message)}
         self._record((Kind.DENY, why | lease))
 
     def reloaded(self, config: str) -> None:
-        """See `Recorder.reloaded`."""
+        """Implement `Recorder.reloaded`."""
         self._record((Kind.OPERATOR, {"action": "reload", "config": config}))
 
     def figures(self) -> dict[str, int] | None:
-        """See `Recorder.figures`."""
+        """Implement `Recorder.figures`."""
         return None if self._writer is None else self._writer.figures()
 
     async def stop(self) -> None:
-        """See `Recorder.stop`. The lease table is at rest by now."""
+        """Implement `Recorder.stop`. The lease table is at rest by now."""
         if self._writer is None:
             return
         omitted = [[tenant, count] for tenant, count in sorted(self._budgets.take_omitted().items())]
@@ -215,16 +215,16 @@ class LogRecorder(Recorder):
     # --- grants ---
 
     def problem(self) -> str:
-        """See `Recorder.problem`."""
+        """Implement `Recorder.problem`."""
         return "it is not open" if self._writer is None else self._writer.problem()
 
     def denial(self) -> Denial | None:
-        """See `Recorder.denial`."""
+        """Implement `Recorder.denial`."""
         problem = self.problem() if self._is_required else ""
         return not_recorded(problem) if problem else None
 
     def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
-        """See `Recorder.answer`."""
+        """Implement `Recorder.answer`."""
         ticket = self._tickets.pop(granted.lease.lease_id, 0)
         if not self._is_required:
             on_outcome(granted)

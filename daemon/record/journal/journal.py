@@ -161,13 +161,13 @@ class FileJournal(Journal):
     # --- what happens ---
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
-        """See `Journal.observe`. Starts the thread that commits. Raises NoThread."""
+        """Implement `Journal.observe`. Starts the thread that commits. Raises NoThread."""
         self._table, self._pid_of = table, pid_of
         self._replies.attach(post)
         self._committer.start(self._replies.on_change)
 
     def on_event(self, event: Event, effects: Sequence[Effect]) -> None:
-        """See `Journal.on_event`. After a bug here the effects are still carried out, but nothing is granted again."""
+        """Implement `Journal.on_event`. After a bug here effects are still executed, but nothing is granted again."""
         if self._table is None:
             return
         try:
@@ -180,15 +180,15 @@ class FileJournal(Journal):
             self._committer.put(changes)
 
     def spend(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
-        """See `Journal.spend`."""
+        """Implement `Journal.spend`."""
         self._keep_token(RowKind.SPENT, spent_key(lease_id, nonce), expires_ms, on_done)
 
     def unspend(self, lease_id: int, nonce: bytes) -> None:
-        """See `Journal.unspend`."""
+        """Implement `Journal.unspend`."""
         self._committer.put([Change(RowKind.SPENT, spent_key(lease_id, nonce), None)])
 
     def revoke_token(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
-        """See `Journal.revoke_token`."""
+        """Implement `Journal.revoke_token`."""
         self._keep_token(RowKind.REVOKED_TOKEN, spent_key(lease_id, nonce), expires_ms, on_done)
 
     def _keep_token(self, kind: RowKind, key: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
@@ -203,21 +203,21 @@ class FileJournal(Journal):
         self._hold(lambda problem: on_done(not problem))
 
     def remember_cards(self, cards: Sequence[KeptCard]) -> None:
-        """See `Journal.remember_cards`."""
+        """Implement `Journal.remember_cards`."""
         self._committer.put([Change(RowKind.CARD, card.uuid.encode(), card) for card in cards])
 
     def remember_relay(self, relay: KeptRelay) -> None:
-        """See `Journal.remember_relay`. Skipped while nothing can be written: tenants could make the queue grow."""
+        """Implement `Journal.remember_relay`. Skipped while nothing can be written: tenants could grow the queue."""
         if not self.problem():
             self._committer.put([Change(RowKind.RELAY, number_key(relay.pid), relay)])
 
     def forget_relay(self, pid: int) -> None:
-        """See `Journal.forget_relay`. A row that stays names a process that is gone, which the next daemon sees."""
+        """Implement `Journal.forget_relay`. A row that stays names a dead process, which the next daemon sees."""
         if not self.problem():
             self._committer.put([Change(RowKind.RELAY, number_key(pid), None)])
 
     async def stop(self) -> None:
-        """See `Journal.stop`. The lease table is at rest by now."""
+        """Implement `Journal.stop`. The lease table is at rest by now."""
         is_whole = await asyncio.to_thread(self._committer.stop)
         if not is_whole:
             log_event(LogEvent.JOURNAL_SHORT, reason=self.problem() or "the disk is too slow")
@@ -228,20 +228,20 @@ class FileJournal(Journal):
     # --- replies ---
 
     def problem(self) -> str:
-        """See `Journal.problem`."""
+        """Implement `Journal.problem`."""
         return self._fault or self._committer.problem()
 
     def denial(self) -> Denial | None:
-        """See `Journal.denial`."""
+        """Implement `Journal.denial`."""
         problem = self.problem()
         return not_kept(problem) if problem else None
 
     def once_kept(self, do: Callable[[], None]) -> None:
-        """See `Journal.once_kept`."""
+        """Implement `Journal.once_kept`."""
         self._hold(lambda problem: None if problem else do())
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
-        """See `Journal.answer`. Waits for every event so far: simpler than to know which of them matter."""
+        """Implement `Journal.answer`. Waits for every event so far: simpler than to know which of them matter."""
         if isinstance(outcome, SubmitReady):
             # The journal keeps nothing of a submit: the next daemon learns of it from its worker.
             on_outcome(outcome)

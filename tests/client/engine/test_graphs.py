@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gpulease.client import AllocFailed, GpuSession, InvalidHandle, InvalidRequest, KernelArgs, LaunchFailed, aio
-from gpulease.client.engine import recording
+from gpulease.client.engine import recorder as recording
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.messages import Empty, GraphCreate, GraphLaunch, GraphParameter, GraphPlace, Handle, MemWrite

@@ -20,7 +20,7 @@ from gpulease.daemon.record.audit.files import (
     log_files,
     tail_of,
 )
-from gpulease.daemon.record.audit.reading import CannotRead, find_log
+from gpulease.daemon.record.audit.log_reader import CannotRead, find_log
 from gpulease.daemon.record.audit.records import HEAD_BYTES, Draft, Kind, Link, hash_of, seal
 from gpulease.daemon.record.audit.verification import Verdict, Verifier
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.record.audit.files import AuditLog, LogSettings
-from gpulease.daemon.record.audit.reading import find_log
+from gpulease.daemon.record.audit.log_reader import find_log
 from gpulease.daemon.record.audit.record_writer import AuditWriter
 from gpulease.daemon.record.audit.records import Kind, Link, Record
 from gpulease.daemon.record.audit.verification import Verifier

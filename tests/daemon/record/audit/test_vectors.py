@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.record.audit.reading import find_log
+from gpulease.daemon.record.audit.log_reader import find_log
 from gpulease.daemon.record.audit.usage import UsageSum, Used
 
 from .chains import verdict_of

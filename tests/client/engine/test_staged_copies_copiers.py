@@ -3,7 +3,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from gpulease.client.engine.staging import PART_BYTES, Copiers
+from gpulease.client.engine.staged_copies import PART_BYTES, Copiers
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

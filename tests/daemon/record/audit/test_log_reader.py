@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.record.audit.reading import found_text
+from gpulease.daemon.record.audit.log_reader import found_text
 
 
 @pytest.mark.parametrize(
