@@ -126,7 +126,7 @@ class LogRecorder(Recorder):
         self._replies.attach(post)
 
     def record(self, entry: Entry, now_ns: int) -> None:
-        """Implement `Recorder.record`. A bug here must not keep effects from being executed; an unrecorded grant waits."""
+        """Implement `Recorder.record`. A bug here must not hold up effects; an unrecorded grant waits."""
         try:
             self._record(entry, now_ns)
         except Exception:
