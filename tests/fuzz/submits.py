@@ -1,4 +1,4 @@
-"""A submit's worker, in this process, on the embedded driver: worker/once.py and worker/submission.py.
+"""A submit's worker, in this process, on the embedded driver: `SubmitServer` and `SubmitOperations`.
 
 The invariant. Whatever a tenant sends, in whatever pieces, and whenever the broker ends the submit or a token lapses:
 
@@ -153,7 +153,8 @@ class Around:
         terms = None if self._guest is None else self._guest.to_message()
         self._note(rest)
         self._is_attached = True
-        self._tell({"op": "attach", "request_id": ATTACH_ID, "rest": rest, "guest": terms}, self._theirs.fileno())
+        attach = {"op": "attach", "request_id": ATTACH_ID, "rest": rest, "ring": False, "arena": 0, "guest": terms}
+        self._tell(attach, self._theirs.fileno())
         self._theirs.close()
 
     def _step(self) -> None:

@@ -1,6 +1,6 @@
 r"""The audit log: who had which lease and why it ended, in a chain of records that shows any later change.
 
-The format, for other programs; `vectors/audit.json` has it as bytes.
+The format, for other programs; `vectors/audit/` has it as bytes.
 
 **Lines.** A log is a folder of files `audit-<first sequence number, 16 digits>.jsonl`, read in the order of their names
 as one text. Each record is one line that ends with one newline (0x0A) and is in canonical form.

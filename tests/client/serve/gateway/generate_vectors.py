@@ -1,4 +1,4 @@
-"""Writes `vectors/gateway/`: `PYTHONPATH=.dev:tests python -m tests.client.gateway.generate_vectors`.
+"""Writes `vectors/gateway/`: `PYTHONPATH=.dev:tests python -m tests.client.serve.gateway.generate_vectors`.
 
 A test makes it anew and compares. A changed file is another operation, and needs another schema id.
 """

@@ -1,4 +1,4 @@
-"""Writes `vectors/rpc/calls.json`: `PYTHONPATH=.dev:tests python -m tests.client.rpc.generate_vectors`.
+"""Writes `vectors/rpc/calls.json`: `PYTHONPATH=.dev:tests python -m tests.client.serve.rpc.generate_vectors`.
 
 A test makes it anew and compares. A changed file is another layout, and needs another version.
 """

@@ -1,4 +1,4 @@
-"""Writes `vectors/audit/`: `PYTHONPATH=.dev:tests python -m tests.daemon.audit.generate_vectors`.
+"""Writes `vectors/audit/`: `PYTHONPATH=.dev:tests python -m tests.daemon.record.audit.generate_vectors`.
 
 A test makes them anew and compares. A changed file is another format, and needs another number of it.
 """
