@@ -9,7 +9,7 @@ from gpulease.client.aio.streams import Stream
 from gpulease.client.engine.graphs import GraphHandle
 from gpulease.client.engine.recorder import Recording
 from gpulease.client.engine.session import SessionView
-from gpulease.client.engine.steps import Begun
+from gpulease.client.engine.waits import Begun
 
 
 class Graph(GraphHandle):

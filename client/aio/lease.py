@@ -12,10 +12,10 @@ from gpulease.client.aio.events import KeepAlive, LeaseEvents, WarningWatch, kee
 from gpulease.client.aio.submits import Submission
 from gpulease.client.engine.events import OnWarning
 from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire
-from gpulease.client.engine.request import LeaseRequest
-from gpulease.client.engine.steps import Procedure
+from gpulease.client.engine.lease_request import LeaseRequest
 from gpulease.client.engine.submits import Image
 from gpulease.client.engine.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
+from gpulease.client.engine.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission

@@ -12,10 +12,10 @@ from gpulease.client.aio.lease import GpuLease, GpuSharedLease
 from gpulease.client.aio.streams import Stream, fence
 from gpulease.client.engine.launch import KernelArguments
 from gpulease.client.engine.lease import by_environment, by_token
-from gpulease.client.engine.request import address_of
+from gpulease.client.engine.lease_request import address_of
 from gpulease.client.engine.session import Session, SessionView
-from gpulease.client.engine.steps import Begun, Procedure
 from gpulease.client.engine.tokens import Grant, token_of
+from gpulease.client.engine.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, Module

@@ -9,7 +9,7 @@ import click
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.tables import seconds_text, shown
 from gpulease.client.engine.events import EVERY_LEASE, EventStream, LeaseEvent
-from gpulease.client.engine.request import address_of
+from gpulease.client.engine.lease_request import address_of
 from gpulease.client.sync.events import LeaseEvents
 from gpulease.protocol import Phase
 

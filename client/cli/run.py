@@ -21,7 +21,7 @@ import click
 
 from gpulease.client.cli.drain import milliseconds_of
 from gpulease.client.cli.exit_status import die_by_signal, fail
-from gpulease.client.engine.request import LEASE_ID_VARIABLE
+from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE
 from gpulease.client.errors import Disconnected, GpuLeaseError
 from gpulease.client.sync.events import LeaseEvents
 from gpulease.protocol import Phase

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial
 from gpulease.client.engine.lease import LeaseState, find_end_reason
-from gpulease.client.engine.steps import Procedure
+from gpulease.client.engine.waits import Procedure
 from gpulease.client.errors import GpuLeaseError, error_of
 from gpulease.client.fork_guard import OF_PARENT
 from gpulease.client.transport.arena import Arena

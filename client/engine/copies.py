@@ -14,8 +14,8 @@ from gpulease.client.engine.fast_request import Done, FastRequest, NotSent, Outc
 from gpulease.client.engine.memory_views import readable_bytes, writable_bytes
 from gpulease.client.engine.operations import Operations
 from gpulease.client.engine.staged_copies import STAGED_FROM_BYTES, Staging
-from gpulease.client.engine.steps import Begun, Procedure
 from gpulease.client.engine.streams import StreamHandle, Streams
+from gpulease.client.engine.waits import Begun, Procedure
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer
 from gpulease.client.texts import quoted

@@ -15,7 +15,7 @@ from gpulease.client.engine.exchange import (
     dial,
     disconnected,
 )
-from gpulease.client.engine.steps import Procedure, Wait
+from gpulease.client.engine.waits import Procedure, Wait
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Notification, Opcode, Phase

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from gpulease.client.engine.steps import Limit, Procedure, Sleep, Wait
+from gpulease.client.engine.waits import Limit, Procedure, Sleep, Wait
 from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
 from gpulease.client.transport.channel import Channel, connect_error, resolve, start_connecting
 from gpulease.client.transport.credentials import SecuredAddress

@@ -10,7 +10,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from gpulease.client.engine.exchange import doing_of, receive
 from gpulease.client.engine.operations import Operations
-from gpulease.client.engine.steps import Procedure
+from gpulease.client.engine.waits import Procedure
 from gpulease.client.transport.channel import Asked
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, data_prefix, mem_read_frame

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from gpulease.client.engine.attachment import Attachment
 from gpulease.client.engine.operations import Operations
-from gpulease.client.engine.steps import Begun, Procedure
 from gpulease.client.engine.streams import StreamHandle, Streams
+from gpulease.client.engine.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, error_of
 from gpulease.client.handles import Handle
 from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_parameter

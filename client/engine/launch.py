@@ -5,8 +5,8 @@ from copy import copy
 from typing import Any, Final, Protocol
 
 from gpulease.client.engine.operations import Operations
-from gpulease.client.engine.steps import Begun
 from gpulease.client.engine.streams import StreamHandle, Streams
+from gpulease.client.engine.waits import Begun
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, LaunchFailed, error_of
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of

@@ -28,9 +28,9 @@ from gpulease.client.engine.exchange import (
     disconnected,
     doing_of,
 )
-from gpulease.client.engine.request import LEASE_ID_VARIABLE, milliseconds
-from gpulease.client.engine.steps import Locked, Procedure, Sleep
+from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, milliseconds
 from gpulease.client.engine.tokens import Grant
+from gpulease.client.engine.waits import Locked, Procedure, Sleep
 from gpulease.client.errors import (
     PERMANENT_ERRORS,
     Busy,

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from gpulease.client.engine.attachment import Attachment
 from gpulease.client.engine.exchange import doing_of, receive, send
 from gpulease.client.engine.lease import LEASE_OVER, LeaseState
-from gpulease.client.engine.steps import Limit, Locked, Procedure
+from gpulease.client.engine.waits import Limit, Locked, Procedure
 from gpulease.client.errors import InvalidHandle, TimedOut, error_of
 from gpulease.client.handles import Handle
 from gpulease.client.texts import quoted

@@ -12,8 +12,8 @@ from gpulease.client.engine.graphs import GraphRecord
 from gpulease.client.engine.launch import KernelArguments, LaunchCommands, in_order
 from gpulease.client.engine.memory_views import readable_bytes, writable_bytes
 from gpulease.client.engine.session import Session
-from gpulease.client.engine.steps import Procedure
 from gpulease.client.engine.streams import StreamHandle, not_recorded
+from gpulease.client.engine.waits import Procedure
 from gpulease.client.errors import InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import BoundParameter, KernelArgs, ParameterName

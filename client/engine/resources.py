@@ -3,10 +3,10 @@
 from typing import Any, Final
 
 from gpulease.client.engine.fast_request import Done, FastRequest, NotSent
+from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, whole
 from gpulease.client.engine.memory_views import readable_bytes
 from gpulease.client.engine.operations import Operations
-from gpulease.client.engine.request import MAX_WIRE_BYTES, whole
-from gpulease.client.engine.steps import Begun, Procedure
+from gpulease.client.engine.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.texts import utf8

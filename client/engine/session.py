@@ -12,11 +12,11 @@ from gpulease.client.engine.copies import Copies, CopyCommands
 from gpulease.client.engine.graphs import Graphs
 from gpulease.client.engine.launch import LaunchCommands, Launches
 from gpulease.client.engine.lease import LeaseState
+from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, whole
 from gpulease.client.engine.operations import Operations
-from gpulease.client.engine.request import MAX_WIRE_BYTES, whole
 from gpulease.client.engine.resources import Resources
-from gpulease.client.engine.steps import Procedure
 from gpulease.client.engine.streams import Streams
+from gpulease.client.engine.waits import Procedure
 from gpulease.client.errors import error_of
 from gpulease.client.fork_guard import OF_PARENT
 from gpulease.client.handles import BorrowedBuffer

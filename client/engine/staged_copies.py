@@ -22,7 +22,7 @@ import numpy as np
 from gpulease.client.engine.exchange import receive, send
 from gpulease.client.engine.fast_request import FastRequest
 from gpulease.client.engine.operations import Operations
-from gpulease.client.engine.steps import Procedure
+from gpulease.client.engine.waits import Procedure
 from gpulease.client.transport.arena import Arena
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.fastpath import ARENA_COPY

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from gpulease.client.engine.exchange import send
 from gpulease.client.engine.fast_request import DONE, FastRequest, Pending
 from gpulease.client.engine.operations import STREAMS_FENCES, Operations
-from gpulease.client.engine.steps import Begun, Limit, Procedure
+from gpulease.client.engine.waits import Begun, Limit, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
 from gpulease.client.handles import Buffer, Handle
 from gpulease.protocol import Opcode

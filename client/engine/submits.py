@@ -16,9 +16,9 @@ from gpulease.client.engine.lease import (
     by_token,
     end_reason_of,
 )
+from gpulease.client.engine.lease_request import milliseconds, whole
 from gpulease.client.engine.memory_views import readable_bytes
-from gpulease.client.engine.request import milliseconds, whole
-from gpulease.client.engine.steps import Procedure, Sleep
+from gpulease.client.engine.waits import Procedure, Sleep
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, TimedOut, error_of
 from gpulease.client.kernel_args import KernelArgs, pack_listed, type_of
 from gpulease.client.texts import kernel_name, quoted, utf8

@@ -4,7 +4,7 @@ import base64
 from dataclasses import dataclass
 from typing import Final, Self
 
-from gpulease.client.engine.request import milliseconds, whole
+from gpulease.client.engine.lease_request import milliseconds, whole
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.texts import quoted
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission

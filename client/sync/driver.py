@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from gpulease.client.engine.exchange import CONTROL_REPLY_LIMIT_S, ask_once
-from gpulease.client.engine.request import address_of
-from gpulease.client.engine.steps import Locked, Procedure, Sleep, Step, Wait
+from gpulease.client.engine.lease_request import address_of
+from gpulease.client.engine.waits import Locked, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.transport.channel import Channel
 from gpulease.protocol import Opcode

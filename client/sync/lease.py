@@ -9,7 +9,7 @@ from typing import Self
 
 from gpulease.client.engine.events import OnWarning
 from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire
-from gpulease.client.engine.request import LeaseRequest
+from gpulease.client.engine.lease_request import LeaseRequest
 from gpulease.client.engine.submits import Image
 from gpulease.client.engine.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
 from gpulease.client.errors import GpuLeaseError

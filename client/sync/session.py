@@ -9,7 +9,7 @@ from typing import Any, Final, Self, TypeVar, overload
 from gpulease.client.engine.copies import SMALL_READ_BYTES
 from gpulease.client.engine.launch import KernelArguments
 from gpulease.client.engine.lease import by_environment, by_token
-from gpulease.client.engine.request import address_of
+from gpulease.client.engine.lease_request import address_of
 from gpulease.client.engine.session import Session, SessionView
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.fork_guard import register

@@ -66,11 +66,11 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
     for size in copy_sizes:
         figures |= _copies(context, size, pinned[:size])
     if driver_name == "cuda":
-        from gpulease.daemon.drivers.cuda import baseline
+        from gpulease.daemon.drivers.cuda import pycuda_baseline
 
-        figures["pycuda_call_us"] = baseline.call_us(ptx, address, THREADS, launches)
+        figures["pycuda_call_us"] = pycuda_baseline.call_us(ptx, address, THREADS, launches)
         # A context keeps freed memory and hands it out again; allocations from the card itself count here.
-        figures["alloc_free_p50_us"] = _timed_us(baseline.alloc_and_free, samples)[samples // 2]
+        figures["alloc_free_p50_us"] = _timed_us(pycuda_baseline.alloc_and_free, samples)[samples // 2]
     context.close()
     return figures
 

@@ -23,7 +23,7 @@ from gpulease.daemon.broker.service import loop_factory
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.config.settings import Config
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.host.memory_cleanup import collect_rarely
 from gpulease.daemon.leases import (
     AcquireRequested,

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.daemon.host.fd_passing import refuse_descriptors
 from gpulease.daemon.host.socket_activation import CannotListen
+from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, UnixAddress

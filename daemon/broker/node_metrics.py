@@ -19,7 +19,7 @@ from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
-from gpulease.daemon.record.history import Fact
+from gpulease.daemon.record.lease_facts import Fact
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, NodeCollector, chunks
 from gpulease.daemon.record.metrics.gauges import AuditFacts, NodeFacts, gauges

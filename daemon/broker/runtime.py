@@ -66,8 +66,8 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
-from gpulease.daemon.record.history import LeaseHistory
 from gpulease.daemon.record.journal import Journal
+from gpulease.daemon.record.lease_facts import LeaseHistory
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
 from gpulease.daemon.workers.monitors import CardWatch, KernelWatchdog, MemoryMonitor, Reclaimer, Recycler

@@ -48,7 +48,7 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal, open_journal
 from gpulease.daemon.sandbox.measures import Measure
-from gpulease.daemon.workers.probe import measure_overhead
+from gpulease.daemon.workers.context_probe import measure_overhead
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.zygote_client import ZygoteBroken
 from gpulease.daemon.workers.zygote_discovery import CannotAdopt, FoundZygote, find_zygotes

@@ -25,7 +25,7 @@ from gpulease.daemon.record.journal import Journal, KeptRelay
 from gpulease.daemon.remote.node_identity import IdentityFiles, NoTenant, tenant_named
 from gpulease.daemon.remote.relay import Arrival, is_pid
 from gpulease.daemon.remote.tls_settings import TlsSettings
-from gpulease.daemon.workers.child_process import ChildKind, ChildProcess, Timeouts, reap_later
+from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts, reap_later
 from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status

@@ -23,17 +23,17 @@ from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.web_actions import WebActionHandler, WebActions
 from gpulease.daemon.config.settings import ConfigError
 from gpulease.daemon.gpus.source import CardLoad, CardSource
-from gpulease.daemon.host.fd_passing import refuse_descriptors
 from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
+from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.web.http_settings import BadToken, HttpSettings
 from gpulease.daemon.web.load_samples import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
-from gpulease.daemon.workers.child_process import ChildKind, ChildProcess, Timeouts
+from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import held_bytes
 from gpulease.protocol.address import Address

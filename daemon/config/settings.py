@@ -17,13 +17,13 @@ from typing import Any, Final, TypeVar
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.drivers.ptx.architecture import Architecture, parse_architecture
 from gpulease.daemon.leases import Card, Cause, CoreLimits, Recycling
-from gpulease.daemon.leases.rules import DEFAULT_GRACE_MS, TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import DEFAULT_GRACE_MS, TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle
 from gpulease.daemon.remote.tls_settings import OVER_TCP, TlsSettings, check_tenant
 from gpulease.daemon.sandbox.measures import ALWAYS_ON, MODES, Measure, SandboxSettings
 from gpulease.daemon.web.http_settings import HttpSettings, parse_http
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, TlsAddress, parse_address
-from gpulease.protocol.origin import parse_host_names
+from gpulease.protocol.http_origin import parse_host_names
 from gpulease.protocol.sizes import parse_size
 
 DRIVERS: Final = ("auto", "cuda", "cpu")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import EX_CONFIG, CardSource, CardsUnavailable
 
 _NVIDIA_TRACES: Final = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))

@@ -93,9 +93,9 @@ from gpulease.daemon.leases.model import (
     kind_of,
 )
 from gpulease.daemon.leases.persisted import KeptCard, KeptLease, KeptWarm, Past
-from gpulease.daemon.leases.rules import CoreLimits, LeasePhase, ends_ns
-from gpulease.daemon.leases.store import WaiterSnapshot
+from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, ends_ns
 from gpulease.daemon.leases.table import LeaseTable
+from gpulease.daemon.leases.table_state import WaiterSnapshot
 
 __all__ = [
     "FIRST_SUBMIT_ID",

@@ -22,8 +22,8 @@ from gpulease.daemon.leases.events import (
     Warned,
 )
 from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseState
-from gpulease.daemon.leases.rules import CoreLimits, phase_of
-from gpulease.daemon.leases.store import LeaseStore, Waiter
+from gpulease.daemon.leases.quotas import CoreLimits, phase_of
+from gpulease.daemon.leases.table_state import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import WarmPool
 

@@ -19,7 +19,7 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
 from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseTerms, TransitionRecord
 from gpulease.daemon.leases.persisted import KeptLease
-from gpulease.daemon.leases.rules import TenantRules
+from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
 
 

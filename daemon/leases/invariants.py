@@ -18,7 +18,7 @@ from gpulease.daemon.leases.model import (
     WarmContext,
     WarmState,
 )
-from gpulease.daemon.leases.store import LeaseStore
+from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.opcodes import Exclusivity
 
 

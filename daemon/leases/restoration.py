@@ -25,7 +25,7 @@ from gpulease.daemon.leases.events import (
 )
 from gpulease.daemon.leases.model import Cause, Lease, LeaseState, LeaseTerms, Trigger, WorkerKind, kind_of
 from gpulease.daemon.leases.persisted import Past, revive
-from gpulease.daemon.leases.store import LeaseStore, RevokedIds
+from gpulease.daemon.leases.table_state import LeaseStore, RevokedIds
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import WarmPool
 

@@ -47,7 +47,7 @@ from gpulease.daemon.leases.model import (
     SubmitSnapshot,
     SubmitState,
 )
-from gpulease.daemon.leases.store import LeaseStore
+from gpulease.daemon.leases.table_state import LeaseStore
 
 GRACE_MS: Final = 20
 """Time for an ended submit to tell its tenant why. Stops a kernel that never ends from outliving its call by more."""

@@ -40,9 +40,9 @@ from gpulease.daemon.leases.model import (
     kind_of,
 )
 from gpulease.daemon.leases.persisted import KeptLease, KeptWarm, Past, keep
+from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, ended_phase, phase_of
 from gpulease.daemon.leases.restoration import Restoration
-from gpulease.daemon.leases.rules import CoreLimits, LeasePhase, ended_phase, phase_of
-from gpulease.daemon.leases.store import LeaseStore, WaiterSnapshot
+from gpulease.daemon.leases.table_state import LeaseStore, WaiterSnapshot
 from gpulease.daemon.leases.teardown import Teardown, lease_due_ns
 from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol.opcodes import RevokeOutcome

@@ -22,8 +22,8 @@ from gpulease.daemon.leases.events import (
     TimerKind,
 )
 from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseState, Trigger
-from gpulease.daemon.leases.store import LeaseStore
 from gpulease.daemon.leases.submits import Submits
+from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.opcodes import RevokeOutcome
 
 

@@ -51,7 +51,7 @@ from gpulease.daemon.leases.model import (
     WarmState,
 )
 from gpulease.daemon.leases.persisted import KeptWarm
-from gpulease.daemon.leases.store import LeaseStore
+from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.teardown import Teardown
 
 REFILL_PAUSE_MS: Final = 100

@@ -24,7 +24,7 @@ from gpulease.daemon.log.writer import is_logged, log_event
 from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of
 from gpulease.daemon.record.audit.recorder import Budgets, OnOutcome, Recorder
 from gpulease.daemon.record.audit.records import Kind
-from gpulease.daemon.record.history import Fact, FactKind, Lookup, end_under_earlier_daemon
+from gpulease.daemon.record.lease_facts import Fact, FactKind, Lookup, end_under_earlier_daemon
 from gpulease.protocol.capabilities import names_of
 
 US_PER_MS: Final = 1000

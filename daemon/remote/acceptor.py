@@ -13,9 +13,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from gpulease.daemon.host.fd_passing import refuse_descriptors
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import exit_text
+from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import RateLimitedLog
 from gpulease.daemon.log.writer import log_event, stop_logging

@@ -26,8 +26,8 @@ from gpulease.daemon.sandbox.landlock import (
     restrict,
 )
 from gpulease.daemon.sandbox.measures import Finding, Measure, Needs, SandboxBroken, SandboxSettings
-from gpulease.daemon.sandbox.plan import BY_LANDLOCK, Plan
 from gpulease.daemon.sandbox.resource_limits import be_first_to_go, impose, in_words, limits_for
+from gpulease.daemon.sandbox.sandbox_entry import BY_LANDLOCK, Plan
 from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
 from gpulease.daemon.sandbox.worker_identity import (
     DEFAULT_USER,

@@ -22,7 +22,7 @@ from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import TO_WORKER, Failed, Faulted, Ready, Scrubbed, parse_message
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Context, Driver, DriverError, Opening
-from gpulease.daemon.host.heap import is_heap_wiped
+from gpulease.daemon.host.heap_wipe import is_heap_wiped
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import set_name
 from gpulease.daemon.session.connection import spin_policy_of

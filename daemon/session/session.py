@@ -35,7 +35,7 @@ from gpulease.daemon.session.native.layout import Outcome, RingEnds
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.daemon.session.replies import NO_NUMBER, SyncPattern, done, failed, failure_of, refusal_of, refused
 from gpulease.daemon.session.stream_operations import ConnectionStreams, StreamOperations
-from gpulease.daemon.session.submit import SubmitOperations
+from gpulease.daemon.session.submit_run import SubmitOperations
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure

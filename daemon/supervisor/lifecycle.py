@@ -16,9 +16,9 @@ from typing import Final
 from gpulease.daemon.broker.service import Service, running_service
 from gpulease.daemon.broker.web_frontend import token_digest_of
 from gpulease.daemon.config.settings import SETTINGS, Config, ConfigError
-from gpulease.daemon.host.fd_passing import interrupting_closes
 from gpulease.daemon.host.memory_cleanup import collect_rarely
 from gpulease.daemon.host.socket_activation import BadHandover, GivenSocket, kept_name, take_sockets
+from gpulease.daemon.host.unsolicited_fds import interrupting_closes
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event

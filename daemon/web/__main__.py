@@ -14,10 +14,10 @@ from gpulease.daemon.sandbox.measures import Needs, SandboxBroken, SandboxSettin
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.web.app import Access, Page, Site, load_page, rehearse
 from gpulease.daemon.web.broker_link import BrokerChannel, BrokerLink, BrokerSilent
-from gpulease.daemon.web.feed import Feed
 from gpulease.daemon.web.guard import App, limit_server_log
 from gpulease.daemon.web.http_server import server_of
 from gpulease.daemon.web.load_samples import Loads
+from gpulease.daemon.web.page_state import Feed
 from gpulease.daemon.web.view import Pseudonyms
 
 MAX_PRIVATE_BYTES: Final = 512 << 20

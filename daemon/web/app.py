@@ -18,7 +18,6 @@ from starlette.routing import Route
 
 from gpulease.daemon import web
 from gpulease.daemon.web.broker_link import MAX_REASON_CHARS, BrokerChannel, BrokerSilent, NotDone, Refused
-from gpulease.daemon.web.feed import Feed
 from gpulease.daemon.web.guard import (
     DRAIN,
     FENCES,
@@ -33,6 +32,7 @@ from gpulease.daemon.web.guard import (
     WrongTokens,
 )
 from gpulease.daemon.web.load_samples import Loads
+from gpulease.daemon.web.page_state import Feed
 from gpulease.daemon.web.view import MS_PER_S, Pseudonyms, Snapshot, view_of
 from gpulease.protocol.messages import Empty, Ping
 from gpulease.protocol.opcodes import Opcode, RevokeOutcome

@@ -17,7 +17,7 @@ import h11
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import RateLimit
 from gpulease.daemon.log.writer import log_event
-from gpulease.protocol.origin import READING, KnownHosts, headers_of, refusal
+from gpulease.protocol.http_origin import READING, KnownHosts, headers_of, refusal
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -19,9 +19,9 @@ from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import Attach, EndSession
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.host.fd_passing import refuse_descriptors
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.host.processes import exit_text
+from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import Family
 from gpulease.daemon.workers.zygote_client import Zygote

@@ -31,14 +31,14 @@ from gpulease.daemon.contract.messages import (
     parse_message,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.host.heap import WIPING_HEAP
+from gpulease.daemon.host.heap_wipe import WIPING_HEAP
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_pair, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended
 from gpulease.daemon.host.version import BUILD, VERSION
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.sandbox.measures import SandboxSettings
-from gpulease.daemon.workers.child_process import Heartbeat, ordinary_timeouts
+from gpulease.daemon.workers.helper_process import Heartbeat, ordinary_timeouts
 from gpulease.daemon.workers.zygote_discovery import FoundZygote
 
 RESTART_DELAY_S: Final = 1.0

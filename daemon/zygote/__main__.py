@@ -44,15 +44,15 @@ from gpulease.daemon.contract.messages import (
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.driver_registry import driver_named
 from gpulease.daemon.drivers.interface import Driver, DriverError
-from gpulease.daemon.host.fd_passing import interrupting_closes
-from gpulease.daemon.host.heap import is_told_to_wipe
+from gpulease.daemon.host.heap_wipe import is_told_to_wipe
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, exit_text, set_name, survive_stderr
+from gpulease.daemon.host.unsolicited_fds import interrupting_closes
 from gpulease.daemon.host.version import BUILD, VERSION
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import go_on_logging, log_event, stop_logging
 from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxSettings
-from gpulease.daemon.sandbox.plan import Plan
+from gpulease.daemon.sandbox.sandbox_entry import Plan
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.session.main import live, stand_by
 from gpulease.daemon.session.native.launch_fast_path import serving_code

@@ -368,7 +368,7 @@ def check_another_takes_its_place(lasting: LastingDaemon) -> None:
 @pytest.mark.exhaustive
 def test_a_zygote_that_is_stopped_under_its_daemon_is_killed(lasting: LastingDaemon) -> None:
     beats = {
-        "gpulease.daemon.workers.child_process:BEAT_S": 0.1,
+        "gpulease.daemon.workers.helper_process:BEAT_S": 0.1,
         "gpulease.daemon.workers.zygote_client:HUNG_AFTER_S": 2.0,
     }
     soon = {"gpulease.daemon.workers.zygote_client:RESTART_DELAY_S": 0.1}

@@ -44,7 +44,7 @@ from helpers.waiting import wait_until
 
 MIB = 1 << 20
 CONTEXT_BYTES = 100 * MIB
-COSTLY = {"gpulease.daemon.gpus.embedded:CONTEXT_BYTES": CONTEXT_BYTES}
+COSTLY = {"gpulease.daemon.gpus.emulated_cards:CONTEXT_BYTES": CONTEXT_BYTES}
 TEN = 10
 
 

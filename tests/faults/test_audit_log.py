@@ -136,8 +136,8 @@ def test_a_slow_disk_under_a_log_that_is_required(
 ) -> None:
     hang = tmp_path / "hang"
     constants = {
-        "gpulease.daemon.record.durable:MAX_WAIT_S": 0.6,
-        "gpulease.daemon.record.durable:STALLED_AFTER_S": 0.3,
+        "gpulease.daemon.record.group_commit:MAX_WAIT_S": 0.6,
+        "gpulease.daemon.record.group_commit:STALLED_AFTER_S": 0.3,
     }
     daemon = start_daemon(config=config(folder, required=True), faults=Faults(constants, hang_syncs_while=hang))
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:

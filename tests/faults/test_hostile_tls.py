@@ -31,7 +31,7 @@ from helpers.waiting import wait_until
 pytestmark = pytest.mark.exhaustive
 
 HALF_OPEN = 1000
-SIDE_PROCESS = "gpulease.daemon.workers.child_process"
+SIDE_PROCESS = "gpulease.daemon.workers.helper_process"
 
 
 @pytest.fixture(scope="module")

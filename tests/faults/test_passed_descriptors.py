@@ -13,7 +13,7 @@ from helpers.slow_to_close import slow_to_close
 
 pytestmark = pytest.mark.exhaustive
 
-BEFORE_LINUX_6_16 = {"gpulease.daemon.host.fd_passing:SO_PASSRIGHTS": 0xFFFF}
+BEFORE_LINUX_6_16 = {"gpulease.daemon.host.unsolicited_fds:SO_PASSRIGHTS": 0xFFFF}
 """No kernel has an option of that number."""
 
 REQUESTS_BEFORE = 500

@@ -25,7 +25,7 @@ from gpulease.daemon.config.settings import (
     ConfigError,
     load_config,
 )
-from gpulease.daemon.leases.rules import MAX_GRACE_MS
+from gpulease.daemon.leases.quotas import MAX_GRACE_MS
 from gpulease.daemon.remote.tls_settings import RESERVED_TENANTS
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.sizes import parse_size

@@ -20,7 +20,7 @@ from gpulease.daemon.native.compiler import BadIr
 from gpulease.daemon.record.audit.verification import Verifier
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.replies import SyncPattern
-from gpulease.daemon.session.submit import SubmitOperations
+from gpulease.daemon.session.submit_run import SubmitOperations
 from gpulease.protocol import fastpath
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.ring import RingReader, RingWriter

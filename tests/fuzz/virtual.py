@@ -24,7 +24,7 @@ from gpulease.daemon.capabilities.authority import CapabilityAuthority
 from gpulease.daemon.capabilities.keys import KeyRing
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import Event, LeaseTable, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.workers.registry import Workers

@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, LoadFailed, my_audience
 from gpulease.client.verify.faulty_kernels import with_variable
-from gpulease.daemon.drivers.cuda.compiled import name_of
+from gpulease.daemon.drivers.cuda.jit_cache import name_of
 from gpulease.protocol import Exclusivity
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS
 from helpers.card_daemon import daemon_on

@@ -20,7 +20,7 @@ from typing import Any
 
 from gpulease.daemon.__main__ import main
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
 from gpulease.daemon.workers.registry import Workers
 

@@ -17,7 +17,7 @@ from gpulease.daemon.broker.web_frontend import WebFrontend
 from gpulease.daemon.leases import DrainSet, FenceCleared, Outcome, RevokeDone
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.web.http_settings import HttpSettings
-from gpulease.daemon.workers.child_process import Timeouts
+from gpulease.daemon.workers.helper_process import Timeouts
 from gpulease.protocol.address import TcpAddress
 from gpulease.protocol.connection import Connection, EndOfStream, Request, Role
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES

@@ -7,7 +7,7 @@ from pathlib import Path
 from gpulease.client.cli.service import UNITS
 from gpulease.daemon.config.settings import TABLES, TENANT_SETTINGS, TLS_SETTINGS, Config, Setting, load_config
 from gpulease.daemon.leases import CoreLimits
-from gpulease.daemon.leases.rules import TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.remote.tls_settings import TlsSettings
 
 TEXT = (UNITS / "gpuleased.toml").read_text()

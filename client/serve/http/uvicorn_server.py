@@ -16,7 +16,7 @@ import uvicorn
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.serve.http.problems import MEDIA_TYPE, Problem
 from gpulease.protocol.address import TcpAddress, TlsAddress, UnixAddress, parse_address
-from gpulease.protocol.origin import (
+from gpulease.protocol.http_origin import (
     MISDIRECTED,
     READING,
     KnownHosts,

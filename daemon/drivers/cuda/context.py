@@ -9,10 +9,11 @@ from typing import Any, Final
 import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
-from gpulease.daemon.drivers.cuda.compiled import Compiled
-from gpulease.daemon.drivers.cuda.elf import Weight
+from gpulease.daemon.drivers.cuda.cubin_footprint import Weight
 from gpulease.daemon.drivers.cuda.graphs import CudaGraph, PinnedBytes, device_bytes_of
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
+from gpulease.daemon.drivers.cuda.jit_cache import Compiled
+from gpulease.daemon.drivers.cuda.launch_code import Launcher
 from gpulease.daemon.drivers.cuda.memory import (
     HEAP_BYTES,
     MAX_CACHED_BLOCKS,
@@ -23,7 +24,6 @@ from gpulease.daemon.drivers.cuda.memory import (
     LocalMemory,
     block_bytes,
 )
-from gpulease.daemon.drivers.cuda.native import Launcher
 from gpulease.daemon.drivers.cuda.streams import CopyTicket, Markers, Streams, streams_bytes
 from gpulease.daemon.drivers.interface import (
     Admit,
@@ -42,7 +42,7 @@ from gpulease.daemon.drivers.interface import (
     cooperative_refused,
     keep_waiting,
 )
-from gpulease.daemon.host.heap import is_heap_wiped
+from gpulease.daemon.host.heap_wipe import is_heap_wiped
 
 SPIN_S: Final = 200e-6
 """Time for which a sync spins on the card before it sleeps between two looks: most waits end within it."""

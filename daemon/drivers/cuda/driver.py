@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.context import CudaContext
-from gpulease.daemon.drivers.cuda.native import launching_code
+from gpulease.daemon.drivers.cuda.jit_cache import Compiled
+from gpulease.daemon.drivers.cuda.launch_code import launching_code
 from gpulease.daemon.drivers.interface import Context, DriverError, Opening
 from gpulease.daemon.sandbox.measures import Needs
 

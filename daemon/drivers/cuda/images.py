@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from cuda.bindings import driver as api
 
-from gpulease.daemon.drivers.cuda.compiled import Compiled
-from gpulease.daemon.drivers.cuda.elf import Weight, weigh
+from gpulease.daemon.drivers.cuda.cubin_footprint import Weight, weigh
+from gpulease.daemon.drivers.cuda.jit_cache import Compiled
 from gpulease.daemon.drivers.cuda.memory import LocalMemory
 from gpulease.daemon.drivers.interface import Admit, ImageRejected, Parameter, refuse_managed_text, text_of
 from gpulease.daemon.drivers.ptx.translate.cooperative import confirm_by_text

@@ -62,7 +62,7 @@ class NativeThread:
     """A thread that runs a native function of one argument, and that Python knows nothing of.
 
     Python's own are detached, so glibc keeps the stack of the last one that ended, with whatever kernels left there,
-    for the next. That of a joined one goes back to the host where glibc keeps none (see daemon/host/heap.py).
+    for the next. That of a joined one goes back to the host where glibc keeps none (see daemon/host/heap_wipe.py).
 
     Raises:
         RuntimeError: The host gives this process no more threads.

@@ -15,7 +15,7 @@ from gpulease.daemon.leases import (
     SubmitRequested,
 )
 from gpulease.daemon.record.audit.records import MAX_INTEGER, Kind, clean_text
-from gpulease.daemon.record.history import THE_DAEMON, Asked, Fact, FactKind
+from gpulease.daemon.record.lease_facts import THE_DAEMON, Asked, Fact, FactKind
 from gpulease.protocol.lease_ids import lease_text
 
 NS_PER_US: Final = 1000

@@ -13,7 +13,7 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.files import AuditLog, FolderInUse
 from gpulease.daemon.record.audit.log_reader import found_text
 from gpulease.daemon.record.audit.records import FORMAT, Draft, Kind, Link
-from gpulease.daemon.record.durable import CommitQueue, CommitTarget, GroupCommitter
+from gpulease.daemon.record.group_commit import CommitQueue, CommitTarget, GroupCommitter
 
 BEAT_S: Final = 1.0
 """Between two writes of the head while nothing happens. A later start knows no better when the daemon ended."""

@@ -20,7 +20,7 @@ from gpulease.daemon.record.audit.files import LastRecords
 from gpulease.daemon.record.audit.projector import Entry
 from gpulease.daemon.record.audit.record_writer import MINOR, AuditWriter
 from gpulease.daemon.record.audit.records import ENDS, Kind, clean_text
-from gpulease.daemon.record.durable import DurableReplies, too_long
+from gpulease.daemon.record.group_commit import DurableReplies, too_long
 from gpulease.protocol.capabilities import names_of
 from gpulease.protocol.lease_ids import lease_text
 

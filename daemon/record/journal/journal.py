@@ -44,10 +44,10 @@ from gpulease.daemon.leases import (
     WarmEnded,
 )
 from gpulease.daemon.leases.denials import done_but_not_kept, not_kept
-from gpulease.daemon.leases.store import mark_of
+from gpulease.daemon.leases.table_state import mark_of
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.record.durable import CommitTarget, DurableReplies, GroupCommitter, reason_of
+from gpulease.daemon.record.group_commit import CommitTarget, DurableReplies, GroupCommitter, reason_of
 from gpulease.daemon.record.journal.database import Store, prepare
 from gpulease.daemon.record.journal.rows import (
     DRAIN_KEY,

@@ -15,7 +15,7 @@ from gpulease.daemon.leases import (
     RevokeRequested,
     SubmitRequested,
 )
-from gpulease.daemon.record.history import Fact, FactKind
+from gpulease.daemon.record.lease_facts import Fact, FactKind
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import (
     MAX_PAIR_SERIES,

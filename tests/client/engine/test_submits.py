@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from gpulease.client import GpuBuilder, InvalidHandle, InvalidRequest, KernelArgs, LaunchFailed, Submission, aio
-from gpulease.client.engine.steps import Procedure
 from gpulease.client.engine.submits import SubmissionBase
+from gpulease.client.engine.waits import Procedure
 from gpulease.client.handles import Buffer, HandleOwner
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.limits import MAX_SUBMIT_ARGUMENTS, MAX_SUBMIT_OUTPUT_BYTES

@@ -10,7 +10,7 @@ from gpulease.daemon.broker.audit_setup import config_digest, open_recorder
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.config.settings import Config, ConfigError
 from gpulease.daemon.leases import CoreLimits
-from gpulease.daemon.leases.rules import TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 
 ANN, BOB = TenantLimits(max_leases=1), TenantLimits(devices=("0",))
 

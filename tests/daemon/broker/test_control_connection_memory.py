@@ -13,7 +13,7 @@ from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.control_connection import ControlConnection
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import TokenService
-from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import CoreLimits, LeaseTable
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.protocol import Opcode

@@ -16,7 +16,7 @@ from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.refusal import Refused
-from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading, CardsUnavailable
 from gpulease.daemon.leases import Card, LeaseTable
 from gpulease.daemon.log.writer import ATTRIBUTE

@@ -10,7 +10,7 @@ from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.runtime import PendingRequests, Runtime, withheld_lease
 from gpulease.daemon.broker.token_service import TokenService
-from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading
 from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,

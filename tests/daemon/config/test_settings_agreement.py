@@ -4,7 +4,7 @@ import pytest
 
 from gpulease.daemon.config.settings import ConfigError, check_devices, check_worker_user, load_config
 from gpulease.daemon.leases import Card
-from gpulease.daemon.leases.rules import TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 
 TLS = '[tls]\ncertificate = "/c"\nkey = "/k"\nclient_ca = "/a"\n'
 ANN = "[tenants.ann]\nmax_leases = 1\n"

@@ -4,7 +4,7 @@ import pytest
 
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.config.settings import Config, ConfigError, load_config
-from gpulease.daemon.leases.rules import TenantLimits
+from gpulease.daemon.leases.quotas import TenantLimits
 
 WHOLE = """
 require_token = ["alloc", "renew"]

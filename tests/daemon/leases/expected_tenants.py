@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from gpulease.daemon.leases import Card, CoreLimits
-from gpulease.daemon.leases.rules import TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 
 RULES = TenantRules(
     by_name={

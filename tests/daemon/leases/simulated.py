@@ -61,7 +61,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.leases.devices import SETTLE_NS
 from gpulease.daemon.leases.model import FIRST_LEFT_ID
-from gpulease.daemon.leases.rules import TenantRules
+from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import Disk, check_answers

@@ -23,7 +23,7 @@ from gpulease.daemon.leases import (
     WorkerUnlisted,
 )
 from gpulease.daemon.leases.devices import SETTLE_NS, Growth
-from gpulease.daemon.leases.rules import CoreLimits
+from gpulease.daemon.leases.quotas import CoreLimits
 from gpulease.daemon.leases.warm_pool import FIRST_BACK_OFF_S
 
 from .scenario import OVERHEAD, S, Scenario, denied, kinds, one, placed

@@ -50,7 +50,7 @@ from gpulease.daemon.leases import (
     WorkerFailed,
     WorkerReady,
 )
-from gpulease.daemon.leases.rules import TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.leases.submits import MAX_WAIT_S
 
 from .scenario import MS, OVERHEAD, Scenario, armed, card, denied, kinds, one

@@ -45,7 +45,7 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerScrubbed,
 )
-from gpulease.daemon.leases.rules import TenantRules
+from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.daemon.leases.warm_pool import MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.protocol.opcodes import Exclusivity
 

@@ -18,7 +18,7 @@ from gpulease.daemon.leases import (
     Warned,
     WorkerReady,
 )
-from gpulease.daemon.leases.rules import UNCONNECTED
+from gpulease.daemon.leases.quotas import UNCONNECTED
 from gpulease.protocol.opcodes import Phase
 
 from .scenario import S, Scenario, armed, kinds

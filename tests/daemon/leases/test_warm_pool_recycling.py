@@ -43,7 +43,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
     WorkerScrubbed,
 )
-from gpulease.daemon.leases.rules import TenantRules
+from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import MS, OVERHEAD, S, armed, card, denied, kinds, one, placed

@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.client import Denied
 from gpulease.daemon.config.settings import Config
-from gpulease.daemon.leases.rules import TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.supervisor.lifecycle import RELOADED, settings_that_wait
 from helpers import audit_log
 from helpers.service_manager import ServiceManager

@@ -8,7 +8,7 @@ import pytest
 from gpulease.daemon.config.settings import ConfigError, load_config
 from gpulease.daemon.web.http_settings import BadToken, HttpSettings, parse_http
 from gpulease.protocol.address import TcpAddress
-from gpulease.protocol.origin import parse_host_names
+from gpulease.protocol.http_origin import parse_host_names
 
 TOKEN = "0123456789abcdef0123456789ABCDEF"
 

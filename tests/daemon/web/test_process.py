@@ -22,7 +22,7 @@ from gpulease.daemon.leases.denials import invalid
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.web.app import MAX_STREAMS, SCRIPTS
 from gpulease.daemon.web.load_samples import LoadSample, message_of
-from gpulease.daemon.workers.child_process import ordinary_timeouts
+from gpulease.daemon.workers.helper_process import ordinary_timeouts
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
 from helpers.waiting import wait_until
 from helpers.web_rig import CARD, GIB, Scene, WebRig, lease

@@ -19,7 +19,7 @@ from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.leases import FIRST_WARM_ID
 from gpulease.daemon.leases.model import NS_PER_MS
-from gpulease.daemon.leases.rules import MAX_GRACE_MS
+from gpulease.daemon.leases.quotas import MAX_GRACE_MS
 from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote, find_zygotes
 from gpulease.daemon.zygote.worker_table import LONGEST_GRACE_NS, LOOK_NS, WorkerEntry, WorkerTable

@@ -33,7 +33,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.record.audit.projector import Entry, entry_of
 from gpulease.daemon.record.audit.records import canonical_bytes
-from gpulease.daemon.record.history import THE_DAEMON, LeaseHistory
+from gpulease.daemon.record.lease_facts import THE_DAEMON, LeaseHistory
 
 MS = 1_000_000
 LEASE = f"{5:032x}"

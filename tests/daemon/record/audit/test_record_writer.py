@@ -84,7 +84,7 @@ def test_a_log_that_must_work_and_does_not(tmp_path: Path) -> None:
 
 
 def test_one_that_need_not_is_begun_when_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.daemon.record.durable.RETRY_S", 0.01)
+    monkeypatch.setattr("gpulease.daemon.record.group_commit.RETRY_S", 0.01)
     writer = AuditWriter(opener(tmp_path / "no" / "log"), {}, lambda: None)
     writer.start(must_work=False)
     writer.put(Kind.GRANT, {"number": 1})
@@ -98,7 +98,7 @@ def test_one_that_need_not_is_begun_when_it_can_be(tmp_path: Path, monkeypatch: 
 def test_what_is_taken_away_under_it_shows_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_head_taken_too: bool
 ) -> None:
-    monkeypatch.setattr("gpulease.daemon.record.durable.RETRY_S", 0.01)
+    monkeypatch.setattr("gpulease.daemon.record.group_commit.RETRY_S", 0.01)
     folder = tmp_path / "log"
     writer = AuditWriter(opener(folder), {}, lambda: None)
     writer.start(must_work=True)
@@ -115,7 +115,7 @@ def test_what_is_taken_away_under_it_shows_for_ever(
 
 
 def test_a_fault_of_ours_is_a_problem_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.daemon.record.durable.RETRY_S", 0.01)
+    monkeypatch.setattr("gpulease.daemon.record.group_commit.RETRY_S", 0.01)
     writer = AuditWriter(opener(tmp_path / "log"), {}, lambda: None)
     writer.start(must_work=True)
     with monkeypatch.context() as patch:
@@ -128,7 +128,7 @@ def test_a_fault_of_ours_is_a_problem_and_not_the_end(tmp_path: Path, monkeypatc
 
 
 def test_what_a_failed_sync_left_is_not_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.daemon.record.durable.RETRY_S", 0.01)
+    monkeypatch.setattr("gpulease.daemon.record.group_commit.RETRY_S", 0.01)
     writer = AuditWriter(opener(tmp_path / "log"), {}, lambda: None)
     writer.start(must_work=True)
     file = tmp_path / "log" / "audit-0000000000000001.jsonl"
@@ -156,13 +156,13 @@ def test_what_a_failed_sync_left_is_not_durable(tmp_path: Path, monkeypatch: pyt
 FULL_DISK = """
 import json, resource, sys
 from pathlib import Path
-from gpulease.daemon.record import durable
+from gpulease.daemon.record import group_commit
 from gpulease.daemon.record.audit.record_writer import AuditWriter
 from gpulease.daemon.record.audit.records import Kind
 from gpulease.daemon.record.audit.files import AuditLog, LogSettings
 from helpers.waiting import wait_until
 
-durable.RETRY_S = 0.02
+group_commit.RETRY_S = 0.02
 folder, limit, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 settings = LogSettings(folder, folder / "head.json", 1 << 20)
 writer = AuditWriter(lambda known: AuditLog(settings, "0" * 32, known), {}, lambda: None)

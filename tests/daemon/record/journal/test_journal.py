@@ -32,7 +32,7 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
-from gpulease.daemon.leases.store import mark_of
+from gpulease.daemon.leases.table_state import mark_of
 from gpulease.daemon.record.journal import FileJournal, open_journal
 from helpers.daemon import python_environment
 from helpers.waiting import wait_until

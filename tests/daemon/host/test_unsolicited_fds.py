@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.host import fd_passing
+from gpulease.daemon.host import unsolicited_fds
 
 with socket.socket(socket.AF_UNIX) as tried:
-    CAN_REFUSE = fd_passing.refuse_descriptors(tried)
+    CAN_REFUSE = unsolicited_fds.refuse_descriptors(tried)
 
 
 @pytest.fixture(params=["a pair", "a listener"])
@@ -19,11 +19,11 @@ def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socke
     with contextlib.ExitStack() as stack:
         if request.param == "a pair":
             ours, theirs = map(stack.enter_context, socket.socketpair())
-            fd_passing.refuse_descriptors(ours)
+            unsolicited_fds.refuse_descriptors(ours)
         else:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(str(tmp_path / "s"))
-            fd_passing.refuse_descriptors(listener)
+            unsolicited_fds.refuse_descriptors(listener)
             listener.listen()
             theirs = stack.enter_context(socket.socket(socket.AF_UNIX))
             theirs.connect(str(tmp_path / "s"))

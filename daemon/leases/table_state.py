@@ -25,7 +25,7 @@ from gpulease.daemon.leases.model import (
     Trigger,
     WarmContext,
 )
-from gpulease.daemon.leases.rules import AcquireRates, CoreLimits
+from gpulease.daemon.leases.quotas import AcquireRates, CoreLimits
 from gpulease.protocol.opcodes import Exclusivity
 
 

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from gpulease.daemon.host.heap import WIPING_HEAP, is_heap_wiped
+from gpulease.daemon.host.heap_wipe import WIPING_HEAP, is_heap_wiped
 from helpers.daemon import python_environment
 
-ASK = "from gpulease.daemon.host.heap import is_heap_wiped; print(is_heap_wiped())"
+ASK = "from gpulease.daemon.host.heap_wipe import is_heap_wiped; print(is_heap_wiped())"
 TUNABLES = WIPING_HEAP["GLIBC_TUNABLES"]
-NAMES = "import gpulease.daemon.host.heap as heap; heap.WIPING_HEAP = {}; print(heap.is_heap_wiped())"
+NAMES = "import gpulease.daemon.host.heap_wipe as heap; heap.WIPING_HEAP = {}; print(heap.is_heap_wiped())"
 
 
 def said(code: str, environment: dict[str, str]) -> str:

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from gpulease.client import GpuBuilder, GpuExclusivityClass, InvalidRequest, aio
-from gpulease.client.engine.request import address_of, milliseconds
+from gpulease.client.engine.lease_request import address_of, milliseconds
 from gpulease.protocol.address import DEFAULT_ADDRESS
 
 

@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any, Final
 
 from gpulease.daemon.contract.messages import Ping, Pong
-from gpulease.daemon.host.fd_passing import refuse_descriptors
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import exit_text
 from gpulease.daemon.host.socket_activation import CannotListen
+from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 

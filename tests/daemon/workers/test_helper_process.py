@@ -17,7 +17,7 @@ from gpulease.daemon.broker.service import loop_factory
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import ATTRIBUTE
-from gpulease.daemon.workers.child_process import ChildKind, ChildProcess, Timeouts, ordinary_timeouts
+from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts, ordinary_timeouts
 from helpers.daemon import python_environment
 from helpers.processes import is_running, process_info
 from helpers.waiting import PATIENCE_S

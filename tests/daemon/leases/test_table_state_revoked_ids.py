@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gpulease.daemon.leases.store import RevokedIds, mark_of
+from gpulease.daemon.leases.table_state import RevokedIds, mark_of
 
 
 def test_the_set_has_what_was_added() -> None:

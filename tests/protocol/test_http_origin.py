@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpulease.protocol.origin import KnownHosts, headers_of, host_of, loopback_hosts, refusal
+from gpulease.protocol.http_origin import KnownHosts, headers_of, host_of, loopback_hosts, refusal
 
 KNOWN = KnownHosts(loopback_hosts("127.0.0.1"), frozenset({"models.example"}), "--host-name")
 ON_A_PATH = KnownHosts(None, frozenset({"models.example"}), "--host-name")

@@ -2,8 +2,8 @@ import pickle
 
 import pytest
 
-from gpulease.daemon.drivers.cuda import compiled
-from gpulease.daemon.drivers.cuda.compiled import Compiled
+from gpulease.daemon.drivers.cuda import jit_cache
+from gpulease.daemon.drivers.cuda.jit_cache import Compiled
 
 CODE = b"\x7fELF" + bytes(range(256)) * 3
 
@@ -70,12 +70,12 @@ def test_a_failed_compilation_keeps_nothing() -> None:
 
 
 def test_the_latest_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "MAX_IMAGES", 3)
+    monkeypatch.setattr(jit_cache, "MAX_IMAGES", 3)
     kept, compiler = Compiled(), Compiler()
     for ptx in (b"a", b"b", b"c", b"a", b"d", b"a", b"b"):
         kept.of(ptx, compiler)
     assert compiler.asked == [b"a", b"b", b"c", b"d", b"b"], "b was asked for longest ago when d came"
-    monkeypatch.setattr(compiled, "MAX_KEPT_BYTES", len(CODE) + 100)
+    monkeypatch.setattr(jit_cache, "MAX_KEPT_BYTES", len(CODE) + 100)
     kept, compiler = Compiled(), Compiler()
     for ptx in (b"a", b"b", b"b", b"a", b"too much" * 20, b"a"):
         assert kept.of(ptx, compiler) == CODE + ptx

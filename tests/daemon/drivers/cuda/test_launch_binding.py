@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.drivers.cuda.native import LaunchRecord, LaunchState, launching_code
+from gpulease.daemon.drivers.cuda.launch_code import LaunchRecord, LaunchState, launching_code
 
 U32, POINTER = ctypes.c_uint32, ctypes.c_void_p
 CU_LAUNCH_KERNEL = ctypes.CFUNCTYPE(ctypes.c_int32, POINTER, *[U32] * 7, POINTER, POINTER, POINTER)

@@ -8,8 +8,8 @@ import pytest
 
 from gpulease.daemon.leases import Denied, Event, Granted, LeaseSnapshot, LeaseState, RevokeRequested
 from gpulease.daemon.leases.denials import not_kept
-from gpulease.daemon.record import durable
-from gpulease.daemon.record.durable import CommitTarget, DurableReplies, GroupCommitter
+from gpulease.daemon.record import group_commit
+from gpulease.daemon.record.group_commit import CommitTarget, DurableReplies, GroupCommitter
 from gpulease.protocol.opcodes import Exclusivity
 from helpers.waiting import wait_until
 
@@ -51,7 +51,7 @@ class Target(CommitTarget[int]):
 
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> Target:
-    monkeypatch.setattr(durable, "RETRY_S", 0.01)
+    monkeypatch.setattr(group_commit, "RETRY_S", 0.01)
     return Target()
 
 
@@ -92,7 +92,7 @@ def test_a_group_that_failed_is_tried_again_before_any_other(target: Target, err
 
 
 def test_a_commit_that_hangs_is_a_problem(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "STALLED_AFTER_S", 0.01)
+    monkeypatch.setattr(group_commit, "STALLED_AFTER_S", 0.01)
     committer = GroupCommitter(target)
     committer.start(lambda: None)
     target.may_go_on.clear()
@@ -159,7 +159,7 @@ def test_a_problem_ends_every_wait_but_not_what_is_durable() -> None:
 
 
 def test_a_reply_waits_no_longer_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(group_commit, "MAX_WAIT_S", 0.01)
     assert replying(lambda disk: disk.hold(1)) == [(1, "it took more than 0.01 s")]
 
 

@@ -1,6 +1,6 @@
 import uuid
 
-from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading
 
 GIB = 1 << 30

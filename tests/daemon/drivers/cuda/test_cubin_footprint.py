@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease.daemon.drivers.cuda.elf import MAX_ROWS, MODULE_GRAIN_BYTES, weigh
+from gpulease.daemon.drivers.cuda.cubin_footprint import MAX_ROWS, MODULE_GRAIN_BYTES, weigh
 from gpulease.daemon.drivers.interface import ImageRejected
 
 IMAGES = Path(__file__).parents[1] / "images"

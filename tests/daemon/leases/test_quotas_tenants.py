@@ -14,7 +14,7 @@ from gpulease.daemon.leases import (
     TenantRulesChanged,
     WorkerReady,
 )
-from gpulease.daemon.leases.rules import NS_PER_MINUTE, AcquireRates, TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import NS_PER_MINUTE, AcquireRates, TenantLimits, TenantRules
 
 from .scenario import Scenario, card, one
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.web import feed as feed_module
+from gpulease.daemon.web import page_state as feed_module
 from gpulease.daemon.web.app import Cached
 from gpulease.daemon.web.broker_link import BrokerSilent
-from gpulease.daemon.web.feed import LOOK_UP_PAUSE_S, MAX_CHANGES, MAX_TO_LOOK_UP, Feed
+from gpulease.daemon.web.page_state import LOOK_UP_PAUSE_S, MAX_CHANGES, MAX_TO_LOOK_UP, Feed
 from gpulease.protocol.connection import Request
 from gpulease.protocol.messages import LeaseEvent
 from gpulease.protocol.opcodes import Opcode, Phase
