@@ -1,6 +1,7 @@
 """Every event that the daemon logs: its name, its level, its message and its fields.
 
-People search for names and make alerts of them, so names never change. The README's table is this one.
+People search for names and make alerts of them, so names never change.
+`daemon/manual/logs.md` has this table.
 """
 
 import logging

@@ -1,4 +1,6 @@
-"""Every metric of the daemon, by family: its name, kind, labels and meaning. The README's table is this one.
+"""Every metric of the daemon, by family: its name, kind, labels and meaning.
+
+`daemon/manual/metrics.md` has this table.
 
 Names follow Prometheus's rules (prometheus.io/docs/practices/naming): base units, and `_total` behind a counter's name,
 which is the family's name and that suffix (OpenMetrics 1.0, Counter). So `gpu_lease_acquired` is read as
