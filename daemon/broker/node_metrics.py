@@ -84,7 +84,7 @@ class NodeMetrics:
         try:
             self._counters.on_facts(facts)
         except Exception:
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {facts!r}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {[fact.kind.name for fact in facts]}")
 
     def refused(self, operation: str, status: Status) -> None:
         """Count a request that was refused before it got to the lease table."""

@@ -153,7 +153,7 @@ class Admission:
             request=event.request,
             created_ns=now_ns,
             spawn_due_ns=now_ns + self._store.limits.spawn_timeout_s * NS_PER_S,
-            max_history_entries=self._store.limits.max_history_entries,
+            max_story_entries=self._store.limits.max_story_entries,
         )
         self._store.open(lease)
         self._pool.place(lease, now_ns, out)

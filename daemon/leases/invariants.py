@@ -101,7 +101,7 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
 
 def _validate_history(store: LeaseStore, lease: Lease) -> None:
     name, history = _name(lease), lease.history
-    _require(len(history) <= store.limits.max_history_entries, f"{name} has a story of {len(history)} entries.")
+    _require(len(history) <= store.limits.max_story_entries, f"{name} has a story of {len(history)} entries.")
     _require(not history or history[-1].finish is lease.state, f"{name} is not where its story ends.")
     generations = [entry.generation for entry in history] + [lease.generation]
     _require(generations == sorted(generations) and generations[0] >= 1, f"{name} went back a generation.")

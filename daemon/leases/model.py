@@ -283,7 +283,7 @@ class Lease:
     request: int
     created_ns: int
     spawn_due_ns: int
-    max_history_entries: int
+    max_story_entries: int
     warm_id: int = 0
     served: int = 0
     is_in_doubt: bool = False
@@ -322,7 +322,7 @@ class Lease:
         finish = TRANSITIONS.get((self.state, trigger))
         if finish is None:
             raise InvalidTransition(self.lease_id, self.state, trigger, tuple(self.history))
-        if len(self.history) >= self.max_history_entries:
+        if len(self.history) >= self.max_story_entries:
             del self.history[0]
         self.history.append(TransitionRecord(now_ns, self.state, trigger, finish, self.generation))
         self.state = finish

@@ -110,7 +110,7 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
     )
 
 
-def revive(kept: KeptLease, max_history_entries: int, *, has_session: bool) -> Lease:
+def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool) -> Lease:
     """Return the lease of a record, with an empty history."""
     return Lease(
         lease_id=kept.lease_id,
@@ -121,7 +121,7 @@ def revive(kept: KeptLease, max_history_entries: int, *, has_session: bool) -> L
         request=0,
         created_ns=kept.created_ns,
         spawn_due_ns=0,
-        max_history_entries=max_history_entries,
+        max_story_entries=max_story_entries,
         generation=kept.generation,
         state=kept.state,
         cause=kept.cause,

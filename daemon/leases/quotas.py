@@ -155,7 +155,7 @@ class CoreLimits:
     # Ended leases are remembered so that a late call learns why. Stops a tenant that cycles leases from filling memory.
     max_tombstones: int = 65_536
     # A lease renewed every second for a day would otherwise carry 86,400 history entries.
-    max_history_entries: int = 64
+    max_story_entries: int = 64
     # Stops a driver that hangs in cuInit from keeping its bytes and its requester for ever.
     spawn_timeout_s: int = 60
     # Longest time a hung warm context holds up the lease that takes it; the lease then gets a new one.

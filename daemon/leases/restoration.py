@@ -50,7 +50,7 @@ class Restoration:
 
     def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
         """Enter a lease of an earlier table."""
-        lease = revive(event.kept, self._store.limits.max_history_entries, has_session=event.has_session)
+        lease = revive(event.kept, self._store.limits.max_story_entries, has_session=event.has_session)
         if lease.lease_id in self._store.live:
             return
         if lease.card_uuid not in self._store.account_by_uuid:
@@ -91,7 +91,7 @@ class Restoration:
                 request=0,
                 created_ns=now_ns,
                 spawn_due_ns=0,
-                max_history_entries=self._store.limits.max_history_entries,
+                max_story_entries=self._store.limits.max_story_entries,
                 state=LeaseState.DRAINING,
                 cause=Cause.REVOKED if event.worker_id in self._store.revoked else Cause.ABANDONED,
                 reason="nobody was told of it before the daemon ended",

@@ -41,7 +41,11 @@ UNRESPONSIVE_AFTER_S: Final = 30.0
 """Longest time that a worker may go without a look: six times its longest sleep, for hosts under heavy load."""
 
 ROUND_S: Final = 1.0
-"""Between two rounds, unless a lease's kernels may run for less than a few of these."""
+"""Seconds between two rounds of a monitor. The kernels' watchdog goes round sooner where kernels may run for less.
+
+A session that holds more than the rules foresaw is found within a round; its look takes 0.1 ms. A program outside the
+daemon that takes memory shrinks the card's capacity within a round; until then leases may be promised more of the card
+than it has. That look takes 0.3 ms."""
 
 MIN_ROUND_S: Final = 0.01
 """Between two rounds in any case."""
@@ -134,10 +138,6 @@ class KernelWatchdog:
             return Cause.UNRESPONSIVE, f"it showed no sign of life for {(now_ns - last.since_ns) / _NS_PER_S:.1f} s"
         return None
 
-
-"""Between two looks at every session, and at what others hold. A session that holds more than the rules foresaw is
-found within this; its look takes 0.1 ms. A program outside the daemon that takes memory shrinks the card's capacity
-within this; until then leases may be promised more of the card than it has. That look takes 0.3 ms."""
 
 PAUSE_S: Final = 0.01
 """Between two looks at one session. Stops a tenant that loads one module after the other from keeping the card's driver

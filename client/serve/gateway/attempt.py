@@ -137,9 +137,8 @@ COPYING: Final = Permission.MEM_READ | Permission.MEM_WRITE
 class DaemonEffects:
     """Effects on a store and on the daemon at `address` (None: the one that `GpuBuilder` finds).
 
-    With `by_token`, each of the owner's sessions is opened by a grant of COPYING that the owner issues to itself,
-    because
-    a token opens one session. Daemons with `require_token = ["attach"]` need that.
+    With `by_token`, a grant of COPYING that the owner issues to itself opens each of the owner's sessions: a token
+    opens one session. Daemons with `require_token = ["attach"]` need that.
     """
 
     def __init__(

@@ -251,7 +251,6 @@ _BY_KIND: Final[tuple[tuple[type[Exception], int, str, float | None], ...]] = (
     (errors.AllocFailed, 500, "not_started", None),
     (errors.LaunchFailed, 500, "not_started", None),
     (errors.OperationFailed, 503, "unavailable", RETRY_S),
-    (errors.OperationFailed, 503, "unavailable", RETRY_S),
     (errors.GpuSessionFailed, 503, "unavailable", RETRY_S),
     (errors.InvalidRequest, 400, "invalid_request", None),
 )

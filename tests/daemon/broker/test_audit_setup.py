@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.daemon.broker.audit_setup import config_digest, open_recorder
 from gpulease.daemon.capabilities.claims import Demand
-from gpulease.daemon.config.settings import Config, ConfigError
+from gpulease.daemon.config.settings import Config, ConfigError, load_config
 from gpulease.daemon.leases import CoreLimits
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 
@@ -74,3 +74,9 @@ def test_a_place_where_no_log_can_be_is_refused_whether_it_is_required_or_not(
     with pytest.raises(ConfigError, match=said):
         asyncio.run(live())
     assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_the_digest_of_unchanged_settings_stays_from_version_to_version() -> None:
+    """A renamed field would look to an auditor as if the operator had changed the settings."""
+    digest = config_digest(load_config(None, {}))
+    assert digest == "b48ced13ed5c7c8501c328288906d7c3f2fea956c244d2114fcdb3f765cb3c16"

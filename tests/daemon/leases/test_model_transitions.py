@@ -65,7 +65,7 @@ def test_an_invalid_transition_tells_the_whole_history() -> None:
 
 
 def test_a_history_is_bounded() -> None:
-    s = Scenario(limits=CoreLimits(max_history_entries=5))
+    s = Scenario(limits=CoreLimits(max_story_entries=5))
     s.active(1)
     for _ in range(20):
         s.do(RenewRequested(1, 1, "ann", 1000))
