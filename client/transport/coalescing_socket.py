@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 import weakref
+from _thread import start_new_thread
 from collections import deque
 from typing import Any, Final
 
@@ -305,7 +306,8 @@ class _Flusher:
         self._bell.acquire()
         self._is_awake = False
         self._begins_or_ends = threading.RLock()
-        self._thread: threading.Thread | None = None
+        # The flusher's ident; 0 for none.
+        self._thread = 0
 
     def notice(self, channel: CoalescingSocket) -> None:
         """Take note of a channel whose empty outbox is about to be filled, under its lock."""
@@ -313,7 +315,7 @@ class _Flusher:
         if not self._is_awake:
             self.ring()
             with self._begins_or_ends:
-                if self._thread is None:
+                if not self._thread:
                     self._begin()
 
     def ring(self) -> None:
@@ -322,11 +324,10 @@ class _Flusher:
             self._bell.release()
 
     def _begin(self) -> None:
-        thread = threading.Thread(target=self._run, name="gpulease-flusher", daemon=True)
+        # Not threading.Thread: an interrupt in its `start` can leave the new thread waiting for a lock for ever.
         # Where the interpreter ends already, no thread starts: closing the session sends what is left.
         with contextlib.suppress(RuntimeError):
-            thread.start()
-            self._thread = thread
+            self._thread = start_new_thread(self._run, ())
 
     def _run(self) -> None:
         pause_s, is_idle = 0.0, False
@@ -344,11 +345,11 @@ class _Flusher:
     def _goes_on(self, is_idle: bool) -> bool:
         with self._begins_or_ends:
             # Another thread is the flusher if the one who started this was interrupted before it could say so.
-            if self._thread is not threading.current_thread():
+            if self._thread != threading.get_ident():
                 return False
             if not self._pending and (is_idle or not _channels):
-                self._thread = None
-            return self._thread is not None
+                self._thread = 0
+            return self._thread != 0
 
     def _round(self) -> bool:
         return sum(channel.flush_idle(self._pending) for channel in tuple(self._pending)) > 0
