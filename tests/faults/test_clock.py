@@ -167,8 +167,8 @@ def test_who_reads_the_wall_clock() -> None:
         path.relative_to(TESTS.parent).as_posix() for path in sources if READS_WALL_CLOCK.search(path.read_text())
     }
     assert readers == {
-        "daemon/record/audit/recorder.py",
-        "daemon/broker/handlers/query_requests.py",
+        "daemon/broker/reports.py",
+        "daemon/record/audit/record_writer.py",
         "daemon/broker/handlers/token_requests.py",
         "daemon/capabilities/authority.py",
         "daemon/remote/pki/certificates.py",
