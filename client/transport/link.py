@@ -72,7 +72,12 @@ class Link:
         return request_id, frame
 
     def expect(self, op: Opcode, target: memoryview | None = None) -> int:
-        """Number a session request whose frame is built elsewhere; a MEM_READ's data goes to `target`."""
+        """Number a session request whose frame is built elsewhere; a MEM_READ's data goes to `target`.
+
+        Raises LinkEnded if no reply will ever come: a goodbye may come right behind the reply before.
+        """
+        if self.end is not None:
+            raise LinkEnded(self.end)
         request_id = self.connection.expect_reply(op)
         self._awaited.add(request_id)
         if target is not None:

@@ -121,3 +121,13 @@ def test_the_first_end_counts_and_results_come_before_it() -> None:
     assert link.take(number) == Empty()
     with pytest.raises(LinkEnded, match="mine now"):
         link.take(later)
+
+
+def test_nothing_is_expected_behind_a_goodbye_that_came_with_the_last_reply() -> None:
+    link, server = attached()
+    number, request = _ask_read(link, server, None, 4)
+    wire = server.send_reply(request, Data(b"data")) + server.send_goodbye(Failure(Status.REVOKED, "revoked"))
+    feed(link, wire, len(wire))
+    assert link.take(number) == Data(b"data")
+    with pytest.raises(LinkEnded, match="revoked"):
+        link.expect(Opcode.MODULE_PARAMETERS)
