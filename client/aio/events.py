@@ -43,20 +43,17 @@ class LeaseEvents(AsyncIterator[LeaseEvent]):
         self._stream.close()
 
 
-class WarningWatch:
-    """Calls back from a task on a lease's warnings, like `gpulease.client.sync.events.WarningWatch`."""
+class _Watch:
+    """A task that ends with a block, or by `stop`."""
 
-    def __init__(self, stream: EventStream, on_warning: OnWarning) -> None:
-        self.error: GpuLeaseError | None = None
-        self._stream = stream
-        self._task = task_of(self._run(on_warning))
+    _task: asyncio.Task[None]
 
     async def stop(self) -> None:
-        """Call back no more."""
+        """End the task. Raises what a callback raised."""
         self._task.cancel()
         await asyncio.wait((self._task,))
         if not self._task.cancelled():
-            self._task.result()  # raises what `on_warning` raised
+            self._task.result()
 
     async def __aenter__(self) -> Self:
         return self
@@ -66,6 +63,19 @@ class WarningWatch:
     ) -> None:
         await self.stop()
 
+
+class WarningWatch(_Watch):
+    """Calls back from a task on a lease's warnings, like `gpulease.client.sync.events.WarningWatch`."""
+
+    def __init__(self, stream: EventStream, on_warning: OnWarning) -> None:
+        self.error: GpuLeaseError | None = None
+        self._stream = stream
+        self._task = task_of(self._run(on_warning))
+
+    async def stop(self) -> None:
+        """Call back no more."""
+        await super().stop()
+
     async def _run(self, on_warning: OnWarning) -> None:
         try:
             await drive(warnings(self._stream, on_warning))
@@ -73,7 +83,7 @@ class WarningWatch:
             self.error = error
 
 
-class KeepAlive:
+class KeepAlive(_Watch):
     """Renews a lease from a task, like `gpulease.client.KeepAlive`.
 
     Attributes:
@@ -89,18 +99,7 @@ class KeepAlive:
 
     async def stop(self) -> None:
         """Renew no more; the lease then ends at its deadline unless it is freed or renewed by hand."""
-        self._task.cancel()
-        await asyncio.wait((self._task,))
-        if not self._task.cancelled():
-            self._task.result()  # raises what `on_loss` raised
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        await self.stop()
+        await super().stop()
 
     async def _keep(self, lease: "weakref.ref[LeaseView]", schedule: RenewalSchedule) -> None:
         self.loss = await drive(keep_renewed(lease, schedule))
