@@ -17,6 +17,7 @@ from gpulease.daemon.contract.control_page import BrokerPage, Counter, for_readi
 from gpulease.daemon.contract.messages import Scrub
 from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
+from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.leases import (
     CardLooked,
     Cause,
@@ -166,12 +167,12 @@ class MemoryMonitor:
         self._post = post
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._again: set[int] = set()
-        self._round: asyncio.Task[None] | None = None
+        self._rounds = PeriodicTask(self._look_at_all, lambda: ROUND_S)
 
     def start(self) -> None:
         """Look at all sessions from now on, where one can take more than it is given; later calls do nothing."""
-        if self._round is None and self._source.reserve_bytes:
-            self._round = asyncio.get_running_loop().create_task(self._look_in_rounds())
+        if self._source.reserve_bytes:
+            self._rounds.start()
 
     def look(self, lease_id: int) -> None:
         """Look at a session; and once more if this is called again meanwhile."""
@@ -184,24 +185,23 @@ class MemoryMonitor:
 
     async def stop(self) -> None:
         """Stop all looks."""
-        tasks = [*self._tasks.values(), *([self._round] if self._round else [])]
+        tasks = [*self._tasks.values()]
         self._again.clear()
         for task in tasks:
             task.cancel()
+        await self._rounds.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look_in_rounds(self) -> None:
-        while True:
-            await asyncio.sleep(ROUND_S)
-            for lease in self._table.snapshots():
-                if lease.state is LeaseState.ACTIVE:
-                    self.look(lease.lease_id)
-            for submit in self._table.submits.snapshots():
-                self.look(submit.submit_id)
-            for context in self._table.warming():
-                if context.is_recycled:
-                    # Its process ran a tenant's kernels, so its word that it is scrubbed is worth nothing.
-                    self.look(context.warm_id)
+    async def _look_at_all(self) -> None:
+        for lease in self._table.snapshots():
+            if lease.state is LeaseState.ACTIVE:
+                self.look(lease.lease_id)
+        for submit in self._table.submits.snapshots():
+            self.look(submit.submit_id)
+        for context in self._table.warming():
+            if context.is_recycled:
+                # Its process ran a tenant's kernels, so its word that it is scrubbed is worth nothing.
+                self.look(context.warm_id)
 
     def _done(self, lease_id: int) -> None:
         del self._tasks[lease_id]
@@ -339,26 +339,19 @@ class CardWatch:
         self._card_uuids = card_uuids
         self._workers = workers
         self._post = post
-        self._rounds: asyncio.Task[None] | None = None
+        self._rounds = PeriodicTask(self._look_at_all, lambda: ROUND_S)
 
     async def start(self) -> None:
         """Look once now, and once a second from then on, where others can hold anything."""
-        if self._rounds is None and self._source.has_others:
+        if not self._rounds.is_started and self._source.has_others:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_ROUND_TIMEOUT_S):
                     await self._look_at_all()
-            self._rounds = asyncio.get_running_loop().create_task(self._look_in_rounds())
+            self._rounds.start()
 
     async def stop(self) -> None:
         """Stop looking."""
-        if self._rounds is not None:
-            self._rounds.cancel()
-            await asyncio.gather(self._rounds, return_exceptions=True)
-
-    async def _look_in_rounds(self) -> None:
-        while True:
-            await asyncio.sleep(ROUND_S)
-            await self._look_at_all()
+        await self._rounds.stop()
 
     async def _look_at_all(self) -> None:
         for card_uuid in self._card_uuids:
