@@ -24,6 +24,7 @@ class Permission(IntFlag):
     MEM_WRITE = 0x20
     REVOKE = 0x40
     LEASE_ALLOC = 0x80
+    REGION = 0x100
 
 
 class AttachOption(IntEnum):
@@ -65,6 +66,9 @@ _NEEDED: Final[dict[int, Permission]] = {
     Opcode.STREAM_DESTROY: _SUBMIT,
     Opcode.STREAM_WAIT: _SUBMIT,
     Opcode.SUBMIT_RUN: _SUBMIT,
+    Opcode.REGION_SET: _SUBMIT,
+    Opcode.REGION_SET_FREE: _SUBMIT,
+    Opcode.LAUNCH_IN: _SUBMIT,
 }
 
 _MAX_EXPIRY_DIGITS: Final = 18

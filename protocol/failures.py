@@ -33,6 +33,11 @@ class Failure:
         address: The device address that the kernel faulted at.
         log: The compiler's log.
         line: The line of the PTX source that the log names, 1-based.
+        region: The region that the failure is about, by its lease id; None if it is about the lease as a whole. The
+            session and its other regions go on.
+        site: Number of the launch that did not begin, in its burst or graph.
+        flipped_ns: When the broker changed the region's word, on the host's monotonic clock.
+        position: What the launch said of itself.
     """
 
     status: Status
@@ -44,6 +49,10 @@ class Failure:
     address: int | None = None
     log: str = ""
     line: int = 0
+    region: int | None = None
+    site: int | None = None
+    flipped_ns: int | None = None
+    position: int | None = None
 
     def to_body(self) -> ErrorBody:
         """Return the reply's payload, with texts cut to MAX_ERROR_TEXT_BYTES."""
@@ -57,6 +66,10 @@ class Failure:
                 (ErrorTlv.ADDRESS, _integer(self.address, 8)),
                 (ErrorTlv.LOG, _cut_start(self.log)),
                 (ErrorTlv.LINE, _integer(self.line or None, 4)),
+                (ErrorTlv.REGION, _integer(self.region, 16)),
+                (ErrorTlv.SITE, _integer(self.site, 4)),
+                (ErrorTlv.FLIPPED_NS, _integer(self.flipped_ns, 8)),
+                (ErrorTlv.POSITION, _integer(self.position, 8)),
             )
             if value
         ]
@@ -97,6 +110,10 @@ class Failure:
             address=number(ErrorTlv.ADDRESS, 8),
             log=text(ErrorTlv.LOG),
             line=number(ErrorTlv.LINE, 4) or 0,
+            region=number(ErrorTlv.REGION, 16),
+            site=number(ErrorTlv.SITE, 4),
+            flipped_ns=number(ErrorTlv.FLIPPED_NS, 8),
+            position=number(ErrorTlv.POSITION, 8),
         )
 
 

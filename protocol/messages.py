@@ -13,6 +13,7 @@ from gpulease.protocol.primitives import (
     LEASE_PARAMETERS,
     REPORT,
     TLVS,
+    I16,
     U8,
     U16,
     U32,
@@ -251,6 +252,73 @@ class LeaseEvent:
     reason: str = wire(text())
 
 
+# --- regions ---
+
+
+@dataclass(frozen=True, slots=True)
+class RegionOpen:
+    """Open a region of `size_bytes` in the active lease `lease_id`, for `tenant`; "" is the asker's own name.
+
+    The size is rounded up to the session's granularity, and charged to the lease's slice.
+    """
+
+    lease_id: int = wire(U128)
+    size_bytes: int = wire(U64)
+    ttl_ms: int = wire(U32)
+    tenant: str = wire(text())
+
+
+@dataclass(frozen=True, slots=True)
+class RegionGrant:
+    """An open region, itself a lease. `slot` and `number` name it in region sets; `address` is its device address."""
+
+    lease_id: int = wire(U128)
+    generation: int = wire(U64)
+    size_bytes: int = wire(U64)
+    ttl_ms: int = wire(U32)
+    expires_at_unix_s: int = wire(U64)
+    address: int = wire(U64)
+    slot: int = wire(U16)
+    number: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCancel:
+    """Refuse launches that name a region from now on (`is_cancelled` 1), or take them again (0). It does not end."""
+
+    lease_id: int = wire(U128)
+    is_cancelled: int = wire(U8)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseResize:
+    """Give a lease's slice another size while it runs. Also the reply, with the size that it has then."""
+
+    lease_id: int = wire(U128)
+    size_bytes: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionEvent:
+    """A launch was refused because a region that it named had ended or was cancelled.
+
+    `lease_id` is the region, `status` the refusal's, `site` the launch's number in its burst or graph, `position` what
+    the launch said of itself. `flipped_ns` and `seen_ns` are the host's monotonic clock: when the broker changed the
+    region's word, and when the session saw that. `sequence` counts a subscription's events from 1, the `lost` ones
+    included.
+    """
+
+    lease_id: int = wire(U128)
+    sequence: int = wire(U64)
+    lost: int = wire(U64)
+    status: int = wire(I16)
+    kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
+    site: int = wire(U32)
+    position: int = wire(U64)
+    flipped_ns: int = wire(U64)
+    seen_ns: int = wire(U64)
+
+
 # --- tokens ---
 
 
@@ -471,6 +539,53 @@ class GraphLaunch:
     args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
 
 
+# --- launches in regions ---
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRef:
+    """A region by its slot, and the slot's number when the region was opened: a later region has another number."""
+
+    slot: int = wire(U16)
+    number: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSet:
+    """Name the regions that launches will touch, once for many launches."""
+
+    regions: tuple[RegionRef, ...] = wire(list_of(Record(RegionRef), limits.MAX_REGIONS))
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchIn:
+    """A `Launch` that begins only while every region of the set goes on. `position` comes back if it does not begin."""
+
+    module: int = wire(U64)
+    kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
+    grid_x: int = wire(U32)
+    grid_y: int = wire(U32)
+    grid_z: int = wire(U32)
+    block_x: int = wire(U32)
+    block_y: int = wire(U32)
+    block_z: int = wire(U32)
+    shared_bytes: int = wire(U32)
+    args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
+    arg_sizes: tuple[int, ...] = wire(list_of(U32, limits.MAX_ARGUMENTS))
+    region_set: int = wire(U64)
+    position: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLaunchIn:
+    """A `GraphLaunch` that begins only while every region of the set goes on; see `LaunchIn`."""
+
+    graph: int = wire(U64)
+    args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
+    region_set: int = wire(U64)
+    position: int = wire(U64)
+
+
 # --- submits ---
 
 
@@ -541,6 +656,11 @@ Body = (
     | Metrics
     | FenceClear
     | FenceCleared
+    | RegionOpen
+    | RegionGrant
+    | RegionCancel
+    | LeaseResize
+    | RegionEvent
     | CapabilityIssue
     | CapabilityGrant
     | CapabilityPresent
@@ -561,6 +681,9 @@ Body = (
     | Launch
     | GraphCreate
     | GraphLaunch
+    | RegionSet
+    | LaunchIn
+    | GraphLaunchIn
     | GpuSubmit
     | SubmitRun
     | SubmitDone
@@ -587,6 +710,11 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.DRAIN_CANCEL: (Empty, DrainStatus),
     Opcode.METRICS: (Empty, Metrics),
     Opcode.HEALTH: (Empty, Report),
+    Opcode.REGION_OPEN: (RegionOpen, RegionGrant),
+    Opcode.REGION_CANCEL: (RegionCancel, Empty),
+    Opcode.LEASE_RESIZE: (LeaseResize, LeaseResize),
+    Opcode.REGION_WATCH: (LeaseRef, Empty),
+    Opcode.REGION_EVENT: (Empty, RegionEvent),
     Opcode.CAPABILITY_ISSUE: (CapabilityIssue, CapabilityGrant),
     Opcode.CAPABILITY_PRESENT: (CapabilityPresent, CapabilityHeld),
     Opcode.CAPABILITY_AUDIENCE: (Empty, Audience),
@@ -611,7 +739,12 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.GRAPH_DESTROY: (Handle, Empty),
     Opcode.SUBMIT_RUN: (SubmitRun, SubmitDone),
     Opcode.MODULE_PARAMETERS: (Handle, ModuleParameters),
+    Opcode.REGION_SET: (RegionSet, Handle),
+    Opcode.REGION_SET_FREE: (Handle, Empty),
+    Opcode.REGION_RELEASE: (Handle, Empty),
+    Opcode.LAUNCH_IN: (LaunchIn, Empty),
+    Opcode.GRAPH_LAUNCH_IN: (GraphLaunchIn, Empty),
 }
-"""Request and reply of each operation. Two operations have no request. GOODBYE is an error reply to request 0; the
+"""Request and reply of each operation. Three operations have no request. GOODBYE is an error reply to request 0; the
 daemon sends it before it closes the connection. LEASE_EVENT is a further reply to a LEASE_SUBSCRIBE, one for each
-change."""
+change, and REGION_EVENT a further reply to a REGION_WATCH."""

@@ -21,6 +21,9 @@ SUBMIT_TAG: Final = 0x0906
 ORPHAN_TAG: Final = 0x0907
 """The lease parameter TLV that carries the longest time without a connection, in milliseconds, as a u32."""
 
+REGIONS_REQUIRED_TAG: Final = 0x0908
+"""The lease parameter TLV, one byte: 1 refuses every launch of the session that names no region set."""
+
 
 class Opcode(IntEnum):
     """The operations. 0x0200, 0x020A and 0x0601-0x0607 are public numbers; the others are this product's."""
@@ -45,6 +48,11 @@ class Opcode(IntEnum):
     DRAIN_CANCEL = 0x020D
     METRICS = 0x020E
     HEALTH = 0x020F
+    REGION_OPEN = 0x0210
+    REGION_CANCEL = 0x0211
+    LEASE_RESIZE = 0x0212
+    REGION_WATCH = 0x0213
+    REGION_EVENT = 0x0214
     CAPABILITY_ISSUE = 0x0300
     CAPABILITY_PRESENT = 0x0301
     CAPABILITY_AUDIENCE = 0x0302
@@ -69,6 +77,11 @@ class Opcode(IntEnum):
     GRAPH_DESTROY = 0x0612
     SUBMIT_RUN = 0x0613
     MODULE_PARAMETERS = 0x0614
+    REGION_SET = 0x0615
+    REGION_SET_FREE = 0x0616
+    REGION_RELEASE = 0x0617
+    LAUNCH_IN = 0x0618
+    GRAPH_LAUNCH_IN = 0x0619
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
@@ -107,6 +120,7 @@ class Status(IntEnum):
     LEASE_FREED = -21
     DRAINED = -22
     TIMED_OUT = -23
+    CANCELLED = -24
     SESSION_FAILED = -32
     ALLOC_FAILED = -33
     INVALID_HANDLE = -34
@@ -157,10 +171,12 @@ class SubmitOption(IntEnum):
 class SessionOption(IntEnum):
     """The types of the options in ATTACH's reply that name the session's abilities.
 
-    PARAMETER_TYPES, without a value: the session serves MODULE_PARAMETERS.
+    PARAMETER_TYPES, without a value: the session serves MODULE_PARAMETERS. REGIONS, a u32: the session serves the
+    REGION operations and LAUNCH_IN, and regions begin and end at multiples of so many bytes.
     """
 
     PARAMETER_TYPES = 33
+    REGIONS = 35
 
 
 class ParameterType(IntEnum):
@@ -261,3 +277,7 @@ class ErrorTlv(IntEnum):
     ADDRESS = 5
     LOG = 6
     LINE = 7
+    REGION = 8
+    SITE = 9
+    FLIPPED_NS = 10
+    POSITION = 11

@@ -17,7 +17,11 @@
                            Attach                                               a tenant's socket
                            Scrub                                                the next two pages
                            EndSession
+                           RegionsPage                                          the regions page, read-only
+                           OpenRegion, EndRegion, ResizeSlice
     worker    broker       Ready, Failed, Scrubbed, Attached, LastLeft, MemoryGrew, Faulted
+                           RegionOpened, RegionRefused, RegionEnded, RegionStuck, RegionReleased, ForwardRevoked,
+                           SliceResized
 
 Each message is one msgpack map (see host/ipc.py). A broker that starts takes over the zygotes and workers of an earlier
 version, so an op, a key and a type never change their meaning: what differs gets another HANDOVER.
@@ -311,7 +315,132 @@ class EndSession(Message):
     OP: ClassVar[str] = "end"
 
 
+@dataclass(frozen=True, slots=True)
+class RegionsPage(Message):
+    """The session's regions page; a broker that took the worker over sends another one.
+
+    The worker reads the earlier page a last time first: a region that had ended there has ended.
+    """
+
+    OP: ClassVar[str] = "regions"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRegion(Message):
+    """Map memory for a region; the worker answers with RegionOpened or RegionRefused."""
+
+    OP: ClassVar[str] = "region"
+    region_id: LeaseNumber
+    slot: Annotated[int, U64]
+    number: Annotated[int, U64]
+    size_bytes: Annotated[int, U64.named("size")]
+
+
+@dataclass(frozen=True, slots=True)
+class EndRegion(Message):
+    """A region's word says that it has ended: wait for its launches, take its memory away, and answer.
+
+    The worker answers with RegionEnded, or with RegionStuck if a launch that named it has not ended after `grace_ms`.
+    """
+
+    OP: ClassVar[str] = "end_region"
+    region_id: LeaseNumber
+    grace_ms: Annotated[int, U64.named("grace")]
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeSlice(Message):
+    """Give the session a slice of another size; the worker answers with SliceResized."""
+
+    OP: ClassVar[str] = "resize"
+    size_bytes: Annotated[int, U64.named("size")]
+
+
 # --- worker to broker ---
+
+
+@dataclass(frozen=True, slots=True)
+class RegionOpened(Message):
+    """A region's memory is mapped at this device address, and zero."""
+
+    OP: ClassVar[str] = "region_opened"
+    region_id: LeaseNumber
+    address: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRefused(Message):
+    """A region can't be opened; `reason` is a sentence for its tenant."""
+
+    OP: ClassVar[str] = "region_refused"
+    region_id: LeaseNumber
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class RegionEnded(Message):
+    """Nothing in the session can reach a region's memory any more.
+
+    Attributes:
+        freed_bytes: Bytes that went back to the card.
+        kept_bytes: Bytes that stay mapped in the region's place until the session lets go of its address.
+        shown_bytes: By how many bytes the driver's free figure grew meanwhile; other processes change it, too.
+    """
+
+    OP: ClassVar[str] = "region_ended"
+    region_id: LeaseNumber
+    freed_bytes: Annotated[int, U64.named("freed")]
+    kept_bytes: Annotated[int, U64.named("kept")]
+    shown_bytes: Annotated[int, integer(-(1 << 63), (1 << 63) - 1).named("shown")]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionStuck(Message):
+    """A region's memory can't be taken away; `reason` is a clause for its tenant and the log."""
+
+    OP: ClassVar[str] = "region_stuck"
+    region_id: LeaseNumber
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class RegionReleased(Message):
+    """The session let go of an ended region's address; its last bytes went back to the card."""
+
+    OP: ClassVar[str] = "region_released"
+    region_id: LeaseNumber
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRevoked(Message):
+    """A launch was refused because of a region that it named.
+
+    Attributes:
+        status: The refusal's status, as the positive number.
+        kernel: The kernel, "" for a graph of several.
+        site: Number of the launch in its burst or graph.
+        position: What the launch said of itself.
+        flipped_ns: When the broker changed the word, on the monotonic clock.
+        seen_ns: When the worker saw it.
+    """
+
+    OP: ClassVar[str] = "forward_revoked"
+    region_id: LeaseNumber
+    status: Annotated[int, U64]
+    kernel: Text
+    site: Annotated[int, U64]
+    position: Annotated[int, U64]
+    flipped_ns: Annotated[int, U64.named("flipped")]
+    seen_ns: Annotated[int, U64.named("seen")]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceResized(Message):
+    """The session's slice has that size; `doubt` says why it is not the size asked for, "" if it is."""
+
+    OP: ClassVar[str] = "resized"
+    size_bytes: Annotated[int, U64.named("size")]
+    doubt: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,8 +513,23 @@ class MemoryGrew(Message):
 TO_ZYGOTE: Final = by_op(WorkerSpec, LeaseChanged, PagesRenewed, WorkerForgotten, Retire, Ping)
 FROM_ZYGOTE: Final = by_op(Preloaded, Broken, Pong, WorkerForked, ForkFailed, WorkerReaped)
 HANDOVER_MESSAGES: Final = by_op(ZygoteTaken, ZygoteIntroduction, LivingWorker, EndedWorker, HandoverDone)
-TO_WORKER: Final = by_op(WorkerSpec, Attach, Scrub, EndSession)
-FROM_WORKER: Final = by_op(Ready, Failed, Faulted, Scrubbed, Attached, LastLeft, MemoryGrew)
+TO_WORKER: Final = by_op(WorkerSpec, Attach, Scrub, EndSession, RegionsPage, OpenRegion, EndRegion, ResizeSlice)
+FROM_WORKER: Final = by_op(
+    Ready,
+    Failed,
+    Faulted,
+    Scrubbed,
+    Attached,
+    LastLeft,
+    MemoryGrew,
+    RegionOpened,
+    RegionRefused,
+    RegionEnded,
+    RegionStuck,
+    RegionReleased,
+    ForwardRevoked,
+    SliceResized,
+)
 
 
 def parse_message(ops: Mapping[str, type[Message]], message: Mapping[str, Any]) -> Message | None:

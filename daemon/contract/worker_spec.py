@@ -33,6 +33,7 @@ class WorkerSpec(Message):
         submit_of: The lease for which the worker runs one kernel; 0 if it is no submit. Zygotes from before there were
             submits leave it out.
         timeout_ms: How long the submit may take. The zygote keeps it for the next broker.
+        regions_required: Whether the session refuses a launch that names no region set.
     """
 
     OP: ClassVar[str] = "spawn"
@@ -45,6 +46,7 @@ class WorkerSpec(Message):
     waiting: Annotated[Waiting | None, converted(Waiting).or_nil()] = None
     submit_of: Annotated[int, LEASE_NUMBER] = 0
     timeout_ms: Annotated[int, U64] = 0
+    regions_required: Annotated[bool, FLAG] = False
 
     @property
     def is_warm(self) -> bool:

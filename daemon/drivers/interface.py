@@ -251,10 +251,23 @@ class Graph(Protocol):
 
 
 class Ticket(Protocol):
-    """A copy that may still be under way."""
+    """Work of the card that may still be under way: a copy, or what a stream held."""
 
     def is_done(self) -> bool:
-        """Return whether the caller may use the host memory again: the copy is complete, or the context is lost."""
+        """Return whether it is complete, or the context is lost: a copy's caller may use the host memory again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionReturn:
+    """What became of a region's memory.
+
+    Attributes:
+        freed_bytes: Bytes that went back to the card.
+        kept_bytes: Bytes of zeroed memory, mapped again and again in the region's place until `region_release`.
+    """
+
+    freed_bytes: int
+    kept_bytes: int
 
 
 class Context(Protocol):
@@ -321,6 +334,45 @@ class Context(Protocol):
 
     def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
         """Begin a `read_pinned`: the bytes are there once the ticket is done, or after any later wait."""
+
+    @property
+    def region_granule_bytes(self) -> int:
+        """Regions begin and end at multiples of so many bytes; 0 if the driver has no regions."""
+
+    def region_open(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
+        """Map zeroed memory of its own for a region, at an address that this context has never used and never reuses.
+
+        Args:
+            size_bytes: A multiple of `region_granule_bytes`.
+            spare_bytes: As in `mem_alloc`.
+            poll: As in `mem_alloc`.
+
+        Raises:
+            OutOfMemory: The card can't give so much.
+        """
+
+    def region_kept_bytes(self, size_bytes: int) -> int:
+        """Return the `RegionReturn.kept_bytes` of a region of that size."""
+
+    def region_end(self, address: int) -> RegionReturn:
+        """Take a region's memory away and give it back to the card; complete on return.
+
+        No launch or copy that uses the region may be under way: on CUDA an access meanwhile costs the context. From
+        then on its addresses hold zeros of nobody: whoever reads and writes there with a stale pointer meets no other
+        region's bytes, and the context goes on.
+
+        Raises:
+            DriverError: The memory is not given back. The region's addresses must not be used again.
+        """
+
+    def region_release(self, address: int) -> None:
+        """Let go of an ended region's addresses: an access there is an illegal address from now on."""
+
+    def free_bytes(self) -> int:
+        """Return the card's free bytes by the driver's own figure, which other processes change, too."""
+
+    def mark(self, stream: int) -> Ticket:
+        """Return a ticket that is done once all that is in a stream now has ended."""
 
     def streams_bytes(self, count: int) -> int:
         """Bytes of the card that the context keeps for so many streams at a time beside stream 0."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
 from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseTerms, TransitionRecord
@@ -379,6 +380,114 @@ class TenantRulesChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class RegionRequested:
+    """A tenant, or an operator on its behalf, asks for a region of an active lease.
+
+    Attributes:
+        lease_id: The lease that the region is to lie in.
+        region_id: Id chosen by the shell, nonzero and never used before by a lease or a region.
+        tenant: Who asks.
+        owner: The region's own tenant, which may renew and free it.
+        granule_bytes: Regions of that session have multiples of so many bytes; 0 if it can have none.
+    """
+
+    request: int
+    lease_id: int
+    region_id: int
+    tenant: str
+    owner: str
+    size_bytes: int
+    ttl_ms: int
+    granule_bytes: int
+    is_operator: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RegionOpened:
+    """Answer to `OpenRegion`: the region's memory is mapped there, and its time begins."""
+
+    region_id: int
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRefused:
+    """Answer to `OpenRegion`: the session can't map the region; `reason` is a sentence for the tenant."""
+
+    region_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegionEnded:
+    """Answer to `EndRegion`: nothing in the session can reach the region's memory any more.
+
+    Attributes:
+        freed_bytes: Bytes that went back to the card.
+        kept_bytes: Bytes that stay in the region's place until `RegionReleased`.
+        is_shown: The driver's free figure grew by at least `freed_bytes`.
+    """
+
+    region_id: int
+    freed_bytes: int
+    kept_bytes: int
+    is_shown: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RegionStuck:
+    """Answer to `EndRegion`: the memory can't be taken away while the session lives, so the session ends."""
+
+    region_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegionProved:
+    """Answer to `ProveRegion`: the card shows no more bytes for the worker than its lease and regions may hold."""
+
+    region_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionReleased:
+    """The session let go of an ended region's address; the bytes kept in its place are back."""
+
+    region_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCancelRequested:
+    """The tenant of a region or of its lease, or an operator, has launches in the region refused, or taken again."""
+
+    request: int
+    region_id: int
+    tenant: str
+    is_cancelled: bool
+    is_operator: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeRequested:
+    """A tenant, or an operator on its behalf, wants a running lease of another size."""
+
+    request: int
+    lease_id: int
+    tenant: str
+    size_bytes: int
+    is_operator: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SliceResized:
+    """Answer to `ResizeSlice`: the slice's size now, and why it is not the size asked for, "" if it is."""
+
+    lease_id: int
+    size_bytes: int
+    doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownRequested:
     """The daemon stops: no acquire is granted, and every lease ends."""
 
@@ -431,6 +540,16 @@ Event = (
     | DrainCancelled
     | DrainTimerFired
     | TenantRulesChanged
+    | RegionRequested
+    | RegionOpened
+    | RegionRefused
+    | RegionEnded
+    | RegionStuck
+    | RegionProved
+    | RegionReleased
+    | RegionCancelRequested
+    | ResizeRequested
+    | SliceResized
     | ShutdownRequested
 )
 
@@ -603,6 +722,59 @@ class Warned:
     left_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class OpenRegion:
+    """Have the lease's worker map a region; answered by `RegionOpened` or `RegionRefused`, or never."""
+
+    lease_id: int
+    region_id: int
+    slot: int
+    number: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetRegion:
+    """Write a region's word and deadline where the worker reads them, then raise the epoch.
+
+    The first effect of every end of a region.
+    """
+
+    lease_id: int
+    region_id: int
+    slot: int
+    number: int
+    word: RegionWord
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndRegion:
+    """Have the worker take an ended region's memory away; answered by `RegionEnded` or `RegionStuck`, or never."""
+
+    lease_id: int
+    region_id: int
+    grace_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProveRegion:
+    """Look at the card until it shows at most `allowed_bytes` for the lease's worker; answered by `RegionProved`."""
+
+    lease_id: int
+    region_id: int
+    card_uuid: str
+    allowed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeSlice:
+    """Have the worker give its session a slice of another size; answered by `SliceResized`, or never."""
+
+    lease_id: int
+    size_bytes: int
+
+
 # --- effects: replies ---
 
 
@@ -689,7 +861,34 @@ class LeaseEnded:
     history: tuple[TransitionRecord, ...]
 
 
-Outcome = Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | SubmitReady | Denied
+@dataclass(frozen=True, slots=True)
+class RegionGranted:
+    """Reply to a region request: the region is active and its time runs."""
+
+    request: int
+    lease: LeaseSnapshot
+    address: int
+    slot: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCancelSet:
+    """Reply to a region's cancel: launches that name it are refused, or taken again."""
+
+    request: int
+    region_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """Reply to a resize: the lease with its new size, which the card's sums hold."""
+
+    request: int
+    lease: LeaseSnapshot
+
+
+Outcome = Granted | RegionGranted | RegionCancelSet | Resized | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | SubmitReady | Denied
 """Replies to requests."""
 
 Effect = (
@@ -718,5 +917,13 @@ Effect = (
     | FenceCleared
     | DrainSet
     | Denied
+    | OpenRegion
+    | SetRegion
+    | EndRegion
+    | ProveRegion
+    | ResizeSlice
+    | RegionGranted
+    | RegionCancelSet
+    | Resized
     | LeaseEnded
 )

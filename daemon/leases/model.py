@@ -226,6 +226,7 @@ class LeaseSnapshot(NamedTuple):
         deadline_ns: Expiry; None until the worker was ready.
         ended_ns: Time at which the lease was torn down or fenced.
         ttl_ms: Time to live last asked for.
+        parent_id: For a region, the lease that it lies in; 0 for a lease of a card.
     """
 
     lease_id: int
@@ -242,6 +243,7 @@ class LeaseSnapshot(NamedTuple):
     deadline_ns: int | None
     ended_ns: int | None
     ttl_ms: int
+    parent_id: int = 0
 
 
 @dataclass(slots=True)
