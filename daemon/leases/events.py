@@ -888,7 +888,19 @@ class Resized:
     lease: LeaseSnapshot
 
 
-Outcome = Granted | RegionGranted | RegionCancelSet | Resized | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | SubmitReady | Denied
+Outcome = (
+    Granted
+    | RegionGranted
+    | RegionCancelSet
+    | Resized
+    | Renewed
+    | Freed
+    | RevokeDone
+    | FenceCleared
+    | DrainSet
+    | SubmitReady
+    | Denied
+)
 """Replies to requests."""
 
 Effect = (
