@@ -263,6 +263,8 @@ def region_rig(*, is_native: bool = False, regions_required: bool = False) -> It
         yield RegionRig(session, page, writer, context, ledger, module)
     finally:
         context.context.close()
+        if session._gate.page is not None:
+            session._gate.page.close()
         writer.close()
         view.close()
         page.close()
