@@ -259,7 +259,7 @@ class Ticket(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RegionReturn:
-    """What became of a region's memory.
+    """The bytes of a region that has ended.
 
     Attributes:
         freed_bytes: Bytes that went back to the card.
