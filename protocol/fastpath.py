@@ -54,12 +54,12 @@ _LAUNCH_MODULE: Final = fixed_struct(Launch, "module")
 _LAUNCH_GEOMETRY: Final = fixed_struct(
     Launch, "grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes"
 )
-_REGIONS: Final = fixed_struct(LaunchIn, "region_set", "position")
+REGIONS: Final = fixed_struct(LaunchIn, "region_set", "position")
 _NAME_AT: Final = _LAUNCH_MODULE.size
 _AFTER_NAME: Final = _U32.size + _LAUNCH_GEOMETRY.size
 
 
-_TRAILER_BYTES: Final = {Opcode.LAUNCH: 0, Opcode.LAUNCH_IN: _REGIONS.size}
+_TRAILER_BYTES: Final = {Opcode.LAUNCH: 0, Opcode.LAUNCH_IN: REGIONS.size}
 
 # A frame up to its data: the header's first twelve bytes, which depend on op and flags alone, and its rest.
 _HEADER_REST: Final = "IQ16s"
@@ -102,7 +102,7 @@ class LaunchTemplate:
         self.head = frame[:REQUEST_ID_OFFSET]
         self.before = frame[MIDDLE_AT:args_at]
         self.after = frame[args_at + self.args_bytes : len(frame) - trailer_bytes]
-        trailer = _REGIONS.format[1:] if trailer_bytes else ""
+        trailer = REGIONS.format[1:] if trailer_bytes else ""
         self.layout = struct.Struct(
             f">{REQUEST_ID_OFFSET}sQ{len(self.before)}s{self.args_bytes}s{len(self.after)}s{trailer}"
         )
@@ -146,10 +146,10 @@ def split_regions(payload: memoryview) -> tuple[memoryview, int, int]:
 
     The first part is not checked here. Raises BodyError if the payload is too short.
     """
-    at = len(payload) - _REGIONS.size
+    at = len(payload) - REGIONS.size
     if at < 0:
         raise BodyError("LaunchIn is malformed: it ends too early")
-    return payload[:at], *_REGIONS.unpack_from(payload, at)
+    return payload[:at], *REGIONS.unpack_from(payload, at)
 
 
 def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
@@ -181,7 +181,7 @@ def graph_launch_payload(graph: int, args: bytes, *regions: int) -> bytes:
     if len(args) > MAX_ARGUMENT_BYTES:
         raise LocalProtocolError(f"{len(args)} bytes of parameters; at most {MAX_ARGUMENT_BYTES} are allowed")
     try:
-        trailer = _REGIONS.pack(*regions) if regions else b""
+        trailer = REGIONS.pack(*regions) if regions else b""
         return b"".join((_GRAPH.pack(graph), _U32.pack(len(args)), args, trailer))
     except struct.error as error:
         raise LocalProtocolError(f"GraphLaunch can't be encoded: {error}") from None

@@ -42,7 +42,8 @@ def test_a_template_gives_the_frame_of_the_codec(launch: m.Launch, session_id: i
 
 
 def in_regions(launch: m.Launch, region_set: int, position: int) -> m.LaunchIn:
-    return m.LaunchIn(*(getattr(launch, name) for name in launch.__dataclass_fields__), region_set, position)
+    same = {name: getattr(launch, name) for name in launch.__dataclass_fields__}
+    return m.LaunchIn(**same, region_set=region_set, position=position)
 
 
 @settings(max_examples=80, deadline=None)

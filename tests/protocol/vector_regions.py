@@ -96,7 +96,8 @@ def resized() -> Script:
 
 def launch_in(plain: m.Launch, region_set: int, position: int) -> m.LaunchIn:
     """A launch that names a region set."""
-    return m.LaunchIn(*(getattr(plain, name) for name in plain.__dataclass_fields__), region_set, position)
+    same = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
+    return m.LaunchIn(**same, region_set=region_set, position=position)
 
 
 def refusal(status: Status, why: str, failed: int | None, kernel: str) -> Failure:
