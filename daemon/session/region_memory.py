@@ -100,9 +100,14 @@ class RegionMemory:
         self._streams, self._keep_fault = streams, keep_fault
         self._by_id: dict[int, Region] = {}
         self._ends: dict[int, _End] = {}
+        gate.is_ending = lambda: bool(self._ends)
         self._results: dict[int, RegionEnded | RegionStuck] = {}
         self._spin_until_ns = 0
         self.had_any = False
+
+    def is_moving(self) -> bool:
+        """Return whether the worker should look around soon; see `RegionGate.is_moving`."""
+        return self._gate.is_moving()
 
     @property
     def is_used(self) -> bool:

@@ -278,6 +278,9 @@ class NativeServing:
         reader.get_buffer()
         self._prepare(reader, expected)
         ends.buffer_bytes = len(reader.buffer)
+        if (page := self._gate.page) is not None:
+            # Any other epoch than the present one ends the serving after one portion.
+            self._state.seen_epoch = NO_EPOCH if self._gate.is_moving() else page.epoch
         outcome = self._code.serve_ring(self._state_address, ctypes.addressof(ends))
         reader.start, reader.end = self._state.start, self._state.end
         return Outcome(outcome)
@@ -312,6 +315,5 @@ class NativeServing:
             # A reference kept here would keep a large buffer alive.
             self._buffer = buffer if len(buffer) <= RETAINED_BUFFER_BYTES else None
         state.start, state.end = reader.start, reader.end
-        state.seen_epoch = 0 if self._gate.page is None else self._gate.page.epoch
         state.expected = 0 if expected is None else expected.address
         state.latest = 0

@@ -231,6 +231,18 @@ def test_unknown_regions_and_sets_are_refused(made: RegionRig) -> None:
         assert made.refused(Opcode.LAUNCH_IN, made.launch(handle, one.address)).status is Status.INVALID_HANDLE
 
 
+def test_each_launch_is_looked_at_by_its_own_set(made: RegionRig) -> None:
+    """A loop in one set, with a launch in it that names an ended set, another that names none there is."""
+    one, two = made.open(), made.open()
+    chosen, other = made.set_of(one), made.set_of(two)
+    made.flip(two)
+    made.feed(quiet_in(made.launch(chosen, one.address), 1) * 5)
+    for wrong, status in ((other, Status.REVOKED), (0, Status.INVALID_HANDLE), (1 << 56, Status.INVALID_HANDLE)):
+        made.feed(quiet_in(made.launch(chosen, one.address), 2) * 3 + quiet_in(made.launch(wrong, one.address), 3))
+        assert made.refused(Opcode.SYNC, Empty()).status is status
+    assert tags(made) == [1] * 5 + [2] * 9
+
+
 def test_a_freed_set_is_no_set(made: RegionRig) -> None:
     one = made.open()
     chosen = made.set_of(one)
