@@ -32,7 +32,7 @@ from gpulease.daemon.contract.regions_page import RegionWord, WorkerRegions
 from gpulease.daemon.drivers.interface import DriverError, KernelFault, Ticket
 from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
-from gpulease.daemon.session.regions import ENDS, Flip, Region, RegionGate
+from gpulease.daemon.session.region_operations import ENDS, Flip, Region, RegionGate
 
 NS_PER_MS: Final = 1_000_000
 

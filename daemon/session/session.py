@@ -35,7 +35,7 @@ from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.daemon.session.region_memory import RegionMemory
-from gpulease.daemon.session.regions import RegionGate, RegionOperations
+from gpulease.daemon.session.region_operations import RegionGate, RegionOperations
 from gpulease.daemon.session.replies import NO_NUMBER, SyncPattern, done, failed, failure_of, refusal_of, refused
 from gpulease.daemon.session.stream_operations import ConnectionStreams, StreamOperations
 from gpulease.daemon.session.submit_run import SubmitOperations

@@ -25,7 +25,7 @@ from gpulease.daemon.session import native
 from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
 from gpulease.daemon.session.operations import LeaseOver
-from gpulease.daemon.session.regions import NO_EPOCH, RegionGate
+from gpulease.daemon.session.region_operations import NO_EPOCH, RegionGate
 from gpulease.daemon.session.replies import SyncPattern
 from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET
 from gpulease.protocol.framing import FrameReader

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import EndRegion, ForwardRevoked
 from gpulease.daemon.contract.regions_page import RegionWord
-from gpulease.daemon.session.regions import ENDS
+from gpulease.daemon.session.region_operations import ENDS
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import build_frame
@@ -66,7 +66,7 @@ class Play:
             if shape[-1] in during:
                 self.change(*during[shape[-1]])
 
-        made.context.launch = launch_and_change  # type: ignore[method-assign]
+        made.context.launch = launch_and_change  # type: ignore[method-assign, assignment]  # any shape
 
     def change(self, what: str, slot: int, value: int, raises: bool) -> None:
         number, state, deadline_ns = self.words[slot]

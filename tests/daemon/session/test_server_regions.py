@@ -26,6 +26,8 @@ from gpulease.daemon.contract.messages import (
     parse_message,
 )
 from gpulease.daemon.contract.regions_page import RegionWord
+from gpulease.daemon.drivers.interface import Poll
+from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.host.ipc import receive_message, send_message
 from gpulease.daemon.session.ledger import Ledger
@@ -67,7 +69,7 @@ class Worker:
     last: int = 0
 
     def say(self, message: Message, *fds: int) -> None:
-        send_message(self.channel, message.to_map(), list(fds))
+        send_message(self.channel, message.to_map(), fds)
 
     def hear(self, kind: type[Message]) -> Message:
         while True:
@@ -195,12 +197,11 @@ def test_a_region_ends_while_the_session_waits_for_other_launches(monkeypatch: p
     with worker() as (made, welcome):
         address = made.open_region(granule_of(welcome))
         launch_in(made, address)
-        from gpulease.daemon.drivers.ptx.context import CpuContext
 
-        def sync(self: CpuContext, poll: object) -> None:
+        def sync(_context: CpuContext, poll: Poll) -> None:
             waiting.set()
             while not go_on.wait(0.001):
-                poll()  # type: ignore[operator]  # it is a Poll
+                poll()
 
         monkeypatch.setattr(CpuContext, "sync", sync)
         made.send(Opcode.STREAM_SYNC, Handle(0))

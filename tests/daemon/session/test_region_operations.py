@@ -9,7 +9,7 @@ import pytest
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.contract.messages import EndRegion, ForwardRevoked, RegionReleased
 from gpulease.daemon.contract.regions_page import RegionWord
-from gpulease.daemon.session import regions as regions_module
+from gpulease.daemon.session import region_operations
 from gpulease.protocol.messages import Empty, Handle, Launch, MemAlloc, MemRead, MemWrite, RegionRef, RegionSet
 from gpulease.protocol.opcodes import Opcode, Status
 from helpers.region_rig import GRANULE, RegionRig, quiet_in, region_rig
@@ -169,7 +169,7 @@ def test_a_stream_or_a_set_in_use_for_the_first_time_is_noted(made: RegionRig) -
 def test_launches_are_told_to_the_broker_once_each_within_bounds(
     made: RegionRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(regions_module, "MAX_REPEATS", 2)
+    monkeypatch.setattr(region_operations, "MAX_REPEATS", 2)
     one = made.open()
     chosen = made.set_of(one)
     made.flip(one, flipped_ns=55)
@@ -256,8 +256,8 @@ def test_a_freed_set_is_no_set(made: RegionRig) -> None:
 
 def test_sets_and_what_they_name_are_bounded(made: RegionRig, monkeypatch: pytest.MonkeyPatch) -> None:
     one = made.open()
-    monkeypatch.setattr(regions_module, "MAX_REGION_SETS", 3)
-    monkeypatch.setattr(regions_module, "MAX_SET_MEMBERS", 4)
+    monkeypatch.setattr(region_operations, "MAX_REGION_SETS", 3)
+    monkeypatch.setattr(region_operations, "MAX_SET_MEMBERS", 4)
     first = made.set_of(one, one, one)
     assert made.refused(Opcode.REGION_SET, RegionSet((one.ref, one.ref))).status is Status.BUSY
     made.ask(Opcode.REGION_SET_FREE, Handle(first))
