@@ -210,7 +210,7 @@ class RegionMemory:
         self.advance()
 
     def poll_ms(self, now_ns: int) -> int | None:
-        """How long the worker's loop may sleep, in ms; None if no region is about to end."""
+        """Return for how many milliseconds the worker's loop may sleep; None if no region is about to end."""
         if not self._ends:
             return None
         return 0 if now_ns < self._spin_until_ns else 1

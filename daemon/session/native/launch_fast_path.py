@@ -88,7 +88,7 @@ class LaunchFastPath:
 
     @property
     def synced(self) -> int:
-        """How many launches were counted when native code last answered a SYNC; 0 if it never did."""
+        """Launches counted when native code last answered a SYNC; 0 if it never did."""
         return 0 if self._native is None else self._native.synced
 
     def take(self, reader: FrameReader) -> None:
@@ -296,7 +296,7 @@ class NativeServing:
 
     @property
     def synced(self) -> int:
-        """How many launches were counted when native code last answered a SYNC."""
+        """Launches counted when native code last answered a SYNC."""
         return int(self._state.synced)
 
     def launched(self, kernel: Kernel) -> None:
