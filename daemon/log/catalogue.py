@@ -14,7 +14,7 @@ INFO: Final = logging.INFO
 WARNING: Final = logging.WARNING
 ERROR: Final = logging.ERROR
 
-_LEASE: Final = ("lease_id", "tenant", "card", "size_bytes")
+_LEASE: Final = ("lease_id", "tenant", "card", "size_bytes", "parent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,13 @@ class LogEvent(Enum):
     )
     SESSION_FAULTED = Kind("session.faulted", INFO, "the session's context is lost", (*_LEASE, "worker_pid", "reason"))
     LEASE_RENEWED = Kind("lease.renewed", INFO, "lease renewed", (*_LEASE, "generation", "ttl_ms", "by"))
+    LEASE_RESIZED = Kind("lease.resized", INFO, "lease has another size", (*_LEASE, "by"))
+    FORWARD_REVOKED = Kind(
+        "region.forward_revoked",
+        INFO,
+        "a launch that named the region was refused",
+        ("lease_id", "tenant", "parent", "status", "kernel", "site", "position", "seen_after_us"),
+    )
     SUBMIT_READY = Kind("submit.ready", INFO, "a submit has its context", ("lease_id", "tenant", "worker_pid"))
     SUBMIT_ENDED = Kind(
         "submit.ended", INFO, "a submit is over, its memory proved free", ("lease_id", "tenant", "reason")

@@ -82,7 +82,7 @@ def test_what_is_no_place_is_refused_and_changes_nothing(page: BrokerRegionsPage
 
 
 def test_the_reader_can_not_write(page: BrokerRegionsPage) -> None:
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(page.reading_fd, b"1", WORDS_AT)
     with pytest.raises(PermissionError):
         mmap.mmap(page.reading_fd, REGIONS_PAGE_BYTES)
