@@ -159,7 +159,10 @@ class Runtime:
             cards: The node's cards, with what a context takes of each.
             latest_ns: The latest deadline that the earlier daemon could have given; see `adoption.reconcile`.
         """
-        self.recorder.record_missing_ends(self.journal.past.tombstones, time.monotonic_ns())
+        # Those of leases and those of regions are each in the order of time.
+        tombstones = self.journal.past.tombstones
+        for ends in ([one for one in tombstones if not one.parent_id], [one for one in tombstones if one.parent_id]):
+            self.recorder.record_missing_ends(ends, time.monotonic_ns())
         overheads = {card.uuid: card.overhead_bytes for card in cards}
         self._regions.begin_adoption()
         adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post, self.journal.regions)

@@ -39,6 +39,7 @@ from gpulease.daemon.leases import (
     RegionCancelSet,
     RegionGranted,
     RegionRequested,
+    RegionRestored,
     RenameWorker,
     Renewed,
     RenewRequested,
@@ -100,9 +101,9 @@ class FactKind(Enum):
     GRANTED = auto()
     """Granted, or RegionGranted: a region is a lease that has a parent."""
     ADOPTED = auto()
-    """LeaseRestored: an earlier daemon's lease goes on."""
+    """LeaseRestored or RegionRestored: an earlier daemon's lease goes on."""
     ADOPTED_ENDING = auto()
-    """LeaseRestored: an earlier daemon's lease is being torn down."""
+    """LeaseRestored or RegionRestored: an earlier daemon's lease is being torn down."""
     RENEWED = auto()
     """Renewed."""
     RESIZED = auto()
@@ -237,6 +238,7 @@ class LeaseHistory:
             WorkerScrubbed: self._scrubbed,
             SessionFaulted: self._session_faulted,
             LeaseRestored: self._restored,
+            RegionRestored: self._region_restored,
         }
         self._on_effect: Final[dict[type, Callable[[Any, int], Fact | None]]] = {
             SpawnWorker: self._placed,
@@ -347,11 +349,19 @@ class LeaseHistory:
         return Fact(kind, now_ns, event, lease.lease_id, lease)
 
     def _restored(self, event: LeaseRestored, now_ns: int) -> Fact | None:
-        lease = self._lookup(event.kept.lease_id)
+        return self._adopted(event, event.kept.lease_id, event.kept.created_ns, now_ns)
+
+    def _region_restored(self, event: RegionRestored, now_ns: int) -> Fact | None:
+        return self._adopted(event, event.kept.region_id, event.kept.created_ns, now_ns)
+
+    def _adopted(
+        self, event: LeaseRestored | RegionRestored, lease_id: int, created_ns: int, now_ns: int
+    ) -> Fact | None:
+        lease = self._lookup(lease_id)
         if lease is None or lease.state not in (LeaseState.ACTIVE, LeaseState.DRAINING):
             return None
         is_active = lease.state is LeaseState.ACTIVE
-        self._times[lease.lease_id] = times = Times(began_ns=event.kept.created_ns, is_granted=is_active)
+        self._times[lease.lease_id] = times = Times(began_ns=created_ns, is_granted=is_active)
         kind = FactKind.ADOPTED if is_active else FactKind.ADOPTED_ENDING
         return Fact(kind, now_ns, event, lease.lease_id, lease, times=times)
 

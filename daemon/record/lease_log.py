@@ -16,7 +16,6 @@ from gpulease.daemon.leases import (
     Denial,
     Denied,
     Event,
-    Granted,
     LeaseSnapshot,
 )
 from gpulease.daemon.log.catalogue import LogEvent

@@ -2,7 +2,8 @@
 
 `KernelWatchdog` finds kernels, compilations and silence that last too long. `MemoryMonitor` compares what a session
 holds with what was admitted. `Reclaimer` proves a dead worker's bytes free, `RegionProver` an ended region's.
-`CardWatch` looks at what others hold of a card. `Recycler` has a worker scrubbed after its lease, and weighs it before a lease may have it.
+`CardWatch` looks at what others hold of a card. `Recycler` has a worker scrubbed after its lease, and weighs it before
+a lease may have it.
 """
 
 import asyncio
