@@ -10,10 +10,10 @@ from typing import Any, Final
 from gpulease.protocol import limits
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.primitives import (
+    I16,
     LEASE_PARAMETERS,
     REPORT,
     TLVS,
-    I16,
     U8,
     U16,
     U32,

@@ -269,6 +269,7 @@ class LeaseTerms(NamedTuple):
             opened.
         orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default,
             which placement fills in.
+        regions_required: The session refuses a launch that names no region set.
     """
 
     size_bytes: int
@@ -278,6 +279,7 @@ class LeaseTerms(NamedTuple):
     waiting: Waiting | None = None
     submit_bytes: int = 0
     orphan_ms: int | None = None
+    regions_required: bool = False
 
     @property
     def contexts(self) -> int:
