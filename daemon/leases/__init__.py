@@ -1,4 +1,4 @@
-"""The lease core: a pure state machine for leases, submits and the pool of warm contexts.
+"""The lease core: a pure state machine for leases, regions, submits and the pool of warm contexts.
 
 `LeaseTable.handle(event, now_ns)` returns the effects to execute, in order. The core does no I/O, reads no clock and
 draws no random numbers. An effect that takes time is answered by a later event.
@@ -49,6 +49,7 @@ from gpulease.daemon.leases.events import (
     RegionRefused,
     RegionReleased,
     RegionRequested,
+    RegionRestored,
     RegionStuck,
     RenameWorker,
     Renewed,
@@ -94,6 +95,7 @@ from gpulease.daemon.leases.invariants import InvariantBroken
 from gpulease.daemon.leases.model import (
     FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
+    REGION_TRANSITIONS,
     TRANSITIONS,
     Cause,
     InvalidTransition,
@@ -101,6 +103,7 @@ from gpulease.daemon.leases.model import (
     LeaseState,
     LeaseTerms,
     Recycling,
+    RegionState,
     SubmitSnapshot,
     SubmitState,
     TransitionRecord,
@@ -110,7 +113,7 @@ from gpulease.daemon.leases.model import (
     WorkerKind,
     kind_of,
 )
-from gpulease.daemon.leases.persisted import KeptCard, KeptLease, KeptWarm, Past
+from gpulease.daemon.leases.persisted import KeptCard, KeptLease, KeptRegion, KeptWarm, Past
 from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, ends_ns
 from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.table_state import WaiterSnapshot
@@ -118,6 +121,7 @@ from gpulease.daemon.leases.table_state import WaiterSnapshot
 __all__ = [
     "FIRST_SUBMIT_ID",
     "FIRST_WARM_ID",
+    "REGION_TRANSITIONS",
     "TRANSITIONS",
     "AcquireRequested",
     "ArmTimer",
@@ -149,6 +153,7 @@ __all__ = [
     "InvariantBroken",
     "KeptCard",
     "KeptLease",
+    "KeptRegion",
     "KeptWarm",
     "KillWorker",
     "LeaseEnded",
@@ -179,6 +184,8 @@ __all__ = [
     "RegionRefused",
     "RegionReleased",
     "RegionRequested",
+    "RegionRestored",
+    "RegionState",
     "RegionStuck",
     "RenameWorker",
     "RenewRequested",

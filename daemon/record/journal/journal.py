@@ -48,6 +48,7 @@ from gpulease.daemon.leases import (
     RegionRestored,
     Renewed,
     Resized,
+    ResizeSlice,
     RevokeDone,
     SessionFaulted,
     SetRegion,
@@ -332,7 +333,19 @@ KEPT_REGION_TOMBSTONES: Final = 2048
 """The same of regions. They have numbers of their own: a tenant that cycles regions displaces no lease."""
 
 _CHANGING: Final = frozenset(
-    {Granted, Renewed, Resized, RefuseWork, LeaseEnded, FenceCleared, WarmEnded, DrainSet, OpenRegion, SetRegion}
+    {
+        Granted,
+        Renewed,
+        ResizeSlice,
+        Resized,
+        RefuseWork,
+        LeaseEnded,
+        FenceCleared,
+        WarmEnded,
+        DrainSet,
+        OpenRegion,
+        SetRegion,
+    }
 )
 """Effects that may change rows. Most effects are passed over by their type."""
 
@@ -391,6 +404,9 @@ class JournalProjector:
                 # The lease's row has the number of its last region.
                 self._update(lease_id, table, out)
                 self._update_region(region_id, table, out)
+            case ResizeSlice(lease_id=lease_id):
+                # A slice that grows is charged before its worker knows.
+                self._update(lease_id, table, out)
             case SetRegion(region_id=region_id):
                 self._update_region(region_id, table, out)
             case Renewed(lease=lease) | Resized(lease=lease):
