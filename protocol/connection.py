@@ -22,7 +22,7 @@ from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
 from gpulease.protocol.limits import MAX_IN_FLIGHT, RECEIVE_BUFFER_BYTES, RETAINED_BUFFER_BYTES
-from gpulease.protocol.messages import Body, ErrorBody, LeaseEvent, LeaseUnsubscribe
+from gpulease.protocol.messages import Body, ErrorBody, LeaseEvent, LeaseUnsubscribe, RegionEvent
 from gpulease.protocol.opcodes import HANDING_OVER, SESSION_OPCODES, Flag, Opcode, Status
 
 
@@ -94,12 +94,21 @@ _REQUESTS: Final[dict[Opcode, Trigger | None]] = {
     Opcode.PING: Trigger.PING,
     Opcode.GOODBYE: None,
     Opcode.LEASE_EVENT: None,
+    Opcode.REGION_EVENT: None,
 }
 _REPLIES: Final = {
     Opcode.HELLO: (Trigger.HELLO_REPLY, Trigger.HELLO_REFUSED),
     Opcode.ATTACH: (Trigger.ATTACH_REPLY, Trigger.ATTACH_REFUSED),
     Opcode.GPU_SUBMIT: (Trigger.ATTACH_REPLY, Trigger.ATTACH_REFUSED),
     Opcode.PING: (Trigger.PING_REPLY, Trigger.PING_REPLY),
+}
+
+
+EVENTS_OF: Final = {Opcode.LEASE_SUBSCRIBE: Opcode.LEASE_EVENT, Opcode.REGION_WATCH: Opcode.REGION_EVENT}
+"""The operations that begin a subscription, and those of its events."""
+_EVENT_BODIES: Final[dict[int, type[LeaseEvent] | type[RegionEvent]]] = {
+    Opcode.LEASE_EVENT: LeaseEvent,
+    Opcode.REGION_EVENT: RegionEvent,
 }
 
 
@@ -143,10 +152,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """An event of a subscription, which is the request id of its LEASE_SUBSCRIBE."""
+    """An event of a subscription, which is the request id of its LEASE_SUBSCRIBE or REGION_WATCH."""
 
     subscription: int
-    event: LeaseEvent
+    event: LeaseEvent | RegionEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +285,7 @@ class Connection:
         trigger = request_trigger(op)
         if trigger is None or (self.state, trigger) not in TRANSITIONS:
             raise BodyError(f"{op.name} is not allowed in state {self.state.name}")
-        if op is Opcode.LEASE_SUBSCRIBE and frame.request_id in self._subscriptions:
+        if op in EVENTS_OF and frame.request_id in self._subscriptions:
             # Events and LEASE_UNSUBSCRIBE could not tell two subscriptions of one number apart.
             raise BodyError(f"there is a subscription {frame.request_id} on this connection already")
         if op in HANDING_OVER and self._subscriptions:
@@ -293,8 +302,8 @@ class Connection:
         if frame.op == Opcode.GOODBYE and frame.request_id == 0:
             self.state = State.CLOSED
             return Goodbye(_failure_of(frame))
-        if frame.op == Opcode.LEASE_EVENT:
-            return self._receive_notification(frame)
+        if frame.op in _EVENT_BODIES:
+            return self._receive_notification(frame, Opcode(frame.op))
         op = self._in_flight.pop(frame.request_id, None)
         if op is None or op != frame.op:
             raise FramingError(f"a reply to request {frame.request_id}, which was not asked")
@@ -306,12 +315,12 @@ class Connection:
         self._subscriptions.on_reply(op, frame.request_id, succeeded=not frame.status)
         return Reply(op, frame.request_id, result)
 
-    def _receive_notification(self, frame: Frame) -> Notification:
+    def _receive_notification(self, frame: Frame, op: Opcode) -> Notification:
         try:
-            event = parse_body(LeaseEvent, frame.payload)
+            event = parse_body(_EVENT_BODIES[op], frame.payload)
         except BodyError as error:
-            raise FramingError(f"LEASE_EVENT: {error}", error.status) from None
-        if frame.status or not self._subscriptions.is_next(frame.request_id, event.sequence):
+            raise FramingError(f"{op.name}: {error}", error.status) from None
+        if frame.status or not self._subscriptions.is_next(op, frame.request_id, event.sequence):
             raise FramingError(f"event {event.sequence} of subscription {frame.request_id}, which there is not")
         return Notification(frame.request_id, event)
 
@@ -364,11 +373,12 @@ class Connection:
         """Return the bytes of an error reply."""
         return self._answer(request, build_body(failure.to_body()), failure.status)
 
-    def send_event(self, subscription: int, event: LeaseEvent) -> bytes:
-        """Return the bytes of an event. Raises LocalProtocolError if there is no such subscription."""
-        if not self._subscriptions.is_next(subscription, event.sequence):
+    def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bytes:
+        """Return the bytes of an event. Raises LocalProtocolError if there is no such subscription to such events."""
+        op = Opcode.LEASE_EVENT if type(event) is LeaseEvent else Opcode.REGION_EVENT
+        if not self._subscriptions.is_next(op, subscription, event.sequence):
             raise LocalProtocolError(f"event {event.sequence} of subscription {subscription}, which there is not")
-        return build_frame(Opcode.LEASE_EVENT, build_body(event), request_id=subscription, flags=Flag.REPLY)
+        return build_frame(op, build_body(event), request_id=subscription, flags=Flag.REPLY)
 
     def send_goodbye(self, failure: Failure) -> bytes:
         """Return the last bytes on a connection, with the reason for closing it."""
@@ -403,10 +413,12 @@ class Connection:
 class Subscriptions:
     """The subscriptions of one connection, which both peers count by requests and replies.
 
-    A subscription begins with the reply to its LEASE_SUBSCRIBE and ends with the reply to its LEASE_UNSUBSCRIBE.
+    A subscription begins with the reply to its LEASE_SUBSCRIBE or REGION_WATCH and ends with the reply to its
+    LEASE_UNSUBSCRIBE. Its events are all of one operation.
     """
 
     def __init__(self) -> None:
+        self._events: dict[int, Opcode] = {}
         self._last: dict[int, int] = {}
         self._ending: dict[int, int] = {}
 
@@ -423,16 +435,18 @@ class Subscriptions:
 
     def on_reply(self, op: Opcode, request_id: int, *, succeeded: bool) -> None:
         """Take in the reply to a request."""
-        if op is Opcode.LEASE_SUBSCRIBE and succeeded:
+        if op in EVENTS_OF and succeeded:
+            self._events[request_id] = EVENTS_OF[op]
             self._last[request_id] = 0
         elif op is Opcode.LEASE_UNSUBSCRIBE:
             ended = self._ending.pop(request_id, 0)
             if succeeded:
+                self._events.pop(ended, None)
                 self._last.pop(ended, None)
 
-    def is_next(self, subscription: int, sequence: int) -> bool:
-        """Return whether an event with that number may come now, and if so, count it."""
-        if not self._last.get(subscription, sequence) < sequence:
+    def is_next(self, op: Opcode, subscription: int, sequence: int) -> bool:
+        """Return whether an event of that operation and number may come now, and if so, count it."""
+        if self._events.get(subscription) is not op or not self._last[subscription] < sequence:
             return False
         self._last[subscription] = sequence
         return True
