@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, Region, RegionRevoked
@@ -105,10 +106,7 @@ class _Bench:
         for count in (1, MOST_REGIONS):
             regions = [self._lease.region(2 * MIB, ttl_secs=TTL_S) for _ in range(count)]
             names = self._session.region_set(regions)
-            figures[f"launch_in_{count}_us"] = per_call_us(
-                lambda names=names: self._launch(names), self._session.sync, launches
-            )
-            names.close()
+            figures[f"launch_in_{count}_us"] = per_call_us(partial(self._launch, names), self._session.sync, launches)
             for region in regions:
                 region.free()
                 region.close()
@@ -123,7 +121,12 @@ class _Bench:
         with self._session.record() as graph:
             for _ in range(GRAPH_NODES):
                 self._launch()
-        step_us = percentile(timed_us(lambda: (graph.launch(), self._session.sync()), 20), 50)
+
+        def step() -> None:
+            graph.launch()
+            self._session.sync()
+
+        step_us = percentile(timed_us(step, 20), 50)
         figures = self._refusals(samples, "revoke_in_graphs_us", lambda names: graph.launch(regions=names))
         graph.close()
         return figures | {"graph_step_us": step_us}
@@ -153,7 +156,6 @@ class _Bench:
         finally:
             is_over.set()
             churning.join()
-        names.close()
         kept.free()
         kept.close()
         return _quantiles("step_quiet_us", quiet_us) | _quantiles("step_beside_revocations_us", beside_us)
@@ -173,11 +175,10 @@ class _Bench:
             self._session.sync()
             revoking = threading.Thread(target=region.revoke, args=("bench",))
             revoking.start()
-            flipped_ns, told_ns = self._launch_until_refused(lambda names=names: launch(names))
+            flipped_ns, told_ns = self._launch_until_refused(partial(launch, names))
             told_us.append((told_ns - flipped_ns) / 1e3)
             revoking.join(END_S)
             proved_ms.append((self._returned_ns(region) - flipped_ns) / 1e6)
-            names.close()
             region.close()
         return _quantiles(name, told_us) | _quantiles(name.replace("_us", "_proved_ms"), proved_ms)
 
@@ -188,7 +189,7 @@ class _Bench:
                 launch()
                 self._session.sync()
             except RegionRevoked as error:
-                return error.flipped_ns, time.monotonic_ns()
+                return error.flipped_ns or 0, time.monotonic_ns()
         raise TimeoutError("a revoked region's launches are still taken")
 
     def _returned_ns(self, region: Region) -> int:

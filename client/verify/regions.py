@@ -24,9 +24,10 @@ from gpulease.client import (
     RegionFailed,
     RegionFenced,
     RegionRevoked,
+    RegionSet,
 )
 from gpulease.client.bench.figures import percentile
-from gpulease.client.cli.private_daemon import PrivateDaemon
+from gpulease.client.cli.private_daemon import killable_daemon
 from gpulease.client.verify.faulty_kernels import BLOCK, GRID, WARP, rule_breakers
 from gpulease.client.verify.scene import Breach, Check, Scene, worker_pid
 
@@ -71,13 +72,13 @@ def _session(scene: Scene, slice_bytes: int) -> Iterator[tuple[GpuLease, GpuSess
         session.mem_free(session.mem_alloc(slice_bytes - spare_bytes))
 
 
-def _fill(session: GpuSession, module: Module, region: Region, value: int, regions: object) -> None:
+def _fill(session: GpuSession, module: Module, region: Region, value: int, regions: RegionSet) -> None:
     words = region.size_bytes // WORD_BYTES
     args = KernelArgs().push_u64(region.address).push_u64(words).push_u32(value)
     session.launch(module, "fill", GRID, BLOCK, args, regions=regions)
 
 
-def _count(session: GpuSession, module: Module, address: int, words: int, regions: object) -> int:
+def _count(session: GpuSession, module: Module, address: int, words: int, regions: RegionSet) -> int:
     """Return how many of so many words at an address are not 0."""
     count = session.mem_alloc(WORD_BYTES)
     try:
@@ -134,39 +135,38 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
         if wrong or len(taken_us) == rounds:
             raise Breach(wrong[0] if wrong else "the other region's work stood still")
         p99 = percentile(taken_us[rounds:], 99)
-        mine.close()
     return f"{times} revoked, {len(taken_us) - rounds} rounds right; p99 {p99:.0f} us, quiet {quiet:.0f} us"
 
 
 def stale_pointer(scene: Scene, size_bytes: int) -> str:
     """Kernels go on reading and writing where a revoked region was; they meet zeros, and nobody's bytes."""
-    with _session(scene, 4 * size_bytes) as (lease, session, module):
-        with lease.region(size_bytes, ttl_secs=TTL_S) as kept, lease.region(size_bytes, ttl_secs=TTL_S) as gone:
-            words = gone.size_bytes // WORD_BYTES
-            both, only_kept = session.region_set([kept, gone]), session.region_set([kept])
-            _fill(session, module, gone, PATTERN, both)
-            _fill(session, module, kept, PATTERN, both)
-            session.sync()
-            gone.revoke("the proof")
-            for told in (RegionRevoked, RegionFenced, RegionFenced):
-                _expect(told, lambda: _fill(session, module, gone, PATTERN, both), session)
-            _wait_for_return(scene, gone)
-            if found := _count(session, module, gone.address, words, only_kept):
-                raise Breach(f"{found} of {words} words of a returned region are readable")
-            with lease.region(size_bytes, ttl_secs=TTL_S) as later:
-                if later.address == gone.address:
-                    raise Breach("a region's address was given again")
-                # A stale table: the launch does not name the region that it writes to.
-                _fill(session, module, gone, 1, only_kept)
-                three = session.region_set([later])
-                if found := _count(session, module, later.address, words, three):
-                    raise Breach(f"{found} words written through a stale pointer are in a later region")
-                three.close()
-            if _count(session, module, kept.address, words, only_kept) != words:
-                raise Breach("another region lost words")
-            gone.close()
-            both.close()
-            only_kept.close()
+    with (
+        _session(scene, 4 * size_bytes) as (lease, session, module),
+        lease.region(size_bytes, ttl_secs=TTL_S) as kept,
+        lease.region(size_bytes, ttl_secs=TTL_S) as gone,
+    ):
+        words = gone.size_bytes // WORD_BYTES
+        both, only_kept = session.region_set([kept, gone]), session.region_set([kept])
+        _fill(session, module, gone, PATTERN, both)
+        _fill(session, module, kept, PATTERN, both)
+        session.sync()
+        gone.revoke("the proof")
+        for told in (RegionRevoked, RegionFenced, RegionFenced):
+            _expect(told, lambda: _fill(session, module, gone, PATTERN, both), session)
+        _wait_for_return(scene, gone)
+        if found := _count(session, module, gone.address, words, only_kept):
+            raise Breach(f"{found} of {words} words of a returned region are readable")
+        with lease.region(size_bytes, ttl_secs=TTL_S) as later:
+            if later.address == gone.address:
+                raise Breach("a region's address was given again")
+            # A stale table: the launch does not name the region that it writes to.
+            _fill(session, module, gone, 1, only_kept)
+            three = session.region_set([later])
+            if found := _count(session, module, later.address, words, three):
+                raise Breach(f"{found} words written through a stale pointer are in a later region")
+        if _count(session, module, kept.address, words, only_kept) != words:
+            raise Breach("another region lost words")
+        gone.close()
     return f"{size_bytes >> 20} MiB: Revoked, then Fenced; reads find zeros, writes reach nobody"
 
 
@@ -218,30 +218,31 @@ def churning(scene: Scene, count: int) -> str:
 
 def under_a_graph(scene: Scene, size_bytes: int) -> str:
     """A region is revoked while a graph that names it runs: what is queued ends, and no replay begins."""
-    with _session(scene, 4 * size_bytes) as (lease, session, module):
-        with lease.region(size_bytes, ttl_secs=TTL_S) as kept, lease.region(size_bytes, ttl_secs=TTL_S) as gone:
-            both, only_kept = session.region_set([kept, gone]), session.region_set([kept])
-            graphs = []
-            for region in (gone, kept):
-                args = KernelArgs().push_buffer(region).push_u32(32).push_f32(1.0)
-                with session.record() as graph:
-                    for _ in range(GRAPH_NODES):
-                        session.launch(module, "scale", (1, 1, 1), WARP, args)
-                graphs.append(graph)
-            in_both, in_kept = graphs
-            for position in range(20):
-                in_both.launch(regions=both, position=position)
-            revoking = threading.Thread(target=gone.revoke, args=("the proof",))
-            revoking.start()
-            begun = _launch_until_refused(session, lambda at: in_both.launch(regions=both, position=at))
-            revoking.join()
-            in_kept.launch(regions=only_kept)
-            session.sync()
-            _wait_for_return(scene, gone)
-            gone.close()
-            in_kept.close()
-            both.close()
-            only_kept.close()
+    with (
+        _session(scene, 4 * size_bytes) as (lease, session, module),
+        lease.region(size_bytes, ttl_secs=TTL_S) as kept,
+        lease.region(size_bytes, ttl_secs=TTL_S) as gone,
+    ):
+        both, only_kept = session.region_set([kept, gone]), session.region_set([kept])
+        graphs = []
+        for region in (gone, kept):
+            args = KernelArgs().push_buffer(region).push_u32(32).push_f32(1.0)
+            with session.record() as graph:
+                for _ in range(GRAPH_NODES):
+                    session.launch(module, "scale", (1, 1, 1), WARP, args)
+            graphs.append(graph)
+        in_both, in_kept = graphs
+        for position in range(20):
+            in_both.launch(regions=both, position=position)
+        revoking = threading.Thread(target=gone.revoke, args=("the proof",))
+        revoking.start()
+        begun = _launch_until_refused(session, lambda at: in_both.launch(regions=both, position=at))
+        revoking.join()
+        in_kept.launch(regions=only_kept)
+        session.sync()
+        _wait_for_return(scene, gone)
+        gone.close()
+        in_kept.close()
     return f"a graph of {GRAPH_NODES} nodes: refused at replay {begun}; the other region's graph goes on"
 
 
@@ -294,13 +295,12 @@ def expiring_at_once(scene: Scene) -> str:
         taken_ms = (time.perf_counter() - started) * 1e3
         for region in regions:
             region.close()
-        names.close()
     return f"{MOST_REGIONS} proved back within {taken_ms:.0f} ms of their deadline"
 
 
 def broker_killed(driver: str) -> str:
     """The broker is killed at each step of a region's life; the next one finds the region, and ends it proved."""
-    with PrivateDaemon(driver, keeps_leases=True) as daemon:
+    with killable_daemon(driver) as daemon:
         scene = Scene.at(daemon.address)
         steps: list[str] = []
         with _session(scene, 256 * MIB) as (lease, session, module):
@@ -324,12 +324,11 @@ def broker_killed(driver: str) -> str:
                 _wait_for_return(scene, region)
                 with contextlib.suppress(RegionFailed):
                     session.sync()
-                names.close()
                 region.close()
                 steps.append(step)
     return f"killed when a region was {', '.join(steps)}: found again, ended, proved"
 
 
-def _keep_busy(session: GpuSession, module: Module, region: Region, names: object) -> None:
+def _keep_busy(session: GpuSession, module: Module, region: Region, names: RegionSet) -> None:
     for value in range(200):
         _fill(session, module, region, value, names)

@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.bench.region_floor DRIVER CARD SIZE_BYTES SAMPLES`: times a driver's region calls, as JSON.
+"""`python -m gpulease.daemon.bench.region_floor DRIVER CARD SIZE_BYTES SAMPLES`: times region calls, as JSON.
 
 `gpulease bench --regions` compares its figures with these: the calls alone, without a lease or a session.
 """
@@ -31,7 +31,9 @@ def measure(driver_name: str, card_uuid: str, size_bytes: int, samples: int) -> 
         for name, began, ended in zip(steps, times, times[1:], strict=False):
             steps[name].append((ended - began) * 1e6)
     return {
-        f"{name}_p{percent}_us": sorted(taken)[samples * percent // 100] for name, taken in steps.items() for percent in (50, 99)
+        f"{name}_p{percent}_us": sorted(taken)[samples * percent // 100]
+        for name, taken in steps.items()
+        for percent in (50, 99)
     }
 
 
