@@ -41,18 +41,18 @@ def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures
     driver, card_uuid = (first_card(address)[key] for key in ("driver", "uuid"))
     size_bytes = REGION_BYTES[driver]
     figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, say)
-    with GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(TTL_S).acquire() as lease:
-        with GpuSession(lease) as session:
-            bench = _Bench(address, lease, session, ptx, size_bytes)
-            for name, measure in (
-                ("open and return", bench.lives),
-                ("launches that name regions", bench.gate),
-                ("revoked launch by launch", bench.refused),
-                ("revoked in graphs", bench.refused_in_graphs),
-                ("a neighbour's launches", bench.neighbour),
-            ):
-                say(f"regions: {name}")
-                figures |= measure(samples)
+    wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(TTL_S)
+    with wanted.acquire() as lease, GpuSession(lease) as session:
+        bench = _Bench(address, lease, session, ptx, size_bytes)
+        for name, measure in (
+            ("open and return", bench.lives),
+            ("launches that name regions", bench.gate),
+            ("revoked launch by launch", bench.refused),
+            ("revoked in graphs", bench.refused_in_graphs),
+            ("a neighbour's launches", bench.neighbour),
+        ):
+            say(f"regions: {name}")
+            figures |= measure(samples)
     return figures
 
 
