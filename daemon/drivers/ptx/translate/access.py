@@ -11,6 +11,8 @@ Shared, local and parameter addresses are offsets into a window of known size. A
 valid as a global one, or lies in the host memory of the block's shared or the thread's local window.
 """
 
+from collections.abc import Callable, Sequence
+
 from gpulease.daemon.drivers.ptx.native.structures import (
     PARAMETERS_OFFSET,
     REGION_SHIFT,
@@ -68,7 +70,7 @@ _STAND_IN = "stand_in"
 
 # It touches nothing that the kernel knows, and keeps its registers: a loop with an access is as good as without it.
 STAND_IN_IR = f"""
-define internal preserve_allcc ptr @{_STAND_IN}(ptr %environment, i64 %address, i32 %size, i32 %access)
+define internal preserve_mostcc ptr @{_STAND_IN}(ptr %environment, i64 %address, i32 %size, i32 %access)
     noinline cold nounwind memory(argmem: readwrite, inaccessiblemem: readwrite) {{
   %returned.at = getelementptr i8, ptr %environment, i64 {Environment.returned.offset}
   %returned = load ptr, ptr %returned.at
@@ -134,6 +136,35 @@ def checked_pointer(
     return pointer
 
 
+def checked_access(
+    t: OperandTranslator,
+    operand: Operand,
+    space: Space,
+    what: tuple[int, Access],
+    make: Callable[[Value], Sequence[Value]],
+) -> Sequence[Value]:
+    """Make a load or store of that size: what `make` gives for the pointer; of an ended region zeros.
+
+    `make` writes one basic block. So the loop around it stays as simple as one can be.
+    """
+    size, access = what
+    address, space = address_in(t, operand, space)
+    if space in _WINDOWS:
+        return make(checked_pointer(t, operand, space, size, access))
+    ir = t.ir
+    inside, outside, fault, done = (ir.fresh(stem) for stem in ("inside", "outside", "fault", "done"))
+    ir.branch_if(is_valid(t, address, space, size), inside, outside, extra=LIKELY)
+    ir.block(outside)
+    ir.branch_if(ir.compare("icmp ne", stand_in(ir, address, size, access), NULL), done, fault)
+    ir.block(fault)
+    _fail(t, access, space, address, size)
+    ir.block(inside)
+    made = make(pointer_at(t, address, space))
+    ir.branch(done)
+    ir.block(done)
+    return [ir.value(one.type, f"phi {one.type} [ {one.text}, %{inside} ], [ 0, %{outside} ]") for one in made]
+
+
 def reach(
     t: OperandTranslator,
     address: Value,
@@ -171,7 +202,7 @@ def reach_global(ir: IrWriter, address: Value, valid: Value, what: tuple[int, Ac
 def stand_in(ir: IrWriter, address: Value, size: int, access: Access) -> Value:
     """A pointer to what an access in an ended region gets instead; null if the address is in none."""
     given = ", ".join(map(str, (ENVIRONMENT, address, constant("i32", size), constant("i32", access))))
-    return ir.value("ptr", f"call preserve_allcc ptr @{_STAND_IN}({given})")
+    return ir.value("ptr", f"call preserve_mostcc ptr @{_STAND_IN}({given})")
 
 
 def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Value, Space]:
