@@ -70,10 +70,8 @@ async def test_a_region_whose_client_has_left_is_given_back(broker: Broker) -> N
     answer = broker.ann.begin(Opcode.REGION_OPEN, m.RegionOpen(broker.lease_id, 4 * MIB, 60_000, ""))
     broker.ann.is_open = False
     broker.ann.dispatcher.close()
-    while not any(isinstance(order, told.EndRegion) for order in broker.session.ordered):
-        await asyncio.sleep(0)
-    while broker.table.regions.snapshots():
-        await asyncio.sleep(0)
+    await broker.regions_gone()
+    assert any(isinstance(order, told.EndRegion) for order in broker.session.ordered)
     assert not answer.done()
 
 
@@ -134,8 +132,7 @@ async def test_a_tenant_revokes_no_lease_of_its_own(broker: Broker) -> None:
 async def test_its_lease_s_end_ends_it(broker: Broker) -> None:
     region = await broker.open()
     await broker.ann.ask(Opcode.LEASE_FREE, m.LeaseRef(broker.lease_id))
-    while broker.table.regions.snapshots():
-        await asyncio.sleep(0.01)
+    await broker.regions_gone()
     refused = await broker.bob.refused(Opcode.LEASE_RENEW, m.LeaseRenew(region.lease_id, 1000))
     assert refused.status is Status.LEASE_FREED
 
