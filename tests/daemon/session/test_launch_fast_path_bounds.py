@@ -125,6 +125,7 @@ def bench() -> Iterator[Bench]:
         reply_tail=reply_tail,
         buffer=buffer.at,
         expected=ctypes.addressof(plan),
+        epoch=guarded(8).at,
     )
     ends = RingEnds(
         words=words.at,
