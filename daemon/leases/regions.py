@@ -427,7 +427,9 @@ class Regions(RegionViews):
     def on_restored(self, event: events.RegionRestored, now_ns: int, out: list[Effect]) -> None:
         """Enter a region of an earlier table; it goes on if its lease does."""
         kept, lease = event.kept, self._store.live.get(event.kept.lease_id)
-        if self._store.get(kept.region_id) is not None:
+        # A returned region whose place keeps bytes is remembered as ended, too.
+        is_known = self._store.get(kept.region_id) is not None
+        if is_known and (lease is None or kept.state is not RegionState.RETURNED):
             return
         if lease is None:
             self._bury(kept, now_ns, out)
@@ -446,16 +448,16 @@ class Regions(RegionViews):
     def _go_on(self, lease: Lease, region: Region, now_ns: int, out: list[Effect]) -> None:
         if region.state is RegionState.OPENING:
             self._end(region, Cause.ABANDONED, "nobody was told of it before the daemon ended", now_ns, out)
-            return
-        out.append(_word(region))
-        if region.state in ENDED_REGIONS:
-            self._order_end(region, now_ns, out)
-        elif region.state is RegionState.FENCED and not region.is_given_up:
-            self._prove(lease, region, now_ns, out)
         elif region.is_expired(now_ns):
             self._expire_if_due(region, now_ns, out)
         elif region.state is RegionState.ACTIVE and region.deadline_ns is not None:
             self._set_deadline(region, region.deadline_ns, out)
+        else:
+            out.append(_word(region))
+            if region.state in ENDED_REGIONS:
+                self._order_end(region, now_ns, out)
+            elif not region.is_given_up:
+                self._prove(lease, region, now_ns, out)
 
     def _bury(self, kept: KeptRegion, now_ns: int, out: list[Effect]) -> None:
         """Remember a region whose lease is over already; tell of its end unless that was told."""
