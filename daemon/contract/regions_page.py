@@ -95,7 +95,7 @@ class BrokerRegionsPage:
         """
         if not (0 <= slot < MAX_REGIONS and 0 < number <= MAX_NUMBER):
             raise ValueError(f"there is no place {slot} for a region's number {number}")
-        value = number << 32 | word
+        value = word_of(number, word)
         if self._words[slot] != value:
             self._flipped[slot] = now_ns
         self._deadlines[slot] = deadline_ns
@@ -112,7 +112,6 @@ class BrokerRegionsPage:
             self.reading_fd = -1
 
 
-_SLOTS: Final = 256
 _NUMBER_SHIFT: Final = 32
 _STATE_MASK: Final = (1 << _NUMBER_SHIFT) - 1
 
@@ -149,9 +148,9 @@ class WorkerRegions:
         self._map = mmap.mmap(fd, REGIONS_PAGE_BYTES, prot=mmap.PROT_READ)
         with memoryview(self._map) as page, page.cast("Q") as fields:
             self.epoch_word = fields[EPOCH_AT // 8 : EPOCH_AT // 8 + 1]
-            self.words = fields[WORDS_AT // 8 : WORDS_AT // 8 + _SLOTS]
-            self.flipped_ns = fields[FLIPPED_AT // 8 : FLIPPED_AT // 8 + _SLOTS]
-            self.deadlines = fields[DEADLINES_AT // 8 : DEADLINES_AT // 8 + _SLOTS]
+            self.words = fields[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]
+            self.flipped_ns = fields[FLIPPED_AT // 8 : FLIPPED_AT // 8 + MAX_REGIONS]
+            self.deadlines = fields[DEADLINES_AT // 8 : DEADLINES_AT // 8 + MAX_REGIONS]
 
     @property
     def epoch(self) -> int:
