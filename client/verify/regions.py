@@ -330,5 +330,5 @@ def broker_killed(driver: str) -> str:
 
 
 def _keep_busy(session: GpuSession, module: Module, region: Region, names: RegionSet) -> None:
-    for value in range(200):
+    for value in range(20):
         _fill(session, module, region, value, names)
