@@ -104,6 +104,11 @@ class RegionMemory:
         self._spin_until_ns = 0
         self.had_any = False
 
+    @property
+    def is_used(self) -> bool:
+        """Return whether the session may have regions: it has a page of them."""
+        return self._gate.page is not None
+
     # --- the page ---
 
     def use_page(self, fd: int) -> None:
@@ -217,8 +222,8 @@ class RegionMemory:
                     self._spin_until_ns = now_ns + SPIN_NS
                     self._take_away(end.region)
                     return
-            except DriverError as error:
-                self._give_up(end.region, f"its memory can't be taken away: {error}")
+            except (DriverError, LeaseOver) as error:
+                self._give_up(end.region, f"its memory can't be taken away: {error or 'the lease is over'}")
 
     def _is_clear(self, end: _End, now_ns: int) -> bool:
         """Return whether a region's memory may be taken away. Raises DriverError."""
@@ -237,7 +242,7 @@ class RegionMemory:
         resources = self._resources
         context = resources.context
         before_bytes = self._call(context.free_bytes)
-        returned = self._call(lambda: context.region_end(region.address))
+        returned = self._call(lambda: context.region_end(region.address, resources.check_lease))
         shown_bytes = self._call(context.free_bytes) - before_bytes
         resources.ledger.end_region(region.address, returned.kept_bytes)
         resources.record_usage()

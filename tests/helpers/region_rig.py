@@ -109,7 +109,7 @@ class RegionCard(Recording):
     def region_kept_bytes(self, size_bytes: int) -> int:
         return KEPT
 
-    def region_end(self, address: int) -> RegionReturn:
+    def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
         if self.end_error is not None:
             raise self.end_error
         self.ended.append(address)
@@ -259,12 +259,13 @@ def region_rig(*, is_native: bool = False, regions_required: bool = False) -> It
     os.close(fd)
     module = ledger.add_module(context.context.module_load(TRANSFORM), 1)
     ledger.add_module(context.context.module_load(GAPS), 1)
+    made = RegionRig(session, page, writer, context, ledger, module)
     try:
-        yield RegionRig(session, page, writer, context, ledger, module)
+        yield made
     finally:
         context.context.close()
         if session._gate.page is not None:
             session._gate.page.close()
-        writer.close()
+        made.writer.close()
         view.close()
         page.close()
