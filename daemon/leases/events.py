@@ -428,7 +428,11 @@ class RegionOpened:
 
 @dataclass(frozen=True, slots=True)
 class RegionRefused:
-    """Answer to `OpenRegion`: the session can't map the region; `reason` is a sentence for the tenant."""
+    """Answer to `OpenRegion` or `EndRegion`: the session has nothing of the region.
+
+    Attributes:
+        reason: A sentence for the tenant that says why it could not be mapped.
+    """
 
     region_id: int
     reason: str
@@ -773,8 +777,7 @@ class SetRegion:
 class EndRegion:
     """Have the worker take an ended region's memory away; answered by `RegionEnded` or `RegionStuck`, or never.
 
-    A region that the worker refused to open gets `RegionRefused` instead, sooner or later. Sent again for a region of
-    an earlier table.
+    A region that the worker has nothing of gets `RegionRefused` instead. Sent again for a region of an earlier table.
     """
 
     lease_id: int

@@ -233,15 +233,19 @@ class Regions(RegionViews):
         )
 
     def on_refused(self, event: events.RegionRefused, now_ns: int, out: list[Effect]) -> None:
-        """Take back a region that the worker could not map, so that nothing of it is left."""
+        """Take back a region of which the worker has nothing."""
         found = self._find(event.region_id)
-        if found is None or found[1].state not in (RegionState.OPENING, *ENDED_REGIONS) or found[1].address:
+        if found is None or found[1].state not in (RegionState.OPENING, *ENDED_REGIONS):
             return
         lease, region = found
         if region.state is RegionState.OPENING:
             self._leave(region, Cause.SPAWN_FAILED, event.reason, now_ns, out, denials.region_refused(event.reason))
         region.move(Trigger.REGION_TAKEN, now_ns)
-        self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, out)
+        if region.address:
+            # It was open once: the worker's word alone proves nothing.
+            self._prove(lease, region, now_ns, out)
+        else:
+            self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, out)
 
     def on_timer(self, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
         """Act on a region's timer, if it is due."""
@@ -298,9 +302,14 @@ class Regions(RegionViews):
     def on_ended(self, event: events.RegionEnded, now_ns: int, out: list[Effect]) -> None:
         """Return the memory that was taken away, if that is shown; else have the card looked at."""
         found = self._find(event.region_id)
-        if found is None or found[1].state not in ENDED_REGIONS:
+        if found is None:
             return
         lease, region = found
+        if region.state is RegionState.ACTIVE and region.is_restored:
+            # The daemon before changed its word, and was killed before the journal had that.
+            self._leave(region, Cause.REVOKED, "it had ended before the daemon came back", now_ns, out, None)
+        if region.state not in ENDED_REGIONS:
+            return
         region.move(Trigger.REGION_TAKEN, now_ns)
         # Bytes that nobody accounts for stay charged.
         region.kept_bytes = min(region.size_bytes, max(event.kept_bytes, region.size_bytes - event.freed_bytes))
@@ -319,7 +328,8 @@ class Regions(RegionViews):
     def on_stuck(self, event: events.RegionStuck, now_ns: int, out: list[Effect]) -> None:
         """End the session whose worker can't take a region's memory away."""
         region = self._store.regions.get(event.region_id)
-        if region is not None and region.state in ENDED_REGIONS:
+        is_restored = region is not None and region.state is RegionState.ACTIVE and region.is_restored
+        if region is not None and (region.state in ENDED_REGIONS or is_restored):
             self._on_stuck(region, event.reason, now_ns, out)
 
     def _on_stuck(self, region: Region, reason: str, now_ns: int, out: list[Effect]) -> None:

@@ -164,6 +164,8 @@ class RegionOrders:
 
 
 def _end_of(region: LeaseSnapshot, message: messages.RegionEnded) -> Event:
+    if not (message.freed_bytes or message.kept_bytes):
+        return RegionRefused(region.lease_id, "The session has nothing of the region.")
     if message.freed_bytes + message.kept_bytes != region.size_bytes:
         figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"
         return RegionStuck(region.lease_id, f"its session says {figures} of {region.size_bytes}")

@@ -385,7 +385,7 @@ class CpuContext:
         return NativeLaunch(state, code.address("submit"), code.address("query"), spin_ns, self._record, _pass)
 
     def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
-        """Return what submit.ll takes: the launch's head, and whether threads share its blocks."""
+        """Return what native/submit.ll takes: the launch's head, and whether threads share its blocks."""
         if kernel.parameter_bytes > MAX_PARAMETER_BYTES:
             return None
         try:

@@ -96,7 +96,7 @@ class ExpectedSubmits:
         assert lease is not None
         own_bytes = shell.unproved[effect.lease_id][1]
         overhead_bytes = next(card.overhead_bytes for card in shell.cards if card.uuid == effect.card_uuid)
-        if shell.spawned[effect.lease_id].terms.session_bytes == lease.size_bytes:
+        if not shell.spawned[effect.lease_id].terms.submit_bytes:
             own_bytes = self._take_session_place(effect, shell, overhead_bytes)
             sizes = (lease.size_bytes, lease.size_bytes - overhead_bytes)
             assert effect.size_bytes in sizes, "not the lease's own bytes, less a context at most"

@@ -383,6 +383,14 @@ def test_bytes_that_nobody_accounts_for_stay_charged(s: Scenario) -> None:
     assert s.table.regions.held_bytes(1) == 6
 
 
+def test_a_worker_that_has_nothing_of_an_open_region_is_not_believed_alone(s: Scenario) -> None:
+    s.region(2, 16)
+    s.do(FreeRequested(8, 2, "bob"))
+    assert one(s.do(RegionRefused(2, "It has none.")), ProveRegion).allowed_bytes == 14
+    assert one(s.do(RegionProved(2)), Freed).lease.lease_id == 2
+    assert s.table.regions.held_bytes(1) == 0
+
+
 def test_a_place_let_go_of_before_the_proof_keeps_nothing(s: Scenario) -> None:
     s.region(2, 16)
     s.do(FreeRequested(8, 2, "bob"))
@@ -458,7 +466,8 @@ def test_a_region_has_phases_of_its_own(s: Scenario) -> None:
     seen = [phase()]
     s.do(RegionOpened(2, 1))
     seen.append(phase())
-    seen.append(s.at(4.6) and phase())
+    s.at(4.6)
+    seen.append(phase())
     s.do(FreeRequested(8, 2, "bob"))
     seen.append(phase())
     taken(s, is_shown=False)

@@ -101,6 +101,15 @@ def test_a_region_that_had_ended_is_ended_again() -> None:
     assert one(new.do(RegionEnded(2, 4, 0, is_shown=True)), LeaseEnded).cause is Cause.REVOKED
 
 
+def test_a_region_that_the_worker_saw_end_ends_although_the_journal_missed_it() -> None:
+    s = before()
+    s.region(2)
+    new, _ = after(s, kept(s))
+    out = new.do(RegionEnded(2, 4, 0, is_shown=True))
+    assert one(out, SetRegion).word is RegionWord.REVOKED
+    assert one(out, LeaseEnded).cause is Cause.REVOKED
+
+
 def test_a_region_whose_proof_was_awaited_is_proved() -> None:
     s = before()
     s.region(2)

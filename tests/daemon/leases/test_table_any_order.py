@@ -18,6 +18,7 @@ from gpulease.daemon.leases import (
     DenialReason,
     DrainCancelled,
     DrainRequested,
+    EndRegion,
     Event,
     FenceClearRequested,
     FreeRequested,
@@ -28,8 +29,11 @@ from gpulease.daemon.leases import (
     ReclaimProved,
     Recycling,
     RefuseWork,
+    RegionCancelRequested,
+    RegionRequested,
     RenewRequested,
     RequesterGone,
+    ResizeRequested,
     RevokeRequested,
     ScrubWorker,
     SessionCondemned,
@@ -80,6 +84,16 @@ class AnyOrder(RuleBasedStateMachine):
         live = [lease.lease_id for lease in self.shell.table.snapshots()]
         ids = live if live and pick % 4 else list(self.shell.spawned)
         return ids[pick // 4 % len(ids)] if ids else 1
+
+    def some_region(self, pick: int) -> int:
+        """Return a region that is not returned as a rule, else any that there was; a lease if there was none."""
+        live = [region.lease_id for region in self.shell.table.regions.snapshots()]
+        ids = live if live and pick % 4 else list(self.shell.regions.leases)
+        return ids[pick // 4 % len(ids)] if ids else self.some_lease(pick)
+
+    def some_one(self, pick: int) -> int:
+        """Return a lease or a region."""
+        return self.some_region(pick // 2) if pick % 2 else self.some_lease(pick // 2)
 
     def owner_of(self, lease_id: int, pick: int) -> str:
         """Return the lease's tenant as a rule, else another name."""
@@ -142,7 +156,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(pick=ANY, by=ANY, ttl_ms=st.one_of(st.integers(1, 8000), st.integers(0, 8100)), is_operator=st.booleans())
     def renew(self, pick: int, by: int, ttl_ms: int, is_operator: bool) -> None:
-        lease_id = self.some_lease(pick)
+        lease_id = self.some_one(pick)
         tenant = self.owner_of(lease_id, by)
         self.ask(lambda number: RenewRequested(number, lease_id, tenant, ttl_ms, is_operator))
 
@@ -156,13 +170,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(pick=ANY, by=ANY, is_operator=st.booleans())
     def free(self, pick: int, by: int, is_operator: bool) -> None:
-        lease_id = self.some_lease(pick)
+        lease_id = self.some_one(pick)
         tenant = self.owner_of(lease_id, by)
         self.ask(lambda number: FreeRequested(number, lease_id, tenant, is_operator))
 
     @rule(pick=ANY)
     def revoke(self, pick: int) -> None:
-        lease_id = self.some_lease(pick)
+        lease_id = self.some_one(pick)
         self.ask(lambda number: RevokeRequested(number, lease_id, "because"))
 
     @rule(uuid=st.sampled_from([None, "GPU-a", "GPU-b", "MIG-c", "GPU-z"]))
@@ -178,7 +192,8 @@ class AnyOrder(RuleBasedStateMachine):
         submits = self.shell.table.submits.asked()
         effects = self.shell.send(RequesterGone(request))
         # A free or a revoke goes on without its client; an acquire gets no reply any more, nor does a submit.
-        if request in waits | submits or RefuseWork in map(type, effects):
+        # Nor does a request for a region.
+        if request in waits | submits or {RefuseWork, EndRegion} & set(map(type, effects)):
             self.shell.open_requests.remove(request)
 
     @precondition(lambda self: self.shell.alive)
@@ -294,6 +309,95 @@ class AnyOrder(RuleBasedStateMachine):
         elif warm_id not in self.shell.asked_to_prove:
             self.shell.send(ReclaimProved(warm_id))
 
+    @precondition(lambda self: self.shell.spawned)
+    @rule(
+        pick=ANY,
+        by=ANY,
+        owner=TENANTS,
+        size=st.one_of(st.integers(1, 40), st.integers(0, 300)),
+        ttl_ms=st.one_of(st.integers(1, 8000), st.integers(0, 8100)),
+        granule=st.sampled_from([1, 1, 16, 0]),
+        is_started=st.booleans(),
+    )
+    def open_region(
+        self, pick: int, by: int, owner: str, size: int, ttl_ms: int, granule: int, is_started: bool
+    ) -> None:
+        lease_id, region_id = self.some_lease(pick), self.next_number()
+        tenant, is_operator = self.owner_of(lease_id, by), by % 7 == 0
+        self.ask(
+            lambda number: RegionRequested(
+                number, lease_id, region_id, tenant, owner, size, ttl_ms, granule, is_operator
+            )
+        )
+        while is_started and self.shell.regions.orders.get(lease_id):
+            self.shell.regions.carry_out(lease_id, 1, self.shell)
+
+    @rule(tenant=TENANTS, sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6), ttl_ms=st.integers(100, 2000))
+    def open_regions_of_a_new_lease(self, tenant: str, sizes: list[int], ttl_ms: int) -> None:
+        """Open regions without faults, so that runs often have several."""
+        self.acquire_and_start(tenant, 100, 2000, Exclusivity.SHARED, 0, 0)
+        lease_id = max(self.shell.spawned, default=1)
+        for size in sizes:
+            region_id = self.next_number()
+            self.ask(
+                lambda number, region_id=region_id, size=size: RegionRequested(  # type: ignore[misc]
+                    number, lease_id, region_id, tenant, "bob", size, ttl_ms, 1, is_operator=True
+                )
+            )
+            self.shell.regions.carry_out(lease_id, 1, self.shell)
+
+    @precondition(lambda self: self.shell.regions.leases)
+    @rule(pick=ANY, by=ANY, is_cancelled=st.booleans())
+    def cancel_region(self, pick: int, by: int, is_cancelled: bool) -> None:
+        region_id = self.some_region(pick)
+        tenant = self.owner_of(region_id, by)
+        self.ask(lambda number: RegionCancelRequested(number, region_id, tenant, is_cancelled))
+
+    @precondition(lambda self: self.shell.regions.leases)
+    @rule(pick=ANY, by=ANY)
+    def revoke_as_tenant(self, pick: int, by: int) -> None:
+        region_id = self.some_region(pick)
+        tenant = self.owner_of(self.shell.regions.leases.get(region_id, 1), by)
+        self.ask(lambda number: RevokeRequested(number, region_id, "because", tenant, is_operator=False))
+
+    @precondition(lambda self: self.shell.spawned)
+    @rule(pick=ANY, by=ANY, size=st.integers(0, 400), is_started=st.booleans())
+    def resize(self, pick: int, by: int, size: int, is_started: bool) -> None:
+        lease_id = self.some_one(pick * 2)
+        tenant = self.owner_of(lease_id, by)
+        self.ask(lambda number: ResizeRequested(number, lease_id, tenant, size, by % 7 == 0))
+        while is_started and self.shell.regions.orders.get(lease_id):
+            self.shell.regions.carry_out(lease_id, 1, self.shell)
+
+    @precondition(lambda self: self.shell.regions.orders)
+    @rule(pick=ANY, luck=ANY)
+    def session_carries_an_order_out(self, pick: int, luck: int) -> None:
+        waiting = sorted(self.shell.regions.orders)
+        self.shell.regions.carry_out(waiting[pick % len(waiting)], luck, self.shell)
+
+    @precondition(lambda self: self.shell.regions.orders)
+    @rule(pick=ANY, luck=ANY)
+    def session_hangs(self, pick: int, luck: int) -> None:
+        waiting = sorted(self.shell.regions.orders)
+        if luck % 8 == 1:
+            self.shell.regions.hang(waiting[pick % len(waiting)])
+
+    @precondition(lambda self: self.shell.regions.mapped)
+    @rule(pick=ANY)
+    def session_lets_go_of_an_address(self, pick: int) -> None:
+        mapped = sorted(self.shell.regions.mapped)
+        self.shell.regions.release(mapped[pick % len(mapped)], self.shell)
+
+    @precondition(lambda self: self.shell.regions.proofs)
+    @rule(pick=ANY, is_lost=st.sampled_from([False, False, True]))
+    def card_is_looked_at_for_a_proof(self, pick: int, is_lost: bool) -> None:
+        numbers = sorted(self.shell.regions.proofs)
+        number = numbers[pick % len(numbers)]
+        if is_lost:
+            del self.shell.regions.proofs[number]
+        else:
+            self.shell.regions.look(number, self.shell)
+
     @precondition(lambda self: self.shell.jobs)
     @rule(pick=ANY, luck=ANY, is_lost=st.sampled_from([False] * 7 + [True]))
     def job_is_done(self, pick: int, luck: int, is_lost: bool) -> None:
@@ -352,7 +456,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.shell.spawned)
     @rule(pick=ANY, kind=st.sampled_from(TimerKind), generation=st.integers(0, 4))
     def stray_timer(self, pick: int, kind: TimerKind, generation: int) -> None:
-        self.shell.send(TimerFired(self.some_lease(pick), generation, kind))
+        self.shell.send(TimerFired(self.some_one(pick), generation, kind))
 
     @rule(luck=ANY, is_tail_lost=st.booleans(), is_zygote_told=st.booleans())
     def restart(self, luck: int, is_tail_lost: bool, is_zygote_told: bool) -> None:
@@ -412,6 +516,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not shell.table.submits.snapshots()
         assert not shell.table.submits.asked()
         assert not shell.table.warming()
+        assert not shell.table.regions.snapshots()
 
 
 FEW = settings(max_examples=40, stateful_step_count=80, deadline=None)
