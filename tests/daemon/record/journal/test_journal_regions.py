@@ -1,5 +1,7 @@
 """What a journal keeps of regions, and what the next daemon reads of them."""
 
+import pytest
+
 from gpulease.daemon.leases import (
     AcquireRequested,
     Card,
@@ -22,10 +24,14 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
-from gpulease.daemon.record.journal.journal import KEPT_REGION_TOMBSTONES, JournalProjector
+from gpulease.daemon.record.journal import journal
+from gpulease.daemon.record.journal.journal import JournalProjector
 from gpulease.daemon.record.journal.rows import Change, Contents, RowKind
 
 GRANULE, SIZE = 2, 8
+
+KEPT_HERE = 8
+"""Tombstones of regions that are kept, in one test."""
 
 
 CARD = Card("GPU-a", 0, "a", 110, 10)
@@ -139,7 +145,8 @@ def test_the_lease_s_end_leaves_no_row_of_a_region() -> None:
     s.do(FreeRequested(3, 1, "ann"))
     s.gone(1)
     contents = s.read()
-    assert contents.regions == contents.leases == []
+    assert not contents.regions
+    assert not contents.leases
     ended = {region.lease_id: region.cause for region in contents.region_tombstones}
     assert ended == {50: Cause.FREED, 51: Cause.FREED}
 
@@ -153,20 +160,21 @@ def test_regions_end_with_a_worker_that_died_while_nobody_was_there() -> None:
     assert region.state is not LeaseState.ACTIVE
 
 
-def test_regions_displace_no_lease_s_tombstone() -> None:
+def test_regions_displace_no_lease_s_tombstone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "KEPT_REGION_TOMBSTONES", KEPT_HERE)
     s = Kept()
     s.active(9, 2)
     s.do(FreeRequested(2, 9, "ann"))
     s.gone(9)
     s.active(1, 50)
-    for number in range(KEPT_REGION_TOMBSTONES + 5):
+    for number in range(KEPT_HERE + 5):
         s.open(1000 + number)
         s.do(FreeRequested(2, 1000 + number, "bob"))
         s.do(RegionEnded(1000 + number, SIZE, 0, True))
     contents = s.read()
     assert [lease.lease_id for lease in contents.tombstones] == [9]
-    assert len(contents.region_tombstones) == KEPT_REGION_TOMBSTONES
-    assert contents.region_tombstones[-1].lease_id == 1000 + KEPT_REGION_TOMBSTONES + 4
+    assert len(contents.region_tombstones) == KEPT_HERE
+    assert contents.region_tombstones[-1].lease_id == 1000 + KEPT_HERE + 4
 
 
 def test_a_restart_of_the_host_ends_them() -> None:
