@@ -100,6 +100,9 @@ class ExpectedRegions:
             case Resized(lease=lease):
                 session_bytes = lease.size_bytes - shell.spawned[lease.lease_id].terms.submit_bytes
                 assert self.slices[lease.lease_id] == session_bytes, "another size than the worker's was told"
+                uuid, held_bytes = shell.unproved[lease.lease_id]
+                overhead_bytes = next(card.overhead_bytes for card in shell.cards if card.uuid == uuid)
+                assert held_bytes == session_bytes + overhead_bytes, "a size was told before it was proved"
             case LeaseEnded(lease=lease) if lease.parent_id and lease.state is LeaseState.TORNDOWN:
                 self._returned(lease.lease_id, lease.parent_id, shell)
 
@@ -174,7 +177,7 @@ class ExpectedRegions:
         else:
             if not region.is_taken:
                 region.is_taken, region.is_shown = True, bool(luck % 3)
-                region.kept_bytes = region.size_bytes // 4
+                region.kept_bytes = region.size_bytes // (16 if region_id % 2 else 4)
             shell.send(
                 RegionEnded(region_id, region.size_bytes - region.kept_bytes, region.kept_bytes, region.is_shown)
             )
@@ -225,7 +228,8 @@ class ExpectedRegions:
         self.orders.clear()
         self.proofs.clear()
         # An order that nobody carried out may have been lost with its row, and its number with it.
-        self.numbers = {key: region_id for key, region_id in self.numbers.items() if region_id in self.mapped}
+        known = self.told | self.mapped.keys()
+        self.numbers = {key: region_id for key, region_id in self.numbers.items() if region_id in known}
 
     def check(self, shell: "Shell") -> None:
         """Check that no lease's regions are more than its worker's slice."""

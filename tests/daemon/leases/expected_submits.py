@@ -11,6 +11,7 @@ from gpulease.daemon.leases import (
     SpawnSubmit,
     SubmitEnded,
     SubmitFenced,
+    SubmitFound,
     SubmitReady,
 )
 
@@ -50,6 +51,13 @@ class ExpectedSubmits:
             if effect.submit_id in self.in_place and lease is not None and not is_fence:
                 self._give_session_place_back(lease, shell)
             assert is_fence or self.is_cleared or effect.submit_id not in shell.unproved, "bytes were forgotten"
+
+    def restore(self, number: int, shell: "Shell") -> None:
+        """Report a submit that a daemon finds when it comes back."""
+        is_running = number in shell.alive & self.running
+        uuid, held_bytes = shell.unproved[number]
+        size_bytes = held_bytes - next(card.overhead_bytes for card in shell.cards if card.uuid == uuid)
+        shell.send(SubmitFound(number, self.leases[number], uuid, is_running, 1000, size_bytes))
 
     def renumber(self, number: int, shell: "Shell") -> int:
         """Draw an id for the rest of a submit whose lease is unknown or fenced."""

@@ -448,8 +448,9 @@ class Shell:
             set(),
             {(kind, number) for kind, number in self.once if kind is Granted},
         )
-        # A lease with a tombstone on the disk must not end a second time.
-        self.once |= {(LeaseEnded, number) for number in self.disk.buried()}
+        # A lease with a tombstone on the disk must not end a second time, nor may a region whose fence lasts.
+        lasting = {region.region_id for region in contents.regions if region.is_given_up}
+        self.once |= {(LeaseEnded, number) for number in {*self.disk.buried(), *lasting}}
         found = self.unproved.keys() - {kept.lease_id for kept in contents.leases}
         for number in self.spawned.keys() - self.unproved.keys() - {kept.lease_id for kept in contents.leases}:
             if number not in self.ended and (Granted, number) not in self.once:
@@ -462,10 +463,7 @@ class Shell:
             was_opened = kept.lease_id in self.submits.opened
             self.send(LeaseRestored(self.as_its_page_says(kept), kept.lease_id in self.alive, was_opened))
         for number in sorted(of_leases):
-            is_running = number in self.alive & self.submits.running
-            uuid, held_bytes = self.unproved[number]
-            size_bytes = held_bytes - next(card.overhead_bytes for card in CARDS if card.uuid == uuid)
-            self.send(SubmitFound(number, self.submits.leases[number], uuid, is_running, 1000, size_bytes))
+            self.submits.restore(number, self)
         for region in contents.regions:
             self.send(RegionRestored(region))
         for found_as in sorted(found - of_leases - {kept.warm_id for kept in contents.warm}):
