@@ -37,7 +37,7 @@ from gpulease.daemon.contract.regions_page import RegionWord, WorkerRegions
 from gpulease.daemon.drivers.interface import DriverError, KernelFault, Ticket
 from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
-from gpulease.daemon.session.regions import Flip, Region, RegionGate
+from gpulease.daemon.session.regions import ENDS, Flip, Region, RegionGate
 
 NS_PER_MS: Final = 1_000_000
 
@@ -205,9 +205,8 @@ class RegionMemory:
         if region is None or result is not None or region_id in self._ends:
             return
         now_ns = time.monotonic_ns()
-        if region.ended is None:
-            flip = self._gate.flip_of(region, now_ns)
-            region.ended = region.ended or (Flip(RegionWord.REVOKED, now_ns) if flip is None else flip)
+        flip = self._gate.flip_of(region, now_ns)
+        region.ended = flip if flip is not None and flip.word in ENDS else Flip(RegionWord.REVOKED, now_ns)
         self._gate.forget_current()
         self._resources.ledger.void_region(region.address, f"the region {region_id:032x}, which has ended")
         try:

@@ -311,6 +311,15 @@ def test_a_region_ends_though_its_word_says_nothing(made: RegionRig) -> None:
     assert made.refused(Opcode.LAUNCH_IN, made.launch(chosen, one.address)).status is Status.REVOKED
 
 
+@pytest.mark.parametrize("word", [RegionWord.CANCELLED, RegionWord.NONE])
+def test_a_word_that_is_no_end_does_not_stay(made: RegionRig, word: RegionWord) -> None:
+    one = made.open()
+    chosen = made.set_of(one)
+    end(made, one, word=word)
+    assert made.refused(Opcode.LAUNCH_IN, made.launch(chosen, one.address)).status is Status.REVOKED
+    assert made.refused(Opcode.LAUNCH_IN, made.launch(chosen, one.address)).status is Status.FENCED
+
+
 def test_the_loop_is_awake_while_an_end_is_pending(made: RegionRig) -> None:
     one = made.open()
     made.context.holds = True
