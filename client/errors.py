@@ -21,7 +21,13 @@
         ├── InvalidHandle   a buffer or module that is freed, foreign, or too small for what was asked
         ├── LoadFailed      a module did not compile (`log`, `line`)
         ├── LaunchFailed    a kernel could not be started (`kernel`)
-        └── SyncFailed      a kernel failed while it ran (`kernel`, `address`)
+        ├── SyncFailed      a kernel failed while it ran (`kernel`, `address`)
+        └── RegionFailed    a region of the session refuses it (`lease_id`, `kernel`, `site`, `position`)
+            ├── RegionRevoked    the region was revoked
+            ├── RegionExpired    its time is up
+            ├── RegionFreed      it was given back
+            ├── RegionFenced     it had ended, and one of the above said so before
+            └── RegionCancelled  it is cancelled until that is taken back
 
 A fault on a GPU can end the context. Later operations then raise the same SyncFailed, or GpuSessionFailed.
 A status that has no class of its own is a plain GpuLeaseError.
@@ -31,8 +37,10 @@ from collections.abc import Callable, Container
 from typing import ClassVar, TypeVar
 
 from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.lease_ids import LeaseId
 
 _BY_STATUS: "dict[int, type[GpuLeaseError]]" = {}
+_OF_REGION: "dict[int, type[GpuLeaseError]]" = {}
 
 
 class GpuLeaseError(Exception):
@@ -255,13 +263,93 @@ class SyncFailed(OperationFailed):
         return self.failure.address
 
 
-PERMANENT_ERRORS = (LeaseExpired, Revoked, Fenced, Drained, InvalidRequest, Denied, Unsupported, Untrusted)
+class RegionFailed(OperationFailed):
+    """A region refuses an operation that names it. The session and its other regions go on."""
+
+    default_hint = "Do without the region's memory; the session and its other regions go on"
+
+    @property
+    def lease_id(self) -> LeaseId:
+        """The region's id."""
+        return LeaseId(self.failure.region or 0)
+
+    @property
+    def kernel(self) -> str:
+        """The kernel of the launch that was refused; "" for a copy, or for a graph of several."""
+        return self.failure.kernel
+
+    @property
+    def site(self) -> int | None:
+        """The number of that launch in its burst or graph, from 0; None for a copy."""
+        return self.failure.site
+
+    @property
+    def position(self) -> int | None:
+        """The position that the launch gave of itself."""
+        return self.failure.position
+
+    @property
+    def flipped_ns(self) -> int | None:
+        """The time at which the daemon ended or cancelled the region, on its host's monotonic clock."""
+        return self.failure.flipped_ns
+
+
+def _answers_of_region(status: Status) -> Callable[[E], E]:
+    """Make the decorated class the error of a status in a failure that names a region."""
+
+    def register(kind: E) -> E:
+        _OF_REGION[status] = kind
+        kind.default_status = status
+        return kind
+
+    return register
+
+
+@_answers_of_region(Status.REVOKED)
+class RegionRevoked(RegionFailed):
+    """The region was revoked. Later operations that name it raise RegionFenced."""
+
+
+@_answers_of_region(Status.LEASE_EXPIRED)
+class RegionExpired(RegionFailed):
+    """The region's time is up. Later operations that name it raise RegionFenced."""
+
+
+@_answers_of_region(Status.LEASE_FREED)
+class RegionFreed(RegionFailed):
+    """The region was given back. Later operations that name it raise RegionFenced."""
+
+
+@_answers_of_region(Status.FENCED)
+class RegionFenced(RegionFailed):
+    """The region had ended, and an earlier error said how; or its memory could not be proved free."""
+
+
+@answers(Status.CANCELLED)
+@_answers_of_region(Status.CANCELLED)
+class RegionCancelled(RegionFailed):
+    """The region is cancelled; it has not ended."""
+
+    default_hint = "Give up what the launch was for, or take the cancel back with region.resume()"
+
+
+PERMANENT_ERRORS = (
+    LeaseExpired,
+    Revoked,
+    Fenced,
+    Drained,
+    InvalidRequest,
+    Denied,
+    Unsupported,
+    Untrusted,
+    RegionFailed,
+)
 """Errors that no repetition cures."""
 
 
-def error_class(status: int) -> type[GpuLeaseError]:
-    """The class of a status; GpuLeaseError itself for one that has none."""
-    return _BY_STATUS.get(status, GpuLeaseError)
+def error_class(status: int, *, of_region: bool = False) -> type[GpuLeaseError]:
+    """The class of a status, in a failure that names a region or in another; a base class for one that has none."""
+    return _OF_REGION.get(status, RegionFailed) if of_region else _BY_STATUS.get(status, GpuLeaseError)
 
 
 def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) -> GpuLeaseError:
@@ -277,11 +365,11 @@ def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) ->
         message = f"{doing}: {failure.message}"
     else:
         message = f"{doing}: {_earlier(failure, number)} failed: {failure.message}; this {doing} was not done"
-    return error_class(failure.status)(message, failure.hint, failure)
+    return error_class(failure.status, of_region=failure.region is not None)(message, failure.hint, failure)
 
 
 def _earlier(failure: Failure, number: int) -> str:
-    if failure.failed_op == Opcode.LAUNCH:
+    if failure.failed_op in (Opcode.LAUNCH, Opcode.LAUNCH_IN):
         kernel = f" of kernel {failure.kernel!r}" if failure.kernel else ""
         return f"earlier launch {number}{kernel}"
     try:

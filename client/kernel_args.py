@@ -42,8 +42,8 @@ _BUFFER: Final[tuple[ArgumentKind, ...]] = ("buffer",)
 
 ParameterName = str
 
-STREAM: Final = "stream"
-"""Not allowed as a parameter's name: `graph.launch` has a keyword of that name."""
+KEYWORDS: Final = frozenset({"stream", "regions", "position"})
+"""Not allowed as a parameter's name: `graph.launch` has keywords of these names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +177,12 @@ class KernelArgs:
         In a launch that is not recorded it is an argument like the others.
 
         Args:
-            name: Its keyword there, but not "stream"; several arguments may be one parameter.
+            name: Its keyword there, but none of "stream", "regions" and "position"; several arguments may be one
+                parameter.
             kind: Its kind: "buffer", "u32", "u64", "i32", "i64", "f32", "f64" or "raw".
             value: Its value in a launch that gives no other. For a buffer: the buffer, or the buffer and an offset.
         """
-        if not isinstance(name, str) or not name.isidentifier() or name == STREAM:
+        if not isinstance(name, str) or not name.isidentifier() or name in KEYWORDS:
             raise InvalidRequest(f"argument {len(self.kinds)}: {quoted(name)} is no name for a parameter")
         bound = pack_parameter(f"argument {len(self.kinds)}", kind, value)
         index = len(self.kinds)

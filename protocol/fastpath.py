@@ -18,6 +18,7 @@ from gpulease.protocol.messages import (
     GraphLaunch,
     Handle,
     Launch,
+    LaunchIn,
     MemAlloc,
     MemRead,
     MemWrite,
@@ -53,9 +54,12 @@ _LAUNCH_MODULE: Final = fixed_struct(Launch, "module")
 _LAUNCH_GEOMETRY: Final = fixed_struct(
     Launch, "grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes"
 )
+REGIONS: Final = fixed_struct(LaunchIn, "region_set", "position")
 _NAME_AT: Final = _LAUNCH_MODULE.size
 _AFTER_NAME: Final = _U32.size + _LAUNCH_GEOMETRY.size
 
+
+_TRAILER_BYTES: Final = {Opcode.LAUNCH: 0, Opcode.LAUNCH_IN: REGIONS.size}
 
 # A frame up to its data: the header's first twelve bytes, which depend on op and flags alone, and its rest.
 _HEADER_REST: Final = "IQ16s"
@@ -75,52 +79,77 @@ _DATA_HEAD: Final = _head(Opcode.MEM_READ, _REPLY)
 
 
 class LaunchTemplate:
-    """A quiet LAUNCH frame without its request id and argument bytes, built once and sent many times.
+    """A quiet LAUNCH or LAUNCH_IN frame without its request id and argument bytes, built once and sent many times.
 
     Attributes:
-        layout: Packs a frame of `head`, the request id, `before`, the argument bytes and `after`.
+        layout: Packs a frame of `head`, the request id, `before`, the argument bytes and `after`; of a LAUNCH_IN also
+            the region set and the position.
         args_bytes: The exact number of argument bytes; struct would cut or pad any other.
     """
 
     __slots__ = ("after", "args_bytes", "before", "head", "layout")
 
-    def __init__(self, launch: Launch, session_id: int) -> None:
+    def __init__(self, launch: Launch, session_id: int, op: Opcode = Opcode.LAUNCH) -> None:
         if sum(launch.arg_sizes) != len(launch.args):
             raise LocalProtocolError(
                 f"the argument sizes add up to {sum(launch.arg_sizes)} bytes, the arguments have {len(launch.args)}"
             )
-        frame = build_frame(Opcode.LAUNCH, build_body(launch), request_id=0, session_id=session_id, flags=Flag.QUIET)
+        trailer_bytes = _TRAILER_BYTES[op]
+        payload = build_body(launch) + bytes(trailer_bytes)
+        frame = build_frame(op, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
         args_at = HEADER_BYTES + _NAME_AT + _AFTER_NAME + len(launch.kernel.encode()) + _U32.size
         self.args_bytes = len(launch.args)
         self.head = frame[:REQUEST_ID_OFFSET]
         self.before = frame[MIDDLE_AT:args_at]
-        self.after = frame[args_at + self.args_bytes :]
-        self.layout = struct.Struct(f">{REQUEST_ID_OFFSET}sQ{len(self.before)}s{self.args_bytes}s{len(self.after)}s")
+        self.after = frame[args_at + self.args_bytes : len(frame) - trailer_bytes]
+        trailer = REGIONS.format[1:] if trailer_bytes else ""
+        self.layout = struct.Struct(
+            f">{REQUEST_ID_OFFSET}sQ{len(self.before)}s{self.args_bytes}s{len(self.after)}s{trailer}"
+        )
 
-    def frame(self, request_id: int, args: bytes) -> bytes:
-        """Return the frame with these argument bytes; the caller has checked that they are `args_bytes` long."""
-        return self.layout.pack(self.head, request_id, self.before, args, self.after)
+    def frame(self, request_id: int, args: bytes, *regions: int) -> bytes:
+        """Return the frame with these argument bytes; the caller has checked that they are `args_bytes` long.
+
+        Args:
+            request_id: The frame's number.
+            args: The argument bytes.
+            regions: Of a LAUNCH_IN the region set and the position; of a LAUNCH nothing.
+        """
+        return self.layout.pack(self.head, request_id, self.before, args, self.after, *regions)
 
 
 class LaunchPattern:
-    """The bytes of a quiet LAUNCH frame around its request id and argument bytes, to recognise the next such frame.
+    """The bytes of a quiet LAUNCH or LAUNCH_IN around those that differ each time, to recognise the next such frame.
 
-    A frame has the pattern exactly if `front`, `middle` and `tail` stand at 0, `MIDDLE_AT` and `args_end`. All other
-    bytes are the request id, at `REQUEST_ID_OFFSET`, and the arguments, from `args_at` to `args_end`.
+    A frame has the pattern exactly if it is `frame_bytes` long, and `front`, `middle` and `tail` stand at 0,
+    `MIDDLE_AT` and `args_end`. All other bytes are the request id, at `REQUEST_ID_OFFSET`, the arguments, from
+    `args_at` to `args_end`, and the last `trailer_bytes`: of a LAUNCH_IN the region set and the position, else none.
     """
 
-    __slots__ = ("args_at", "args_end", "frame_bytes", "front", "middle", "tail")
+    __slots__ = ("args_at", "args_end", "frame_bytes", "front", "middle", "tail", "trailer_bytes")
 
-    def __init__(self, payload: bytes | memoryview, session_id: int) -> None:
-        frame = build_frame(Opcode.LAUNCH, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
-        shape, args = split_launch(memoryview(payload))
+    def __init__(self, payload: bytes | memoryview, session_id: int, op: Opcode = Opcode.LAUNCH) -> None:
+        frame = build_frame(op, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
+        self.trailer_bytes = _TRAILER_BYTES[op]
+        shape, args = split_launch(memoryview(payload)[: len(payload) - self.trailer_bytes])
         (name_bytes,) = _U32.unpack_from(shape, _NAME_AT)
         self.args_at = HEADER_BYTES + _NAME_AT + _AFTER_NAME + name_bytes + _U32.size
         self.args_end = self.args_at + len(args)
         self.frame_bytes = len(frame)
         self.front = frame[:REQUEST_ID_OFFSET]
         self.middle = frame[MIDDLE_AT : self.args_at]
-        self.tail = frame[self.args_end :]
+        self.tail = frame[self.args_end : self.frame_bytes - self.trailer_bytes]
+
+
+def split_regions(payload: memoryview) -> tuple[memoryview, int, int]:
+    """Split the payload of a LAUNCH_IN or GRAPH_LAUNCH_IN into that of its LAUNCH or GRAPH_LAUNCH, set and position.
+
+    The first part is not checked here. Raises BodyError if the payload is too short.
+    """
+    at = len(payload) - REGIONS.size
+    if at < 0:
+        raise BodyError("LaunchIn is malformed: it ends too early")
+    return payload[:at], *REGIONS.unpack_from(payload, at)
 
 
 def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
@@ -144,12 +173,16 @@ def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
     return b"".join((payload[:begin], payload[end:])), bytes(payload[begin:end])
 
 
-def graph_launch_payload(graph: int, args: bytes) -> bytes:
-    """Return a GRAPH_LAUNCH payload. Raises LocalProtocolError."""
+def graph_launch_payload(graph: int, args: bytes, *regions: int) -> bytes:
+    """Return a GRAPH_LAUNCH payload; with a region set and a position, that of a GRAPH_LAUNCH_IN.
+
+    Raises LocalProtocolError.
+    """
     if len(args) > MAX_ARGUMENT_BYTES:
         raise LocalProtocolError(f"{len(args)} bytes of parameters; at most {MAX_ARGUMENT_BYTES} are allowed")
     try:
-        return b"".join((_GRAPH.pack(graph), _U32.pack(len(args)), args))
+        trailer = REGIONS.pack(*regions) if regions else b""
+        return b"".join((_GRAPH.pack(graph), _U32.pack(len(args)), args, trailer))
     except struct.error as error:
         raise LocalProtocolError(f"GraphLaunch can't be encoded: {error}") from None
 

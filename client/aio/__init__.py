@@ -17,11 +17,13 @@ A host name in a TCP address is looked up by the system's resolver, which blocks
 from gpulease.client.aio.events import KeepAlive, keep_alive
 from gpulease.client.aio.graphs import Graph
 from gpulease.client.aio.lease import GpuBuilder, GpuLease, inspect_token, my_audience
+from gpulease.client.aio.regions import Region
 from gpulease.client.aio.session import GpuSession
 from gpulease.client.aio.streams import Stream
 from gpulease.client.aio.submits import Submission, submit_by
-from gpulease.client.engine.events import LeaseEvent
+from gpulease.client.engine.events import ForwardRevoked, LeaseEvent
 from gpulease.client.engine.lease import LeaseReport, SubmitReport
+from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.tokens import Grant, HeldToken
 from gpulease.client.errors import (
     AllocFailed,
@@ -41,6 +43,12 @@ from gpulease.client.errors import (
     LoadFailed,
     NotFound,
     OperationFailed,
+    RegionCancelled,
+    RegionExpired,
+    RegionFailed,
+    RegionFenced,
+    RegionFreed,
+    RegionRevoked,
     Revoked,
     SyncFailed,
     TimedOut,
@@ -63,6 +71,7 @@ __all__ = [
     "Disconnected",
     "Drained",
     "Fenced",
+    "ForwardRevoked",
     "GpuBuilder",
     "GpuExclusivityClass",
     "GpuLease",
@@ -88,6 +97,14 @@ __all__ = [
     "OperationFailed",
     "Permission",
     "Phase",
+    "Region",
+    "RegionCancelled",
+    "RegionExpired",
+    "RegionFailed",
+    "RegionFenced",
+    "RegionFreed",
+    "RegionRevoked",
+    "RegionSet",
     "Revoked",
     "Stream",
     "Submission",

@@ -4,23 +4,32 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from gpulease.client.aio.driver import drive, task_of
-from gpulease.client.engine.events import EventStream, LeaseEvent, OnWarning, warnings
-from gpulease.client.engine.lease import LeaseView, RenewalSchedule, keep_renewed
+from gpulease.client.engine.events import (
+    EventStream,
+    ForwardRevoked,
+    LeaseEvent,
+    OnWarning,
+    Subscription,
+    warnings,
+)
+from gpulease.client.engine.lease import RenewalSchedule, Renewed, keep_renewed
 from gpulease.client.errors import GpuLeaseError
 
+E = TypeVar("E")
 
-class LeaseEvents(AsyncIterator[LeaseEvent]):
-    """A lease's events: `async for event in lease.events():`, like `gpulease.client.sync.events.LeaseEvents`."""
 
-    def __init__(self, stream: EventStream) -> None:
+class _Events(AsyncIterator[E], Generic[E]):
+    """Base of the iterators over a subscription's events."""
+
+    def __init__(self, stream: Subscription[E]) -> None:
         self._stream = stream
         self._is_open = False
         weakref.finalize(self, stream.close)
 
-    async def __anext__(self) -> LeaseEvent:
+    async def __anext__(self) -> E:
         if not self._is_open:
             self._is_open = True
             await drive(self._stream.open())
@@ -41,6 +50,14 @@ class LeaseEvents(AsyncIterator[LeaseEvent]):
     ) -> None:
         self._stream.wake()
         self._stream.close()
+
+
+class LeaseEvents(_Events[LeaseEvent]):
+    """A lease's events: `async for event in lease.events():`, like `gpulease.client.sync.events.LeaseEvents`."""
+
+
+class RegionWatch(_Events[ForwardRevoked]):
+    """The launches that regions refuse: `async for refused in region.watch():`, until it is closed."""
 
 
 class _Watch:
@@ -91,7 +108,7 @@ class KeepAlive(_Watch):
     """
 
     def __init__(
-        self, lease: LeaseView, on_loss: Callable[[GpuLeaseError], None] | None, schedule: RenewalSchedule
+        self, lease: Renewed, on_loss: Callable[[GpuLeaseError], None] | None, schedule: RenewalSchedule
     ) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
@@ -101,14 +118,14 @@ class KeepAlive(_Watch):
         """Renew no more; the lease then ends at its deadline unless it is freed or renewed by hand."""
         await super().stop()
 
-    async def _keep(self, lease: "weakref.ref[LeaseView]", schedule: RenewalSchedule) -> None:
+    async def _keep(self, lease: "weakref.ref[Renewed]", schedule: RenewalSchedule) -> None:
         self.loss = await drive(keep_renewed(lease, schedule))
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 
 
 def keep_alive(
-    lease: LeaseView, on_loss: Callable[[GpuLeaseError], None] | None = None, schedule: RenewalSchedule | None = None
+    lease: Renewed, on_loss: Callable[[GpuLeaseError], None] | None = None, schedule: RenewalSchedule | None = None
 ) -> KeepAlive:
     """Start renewing a lease, from a task, like `gpulease.client.keep_alive`."""
     return KeepAlive(lease, on_loss, schedule or RenewalSchedule())

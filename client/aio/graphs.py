@@ -8,6 +8,7 @@ from gpulease.client.aio.driver import drive, drive_holding, undisturbed
 from gpulease.client.aio.streams import Stream
 from gpulease.client.engine.graphs import GraphHandle
 from gpulease.client.engine.recorder import Recording
+from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import SessionView
 from gpulease.client.engine.waits import Begun
 
@@ -17,7 +18,9 @@ class Graph(GraphHandle):
 
     __slots__ = ()
 
-    async def launch(self, /, *, stream: Stream | None = None, **values: Any) -> int:
+    async def launch(
+        self, /, *, stream: Stream | None = None, regions: RegionSet | None = None, position: int = 0, **values: Any
+    ) -> int:
         """Start all of it, in its order, behind everything that was started before; do not wait.
 
         Arguments, result and errors are those of `gpulease.client.Graph.launch`.
@@ -27,7 +30,7 @@ class Graph(GraphHandle):
         await lock.acquire()
         number: Begun[int] = 0
         try:
-            number = graphs.launch(self, values, stream)
+            number = graphs.launch(self, values, stream, regions, position)
         finally:
             if isinstance(number, int):
                 lock.release()

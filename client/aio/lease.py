@@ -8,11 +8,13 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from gpulease.client.aio.driver import Opening, ask, drive, undisturbed
-from gpulease.client.aio.events import KeepAlive, LeaseEvents, WarningWatch, keep_alive
+from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
+from gpulease.client.aio.regions import Region
 from gpulease.client.aio.submits import Submission
 from gpulease.client.engine.events import OnWarning
 from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire
 from gpulease.client.engine.lease_request import LeaseRequest
+from gpulease.client.engine.regions import open_region, resize
 from gpulease.client.engine.submits import Image
 from gpulease.client.engine.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
 from gpulease.client.engine.waits import Procedure
@@ -64,6 +66,25 @@ class GpuLease(LeaseView):
         """End one token that was issued for this lease, like `gpulease.client.GpuLease.revoke_token`."""
         await self._run(self._state.revoke_token(token_of(token)))
 
+    def region(self, size: int | str, *, tenant: str | None = None, ttl_secs: float | None = None) -> "Opening[Region]":
+        """Open a region, by `await` or by `async with`, like `gpulease.client.GpuLease.region`."""
+        return Opening(self._region(size, tenant, ttl_secs))
+
+    async def _region(self, size: int | str, tenant: str | None, ttl_secs: float | None) -> Region:
+        return Region(await self._run(open_region(self._state, size, tenant, ttl_secs)))
+
+    def watch_regions(self) -> RegionWatch:
+        """Subscribe to the launches that any of its regions refuses."""
+        return RegionWatch(self._state.refusal_stream())
+
+    async def grow(self, size: int | str) -> None:
+        """Make it larger by so many bytes, like `gpulease.client.GpuLease.grow`."""
+        await self._run(resize(self._state, size, "grow", 1))
+
+    async def shrink(self, size: int | str) -> None:
+        """Make it smaller by so many bytes, like `gpulease.client.GpuLease.shrink`."""
+        await self._run(resize(self._state, size, "shrink", -1))
+
     def submit(self, kernel: str, image: Image) -> Submission:
         """Describe one kernel to be run in a context of its own, like `gpulease.client.GpuLease.submit`."""
         return Submission(kernel, image, lambda submission: submission._run_on(self._state))
@@ -98,7 +119,7 @@ class GpuLease(LeaseView):
 
 
 class GpuSharedLease(LeaseView):
-    """A lease that others hold, like `gpulease.client.GpuSharedLease`."""
+    """A lease that others hold, like `gpulease.client.sync.lease.GpuSharedLease`."""
 
     def __init__(self, state: LeaseState) -> None:
         self._state = state

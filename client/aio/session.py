@@ -9,10 +9,12 @@ from typing import Any, Final, Self, TypeVar, overload
 from gpulease.client.aio.driver import Opening, drive, undisturbed
 from gpulease.client.aio.graphs import Recorder
 from gpulease.client.aio.lease import GpuLease, GpuSharedLease
+from gpulease.client.aio.regions import Region
 from gpulease.client.aio.streams import Stream, fence
 from gpulease.client.engine.launch import KernelArguments
 from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
+from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session, SessionView
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.engine.waits import Begun, Procedure
@@ -116,16 +118,27 @@ class GpuSession(SessionView):
         arg_sizes: Iterable[int] | None = None,
         shared_bytes: int = 0,
         stream: Stream | None = None,
+        regions: RegionSet | None = None,
+        position: int = 0,
     ) -> int:
         """Start a kernel; do not wait for it. Like `gpulease.client.GpuSession.launch`."""
         await self._lock.acquire()
         number: Begun[int] = 0
         try:
-            number = self._launches.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
+            if regions is None:
+                number = self._launches.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
+            else:
+                number = self._launches.launch_in(
+                    regions, position, module, kernel, grid, block, args, arg_sizes, shared_bytes, stream
+                )
         finally:
             if isinstance(number, int):
                 self._lock.release()
         return number if isinstance(number, int) else await undisturbed(self._finish(number))
+
+    async def region_set(self, regions: Iterable[Region]) -> RegionSet:
+        """Name the regions that launches will touch, like `gpulease.client.GpuSession.region_set`."""
+        return await self._run(self._session.region_sets.make(regions))
 
     def record(self) -> Recorder:
         """Record a launch graph: `async with session.record() as graph:`, then `await graph.launch()`.

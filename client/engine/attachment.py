@@ -94,6 +94,7 @@ class Attachment:
         connection: The protocol's state of that connection.
         writer: The channel's writer, for frames that nobody waits for.
         reply: The worker's answer to ATTACH.
+        lease_bytes: The lease's size when the worker answered.
         end: How the session ended; None while it lives.
         arena: Memory shared with the worker; None if there is none.
         dropped: Handles without a reference, which the next operation frees.
@@ -183,6 +184,7 @@ class Attachment:
 
     def _begin(self, reply: AttachReply) -> None:
         self.reply = reply
+        self.lease_bytes = self.lease.grant.size_bytes
         self.channel, self.arena = share(self.channel, reply.options, self._spin)
         self.connection, self.writer = self.channel.link.connection, self.channel.writer
         self.end = None
@@ -194,7 +196,7 @@ class Attachment:
     # --- ending ---
 
     def disown(self) -> Any:
-        """Leave the session to the parent process (`forking.Inherited`).
+        """Leave the session to the parent process (`fork_guard.Inherited`).
 
         Returns:
             A new lock that takes the old one's place: a thread of the parent's may hold the old one for ever.

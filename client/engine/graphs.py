@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from gpulease.client.engine.attachment import Attachment
 from gpulease.client.engine.operations import Operations
+from gpulease.client.engine.region_sets import RegionSet, regions_named
 from gpulease.client.engine.streams import StreamHandle, Streams
 from gpulease.client.engine.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, error_of
@@ -14,7 +15,7 @@ from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_para
 from gpulease.client.texts import quoted
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.fastpath import HANDLE, MIDDLE_AT, REQUEST_ID_OFFSET, graph_launch_payload
+from gpulease.protocol.fastpath import HANDLE, MIDDLE_AT, REGIONS, REQUEST_ID_OFFSET, graph_launch_payload
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_GRAPH_BYTES
 from gpulease.protocol.messages import GraphCreate
@@ -47,7 +48,7 @@ class GraphHandle(Handle):
     It holds the buffers, modules and arrays it was recorded with, so they live as long as it does.
     """
 
-    __slots__ = ("_args", "_graphs", "_head", "_middle", "_record", "_why_not")
+    __slots__ = ("_args", "_graphs", "_head", "_head_in", "_middle", "_record", "_why_not")
 
     _free_op = Opcode.GRAPH_DESTROY
 
@@ -70,10 +71,15 @@ class GraphHandle(Handle):
         self._graphs = graphs
         self.owner, self.handle, self._record = graphs.attachment, handle, record
         self._args = b"".join(parameter.value for parameter in record.parameters.values())
-        payload = graph_launch_payload(handle, self._args)
         session_id = graphs.attachment.session_id
-        frame = build_frame(Opcode.GRAPH_LAUNCH, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
+
+        def made(op: Opcode, payload: bytes) -> bytes:
+            return build_frame(op, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
+
+        frame = made(Opcode.GRAPH_LAUNCH, graph_launch_payload(handle, self._args))
         self._head, self._middle = frame[:REQUEST_ID_OFFSET], frame[MIDDLE_AT : len(frame) - len(self._args)]
+        in_regions = graph_launch_payload(handle, self._args, 0, 0)
+        self._head_in = made(Opcode.GRAPH_LAUNCH_IN, in_regions)[:REQUEST_ID_OFFSET]
         self._why_not = "is closed"
 
     def discarded(self) -> None:
@@ -91,16 +97,21 @@ class GraphHandle(Handle):
         self._lend_arrays()
         return super().mark_freed()
 
-    def frame(self, attachment: Attachment, values: Mapping[str, Any]) -> tuple[int, bytes]:
-        """(number, frame) of a quiet GRAPH_LAUNCH. Raises InvalidHandle or InvalidRequest; nothing is sent then."""
+    def frame(
+        self, attachment: Attachment, values: Mapping[str, Any], regions: RegionSet | None, position: int
+    ) -> tuple[int, bytes]:
+        """(number, frame) of a quiet launch of it. Raises InvalidHandle or InvalidRequest; nothing is sent then."""
         record = self._record
         assert record is not None
         for handle in record.handles:
             if handle.owner is not attachment:
                 handle.check(attachment, _LAUNCH)
         args = self._bound(attachment, record, values) if values else self._args
+        head, trailer = self._head, b""
+        if regions is not None:
+            head, trailer = self._head_in, REGIONS.pack(*regions_named(regions, position, attachment, _LAUNCH))
         number = attachment.connection.next_request_id()
-        return number, b"".join((self._head, number.to_bytes(8, "big"), self._middle, args))
+        return number, b"".join((head, number.to_bytes(8, "big"), self._middle, args, trailer))
 
     def _bound(self, attachment: Attachment, record: GraphRecord, values: Mapping[str, Any]) -> bytes:
         unknown = values.keys() - record.parameters.keys()
@@ -165,7 +176,14 @@ class Graphs:
         reply: HandleBody = yield from self._operations.do("record", asking)
         graph.made(self, reply.handle, record)
 
-    def launch(self, graph: GraphHandle, values: Mapping[str, Any], stream: StreamHandle | None = None) -> Begun[int]:
+    def launch(
+        self,
+        graph: GraphHandle,
+        values: Mapping[str, Any],
+        stream: StreamHandle | None = None,
+        regions: RegionSet | None = None,
+        position: int = 0,
+    ) -> Begun[int]:
         """Send a graph's launch at once, under the session's lock; the result is the launch's number."""
         attachment = self.attachment
         if attachment.over is not None:
@@ -173,7 +191,7 @@ class Graphs:
         if attachment.recording is not None:
             raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or behind the block")
         try:
-            number, frame = graph.frame(attachment, values)
+            number, frame = graph.frame(attachment, values, regions, position)
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
         return self._streams.hand_over(stream, number, frame, _LAUNCH)

@@ -5,13 +5,14 @@ from copy import copy
 from typing import Any, Final, Protocol
 
 from gpulease.client.engine.operations import Operations
+from gpulease.client.engine.region_sets import RegionSet, regions_named
 from gpulease.client.engine.streams import StreamHandle, Streams
 from gpulease.client.engine.waits import Begun
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, LaunchFailed, error_of
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of
 from gpulease.client.texts import kernel_name, quoted
-from gpulease.protocol import Failure, ProtocolError, Status
+from gpulease.protocol import Failure, Opcode, ProtocolError, Status
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import LaunchTemplate
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES
@@ -46,6 +47,21 @@ class LaunchCommands(Protocol):
         stream: StreamHandle | None = None,
     ) -> Begun[int]:
         """Launch a kernel, under the session's lock; the result is the launch's number."""
+
+    def launch_in(
+        self,
+        regions: RegionSet,
+        position: int,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None = None,
+    ) -> Begun[int]:
+        """`launch`, only while every region of the set goes on."""
 
 
 class _LatestLaunch:
@@ -149,6 +165,34 @@ class Launches(LaunchCommands):
         number, frame = self.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         return self._streams.hand_over(stream, number, frame, "launch")
 
+    def launch_in(
+        self,
+        regions: RegionSet,
+        position: int,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None = None,
+    ) -> Begun[int]:
+        """Send a launch in regions at once, under the session's lock; the result is the launch's number."""
+        attachment = self._attachment
+        try:
+            if attachment.over is not None:
+                raise error_of(attachment.over, "launch")
+            named = regions_named(regions, position, attachment, f"launch of {quoted(kernel)}")
+            args = in_order(module, kernel, args)
+            template, data = self._prepared(
+                Opcode.LAUNCH_IN, module, kernel, grid, block, args, arg_sizes, shared_bytes
+            )
+            number = attachment.connection.next_request_id()
+            return self._streams.hand_over(stream, number, template.frame(number, data, *named), "launch")
+        except GpuLeaseError as error:
+            raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
+
     def frame(
         self,
         module: Module,
@@ -160,15 +204,33 @@ class Launches(LaunchCommands):
         shared_bytes: int,
     ) -> tuple[int, bytes]:
         """(number, frame) of a quiet launch, checked. Raises LaunchFailed, InvalidHandle or InvalidRequest."""
+        args = in_order(module, kernel, args)
+        template, data = self._prepared(Opcode.LAUNCH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        if isinstance(args, KernelArgs):
+            module.latest = _LatestLaunch(template, kernel, grid, block, args.kinds, shared_bytes)
+        request_id = self._attachment.connection.next_request_id()
+        return request_id, template.frame(request_id, data)
+
+    def _prepared(
+        self,
+        op: Opcode,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArgs | bytes | bytearray | memoryview,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+    ) -> tuple[LaunchTemplate, bytes]:
+        """The template and the argument bytes of a launch, checked."""
         attachment = self._attachment
         buffers: tuple[Buffer, ...]
         kinds: tuple[ArgumentKind, ...]
-        args = in_order(module, kernel, args)
         if isinstance(args, KernelArgs) and arg_sizes is None:
             data, kinds, buffers = args.data, args.kinds, args.buffers
         else:
             data, kinds, buffers = _raw(kernel, args, arg_sizes)
-        template = self._template(module, kernel, grid, block, kinds, shared_bytes)
+        template = self._template(op, module, kernel, grid, block, kinds, shared_bytes)
         # These may have changed since the template was made.
         self._check_owner(module, kernel)
         for buffer in buffers:
@@ -176,13 +238,11 @@ class Launches(LaunchCommands):
                 buffer.check(attachment, f"launch of {kernel!r}")
         if len(data) != template.args_bytes:
             raise _failed(kernel, f"the arguments have {len(data)} bytes, their sizes add up to {template.args_bytes}")
-        if isinstance(args, KernelArgs):
-            module.latest = _LatestLaunch(template, kernel, grid, block, kinds, shared_bytes)
-        request_id = attachment.connection.next_request_id()
-        return request_id, template.frame(request_id, data)
+        return template, data
 
     def _template(
         self,
+        op: Opcode,
         module: Module,
         kernel: str,
         grid: Sequence[int],
@@ -191,7 +251,7 @@ class Launches(LaunchCommands):
         shared_bytes: int,
     ) -> LaunchTemplate:
         try:
-            found = module.templates.get((kernel, tuple(grid), tuple(block), shared_bytes, kinds))
+            found = module.templates.get((op, kernel, tuple(grid), tuple(block), shared_bytes, kinds))
         except (TypeError, AttributeError):
             found = None  # a wrong type: what is wrong with it is found out below
         if found is not None:
@@ -201,12 +261,12 @@ class Launches(LaunchCommands):
         self._check_owner(module, kernel)
         try:
             launch = _checked(module, kernel, grid, block, kinds, shared_bytes)
-            template = LaunchTemplate(launch, self._attachment.session_id)
+            template = LaunchTemplate(launch, self._attachment.session_id, op)
         except ProtocolError as error:
             raise _failed(kernel, str(error)) from None
         if len(module.templates) >= MAX_TEMPLATES:
             module.templates.clear()
-        module.templates[kernel, tuple(grid), tuple(block), shared_bytes, kinds] = template
+        module.templates[op, kernel, tuple(grid), tuple(block), shared_bytes, kinds] = template
         return template
 
     def _check_owner(self, module: Module, kernel: str) -> None:

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, Literal, NotRequired, TypedDict, cast
+from typing import Any, Final, Literal, NotRequired, Protocol, TypedDict, cast
 
-from gpulease.client.engine.events import EventStream
+from gpulease.client.engine.events import EventStream, RefusalStream
 from gpulease.client.engine.exchange import (
     CONNECT_LIMIT_S,
     CONTROL_REPLY_LIMIT_S,
@@ -60,6 +60,7 @@ from gpulease.protocol.messages import (
     LeaseRef,
     LeaseRenew,
     LeaseRenewed,
+    LeaseResize,
 )
 from gpulease.protocol.opcodes import WAITING_TAG, HelloOption
 
@@ -117,6 +118,7 @@ class LeaseReport(TypedDict):
         copied_bytes: Bytes of these.
         submit: The submit that is not proved gone; absent if there is none.
         last_submit: The last submit that is gone; absent if there was none.
+        parent: For a region, the text of its lease's id; "" for a lease.
     """
 
     lease_id: str
@@ -146,6 +148,7 @@ class LeaseReport(TypedDict):
     copied_bytes: NotRequired[int]
     submit: NotRequired[SubmitReport]
     last_submit: NotRequired[SubmitReport]
+    parent: NotRequired[str]
 
 
 _TEXTS: Final = ("lease_id", "state", "card_uuid", "exclusivity")
@@ -221,9 +224,12 @@ class LeaseState:
         waiting: How its sessions wait; None: as the hosts allow.
         token: The token by which another tenant uses it; empty for its own tenant.
         outlives_daemon: True if the daemon said that its leases outlive its process.
+        regions: The regions of it that were opened here, by their ids.
+        attached: Returns the operations of its session that was opened here last; None if that is gone.
     """
 
     token = b""
+    channel: Channel
 
     def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant, clock: Clock = time.monotonic) -> None:
         self.grant = grant
@@ -234,11 +240,13 @@ class LeaseState:
         self.channel = channel
         self.over: Failure | None = None
         self.outlives_daemon = False
+        self.regions: weakref.WeakValueDictionary[int, LeaseState] = weakref.WeakValueDictionary()
+        self.attached: Callable[[], Any] = lambda: None
         self.extend(grant.generation, grant.ttl_ms, grant.expires_at_unix_s)
         register(self)
 
     def disown(self) -> None:
-        """Leave the lease to the parent process (`forking.Inherited`)."""
+        """Leave the lease to the parent process (`fork_guard.Inherited`)."""
         self.over = self.over or OF_PARENT
 
     def extend(self, generation: int, ttl_ms: int, expires_at_unix_s: int) -> None:
@@ -256,11 +264,14 @@ class LeaseState:
     def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
         """Take note of a failure that the daemon sent: it may say that the lease is over.
 
-        An end that is known already stays.
+        An end that is known already stays. A failure that names a region is about that region alone.
 
         Returns:
             The failure, with a hint where the daemon gave none.
         """
+        if said.region is not None:
+            region = self.regions.get(said.region)
+            return said if region is None else region.note_failure(said)
         if said.status is Status.DISCONNECTED and not said.hint:
             said = replace(said, hint=DAEMON_STOPS_HINT)
         if said.status in over and self.over is None:
@@ -314,6 +325,18 @@ class LeaseState:
         reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
         return lease_report_of(reply.report, doing_of(Opcode.LEASE_QUERY))
 
+    def resize(self, size_bytes: int) -> Procedure[None]:
+        """Give it another size. Raises CapacityExceeded or AllocFailed."""
+        body = LeaseResize(self.grant.lease_id, size_bytes)
+        resized: LeaseResize = yield from self._control(Opcode.LEASE_RESIZE, body)
+        self.grant = replace(self.grant, size_bytes=resized.size_bytes)
+
+    def refusal_stream(self) -> RefusalStream:
+        """A subscription to launches that its regions refuse, not opened yet."""
+        if self.over is OF_PARENT:
+            raise error_of(OF_PARENT, "watch")
+        return RefusalStream(self.address, self.grant.lease_id, self.token)
+
     def event_stream(self) -> EventStream:
         """A subscription to it, not opened yet."""
         if self.over is OF_PARENT:
@@ -348,7 +371,8 @@ class LeaseState:
     def _ask_again_if_stale(self, op: Opcode, body: Body, doing: str, *, is_again: bool) -> Procedure[Any]:
         """Ask on the connection that the lease came on; if that is dead, ask once more on a new one.
 
-        All of these requests may be repeated: a second LEASE_FREE finds the lease over, as was wanted.
+        All but REGION_OPEN may be repeated: a second LEASE_FREE finds the lease over, as was wanted. A second
+        REGION_OPEN could leave a region that nobody here knows.
         """
         while True:
             fresh = self.channel.link.end is not None
@@ -364,7 +388,7 @@ class LeaseState:
                 self.channel.close()
                 if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
                     return ended.failure
-                if fresh:
+                if fresh or op is Opcode.REGION_OPEN:
                     raise disconnected(ended, self.channel, doing) from None
                 is_again = True
                 continue
@@ -372,6 +396,13 @@ class LeaseState:
             if is_refused and is_again and op is Opcode.LEASE_FREE and answer.status in _GIVEN_BACK:
                 return None
             return answer
+
+
+class Renewed(Protocol):
+    """A lease or region of a face, as far as its renewal knows it."""
+
+    @property
+    def _state(self) -> LeaseState: ...
 
 
 class LeaseView:
@@ -583,7 +614,7 @@ class RenewalSchedule:
 
 
 def keep_renewed(
-    lease: Callable[[], LeaseView | None], schedule: RenewalSchedule, stopped: Any = None
+    lease: Callable[[], Renewed | None], schedule: RenewalSchedule, stopped: Any = None
 ) -> Procedure[GpuLeaseError | None]:
     """Renew a lease for the time it was granted for, again and again, until it is lost.
 

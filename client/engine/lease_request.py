@@ -17,6 +17,7 @@ from gpulease.protocol.opcodes import (
     GPU_RESOURCE_TYPE,
     MAX_KERNEL_TAG,
     ORPHAN_TAG,
+    REGIONS_REQUIRED_TAG,
     SUBMIT_TAG,
     WAITING_TAG,
 )
@@ -87,12 +88,12 @@ class LeaseRequest:
 
     def min_vram(self, size_bytes: int | str) -> Self:
         """Set the device memory, all of it for the tenant: bytes, or a text such as "4GiB"."""
-        self._min_vram_bytes = _size_of(size_bytes, "min_vram")
+        self._min_vram_bytes = size_of(size_bytes, "min_vram")
         return self
 
     def submits(self, size_bytes: int | str) -> Self:
         """Set the device memory for `lease.submit`, besides `min_vram`: for its image and arguments on the card."""
-        self._submit_bytes = _size_of(size_bytes, "submits")
+        self._submit_bytes = size_of(size_bytes, "submits")
         self._parameters[SUBMIT_TAG] = self._submit_bytes.to_bytes(8, "big")
         return self
 
@@ -129,6 +130,11 @@ class LeaseRequest:
         self._parameters[ORPHAN_TAG] = milliseconds(seconds, "orphan_secs", least_ms=0).to_bytes(4, "big")
         return self
 
+    def regions_required(self) -> Self:
+        """Have the session refuse every launch that names no region set: no launch site can forget it."""
+        self._parameters[REGIONS_REQUIRED_TAG] = b"\x01"
+        return self
+
     def device(self, uuid_or_index: str | int) -> Self:
         """Choose the card, by its UUID or its index. Any card that fits if this is not called."""
         if isinstance(uuid_or_index, str):
@@ -161,7 +167,7 @@ def _member(kind: type[IntEnum], given: int, what: str) -> int:
         raise InvalidRequest(f"{what}: {quoted(given)} is none of {names}") from None
 
 
-def _size_of(size: Any, what: str) -> int:
+def size_of(size: Any, what: str) -> int:
     """Convert a size as people write it, "4GiB" or 4 << 30, to bytes. Raises InvalidRequest."""
     if isinstance(size, str):
         try:

@@ -185,7 +185,7 @@ class Operations:
             raise LinkEnded(result)
         self.last_raised = result
         result = self.attachment.lease.note_failure(result)
-        if result.status in LEASE_OVER:
+        if result.status in LEASE_OVER and result.region is None:
             self.attachment.finish(result)
         raise error_of(result, doing, own_requests)
 

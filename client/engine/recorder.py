@@ -11,6 +11,7 @@ from gpulease.client.engine.copies import CopyCommands, check_range
 from gpulease.client.engine.graphs import GraphRecord
 from gpulease.client.engine.launch import KernelArguments, LaunchCommands, in_order
 from gpulease.client.engine.memory_views import readable_bytes, writable_bytes
+from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session
 from gpulease.client.engine.streams import StreamHandle, not_recorded
 from gpulease.client.engine.waits import Procedure
@@ -119,6 +120,14 @@ class Recording(LaunchCommands, CopyCommands):
             self._buffers |= {id(buffer): buffer for buffer in args.buffers}
             self._used |= {buffer.handle for buffer in args.buffers if id(buffer) not in rebound}
         return number
+
+    def launch_in(self, regions: RegionSet, position: int, *launch: Any) -> int:
+        """Refuse: all of a graph is in the regions that its launch names."""
+        self._check_caller("launch")
+        raise InvalidRequest(
+            "launch: what is recorded names no regions of its own; a graph's launch names them for all of it",
+            "Give the set to graph.launch(regions=...)",
+        )
 
     def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> None:
         """Record a copy to the device."""

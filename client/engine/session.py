@@ -4,6 +4,7 @@ Both faces hold a `Session` and call its parts. Only launches and copies can be 
 of those two parts in the face while it lasts.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -14,6 +15,7 @@ from gpulease.client.engine.launch import LaunchCommands, Launches
 from gpulease.client.engine.lease import LeaseState
 from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, whole
 from gpulease.client.engine.operations import Operations
+from gpulease.client.engine.region_sets import RegionSets
 from gpulease.client.engine.resources import Resources
 from gpulease.client.engine.streams import Streams
 from gpulease.client.engine.waits import Procedure
@@ -42,6 +44,7 @@ class Session:
         copies: Copies to and from that memory.
         launches: Launches of its modules' kernels.
         graphs: Its launch graphs.
+        region_sets: Its region sets.
     """
 
     def __init__(self, lease: LeaseState, lock: Any, *, shared_memory: bool, spin_ns: int) -> None:
@@ -61,11 +64,13 @@ class Session:
         self.copies = Copies(self.operations, self.streams)
         self.launches = Launches(self.operations, self.streams)
         self.graphs = Graphs(self.operations, self.streams)
+        self.region_sets = RegionSets(self.operations)
 
     def attach(self) -> Procedure[None]:
         """Open it. Raises why it can't be opened."""
         yield from self.attachment.attach()
         self.operations.begin()
+        self.attachment.lease.attached = weakref.ref(self.operations)
 
 
 S = TypeVar("S", bound="np.generic")
@@ -88,7 +93,7 @@ class SessionView:
         self._launches, self._copies = launches, copies
 
     def disown(self) -> None:
-        """Leave the session to the parent process (`forking.Inherited`)."""
+        """Leave the session to the parent process (`fork_guard.Inherited`)."""
         self._lock = self._session.attachment.disown()
 
     @overload
@@ -147,7 +152,13 @@ class SessionView:
     @property
     def slice_bytes(self) -> int:
         """Bytes of device memory that the session may allocate in all."""
-        return self._session.attachment.reply.slice_bytes
+        attachment = self._session.attachment
+        return attachment.reply.slice_bytes + attachment.lease.grant.size_bytes - attachment.lease_bytes
+
+    @property
+    def region_granule_bytes(self) -> int:
+        """Regions of the lease have multiples of so many bytes; 0 if its session is too old to have regions."""
+        return self._session.region_sets.granule_bytes
 
     @property
     def is_alive(self) -> bool:

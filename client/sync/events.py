@@ -4,26 +4,32 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
-from gpulease.client.engine.events import EventStream, LeaseEvent, OnWarning, warnings
-from gpulease.client.engine.lease import LeaseView, RenewalSchedule, keep_renewed
+from gpulease.client.engine.events import (
+    EventStream,
+    ForwardRevoked,
+    LeaseEvent,
+    OnWarning,
+    Subscription,
+    warnings,
+)
+from gpulease.client.engine.lease import RenewalSchedule, Renewed, keep_renewed
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 
+E = TypeVar("E")
 
-class LeaseEvents(Iterator[LeaseEvent]):
-    """A lease's events, from its present phase on: `for event in lease.events():`.
 
-    It ends behind the event of the lease's end, or when it is closed. Next may raise Disconnected.
-    """
+class _Events(Iterator[E], Generic[E]):
+    """Base of the iterators over a subscription's events."""
 
-    def __init__(self, stream: EventStream) -> None:
+    def __init__(self, stream: Subscription[E]) -> None:
         self._stream = stream
         drive(stream.open())
         weakref.finalize(self, stream.close)
 
-    def __next__(self) -> LeaseEvent:
+    def __next__(self) -> E:
         event = drive(self._stream.next())
         if event is None:
             raise StopIteration
@@ -39,6 +45,20 @@ class LeaseEvents(Iterator[LeaseEvent]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._stream.wake()
         self._stream.close()
+
+
+class LeaseEvents(_Events[LeaseEvent]):
+    """A lease's events, from its present phase on: `for event in lease.events():`.
+
+    It ends behind the event of the lease's end, or when it is closed. Next may raise Disconnected.
+    """
+
+
+class RegionWatch(_Events[ForwardRevoked]):
+    """The launches that a region refuses, or any region of a lease: `for refused in region.watch():`.
+
+    It ends when it is closed. Next may raise Disconnected.
+    """
 
 
 class WarningWatch:
@@ -86,7 +106,7 @@ class KeepAlive:
         loss: Why the lease was lost; None while it is not.
     """
 
-    def __init__(self, lease: LeaseView, on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
+    def __init__(self, lease: Renewed, on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
         self._stopped = threading.Event()
@@ -106,14 +126,14 @@ class KeepAlive:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.stop()
 
-    def _run(self, lease: "weakref.ref[LeaseView]", schedule: RenewalSchedule) -> None:
+    def _run(self, lease: "weakref.ref[Renewed]", schedule: RenewalSchedule) -> None:
         self.loss = drive(keep_renewed(lease, schedule, self._stopped))
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 
 
-def keep_alive(lease: LeaseView, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
-    """Start renewing a lease for as long as it was granted, each time three quarters of that have passed.
+def keep_alive(lease: Renewed, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
+    """Start renewing a lease or region for as long as it was granted, each time three quarters of that have passed.
 
     Args:
         lease: The lease. It may still be dropped.

@@ -6,6 +6,7 @@ from typing import Any
 
 from gpulease.client.engine.graphs import GraphHandle
 from gpulease.client.engine.recorder import Recording
+from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import SessionView
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.streams import Stream
@@ -16,11 +17,15 @@ class Graph(GraphHandle):
 
     __slots__ = ()
 
-    def launch(self, /, *, stream: Stream | None = None, **values: Any) -> int:
+    def launch(
+        self, /, *, stream: Stream | None = None, regions: RegionSet | None = None, position: int = 0, **values: Any
+    ) -> int:
         """Start all of it, in its order, behind everything that was started before; do not wait.
 
         Args:
             stream: The stream to run in; the default stream if None.
+            regions: The regions that it touches, as in `GpuSession.launch`; they are looked at once, before it begins.
+            position: Any number, as in `GpuSession.launch`.
             values: New values of its parameters, for this launch alone. A parameter that was recorded as a buffer takes
                 a buffer, or a buffer and an offset in it.
 
@@ -33,7 +38,7 @@ class Graph(GraphHandle):
         """
         graphs = self.graphs("launch of a graph")
         with graphs.attachment.lock:
-            number = graphs.launch(self, values, stream)
+            number = graphs.launch(self, values, stream, regions, position)
             return number if isinstance(number, int) else drive(number)
 
     def close(self) -> None:

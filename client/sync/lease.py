@@ -10,11 +10,13 @@ from typing import Self
 from gpulease.client.engine.events import OnWarning
 from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire
 from gpulease.client.engine.lease_request import LeaseRequest
+from gpulease.client.engine.regions import open_region, resize
 from gpulease.client.engine.submits import Image
 from gpulease.client.engine.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import ask, drive
-from gpulease.client.sync.events import KeepAlive, LeaseEvents, WarningWatch, keep_alive
+from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
+from gpulease.client.sync.regions import Region
 from gpulease.client.sync.submits import Submission
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission
@@ -75,6 +77,33 @@ class GpuLease(LeaseView):
         Raises Denied for a token that is not this node's, Busy if 200 of the lease were revoked in the last 300 s.
         """
         drive(self._state.revoke_token(token_of(token)))
+
+    def region(self, size: int | str, *, tenant: str | None = None, ttl_secs: float | None = None) -> Region:
+        """Open a region: a part of this lease's memory that can be ended alone, while the session goes on.
+
+        Its bytes are taken from the slice, and read as zeros. When it ends, all but a sixteenth go back, 2 MiB at the
+        least; `Region.close` gives that back, too.
+
+        Args:
+            size: Bytes, or a text such as "64MiB"; rounded up to `GpuSession.region_granule_bytes`, 2 MiB on a card.
+            tenant: The tenant that may renew and free it; None for this lease's own, who may revoke it in any case.
+            ttl_secs: Its life in seconds, never longer than the lease's; None for what the lease was last given.
+
+        Raises CapacityExceeded or AllocFailed if the slice has no room, Unsupported if the daemon has no regions.
+        """
+        return Region(drive(open_region(self._state, size, tenant, ttl_secs)))
+
+    def watch_regions(self) -> RegionWatch:
+        """Subscribe to the launches that any of its regions refuses."""
+        return RegionWatch(self._state.refusal_stream())
+
+    def grow(self, size: int | str) -> None:
+        """Make it larger by so many bytes while it runs. Raises CapacityExceeded if the card has no room."""
+        drive(resize(self._state, size, "grow", 1))
+
+    def shrink(self, size: int | str) -> None:
+        """Make it smaller by so many bytes, which others get. Raises AllocFailed if its session uses them."""
+        drive(resize(self._state, size, "shrink", -1))
 
     def submit(self, kernel: str, image: Image) -> Submission:
         """Describe one kernel of an image, to be run in a context of its own that ends with the call.

@@ -1,7 +1,8 @@
 """The names that `gpulease.client` exports; it imports this module when one of them is first asked for."""
 
-from gpulease.client.engine.events import LeaseEvent
+from gpulease.client.engine.events import ForwardRevoked, LeaseEvent
 from gpulease.client.engine.lease import LeaseReport, SubmitReport
+from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.tokens import Grant, HeldToken
 from gpulease.client.errors import (
     AllocFailed,
@@ -21,6 +22,12 @@ from gpulease.client.errors import (
     LoadFailed,
     NotFound,
     OperationFailed,
+    RegionCancelled,
+    RegionExpired,
+    RegionFailed,
+    RegionFenced,
+    RegionFreed,
+    RegionRevoked,
     Revoked,
     SyncFailed,
     TimedOut,
@@ -32,6 +39,7 @@ from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.sync.events import KeepAlive, keep_alive
 from gpulease.client.sync.graphs import Graph
 from gpulease.client.sync.lease import GpuBuilder, GpuLease, inspect_token, my_audience
+from gpulease.client.sync.regions import Region
 from gpulease.client.sync.session import GpuSession
 from gpulease.client.sync.streams import Stream
 from gpulease.client.sync.submits import Submission, submit_by
@@ -49,6 +57,7 @@ __all__ = [
     "Disconnected",
     "Drained",
     "Fenced",
+    "ForwardRevoked",
     "GpuBuilder",
     "GpuExclusivityClass",
     "GpuLease",
@@ -74,6 +83,14 @@ __all__ = [
     "OperationFailed",
     "Permission",
     "Phase",
+    "Region",
+    "RegionCancelled",
+    "RegionExpired",
+    "RegionFailed",
+    "RegionFenced",
+    "RegionFreed",
+    "RegionRevoked",
+    "RegionSet",
     "Revoked",
     "Stream",
     "Submission",

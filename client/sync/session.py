@@ -10,6 +10,7 @@ from gpulease.client.engine.copies import SMALL_READ_BYTES
 from gpulease.client.engine.launch import KernelArguments
 from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
+from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session, SessionView
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.fork_guard import register
@@ -17,6 +18,7 @@ from gpulease.client.handles import Buffer, Module
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
 from gpulease.client.sync.lease import GpuLease, GpuSharedLease
+from gpulease.client.sync.regions import Region
 from gpulease.client.sync.streams import Stream, fence
 
 Into = TypeVar("Into")
@@ -164,6 +166,8 @@ class GpuSession(SessionView):
         arg_sizes: Iterable[int] | None = None,
         shared_bytes: int = 0,
         stream: Stream | None = None,
+        regions: RegionSet | None = None,
+        position: int = 0,
     ) -> int:
         """Start a kernel; do not wait for it.
 
@@ -178,6 +182,9 @@ class GpuSession(SessionView):
             arg_sizes: Each argument's size in bytes, if `args` are bytes.
             shared_bytes: Dynamic shared memory per block.
             stream: The stream to launch in; the default stream if None.
+            regions: The regions that it touches: it begins only while all of them go on. If one does not, the next
+                operation that waits raises a RegionFailed.
+            position: Any number up to 2**64 - 1; that error and ForwardRevoked tell it.
 
         Returns:
             The launch's number, which a later error's `failure.failed_request_id` names.
@@ -187,8 +194,20 @@ class GpuSession(SessionView):
                 declares an integer, for example.
         """
         with self._lock:
-            number = self._launches.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
+            if regions is None:
+                number = self._launches.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
+            else:
+                number = self._launches.launch_in(
+                    regions, position, module, kernel, grid, block, args, arg_sizes, shared_bytes, stream
+                )
             return number if isinstance(number, int) else drive(number)
+
+    def region_set(self, regions: Iterable[Region]) -> RegionSet:
+        """Name the regions that launches will touch, once for many launches: `launch(..., regions=that)`.
+
+        At most 256 of this lease. Raises Unsupported where the session has no regions.
+        """
+        return drive(self._session.region_sets.make(regions))
 
     def record(self) -> Recorder:
         """Record a launch graph: `with session.record() as graph:`, then `graph.launch()` as often as wanted.

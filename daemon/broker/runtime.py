@@ -134,6 +134,8 @@ class Runtime:
         self._region_prover = RegionProver(source, workers, self.post)
         self._regions = RegionOrders(table.get, workers, self.post, self._on_forward_revoked)
         self._watchdog = KernelWatchdog(workers, self.post, max_load_s)
+        # Of cancelled regions, the cancel that a refused launch has told of: later launches meet the same one.
+        self._told_cancels: dict[int, int] = {}
         self._one_settled = asyncio.Event()
         self._pending = PendingRequests(self.journal, self.recorder, self.metrics, self._one_settled.set)
         self._events: deque[Event] = deque()
@@ -253,11 +255,10 @@ class Runtime:
         self.recorder.warned(lease_id, left_ms, reason)
 
     def _on_forward_revoked(self, region: LeaseSnapshot, told: ForwardRevoked) -> None:
-        seen_after_ns = told.seen_ns - told.flipped_ns
-        self.recorder.forward_revoked(
-            region, Status(-told.status), told.kernel, told.site, told.position, seen_after_ns
-        )
-        self.metrics.forward_revoked(Status(-told.status), seen_after_ns)
+        status, seen_after_ns = Status(-told.status), told.seen_ns - told.flipped_ns
+        self.recorder.forward_revoked(region, status, told.kernel, told.site, told.position, seen_after_ns)
+        if self._is_first_look(region, status, told.flipped_ns):
+            self.metrics.forward_revoked(status, seen_after_ns)
         event = RegionEvent(
             lease_id=region.lease_id,
             sequence=0,
@@ -270,6 +271,13 @@ class Runtime:
             seen_ns=told.seen_ns,
         )
         self.publisher.on_forward_revoked(region.parent_id, event)
+
+    def _is_first_look(self, region: LeaseSnapshot, status: Status, flipped_ns: int) -> bool:
+        """Return whether a refused launch is the first that saw the region's word: its delay is the look's."""
+        if status is not Status.CANCELLED or region.state is not LeaseState.ACTIVE:
+            return status is not Status.FENCED
+        was_ns, self._told_cancels[region.lease_id] = self._told_cancels.get(region.lease_id), flipped_ns
+        return was_ns != flipped_ns
 
     # --- effects out ---
 
@@ -389,6 +397,7 @@ class Runtime:
         self._settle_worker(lease.lease_id)
         self._region_prover.give_up(lease.lease_id)
         self._regions.forget(lease.lease_id)
+        self._told_cancels.pop(lease.lease_id, None)
         self.connections.forget(lease.lease_id)
 
     def _end_submit(self, effect: SubmitEnded) -> None:

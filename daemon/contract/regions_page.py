@@ -18,7 +18,7 @@ import mmap
 import os
 import time
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpulease.daemon.contract.control_page import for_reading, sealed_memory
 from gpulease.protocol.limits import MAX_REGIONS
@@ -95,7 +95,7 @@ class BrokerRegionsPage:
         """
         if not (0 <= slot < MAX_REGIONS and 0 < number <= MAX_NUMBER):
             raise ValueError(f"there is no place {slot} for a region's number {number}")
-        value = number << 32 | word
+        value = word_of(number, word)
         if self._words[slot] != value:
             self._flipped[slot] = now_ns
         self._deadlines[slot] = deadline_ns
@@ -110,3 +110,64 @@ class BrokerRegionsPage:
         if self.reading_fd >= 0:
             os.close(self.reading_fd)
             self.reading_fd = -1
+
+
+_NUMBER_SHIFT: Final = 32
+_STATE_MASK: Final = (1 << _NUMBER_SHIFT) - 1
+
+
+def word_of(number: int, state: RegionWord) -> int:
+    """Return the word of a region with that number in that state."""
+    return number << _NUMBER_SHIFT | state
+
+
+class SeenWord(NamedTuple):
+    """A word as the worker reads it. `state` is REVOKED for a state that no broker writes: fail closed."""
+
+    number: int
+    state: RegionWord
+
+
+class WorkerRegions:
+    """The worker's view of its session's regions page, which nobody can write through.
+
+    Args:
+        fd: The page's read-only descriptor; the view needs it no longer.
+
+    Attributes:
+        epoch_word: The epoch alone, for native code.
+        words: The words, by slot.
+        flipped_ns: When each slot's word was changed last, on the monotonic clock.
+        deadlines: When each slot's region ends, on the monotonic clock.
+
+    Raises:
+        OSError, ValueError: The descriptor is no such page.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, REGIONS_PAGE_BYTES, prot=mmap.PROT_READ)
+        with memoryview(self._map) as page, page.cast("Q") as fields:
+            self.epoch_word = fields[EPOCH_AT // 8 : EPOCH_AT // 8 + 1]
+            self.words = fields[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]
+            self.flipped_ns = fields[FLIPPED_AT // 8 : FLIPPED_AT // 8 + MAX_REGIONS]
+            self.deadlines = fields[DEADLINES_AT // 8 : DEADLINES_AT // 8 + MAX_REGIONS]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch. Whoever caches what the page says reads it first: the broker raises it last."""
+        return self.epoch_word[0]
+
+    def word(self, slot: int) -> SeenWord:
+        """Return a slot's word."""
+        word = self.words[slot]
+        state = word & _STATE_MASK
+        return SeenWord(word >> _NUMBER_SHIFT, RegionWord(state) if state in _STATES else RegionWord.REVOKED)
+
+    def close(self) -> None:
+        """Unmap the page."""
+        for view in (self.epoch_word, self.words, self.flipped_ns, self.deadlines):
+            view.release()
+        self._map.close()
+
+
+_STATES: Final = frozenset(map(int, RegionWord))

@@ -259,7 +259,7 @@ class Ticket(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RegionReturn:
-    """What became of a region's memory.
+    """The bytes of a region that has ended.
 
     Attributes:
         freed_bytes: Bytes that went back to the card.
@@ -354,7 +354,7 @@ class Context(Protocol):
     def region_kept_bytes(self, size_bytes: int) -> int:
         """Return the `RegionReturn.kept_bytes` of a region of that size."""
 
-    def region_end(self, address: int) -> RegionReturn:
+    def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
         """Take a region's memory away and give it back to the card; complete on return.
 
         No launch or copy that uses the region may be under way: on CUDA an access meanwhile costs the context. From

@@ -103,7 +103,7 @@ class Past:
 
     Attributes:
         tombstones: Leases that were torn down, oldest first.
-        revoked: Marks (`store.mark_of`) of all leases that ever ended by revocation, ascending.
+        revoked: Marks (`table_state.mark_of`) of all leases that ever ended by revocation, ascending.
         cleared: Marks of all leases whose fences were cleared, ascending.
         fenced_warm: Warm contexts whose bytes are fenced. Those of missing cards are passed over.
         drain_ns: Time at which a drain ends the leases left; None if the node is not drained.

@@ -437,7 +437,9 @@ class Regions(RegionViews):
     def on_restored(self, event: events.RegionRestored, now_ns: int, out: list[Effect]) -> None:
         """Enter a region of an earlier table; it goes on if its lease does."""
         kept, lease = event.kept, self._store.live.get(event.kept.lease_id)
-        if self._store.get(kept.region_id) is not None:
+        # A returned region whose place keeps bytes is remembered as ended, too.
+        is_known = self._store.get(kept.region_id) is not None
+        if is_known and (lease is None or kept.state is not RegionState.RETURNED):
             return
         if lease is None:
             self._bury(kept, now_ns, out)

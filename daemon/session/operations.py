@@ -27,6 +27,7 @@ class SessionResources:
         context: The driver's context.
         check_lease: The `Poll` for every call that may wait; raises LeaseOver once the lease is over.
         counters: The control page's counters.
+        stream: The driver's number of the stream that launches and copies go into now.
         may_have_grown: The context did something after which the card may hold more memory than the ledger counts.
             `Session.take_growth` resets it.
     """
@@ -36,6 +37,7 @@ class SessionResources:
     check_lease: Callable[[], None]
     counters: memoryview
     may_have_grown: bool = False
+    stream: int = 0
 
     def record_usage(self) -> None:
         """Show the broker the slice's charged bytes, after the session has taken or released something."""

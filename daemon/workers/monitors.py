@@ -57,6 +57,7 @@ MIN_ROUND_S: Final = 0.01
 KNOWN_WAITS: Final = frozenset(
     {
         Opcode.LAUNCH,
+        Opcode.LAUNCH_IN,
         Opcode.MODULE_LOAD,
         Opcode.MEM_ALLOC,
         Opcode.ARENA_WRITE,

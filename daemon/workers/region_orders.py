@@ -30,10 +30,11 @@ from gpulease.daemon.record.audit.records import clean_text
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.registry import MAX_REASON_CHARS, Workers
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
+from gpulease.protocol.opcodes import Status
 
 U32_MAX: Final = 2**32 - 1
 
-_REFUSALS: Final = frozenset(-status for status in STATUS_OF_WORD.values())
+_REFUSALS: Final = frozenset(-status for status in (*STATUS_OF_WORD.values(), Status.FENCED))
 
 OnForwardRevoked = Callable[[LeaseSnapshot, messages.ForwardRevoked], None]
 """Called with a region and the launch that was refused because of it."""

@@ -136,12 +136,20 @@ def check_fast_path(frame: Frame) -> None:
         check_equal(m.MemWrite, payload, lambda: fast.parse_mem_write(payload))
     elif frame.op == Opcode.GRAPH_LAUNCH:
         check_equal(m.GraphLaunch, payload, lambda: fast.parse_graph_launch(payload))
-    elif frame.op == Opcode.LAUNCH:
-        check_launch(payload)
+    elif frame.op == Opcode.GRAPH_LAUNCH_IN:
+        check_equal(m.GraphLaunchIn, payload, lambda: graph_launch_in(payload))
+    elif frame.op in (Opcode.LAUNCH, Opcode.LAUNCH_IN):
+        check_launch(Opcode(frame.op), payload)
+
+
+def graph_launch_in(payload: memoryview) -> tuple[Any, ...]:
+    rest, *regions = fast.split_regions(payload)
+    return *fast.parse_graph_launch(rest), *regions
 
 
 FIXED: dict[int, tuple[Any, type[Any]]] = {
     Opcode.MEM_FREE: (fast.HANDLE, m.Handle),
+    Opcode.REGION_SET_FREE: (fast.HANDLE, m.Handle),
     Opcode.MEM_ALLOC: (fast.MEM_ALLOC, m.MemAlloc),
     Opcode.MEM_READ: (fast.MEM_READ, m.MemRead),
     Opcode.ARENA_WRITE: (fast.ARENA_COPY, m.ArenaCopy),
@@ -160,26 +168,27 @@ def check_equal(kind: type[Any], payload: memoryview, parse: Callable[[], tuple[
     assert kind(*(bytes(value) if isinstance(value, memoryview) else value for value in values)) == body
 
 
-def check_launch(payload: memoryview) -> None:
+def check_launch(op: Opcode, payload: memoryview) -> None:
     """What is split is a shape and arguments; a pattern made of it is found in its frame, where it says."""
-    body = parsed(m.Launch, payload)
+    body = parsed(m.BODIES[op][0], payload)
     try:
-        shape, args = fast.split_launch(payload)
+        plain, *regions = fast.split_regions(payload) if op is Opcode.LAUNCH_IN else (payload,)
+        shape, args = fast.split_launch(plain)
     except BodyError:
         assert body is None
         return
-    assert len(shape) + len(args) == len(payload)
+    assert len(shape) + len(args) == len(plain)
     if body is None:
         return
     assert body.args == args
-    pattern = fast.LaunchPattern(payload, SESSION_ID)
-    frame = build_frame(Opcode.LAUNCH, bytes(payload), request_id=1, session_id=SESSION_ID, flags=2)
+    pattern = fast.LaunchPattern(payload, SESSION_ID, op)
+    frame = build_frame(op, bytes(payload), request_id=1, session_id=SESSION_ID, flags=2)
     assert frame[: len(pattern.front)] == pattern.front
     assert frame[fast.MIDDLE_AT : pattern.args_at] == pattern.middle
     assert frame[pattern.args_at : pattern.args_end] == args
-    assert frame[pattern.args_end :] == pattern.tail
+    assert frame[pattern.args_end : len(frame) - pattern.trailer_bytes] == pattern.tail
     if sum(body.arg_sizes) == len(args):
-        assert fast.LaunchTemplate(body, SESSION_ID).frame(1, args) == frame
+        assert fast.LaunchTemplate(parsed(m.Launch, plain), SESSION_ID, op).frame(1, args, *regions) == frame
 
 
 def parsed(kind: type[Any], payload: memoryview) -> Any:

@@ -31,6 +31,8 @@ def bounded_text(limit: int) -> st.SearchStrategy[str]:
 
 def values(encoding: Encoding) -> st.SearchStrategy[Any]:
     """Values a field of this encoding can hold; small ones, the limits have tests of their own."""
+    if encoding.kind == "i16":
+        return st.integers(-(2**15), 2**15 - 1)
     if encoding.size is not None:
         return integers(encoding.size * 8)
     if encoding.kind in ("bytes", "short bytes"):

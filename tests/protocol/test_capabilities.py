@@ -57,8 +57,13 @@ ALL_OF = {
     Opcode.STREAM_DESTROY: SUBMIT,
     Opcode.STREAM_WAIT: SUBMIT,
     Opcode.SUBMIT_RUN: SUBMIT,
+    Opcode.LAUNCH_IN: SUBMIT,
+    Opcode.REGION_SET: SUBMIT,
+    Opcode.REGION_SET_FREE: SUBMIT,
+    Opcode.REGION_RELEASE: SUBMIT | READ | WRITE,
     Opcode.GRAPH_CREATE: SUBMIT | READ | WRITE,
     Opcode.GRAPH_LAUNCH: SUBMIT | READ | WRITE,
+    Opcode.GRAPH_LAUNCH_IN: SUBMIT | READ | WRITE,
     Opcode.GRAPH_DESTROY: SUBMIT | READ | WRITE,
 }
 ANY_OF = frozenset({Opcode.SYNC, Opcode.STREAM_SELECT, Opcode.STREAM_SYNC})
@@ -78,7 +83,7 @@ def test_the_specification_says_the_same() -> None:
     text = " ".join(README.read_text(encoding="utf-8").split("## Tokens")[1].split("## Events")[0].split())
     for permission in (SUBMIT, READ, WRITE):
         (row,) = re.findall(rf"\| {int(permission):#04x} \| {permission.name} \| ([^|]*) \|", text)
-        named = {Opcode[word] for word in re.findall(r"\b[A-Z]+_?[A-Z]*\b", row) if word in Opcode.__members__}
+        named = {Opcode[word] for word in re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", row) if word in Opcode.__members__}
         listed = {op for op, needed in ALL_OF.items() if needed == permission}
         assert named - {Opcode.GPU_SUBMIT} == listed
     (any_of,) = re.findall(r"([A-Z_, a-z]*) need any of the three", text)

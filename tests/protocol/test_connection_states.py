@@ -74,7 +74,7 @@ def test_every_operation_has_a_trigger_both_ways() -> None:
         for state in State:
             if (after := TRANSITIONS.get((state, trigger))) is not None:
                 assert all(reply is not None and (after, reply) in TRANSITIONS for reply in replies)
-    assert set(Opcode) - set(ASKED) == {Opcode.GOODBYE, Opcode.LEASE_EVENT}
+    assert set(Opcode) - set(ASKED) == {Opcode.GOODBYE, Opcode.LEASE_EVENT, Opcode.REGION_EVENT}
     assert {op for op in ASKED if request_trigger(op) is Trigger.SESSION_REQUEST} == SESSION_OPCODES
 
 

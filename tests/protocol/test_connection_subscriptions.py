@@ -23,6 +23,17 @@ def subscribed() -> tuple[Pair, int]:
     return pair, request.request_id
 
 
+def region_event(sequence: int) -> m.RegionEvent:
+    return m.RegionEvent(7, sequence, 0, Status.REVOKED, "k", 0, 0, 1, 2)
+
+
+def watched() -> tuple[Pair, int]:
+    pair = pair_in(State.CONTROL)
+    request = pair.ask(Opcode.REGION_WATCH, m.LeaseRef(7))
+    pair.answer(request, m.Empty())
+    return pair, request.request_id
+
+
 def told(client: Connection, wire: bytes) -> list[object]:
     client.receive_data(wire)
     return list(events_of(client))
@@ -48,6 +59,25 @@ def test_it_ends_with_the_reply_to_unsubscribe() -> None:
     assert pair.client.subscriptions == pair.server.subscriptions == 0
     with pytest.raises(LocalProtocolError):
         pair.server.send_event(number, event(2))
+
+
+def test_a_watch_of_regions_is_a_subscription_until_it_is_ended() -> None:
+    pair, number = watched()
+    wire = pair.server.send_event(number, region_event(1))
+    assert told(pair.client, wire) == [Notification(number, region_event(1))]
+    pair.answer(pair.ask(Opcode.LEASE_UNSUBSCRIBE, m.LeaseUnsubscribe(number)), m.Empty())
+    assert pair.client.subscriptions == pair.server.subscriptions == 0
+
+
+@pytest.mark.parametrize("of_regions", [False, True])
+def test_a_subscription_gets_events_of_its_own_kind_alone(of_regions: bool) -> None:
+    pair, number = watched() if of_regions else subscribed()
+    foreign = event(1) if of_regions else region_event(1)
+    with pytest.raises(LocalProtocolError):
+        pair.server.send_event(number, foreign)
+    op = Opcode.LEASE_EVENT if of_regions else Opcode.REGION_EVENT
+    (found,) = told(pair.client, build_frame(op, build_body(foreign), request_id=number, flags=Flag.REPLY))
+    assert isinstance(found, StreamBroken)
 
 
 @pytest.mark.parametrize("op", [Opcode.LEASE_SUBSCRIBE, Opcode.LEASE_UNSUBSCRIBE])
@@ -88,9 +118,10 @@ def test_no_attach_while_subscribed() -> None:
     assert "subscriptions" in found.failure.message
 
 
-def test_no_second_subscription_of_one_number() -> None:
+@pytest.mark.parametrize("op", [Opcode.LEASE_SUBSCRIBE, Opcode.REGION_WATCH])
+def test_no_second_subscription_of_one_number(op: Opcode) -> None:
     pair, number = subscribed()
-    wire = build_frame(Opcode.LEASE_SUBSCRIBE, build_body(m.LeaseSubscribe(8)), request_id=number)
+    wire = build_frame(op, build_body(m.LeaseRef(8)), request_id=number)
     pair.server.receive_data(wire)
     (found,) = events_of(pair.server)
     assert isinstance(found, Rejected)

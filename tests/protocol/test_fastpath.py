@@ -41,6 +41,30 @@ def test_a_template_gives_the_frame_of_the_codec(launch: m.Launch, session_id: i
     assert template.frame(request_id, args) == plain
 
 
+def in_regions(launch: m.Launch, region_set: int, position: int) -> m.LaunchIn:
+    same = {name: getattr(launch, name) for name in launch.__dataclass_fields__}
+    return m.LaunchIn(**same, region_set=region_set, position=position)
+
+
+@settings(max_examples=80, deadline=None)
+@given(launch=consistent_launches(), ids=st.lists(strategies.REQUEST_IDS, min_size=4, max_size=4))
+def test_a_template_in_regions_gives_the_frame_of_the_codec(launch: m.Launch, ids: list[int]) -> None:
+    session_id, request_id, region_set, position = ids
+    template = fastpath.LaunchTemplate(launch, session_id, Opcode.LAUNCH_IN)
+    payload = build_body(in_regions(launch, region_set, position))
+    plain = build_frame(Opcode.LAUNCH_IN, payload, request_id=request_id, session_id=session_id, flags=Flag.QUIET)
+    assert template.frame(request_id, launch.args, region_set, position) == plain
+
+
+@pytest.mark.parametrize("op", sorted(set(Opcode) - {Opcode.LAUNCH, Opcode.LAUNCH_IN}))
+def test_only_launches_have_templates_and_patterns(op: Opcode) -> None:
+    launch = m.Launch(1, "k", 1, 1, 1, 1, 1, 1, 0, b"", ())
+    with pytest.raises(KeyError):
+        fastpath.LaunchTemplate(launch, 1, op)
+    with pytest.raises(KeyError):
+        fastpath.LaunchPattern(build_body(launch), 1, op)
+
+
 def test_a_template_of_arguments_that_do_not_add_up_is_refused() -> None:
     with pytest.raises(LocalProtocolError, match="add up to 12 bytes, the arguments have 3"):
         fastpath.LaunchTemplate(m.Launch(1, "k", 1, 1, 1, 1, 1, 1, 0, b"abc", (8, 4)), 1)
@@ -106,6 +130,43 @@ def test_the_first_part_of_a_split_is_a_key(one: m.Launch, other: m.Launch, same
     assert (shapes[0] == shapes[1]) == alike
 
 
+@settings(max_examples=80, deadline=None)
+@given(body=strategies.records(m.LaunchIn) | strategies.records(m.GraphLaunchIn))
+def test_what_names_regions_splits_into_what_does_not(body: m.LaunchIn | m.GraphLaunchIn) -> None:
+    rest, region_set, position = fastpath.split_regions(memoryview(build_body(body)))
+    assert (region_set, position) == (body.region_set, body.position)
+    if isinstance(body, m.LaunchIn):
+        launch = parse_body(m.Launch, rest)
+        assert in_regions(launch, region_set, position) == body
+    else:
+        assert m.GraphLaunchIn(*fastpath.parse_graph_launch(rest), region_set, position) == body
+        assert fastpath.graph_launch_payload(body.graph, body.args, region_set, position) == build_body(body)
+
+
+@pytest.mark.parametrize("kind", [m.LaunchIn, m.GraphLaunchIn])
+@settings(max_examples=200, deadline=None)
+@given(payload=st.binary(max_size=80))
+def test_what_names_regions_is_refused_where_the_codec_refuses_it(kind: type[Any], payload: bytes) -> None:
+    try:
+        expected = parse_body(kind, payload)
+    except BodyError:
+        expected = None
+    try:
+        rest, *regions = fastpath.split_regions(memoryview(payload))
+        split = parse_body(m.Launch if kind is m.LaunchIn else m.GraphLaunch, rest)
+    except BodyError:
+        assert expected is None
+        return
+    assert expected is not None
+    assert kind(*(getattr(split, name) for name in split.__dataclass_fields__), *regions) == expected
+
+
+@pytest.mark.parametrize("regions", [(1 << 64, 0), (0, -1)])
+def test_a_graph_launch_in_regions_that_do_not_fit_is_refused(regions: tuple[int, int]) -> None:
+    with pytest.raises(LocalProtocolError):
+        fastpath.graph_launch_payload(1, b"", *regions)
+
+
 def is_of(pattern: fastpath.LaunchPattern, frame: bytes) -> bool:
     """What a pattern's docstring says of a frame that is of it."""
     return (
@@ -133,6 +194,25 @@ def test_a_pattern_knows_frames_of_its_kind_and_no_others(one: m.Launch, other: 
             assert frame[pattern.args_at : pattern.args_end] == launch.args
     loud = build_frame(Opcode.LAUNCH, build_body(one), request_id=ids[2], session_id=ids[0])
     assert not is_of(pattern, loud)
+
+
+@settings(max_examples=80, deadline=None)
+@given(one=consistent_launches(), other=consistent_launches(), numbers=st.lists(strategies.REQUEST_IDS, min_size=4))
+def test_a_pattern_in_regions_leaves_set_and_position_open(one: m.Launch, other: m.Launch, numbers: list[int]) -> None:
+    pattern = fastpath.LaunchPattern(build_body(in_regions(one, 0, 0)), 7, Opcode.LAUNCH_IN)
+    alike = with_args(one, b"\xff" * len(one.args))
+    for launch in (one, alike, other):
+        payload = build_body(in_regions(launch, numbers[0], numbers[1]))
+        frame = build_frame(Opcode.LAUNCH_IN, payload, request_id=numbers[2], session_id=7, flags=Flag.QUIET)
+        expected = with_args(launch, bytes(len(launch.args))) == with_args(one, bytes(len(one.args)))
+        assert is_of(pattern, frame) == expected
+        if expected:
+            assert frame[pattern.args_at : pattern.args_end] == launch.args
+            trailer = frame[pattern.frame_bytes - pattern.trailer_bytes :]
+            assert trailer == numbers[0].to_bytes(8, "big") + numbers[1].to_bytes(8, "big")
+            assert pattern.args_end + len(pattern.tail) + pattern.trailer_bytes == pattern.frame_bytes
+    plain = build_frame(Opcode.LAUNCH, build_body(one), request_id=numbers[2], session_id=7, flags=Flag.QUIET)
+    assert not is_of(pattern, plain)
 
 
 @settings(max_examples=400, deadline=None)

@@ -38,6 +38,11 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "DRAIN_CANCEL": 0x020D,
         "METRICS": 0x020E,
         "HEALTH": 0x020F,
+        "REGION_OPEN": 0x0210,
+        "REGION_CANCEL": 0x0211,
+        "LEASE_RESIZE": 0x0212,
+        "REGION_WATCH": 0x0213,
+        "REGION_EVENT": 0x0214,
         "MODULE_UNLOAD": 0x0608,
         "ARENA_WRITE": 0x0609,
         "ARENA_READ": 0x060A,
@@ -47,7 +52,15 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "STREAM_WAIT": 0x060E,
         "STREAM_SYNC": 0x060F,
         "MODULE_PARAMETERS": 0x0614,
+        "REGION_SET": 0x0615,
+        "REGION_SET_FREE": 0x0616,
+        "REGION_RELEASE": 0x0617,
+        "LAUNCH_IN": 0x0618,
+        "GRAPH_LAUNCH_IN": 0x0619,
     }.items()
+
+
+def test_the_statuses_and_details_that_are_ours_never_change() -> None:
     assert {status.name: int(status) for status in Status}.items() >= {
         "OK": 0,
         "INVALID_REQUEST": -16,
@@ -57,6 +70,7 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "INTERNAL": -20,
         "LEASE_FREED": -21,
         "DRAINED": -22,
+        "CANCELLED": -24,
         "SESSION_FAILED": -32,
         "ALLOC_FAILED": -33,
         "INVALID_HANDLE": -34,
@@ -64,7 +78,7 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "LAUNCH_FAILED": -36,
         "SYNC_FAILED": -37,
     }.items()
-    assert [(kind.name, int(kind)) for kind in ErrorTlv][:7] == [
+    assert [(kind.name, int(kind)) for kind in ErrorTlv][:11] == [
         ("HINT", 1),
         ("FAILED_REQUEST_ID", 2),
         ("FAILED_OP", 3),
@@ -72,4 +86,8 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         ("ADDRESS", 5),
         ("LOG", 6),
         ("LINE", 7),
+        ("REGION", 8),
+        ("SITE", 9),
+        ("FLIPPED_NS", 10),
+        ("POSITION", 11),
     ]

@@ -8,7 +8,7 @@ import pytest
 from gpulease.protocol import Opcode, State, Status, limits
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.connection import TRANSITIONS, request_trigger
+from gpulease.protocol.connection import EVENTS_OF, TRANSITIONS, request_trigger
 from gpulease.protocol.framing import HEADER
 from gpulease.protocol.opcodes import SESSION_OPCODES, ErrorTlv, HelloOption, ParameterType, SessionOption, SubmitOption
 from gpulease.protocol.primitives import LeaseParameter, Tlv
@@ -18,7 +18,7 @@ from .encodings import BODY_CLASSES, Encoding, fields_of
 from .vector_json import VECTORS
 
 TEXT = (VECTORS.parent / "protocol" / "README.md").read_text(encoding="utf-8")
-GRAPH_PARTS = (m.GraphNode, m.GraphParameter, m.GraphPlace)
+GRAPH_PARTS = (m.GraphNode, m.GraphParameter, m.GraphPlace, m.RegionRef)
 PARTS = (Tlv, LeaseParameter, m.InventoryEntry, m.KernelEntry, *GRAPH_PARTS, m.SubmitArgument)
 RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in PARTS}
 DESCRIBED = {name: kind for name, kind in (BODY_CLASSES | RECORDS).items() if kind is not m.Empty}
@@ -43,7 +43,7 @@ def test_operations() -> None:
         request, reply = (body.__name__ for body in m.BODIES[op])
         if op is Opcode.GOODBYE:
             request, reply = "—", "ErrorBody"
-        if op is Opcode.LEASE_EVENT:
+        if op in EVENTS_OF.values():
             request = "—"
         quiet = "may be" if op in SESSION_OPCODES else "no"
         expected.append([f"0x{op:04X}", op.name, ", ".join(states) or "never", quiet, request, reply])

@@ -19,6 +19,7 @@ from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.ring import Given, Wanted
 
 from .vector_messages import AUDIENCE, CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
+from .vector_regions import cancelled_region, regions, resized
 from .vector_script import MODULE, SLICE, Script, X, Y, alloc, launch
 from .vector_submits import submit, typed_submit
 
@@ -443,6 +444,9 @@ SCRIPTS = (
     permitted_streams,
     submit,
     typed_submit,
+    regions,
+    cancelled_region,
+    resized,
     drain,
     orphaned,
     health,

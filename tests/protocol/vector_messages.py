@@ -28,6 +28,7 @@ from .encodings import BODY_CLASSES, fields_of
 from .vector_json import body_to_json, bytes_to_json, frame, header_to_json
 
 LEASE = 0x0123456789ABCDEF_FEDCBA9876543210
+REGION = 0x00112233445566778899AABBCCDDEEFF
 CARD = 0x8B1E0F5C6A3D4E72_9C5B0A1F2E3D4C5B
 CARD_UUID = "GPU-8b1e0f5c-6a3d-4e72-9c5b-0a1f2e3d4c5b"
 EXPIRES = 1_790_000_120
@@ -62,10 +63,25 @@ ERRORS = {
             Tlv(ErrorTlv.LINE, (7).to_bytes(4, "big")),
         ),
     ),
+    "region": m.ErrorBody(
+        "the region was revoked: maintenance",
+        (
+            Tlv(ErrorTlv.KERNEL, b"scale"),
+            Tlv(ErrorTlv.REGION, REGION.to_bytes(16, "big")),
+            Tlv(ErrorTlv.SITE, (3).to_bytes(4, "big")),
+            Tlv(ErrorTlv.FLIPPED_NS, (1_000_000_000).to_bytes(8, "big")),
+            Tlv(ErrorTlv.POSITION, (4096).to_bytes(8, "big")),
+        ),
+    ),
     "unknown details": m.ErrorBody("full", (Tlv(200, b"\x01\x02"), Tlv(ErrorTlv.HINT, b"wait"), Tlv(0, b""))),
     "largest text": m.ErrorBody("e" * limits.MAX_ERROR_TEXT_BYTES, ALL_TLVS),
 }
-ERROR_STATUSES = {"typical": Status.SYNC_FAILED, "compiler log": Status.LOAD_FAILED, "unknown details": Status.BUSY}
+ERROR_STATUSES = {
+    "typical": Status.SYNC_FAILED,
+    "compiler log": Status.LOAD_FAILED,
+    "region": Status.REVOKED,
+    "unknown details": Status.BUSY,
+}
 
 Cases = dict[str, tuple[m.Body, m.Body, m.Body]]
 """By message: smallest, typical, largest."""
@@ -223,6 +239,48 @@ GRAPHS: Cases = {
         m.GraphLaunch(U64, b"\x01" * limits.MAX_ARGUMENT_BYTES),
     ),
 }
+REGIONS: Cases = {
+    "RegionOpen": (
+        m.RegionOpen(0, 0, 0, ""),
+        m.RegionOpen(LEASE, 4 << 20, 60_000, "bob"),
+        m.RegionOpen(U128, U64, U32, LONG_TEXT),
+    ),
+    "RegionGrant": (
+        m.RegionGrant(0, 0, 0, 0, 0, 0, 0, 0),
+        m.RegionGrant(REGION, 1, 4 << 20, 60_000, EXPIRES, POINTER, 3, 1),
+        m.RegionGrant(U128, U64, U64, U32, U64, U64, 0xFFFF, U32),
+    ),
+    "RegionCancel": (m.RegionCancel(0, 0), m.RegionCancel(REGION, 1), m.RegionCancel(U128, 255)),
+    "LeaseResize": (m.LeaseResize(0, 0), m.LeaseResize(LEASE, 96 << 20), m.LeaseResize(U128, U64)),
+    "RegionEvent": (
+        m.RegionEvent(0, 0, 0, 0, "", 0, 0, 0, 0),
+        m.RegionEvent(REGION, 2, 1, Status.REVOKED, "scale", 3, 4096, 1_000_000_000, 1_000_050_000),
+        m.RegionEvent(U128, U64, U64, -0x8000, "k" * limits.MAX_KERNEL_NAME_BYTES, U32, U64, U64, U64),
+    ),
+    "RegionSet": (
+        m.RegionSet(()),
+        m.RegionSet((m.RegionRef(3, 1), m.RegionRef(4, 2))),
+        m.RegionSet((m.RegionRef(0xFFFF, U32),) * limits.MAX_REGIONS),
+    ),
+    "LaunchIn": (
+        m.LaunchIn(0, "", 0, 0, 0, 0, 0, 0, 0, b"", (), 0, 0),
+        m.LaunchIn(2, "scale", 4, 1, 1, 256, 1, 1, 0, SCALE_ARGS, (8, 4, 4), 1, 4096),
+        m.LaunchIn(
+            U64,
+            "k" * limits.MAX_KERNEL_NAME_BYTES,
+            *(U32,) * 7,
+            b"\x01" * limits.MAX_ARGUMENT_BYTES,
+            (8,) * limits.MAX_ARGUMENTS,
+            U64,
+            U64,
+        ),
+    ),
+    "GraphLaunchIn": (
+        m.GraphLaunchIn(0, b"", 0, 0),
+        m.GraphLaunchIn(1, bytes.fromhex("00002041"), 1, 4096),
+        m.GraphLaunchIn(U64, b"\x01" * limits.MAX_ARGUMENT_BYTES, U64, U64),
+    ),
+}
 SUBMITS: Cases = {
     "GpuSubmit": (m.GpuSubmit(0, ()), m.GpuSubmit(30_000, ()), m.GpuSubmit(U32, ALL_TLVS)),
     "SubmitRun": (
@@ -256,7 +314,8 @@ SIZES = ("smallest", "typical", "largest")
 def documents() -> dict[str, dict[str, Any]]:
     """The files of `messages/`, by name."""
     bodies: dict[str, list[tuple[str, m.Body]]] = {
-        name: list(zip(SIZES, cases, strict=True)) for name, cases in (CONTROL | SESSION | GRAPHS | SUBMITS).items()
+        name: list(zip(SIZES, cases, strict=True))
+        for name, cases in (CONTROL | SESSION | GRAPHS | REGIONS | SUBMITS).items()
     }
     bodies["Empty"] = [("only", m.Empty())]
     bodies["ErrorBody"] = list(ERRORS.items())
@@ -285,7 +344,7 @@ def _uses(kind: type[m.Body]) -> list[tuple[Opcode, bool]]:
     pairs = [
         (op, is_reply) for op, bodies in m.BODIES.items() for is_reply in (False, True) if bodies[is_reply] is kind
     ]
-    never = {(Opcode.GOODBYE, False), (Opcode.GOODBYE, True), (Opcode.LEASE_EVENT, False)}
+    never = {(Opcode.GOODBYE, False), (Opcode.GOODBYE, True), (Opcode.LEASE_EVENT, False), (Opcode.REGION_EVENT, False)}
     return [use for use in pairs if use not in never]
 
 

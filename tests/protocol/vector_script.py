@@ -68,10 +68,11 @@ class Script:
         """The daemon's refusal."""
         self.reply(connection, request_id, failure.to_body(), comment, failure.status)
 
-    def tell(self, connection: str, subscription: int, event: m.LeaseEvent, comment: str = "") -> None:
+    def tell(self, connection: str, subscription: int, event: m.LeaseEvent | m.RegionEvent, comment: str = "") -> None:
         """What the daemon says to a subscriber."""
-        wire = frame(Opcode.LEASE_EVENT, event, flags=Flag.REPLY, request_id=subscription)
-        self._step(connection, "daemon", Opcode.LEASE_EVENT, event, wire, comment)
+        op = Opcode.LEASE_EVENT if isinstance(event, m.LeaseEvent) else Opcode.REGION_EVENT
+        wire = frame(op, event, flags=Flag.REPLY, request_id=subscription)
+        self._step(connection, "daemon", op, event, wire, comment)
 
     def say_goodbye(self, connection: str, failure: Failure, comment: str = "") -> None:
         """The daemon's last frame."""

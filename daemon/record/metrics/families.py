@@ -166,7 +166,7 @@ REGION_RETURN_SECONDS: Final = Family(
 FORWARD_REVOKED_SECONDS: Final = Family(
     "gpu_region_forward_revoked_seconds",
     Kind.HISTOGRAM,
-    "From the change of a region's word to the launch that was refused because of it, as sessions say, by its status.",
+    "From the change of a region's word to the first launch that was refused because of it, as sessions say.",
     ("status",),
     FLIP_BOUNDS_S,
 )

@@ -101,7 +101,7 @@ class Rig:
 
 def forward_revoked(**changes: Any) -> m.ForwardRevoked:
     now_ns = time.monotonic_ns()
-    told = {"status": -Status.REVOKED, "kernel": "decode", "site": 3, "position": 4}
+    told: dict[str, Any] = {"status": -Status.REVOKED, "kernel": "decode", "site": 3, "position": 4}
     return m.ForwardRevoked(REGION, **(told | {"flipped_ns": now_ns - 5, "seen_ns": now_ns - 1} | changes))
 
 
