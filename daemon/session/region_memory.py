@@ -246,10 +246,12 @@ class RegionMemory:
         try:
             if not self._call(self._resources.context.region_is_zeroed):
                 return
-            said = [RegionOpened(region.region_id, region.address) for region in self._openings]
+            said: list[RegionOpened | RegionRefused] = [
+                RegionOpened(one.region_id, one.address) for one in self._openings
+            ]
         except DriverError as error:
             # The context is lost, and with it the lease.
-            said = [RegionRefused(region.region_id, str(error)) for region in self._openings]
+            said = [RegionRefused(one.region_id, str(error)) for one in self._openings]
         self._openings.clear()
         self._gate.outbox.extend(said)
 

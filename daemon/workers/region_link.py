@@ -13,7 +13,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, Outbox
 
 
 class RegionLink:
-    """One session's regions page and the way to its worker.
+    """The regions page of one session, and the way to its worker.
 
     Args:
         channel: The broker's end of the worker's channel, which must not block.
