@@ -217,7 +217,7 @@ def open_region(
     lease: LeaseState, size: int | str, tenant: str | None, ttl_secs: float | None
 ) -> Procedure[RegionState]:
     """Ask for a region. Raises CapacityExceeded, Denied, Unsupported, InvalidRequest and their like."""
-    owner = bounded(tenant or "", "region: the tenant", MAX_TEXT_BYTES)
+    owner = "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES)
     ttl_ms = milliseconds(lease.ttl_s if ttl_secs is None else ttl_secs, "region: ttl_secs", least_ms=1)
     body = RegionOpen(lease.grant.lease_id, size_of(size, "region"), ttl_ms, owner)
     granted: RegionGrant = yield from lease._control(Opcode.REGION_OPEN, body)

@@ -15,9 +15,13 @@ No state leads back to ACTIVE but CANCELLED, and none leads from an end to anoth
 """
 
 import mmap
+import os
+import time
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from gpulease.daemon.contract.control_page import for_reading, sealed_memory
+from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
 
 REGIONS_PAGE_BYTES: Final = 3 * 4096
@@ -26,6 +30,10 @@ WORDS_AT: Final = 64
 FLIPPED_AT: Final = 4096
 DEADLINES_AT: Final = 8192
 MAX_NUMBER: Final = (1 << 32) - 1
+
+REGION_GRANULE_BYTES: Final = 2 << 20
+"""Regions begin and end at multiples of so many bytes: a card's page tables map no less at a time (CUDA Driver API,
+cuMemGetAllocationGranularity)."""
 
 
 class RegionWord(IntEnum):
@@ -48,7 +56,62 @@ STATUS_OF_WORD: Final = {
 """The status of the first launch that is refused because of a word; every later one gets FENCED."""
 
 
-_SLOTS: Final = 256
+class BrokerRegionsPage:
+    """The broker's view of a session's regions page, which it writes.
+
+    Its epochs are above those of every earlier page of the host: a set that was checked by another page is checked
+    again.
+
+    Attributes:
+        reading_fd: A read-only descriptor for the worker, see `control_page.for_worker`; closed by `close`.
+    """
+
+    def __init__(self) -> None:
+        fd = sealed_memory("gpulease-regions", REGIONS_PAGE_BYTES)
+        try:
+            self._map = mmap.mmap(fd, REGIONS_PAGE_BYTES)
+            self.reading_fd = for_reading(fd)
+        finally:
+            os.close(fd)
+        words = memoryview(self._map).cast("Q")
+        self._all = words
+        self._words = words[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]
+        self._flipped = words[FLIPPED_AT // 8 : FLIPPED_AT // 8 + MAX_REGIONS]
+        self._deadlines = words[DEADLINES_AT // 8 : DEADLINES_AT // 8 + MAX_REGIONS]
+        words[EPOCH_AT // 8] = time.monotonic_ns()
+
+    def set(self, slot: int, number: int, word: RegionWord, deadline_ns: int, now_ns: int) -> None:
+        """Write a region's state and deadline, then raise the epoch.
+
+        Args:
+            slot: The region's place.
+            number: Its number, from 1 to MAX_NUMBER, so that no word of a region is 0.
+            word: Its state.
+            deadline_ns: When launches are refused without a further word, on the monotonic clock.
+            now_ns: The present time, which is told with a change of the word.
+
+        Raises:
+            ValueError: The slot or the number is out of bounds.
+        """
+        if not (0 <= slot < MAX_REGIONS and 0 < number <= MAX_NUMBER):
+            raise ValueError(f"there is no place {slot} for a region's number {number}")
+        value = word_of(number, word)
+        if self._words[slot] != value:
+            self._flipped[slot] = now_ns
+        self._deadlines[slot] = deadline_ns
+        self._words[slot] = value
+        self._all[EPOCH_AT // 8] += 1
+
+    def close(self) -> None:
+        """Unmap the page and close the descriptor. The worker has its own."""
+        for view in (self._words, self._flipped, self._deadlines, self._all):
+            view.release()
+        self._map.close()
+        if self.reading_fd >= 0:
+            os.close(self.reading_fd)
+            self.reading_fd = -1
+
+
 _NUMBER_SHIFT: Final = 32
 _STATE_MASK: Final = (1 << _NUMBER_SHIFT) - 1
 
@@ -85,9 +148,9 @@ class WorkerRegions:
         self._map = mmap.mmap(fd, REGIONS_PAGE_BYTES, prot=mmap.PROT_READ)
         with memoryview(self._map) as page, page.cast("Q") as fields:
             self.epoch_word = fields[EPOCH_AT // 8 : EPOCH_AT // 8 + 1]
-            self.words = fields[WORDS_AT // 8 : WORDS_AT // 8 + _SLOTS]
-            self.flipped_ns = fields[FLIPPED_AT // 8 : FLIPPED_AT // 8 + _SLOTS]
-            self.deadlines = fields[DEADLINES_AT // 8 : DEADLINES_AT // 8 + _SLOTS]
+            self.words = fields[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]
+            self.flipped_ns = fields[FLIPPED_AT // 8 : FLIPPED_AT // 8 + MAX_REGIONS]
+            self.deadlines = fields[DEADLINES_AT // 8 : DEADLINES_AT // 8 + MAX_REGIONS]
 
     @property
     def epoch(self) -> int:

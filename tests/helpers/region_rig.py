@@ -91,6 +91,8 @@ class RegionCard(Recording):
     tickets: list[Ticket] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
+    wiped: list[int] = field(default_factory=list)
+    is_zeroed: bool = True
     free: int = 1 << 30
     end_error: DriverError | None = None
     mark_fault: KernelFault | None = None
@@ -108,6 +110,12 @@ class RegionCard(Recording):
 
     def region_kept_bytes(self, size_bytes: int) -> int:
         return KEPT
+
+    def region_is_zeroed(self) -> bool:
+        return self.is_zeroed
+
+    def region_wipe(self, address: int) -> None:
+        self.wiped.append(address)
 
     def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
         if self.end_error is not None:

@@ -291,6 +291,13 @@ class CpuContext:
         """Return 0: nothing lies in an ended region's place (`Context.region_kept_bytes`)."""
         return 0
 
+    def region_wipe(self, address: int) -> None:
+        """Do nothing: nothing lies in an ended region's place (`Context.region_wipe`)."""
+
+    def region_is_zeroed(self) -> bool:
+        """Return True: the host's new pages are zero (`Context.region_is_zeroed`)."""
+        return True
+
     def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
         """End a region; what is queued goes on, and finds zeros there (`Context.region_end`)."""
         return self._regions.end(address)
@@ -385,7 +392,7 @@ class CpuContext:
         return NativeLaunch(state, code.address("submit"), code.address("query"), spin_ns, self._record, _pass)
 
     def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
-        """Return what submit.ll takes: the launch's head, and whether threads share its blocks."""
+        """Return what native/submit.ll takes: the launch's head, and whether threads share its blocks."""
         if kernel.parameter_bytes > MAX_PARAMETER_BYTES:
             return None
         try:

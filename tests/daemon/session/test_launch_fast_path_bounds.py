@@ -1,4 +1,4 @@
-"""serve.ll between guard pages: a byte read or written outside of its memory ends this process."""
+"""daemon/session/native/serve.ll between guard pages: a byte read or written outside of its memory ends the process."""
 
 import ctypes
 import mmap

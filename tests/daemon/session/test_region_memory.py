@@ -48,8 +48,9 @@ def _made() -> Iterator[RegionRig]:
 
 
 @pytest.fixture(autouse=True)
-def _no_quiet_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def _waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_memory, "QUIET_WAIT_NS", 1 << 60)
+    monkeypatch.setattr(region_memory, "TELL_WAIT_NS", 0)
 
 
 def end(made: RegionRig, region: Opened, grace_ms: int = GRACE_MS, word: RegionWord = RegionWord.REVOKED) -> None:
@@ -215,6 +216,48 @@ def test_one_call_takes_one_regions_memory_away(made: RegionRig) -> None:
     for count in range(1, 5):
         made.session.regions.advance()
         assert len(made.context.ended) == count
+
+
+def test_the_next_launch_is_refused_before_the_memory_is_taken_away(
+    made: RegionRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_memory, "TELL_WAIT_NS", 1 << 60)
+    one = made.open()
+    launch = made.launch(made.set_of(one), one.address)
+    made.ask(Opcode.LAUNCH_IN, launch)
+    end(made, one)
+    assert made.context.ended == []
+    assert made.refused(Opcode.LAUNCH_IN, launch).status is Status.REVOKED
+    made.session.regions.advance()
+    assert made.context.ended == [one.address]
+
+
+def test_a_region_that_no_launch_named_waits_for_no_refusal(made: RegionRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_memory, "TELL_WAIT_NS", 1 << 60)
+    one = made.open()
+    end(made, one)
+    assert made.context.ended == [one.address]
+
+
+def test_the_card_zeroes_what_stays_before_the_memory_is_taken_away(made: RegionRig) -> None:
+    one = made.open()
+    made.context.is_zeroed = False
+    end(made, one)
+    assert (made.context.wiped, made.context.ended) == ([one.address], [])
+    made.context.is_zeroed = True
+    made.session.regions.advance()
+    assert made.context.ended == [one.address]
+
+
+def test_a_region_is_told_open_once_the_card_has_zeroed_it(made: RegionRig) -> None:
+    made.context.is_zeroed = False
+    made.session.regions.open(OpenRegion(7, 3, 1, GRANULE))
+    assert made.told() == []
+    assert made.session.regions.poll_ms(time.monotonic_ns()) is not None
+    made.context.is_zeroed = True
+    made.session.regions.advance()
+    (answer,) = made.told()
+    assert isinstance(answer, RegionOpened)
 
 
 def test_memory_that_can_not_be_taken_away_is_told(made: RegionRig) -> None:

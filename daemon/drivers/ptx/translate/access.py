@@ -11,6 +11,8 @@ Shared, local and parameter addresses are offsets into a window of known size. A
 valid as a global one, or lies in the host memory of the block's shared or the thread's local window.
 """
 
+from collections.abc import Callable, Sequence
+
 from gpulease.daemon.drivers.ptx.native.structures import (
     PARAMETERS_OFFSET,
     REGION_SHIFT,
@@ -69,7 +71,7 @@ _STAND_IN = "stand_in"
 # It touches nothing that the kernel knows, and keeps its registers: a loop with an access is as good as without it.
 STAND_IN_IR = f"""
 define internal preserve_allcc ptr @{_STAND_IN}(ptr %environment, i64 %address, i32 %size, i32 %access)
-    noinline cold nounwind memory(argmem: readwrite, inaccessiblemem: readwrite) {{
+    noinline cold nounwind noimplicitfloat memory(argmem: readwrite, inaccessiblemem: readwrite) {{
   %returned.at = getelementptr i8, ptr %environment, i64 {Environment.returned.offset}
   %returned = load ptr, ptr %returned.at
   %start = load i64, ptr %returned
@@ -132,6 +134,35 @@ def checked_pointer(
     _fail(t, access, space, address, size)
     t.ir.block(go_on)
     return pointer
+
+
+def checked_access(
+    t: OperandTranslator,
+    operand: Operand,
+    space: Space,
+    what: tuple[int, Access],
+    make: Callable[[Value], Sequence[Value]],
+) -> Sequence[Value]:
+    """Make a load or store of that size: what `make` gives for the pointer; of an ended region zeros.
+
+    `make` writes one basic block. So the loop around it stays as simple as one can be.
+    """
+    size, access = what
+    address, space = address_in(t, operand, space)
+    if space in _WINDOWS:
+        return make(checked_pointer(t, operand, space, size, access))
+    ir = t.ir
+    inside, outside, fault, done = (ir.fresh(stem) for stem in ("inside", "outside", "fault", "done"))
+    ir.branch_if(is_valid(t, address, space, size), inside, outside, extra=LIKELY)
+    ir.block(outside)
+    ir.branch_if(ir.compare("icmp ne", stand_in(ir, address, size, access), NULL), done, fault)
+    ir.block(fault)
+    _fail(t, access, space, address, size)
+    ir.block(inside)
+    made = make(pointer_at(t, address, space))
+    ir.branch(done)
+    ir.block(done)
+    return [ir.value(one.type, f"phi {one.type} [ {one.text}, %{inside} ], [ 0, %{outside} ]") for one in made]
 
 
 def reach(

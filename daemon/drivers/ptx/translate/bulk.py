@@ -116,12 +116,12 @@ def _define(t: "ThreadTranslator", name: str, into_space: Space, source_space: S
     ir.branch_if(ir.compare("icmp ult", offset, size), "check", "done")
     ir.block("check")
     to, at = ir.binary("add", into, offset), ir.binary("add", source, offset)
-    taken = reach(inner, at, source_space, (_STEP, Access.LOAD), "source")
-    given = reach(inner, to, into_space, (_STEP, Access.STORE), "into")
+    taken = reach(inner, at, source_space, (_STEP, Access.LOAD), "unread")
+    given = reach(inner, to, into_space, (_STEP, Access.STORE), "unwritten")
     ir.emit(f"store {ir.load('i128', taken)}, {given}, align {_STEP}")
     ir.store(ir.binary("add", offset, _STEP), _OFFSET)
     ir.branch("each")
-    for label, access in (("source", Access.LOAD), ("into", Access.STORE)):
+    for label, access in (("unread", Access.LOAD), ("unwritten", Access.STORE)):
         ir.block(label)
         ir.ret_value(ir.binary("add", offset, _FAILED[access]))
     ir.block("done")
