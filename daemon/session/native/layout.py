@@ -97,7 +97,7 @@ class ServingState(ctypes.Structure):
     set_epoch     The regions page's epoch when that set was compared; NO_EPOCH if there is no such set.
     set_deadline  The least deadline of the set's regions, on the monotonic clock.
     epoch         Address of the regions page's epoch, of a word that never changes if there is no such page.
-    seen_epoch    The epoch when Python last looked: another one ends the serving of a ring.
+    seen_epoch    The epoch when Python last looked: at another one the serving of a ring ends after one portion.
     synced        Launches counted when a SYNC was last answered.
     """
 
