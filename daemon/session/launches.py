@@ -86,7 +86,7 @@ class LaunchOperations(Operations):
         """Serve SYNC: wait for all launches."""
         if frame.payload:
             raise BodyError("SYNC takes no payload")
-        self._context.sync(self._check_lease)
+        self._context.sync(self._resources.check_sync)
         self._counters[Counter.SYNCS] += 1
         return empty(frame)
 

@@ -6,8 +6,13 @@ is over:
 1. The launches and copies that named the region end, in all streams where there were any. If they don't within the
    grace, the worker says so, and the broker ends the lease.
 2. What else runs ends, or QUIET_WAIT_NS passes. A kernel that uses the region without having named it should not meet
-   the moment at which the region's memory is replaced: on CUDA that costs the context.
-3. The driver takes the memory away, and the worker reports it.
+   the moment at which the region's memory is replaced: on CUDA that costs the context. Meanwhile the card zeroes what
+   will stay in the region's place.
+3. The tenant's next launch is refused, or TELL_WAIT_NS is over: taking memory away keeps the worker from its requests
+   for longer than a refusal takes.
+4. The driver takes the memory away, and the worker reports it.
+
+A region opens likewise: the worker maps its memory, and reports it once the card has zeroed that.
 
 A broker that takes the worker over sends a regions page of its own. A region that had ended by the earlier page has
 ended, whatever the new page says: the worker then takes its memory away unasked, and reports that.
@@ -32,12 +37,16 @@ from gpulease.daemon.contract.regions_page import RegionWord, WorkerRegions
 from gpulease.daemon.drivers.interface import DriverError, KernelFault, Ticket
 from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
-from gpulease.daemon.session.regions import Flip, Region, RegionGate
+from gpulease.daemon.session.regions import ENDS, Flip, Region, RegionGate
 
 NS_PER_MS: Final = 1_000_000
 
 QUIET_WAIT_NS: Final = 1_000_000
 """Longest wait, at the end of a region, for launches that did not name it."""
+
+TELL_WAIT_NS: Final = 200_000
+"""Longest wait, at the end of a region that launches named, for the next of them to be refused. A tenant that launches
+one step after the other sends it within microseconds."""
 
 SPIN_NS: Final = 1_000_000
 """For so long after each step of a region's end the worker looks again and again, then once a millisecond. A step in
@@ -60,6 +69,7 @@ class _End:
     Attributes:
         waits: What has to end before the next step.
         grace_ms: How long the launches that named the region may take, `stuck_ns` until when.
+        tell_ns: Until when to wait for a refusal that says that the region has ended.
         quiet_ns: Until when to wait for what else runs; 0 while the launches that named the region run.
     """
 
@@ -67,6 +77,7 @@ class _End:
     waits: list[Ticket]
     grace_ms: int
     stuck_ns: int
+    tell_ns: int
     quiet_ns: int = 0
 
 
@@ -99,10 +110,16 @@ class RegionMemory:
         self._resources, self._gate = resources, gate
         self._streams, self._keep_fault = streams, keep_fault
         self._by_id: dict[int, Region] = {}
+        self._openings: list[Region] = []
         self._ends: dict[int, _End] = {}
         self._results: dict[int, RegionEnded | RegionStuck] = {}
         self._spin_until_ns = 0
         self.had_any = False
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether the session may have regions: it has a page of them."""
+        return self._gate.page is not None
 
     # --- the page ---
 
@@ -145,7 +162,9 @@ class RegionMemory:
                 gate.outbox.append(RegionRefused(asked.region_id, reason))
                 return
             known = self._by_id[asked.region_id]
-        gate.outbox.append(RegionOpened(known.region_id, known.address))
+        self._openings.append(known)
+        self._spin_until_ns = time.monotonic_ns() + SPIN_NS
+        self.advance()
 
     def _open(self, asked: OpenRegion) -> str:
         """Map memory for a region; the reason why it can't be done, or ""."""
@@ -186,9 +205,8 @@ class RegionMemory:
         if region is None or result is not None or region_id in self._ends:
             return
         now_ns = time.monotonic_ns()
-        if region.ended is None:
-            flip = self._gate.flip_of(region, now_ns)
-            region.ended = region.ended or (Flip(RegionWord.REVOKED, now_ns) if flip is None else flip)
+        flip = self._gate.flip_of(region, now_ns)
+        region.ended = flip if flip is not None and flip.word in ENDS else Flip(RegionWord.REVOKED, now_ns)
         self._gate.forget_current()
         self._resources.ledger.void_region(region.address, f"the region {region_id:032x}, which has ended")
         try:
@@ -196,19 +214,21 @@ class RegionMemory:
         except DriverError as error:
             self._give_up(region, f"the streams that use it can't be looked at: {error}")
             return
-        self._ends[region_id] = _End(region, waits, asked.grace_ms, now_ns + asked.grace_ms * NS_PER_MS)
+        tell_ns = now_ns + (TELL_WAIT_NS if region.streams else 0)
+        self._ends[region_id] = _End(region, waits, asked.grace_ms, now_ns + asked.grace_ms * NS_PER_MS, tell_ns)
         self._spin_until_ns = now_ns + SPIN_NS
         self.advance()
 
     def poll_ms(self, now_ns: int) -> int | None:
-        """How long the worker's loop may sleep, in ms; None if no region is about to end."""
-        if not self._ends:
+        """How long the worker's loop may sleep, in ms; None if no region is about to open or to end."""
+        if not self._ends and not self._openings:
             return None
         return 0 if now_ns < self._spin_until_ns else 1
 
     def advance(self) -> None:
-        """Carry on the ends as far as goes without waiting; at most one region's memory is taken away in one call."""
+        """Carry on as far as goes without waiting; at most one region's memory is taken away in one call."""
         now_ns = time.monotonic_ns()
+        self._tell_of_opened()
         for end in list(self._ends.values()):
             end.waits = [ticket for ticket in end.waits if not ticket.is_done()]
             try:
@@ -217,8 +237,21 @@ class RegionMemory:
                     self._spin_until_ns = now_ns + SPIN_NS
                     self._take_away(end.region)
                     return
-            except DriverError as error:
-                self._give_up(end.region, f"its memory can't be taken away: {error}")
+            except (DriverError, LeaseOver) as error:
+                self._give_up(end.region, f"its memory can't be taken away: {error or 'the lease is over'}")
+
+    def _tell_of_opened(self) -> None:
+        if not self._openings:
+            return
+        try:
+            if not self._call(self._resources.context.region_is_zeroed):
+                return
+            said = [RegionOpened(region.region_id, region.address) for region in self._openings]
+        except DriverError as error:
+            # The context is lost, and with it the lease.
+            said = [RegionRefused(region.region_id, str(error)) for region in self._openings]
+        self._openings.clear()
+        self._gate.outbox.extend(said)
 
     def _is_clear(self, end: _End, now_ns: int) -> bool:
         """Return whether a region's memory may be taken away. Raises DriverError."""
@@ -227,17 +260,20 @@ class RegionMemory:
                 if now_ns >= end.stuck_ns:
                     self._give_up(end.region, f"a launch that names it has not ended within {end.grace_ms} ms")
                 return False
+            self._call(lambda: self._resources.context.region_wipe(end.region.address))
             marks = [self._mark(stream) for stream in self._streams()]
             end.waits = [ticket for ticket in marks if not ticket.is_done()]
             end.quiet_ns = now_ns + QUIET_WAIT_NS
             self._spin_until_ns = now_ns + SPIN_NS
-        return not end.waits or now_ns >= end.quiet_ns
+        is_told = end.region.is_told or now_ns >= end.tell_ns
+        is_quiet = not end.waits or now_ns >= end.quiet_ns
+        return is_told and is_quiet and self._call(self._resources.context.region_is_zeroed)
 
     def _take_away(self, region: Region) -> None:
         resources = self._resources
         context = resources.context
         before_bytes = self._call(context.free_bytes)
-        returned = self._call(lambda: context.region_end(region.address))
+        returned = self._call(lambda: context.region_end(region.address, resources.check_lease))
         shown_bytes = self._call(context.free_bytes) - before_bytes
         resources.ledger.end_region(region.address, returned.kept_bytes)
         resources.record_usage()

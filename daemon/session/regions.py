@@ -51,7 +51,7 @@ NO_EPOCH: Final = (1 << 64) - 1
 """An epoch that no page reaches: a set that was never compared, or no set at all."""
 
 _U32_MASK: Final = (1 << 32) - 1
-_ENDS: Final = frozenset({RegionWord.REVOKED, RegionWord.EXPIRED, RegionWord.FREED})
+ENDS: Final = frozenset({RegionWord.REVOKED, RegionWord.EXPIRED, RegionWord.FREED})
 _SAID: Final = {
     Status.REVOKED: ("was revoked", "Ask whoever revoked it why; open another region, and name that one."),
     Status.LEASE_EXPIRED: ("has expired", "Open another region, and renew it in time."),
@@ -220,7 +220,7 @@ class RegionGate:
             deadline_ns = page.deadlines[slot]
             return None if now_ns < deadline_ns else Flip(RegionWord.EXPIRED, deadline_ns)
         flip = Flip(state, page.flipped_ns[slot])
-        if state in _ENDS:
+        if state in ENDS:
             region.ended = flip
         return flip
 
@@ -234,11 +234,11 @@ class RegionGate:
         """
         status = STATUS_OF_WORD.get(flip.word, Status.FENCED)
         is_repeat = region.is_told
-        if flip.word in _ENDS:
+        if flip.word in ENDS:
             status = Status.FENCED if is_repeat else status
             region.is_told = True
         site = self.launches_begun() & _U32_MASK
-        if self._may_tell(now_ns, is_first=flip.word in _ENDS and not is_repeat):
+        if self._may_tell(now_ns, is_first=flip.word in ENDS and not is_repeat):
             told = ForwardRevoked(region.region_id, -status, kernel, site, position or 0, flip.flipped_ns, now_ns)
             self.outbox.append(told)
         said, hint = _SAID[status]

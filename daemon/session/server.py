@@ -118,6 +118,9 @@ class Server:
         self.next_pages: PageFds | None = None
         # What the broker has yet to hear of regions, because its socket was full.
         self._unsent: deque[Message] = deque()
+        # What the broker said of other things while the session waited for launches, and the descriptors beside it.
+        self._heard: deque[tuple[Message | None, list[int]]] = deque()
+        session.on_wait = self._serve_regions
 
     def run(self) -> None:
         """Serve; returns when the broker is gone or says that the session is to be scrubbed."""
@@ -132,10 +135,10 @@ class Server:
                 )
                 if not is_asleep:
                     self._ready.add(connection.fd)
-            heard = {fd for fd, _ in self._poll.poll(0 if self._ready else timeout_ms)}
+            heard = {fd for fd, _ in self._poll.poll(0 if self._ready or self._heard else timeout_ms)}
             for connection in self._connections.values():
                 connection.wire.end_sleep(connection.fd in heard)
-            if self._channel.fileno() in heard and not self._serve_broker():
+            if (self._channel.fileno() in heard or self._heard) and not self._serve_broker():
                 return
             heard |= self._ready
             self._ready.clear()
@@ -173,11 +176,13 @@ class Server:
     def _serve_broker(self) -> bool:
         while True:
             try:
-                message, fds = receive(self._channel)
+                message, fds = self._heard.popleft() if self._heard else receive(self._channel)
             except BlockingIOError:
                 return True
             except ChannelClosed:
                 return False
+            if self._serve_region(message, fds):
+                continue
             match message:
                 case Attach() as attach if len(fds) == 1:
                     self._session.meet(is_stranger=attach.is_stranger)
@@ -192,17 +197,42 @@ class Server:
                     return False
                 case EndSession():
                     self._say_goodbye()
-                case RegionsPage() if len(fds) == 1:
-                    self._session.regions.use_page(*fds)
-                case OpenRegion() as asked:
-                    self._session.regions.open(asked)
-                case EndRegion() as asked:
-                    self._session.regions.end(asked)
-                case ResizeSlice() as asked:
-                    self._session.regions.resize(asked)
-                    self._welcome = replace(self._welcome, slice_bytes=self._session.slice_bytes)
             close_all(fds)
-            self._tell_of_session()
+
+    def _serve_region(self, message: Message | None, fds: list[int]) -> bool:
+        """Serve a message about regions or the slice, and close its descriptors; False if it is another one."""
+        regions = self._session.regions
+        match message:
+            case RegionsPage():
+                if len(fds) == 1:
+                    regions.use_page(*fds)
+            case OpenRegion():
+                regions.open(message)
+            case EndRegion():
+                regions.end(message)
+            case ResizeSlice():
+                regions.resize(message)
+                self._welcome = replace(self._welcome, slice_bytes=self._session.slice_bytes)
+            case _:
+                return False
+        close_all(fds)
+        self._tell_of_session()
+        return True
+
+    def _serve_regions(self) -> None:
+        """Serve what the broker says of regions while the session waits for launches; all else waits, too.
+
+        A region must not wait for launches that have nothing to do with it.
+        """
+        if not self._session.regions.is_used:
+            return
+        with contextlib.suppress(BlockingIOError, ChannelClosed):
+            while True:
+                message, fds = receive(self._channel)
+                if not self._serve_region(message, fds):
+                    self._heard.append((message, fds))
+        self._session.regions.advance()
+        self._tell_of_session()
 
     def _tell_of_session(self) -> None:
         """Tell the broker what it has to hear: of regions each message, once it has room for it."""

@@ -90,6 +90,7 @@ class Session:
         watch: The kernels' run times.
         submit: The operations of a submit.
         regions: The memory of its regions, as the broker says.
+        on_wait: Called about every millisecond while the session waits for launches.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Session:
         self._next_failure: Failure | None = None
         # Launches counted when Python last answered a wait, or reported a failure.
         self._synced = 0
+        self.on_wait: Callable[[], None] = keep_waiting
         self._context, self._ledger, self._page = context, ledger, page
         self._counters = page.counters
         self.watch = KernelWatch(context, page.counters, max_kernel_ms)
@@ -121,6 +123,7 @@ class Session:
             context.watch(self._check_lease)
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         self._resources = resources = SessionResources(ledger, context, self._check_lease, page.counters)
+        resources.check_sync = self._check_sync
         self._planner = planner = Planner(ledger, lease_id)
         self._memory = MemoryOperations(resources)
         self.pinned_buffers = self._memory.pinned_buffers
@@ -221,7 +224,7 @@ class Session:
         self._counters[_OPS] += 1
         self._counters[_DOING] = _SYNC
         try:
-            self._context.sync(self._check_lease)
+            self._context.sync(self._check_sync)
         except (DriverError, LeaseOver) as error:
             self._count_failure(_SYNC, error)
             request_id = int.from_bytes(number, "big")
@@ -375,6 +378,11 @@ class Session:
         if self._page.refusal() is not None:
             raise LeaseOver
 
+    def _check_sync(self) -> None:
+        """The `Poll` of a wait for launches: regions end meanwhile, too. Raises LeaseOver."""
+        self._check_lease()
+        self.on_wait()
+
     # --- connections ---
 
     def meet(self, *, is_stranger: bool) -> None:
@@ -409,7 +417,7 @@ class Session:
     @property
     def region_granule_bytes(self) -> int:
         """Regions begin and end at multiples of so many bytes; 0 if the session can have none."""
-        return int(getattr(self._context, "region_granule_bytes", 0))
+        return self._context.region_granule_bytes
 
     @property
     def slice_bytes(self) -> int:

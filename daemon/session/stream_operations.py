@@ -126,7 +126,7 @@ class StreamOperations(Operations):
     def sync(self, frame: Frame) -> bytes:
         """STREAM_SYNC."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
-        self._context.stream_sync(self._stream(number), self._check_lease)
+        self._context.stream_sync(self._stream(number), self._resources.check_sync)
         self._counters[Counter.SYNCS] += 1
         return empty(frame)
 

@@ -165,6 +165,7 @@ class RegionOrders:
 
 def _end_of(region: LeaseSnapshot, message: messages.RegionEnded) -> Event:
     if not (message.freed_bytes or message.kept_bytes):
+        # It never opened, or the session let go of it before. The table has that proved if it was open once.
         return RegionRefused(region.lease_id, "The session has nothing of the region.")
     if message.freed_bytes + message.kept_bytes != region.size_bytes:
         figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from gpulease.client import GpuBuilder, GpuSession, KernelArgs, aio
+from gpulease.client import GpuBuilder, GpuSession, KernelArgs, Region, aio
 from helpers.scripted_peer import ScriptedPeer
 
 
@@ -14,7 +14,8 @@ class Awaited:
 
     WAITING = frozenset(
         {"renew", "free", "query", "mem_alloc", "mem_free", "mem_write", "mem_read"}
-        | {"module_load", "module_unload", "launch", "sync", "close", "stream"}
+        | {"module_load", "module_unload", "launch", "sync", "close", "stream", "region_set"}
+        | {"region", "cancel", "resume", "revoke", "grow", "shrink"}
     )
 
     def __init__(self, target: Any) -> None:
@@ -26,9 +27,15 @@ class Awaited:
             return value
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            return value(*args, **kwargs)
+            result = value(*args, **kwargs)
+            return Awaited(result) if isinstance(result, Region) else result
 
         return call
+
+
+def real(thing: Any) -> Any:
+    """The face's own object, to be given to other objects of the face."""
+    return getattr(thing, "target", thing)
 
 
 class Face:

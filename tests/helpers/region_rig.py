@@ -91,6 +91,8 @@ class RegionCard(Recording):
     tickets: list[Ticket] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
+    wiped: list[int] = field(default_factory=list)
+    is_zeroed: bool = True
     free: int = 1 << 30
     end_error: DriverError | None = None
     mark_fault: KernelFault | None = None
@@ -109,7 +111,13 @@ class RegionCard(Recording):
     def region_kept_bytes(self, size_bytes: int) -> int:
         return KEPT
 
-    def region_end(self, address: int) -> RegionReturn:
+    def region_is_zeroed(self) -> bool:
+        return self.is_zeroed
+
+    def region_wipe(self, address: int) -> None:
+        self.wiped.append(address)
+
+    def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
         if self.end_error is not None:
             raise self.end_error
         self.ended.append(address)
@@ -259,12 +267,13 @@ def region_rig(*, is_native: bool = False, regions_required: bool = False) -> It
     os.close(fd)
     module = ledger.add_module(context.context.module_load(TRANSFORM), 1)
     ledger.add_module(context.context.module_load(GAPS), 1)
+    made = RegionRig(session, page, writer, context, ledger, module)
     try:
-        yield RegionRig(session, page, writer, context, ledger, module)
+        yield made
     finally:
         context.context.close()
         if session._gate.page is not None:
             session._gate.page.close()
-        writer.close()
+        made.writer.close()
         view.close()
         page.close()

@@ -22,6 +22,7 @@ from gpulease.protocol import (
     Opcode,
     Rejected,
     Request,
+    RevokeOutcome,
     Role,
     State,
     Status,
@@ -37,18 +38,24 @@ from gpulease.protocol.messages import (
     HelloReply,
     KernelEntry,
     Launch,
+    LaunchIn,
     LeaseAlloc,
     LeaseGrant,
     LeaseRef,
     LeaseRenew,
     LeaseRenewed,
+    LeaseRevoked,
     MemAlloc,
     MemRead,
     MemWrite,
     ModuleLoaded,
     Ping,
+    RegionGrant,
+    RegionOpen,
     Report,
 )
+from gpulease.protocol.opcodes import SessionOption
+from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Given
 
 KERNELS = (
@@ -58,6 +65,8 @@ KERNELS = (
 )
 CARD = "GPU-00000000-0000-0000-0000-000000000001"
 LEASE_ID = 0xABCDEF
+REGION_ID = 0xFACE00
+GRANULE = 2 << 20
 
 
 class HangUp(Exception):
@@ -111,12 +120,14 @@ class ScriptedPeer:
     ttl_ms: int | None = None
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     gives_rings: bool = False
+    region_granule_bytes: int = GRANULE
 
     def __post_init__(self) -> None:
         self.address = f"unix:{self.path}"
         self.problems: list[BaseException] = []
         self._next_handle = 0x7000_0000_0000
         self._last_stream = 0
+        self._regions = 0
         self._open: set[socket.socket] = set()  # changed by several threads, one atomic operation at a time
         self._threads: list[threading.Thread] = []
         self._listener = socket.socket(socket.AF_UNIX)
@@ -272,7 +283,7 @@ class ScriptedPeer:
         try:
             self._handle(request)
         except Refusal as refusal:
-            kernel = request.body.kernel if isinstance(request.body, Launch) else ""
+            kernel = request.body.kernel if isinstance(request.body, Launch | LaunchIn) else ""
             talk.kept = replace(
                 refusal.failure, failed_request_id=request.request_id, failed_op=int(request.op), kernel=kernel
             )
@@ -319,7 +330,25 @@ class ScriptedPeer:
     def _attach(self, request: Request) -> Body:
         assert request.session_id == LEASE_ID
         given = Given(RING_LAYOUT) if self.gives_rings else Given()
-        return AttachReply(1 << 30, "made-up", CARD, given.to_options())
+        granule = self.region_granule_bytes.to_bytes(4, "big")
+        told = (Tlv(SessionOption.REGIONS, granule),) if self.region_granule_bytes else ()
+        return AttachReply(1 << 30, "made-up", CARD, given.to_options() + told)
+
+    def _region_open(self, request: Request) -> Body:
+        wanted = request.body
+        assert isinstance(wanted, RegionOpen)
+        size_bytes = -(-wanted.size_bytes // GRANULE) * GRANULE
+        self._next_handle += 1 << 32
+        self._regions += 1
+        self.memory[self._next_handle] = bytearray(size_bytes)
+        region_id, end = REGION_ID + self._regions, int(time.time() + wanted.ttl_ms / 1000)
+        return RegionGrant(region_id, 1, size_bytes, wanted.ttl_ms, end, self._next_handle, self._regions, 7)
+
+    def _revoke(self, _: Request) -> Body:
+        return LeaseRevoked(RevokeOutcome.TORN_DOWN)
+
+    def _resize(self, request: Request) -> Body:
+        return request.body
 
     def _mem_alloc(self, request: Request) -> Body:
         assert isinstance(request.body, MemAlloc)
@@ -379,6 +408,14 @@ _DEFAULTS: dict[Opcode, Any] = {
     Opcode.LAUNCH: ScriptedPeer._empty,
     Opcode.SYNC: ScriptedPeer._empty,
     Opcode.MODULE_UNLOAD: ScriptedPeer._empty,
+    Opcode.REGION_OPEN: ScriptedPeer._region_open,
+    Opcode.REGION_CANCEL: ScriptedPeer._empty,
+    Opcode.REGION_SET: ScriptedPeer._stream_create,
+    Opcode.REGION_SET_FREE: ScriptedPeer._empty,
+    Opcode.REGION_RELEASE: ScriptedPeer._empty,
+    Opcode.LAUNCH_IN: ScriptedPeer._empty,
+    Opcode.LEASE_REVOKE: ScriptedPeer._revoke,
+    Opcode.LEASE_RESIZE: ScriptedPeer._resize,
     Opcode.STREAM_CREATE: ScriptedPeer._stream_create,
     Opcode.STREAM_DESTROY: ScriptedPeer._empty,
     Opcode.STREAM_SELECT: ScriptedPeer._empty,

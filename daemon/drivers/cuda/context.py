@@ -308,16 +308,24 @@ class CudaContext:
         """Map memory; cached blocks may be all that is missing."""
         self.trim(spare_bytes, poll)
         try:
-            return self._regions.open(size_bytes, poll)
+            return self._regions.open(size_bytes)
         except OutOfMemory:
             if not self.cached_bytes:
                 raise
         self.trim(0, poll)
-        return self._regions.open(size_bytes, poll)
+        return self._regions.open(size_bytes)
 
     def region_kept_bytes(self, size_bytes: int) -> int:
         """Size of the scratch (regions.py)."""
         return self._regions.kept_bytes(size_bytes)
+
+    def region_wipe(self, address: int) -> None:
+        """Queue a memset of the scratch (regions.py)."""
+        self._regions.wipe(address)
+
+    def region_is_zeroed(self) -> bool:
+        """Ask the stream of the memsets (regions.py)."""
+        return self._regions.is_zeroed()
 
     def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
         """Unmap the memory, all but the scratch (regions.py)."""

@@ -36,12 +36,14 @@ class _Region:
     Attributes:
         mapped: Address and size of each mapping.
         handles: The memory's handles: the scratch's, then the rest's.
+        is_wiped: The scratch is being zeroed, or is zero.
     """
 
     size_bytes: int
     address: int = 0
     mapped: list[tuple[int, int]] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
+    is_wiped: bool = False
     is_ending: bool = False
     is_ended: bool = False
 
@@ -63,8 +65,6 @@ class Regions:
         self._wait = wait
         self._granule_bytes: int | None = None
         self._regions: dict[int, _Region] = {}
-        # Regions whose opening was given up while their memory was being zeroed.
-        self._abandoned: list[_Region] = []
         self.reserved_bytes = 0
 
     @property
@@ -81,8 +81,8 @@ class Regions:
         """Size of a region's scratch."""
         return whole_pages(-(-size_bytes // SCRATCH_PARTS))
 
-    def open(self, size_bytes: int, poll: Poll) -> int:
-        """Map new memory and zero it: how the driver hands on a process's own memory is not documented.
+    def open(self, size_bytes: int) -> int:
+        """Map new memory and begin to zero it: how the driver hands on a process's own memory is not documented.
 
         Raises OutOfMemory, also where no addresses are left. A call that fails undoes what the ones before it did,
         but for the addresses.
@@ -97,20 +97,24 @@ class Regions:
                 " which are never used again",
                 hint="Free the lease and acquire another.",
             )
-        self._collect()
         region = _Region(size_bytes)
         try:
             self._map(region)
+            self._begin_zeroing(region.address, size_bytes)
         except BaseException:
             self._drop(region)
             raise
-        try:
-            self._zero(region.address, size_bytes, poll)
-        except BaseException:
-            self._abandoned.append(region)
-            raise
         self._regions[region.address] = region
         return region.address
+
+    def wipe(self, address: int) -> None:
+        """Begin to zero the scratch."""
+        region = self._regions.get(address)
+        if region is None or region.is_ending:
+            raise DriverError(f"{address:#x} is not the address of a region that can be ended")
+        if not region.is_wiped:
+            self._begin_zeroing(address, self.kept_bytes(region.size_bytes))
+            region.is_wiped = True
 
     def end(self, address: int, poll: Poll) -> RegionReturn:
         """Zero the scratch, unmap the rest, map the scratch in its place, release the rest.
@@ -118,13 +122,11 @@ class Regions:
         A poll that raises leaves the region mapped, and its scratch zeroed. If a call of the driver fails, the memory
         stays this process's until `release`.
         """
-        region = self._regions.get(address)
-        if region is None or region.is_ending:
-            raise DriverError(f"{address:#x} is not the address of a region that can be ended")
-        self._collect()
+        self.wipe(address)
+        self._wait(self.is_zeroed, poll)
+        region = self._regions[address]
         kept_bytes = self.kept_bytes(region.size_bytes)
         freed_bytes = region.size_bytes - kept_bytes
-        self._zero(address, kept_bytes, poll)
         region.is_ending = True
         if freed_bytes:
             self._unmap_last(region)
@@ -185,23 +187,16 @@ class Regions:
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._check(api.cuMemSetAccess(address, size_bytes, [access], 1))
 
-    def _zero(self, address: int, size_bytes: int, poll: Poll) -> None:
+    def _begin_zeroing(self, address: int, size_bytes: int) -> None:
         self._check(self._api.cuMemsetD8Async(address, 0, size_bytes, _OWN_STREAM))
-        self._wait(self._is_zeroed, poll)
 
-    def _is_zeroed(self) -> bool:
+    def is_zeroed(self) -> bool:
         """Return whether all memsets have ended. Raises the error that ended the context."""
         (error,) = self._api.cuStreamQuery(_OWN_STREAM)
         if error == self._api.CUresult.CUDA_ERROR_NOT_READY:
             return False
         self._check((error,))
         return True
-
-    def _collect(self) -> None:
-        """Drop abandoned regions once nothing zeroes them."""
-        while self._abandoned and self._is_zeroed():
-            self._drop(self._abandoned[-1])
-            self._abandoned.pop()
 
     def _drop(self, region: _Region) -> None:
         while region.mapped:

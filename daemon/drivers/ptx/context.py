@@ -291,6 +291,13 @@ class CpuContext:
         """Return 0: nothing lies in an ended region's place (`Context.region_kept_bytes`)."""
         return 0
 
+    def region_wipe(self, address: int) -> None:
+        """Do nothing: nothing lies in an ended region's place (`Context.region_wipe`)."""
+
+    def region_is_zeroed(self) -> bool:
+        """Return True: the host's new pages are zero (`Context.region_is_zeroed`)."""
+        return True
+
     def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
         """End a region; what is queued goes on, and finds zeros there (`Context.region_end`)."""
         return self._regions.end(address)

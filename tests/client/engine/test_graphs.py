@@ -22,7 +22,7 @@ from helpers.scripted_peer import ScriptedPeer
 GRAPH = 7
 
 RECORDED = {"launch", "mem_write", "mem_read"}
-REFUSED = {"mem_alloc", "mem_free", "module_load", "module_unload", "sync", "stream"}
+REFUSED = {"mem_alloc", "mem_free", "module_load", "module_unload", "sync", "stream", "region_set"}
 
 
 class Awaitable:
@@ -109,6 +109,7 @@ async def what_is_refused_while_it_records(face: Face) -> None:
         async with record(face, session) as graph:
             refusals: dict[str, Callable[[], Any]] = {
                 "mem_alloc": lambda: session.mem_alloc(4),
+                "region_set": lambda: session.region_set([]),
                 "mem_free": lambda: session.mem_free(buffer),
                 "module_load": lambda: session.module_load("x"),
                 "module_unload": lambda: session.module_unload(module),

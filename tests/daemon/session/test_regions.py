@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.contract.messages import ForwardRevoked, RegionReleased
+from gpulease.daemon.contract.messages import EndRegion, ForwardRevoked, RegionReleased
 from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.session import regions as regions_module
 from gpulease.protocol.messages import Empty, Handle, Launch, MemAlloc, MemRead, MemWrite, RegionRef, RegionSet
@@ -133,18 +134,18 @@ def test_a_region_in_a_slot_that_was_another_ones_is_not_meant(made: RegionRig) 
     made.ask(Opcode.LAUNCH_IN, made.launch(made.set_of(other), other.address))
 
 
-def test_no_launch_begins_after_the_look_that_sees_the_flip(made: RegionRig) -> None:
+def test_no_launch_begins_after_the_look_that_sees_the_flip(made: RegionRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The region is revoked while a launch is being queued: none behind it begins, though all have arrived."""
     one = made.open()
     chosen = made.set_of(one)
     launch = made.context.launch
 
-    def flip_at_ten(*shape: object) -> None:
-        launch(*shape)  # type: ignore[arg-type]  # passed on as they come
+    def flip_at_ten(*shape: Any) -> None:
+        launch(*shape)
         if shape[-1] == 10:
             made.flip(one)
 
-    made.context.launch = flip_at_ten  # type: ignore[method-assign]
+    monkeypatch.setattr(made.context, "launch", flip_at_ten)
     frames = [quiet_in(made.launch(chosen, one.address, number), number) for number in range(1, 40)]
     made.feed(b"".join(frames) + sync(40))
     assert tags(made) == list(range(1, 11))
@@ -280,8 +281,6 @@ def test_launches_with_and_without_a_set_alternate(made: RegionRig) -> None:
 
 
 def test_an_address_is_released_once_its_memory_is_gone(made: RegionRig) -> None:
-    from gpulease.daemon.contract.messages import EndRegion
-
     one = made.open()
     assert made.refused(Opcode.REGION_RELEASE, Handle(one.address)).status is Status.BUSY
     made.flip(one)

@@ -204,6 +204,11 @@ def test_an_address_that_can_not_be_opens_nothing(address: int) -> None:
     assert isinstance(event, RegionRefused)
 
 
+def test_a_session_that_has_nothing_of_a_region_proves_nothing() -> None:
+    (event,) = Rig().told(m.RegionEnded(REGION, 0, 0, 0))
+    assert isinstance(event, RegionRefused)
+
+
 @pytest.mark.parametrize(("freed", "kept"), [(SIZE, 1), (SIZE - 1, 0), (0, 1), (1 << 63, 0)])
 def test_figures_that_do_not_add_up_prove_nothing(freed: int, kept: int) -> None:
     (event,) = Rig().told(m.RegionEnded(REGION, freed, kept, SIZE))

@@ -70,8 +70,8 @@ _STAND_IN = "stand_in"
 
 # It touches nothing that the kernel knows, and keeps its registers: a loop with an access is as good as without it.
 STAND_IN_IR = f"""
-define internal preserve_mostcc ptr @{_STAND_IN}(ptr %environment, i64 %address, i32 %size, i32 %access)
-    noinline cold nounwind memory(argmem: readwrite, inaccessiblemem: readwrite) {{
+define internal preserve_allcc ptr @{_STAND_IN}(ptr %environment, i64 %address, i32 %size, i32 %access)
+    noinline cold nounwind noimplicitfloat memory(argmem: readwrite, inaccessiblemem: readwrite) {{
   %returned.at = getelementptr i8, ptr %environment, i64 {Environment.returned.offset}
   %returned = load ptr, ptr %returned.at
   %start = load i64, ptr %returned
@@ -202,7 +202,7 @@ def reach_global(ir: IrWriter, address: Value, valid: Value, what: tuple[int, Ac
 def stand_in(ir: IrWriter, address: Value, size: int, access: Access) -> Value:
     """A pointer to what an access in an ended region gets instead; null if the address is in none."""
     given = ", ".join(map(str, (ENVIRONMENT, address, constant("i32", size), constant("i32", access))))
-    return ir.value("ptr", f"call preserve_mostcc ptr @{_STAND_IN}({given})")
+    return ir.value("ptr", f"call preserve_allcc ptr @{_STAND_IN}({given})")
 
 
 def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Value, Space]:
