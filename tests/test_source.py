@@ -1,11 +1,13 @@
 """Rules about the source itself: who may import whom, how long things are, what must not be in the tree."""
 
 import ast
+import builtins
 import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -340,3 +342,151 @@ def test_no_room_of_the_daemon_imports_a_higher_one() -> None:
             if (ROOT / "daemon" / other).is_dir() and other not in {room, *LAYERS[room], *UNDER_ALL}:
                 wrong.append(f"{name_of(path)} imports {name}")
     assert wrong == [], wrong
+
+
+# --- What docstrings and comments name is there. ---
+
+NAMED_FILE = re.compile(r"(?<![\w./*-])[\w./-]*\w\.(?:py|ll)\b(?!\]\()")
+NAMED_CODE = re.compile(r"`((?:[A-Za-z_]\w*\.)+\w+|_?[A-Z][A-Z\d]*[a-z]\w*)(?:\(\))?`")
+"""A module's or class's name, or two and more names with dots between, alone between backticks."""
+
+NAMING = {".cu", ".html", ".js", ".ll", ".md", ".service", ".socket", ".toml", ".yml"}
+"""Endings of texts, beside Python's, that name files of the tree."""
+
+MADE_FILES = {"json", "key", "ll", "md", "pem", "py", "weights"}
+"""Endings of files: `ca.key` is no member of anything."""
+
+MAX_BASES_DEEP = 4
+"""Classes above a class whose members it has, one above the other."""
+
+NOT_OURS = {"mul": "PTX", "setp": "PTX", "vote": "PTX", "data": "an audit record's member"}
+"""First words of dotted names that are neither ours nor Python's, and what they are of."""
+
+
+def missing_files(path: Path, text: str) -> list[str]:
+    """The files that a text names and that are not there.
+
+    They are named from a folder that the text's file is in, or behind another of the same folder.
+    """
+    missing = []
+    folders = [folder for folder in path.parents if folder.is_relative_to(ROOT)]
+    before: list[Path] = []
+    for named in NAMED_FILE.findall(text):
+        found = [folder / named for folder in [*before, *folders] if (folder / named).is_file()]
+        before = [file.parent for file in found[:1]]
+        if not found:
+            missing.append(named)
+    return missing
+
+
+def targets_of(node: ast.AST) -> set[str]:
+    """Names that a statement defines or assigns to."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+@cache
+def modules() -> dict[str, set[str]]:
+    """The names in each module, by every tail of its dotted name. A package has what it imports and exports."""
+    found: dict[str, set[str]] = {}
+    for path in SOURCES + TESTS:
+        names = {name for node in tree_of(path).body for name in targets_of(node)}
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if path.stem == "__init__":
+            parts = parts[:-1]
+            names |= {name.rpartition(".")[2] for name in imports_of(path)} | set(exports_of(path) or ())
+        for start in range(len(parts)):
+            found.setdefault(".".join(parts[start:]), set()).update(names)
+    return found
+
+
+@cache
+def classes() -> dict[str, set[str]]:
+    """The members of each class by its name, those of its bases among them."""
+    found: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for node in (node for path in SOURCES + TESTS for node in ast.walk(tree_of(path))):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        members = found.setdefault(node.name, set())
+        members.update(*(targets_of(member) for member in node.body))
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name) and inner.value.id == "self":
+                members.add(inner.attr)
+        names = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+        bases.setdefault(node.name, set()).update(names)
+    for _ in range(MAX_BASES_DEEP):
+        for name, names in bases.items():
+            found[name].update(*(found.get(base, ()) for base in names))
+    return found
+
+
+def is_ours(named: str) -> bool:
+    """Return whether a module, a class or a variable named for its class has what the dotted name says."""
+    *owner, member = named.removeprefix("gpulease.").split(".")
+    if not owner:
+        return member in classes() or any(member in names for names in modules().values())
+    if named.removeprefix("gpulease.") in modules() or member in modules().get(".".join(owner), ()):
+        return True
+    *package, last = owner
+    if package:
+        return last in modules().get(".".join(package), ()) and member in classes().get(last, ())
+    alike = (name for name in classes() if name == last or name.lower().endswith(last))
+    return any(member in classes()[name] for name in alike)
+
+
+def is_of_python(path: Path, named: str) -> bool:
+    """Return whether a dotted name is one of Python's, or of a standard module that the file imports."""
+    imported = {name.split(".")[0] for name in imports_of(path)} & sys.stdlib_module_names
+    first, *rest = named.split(".")
+    places: list[object] = [builtins, *map(importlib.import_module, imported)]
+    if first in sys.stdlib_module_names:
+        places = [importlib.import_module(first)]
+    else:
+        rest = [first, *rest]
+    for place in places:
+        for name in rest:
+            place = getattr(place, name, None)
+        if place is not None:
+            return True
+    return False
+
+
+@cache
+def prose_of(path: Path) -> tuple[tuple[int, str], ...]:
+    """The comments of a file, and its strings that are statements, with their lines."""
+    with path.open("rb") as file:
+        tokens = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+    texts = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr)]
+    told = [(node.lineno, node.value.value) for node in texts if isinstance(node.value, ast.Constant)]
+    return (
+        *((token.start[0], token.string) for token in tokens),
+        *((line, text) for line, text in told if isinstance(text, str)),
+    )
+
+
+def test_the_files_that_a_text_names_exist() -> None:
+    wrong = []
+    for path in committed():
+        if path.suffix in NAMING:
+            lines: Iterable[tuple[int, str]] = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        else:
+            lines = prose_of(path) if path.suffix == ".py" else ()
+        wrong += [f"{name_of(path)}:{line}: {name}" for line, text in lines for name in missing_files(path, text)]
+    assert wrong == []
+
+
+def test_what_docstrings_and_comments_name_exists() -> None:
+    wrong = [
+        f"{name_of(path)}:{line}: {named}"
+        for path in SOURCES + TESTS
+        for line, text in prose_of(path)
+        for named in NAMED_CODE.findall(text)
+        if named.partition(".")[0] not in NOT_OURS
+        and named.rpartition(".")[2] not in MADE_FILES
+        and not is_ours(named)
+        and not is_of_python(path, named)
+    ]
+    assert wrong == []

@@ -119,7 +119,7 @@ class GpuLease(LeaseView):
 
 
 class GpuSharedLease(LeaseView):
-    """A lease that others hold, like `gpulease.client.GpuSharedLease`."""
+    """A lease that others hold, like `gpulease.client.sync.lease.GpuSharedLease`."""
 
     def __init__(self, state: LeaseState) -> None:
         self._state = state

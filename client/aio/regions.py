@@ -59,6 +59,8 @@ class Region(RegionView):
 
     async def close(self) -> None:
         """End it and let go of its addresses, like `gpulease.client.Region.close`."""
+        if self.owner is None:
+            return
         await self._run(self._state.close())
         self.owner = None
 

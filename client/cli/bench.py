@@ -1,5 +1,6 @@
 """`gpulease bench`: the command and its tables; `client.bench` measures."""
 
+import contextlib
 import json
 import sys
 import time
@@ -10,8 +11,12 @@ import click
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import measure_core, reaches_all_goals
 from gpulease.client.bench.load import run_load
+from gpulease.client.bench.region_times import keeps_the_pin, measure_regions
 from gpulease.client.bench.suite import Figures, Plan, Say, measure_beside_direct_calls, measure_requests
+from gpulease.client.cli.demo import transform_ptx
+from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.tables import seconds_text, table
+from gpulease.client.verify.scene import Scene
 
 GATE_FLIPS: Final = 400
 """Enough for a 99th percentile that means something; each takes milliseconds."""
@@ -28,6 +33,10 @@ QUICK_GATE_FLIPS: Final = 50
 QUICK_REQUEST_S: Final = 1.0
 QUICK_MINUTES: Final = 1.0
 """Sizes of `--quick`: about a minute in all. The 99th percentiles are then the worst of a few."""
+
+REGION_SAMPLES: Final = 200
+QUICK_REGION_SAMPLES: Final = 20
+"""Regions opened and revoked for each figure."""
 
 REQUEST_S: Final = 5.0
 """Seconds of each load."""
@@ -55,6 +64,7 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option("--gateway", is_flag=True, help="Instead, requests a second on one lease each, on private daemons.")
 @click.option("--core", is_flag=True, help="Instead, the lease core alone: grants and renewals a second, lateness.")
 @click.option("--load", is_flag=True, help="Instead, whether a private daemon grows under leases that come and go.")
+@click.option("--regions", is_flag=True, help="Instead, regions; fails if a revoked one is refused too late.")
 @click.option("--minutes", type=click.FloatRange(min=0.01), help="Of --load: 10, or 1 with --quick.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(
@@ -68,6 +78,7 @@ def bench(
     gateway: bool,
     core: bool,
     load: bool,
+    regions: bool,
     minutes: float | None,
     as_json: bool,
 ) -> None:
@@ -81,6 +92,8 @@ def bench(
     if core:
         say("the lease core alone")
         _run_core(leases or CORE_LEASES, as_json)
+    if regions:
+        _run_regions(driver, QUICK_REGION_SAMPLES if quick else REGION_SAMPLES, say, as_json)
     if gateway:
         figures = measure_requests(driver, QUICK_REQUEST_S if quick else REQUEST_S, say)
         click.echo(json.dumps(figures, indent=2) if as_json else _request_table(figures))
@@ -104,6 +117,17 @@ def _run_core(leases: int, as_json: bool) -> NoReturn:
         json.dumps({"leases": leases, "figures": figures}, indent=2) if as_json else _core_table(leases, figures)
     )
     sys.exit(0 if reaches_all_goals(figures) else 1)
+
+
+def _run_regions(driver: str, samples: int, say: Say, as_json: bool) -> NoReturn:
+    with contextlib.ExitStack() as stack:
+        address = running_address() or stack.enter_context(private_daemon(driver))
+        title = Scene.at(address).title()
+        figures = measure_regions(address, transform_ptx(), samples, say)
+    rows = [[text, f"{figures[name]:.2f}"] for name, text in _REGION_ROWS]
+    shown = f"{title}\n\n{table(['regions', ''], rows)}"
+    click.echo(json.dumps({"title": title, "figures": figures}, indent=2) if as_json else shown)
+    sys.exit(0 if keeps_the_pin(figures) else 1)
 
 
 def _progress_lines() -> Say:
@@ -189,6 +213,29 @@ _GATE_ROWS: Final = (
     ("refused_p50_us", "flip to the typed refusal, us, p50"),
     ("refused_p99_us", "flip to the typed refusal, us, p99"),
     ("begun_after_flip_most", "launches begun after the flip, most"),
+)
+_REGION_ROWS: Final = (
+    ("region_mib", "a region's size, MiB"),
+    *(
+        (f"{name}_p{part}_{unit}", f"{text}, {unit}, p{part}")
+        for name, unit, text in (
+            ("floor_open", "us", "the driver's calls alone: create and map"),
+            ("open", "us", "open"),
+            ("floor_end", "us", "the driver's calls alone: unmap and release"),
+            ("revoke_to_returned", "us", "revoke to the answer that its bytes are back"),
+            ("revoke_wall_clock", "us", "flip to the typed refusal, launch by launch"),
+            ("revoke_wall_clock_proved", "ms", "flip to bytes proved back, launch by launch"),
+            ("revoke_in_graphs", "us", "flip to the typed refusal, graph by graph"),
+            ("revoke_in_graphs_proved", "ms", "flip to bytes proved back, graph by graph"),
+            ("step_quiet", "us", "launch + sync in another region, quiet"),
+            ("step_beside_revocations", "us", "launch + sync in another region, beside revocations"),
+        )
+        for part in (50, 99)
+    ),
+    ("graph_step_us", "one such graph and its wait, us, p50"),
+    ("launch_us", "a launch that names no region, us"),
+    ("launch_in_1_us", "a launch that names 1, us"),
+    ("launch_in_256_us", "a launch that names 256, us"),
 )
 _OVERLAP_ROWS: Final = (
     ("one_stream_ms", "copy, kernel, copy back in one stream, ms"),

@@ -36,6 +36,42 @@ def running_address() -> str | None:
     return DEFAULT_ADDRESS if isinstance(address, UnixAddress) and _answers(address.path) else None
 
 
+class PrivateDaemon:
+    """A daemon's process in a folder of its own.
+
+    Attributes:
+        address: Where it listens.
+    """
+
+    def __init__(self, folder: Path, options: list[str], settings: str = "") -> None:
+        self._path = str(folder / "daemon.sock")
+        self.address = f"unix:{self._path}"
+        self._log_path = folder / "log"
+        self._command = [sys.executable, "-P", "-m", "gpulease.daemon", "--listen", self.address, *options]
+        if settings:
+            file = folder / "settings.toml"
+            file.write_text(settings)
+            self._command += ["--config", str(file)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, and wait until it answers. Raises CannotStart."""
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        _wait_until_it_answers(self._process, self._path, self._log_path)
+
+    def kill(self) -> None:
+        """End the broker as a crash would: the sessions of a daemon that keeps its leases go on."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """Stop the process in order, or kill it."""
+        if self._process is not None:
+            _stop(self._process)
+
+
 @contextlib.contextmanager
 def private_daemon(
     driver: str,
@@ -54,27 +90,38 @@ def private_daemon(
         warm_contexts: Contexts that the daemon keeps ready.
         settings: Further settings, as TOML.
     """
-    with tempfile.TemporaryDirectory(prefix="gpulease-", dir=_short_folder()) as folder:
-        path = str(Path(folder) / "daemon.sock")
-        log_path = Path(folder) / "log"
-        command = [sys.executable, "-P", "-m", "gpulease.daemon", "--listen", f"unix:{path}", "--driver", driver]
-        for address in also_at:
-            command += ["--listen", address]
-        if settings:
-            file = Path(folder) / "settings.toml"
-            file.write_text(settings)
-            command += ["--config", str(file)]
-        if warm_contexts:
-            command += ["--warm-contexts", str(warm_contexts)]
-        for size in vram:
-            command += ["--vram", size]
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    options = ["--driver", driver]
+    for address in also_at:
+        options += ["--listen", address]
+    if warm_contexts:
+        options += ["--warm-contexts", str(warm_contexts)]
+    for size in vram:
+        options += ["--vram", size]
+    with _folder() as folder:
+        daemon = PrivateDaemon(folder, options, settings)
         try:
-            _wait_until_it_answers(process, path, log_path)
-            yield f"unix:{path}"
+            daemon.start()
+            yield daemon.address
         finally:
-            _stop(process)
+            daemon.stop()
+
+
+@contextlib.contextmanager
+def killable_daemon(driver: str) -> Iterator[PrivateDaemon]:
+    """Start a daemon whose leases outlive its broker, until the block ends. Raises CannotStart."""
+    with _folder() as folder:
+        daemon = PrivateDaemon(folder, ["--driver", driver], f'state = "{folder / "state"}"\n')
+        try:
+            daemon.start()
+            yield daemon
+        finally:
+            daemon.stop()
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="gpulease-", dir=_short_folder()) as folder:
+        yield Path(folder)
 
 
 def _short_folder() -> str | None:

@@ -196,7 +196,7 @@ class Attachment:
     # --- ending ---
 
     def disown(self) -> Any:
-        """Leave the session to the parent process (`forking.Inherited`).
+        """Leave the session to the parent process (`fork_guard.Inherited`).
 
         Returns:
             A new lock that takes the old one's place: a thread of the parent's may hold the old one for ever.

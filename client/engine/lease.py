@@ -246,7 +246,7 @@ class LeaseState:
         register(self)
 
     def disown(self) -> None:
-        """Leave the lease to the parent process (`forking.Inherited`)."""
+        """Leave the lease to the parent process (`fork_guard.Inherited`)."""
         self.over = self.over or OF_PARENT
 
     def extend(self, generation: int, ttl_ms: int, expires_at_unix_s: int) -> None:

@@ -93,7 +93,7 @@ class SessionView:
         self._launches, self._copies = launches, copies
 
     def disown(self) -> None:
-        """Leave the session to the parent process (`forking.Inherited`)."""
+        """Leave the session to the parent process (`fork_guard.Inherited`)."""
         self._lock = self._session.attachment.disown()
 
     @overload

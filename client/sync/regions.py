@@ -73,6 +73,8 @@ class Region(RegionView):
         Until then a part of them (`GpuLease.region`) stays in its place. A kernel that uses its addresses afterwards
         faults. That takes a session that is open here; without one the part stays until the lease ends.
         """
+        if self.owner is None:
+            return
         drive(self._state.close())
         self.owner = None
 

@@ -184,7 +184,7 @@ class Channel:
         self.link.break_off(Failure(Status.DISCONNECTED, f"the connection to {self.address} broke: {error.strerror}"))
 
     def disown(self) -> None:
-        """Leave the connection to the parent process, which has its own descriptor of it (`forking.Inherited`)."""
+        """Leave the connection to the parent process, which has its own descriptor of it (`fork_guard.Inherited`)."""
         self.link.break_off(OF_PARENT, is_explained=True)
         self.link.told.clear()
         self.drop_descriptors()

@@ -11,9 +11,11 @@ from gpulease.client.cli.private_daemon import private_daemon
 from gpulease.client.verify.claims import GIB, ClaimResult, check, claims, six_and_no_seventh
 from gpulease.client.verify.faults import FaultOutcome, Sizes, faults
 from gpulease.client.verify.neighbour import Neighbour, Window, neighbour
+from gpulease.client.verify.regions import broker_killed, region_claims
 from gpulease.client.verify.scene import Breach, Check, Scene, breach_of
 
 SIX_LEASES: Final = "six leases"
+BROKER_KILLED: Final = "regions of a killed broker"
 SIX_SLICES_BYTES: Final = 7 * GIB
 SIX_VRAM: Final = "48GiB"
 
@@ -67,7 +69,10 @@ def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]
     with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
         scene = Scene.at(address)
         fault_results = _run_faults(scene, only, on_fault)
-        proved = [check(claim.name, partial(claim.prove, scene)) for claim in claims(scene) if only in claim.name]
+        promises = [*claims(scene), *region_claims(scene)]
+        proved = [check(claim.name, partial(claim.prove, scene)) for claim in promises if only in claim.name]
+    if only in BROKER_KILLED:
+        proved.append(check(BROKER_KILLED, lambda: broker_killed(scene.driver)))
     if _fits_six(scene) and only in SIX_LEASES:
         with private_daemon(driver, (SIX_VRAM,)) as address:
             six = Scene.at(address)

@@ -57,7 +57,7 @@ class NotRefused(Exception):
 
 
 class Stamps(ctypes.Structure):
-    """A driver's native functions, and when launches through them began. stamp.ll has the same offsets."""
+    """A driver's native functions, and when launches through them began. session/native/stamp.ll has its offsets."""
 
     _fields_ = (
         ("launch", ctypes.c_uint64),

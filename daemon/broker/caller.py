@@ -12,7 +12,7 @@ from gpulease.daemon.broker.token_service import ConnectionTokens
 from gpulease.daemon.leases import Denied, Outcome
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.messages import Body, LeaseEvent
+from gpulease.protocol.messages import Body, LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import Opcode, Status
 
 READ_ONLY_OPS: Final = frozenset(
@@ -23,6 +23,7 @@ READ_ONLY_OPS: Final = frozenset(
         Opcode.LEASE_LIST_ACTIVE,
         Opcode.LEASE_SUBSCRIBE,
         Opcode.LEASE_UNSUBSCRIBE,
+        Opcode.REGION_WATCH,
         Opcode.METRICS,
         Opcode.HEALTH,
     }
@@ -44,7 +45,7 @@ class ClientConnection(Protocol):
     def answer(self, request: Request, result: Body | Failure) -> None:
         """Answer a request. Does nothing once the connection is closed."""
 
-    def send_event(self, subscription: int, event: LeaseEvent) -> bool:
+    def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
         """Send an event to a subscriber. Returns False if the connection has no room for it."""
 
 

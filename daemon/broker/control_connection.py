@@ -32,7 +32,7 @@ from gpulease.protocol.connection import (
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import Body, HelloReply, LeaseEvent
+from gpulease.protocol.messages import Body, HelloReply, LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.primitives import Tlv
 
@@ -193,7 +193,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             failure = Failure(Status.INTERNAL, "the daemon's answer can't be encoded", hint="Tell the operator.")
             self._transport.write(self._connection.send_failure(request, failure))
 
-    def send_event(self, subscription: int, event: LeaseEvent) -> bool:
+    def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
         """Send an event to a subscriber. False if it has not read enough; True on a closed connection."""
         if self._transport is None or self._transport.is_closing():
             return True

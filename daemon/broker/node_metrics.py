@@ -90,6 +90,10 @@ class NodeMetrics:
         """Count a request that was refused before it got to the lease table."""
         self._counters.refused(operation.lower(), status.name.lower())
 
+    def forward_revoked(self, status: Status, seen_after_ns: int) -> None:
+        """Count a launch that a session refused because of a region."""
+        self._counters.forward_revoked(status.name.lower(), seen_after_ns)
+
     def take_over_workers(self) -> None:
         """Count an earlier daemon's workers from now on: the earlier daemon has counted what they did so far."""
         for worker in self._workers.serving():
@@ -160,8 +164,8 @@ class NodeMetrics:
         return found
 
     def _content(self) -> Content:
-        leases = self._table.snapshots()
-        pair_of = {lease.lease_id: self._counters.pair(lease) for lease in leases}
+        leases, regions = self._table.snapshots(), self._table.regions.snapshots()
+        pair_of = {lease.lease_id: self._counters.pair(lease) for lease in (*leases, *regions)}
         charged = {lease.lease_id: self._table.charge_bytes(lease.lease_id) for lease in leases}
         allocated: dict[int, int] = {}
         for worker in self._workers.serving():
@@ -174,6 +178,7 @@ class NodeMetrics:
         facts = NodeFacts(
             now_ns=time.monotonic_ns(),
             leases=leases,
+            regions=regions,
             cards=self._table.cards(),
             warm=self._table.warming(),
             waiting=self._table.waiting(),

@@ -35,6 +35,7 @@ _STATUS: Final = {
     DenialReason.NOT_RECORDED: Status.BUSY,
     DenialReason.DRAINED: Status.DRAINED,
     DenialReason.BUSY: Status.BUSY,
+    DenialReason.NOT_ALLOWED: Status.DENIED,
 }
 
 

@@ -10,6 +10,7 @@ from gpulease.daemon.contract.control_page import BrokerPage, Counter
 from gpulease.daemon.leases import (
     CardSnapshot,
     DrainSet,
+    KeptRegion,
     LeasePhase,
     LeaseSnapshot,
     LeaseTable,
@@ -28,6 +29,12 @@ def full_report(lease: LeaseSnapshot, table: LeaseTable, workers: Workers) -> di
     lease_id, now_ns = lease.lease_id, time.monotonic_ns()
     report = lease_report(lease, workers.page(lease_id), now_ns, table.phase(lease_id, now_ns), table.drain_ns)
     report |= orphan_report(table.orphan_ms(lease_id), table.orphan_due_ns(lease_id), now_ns)
+    if (region := table.regions.get(lease_id)) is not None:
+        report |= region_report(region)
+    regions = table.regions.of(lease_id)
+    if regions:
+        report["regions"] = [f"{one.lease_id:032x}" for one in regions]
+        report["region_bytes"] = table.regions.held_bytes(lease_id)
     submit = table.submits.of(lease_id)
     page = None if submit is None else workers.page(submit.submit_id)
     return report | submit_report(submit, table.submits.last_of(lease_id), page)
@@ -41,7 +48,8 @@ def lease_report(
     drain_ns: int | None = None,
 ) -> dict[str, Any]:
     """Report one lease. The counters are what the worker claims on its page."""
-    report: dict[str, Any] = {
+    parent = {"parent": f"{lease.parent_id:032x}"} if lease.parent_id else {}
+    report: dict[str, Any] = parent | {
         "lease_id": f"{lease.lease_id:032x}",
         "tenant": lease.tenant,
         "state": lease.state.value,
@@ -72,6 +80,18 @@ def lease_report(
             "copied_bytes": page.counter(Counter.COPIED_BYTES),
         }
     return report
+
+
+def region_report(region: KeptRegion) -> dict[str, Any]:
+    """Report where a region lies in its session."""
+    return {
+        "region_state": region.state.value,
+        "address": region.address,
+        "slot": region.slot,
+        "number": region.number,
+        "is_cancelled": region.is_cancelled,
+        "kept_bytes": region.kept_bytes,
+    }
 
 
 def orphan_report(orphan_ms: int, due_ns: int | None, now_ns: int) -> dict[str, Any]:

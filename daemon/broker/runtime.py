@@ -22,6 +22,7 @@ from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.subscriptions import Publisher
 from gpulease.daemon.broker.timers import Timers
 from gpulease.daemon.broker.token_service import TokenService
+from gpulease.daemon.contract.messages import ForwardRevoked
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource
 from gpulease.daemon.leases import (
@@ -32,6 +33,7 @@ from gpulease.daemon.leases import (
     Denied,
     DrainTimerFired,
     Effect,
+    EndRegion,
     Event,
     FenceCleared,
     Granted,
@@ -40,15 +42,20 @@ from gpulease.daemon.leases import (
     LeaseSnapshot,
     LeaseState,
     LeaseTable,
+    OpenRegion,
     Outcome,
     ProveReclaimed,
+    ProveRegion,
     RecycleWorker,
     RefuseSubmit,
     RefuseWork,
+    RegionGranted,
     RenameWorker,
     Renewed,
+    ResizeSlice,
     ScrubWorker,
     SetDeadline,
+    SetRegion,
     SpawnSubmit,
     SpawnWorker,
     SubmitEnded,
@@ -70,9 +77,11 @@ from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.record.lease_facts import LeaseHistory
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
-from gpulease.daemon.workers.monitors import CardWatch, KernelWatchdog, MemoryMonitor, Reclaimer, Recycler
+from gpulease.daemon.workers.monitors import CardWatch, KernelWatchdog, MemoryMonitor, Reclaimer, Recycler, RegionProver
+from gpulease.daemon.workers.region_orders import RegionOrders
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
+from gpulease.protocol.messages import RegionEvent
 from gpulease.protocol.opcodes import Exclusivity, Status
 
 _TIMER_KINDS: Final = tuple(TimerKind)
@@ -122,7 +131,11 @@ class Runtime:
         self._reclaimer = Reclaimer(source, self.post)
         self._memory_monitor = MemoryMonitor(table, source, workers, self.post)
         self._recycler = Recycler(source, workers, self.post)
+        self._region_prover = RegionProver(source, workers, self.post)
+        self._regions = RegionOrders(table.get, workers, self.post, self._on_forward_revoked)
         self._watchdog = KernelWatchdog(workers, self.post, max_load_s)
+        # Of cancelled regions, the cancel that a refused launch has told of: later launches meet the same one.
+        self._told_cancels: dict[int, int] = {}
         self._one_settled = asyncio.Event()
         self._pending = PendingRequests(self.journal, self.recorder, self.metrics, self._one_settled.set)
         self._events: deque[Event] = deque()
@@ -137,6 +150,7 @@ class Runtime:
         # A warm context that is ready is weighed before the table hears of it.
         self.workers.deliver_to(self._recycler.deliver)
         self.workers.set_memory_listeners(self._memory_monitor.look, self._recycler.on_scrubbed)
+        self.workers.set_region_listener(self._regions.on_message)
         on_guest_answered = partial(self.tokens.on_guest_answered, self.journal)
         self.workers.set_connection_listeners(self.connections.update, on_guest_answered)
 
@@ -147,9 +161,14 @@ class Runtime:
             cards: The node's cards, with what a context takes of each.
             latest_ns: The latest deadline that the earlier daemon could have given; see `adoption.reconcile`.
         """
-        self.recorder.record_missing_ends(self.journal.past.tombstones, time.monotonic_ns())
+        # Those of leases and those of regions are each in the order of time.
+        tombstones = self.journal.past.tombstones
+        for ends in ([one for one in tombstones if not one.parent_id], [one for one in tombstones if one.parent_id]):
+            self.recorder.record_missing_ends(ends, time.monotonic_ns())
         overheads = {card.uuid: card.overhead_bytes for card in cards}
-        adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post)
+        self._regions.begin_adoption()
+        adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post, self.journal.regions)
+        self._regions.end_adoption()
         self.metrics.take_over_workers()
         self.connections.take_over()
         if self.table.drain_ns is not None:
@@ -183,6 +202,7 @@ class Runtime:
         await self._watchdog.stop()
         await self._memory_monitor.stop()
         await self._recycler.stop()
+        await self._region_prover.stop()
         await self._reclaimer.stop()
         await self.card_watch.stop()
         self.memory_reserve.close()
@@ -234,6 +254,31 @@ class Runtime:
     def _on_warning(self, lease_id: int, left_ms: int, reason: str) -> None:
         self.recorder.warned(lease_id, left_ms, reason)
 
+    def _on_forward_revoked(self, region: LeaseSnapshot, told: ForwardRevoked) -> None:
+        status, seen_after_ns = Status(-told.status), told.seen_ns - told.flipped_ns
+        self.recorder.forward_revoked(region, status, told.kernel, told.site, told.position, seen_after_ns)
+        if self._is_first_look(region, status, told.flipped_ns):
+            self.metrics.forward_revoked(status, seen_after_ns)
+        event = RegionEvent(
+            lease_id=region.lease_id,
+            sequence=0,
+            lost=0,
+            status=-told.status,
+            kernel=told.kernel,
+            site=told.site,
+            position=told.position,
+            flipped_ns=told.flipped_ns,
+            seen_ns=told.seen_ns,
+        )
+        self.publisher.on_forward_revoked(region.parent_id, event)
+
+    def _is_first_look(self, region: LeaseSnapshot, status: Status, flipped_ns: int) -> bool:
+        """Return whether a refused launch is the first that saw the region's word: its delay is the look's."""
+        if status is not Status.CANCELLED or region.state is not LeaseState.ACTIVE:
+            return status is not Status.FENCED
+        was_ns, self._told_cancels[region.lease_id] = self._told_cancels.get(region.lease_id), flipped_ns
+        return was_ns != flipped_ns
+
     # --- effects out ---
 
     def _execute(self, effect: Effect) -> None:
@@ -264,6 +309,11 @@ class Runtime:
             WarmEnded: self._end_warm_context,
             SubmitFenced: self._fence_submit,
             FenceCleared: self._clear_fences,
+            OpenRegion: self._regions.open,
+            SetRegion: self._regions.set,
+            EndRegion: self._regions.end,
+            ProveRegion: self._region_prover.prove,
+            ResizeSlice: self._regions.resize,
             # Only subscribers and the log hear of these two.
             Warned: lambda _: None,
             CapacityChanged: lambda _: None,
@@ -345,6 +395,9 @@ class Runtime:
         if lease.state is LeaseState.FENCED:
             self.workers.fence(lease.lease_id, lease.card_uuid, lease.lease_id)
         self._settle_worker(lease.lease_id)
+        self._region_prover.give_up(lease.lease_id)
+        self._regions.forget(lease.lease_id)
+        self._told_cancels.pop(lease.lease_id, None)
         self.connections.forget(lease.lease_id)
 
     def _end_submit(self, effect: SubmitEnded) -> None:
@@ -420,7 +473,7 @@ class PendingRequests:
             self._journal.answer(outcome, partial(self._on_journal_done, outcome, on_outcome))
 
     def _on_journal_done(self, outcome: Outcome, on_outcome: OnOutcome, answered: Outcome) -> None:
-        if isinstance(answered, Granted):
+        if isinstance(answered, Granted | RegionGranted):
             self._recorder.answer(answered, partial(self._answer, on_outcome))
             return
         if isinstance(answered, Denied) and (withheld := withheld_lease(outcome)) is not None:
@@ -443,6 +496,8 @@ def withheld_lease(outcome: Outcome) -> tuple[str, LeaseSnapshot] | None:
     match outcome:
         case Granted(lease=lease):
             return "LEASE_ALLOC", lease
+        case RegionGranted(lease=lease):
+            return "REGION_OPEN", lease
         case Renewed(lease=lease):
             return "LEASE_RENEW", lease
     return None
@@ -458,6 +513,7 @@ def lease_worker_spec(effect: SpawnWorker, allowance_bytes: int) -> WorkerSpec:
         allowance_bytes=allowance_bytes,
         max_kernel_ms=effect.terms.max_kernel_ms,
         waiting=effect.terms.waiting,
+        regions_required=effect.terms.regions_required,
     )
 
 

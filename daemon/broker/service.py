@@ -232,7 +232,7 @@ class Service:
     # --- a new configuration ---
 
     def take_settings(self, config: Config, token_digest: bytes) -> None:
-        """Apply the settings that can change while the daemon runs; see `supervisor.reload`. The others stay.
+        """Apply the settings that can change while the daemon runs; see `lifecycle.Reloader`. The others stay.
 
         Args:
             config: The settings as their file has them now.

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.leases import (
     Effect,
+    EndRegion,
     KillWorker,
     LeaseEnded,
     LeasePhase,
@@ -23,11 +24,12 @@ from gpulease.daemon.leases import (
     ProveReclaimed,
     RefuseWork,
     SetDeadline,
+    SetRegion,
     Warned,
 )
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_SUBSCRIPTIONS, MAX_TEXT_BYTES
-from gpulease.protocol.messages import LeaseEvent
+from gpulease.protocol.messages import LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import Phase, Status
 
 EVERY_LEASE: Final = 0
@@ -45,22 +47,23 @@ Key = tuple[Phase, str, int | None]
 class Write(Protocol):
     """Writes an event to a subscriber's connection."""
 
-    def __call__(self, subscription: int, event: LeaseEvent) -> bool:
+    def __call__(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
         """Return whether the connection had room for the event."""
 
 
 @dataclass(slots=True, eq=False)
 class Subscription:
-    """A peer's subscription to one lease, or to every lease it may see.
+    """A peer's subscription to one lease or region, or to every lease it may see.
 
     Attributes:
         number: The number of the request that made it.
-        lease_id: The lease, or EVERY_LEASE.
+        lease_id: The lease or region, or EVERY_LEASE.
         tenant: The peer's tenant.
         may_see: Returns whether the peer may hear of a lease now.
         sequence: How many events there were.
         lost: How many events before `latest` were dropped.
         latest: The latest event, while the connection has no room for it.
+        is_watch: It tells of launches that were refused because of a region, or of any region of a lease.
     """
 
     number: int
@@ -70,9 +73,10 @@ class Subscription:
     write: Write
     sequence: int = 0
     lost: int = 0
-    latest: LeaseEvent | None = None
+    latest: LeaseEvent | RegionEvent | None = None
+    is_watch: bool = False
 
-    def send(self, event: LeaseEvent) -> bool:
+    def send(self, event: LeaseEvent | RegionEvent) -> bool:
         """Send an event, or keep it in place of the one that is kept. Returns whether it was sent."""
         self.sequence += 1
         if self.latest is not None:
@@ -98,6 +102,7 @@ class Publisher:
         self._table = table
         self._on_warning = on_warning
         self._by_lease: dict[int, list[Subscription]] = {}
+        self._watches: dict[int, list[Subscription]] = {}
         self._by_tenant: Counter[str] = Counter()
         # What each followed lease's subscribers were sent last.
         self._sent: dict[int, Key] = {}
@@ -116,7 +121,8 @@ class Publisher:
                 )
             )
         self._by_tenant[subscription.tenant] += 1
-        self._by_lease.setdefault(subscription.lease_id, []).append(subscription)
+        of_kind = self._watches if subscription.is_watch else self._by_lease
+        of_kind.setdefault(subscription.lease_id, []).append(subscription)
 
     def begin(self, subscription: Subscription) -> None:
         """Send a new subscription, whose request was answered, how its lease stands, and follow its leases."""
@@ -138,12 +144,13 @@ class Publisher:
         if not self._by_tenant[subscription.tenant]:
             del self._by_tenant[subscription.tenant]
         self._slow.discard(subscription)
-        others = self._by_lease[subscription.lease_id]
+        of_kind = self._watches if subscription.is_watch else self._by_lease
+        others = of_kind[subscription.lease_id]
         others.remove(subscription)
         if others:
             return
-        del self._by_lease[subscription.lease_id]
-        if EVERY_LEASE in self._by_lease:
+        del of_kind[subscription.lease_id]
+        if subscription.is_watch or EVERY_LEASE in self._by_lease:
             return
         followed = list(self._sent) if subscription.lease_id == EVERY_LEASE else [subscription.lease_id]
         for lease_id in followed:
@@ -159,12 +166,18 @@ class Publisher:
             match effect:
                 case SetDeadline() | RefuseWork() | KillWorker() | ProveReclaimed():
                     changed[effect.worker_id] = None
+                case SetRegion() | EndRegion():
+                    changed[effect.region_id] = None
                 case Warned(lease_id=lease_id):
                     changed[lease_id] = None
                 case LeaseEnded(lease):
                     changed[lease.lease_id] = None
         for lease_id in changed:
             self._update(lease_id)
+
+    def on_forward_revoked(self, lease_id: int, event: RegionEvent) -> None:
+        """Tell the watches of a region, and those of its lease, of a launch that was refused because of the region."""
+        self._send_to((*self._watches.get(event.lease_id, ()), *self._watches.get(lease_id, ())), event)
 
     def stop(self) -> None:
         """Cancel all timers."""
@@ -213,8 +226,11 @@ class Publisher:
         )
         if standing.phase is Phase.WARNING:
             self._on_warning(lease_id, event.left_ms, standing.reason)
+        self._send_to(subscribers, event)
+
+    def _send_to(self, subscribers: Iterable[Subscription], event: LeaseEvent | RegionEvent) -> None:
         for subscription in subscribers:
-            if subscription.may_see(lease_id) and not subscription.send(event):
+            if subscription.may_see(event.lease_id) and not subscription.send(event):
                 self._slow.add(subscription)
                 self._schedule_flush()
 
@@ -243,6 +259,12 @@ class ConnectionSubscriptions:
         subscription = Subscription(number, lease_id, self._tenant, may_see, self._write)
         self._publisher.add(subscription)
         self._own[number] = subscription
+
+    def watch(self, number: int, lease_id: int, may_see: Callable[[int], bool]) -> None:
+        """Add a watch of a region, or of all regions of a lease. Raises Refused."""
+        watch = Subscription(number, lease_id, self._tenant, may_see, self._write, is_watch=True)
+        self._publisher.add(watch)
+        self._own[number] = watch
 
     def begin(self, number: int) -> None:
         """Send the first event of a subscription whose request was answered."""

@@ -259,7 +259,7 @@ class Ticket(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RegionReturn:
-    """What became of a region's memory.
+    """The bytes of a region that has ended.
 
     Attributes:
         freed_bytes: Bytes that went back to the card.
@@ -340,7 +340,9 @@ class Context(Protocol):
         """Regions begin and end at multiples of so many bytes; 0 if the driver has no regions."""
 
     def region_open(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
-        """Map zeroed memory of its own for a region, at an address that this context has never used and never reuses.
+        """Map memory of its own for a region, at an address that this context has never used and never reuses.
+
+        Nothing may use the region before `region_is_zeroed`: a card may be busy with other kernels meanwhile.
 
         Args:
             size_bytes: A multiple of `region_granule_bytes`.
@@ -354,7 +356,13 @@ class Context(Protocol):
     def region_kept_bytes(self, size_bytes: int) -> int:
         """Return the `RegionReturn.kept_bytes` of a region of that size."""
 
-    def region_end(self, address: int) -> RegionReturn:
+    def region_is_zeroed(self) -> bool:
+        """Return whether all that `region_open` and `region_wipe` began to zero is zero."""
+
+    def region_wipe(self, address: int) -> None:
+        """Begin to zero what `region_end` keeps of a region, so that `region_end` need not wait for it."""
+
+    def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
         """Take a region's memory away and give it back to the card; complete on return.
 
         No launch or copy that uses the region may be under way: on CUDA an access meanwhile costs the context. From

@@ -15,8 +15,8 @@ import msgpack
 
 MAX_MESSAGE_BYTES: Final = 124 << 10
 """Largest datagram. The largest honest one carries bytes that a tenant sent behind its ATTACH: a control connection's
-receive buffer at most, 64 KiB and a header. A process that overwrites memory that it frees (host/heap.py) would map
-room for 128 KiB anew for each message, in 70 us."""
+receive buffer at most, 64 KiB and a header. A process that overwrites memory that it frees (host/heap_wipe.py) would
+map room for 128 KiB anew for each message, in 70 us."""
 
 PACKING_BYTES: Final = 4096
 """First size of the buffer in which a message is packed. The library's own 256 KiB would be mapped anew, too."""

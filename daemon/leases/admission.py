@@ -21,36 +21,13 @@ from gpulease.daemon.leases.events import (
     WaitTimerFired,
     Warned,
 )
-from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseState
-from gpulease.daemon.leases.quotas import CoreLimits, phase_of
+from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseState, RegionState
+from gpulease.daemon.leases.quotas import check_ttl, phase_of, region_phase_of
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import WarmPool
 
 MAX_LEASE_ID = (1 << 128) - 1
-
-
-def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
-    """Return the denial for a time to live that the tenant can't have; None if it can."""
-    if ttl_ms < 1:
-        return denials.invalid(f"A lease can't live for {ttl_ms} ms.", "Ask for a time to live of at least 1 ms.")
-    if ttl_ms > limits.max_ttl_s * 1000:
-        return denials.over_limit(
-            "max_ttl_s",
-            f"A time to live of {denials.duration_text(ttl_ms)} was asked for, but this node grants at most"
-            f" {limits.max_ttl_s} s at a time",
-            "Ask for less, and renew the lease while you need it.",
-        )
-    own_s = limits.tenants.of(tenant).max_ttl_s
-    if own_s is not None and ttl_ms > own_s * 1000:
-        return denials.over_tenant_limit(
-            tenant,
-            "max_ttl_s",
-            f"A time to live of {denials.duration_text(ttl_ms)} was asked for, and {own_s} s at a time is the most"
-            " this tenant gets",
-            "Ask for less, and renew the lease while you need it.",
-        )
-    return None
 
 
 class Admission:
@@ -71,7 +48,7 @@ class Admission:
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
         """Place the request, queue it, or refuse it."""
         denial = self._store.rates.denial(event.tenant, self._store.limits.tenants.of(event.tenant), now_ns)
-        denial = denial or self._check_drain(now_ns)
+        denial = denial or self._store.drain_denial(now_ns)
         denial = denial or self._check_request(event) or self._check_counts(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
@@ -176,17 +153,11 @@ class Admission:
         if hold_end_ns is not None and (armed_ns is None or hold_end_ns < armed_ns):
             out.append(ArmTimer(HoldTimerFired(), hold_end_ns))
 
-    def _check_drain(self, now_ns: int) -> Denial | None:
-        return None if self._store.drain_ns is None else denials.draining(self._store.drain_ns - now_ns)
-
     def _check_request(self, event: AcquireRequested) -> Denial | None:
         if self._store.is_shutting_down:
             return denials.shutting_down()
         if not 0 < event.lease_id <= MAX_LEASE_ID or self._store.is_used(event.lease_id):
-            return denials.invalid(
-                f"Lease id {event.lease_id:032x} can't be given out: it is used already, or is no u128 above 0.",
-                "Choose another at random.",
-            )
+            return denials.id_used(event.lease_id)
         if event.terms.size_bytes < self._store.limits.min_size_bytes:
             return denials.invalid(
                 f"A lease of {event.terms.size_bytes} bytes was asked for; the smallest is"
@@ -229,17 +200,7 @@ class Admission:
         return self._check_bytes(event)
 
     def _check_bytes(self, event: AcquireRequested) -> Denial | None:
-        bound = self._store.limits.tenants.of(event.tenant).max_vram_bytes
-        mine = self._store.bytes_by_tenant.get(event.tenant, 0) + self._store.queue.bytes_of(event.tenant)
-        if bound is None or mine + event.terms.size_bytes <= bound:
-            return None
-        return denials.over_tenant_limit(
-            event.tenant,
-            "max_vram",
-            f"{denials.size_text(event.terms.size_bytes)} were asked for; this tenant has or awaits"
-            f" {denials.size_text(mine)} and may have {denials.size_text(bound)}",
-            "Ask for less, or free a lease you no longer need.",
-        )
+        return self._store.check_bytes(event.tenant, event.terms.size_bytes)
 
     def _usable(self, selected: tuple[CardAccount, ...], tenant: str) -> tuple[CardAccount, ...]:
         """Return those of the cards that the tenant may use."""
@@ -313,10 +274,6 @@ class Admission:
 
 REASON: Final = "the node is drained"
 
-RENEWAL_SLACK_MS: Final = 1000
-"""Most by which a renewed deadline may lie past the drain's. The drain ends the lease and says so. A worker that never
-hears of the drain's end still stops by itself."""
-
 
 class Drain:
     """Drains a node: admits nobody, warns the tenants, and ends the leases left at a deadline.
@@ -362,14 +319,13 @@ class Drain:
             if lease.state is LeaseState.ACTIVE:
                 self._teardown.begin(lease, Cause.DRAINED, REASON, now_ns, out)
 
-    def cap(self, deadline_ns: int) -> int:
-        """Return a renewal's deadline, capped by the drain's."""
-        drain_ns = self._store.drain_ns
-        return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns + RENEWAL_SLACK_MS * NS_PER_MS)
-
     def _set(self, request: int, now_ns: int, out: list[Effect]) -> None:
         active = [lease for lease in self._store.live.values() if lease.state is LeaseState.ACTIVE]
         out.append(DrainSet(request, self._store.drain_ns, len(active)))
         for lease in active:
             phase = phase_of(lease, self._store.drain_ns, now_ns)
             out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
+        for region in self._store.regions.values():
+            if region.state is RegionState.ACTIVE:
+                phase = region_phase_of(region, self._store.live[region.lease_id], self._store.drain_ns, now_ns)
+                out.append(Warned(region.region_id, phase.phase, phase.left_ms(now_ns)))

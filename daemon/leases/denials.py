@@ -8,6 +8,7 @@ from typing import Final
 from gpulease.daemon.leases.devices import Card
 from gpulease.daemon.leases.model import NS_PER_MS, Cause, LeaseSnapshot, LeaseState
 from gpulease.protocol.failures import LEASE_ENDS
+from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
 
 # Enough of a tenant's own text to recognise it, and too little to fill a log line.
@@ -32,6 +33,7 @@ class DenialReason(Enum):
     NOT_RECORDED = "not_recorded"
     DRAINED = "drained"
     BUSY = "busy"
+    NOT_ALLOWED = "not_allowed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,4 +312,162 @@ def waited_in_vain(lease_id: int, waited_s: int) -> Denial:
         DenialReason.BUSY,
         f"A submit on lease {lease_id:032x} waited {waited_s} s for the one before it, which goes on.",
         "Nothing was run: try again.",
+    )
+
+
+def id_used(lease_id: int) -> Denial:
+    """Deny a lease or region whose id can't be given out."""
+    return invalid(
+        f"Lease id {lease_id:032x} can't be given out: it is used already, or is no u128 above 0.",
+        "Choose another at random.",
+    )
+
+
+def not_a_region(lease_id: int) -> Denial:
+    """Deny what only a region can have done to it."""
+    return invalid(f"Lease {lease_id:032x} is no region.", "Name a region, by the id of its grant.")
+
+
+def not_its_tenant(region_id: int) -> Denial:
+    """Deny the tenant of a region's lease what only the region's own tenant may do."""
+    return Denial(
+        DenialReason.NOT_ALLOWED,
+        f"Lease {region_id:032x} is a region of another tenant, which alone may renew it and give it back.",
+        "Revoke it if it is to end.",
+    )
+
+
+def not_revocable(lease_id: int) -> Denial:
+    """Deny a tenant the revocation of its own lease or region."""
+    return Denial(
+        DenialReason.NOT_ALLOWED,
+        f"Lease {lease_id:032x} is not yours to revoke: operators revoke leases, and a lease's tenant its regions.",
+        "Give it back instead.",
+    )
+
+
+def no_regions(lease_id: int) -> Denial:
+    """Deny a region because the lease's session can't have any."""
+    return Denial(
+        DenialReason.UNSUPPORTED,
+        f"Lease {lease_id:032x} can have no regions: its session's driver or worker has none.",
+        "Acquire a new lease, on a card whose driver has them.",
+    )
+
+
+def session_taken(lease_id: int) -> Denial:
+    """Deny a region or a resize because a submit runs in place of the lease's session."""
+    return Denial(
+        DenialReason.BUSY,
+        f"A submit runs in place of the session of lease {lease_id:032x} and has all of its memory.",
+        "Try again once it has ended.",
+    )
+
+
+def too_many_regions(lease_id: int) -> Denial:
+    """Deny a region because the lease has as many as one session may have."""
+    return Denial(
+        DenialReason.LIMIT,
+        f"Lease {lease_id:032x} has {MAX_REGIONS} regions, as many as one session may have.",
+        "Free one that you no longer need.",
+    )
+
+
+def too_many_places(lease_id: int) -> Denial:
+    """Deny a region because ended ones keep too many addresses."""
+    return Denial(
+        DenialReason.LIMIT,
+        f"Lease {lease_id:032x} keeps the addresses of too many regions that have ended.",
+        "Let go of them in the session: REGION_RELEASE.",
+    )
+
+
+def regions_used_up(lease_id: int) -> Denial:
+    """Deny a region because the lease's numbers for them are used up."""
+    return Denial(
+        DenialReason.LIMIT,
+        f"Lease {lease_id:032x} has opened as many regions as one lease ever may.",
+        "Acquire a new lease.",
+    )
+
+
+def region_too_large(lease_id: int, size_bytes: int, slice_bytes: int) -> Denial:
+    """Deny a region that its lease's slice could not hold even if it had no other."""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"A region of {size_text(size_bytes)} was asked for, but the session of lease {lease_id:032x} has"
+        f" {size_text(slice_bytes)} in all.",
+        "Ask for less, or resize the lease: waiting would not help.",
+    )
+
+
+def regions_full(lease_id: int, size_bytes: int, left_bytes: int) -> Denial:
+    """Deny a region because the others of its lease leave too little of the slice."""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"A region of {size_text(size_bytes)} was asked for, but the regions of lease {lease_id:032x} leave"
+        f" {size_text(max(0, left_bytes))} of its slice.",
+        "Free a region, let go of the addresses of ended ones, or ask for less.",
+    )
+
+
+def region_refused(reason: str) -> Denial:
+    """Deny a region because its session can't map it; `reason` is the session's sentence."""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"The session can't open the region: {reason.rstrip('.')}.",
+        "Free memory of the session, or ask for less.",
+    )
+
+
+def session_silent(lease_id: int, what: str, waited_s: int) -> Denial:
+    """Deny what a lease's session did not do in time; `what` is a clause without a subject."""
+    return Denial(
+        DenialReason.BUSY,
+        f"The session of lease {lease_id:032x} did not {what} within {waited_s} s.",
+        "Look how it stands, and try again.",
+    )
+
+
+def is_region(region_id: int) -> Denial:
+    """Deny a resize of a region."""
+    return invalid(
+        f"Lease {region_id:032x} is a region, whose size never changes.", "Open another region of the size you need."
+    )
+
+
+def is_resizing(lease_id: int) -> Denial:
+    """Deny a resize because the one before it is not over."""
+    return Denial(
+        DenialReason.BUSY,
+        f"Lease {lease_id:032x} is being resized: it does one at a time.",
+        "Try again once that is over.",
+    )
+
+
+def no_room_to_grow(lease_id: int, more_bytes: int, available_bytes: int) -> Denial:
+    """Deny a larger size because the card has too little memory that nobody holds or waits for."""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"Lease {lease_id:032x} can't grow by {size_text(more_bytes)}: its card has"
+        f" {size_text(max(0, available_bytes))} that nobody holds or waits for now.",
+        "Ask for less, or try again later.",
+    )
+
+
+def too_small_for_regions(lease_id: int, size_bytes: int, region_bytes: int) -> Denial:
+    """Deny a smaller size because the lease's regions need more."""
+    return invalid(
+        f"Lease {lease_id:032x} can't shrink to {size_text(size_bytes)}: its regions and submits hold"
+        f" {size_text(region_bytes)}.",
+        "Free regions first, or keep more.",
+    )
+
+
+def resize_refused(lease_id: int, doubt: str, size_bytes: int) -> Denial:
+    """Deny a resize that the session did not carry out; `doubt` says why, and `size_bytes` is the size it has."""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"Lease {lease_id:032x} could not be resized: {doubt.rstrip('.')}. It has {size_text(size_bytes)}.",
+        "Free memory of the session, and try again.",
     )

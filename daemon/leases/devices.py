@@ -230,6 +230,12 @@ class CardAccount:
         is_free = self.free_bytes >= self.card.overhead_bytes
         return is_free and max(self.used_bytes, kept_bytes) + needed_bytes <= self.capacity_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """Bytes by which a lease may grow now: nobody holds or waits for them, and no warm context has them."""
+        kept_bytes = self.promised_bytes + self.stuck_bytes + self.yielding_bytes
+        return min(self.free_bytes, self.capacity_bytes - max(self.used_bytes, kept_bytes))
+
     def lend_context(self, lease: Lease) -> None:
         """Hold another context's bytes for an active lease."""
         lease.extra_bytes = self.card.overhead_bytes

@@ -6,9 +6,12 @@ the number. An event about a lease that is unknown or has ended does no harm.
 
 The shell executes effects in the order given and never decides. All times are monotonic nanoseconds.
 
-Every acquire, renew, free, revoke, fence clear, drain and submit gets exactly one of `Granted`, `Renewed`, `Freed`,
-`RevokeDone`, `FenceCleared`, `DrainSet`, `SubmitReady` or `Denied`. An acquire or submit whose requester left gets
-none.
+Every acquire, renew, free, revoke, fence clear, drain, submit, region request, cancel and resize gets exactly one of
+`Granted`, `Renewed`, `Freed`, `RevokeDone`, `FenceCleared`, `DrainSet`, `SubmitReady`, `RegionGranted`,
+`RegionCancelSet`, `Resized` or `Denied`. An acquire, submit or region request whose requester left gets none.
+
+A region's id is a lease's: renew, free and revoke take it, and `Renewed`, `Freed`, `RevokeDone`, `LeaseEnded` and the
+timers carry it.
 """
 
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
 from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseTerms, TransitionRecord
-from gpulease.daemon.leases.persisted import KeptLease
+from gpulease.daemon.leases.persisted import KeptLease, KeptRegion
 from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
 
@@ -123,7 +126,7 @@ class SubmitFound:
 
 @dataclass(frozen=True, slots=True)
 class RequesterGone:
-    """The client left before its acquire or submit was answered; an active lease is not touched."""
+    """The client left before its acquire, submit or region request was answered; an active lease is not touched."""
 
     request: int
 
@@ -181,11 +184,17 @@ class FreeRequested:
 
 @dataclass(frozen=True, slots=True)
 class RevokeRequested:
-    """An operator revokes a lease; the tenant sees `reason`."""
+    """An operator revokes a lease or region, or a lease's tenant one of its regions; the tenant sees `reason`.
+
+    Attributes:
+        tenant: Who asks, if it is no operator.
+    """
 
     request: int
     lease_id: int
     reason: str
+    tenant: str = ""
+    is_operator: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +244,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class WaitTimerFired:
-    """The wait of a queued acquire or submit ran out."""
+    """The wait of a queued acquire or submit ran out, or that for the answer to a resize."""
 
     request: int
 
@@ -329,6 +338,13 @@ class LeaseRestored:
 
 
 @dataclass(frozen=True, slots=True)
+class RegionRestored:
+    """A region that an earlier table left; sent once each, after all leases and before all other events."""
+
+    kept: KeptRegion
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerFound:
     """A worker of an earlier daemon, alive or dead, that no persisted lease has.
 
@@ -412,7 +428,11 @@ class RegionOpened:
 
 @dataclass(frozen=True, slots=True)
 class RegionRefused:
-    """Answer to `OpenRegion`: the session can't map the region; `reason` is a sentence for the tenant."""
+    """Answer to `OpenRegion` or `EndRegion`: the session has nothing of the region.
+
+    Attributes:
+        reason: A sentence for the tenant that says why it could not be mapped.
+    """
 
     region_id: int
     reason: str
@@ -444,7 +464,11 @@ class RegionStuck:
 
 @dataclass(frozen=True, slots=True)
 class RegionProved:
-    """Answer to `ProveRegion`: the card shows no more bytes for the worker than its lease and regions may hold."""
+    """Answer to `ProveRegion`: the card showed no more bytes for the worker than that allowed.
+
+    Attributes:
+        region_id: The region, or the lease that was resized.
+    """
 
     region_id: int
 
@@ -480,7 +504,7 @@ class ResizeRequested:
 
 @dataclass(frozen=True, slots=True)
 class SliceResized:
-    """Answer to `ResizeSlice`: the slice's size now, and why it is not the size asked for, "" if it is."""
+    """Answer to each `ResizeSlice`: the session's bytes now, and why they are not those asked for, "" if they are."""
 
     lease_id: int
     size_bytes: int
@@ -535,6 +559,7 @@ Event = (
     | ReclaimFailed
     | FenceClearRequested
     | LeaseRestored
+    | RegionRestored
     | WorkerFound
     | DrainRequested
     | DrainCancelled
@@ -750,7 +775,10 @@ class SetRegion:
 
 @dataclass(frozen=True, slots=True)
 class EndRegion:
-    """Have the worker take an ended region's memory away; answered by `RegionEnded` or `RegionStuck`, or never."""
+    """Have the worker take an ended region's memory away; answered by `RegionEnded` or `RegionStuck`, or never.
+
+    A region that the worker has nothing of gets `RegionRefused` instead. Sent again for a region of an earlier table.
+    """
 
     lease_id: int
     region_id: int
@@ -759,7 +787,11 @@ class EndRegion:
 
 @dataclass(frozen=True, slots=True)
 class ProveRegion:
-    """Look at the card until it shows at most `allowed_bytes` for the lease's worker; answered by `RegionProved`."""
+    """Look at the card until it shows at most `allowed_bytes` for the lease's worker; answered by `RegionProved`.
+
+    Attributes:
+        region_id: A region whose bytes went back, or the lease itself, whose slice got smaller.
+    """
 
     lease_id: int
     region_id: int
@@ -769,7 +801,11 @@ class ProveRegion:
 
 @dataclass(frozen=True, slots=True)
 class ResizeSlice:
-    """Have the worker give its session a slice of another size; answered by `SliceResized`, or never."""
+    """Have the worker give its session a slice of another size; answered by `SliceResized`, or never.
+
+    Attributes:
+        size_bytes: The session's own bytes: without those that the lease keeps for submits.
+    """
 
     lease_id: int
     size_bytes: int

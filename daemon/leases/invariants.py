@@ -1,8 +1,9 @@
-"""Invariants of the lease table, recomputed from the leases, submits and contexts alone."""
+"""Invariants of the lease table, recomputed from the leases, regions, submits and contexts alone."""
 
 from collections import Counter
 from collections.abc import Mapping
 
+from gpulease.daemon.contract.regions_page import MAX_NUMBER
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.model import (
     ALONE,
@@ -12,6 +13,8 @@ from gpulease.daemon.leases.model import (
     Cause,
     Lease,
     LeaseState,
+    Region,
+    RegionState,
     Submit,
     SubmitState,
     Trigger,
@@ -19,7 +22,10 @@ from gpulease.daemon.leases.model import (
     WarmState,
 )
 from gpulease.daemon.leases.table_state import LeaseStore
+from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Exclusivity
+
+LASTING = (RegionState.FENCED, RegionState.RETURNED)
 
 
 class InvariantBroken(Exception):
@@ -41,6 +47,7 @@ def validate(store: LeaseStore) -> None:
         _validate_account(account, by_card[account.card.uuid])
         _validate_pool(store, account, by_card[account.card.uuid])
     _validate_submits(store)
+    _validate_regions(store)
     _validate_counts(store)
     _validate_queue(store)
 
@@ -252,6 +259,74 @@ def _validate_lease_submit(store: LeaseStore, lease: Lease) -> None:
     earlier = store.submits.get(lease.submit_id)
     is_served = earlier is not None and earlier.state is not SubmitState.FENCED and lease.state is LeaseState.ACTIVE
     _require(lease.next_submit is None or is_served, f"{name} has somebody wait for a submit that will never be gone.")
+
+
+def _validate_regions(store: LeaseStore) -> None:
+    of_leases = {region_id: lease for lease in store.live.values() for region_id in lease.regions}
+    _require(of_leases.keys() == store.regions.keys(), "There are regions that no live lease has, or unknown ones.")
+    opening = {region.request for region in store.regions.values() if region.state is RegionState.OPENING}
+    _require(opening == store.region_requests.keys(), "Regions that open and their requests disagree on who waits.")
+    for region_id, region in store.regions.items():
+        _validate_region(store, of_leases[region_id], region)
+    for lease in store.live.values():
+        _validate_slice(lease)
+    for region_id, ended in store.ended_regions.items():
+        found = store.regions.get(region_id)
+        is_over = found is None or found.state is RegionState.RETURNED
+        _require(is_over, f"Region {region_id:032x} is both live and ended.")
+        is_whole = ended.state is LeaseState.TORNDOWN and ended.cause is not None and ended.ended_ns is not None
+        _require(is_whole, f"Region {region_id:032x} has not quite ended.")
+    _require(len(store.ended_regions) <= store.limits.max_tombstones, "Too many ended regions are remembered.")
+
+
+def _validate_region(store: LeaseStore, lease: Lease, region: Region) -> None:
+    name, state = f"Region {region.region_id:032x} ({region.state.value})", region.state
+    goes_on = state in (RegionState.OPENING, RegionState.ACTIVE)
+    is_known = region.lease_id == lease.lease_id and lease.regions.get(region.region_id) is region
+    _require(is_known and region.region_id not in store.live, f"{name} is not its lease's.")
+    _require(not goes_on or lease.state is LeaseState.ACTIVE, f"{name} goes on, and its lease is {lease.state.value}.")
+    _require(goes_on == (region.cause is None), f"{name} has cause {region.cause}.")
+    _require(state is not RegionState.ACTIVE or region.deadline_ns is not None, f"{name} has no deadline.")
+    _require(region.state is not RegionState.OPENING or not region.address, f"{name} has an address already.")
+    is_told = state is RegionState.RETURNED or region.is_given_up
+    _require(is_told == (region.ended_ns is not None), f"{name} ended at {region.ended_ns}.")
+    _require(not region.is_given_up or state in LASTING, f"{name} was given up.")
+    _require(state is not RegionState.RETURNED or region.kept_bytes > 0, f"{name} keeps nothing and is remembered.")
+    _require(not goes_on or not (region.free_request or region.revoke_requests), f"{name} is half ended.")
+    is_awaited = lease.state is LeaseState.ACTIVE and not goes_on and not is_told
+    _require(is_awaited == (region.end_due_ns is not None), f"{name} has no timer to end it, or one too many.")
+    is_fenced = lease.state is not LeaseState.FENCED or state is RegionState.RETURNED or region.is_given_up
+    _require(is_fenced, f"{name} is not part of its lease's fence.")
+    _require(0 <= region.kept_bytes <= region.size_bytes, f"{name} keeps {region.kept_bytes} bytes.")
+    history = region.history
+    _require(len(history) <= store.limits.max_story_entries, f"{name} has a story of {len(history)} entries.")
+    _require(not history or history[-1].finish is state, f"{name} is not where its story ends.")
+    ends = [entry.trigger for entry in history if isinstance(entry.trigger, Cause)]
+    _require(len(ends) <= 1 and (not ends or ends[0] is region.cause), f"{name} ended {len(ends)} times.")
+
+
+def _validate_slice(lease: Lease) -> None:
+    name, regions = _name(lease), lease.regions.values()
+    going = {region.slot: region for region in regions if region.state is not RegionState.RETURNED}
+    _require(going == lease.slots and all(0 <= slot < MAX_REGIONS for slot in going), f"{name} miscounts its slots.")
+    count = sum(region.state is not RegionState.RETURNED for region in regions)
+    _require(len(going) == count, f"{name} has two regions in a slot.")
+    numbers = {region.number for region in regions}
+    is_numbered = len(numbers) == len(regions) and lease.region_number >= max(numbers, default=0)
+    _require(is_numbered and lease.region_number <= MAX_NUMBER, f"{name} gave two regions one number.")
+    held = sum(region.charge_bytes for region in regions)
+    _require(held == lease.region_bytes, f"{name} counts {lease.region_bytes} bytes of regions, not {held}.")
+    room = lease.region_room_bytes
+    _require(held <= room or lease.is_restored, f"{name} has regions of {held} bytes in a slice of {room}.")
+    is_marked = lease.is_reshaped or not (regions or lease.resize is not None)
+    _require(is_marked and not (lease.is_reshaped and lease.is_scrubbing), f"{name} has regions and is to be recycled.")
+    _require(not (going and lease.own_submit_bytes), f"{name} has regions where a submit is.")
+    resize = lease.resize
+    if resize is not None:
+        _require(lease.state is LeaseState.ACTIVE, f"{name} is resized.")
+        largest = max(resize.size_bytes, resize.least_bytes)
+        _require(largest <= lease.terms.size_bytes, f"{name} may get {largest} bytes, and is charged less.")
+        _require(not lease.own_submit_bytes, f"{name} is resized while a submit has its session's place.")
 
 
 def _validate_counts(store: LeaseStore) -> None:

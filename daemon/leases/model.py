@@ -1,21 +1,22 @@
-"""Leases, submits and warm contexts: their ids, states and terms, and the transitions of a lease.
+"""Leases, regions, submits and warm contexts: their ids, states and terms, and the transitions of leases and regions.
 
 1. A lease is PENDING while its worker starts and ACTIVE once the worker is ready. Any end makes it DRAINING. It is
    TORNDOWN once its bytes are proved back, or FENCED if they could not be proved back.
 2. The first cause to end a lease is the cause it keeps.
 3. No transition leads back: no state before DRAINING is entered again, and only an operator releases a FENCED lease.
-4. A step that `TRANSITIONS` lacks raises `InvalidTransition` with the lease's recorded history.
+4. A step that `TRANSITIONS` or `REGION_TRANSITIONS` lacks raises `InvalidTransition` with the recorded history.
 
 States, causes and triggers are hashed by identity: Enum's own hash is a Python call for each step.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 if TYPE_CHECKING:
@@ -102,9 +103,11 @@ class Trigger(Enum):
     RECLAIM_FAILED = "reclaim_failed"
     FENCE_CLEARED = "fence_cleared"
     RENEWED = "renewed"
+    REGION_OPENED = "region_opened"
+    REGION_TAKEN = "region_taken"
 
 
-TRANSITIONS: Final = MappingProxyType(
+TRANSITIONS: Final[Mapping[tuple[LeaseState, Trigger | Cause], LeaseState]] = MappingProxyType(
     {
         (LeaseState.PENDING, Trigger.WORKER_READY): LeaseState.ACTIVE,
         (LeaseState.PENDING, Cause.FREED): LeaseState.DRAINING,
@@ -133,13 +136,60 @@ TRANSITIONS: Final = MappingProxyType(
 )
 
 
+class RegionState(Enum):
+    """States of a region.
+
+    OPENING until the worker has mapped it, ACTIVE until its first cause of end. Then REVOKED, EXPIRED or FREED until
+    nothing in the session can reach its memory, FENCED until that is proved, and RETURNED.
+    """
+
+    __hash__ = object.__hash__
+
+    OPENING = "opening"
+    ACTIVE = "active"
+    REVOKED = "revoked"
+    EXPIRED = "expired"
+    FREED = "freed"
+    FENCED = "fenced"
+    RETURNED = "returned"
+
+
+REGION_ENDS: Final = MappingProxyType(
+    dict.fromkeys(Cause, RegionState.REVOKED)
+    | {Cause.EXPIRED: RegionState.EXPIRED}
+    | dict.fromkeys((Cause.FREED, Cause.ABANDONED, Cause.SPAWN_FAILED), RegionState.FREED)
+)
+"""The state that each cause leads a region to; most causes are its lease's."""
+
+ENDED_REGIONS: Final = frozenset(REGION_ENDS.values())
+"""States of regions that have ended while the worker may still have their memory."""
+
+REGION_TRANSITIONS: Final[Mapping[tuple[RegionState, Trigger | Cause], RegionState]] = MappingProxyType(
+    {
+        (RegionState.OPENING, Trigger.REGION_OPENED): RegionState.ACTIVE,
+        **{(RegionState.OPENING, cause): finish for cause, finish in REGION_ENDS.items()},
+        (RegionState.ACTIVE, Trigger.RENEWED): RegionState.ACTIVE,
+        **{
+            (RegionState.ACTIVE, cause): finish
+            for cause, finish in REGION_ENDS.items()
+            if cause not in (Cause.ABANDONED, Cause.SPAWN_FAILED)
+        },
+        (RegionState.REVOKED, Trigger.REGION_TAKEN): RegionState.FENCED,
+        (RegionState.EXPIRED, Trigger.REGION_TAKEN): RegionState.FENCED,
+        (RegionState.FREED, Trigger.REGION_TAKEN): RegionState.FENCED,
+        (RegionState.FENCED, Trigger.RECLAIM_PROVED): RegionState.RETURNED,
+        (RegionState.FENCED, Trigger.FENCE_CLEARED): RegionState.RETURNED,
+    }
+)
+
+
 class TransitionRecord(NamedTuple):
-    """A recorded transition of a lease, at the monotonic time `at_ns`."""
+    """A recorded transition of a lease or region, at the monotonic time `at_ns`."""
 
     at_ns: int
-    start: LeaseState
+    start: LeaseState | RegionState
     trigger: Trigger | Cause
-    finish: LeaseState
+    finish: LeaseState | RegionState
     generation: int
 
     def __str__(self) -> str:
@@ -150,7 +200,7 @@ class TransitionRecord(NamedTuple):
 
 
 class InvalidTransition(Exception):
-    """Raised for a step that `TRANSITIONS` lacks: a bug in the core or in its shell.
+    """Raised for a step that the transitions lack: a bug in the core or in its shell.
 
     Attributes:
         lease_id: The lease.
@@ -160,7 +210,11 @@ class InvalidTransition(Exception):
     """
 
     def __init__(
-        self, lease_id: int, state: LeaseState, trigger: Trigger | Cause, history: tuple[TransitionRecord, ...]
+        self,
+        lease_id: int,
+        state: LeaseState | RegionState,
+        trigger: Trigger | Cause,
+        history: tuple[TransitionRecord, ...],
     ) -> None:
         super().__init__(lease_id, state, trigger, history)
         self.lease_id = lease_id
@@ -174,6 +228,28 @@ class InvalidTransition(Exception):
             f"Lease {self.lease_id:032x} is {self.state.value} and {self.trigger.value} leads nowhere from there."
             f" Its story: {steps}."
         )
+
+
+AnyState = TypeVar("AnyState", LeaseState, RegionState)
+
+
+def _follow(
+    transitions: Mapping[tuple[AnyState, Trigger | Cause], AnyState],
+    subject: "Lease | Region",
+    state: AnyState,
+    trigger: Trigger | Cause,
+    now_ns: int,
+) -> AnyState:
+    """Return the state that `trigger` leads to, and record the transition in the history of a lease or region."""
+    finish = transitions.get((state, trigger))
+    history = subject.history
+    lease_id = subject.lease_id if isinstance(subject, Lease) else subject.region_id
+    if finish is None:
+        raise InvalidTransition(lease_id, state, trigger, tuple(history))
+    if len(history) >= subject.max_story_entries:
+        del history[0]
+    history.append(TransitionRecord(now_ns, state, trigger, finish, subject.generation))
+    return finish
 
 
 # The two classes that keep every other lease off the card or the partition.
@@ -193,6 +269,7 @@ class LeaseTerms(NamedTuple):
             opened.
         orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default,
             which placement fills in.
+        regions_required: The session refuses a launch that names no region set.
     """
 
     size_bytes: int
@@ -202,6 +279,7 @@ class LeaseTerms(NamedTuple):
     waiting: Waiting | None = None
     submit_bytes: int = 0
     orphan_ms: int | None = None
+    regions_required: bool = False
 
     @property
     def contexts(self) -> int:
@@ -275,6 +353,12 @@ class Lease:
         next_submit: Request that waits for that submit's bytes.
         last_submit: Last submit that is proved gone, so that its caller can learn how it ended.
         is_proved: The lease's own worker is proved gone; its submit is not yet.
+        regions: Its regions by id: those not yet returned, and those whose place still keeps bytes.
+        slots: The regions that are not yet returned, by slot.
+        region_bytes: Bytes of the session's slice that regions hold.
+        region_number: Number of the last region opened; none has it again.
+        resize: The change of its size that is under way; None without one.
+        is_reshaped: A region was opened in it, or its slice was resized, so its context serves no other lease.
     """
 
     lease_id: int
@@ -311,6 +395,12 @@ class Lease:
     next_submit: "SubmitRequested | None" = None
     last_submit: "SubmitSnapshot | None" = None
     is_proved: bool = False
+    regions: "dict[int, Region]" = field(default_factory=dict)
+    slots: "dict[int, Region]" = field(default_factory=dict)
+    region_bytes: int = 0
+    region_number: int = 0
+    resize: "Resize | None" = None
+    is_reshaped: bool = False
     free_request: int | None = None
     revoke_requests: list[int] = field(default_factory=list)
     history: list[TransitionRecord] = field(default_factory=list)
@@ -321,13 +411,7 @@ class Lease:
         Raises:
             InvalidTransition: The table has no such step.
         """
-        finish = TRANSITIONS.get((self.state, trigger))
-        if finish is None:
-            raise InvalidTransition(self.lease_id, self.state, trigger, tuple(self.history))
-        if len(self.history) >= self.max_story_entries:
-            del self.history[0]
-        self.history.append(TransitionRecord(now_ns, self.state, trigger, finish, self.generation))
-        self.state = finish
+        self.state = _follow(TRANSITIONS, self, self.state, trigger, now_ns)
 
     @property
     def submit_charge_bytes(self) -> int:
@@ -336,6 +420,12 @@ class Lease:
             return self.own_submit_bytes
         contexts_bytes = self.charge_bytes - self.terms.size_bytes
         return self.terms.submit_bytes + contexts_bytes // 2 if self.terms.submit_bytes else 0
+
+    @property
+    def region_room_bytes(self) -> int:
+        """Bytes of the slice that regions may hold in all; while it is resized, of the smaller slice."""
+        size_bytes = self.terms.size_bytes if self.resize is None else self.resize.least_bytes
+        return size_bytes - self.terms.submit_bytes
 
     @property
     def orphan_ms(self) -> int:
@@ -370,6 +460,148 @@ class Lease:
             self.deadline_ns,
             self.ended_ns,
             self.terms.ttl_ms,
+        )
+
+
+# --- regions ---
+
+
+@dataclass(slots=True)
+class Resize:
+    """A change of a lease's size. The lease is charged the larger of both sizes until the smaller one is proved.
+
+    Attributes:
+        request: Request to answer; None once answered.
+        size_bytes: Size asked for.
+        least_bytes: Smaller of both sizes; once the worker answered, the size that it gave the lease.
+        due_ns: Time at which the request is answered in any case.
+        is_answered: The worker has answered, and the card is looked at.
+        doubt: Reason why the size is not the one asked for; "" if it is.
+    """
+
+    request: int | None
+    size_bytes: int
+    least_bytes: int
+    due_ns: int
+    is_answered: bool = False
+    doubt: str = ""
+
+
+_REGION_WORDS: Final = {
+    RegionState.REVOKED: RegionWord.REVOKED,
+    RegionState.EXPIRED: RegionWord.EXPIRED,
+    RegionState.FREED: RegionWord.FREED,
+}
+
+
+@dataclass(slots=True)
+class Region:
+    """A region as the table keeps it: a lease inside the session of another. Only `Regions` changes it.
+
+    Attributes:
+        lease_id: The lease that it lies in.
+        card_uuid: That lease's card.
+        exclusivity: That lease's class.
+        slot: Place of its word on the regions page.
+        number: Tells it from every other region of the lease.
+        request: Request that waits for it to open; meaningless once answered.
+        open_due_ns: Time at which an OPENING region is given up.
+        address: Device address; 0 until it is open.
+        end_due_ns: Time at which its session is condemned unless its memory is taken away, or at which its fence lasts
+            unless that is proved; None while nothing is awaited.
+        kept_bytes: Bytes that stay in its place after its end; meaningless before.
+        is_cancelled: Launches that name it are refused until that is lifted.
+        is_given_up: Its memory was not proved back in time, so its fence lasts.
+        free_request: Free request to answer when it is returned.
+        revoke_requests: Revoke requests to answer when it is returned.
+        is_restored: It comes from an earlier table.
+    """
+
+    region_id: int
+    lease_id: int
+    tenant: str
+    card_uuid: str
+    exclusivity: Exclusivity
+    size_bytes: int
+    ttl_ms: int
+    slot: int
+    number: int
+    request: int
+    created_ns: int
+    open_due_ns: int
+    max_story_entries: int
+    address: int = 0
+    generation: int = 1
+    state: RegionState = RegionState.OPENING
+    cause: Cause | None = None
+    reason: str = ""
+    deadline_ns: int | None = None
+    end_due_ns: int | None = None
+    ended_ns: int | None = None
+    kept_bytes: int = 0
+    is_cancelled: bool = False
+    is_given_up: bool = False
+    is_restored: bool = False
+    free_request: int | None = None
+    revoke_requests: list[int] = field(default_factory=list)
+    history: list[TransitionRecord] = field(default_factory=list)
+
+    def move(self, trigger: Trigger | Cause, now_ns: int) -> None:
+        """Make the transition for `trigger` and record it.
+
+        Raises:
+            InvalidTransition: The transitions have no such step.
+        """
+        self.state = _follow(REGION_TRANSITIONS, self, self.state, trigger, now_ns)
+
+    @property
+    def charge_bytes(self) -> int:
+        """Bytes of the session's slice that the region holds."""
+        return self.kept_bytes if self.state is RegionState.RETURNED else self.size_bytes
+
+    @property
+    def word(self) -> RegionWord:
+        """The state of its word on the regions page."""
+        if self.cause is not None:
+            return _REGION_WORDS[REGION_ENDS[self.cause]]
+        if self.state is RegionState.OPENING:
+            return RegionWord.NONE
+        return RegionWord.CANCELLED if self.is_cancelled else RegionWord.ACTIVE
+
+    @property
+    def lease_state(self) -> LeaseState:
+        """The state of a lease that says the same. A fence is shown once nothing is awaited that could lift it."""
+        match self.state:
+            case RegionState.OPENING:
+                return LeaseState.PENDING
+            case RegionState.ACTIVE:
+                return LeaseState.ACTIVE
+            case RegionState.RETURNED:
+                return LeaseState.TORNDOWN
+        return LeaseState.FENCED if self.is_given_up else LeaseState.DRAINING
+
+    def is_expired(self, now_ns: int) -> bool:
+        """Return whether the region is ACTIVE past its deadline, because its timer is late."""
+        return self.state is RegionState.ACTIVE and self.deadline_ns is not None and now_ns >= self.deadline_ns
+
+    def snapshot(self) -> LeaseSnapshot:
+        """Return the state as an immutable value."""
+        return LeaseSnapshot(
+            self.region_id,
+            self.tenant,
+            self.card_uuid,
+            self.size_bytes,
+            self.exclusivity,
+            self.generation,
+            self.lease_state,
+            self.cause,
+            self.reason,
+            "",
+            self.created_ns,
+            self.deadline_ns,
+            self.ended_ns,
+            self.ttl_ms,
+            self.lease_id,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpulease.daemon.leases.model import Cause, Lease, LeaseSnapshot, LeaseState, LeaseTerms
+from gpulease.daemon.leases.model import Cause, Lease, LeaseSnapshot, LeaseState, LeaseTerms, Region, RegionState
 
 
 class KeptLease(NamedTuple):
@@ -23,6 +23,7 @@ class KeptLease(NamedTuple):
         deadline_ns: Expiry; None if it is fenced and was never granted.
         ended_ns: Time at which it was fenced.
         worker_pid: Process id of its worker; 0 if none is known.
+        region_number: Number of the last region opened in it: a region set of an earlier one must name no later one.
     """
 
     lease_id: int
@@ -39,6 +40,35 @@ class KeptLease(NamedTuple):
     deadline_ns: int | None
     ended_ns: int | None
     worker_pid: int = 0
+    region_number: int = 0
+
+
+class KeptRegion(NamedTuple):
+    """A region that its lease's worker was told of, until nothing of it is left.
+
+    Attributes:
+        kept_bytes: Bytes that stay in the place of a FENCED or RETURNED region.
+        is_given_up: Its memory was not proved back in time, and its end was told.
+    """
+
+    region_id: int
+    lease_id: int
+    tenant: str
+    size_bytes: int
+    ttl_ms: int
+    slot: int
+    number: int
+    address: int
+    generation: int
+    state: RegionState
+    cause: Cause | None
+    reason: str
+    created_ns: int
+    deadline_ns: int | None
+    ended_ns: int | None
+    kept_bytes: int = 0
+    is_cancelled: bool = False
+    is_given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +103,7 @@ class Past:
 
     Attributes:
         tombstones: Leases that were torn down, oldest first.
-        revoked: Marks (`store.mark_of`) of all leases that ever ended by revocation, ascending.
+        revoked: Marks (`table_state.mark_of`) of all leases that ever ended by revocation, ascending.
         cleared: Marks of all leases whose fences were cleared, ascending.
         fenced_warm: Warm contexts whose bytes are fenced. Those of missing cards are passed over.
         drain_ns: Time at which a drain ends the leases left; None if the node is not drained.
@@ -107,6 +137,61 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
         lease.deadline_ns,
         lease.ended_ns,
         worker_pid,
+        lease.region_number,
+    )
+
+
+def keep_region(region: Region) -> KeptRegion:
+    """Return the record of a region. An OPENING one is kept too, because its worker may have mapped it."""
+    return KeptRegion(
+        region.region_id,
+        region.lease_id,
+        region.tenant,
+        region.size_bytes,
+        region.ttl_ms,
+        region.slot,
+        region.number,
+        region.address,
+        region.generation,
+        region.state,
+        region.cause,
+        region.reason,
+        region.created_ns,
+        region.deadline_ns,
+        region.ended_ns,
+        region.kept_bytes,
+        region.is_cancelled,
+        region.is_given_up,
+    )
+
+
+def revive_region(kept: KeptRegion, lease: Lease) -> Region:
+    """Return the region of a record, with an empty history."""
+    return Region(
+        region_id=kept.region_id,
+        lease_id=kept.lease_id,
+        tenant=kept.tenant,
+        card_uuid=lease.card_uuid,
+        exclusivity=lease.terms.exclusivity,
+        size_bytes=kept.size_bytes,
+        ttl_ms=kept.ttl_ms,
+        slot=kept.slot,
+        number=kept.number,
+        request=0,
+        created_ns=kept.created_ns,
+        open_due_ns=0,
+        max_story_entries=lease.max_story_entries,
+        address=kept.address,
+        generation=kept.generation,
+        state=kept.state,
+        cause=kept.cause,
+        reason=kept.reason,
+        deadline_ns=kept.deadline_ns,
+        ended_ns=kept.ended_ns,
+        kept_bytes=kept.kept_bytes,
+        is_cancelled=kept.is_cancelled,
+        is_given_up=kept.is_given_up,
+        is_restored=True,
     )
 
 
@@ -131,4 +216,5 @@ def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool) -> Lea
         ended_ns=kept.ended_ns,
         is_restored=True,
         has_session=has_session,
+        region_number=kept.region_number,
     )

@@ -10,8 +10,19 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from gpulease.daemon.leases import denials
 from gpulease.daemon.leases.denials import Denial, too_fast
-from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseSnapshot, LeaseState
+from gpulease.daemon.leases.model import (
+    ENDED_REGIONS,
+    NS_PER_MS,
+    NS_PER_S,
+    Cause,
+    Lease,
+    LeaseSnapshot,
+    LeaseState,
+    Region,
+    RegionState,
+)
 from gpulease.protocol.opcodes import Phase
 
 NS_PER_MINUTE: Final = 60_000_000_000
@@ -162,6 +173,11 @@ class CoreLimits:
     adopt_timeout_s: int = 2
     # A process that can't be reaped, or bytes that do not come back, then become visible as a fence.
     reclaim_timeout_s: int = 30
+    # Stops a session that never answers from keeping whoever asked it for a region or for another size.
+    session_timeout_s: int = 10
+    # Longest time by which a launch may outlive a region that it named. Then the whole session ends, so it is longer
+    # than a lease's: the other regions' tenants would lose theirs.
+    region_grace_ms: int = 1000
     # Longest time by which a kernel that never ends may outlive its lease.
     grace_ms: Mapping[Cause, int] = field(default_factory=lambda: DEFAULT_GRACE_MS)
 
@@ -172,11 +188,10 @@ class CoreLimits:
                 raise ValueError(f"{entry.name} is {bound}; it must be at least 1.")
         if min(self.max_tombstones, self.orphan_s, *self.grace_ms.values()) < 0:
             raise ValueError("max_tombstones, orphan_s and every grace must be at least 0.")
-        for cause, grace in self.grace_ms.items():
+        graces = {f"grace_ms.{cause.value}": grace for cause, grace in self.grace_ms.items()}
+        for name, grace in (graces | {"region_grace_ms": self.region_grace_ms}).items():
             if grace > MAX_GRACE_MS:
-                raise ValueError(
-                    f"grace_ms.{cause.value} is {grace}; it must be at most {MAX_GRACE_MS}, in milliseconds."
-                )
+                raise ValueError(f"{name} is {grace}; it must be at most {MAX_GRACE_MS}, in milliseconds.")
 
     def max_leases_of(self, tenant: str) -> int:
         """Return the number of leases a tenant may have or await."""
@@ -186,6 +201,40 @@ class CoreLimits:
     def grace_ns(self, cause: Cause) -> int:
         """Return how long work in flight may go on after a lease ended for `cause`, in nanoseconds."""
         return self.grace_ms.get(cause, 0) * NS_PER_MS
+
+
+def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
+    """Return the denial for a time to live that the tenant can't have; None if it can."""
+    if ttl_ms < 1:
+        return denials.invalid(f"A lease can't live for {ttl_ms} ms.", "Ask for a time to live of at least 1 ms.")
+    if ttl_ms > limits.max_ttl_s * 1000:
+        return denials.over_limit(
+            "max_ttl_s",
+            f"A time to live of {denials.duration_text(ttl_ms)} was asked for, but this node grants at most"
+            f" {limits.max_ttl_s} s at a time",
+            "Ask for less, and renew the lease while you need it.",
+        )
+    own_s = limits.tenants.of(tenant).max_ttl_s
+    if own_s is not None and ttl_ms > own_s * 1000:
+        return denials.over_tenant_limit(
+            tenant,
+            "max_ttl_s",
+            f"A time to live of {denials.duration_text(ttl_ms)} was asked for, and {own_s} s at a time is the most"
+            " this tenant gets",
+            "Ask for less, and renew the lease while you need it.",
+        )
+    return None
+
+
+RENEWAL_SLACK_MS: Final = 1000
+"""Most by which a renewed deadline may lie past the drain's. The drain ends the lease and says so. A worker that never
+hears of the drain's end still stops by itself."""
+
+
+def renewed_until(now_ns: int, ttl_ms: int, drain_ns: int | None) -> int:
+    """Return the deadline of a renewal, capped by the drain's."""
+    deadline_ns = now_ns + ttl_ms * NS_PER_MS
+    return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns + RENEWAL_SLACK_MS * NS_PER_MS)
 
 
 WARNING_PART: Final = 10
@@ -244,12 +293,32 @@ def phase_of(lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
     orphan_ns = lease.orphan_due_ns
     if orphan_ns is not None and orphan_ns < ends_ns(lease.deadline_ns, drain_ns):
         return LeasePhase(Phase.WARNING, orphan_ns, None, "", UNCONNECTED, generation)
+    return _phase_until(lease.deadline_ns, lease.terms.ttl_ms, drain_ns, now_ns, generation)
+
+
+def region_phase_of(region: Region, lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
+    """Return the phase of a region of a live lease."""
+    if region.state is RegionState.ACTIVE and region.deadline_ns is not None:
+        return _phase_until(region.deadline_ns, region.ttl_ms, drain_ns, now_ns, region.generation)
+    cause = "" if region.cause is None else region.cause.value
+    if region.lease_state is not LeaseState.DRAINING:
+        return ended_phase(region.snapshot())
+    if lease.state is LeaseState.DRAINING:
+        return replace(
+            phase_of(lease, drain_ns, now_ns), cause=cause, reason=region.reason, generation=region.generation
+        )
+    kind = Phase.GRACE if region.state in ENDED_REGIONS else Phase.TEARDOWN
+    return LeasePhase(kind, region.end_due_ns, None, cause, region.reason, region.generation)
+
+
+def _phase_until(deadline_ns: int, ttl_ms: int, drain_ns: int | None, now_ns: int, generation: int) -> LeasePhase:
+    """Return the phase of a lease or region that goes on until its deadline, or the drain's."""
     if drain_ns is not None:
         return LeasePhase(Phase.WARNING, drain_ns, None, "", DRAINS, generation)
-    warning_ns = min(lease.terms.ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
-    due_ns = lease.deadline_ns - warning_ns
+    warning_ns = min(ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
+    due_ns = deadline_ns - warning_ns
     if now_ns >= due_ns:
-        return LeasePhase(Phase.WARNING, lease.deadline_ns, None, "", ENDS_SOON, generation)
+        return LeasePhase(Phase.WARNING, deadline_ns, None, "", ENDS_SOON, generation)
     return LeasePhase(Phase.ACTIVE, due_ns, due_ns, "", "", generation)
 
 

@@ -8,7 +8,9 @@
 5. A drained node stays drained, to the same deadline. The first `DrainTimerFired` ends the leases left; the shell sends
    it when all is restored.
 6. A submit whose lease goes on goes on too, with its time counted anew. Otherwise it ends with its lease.
-7. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is granted.
+7. A region goes on if its lease does: its word and timer are set again. One that had ended is ended again, and one that
+   nobody was told of ends. Otherwise it ends with its lease (`Regions.on_restored`).
+8. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is granted.
 """
 
 from gpulease.daemon.leases import events

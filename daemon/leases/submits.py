@@ -276,6 +276,8 @@ class Submits(SubmitViews):
         """Make room for a submit that takes a warm context or a new one; return False if there is none."""
         if lease.terms.submit_bytes:
             return True
+        if lease.resize is not None:
+            return False
         account = self._store.account_by_uuid[lease.card_uuid]
         overhead_bytes = account.card.overhead_bytes
         is_held_back = account.card.uuid in self._store.queue.held_cards()

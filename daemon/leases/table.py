@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, get_args
 
 from gpulease.daemon.leases import denials, devices, events, invariants
-from gpulease.daemon.leases.admission import Admission, Drain, check_ttl
+from gpulease.daemon.leases.admission import Admission, Drain
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardSnapshot
 from gpulease.daemon.leases.events import (
@@ -33,6 +33,7 @@ from gpulease.daemon.leases.model import (
     LeaseSnapshot,
     LeaseState,
     Recycling,
+    RegionState,
     TransitionRecord,
     Trigger,
     WarmSnapshot,
@@ -40,7 +41,7 @@ from gpulease.daemon.leases.model import (
     kind_of,
 )
 from gpulease.daemon.leases.persisted import KeptLease, KeptWarm, Past, keep
-from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, ended_phase, phase_of
+from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, check_ttl, ended_phase, phase_of, renewed_until
 from gpulease.daemon.leases.restoration import Restoration
 from gpulease.daemon.leases.table_state import LeaseStore, WaiterSnapshot
 from gpulease.daemon.leases.teardown import Teardown, lease_due_ns
@@ -79,6 +80,8 @@ class LeaseTable:
         self._store = LeaseStore(cards, self._limits, warm_contexts, recycling)
         self._teardown = Teardown(self._store)
         self.submits = self._teardown.submits
+        self.regions = self._teardown.regions
+        self._resizes = self._teardown.resizes
         self._pool = WarmPool(self._store, self._teardown)
         self._admission = Admission(self._store, self._pool)
         self._restoration = Restoration(self._store, self._teardown, self._pool)
@@ -120,7 +123,23 @@ class LeaseTable:
             events.LeaseRestored: self._restoration.on_lease_restored,
             events.WorkerFound: self._restoration.on_worker_found,
             events.SubmitFound: self._restoration.on_submit_found,
+            **self._region_handlers(),
             **dict.fromkeys(WORKER_EVENTS, self._on_worker_event),
+        }
+
+    def _region_handlers(self) -> dict[type, Callable[[Any, int, list[Effect]], None]]:
+        return {
+            events.RegionRequested: self.regions.on_requested,
+            events.RegionOpened: self.regions.on_opened,
+            events.RegionRefused: self.regions.on_refused,
+            events.RegionEnded: self.regions.on_ended,
+            events.RegionStuck: self.regions.on_stuck,
+            events.RegionProved: self._on_region_proved,
+            events.RegionReleased: self.regions.on_released,
+            events.RegionCancelRequested: self.regions.on_cancel_requested,
+            events.RegionRestored: self.regions.on_restored,
+            events.ResizeRequested: self._resizes.on_requested,
+            events.SliceResized: self._resizes.on_resized,
         }
 
     def _lease_handlers(self) -> dict[type, Callable[[Lease, Any, int, list[Effect]], None]]:
@@ -149,7 +168,7 @@ class LeaseTable:
         return out
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
-        """Return a live lease, or one that ended and is still remembered."""
+        """Return a live lease or region, or one that ended and is still remembered."""
         return self._store.get(lease_id)
 
     def charge_bytes(self, lease_id: int) -> int:
@@ -189,27 +208,29 @@ class LeaseTable:
         return tuple(waiter.snapshot() for waiter in self._store.queue)
 
     def history(self, lease_id: int) -> tuple[TransitionRecord, ...]:
-        """Return the recorded transitions of a live lease, oldest first; `LeaseEnded` carries those of an ended one."""
-        lease = self._store.live.get(lease_id)
+        """Return the recorded transitions of a live lease or region, oldest first.
+
+        `LeaseEnded` carries those of an ended one.
+        """
+        lease = self._store.live.get(lease_id) or self._store.regions.get(lease_id)
         return tuple(lease.history) if lease is not None else ()
 
     def denial_for(self, lease_id: int, now_ns: int) -> Denial | None:
-        """Return the denial for work under this lease now; None if the lease is active and in time."""
-        lease = self._store.live.get(lease_id)
-        if lease is None:
-            ended = self._store.ended.get(lease_id)
-            return self._unknown(lease_id) if ended is None else denials.lease_ended(ended)
-        if lease.state is LeaseState.PENDING:
-            return denials.lease_pending(lease.snapshot())
-        if lease.state is not LeaseState.ACTIVE:
-            return denials.lease_ended(lease.snapshot())
-        return denials.lease_expired(lease.snapshot()) if lease.is_expired(now_ns) else None
+        """Return the denial for work under a lease or region now; None if it is active and in time."""
+        return self._store.denial_for(lease_id, now_ns)
+
+    def parties(self, lease_id: int) -> frozenset[str]:
+        """Return the tenants that may know of a lease or region: its own, and that of the lease a region lies in."""
+        lease = self._store.get(lease_id)
+        return frozenset() if lease is None else self._store.parties(lease)
 
     def phase(self, lease_id: int, now_ns: int) -> LeasePhase | None:
-        """Return the phase of a lease on its way to its end; None if it is unknown or was never granted."""
+        """Return the phase of a lease or region on its way to its end; None if it is unknown or was never granted."""
         lease = self._store.live.get(lease_id)
+        if lease_id in self._store.regions:
+            return self.regions.phase(lease_id, now_ns)
         if lease is None:
-            ended = self._store.ended.get(lease_id)
+            ended = self._store.ended_one(lease_id)
             return None if ended is None or ended.deadline_ns is None else ended_phase(ended)
         return None if lease.deadline_ns is None else phase_of(lease, self._store.drain_ns, now_ns)
 
@@ -268,6 +289,8 @@ class LeaseTable:
     def _on_requester_gone(self, event: events.RequesterGone, now_ns: int, out: list[Effect]) -> None:
         if self.submits.on_requester_gone(event.request, now_ns, out):
             return
+        if self.regions.on_requester_gone(event.request, now_ns, out):
+            return
         waiter = self._store.queue.get(event.request)
         if waiter is not None:
             self._admission.drop(waiter)
@@ -277,12 +300,15 @@ class LeaseTable:
             self._teardown.begin(lease, Cause.ABANDONED, "the connection of its acquire was closed", now_ns, out)
 
     def _on_renew_requested(self, event: events.RenewRequested, now_ns: int, out: list[Effect]) -> None:
-        if (denial := self._hide(event.lease_id, event.tenant, event.is_operator)) is not None:
+        if (region := self._store.regions.get(event.lease_id)) is not None:
+            self.regions.on_renew(region, event, now_ns, out)
+            return
+        if (denial := self._store.hide(event.lease_id, event.tenant, event.is_operator)) is not None:
             out.append(Denied(event.request, denial))
             return
         lease = self._store.live.get(event.lease_id)
         self._teardown.expire_if_due(lease, now_ns, out)
-        denial = self.denial_for(event.lease_id, now_ns) or check_ttl(
+        denial = self._store.denial_for(event.lease_id, now_ns) or check_ttl(
             event.ttl_ms, self._store.limits, event.tenant if lease is None else lease.tenant
         )
         if denial is not None or lease is None or lease.deadline_ns is None:
@@ -292,7 +318,7 @@ class LeaseTable:
         lease.move(Trigger.RENEWED, now_ns)
         lease.terms = lease.terms._replace(ttl_ms=event.ttl_ms)
         # A renewal never shortens the time granted before, which was under the same maximum.
-        deadline_ns = self._drain.cap(now_ns + event.ttl_ms * NS_PER_MS)
+        deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns)
         self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)
         if lease.unconnected_ns is not None:
             # A renewal shows that the tenant is alive, so the wait for a connection starts anew.
@@ -321,7 +347,10 @@ class LeaseTable:
         out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.ORPHAN), due_ns))
 
     def _on_free_requested(self, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
-        if (denial := self._hide(event.lease_id, event.tenant, event.is_operator)) is not None:
+        if (region := self._store.regions.get(event.lease_id)) is not None:
+            self.regions.on_free(region, event, now_ns, out)
+            return
+        if (denial := self._store.hide(event.lease_id, event.tenant, event.is_operator)) is not None:
             out.append(Denied(event.request, denial))
             return
         lease = self._store.live.get(event.lease_id)
@@ -332,10 +361,17 @@ class LeaseTable:
             by_whom = "an operator" if event.tenant != lease.tenant else "its tenant"
             self._teardown.begin(lease, Cause.FREED, f"given back by {by_whom}", now_ns, out)
             return
-        denial = self.denial_for(event.lease_id, now_ns) or denials.not_found(event.lease_id)
+        denial = self._store.denial_for(event.lease_id, now_ns) or denials.not_found(event.lease_id)
         out.append(Denied(event.request, denial))
 
     def _on_revoke_requested(self, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
+        if (denial := self._check_revoke(event)) is not None:
+            out.append(Denied(event.request, denial))
+            return
+        region = self._store.regions.get(event.lease_id)
+        if region is not None and region.state is not RegionState.RETURNED:
+            self.regions.on_revoke(region, event, now_ns, out)
+            return
         lease = self._store.live.get(event.lease_id)
         if lease is None:
             out.append(RevokeDone(event.request, self._past_outcome(event.lease_id)))
@@ -349,6 +385,19 @@ class LeaseTable:
         if lease.state is not LeaseState.DRAINING:
             self._teardown.begin(lease, Cause.REVOKED, event.reason, now_ns, out)
 
+    def _check_revoke(self, event: events.RevokeRequested) -> Denial | None:
+        """Return the denial for who is neither an operator nor the tenant of a region's lease."""
+        if event.is_operator:
+            return None
+        lease = self._store.get(event.lease_id)
+        if lease is None:
+            return self._store.unknown(event.lease_id)
+        parent = self._store.get(lease.parent_id) if lease.parent_id else None
+        if parent is not None and parent.tenant == event.tenant:
+            return None
+        is_own = lease.tenant == event.tenant
+        return denials.not_revocable(event.lease_id) if is_own else denials.not_found(event.lease_id)
+
     def _on_fence_clear_requested(self, event: events.FenceClearRequested, now_ns: int, out: list[Effect]) -> None:
         selected = devices.select(self._store.accounts, event.card_uuid)
         if event.card_uuid is not None and not selected:
@@ -357,13 +406,17 @@ class LeaseTable:
             return
         uuids = {account.card.uuid for account in selected}
         cleared = [lease for lease in self._store.fenced.values() if lease.card_uuid in uuids]
+        lease_ids = [lease.lease_id for lease in cleared]
         for lease in cleared:
+            lease_ids += self.regions.return_with(lease, Trigger.FENCE_CLEARED, now_ns, out)
             self._store.close(lease, Trigger.FENCE_CLEARED, now_ns)
-            self._store.cleared.add(lease.lease_id)
-        lease_ids = tuple(lease.lease_id for lease in cleared)
+        of_living = self.regions.clear_fences(uuids, now_ns)
+        lease_ids += of_living
+        for lease_id in lease_ids:
+            self._store.cleared.add(lease_id)
         warm_ids = self._pool.clear_fences(uuids)
-        count = len(lease_ids) + len(warm_ids) + self.submits.clear_fences(uuids, out)
-        out.append(FenceCleared(event.request, count, lease_ids, warm_ids))
+        count = len(cleared) + len(of_living) + len(warm_ids) + self.submits.clear_fences(uuids, out)
+        out.append(FenceCleared(event.request, count, tuple(lease_ids), warm_ids))
 
     def _on_shutdown_requested(self, event: events.ShutdownRequested, now_ns: int, out: list[Effect]) -> None:
         self._store.is_shutting_down = True
@@ -384,6 +437,8 @@ class LeaseTable:
         worker, handler = workers.get(event.worker_id), handlers.get(type(event))
         if worker is not None and handler is not None:
             handler(worker, event, now_ns, out)
+        elif worker is None and isinstance(event, TimerFired):
+            self.regions.on_timer(event, now_ns, out)
 
     def _on_worker_unlisted(self, event: events.WorkerUnlisted, now_ns: int, out: list[Effect]) -> None:
         if self._pool.is_shown_free(event, now_ns, out):
@@ -429,11 +484,13 @@ class LeaseTable:
     def _on_session_condemned(
         self, lease: Lease, event: events.SessionCondemned, now_ns: int, out: list[Effect]
     ) -> None:
-        self._teardown.expire_if_due(lease, now_ns, out)
-        if lease.state is LeaseState.ACTIVE:
-            self._teardown.begin(lease, event.cause, event.reason, now_ns, out)
+        self._teardown.condemn(lease, event.cause, event.reason, now_ns, out)
+
+    def _on_region_proved(self, event: events.RegionProved, now_ns: int, out: list[Effect]) -> None:
+        if (lease := self._store.live.get(event.region_id)) is not None:
+            self._resizes.on_proved(lease, out)
         else:
-            self._teardown.give_up_scrub(lease, now_ns, out)
+            self.regions.on_proved(event, now_ns, out)
 
     def _on_reclaim_proved(self, lease: Lease, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
         self._teardown.on_reclaim_proved(lease, now_ns, out)
@@ -444,7 +501,8 @@ class LeaseTable:
     # --- timers ---
 
     def _on_wait_timer(self, event: events.WaitTimerFired, now_ns: int, out: list[Effect]) -> None:
-        if not self.submits.on_wait_timer(event.request, now_ns, out):
+        is_theirs = self.submits.on_wait_timer(event.request, now_ns, out)
+        if not (is_theirs or self._resizes.on_wait_timer(event.request, now_ns, out)):
             self._admission.on_wait_timer(event.request, now_ns, out)
 
     def _on_timer_fired(self, lease: Lease, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
@@ -468,28 +526,12 @@ class LeaseTable:
 
     # --- shared steps ---
 
-    def _unknown(self, lease_id: int) -> Denial:
-        """Return the denial for a lease that is neither live nor remembered; its tenant is not known any more."""
-        if lease_id in self._store.revoked:
-            return denials.revoked_long_ago(lease_id)
-        return denials.not_found(lease_id)
-
     def _past_outcome(self, lease_id: int) -> RevokeOutcome:
         """Return the outcome of an earlier revoke: a second revoke, even after a fence clear, gets the same answer."""
         if lease_id in self._store.cleared:
             return RevokeOutcome.FENCED
-        was_here = lease_id in self._store.ended or lease_id in self._store.revoked
+        was_here = self._store.ended_one(lease_id) is not None or lease_id in self._store.revoked
         return RevokeOutcome.TORN_DOWN if was_here else RevokeOutcome.NOT_FOUND
-
-    def _hide(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
-        """Return the denial for a caller that is neither the tenant nor an operator.
-
-        A foreign lease and an unknown lease look the same to the caller.
-        """
-        lease = self._store.live.get(lease_id) or self._store.ended.get(lease_id)
-        if lease is None:
-            return self._unknown(lease_id)
-        return denials.not_found(lease_id) if lease.tenant != tenant and not is_operator else None
 
     def _set_deadline(self, lease: Lease, deadline_ns: int, out: list[Effect]) -> None:
         lease.deadline_ns = deadline_ns

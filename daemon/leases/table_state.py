@@ -1,4 +1,4 @@
-"""The shared state of the lease table: live and ended leases, the queue, revoked ids, and the sums over them.
+"""The shared state of the lease table: live and ended leases and regions, the queue, revoked ids, and sums over them.
 
 Every change takes constant time; `invariants.validate` recomputes all sums.
 """
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from gpulease.daemon.leases import devices
+from gpulease.daemon.leases import denials, devices
+from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardAccount
 from gpulease.daemon.leases.events import AcquireRequested
 from gpulease.daemon.leases.model import (
@@ -20,6 +21,8 @@ from gpulease.daemon.leases.model import (
     LeaseSnapshot,
     LeaseState,
     Recycling,
+    Region,
+    RegionState,
     Submit,
     SubmitState,
     Trigger,
@@ -38,6 +41,9 @@ class LeaseStore:
         bytes_by_tenant: Sum of their sizes, likewise.
         fenced: Live leases that are fenced.
         ended: Last leases torn down, oldest first.
+        regions: Regions of live leases, by id.
+        region_requests: Requests for regions that are not answered yet: the region of each.
+        ended_regions: Last regions returned, oldest first: a tenant that cycles regions displaces no lease.
         revoked: Every lease ever revoked, forgotten ones included.
         cleared: Every lease whose fence an operator cleared, likewise: its memory was never proved free.
         warm: Contexts of the pool, by id.
@@ -63,6 +69,9 @@ class LeaseStore:
         self.bytes_by_tenant: Counter[str] = Counter()
         self.fenced: dict[int, Lease] = {}
         self.ended: OrderedDict[int, LeaseSnapshot] = OrderedDict()
+        self.regions: dict[int, Region] = {}
+        self.region_requests: dict[int, int] = {}
+        self.ended_regions: OrderedDict[int, LeaseSnapshot] = OrderedDict()
         self.revoked = RevokedIds()
         self.cleared = RevokedIds()
         self.warm: dict[int, WarmContext] = {}
@@ -88,8 +97,10 @@ class LeaseStore:
         """Return whether the context of a lease given back in good order may serve its tenant again.
 
         A lease with a submit that runs, waits or is not proved gone is torn down whole, because they share their bytes.
+        So is a lease that had a region, whose addresses must not be used again, or whose slice was resized.
         """
         is_whole = not (lease.submit_id or lease.next_submit is not None or lease.is_in_doubt or lease.fault)
+        is_whole = is_whole and not lease.is_reshaped
         is_whole = is_whole and lease.tenant not in self.renamed
         if self.recycling is None or lease.is_restored or not lease.warm_id or not is_whole:
             return False
@@ -99,9 +110,65 @@ class LeaseStore:
         return not is_worn and self.may_keep_warm(account) and has_place
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
-        """Return a live lease, or an ended one; None if it is unknown or forgotten."""
-        lease = self.live.get(lease_id)
-        return lease.snapshot() if lease is not None else self.ended.get(lease_id)
+        """Return a live lease or region, or an ended one; None if it is unknown or forgotten."""
+        found = self.live.get(lease_id) or self.regions.get(lease_id)
+        return found.snapshot() if found is not None else self.ended_one(lease_id)
+
+    def ended_one(self, lease_id: int) -> LeaseSnapshot | None:
+        """Return an ended lease or region; None if it is unknown or forgotten."""
+        return self.ended.get(lease_id) or self.ended_regions.get(lease_id)
+
+    def denial_for(self, lease_id: int, now_ns: int) -> Denial | None:
+        """Return the denial for work under a lease or region now; None if it is active and in time."""
+        found = self.live.get(lease_id) or self.regions.get(lease_id)
+        if found is None:
+            ended = self.ended_one(lease_id)
+            return self.unknown(lease_id) if ended is None else denials.lease_ended(ended)
+        lease = found.snapshot()
+        if lease.state is LeaseState.PENDING:
+            return denials.lease_pending(lease)
+        if lease.state is not LeaseState.ACTIVE:
+            return denials.lease_ended(lease)
+        return denials.lease_expired(lease) if found.is_expired(now_ns) else None
+
+    def unknown(self, lease_id: int) -> Denial:
+        """Return the denial for a lease that is neither live nor remembered; its tenant is not known any more."""
+        return denials.revoked_long_ago(lease_id) if lease_id in self.revoked else denials.not_found(lease_id)
+
+    def hide(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
+        """Return the denial for a caller that is neither the tenant of a lease or region nor an operator.
+
+        To a stranger, a foreign lease and an unknown lease look the same. The tenant of a region's lease may know.
+        """
+        lease = self.get(lease_id)
+        if lease is None:
+            return self.unknown(lease_id)
+        if is_operator or lease.tenant == tenant:
+            return None
+        return denials.not_its_tenant(lease_id) if tenant in self.parties(lease) else denials.not_found(lease_id)
+
+    def parties(self, lease: LeaseSnapshot) -> frozenset[str]:
+        """Return the tenants that may know of a lease or region: its own, and that of the lease a region lies in."""
+        parent = self.get(lease.parent_id) if lease.parent_id else None
+        return frozenset({lease.tenant} if parent is None else {lease.tenant, parent.tenant})
+
+    def drain_denial(self, now_ns: int) -> Denial | None:
+        """Return the denial for a newcomer to a node that is drained; None if it is not."""
+        return None if self.drain_ns is None else denials.draining(self.drain_ns - now_ns)
+
+    def check_bytes(self, tenant: str, more_bytes: int) -> Denial | None:
+        """Return the denial for a tenant that would have or await more bytes than it may; None if it may."""
+        bound = self.limits.tenants.of(tenant).max_vram_bytes
+        mine = self.bytes_by_tenant.get(tenant, 0) + self.queue.bytes_of(tenant)
+        if bound is None or mine + more_bytes <= bound:
+            return None
+        return denials.over_tenant_limit(
+            tenant,
+            "max_vram",
+            f"{denials.size_text(more_bytes)} were asked for; this tenant has or awaits"
+            f" {denials.size_text(mine)} and may have {denials.size_text(bound)}",
+            "Ask for less, or free a lease you no longer need.",
+        )
 
     def charge_bytes(self, number: int) -> int:
         """Return the bytes one worker may hold on its card: a session, a submit or a warm context; 0 if unknown."""
@@ -120,8 +187,8 @@ class LeaseStore:
         return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.card_uuid
 
     def is_used(self, lease_id: int) -> bool:
-        """Return whether a lease had, has or is to have this id."""
-        is_known = lease_id in self.live or lease_id in self.ended or lease_id in self.revoked
+        """Return whether a lease or region had, has or is to have this id."""
+        is_known = self.get(lease_id) is not None or lease_id in self.revoked
         return is_known or lease_id in self.cleared or self.queue.has_lease_id(lease_id)
 
     def open(self, lease: Lease) -> None:
@@ -183,10 +250,46 @@ class LeaseStore:
         self.has_freed_room = True
 
     def remember(self, ended: LeaseSnapshot) -> None:
-        """Keep the snapshot of an ended lease until too many others have ended."""
-        self.ended[ended.lease_id] = ended
-        if len(self.ended) > self.limits.max_tombstones:
-            self.ended.popitem(last=False)
+        """Keep the snapshot of an ended lease or region until too many others have ended."""
+        kept = self.ended_regions if ended.parent_id else self.ended
+        kept[ended.lease_id] = ended
+        if len(kept) > self.limits.max_tombstones:
+            kept.popitem(last=False)
+
+    def change_size(self, lease: Lease, size_bytes: int) -> None:
+        """Give an active lease another size, and hold its bytes."""
+        more_bytes = size_bytes - lease.terms.size_bytes
+        lease.terms = lease.terms._replace(size_bytes=size_bytes)
+        lease.charge_bytes += more_bytes
+        self.account_by_uuid[lease.card_uuid].held_bytes += more_bytes
+        self.bytes_by_tenant[lease.tenant] += more_bytes
+        self.has_freed_room = self.has_freed_room or more_bytes < 0
+
+    def enter_region(self, lease: Lease, region: Region) -> None:
+        """Enter a region, and hold its bytes in its lease's slice."""
+        self.regions[region.region_id] = lease.regions[region.region_id] = region
+        lease.region_bytes += region.charge_bytes
+        lease.region_number = max(lease.region_number, region.number)
+        lease.is_reshaped = lease.has_session = True
+        if region.state is not RegionState.RETURNED:
+            lease.slots[region.slot] = region
+
+    def return_region(self, lease: Lease, region: Region, trigger: Trigger, now_ns: int) -> None:
+        """Give a region's slot and bytes back to its lease, but for those kept in its place, and remember it."""
+        before_bytes = region.charge_bytes
+        region.move(trigger, now_ns)
+        region.ended_ns = region.ended_ns or now_ns
+        region.end_due_ns = None
+        lease.region_bytes += region.charge_bytes - before_bytes
+        del lease.slots[region.slot]
+        self.remember(region.snapshot())
+        if not region.kept_bytes:
+            self.forget_region(lease, region)
+
+    def forget_region(self, lease: Lease, region: Region) -> None:
+        """Forget a returned region, and give the bytes kept in its place back to its lease."""
+        lease.region_bytes -= region.charge_bytes
+        del self.regions[region.region_id], lease.regions[region.region_id]
 
     def _enter(self, lease: Lease) -> None:
         self.live[lease.lease_id] = lease

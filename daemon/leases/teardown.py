@@ -22,6 +22,8 @@ from gpulease.daemon.leases.events import (
     TimerKind,
 )
 from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseState, Trigger
+from gpulease.daemon.leases.regions import Regions
+from gpulease.daemon.leases.resizes import Resizes
 from gpulease.daemon.leases.submits import Submits
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.opcodes import RevokeOutcome
@@ -51,12 +53,16 @@ class Teardown:
 
     Attributes:
         submits: The leases' submits, which end with them.
+        regions: Their regions, likewise.
+        resizes: The changes of their sizes.
     """
 
     def __init__(self, store: LeaseStore) -> None:
         self._store = store
         self._reclaim_timeout_ns = store.limits.reclaim_timeout_s * NS_PER_S
         self.submits = Submits(store, self._on_submit_freed, self.on_reclaim_failed)
+        self.regions = Regions(store, self._on_region_stuck)
+        self.resizes = Resizes(store)
 
     def begin(
         self,
@@ -84,6 +90,8 @@ class Teardown:
         if cause is Cause.REVOKED:
             self._store.revoked.add(lease.lease_id)
         out.append(RefuseWork(lease.lease_id, cause))
+        self.regions.end_with_lease(lease, now_ns, out)
+        self.resizes.end_with_lease(lease, out)
         self.submits.end_with_lease(lease, cause, now_ns, out)
         if was_pending:
             self._store.leave_pending(lease)
@@ -186,11 +194,23 @@ class Teardown:
             self._let_go(lease, now_ns, out)
 
     def _let_go(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        self.regions.return_with(lease, Trigger.RECLAIM_PROVED, now_ns, out)
         self._store.close(lease, Trigger.RECLAIM_PROVED, now_ns)
         snapshot = lease.snapshot()
         if lease.free_request is not None:
             out.append(Freed(lease.free_request, snapshot))
         self._report(lease, RevokeOutcome.TORN_DOWN, out)
+
+    def _on_region_stuck(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
+        self.condemn(lease, Cause.KERNEL_TIMEOUT, reason, now_ns, out)
+
+    def condemn(self, lease: Lease, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """End an active lease whose session broke a rule, unless its time was over before."""
+        self.expire_if_due(lease, now_ns, out)
+        if lease.state is LeaseState.ACTIVE:
+            self.begin(lease, cause, reason, now_ns, out)
+        else:
+            self.give_up_scrub(lease, now_ns, out)
 
     def _on_submit_freed(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         if lease.is_proved:
@@ -202,6 +222,7 @@ class Teardown:
             return
         lease.reason = f"{lease.reason.rstrip('.')}; {reason}" if lease.reason else reason
         self._store.fence(lease, now_ns)
+        self.regions.fence_with(lease, now_ns, out)
         self.submits.fence_with(lease, out)
         if lease.free_request is not None:
             out.append(Denied(lease.free_request, denials.lease_ended(lease.snapshot())))

@@ -15,6 +15,8 @@ WARNING: Final = logging.WARNING
 ERROR: Final = logging.ERROR
 
 _LEASE: Final = ("lease_id", "tenant", "card", "size_bytes")
+_OR_REGION: Final = (*_LEASE, "parent")
+"""A region is a lease whose parent is the lease that it lies in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +54,26 @@ class LogEvent(Enum):
         "lease.granted",
         INFO,
         "lease granted",
-        (*_LEASE, "worker_pid", "generation", "exclusivity", "ttl_ms", "took_ms"),
+        (*_OR_REGION, "worker_pid", "generation", "exclusivity", "ttl_ms", "took_ms"),
     )
     LEASE_ADOPTED = Kind(
         "lease.adopted",
         INFO,
         "lease of an earlier daemon taken over",
-        (*_LEASE, "worker_pid", "generation", "ttl_ms"),
+        (*_OR_REGION, "worker_pid", "generation", "ttl_ms"),
     )
     SESSION_ATTACHED = Kind(
         "session.attached", INFO, "a connection went to the worker", ("lease_id", "tenant", "worker_pid")
     )
     SESSION_FAULTED = Kind("session.faulted", INFO, "the session's context is lost", (*_LEASE, "worker_pid", "reason"))
-    LEASE_RENEWED = Kind("lease.renewed", INFO, "lease renewed", (*_LEASE, "generation", "ttl_ms", "by"))
+    LEASE_RENEWED = Kind("lease.renewed", INFO, "lease renewed", (*_OR_REGION, "generation", "ttl_ms", "by"))
+    LEASE_RESIZED = Kind("lease.resized", INFO, "lease has another size", (*_LEASE, "by"))
+    FORWARD_REVOKED = Kind(
+        "region.forward_revoked",
+        INFO,
+        "a launch that named the region was refused",
+        ("lease_id", "tenant", "parent", "status", "kernel", "site", "position", "seen_after_us"),
+    )
     SUBMIT_READY = Kind("submit.ready", INFO, "a submit has its context", ("lease_id", "tenant", "worker_pid"))
     SUBMIT_ENDED = Kind(
         "submit.ended", INFO, "a submit is over, its memory proved free", ("lease_id", "tenant", "reason")
@@ -79,7 +88,7 @@ class LogEvent(Enum):
         "lease.warned", INFO, "who listens is told how long the lease can last", ("lease_id", "left_ms", "reason")
     )
     LEASE_ENDING = Kind(
-        "lease.ending", INFO, "lease over", (*_LEASE, "worker_pid", "cause", "reason", "held_ms", "late_ms")
+        "lease.ending", INFO, "lease over", (*_OR_REGION, "worker_pid", "cause", "reason", "held_ms", "late_ms")
     )
     WORKER_KILLED = Kind("worker.killed", DEBUG, "the worker is killed", ("lease_id", "worker_pid"))
     WORKER_KILLED_ALONE = Kind(
@@ -105,15 +114,15 @@ class LogEvent(Enum):
         "lease.reclaimed",
         INFO,
         "memory proved free",
-        (*_LEASE, "cause", "reason", "held_ms", "reclaim_ms"),
+        (*_OR_REGION, "cause", "reason", "held_ms", "reclaim_ms"),
     )
     LEASE_FENCED = Kind(
         "lease.fenced",
         WARNING,
         "memory could not be proved free: it is fenced",
-        (*_LEASE, "cause", "reason", "held_ms", "reclaim_ms"),
+        (*_OR_REGION, "cause", "reason", "held_ms", "reclaim_ms"),
     )
-    LEASE_UNFENCED = Kind("lease.unfenced", INFO, "an operator has cleared the fence", (*_LEASE, "by"))
+    LEASE_UNFENCED = Kind("lease.unfenced", INFO, "an operator has cleared the fence", (*_OR_REGION, "by"))
     REQUEST_DENIED = Kind(
         "request.denied",
         INFO,

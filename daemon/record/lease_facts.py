@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
+from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.leases import (
     AcquireRequested,
     CapacityChanged,
@@ -34,13 +35,21 @@ from gpulease.daemon.leases import (
     LeaseState,
     RecycleWorker,
     RefuseWork,
+    RegionCancelRequested,
+    RegionCancelSet,
+    RegionGranted,
+    RegionRequested,
+    RegionRestored,
     RenameWorker,
     Renewed,
     RenewRequested,
     RequesterGone,
+    Resized,
+    ResizeRequested,
     RevokeDone,
     RevokeRequested,
     SessionFaulted,
+    SetRegion,
     SpawnSubmit,
     SpawnWorker,
     SubmitEnded,
@@ -61,9 +70,13 @@ from gpulease.daemon.log.writer import log_event
 THE_DAEMON: Final = "gpuleased"
 """The requester, where nobody asked: the daemon itself."""
 
-TenantRequest = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested
+RegionRequest = RegionRequested | RegionCancelRequested | ResizeRequested
+TenantRequest = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested | RegionRequest
 Request = TenantRequest | RevokeRequested | FenceClearRequested | DrainRequested | DrainCancelled
 Lookup = Callable[[int], LeaseSnapshot | None]
+
+REGION_ENDS: Final = frozenset({RegionWord.REVOKED, RegionWord.EXPIRED, RegionWord.FREED})
+"""Words from which a region does not come back."""
 
 
 class FactKind(Enum):
@@ -86,13 +99,17 @@ class FactKind(Enum):
     SCRUB_DOUBTED = auto()
     """WorkerScrubbed without a proof."""
     GRANTED = auto()
-    """Granted."""
+    """Granted, or RegionGranted: a region is a lease that has a parent."""
     ADOPTED = auto()
-    """LeaseRestored: an earlier daemon's lease goes on."""
+    """LeaseRestored or RegionRestored: an earlier daemon's lease goes on."""
     ADOPTED_ENDING = auto()
-    """LeaseRestored: an earlier daemon's lease is being torn down."""
+    """LeaseRestored or RegionRestored: an earlier daemon's lease is being torn down."""
     RENEWED = auto()
     """Renewed."""
+    RESIZED = auto()
+    """Resized."""
+    CANCEL_SET = auto()
+    """RegionCancelSet."""
     FREED = auto()
     """Freed."""
     REVOKED = auto()
@@ -110,7 +127,7 @@ class FactKind(Enum):
     SUBMIT_FAULTED = auto()
     """SessionFaulted of a submit, once."""
     ENDING = auto()
-    """RefuseWork of a lease that was granted."""
+    """RefuseWork of a lease that was granted, or the SetRegion that ends a region."""
     CANCELLED = auto()
     """RefuseWork of a lease that was never granted."""
     ENDED = auto()
@@ -221,18 +238,23 @@ class LeaseHistory:
             WorkerScrubbed: self._scrubbed,
             SessionFaulted: self._session_faulted,
             LeaseRestored: self._restored,
+            RegionRestored: self._region_restored,
         }
         self._on_effect: Final[dict[type, Callable[[Any, int], Fact | None]]] = {
             SpawnWorker: self._placed,
             KillWorker: self._killed,
             Granted: self._granted,
+            RegionGranted: self._granted,
+            RegionCancelSet: self._answer_of(FactKind.CANCEL_SET),
             Renewed: self._answer_of(FactKind.RENEWED),
+            Resized: self._answer_of(FactKind.RESIZED),
             Freed: self._answer_of(FactKind.FREED),
             RevokeDone: self._answer_of(FactKind.REVOKED),
             FenceCleared: self._answer_of(FactKind.FENCES_CLEARED),
             DrainSet: self._answer_of(FactKind.DRAIN_SET),
             Denied: self._denied,
             RefuseWork: self._refused_work,
+            SetRegion: self._set_region,
             LeaseEnded: self._ended,
             SubmitReady: self._submit_ready,
             SubmitEnded: self._submit_ended,
@@ -327,11 +349,19 @@ class LeaseHistory:
         return Fact(kind, now_ns, event, lease.lease_id, lease)
 
     def _restored(self, event: LeaseRestored, now_ns: int) -> Fact | None:
-        lease = self._lookup(event.kept.lease_id)
+        return self._adopted(event, event.kept.lease_id, event.kept.created_ns, now_ns)
+
+    def _region_restored(self, event: RegionRestored, now_ns: int) -> Fact | None:
+        return self._adopted(event, event.kept.region_id, event.kept.created_ns, now_ns)
+
+    def _adopted(
+        self, event: LeaseRestored | RegionRestored, lease_id: int, created_ns: int, now_ns: int
+    ) -> Fact | None:
+        lease = self._lookup(lease_id)
         if lease is None or lease.state not in (LeaseState.ACTIVE, LeaseState.DRAINING):
             return None
         is_active = lease.state is LeaseState.ACTIVE
-        self._times[lease.lease_id] = times = Times(began_ns=event.kept.created_ns, is_granted=is_active)
+        self._times[lease.lease_id] = times = Times(began_ns=created_ns, is_granted=is_active)
         kind = FactKind.ADOPTED if is_active else FactKind.ADOPTED_ENDING
         return Fact(kind, now_ns, event, lease.lease_id, lease, times=times)
 
@@ -345,7 +375,7 @@ class LeaseHistory:
 
         return answered
 
-    def _granted(self, effect: Granted, now_ns: int) -> Fact:
+    def _granted(self, effect: Granted | RegionGranted, now_ns: int) -> Fact:
         lease = effect.lease
         before = self._times.get(lease.lease_id, NO_TIMES)
         times = Times(before.asked_ns, before.spawned_ns, now_ns, now_ns, True, before.over_ns, before.cause)
@@ -397,11 +427,19 @@ class LeaseHistory:
 
     def _refused_work(self, effect: RefuseWork, now_ns: int) -> Fact | None:
         lease = self._lookup(effect.worker_id)
-        if lease is None:
-            # A warm context, whose end tells all.
+        # A warm context's end tells all.
+        return None if lease is None else self._over(effect, lease, effect.cause, now_ns)
+
+    def _set_region(self, effect: SetRegion, now_ns: int) -> Fact | None:
+        region = self._lookup(effect.region_id)
+        if effect.word not in REGION_ENDS or region is None or region.cause is None:
             return None
+        is_told = self._times.get(effect.region_id, NO_TIMES).over_ns is not None
+        return None if is_told else self._over(effect, region, region.cause, now_ns)
+
+    def _over(self, effect: RefuseWork | SetRegion, lease: LeaseSnapshot, cause: Cause, now_ns: int) -> Fact:
         before = self._times.get(lease.lease_id, NO_TIMES)
-        self._times[lease.lease_id] = times = Times(*before[:5], now_ns, effect.cause)
+        self._times[lease.lease_id] = times = Times(*before[:5], now_ns, cause)
         # Nobody has a lease that was never granted: its denial and its end tell all.
         kind = FactKind.ENDING if times.is_granted else FactKind.CANCELLED
         return Fact(kind, now_ns, effect, lease.lease_id, lease, None, times)
@@ -455,6 +493,7 @@ def _end_of(lease: LeaseSnapshot, effect: LeaseEnded | None, now_ns: int, times:
 
 _REQUESTS: Final[dict[type, bool]] = {
     **dict.fromkeys((AcquireRequested, RenewRequested, SubmitRequested, FreeRequested), True),
+    **dict.fromkeys((RegionRequested, RegionCancelRequested, ResizeRequested), True),
     **dict.fromkeys((RevokeRequested, FenceClearRequested, DrainRequested, DrainCancelled), False),
 }
 """Events that are requests, and whether each names its tenant."""

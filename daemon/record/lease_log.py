@@ -16,23 +16,26 @@ from gpulease.daemon.leases import (
     Denial,
     Denied,
     Event,
-    Granted,
     LeaseSnapshot,
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event
 from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of
-from gpulease.daemon.record.audit.recorder import Budgets, OnOutcome, Recorder
+from gpulease.daemon.record.audit.recorder import Budgets, Grant, OnOutcome, Recorder
 from gpulease.daemon.record.audit.records import Kind
 from gpulease.daemon.record.lease_facts import Fact, FactKind, Lookup, end_under_earlier_daemon
 from gpulease.protocol.capabilities import names_of
+from gpulease.protocol.lease_ids import lease_text
+from gpulease.protocol.opcodes import Status
 
 US_PER_MS: Final = 1000
+NS_PER_US: Final = 1000
 
 _RECORDED: Final = {
     FactKind.GRANTED: LogEvent.LEASE_GRANTED,
     FactKind.ADOPTED: LogEvent.LEASE_ADOPTED,
     FactKind.RENEWED: LogEvent.LEASE_RENEWED,
+    FactKind.RESIZED: LogEvent.LEASE_RESIZED,
     FactKind.DENIED: LogEvent.REQUEST_DENIED,
     FactKind.FAULTED: LogEvent.SESSION_FAULTED,
     FactKind.ENDING: LogEvent.LEASE_ENDING,
@@ -52,7 +55,7 @@ _WITH_WORKER: Final = frozenset({FactKind.GRANTED, FactKind.ADOPTED, FactKind.FA
 _SAME_NAMES: Final = frozenset(
     {
         *("card", "size_bytes", "exclusivity", "generation", "ttl_ms", "by", "cause", "reason", "operation"),
-        *("action", "outcome", "count", "contexts", "within_ms"),
+        *("parent", "action", "outcome", "count", "contexts", "within_ms"),
     }
 )
 """Particulars of a record that are fields here by the same name."""
@@ -163,6 +166,22 @@ class LeaseLog(Recorder):
         self._log(LogEvent.REQUEST_DENIED, tenant, **fields)
         self._inner.refused(operation, tenant, lease_id, message)
 
+    def forward_revoked(
+        self, region: LeaseSnapshot, status: Status, kernel: str, site: int, position: int, seen_after_ns: int
+    ) -> None:
+        """Log that a session refused a launch because of a region."""
+        self._log(
+            LogEvent.FORWARD_REVOKED,
+            region.tenant,
+            lease_id=region.lease_id,
+            parent=lease_text(region.parent_id),
+            status=status.name.lower(),
+            kernel=kernel,
+            site=site,
+            position=position,
+            seen_after_us=seen_after_ns // NS_PER_US,
+        )
+
     def warned(self, lease_id: int, left_ms: int, reason: str) -> None:
         """Log that subscribers were told that a lease ends soon."""
         self._log_of_lease(LogEvent.LEASE_WARNED, lease_id, left_ms=left_ms, reason=reason)
@@ -181,13 +200,14 @@ class LeaseLog(Recorder):
         """Implement `Recorder.figures`."""
         return self._inner.figures()
 
-    def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
+    def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
         """Implement `Recorder.answer`. Logs the denial that takes the grant's place."""
 
-        def answered(outcome: Granted | Denied) -> None:
+        def answered(outcome: Grant | Denied) -> None:
             if isinstance(outcome, Denied):
                 lease, denial = granted.lease, outcome.denial
-                fields = {"operation": "acquire", "denial": denial.reason.value, "reason": denial.message}
+                operation = "region_open" if lease.parent_id else "acquire"
+                fields = {"operation": operation, "denial": denial.reason.value, "reason": denial.message}
                 self._log(LogEvent.REQUEST_DENIED, lease.tenant, lease_id=lease.lease_id, **fields)
             on_outcome(outcome)
 

@@ -15,11 +15,12 @@ from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.ledger import Refused, invalid_handle
 from gpulease.daemon.session.memory_operations import ArenaOperations
 from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.regions import RegionGate, no_set
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.fastpath import HANDLE, parse_fixed, parse_graph_launch, parse_mem_write
+from gpulease.protocol.fastpath import HANDLE, parse_fixed, parse_graph_launch, parse_mem_write, split_regions
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_GRAPH_BYTES
 from gpulease.protocol.messages import GraphCreate, GraphNode, GraphParameter, GraphPlace, Handle
@@ -107,6 +108,7 @@ class _SessionGraph:
         payload_bytes: Size of its GRAPH_CREATE.
         void: What it used that has been released, in words; None while it can be replayed.
         latest_values: The values of the latest GRAPH_LAUNCH; None if they may have become wrong since.
+        regions: The addresses of all regions that its nodes name.
     """
 
     graph: Graph
@@ -116,18 +118,31 @@ class _SessionGraph:
     payload_bytes: int
     void: str | None = None
     latest_values: bytes | None = None
+    regions: tuple[int, ...] = ()
 
 
 class GraphOperations(Operations):
     """The GRAPH operations.
 
+    Args:
+        needs_set: Refuse GRAPH_LAUNCH: each launch must name a region set.
+
     Attributes:
         recent_replays: Request ids of the latest replays.
     """
 
-    def __init__(self, resources: SessionResources, planner: Planner, arena: ArenaOperations) -> None:
+    def __init__(
+        self,
+        resources: SessionResources,
+        planner: Planner,
+        arena: ArenaOperations,
+        gate: RegionGate,
+        *,
+        needs_set: bool,
+    ) -> None:
         super().__init__(resources)
         self._planner = planner
+        self._gate, self._needs_set = gate, needs_set
         self._arena = arena
         self.recent_replays: deque[int] = deque(maxlen=MAX_RECENT_REPLAYS)
         self._graphs: dict[int, _SessionGraph] = {}
@@ -149,6 +164,7 @@ class GraphOperations(Operations):
         self._last_number += 1
         number = self._last_number
         self._graphs[number] = made = _SessionGraph(graph, steps, parameters, part_count, size_bytes)
+        made.regions = tuple(filter(self._ledger.is_region, steps.allocations))
         self._ledger.add_graph(graph.device_bytes)
         self._part_count += part_count
         self._payload_bytes += size_bytes
@@ -157,15 +173,36 @@ class GraphOperations(Operations):
         return done(frame, Handle(number))
 
     def launch(self, frame: Frame) -> bytes:
-        """GRAPH_LAUNCH."""
-        number, values = parse_graph_launch(memoryview(frame.payload))
+        """GRAPH_LAUNCH. Regions that the graph's nodes name by their addresses must go on, as for a copy."""
+        if self._needs_set:
+            raise no_set()
+        number, made, values = self._graph_of(memoryview(frame.payload))
+        return self._replay(frame, number, made, values)
+
+    def launch_in(self, frame: Frame) -> bytes:
+        """GRAPH_LAUNCH_IN: a GRAPH_LAUNCH after one look at the regions of its set. No step is looked at on its own."""
+        body, region_set, position = split_regions(memoryview(frame.payload))
+        number, made, values = self._graph_of(body)
+        kernels = made.steps.launches
+        kernel = next(iter(kernels.values())).plan.kernel.name if len(kernels) == 1 else ""
+        self._gate.admit(region_set, position, kernel)
+        return self._replay(frame, number, made, values)
+
+    def _graph_of(self, payload: memoryview) -> tuple[int, _SessionGraph, bytes]:
+        """The graph of a GRAPH_LAUNCH, by its number, and the values for it. Raises BodyError or Refused."""
+        number, values = parse_graph_launch(payload)
         made = self._graphs.get(number)
         if made is None:
             raise _no_graph(number)
+        return number, made, values
+
+    def _replay(self, frame: Frame, number: int, made: _SessionGraph, values: bytes) -> bytes:
         if made.void is not None:
             raise invalid_handle(f"graph {number} uses {made.void}")
         if values != made.latest_values:
             self._bind(made, values)
+        for handle in made.regions:
+            self._ledger.check_allocation(handle)
         self.recent_replays.append(frame.request_id)
         made.graph.replay(frame.request_id, self._check_lease)
         steps = made.steps
@@ -247,7 +284,7 @@ class GraphOperations(Operations):
         payload = memoryview(node.body)
         match node.op:
             case Opcode.LAUNCH:
-                plan, args = self._planner.plan(payload)
+                plan, args = self._planner.find(payload)
                 steps.step_of[number] = len(steps.steps)
                 steps.launches[len(steps.steps)] = _LaunchStep(plan, bytearray(args))
                 steps.modules.add(*HANDLE.unpack_from(payload))

@@ -1,8 +1,8 @@
 """Launches: checked once as a plan, repeated cheaply, and the bound on their run time.
 
-A LAUNCH without its argument bytes is the key of a plan: the kernel, its shape, and the place of each argument in the
-parameter buffer. In that buffer parameters lie at their natural alignment (CUDA driver API, cuLaunchKernel); on the
-wire they have no gaps.
+A LAUNCH without its argument bytes is the key of a plan, and so is a LAUNCH_IN without these and its region set: the
+kernel, its shape, and the place of each argument in the parameter buffer. In that buffer parameters lie at their
+natural alignment (CUDA driver API, cuLaunchKernel); on the wire they have no gaps.
 
 Tenants launch in loops, so a plan also remembers which plan followed it last time. As long as the next frame matches
 that plan's pattern byte for byte, the worker neither parses nor checks it again (`LaunchFastPath`).
@@ -24,14 +24,15 @@ from gpulease.daemon.drivers.interface import Context, Dim3, DriverError, Kernel
 from gpulease.daemon.session.ledger import Ledger, Refused
 from gpulease.daemon.session.native.layout import PlanRecord
 from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.regions import RegionGate, no_set
 from gpulease.daemon.session.replies import empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.fastpath import LaunchPattern, split_launch
+from gpulease.protocol.fastpath import LaunchPattern, split_launch, split_regions
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Launch
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Opcode, Status
 
 MAX_PLANS: Final = 4096
 """Most plans kept. A tenant that never launches the same shape twice gains no speed, and takes no more memory."""
@@ -40,16 +41,34 @@ _LAUNCHES: Final = int(Counter.LAUNCHES)
 
 
 class LaunchOperations(Operations):
-    """LAUNCH, and SYNC, which waits for all launches."""
+    """LAUNCH and LAUNCH_IN, and SYNC, which waits for all launches.
 
-    def __init__(self, resources: SessionResources, planner: "Planner") -> None:
+    Args:
+        needs_set: Refuse LAUNCH: each launch must name a region set.
+    """
+
+    def __init__(self, resources: SessionResources, planner: "Planner", gate: RegionGate, *, needs_set: bool) -> None:
         super().__init__(resources)
-        self._planner = planner
+        self._planner, self._gate, self._needs_set = planner, gate, needs_set
 
     def launch(self, frame: Frame) -> bytes:
         """Serve LAUNCH: queue a kernel, by its plan if there is one."""
+        if self._needs_set:
+            raise no_set()
+        plan, args = self._planner.plan(memoryview(frame.payload))
+        return self._queue(frame, plan, args)
+
+    def launch_in(self, frame: Frame) -> bytes:
+        """Serve LAUNCH_IN: a LAUNCH after a look at the regions of its set."""
+        payload = memoryview(frame.payload)
+        _, region_set, position = split_regions(payload)
+        plan, args = self._planner.find(payload, Opcode.LAUNCH_IN)
+        self._gate.admit(region_set, position, plan.kernel.name)
+        self._planner.follow(plan)
+        return self._queue(frame, plan, args)
+
+    def _queue(self, frame: Frame, plan: "Plan", args: bytes) -> bytes:
         planner = self._planner
-        plan, args = planner.plan(frame.payload)  # type: ignore[arg-type]  # received payloads are views
         params = args if plan.moves is None else plan.lay_out(args)
         try:
             self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
@@ -67,7 +86,7 @@ class LaunchOperations(Operations):
         """Serve SYNC: wait for all launches."""
         if frame.payload:
             raise BodyError("SYNC takes no payload")
-        self._context.sync(self._check_lease)
+        self._context.sync(self._resources.check_sync)
         self._counters[Counter.SYNCS] += 1
         return empty(frame)
 
@@ -83,7 +102,7 @@ class Plan:
 
     Attributes:
         moves: (from, to, size) in bytes of each argument; None if the wire's bytes are the parameter buffer.
-        pattern: The bytes of its frames.
+        pattern: The bytes of its frames, of a LAUNCH_IN if they have a trailer.
         follower: The plan that followed this one last time.
         record: This plan as native code reads it; None without native code.
         address: The record's address, 0 without one.
@@ -124,26 +143,34 @@ class Planner:
         self.add_record: Callable[[Plan], None] | None = None
         self._ledger = ledger
         self._session_id = session_id
-        self._plans: dict[bytes, Plan] = {}
+        # By operation, and all of a launch's body but its arguments, its region set and its position.
+        self._plans: dict[tuple[int, bytes], Plan] = {}
         self._plan_by_address: dict[int, Plan] = {}
         self._latest: Plan | None = None
         # The context's kept bytes before the plan made last was charged; None if the last launch made no plan.
         self._kept_before: int | None = None
 
     def plan(self, payload: memoryview) -> tuple[Plan, bytes]:
-        """The plan of a LAUNCH and its argument bytes. Raises BodyError or Refused."""
+        """The plan of a LAUNCH and its argument bytes; the launch follows at once. Raises BodyError or Refused."""
+        plan, args = self.find(payload)
+        self.follow(plan)
+        return plan, args
+
+    def find(self, payload: memoryview, op: Opcode = Opcode.LAUNCH) -> tuple[Plan, bytes]:
+        """The plan of a LAUNCH or LAUNCH_IN and its argument bytes. Raises BodyError or Refused."""
         self._kept_before = None
-        key, args = split_launch(payload)
+        body = split_regions(payload)[0] if op == Opcode.LAUNCH_IN else payload
+        shape, args = split_launch(body)
+        key = (op, shape)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._make(parse_body(Launch, payload), LaunchPattern(payload, self._session_id))
+            plan = self._make(parse_body(Launch, body), LaunchPattern(payload, self._session_id, op))
             if len(self._plans) >= MAX_PLANS:
                 self.forget()
             self._plans[key] = plan
             if self.add_record is not None:
                 self.add_record(plan)
                 self._plan_by_address[plan.address] = plan
-        self.follow(plan)
         return plan, args
 
     def follow(self, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""The ledger of a session: its allocations, modules, graphs and streams, and the bytes that they take of the slice.
+"""The ledger of a session: allocations, regions, modules, graphs, streams, and the bytes that they take of the slice.
 
 An allocation counts with the bytes asked for. The card takes more besides: rounding to pages, modules, local memory of
 kernels. Up to the lease's allowance the node pays for that; beyond it, the slice does. So a tenant gets all the
@@ -45,6 +45,20 @@ class LoadedModule:
 
     module: Module
     image_bytes: int
+
+
+@dataclass(slots=True)
+class ChargedRegion:
+    """A region: what it takes of the slice now, its size, and the look before a copy or a graph uses it.
+
+    Attributes:
+        check: Raises Refused if the region does not go on.
+    """
+
+    charged_bytes: int
+    size_bytes: int
+    check: Callable[[], None]
+    has_ended: bool = False
 
 
 def _keep_all(most_bytes: int) -> None:
@@ -113,6 +127,8 @@ class Ledger:
         self.allocation_dependents = Dependents()
         self.module_dependents = Dependents()
         self._allocations: dict[int, int] = {}
+        # By address: what each region takes of the slice, its size, and the look at it before it is used.
+        self._regions: dict[int, ChargedRegion] = {}
         self._modules: dict[int, LoadedModule] = {}
         self._image_bytes = 0
         self._last_module = 0
@@ -167,7 +183,7 @@ class Ledger:
         self.used_bytes += size_bytes
 
     def locate(self, handle: int, offset: int, length: int) -> int:
-        """The device address of a range that lies inside an allocation. Raises Refused."""
+        """The device address of a range that lies inside an allocation, or a region that goes on. Raises Refused."""
         size_bytes = self._size_of(handle)
         if offset + length > size_bytes:
             raise invalid_handle(
@@ -176,13 +192,51 @@ class Ledger:
         return handle + offset
 
     def check_allocation(self, handle: int) -> None:
-        """Raises Refused unless the handle is a live allocation."""
+        """Raises Refused unless the handle is a live allocation, or a region that goes on."""
+        self._size_of(handle)
+
+    def check_free(self, handle: int) -> None:
+        """Raises Refused unless the handle is an allocation that the tenant may free."""
+        if handle in self._regions:
+            raise Refused(
+                Failure(Status.INVALID_HANDLE, f"{handle:#x} is a region", hint="Free a region by its lease id.")
+            )
         self._size_of(handle)
 
     def remove_allocation(self, handle: int) -> None:
         """Note that the driver freed an allocation, and call its dependents."""
         self.used_bytes -= self._allocations.pop(handle)
         self.allocation_dependents.released(handle, f"the allocation {handle:#x}, which is freed")
+
+    # --- regions ---
+
+    def add_region(self, address: int, size_bytes: int, check: Callable[[], None]) -> None:
+        """Note a region that the driver mapped; see `ChargedRegion`."""
+        self._regions[address] = ChargedRegion(size_bytes, size_bytes, check)
+        self.used_bytes += size_bytes
+
+    def is_region(self, handle: int) -> bool:
+        """Return whether the handle is a region's address."""
+        return handle in self._regions
+
+    def void_region(self, address: int, what: str) -> None:
+        """Call the dependents of a region whose end begins."""
+        self.allocation_dependents.released(address, what)
+
+    def end_region(self, address: int, kept_bytes: int) -> None:
+        """Note that a region's memory went back to the card, but for these bytes in its place."""
+        region = self._regions[address]
+        self.used_bytes += kept_bytes - region.charged_bytes
+        region.charged_bytes = kept_bytes
+        region.has_ended = True
+
+    def has_ended(self, address: int) -> bool:
+        """Return whether a region's memory went back."""
+        return self._regions[address].has_ended
+
+    def remove_region(self, address: int) -> None:
+        """Note that an ended region's last bytes went back."""
+        self.used_bytes -= self._regions.pop(address).charged_bytes
 
     def check_load(self, image_bytes: int) -> None:
         """Raises Refused unless the session may load one more module, of an image of that size."""
@@ -316,5 +370,9 @@ class Ledger:
     def _size_of(self, handle: int) -> int:
         size_bytes = self._allocations.get(handle)
         if size_bytes is None:
+            region = self._regions.get(handle)
+            if region is not None:
+                region.check()
+                return region.size_bytes
             raise invalid_handle(f"{handle:#x} is not a live allocation of this session")
         return size_bytes

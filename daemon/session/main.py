@@ -161,7 +161,15 @@ def _serve(
             session = Session(spec.submit_of, context, ledger, page, spec.max_kernel_ms, is_submit=True)
             SubmitServer(channel, session, welcome).run()
             return WorkerExit.OK
-        session = Session(spec.lease_id, context, ledger, page, spec.max_kernel_ms, context.native())
+        session = Session(
+            spec.lease_id,
+            context,
+            ledger,
+            page,
+            spec.max_kernel_ms,
+            context.native(),
+            regions_required=spec.regions_required,
+        )
         server = Server(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)
         server.run()
     except MemoryError:

@@ -65,7 +65,7 @@ class MemoryOperations(Operations):
     def free(self, frame: Frame) -> bytes:
         """MEM_FREE."""
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
-        self._ledger.check_allocation(handle)
+        self._ledger.check_free(handle)
         self._context.mem_free(handle, self._check_lease)
         self._ledger.remove_allocation(handle)
         self._record_usage()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import Context
+from gpulease.daemon.drivers.interface import Context, keep_waiting
 from gpulease.daemon.session.ledger import Ledger
 
 # Plain integers: looking a member up on its enum costs as much as the rest of an increment.
@@ -27,6 +27,8 @@ class SessionResources:
         context: The driver's context.
         check_lease: The `Poll` for every call that may wait; raises LeaseOver once the lease is over.
         counters: The control page's counters.
+        check_sync: The `Poll` of a wait for all that a stream, or the session, has launched: it serves the broker, too.
+        stream: The driver's number of the stream that launches and copies go into now.
         may_have_grown: The context did something after which the card may hold more memory than the ledger counts.
             `Session.take_growth` resets it.
     """
@@ -36,6 +38,8 @@ class SessionResources:
     check_lease: Callable[[], None]
     counters: memoryview
     may_have_grown: bool = False
+    stream: int = 0
+    check_sync: Callable[[], None] = keep_waiting
 
     def record_usage(self) -> None:
         """Show the broker the slice's charged bytes, after the session has taken or released something."""

@@ -18,6 +18,8 @@ _DRIVER_STATUS: Final[dict[int, Status]] = {
     Opcode.LAUNCH: Status.LAUNCH_FAILED,
     Opcode.GRAPH_CREATE: Status.LAUNCH_FAILED,
     Opcode.GRAPH_LAUNCH: Status.LAUNCH_FAILED,
+    Opcode.LAUNCH_IN: Status.LAUNCH_FAILED,
+    Opcode.GRAPH_LAUNCH_IN: Status.LAUNCH_FAILED,
     Opcode.SYNC: Status.SYNC_FAILED,
     Opcode.STREAM_CREATE: Status.ALLOC_FAILED,
     Opcode.STREAM_SYNC: Status.SYNC_FAILED,

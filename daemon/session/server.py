@@ -13,6 +13,7 @@ import contextlib
 import select
 import socket
 import time
+from collections import deque
 from dataclasses import replace
 from typing import Final
 
@@ -23,10 +24,15 @@ from gpulease.daemon.contract.messages import (
     TO_WORKER,
     Attach,
     Attached,
+    EndRegion,
     EndSession,
     Faulted,
+    ForwardRevoked,
     LastLeft,
     MemoryGrew,
+    OpenRegion,
+    RegionsPage,
+    ResizeSlice,
     Scrub,
     parse_message,
 )
@@ -71,7 +77,14 @@ broker that it does not hang."""
 READS_PER_ROUND: Final = 16
 """Buffers received from one connection before the others and the broker are served."""
 
-_LAUNCH: Final = int(Opcode.LAUNCH)
+MAX_UNSENT: Final = 4096
+"""Most messages about regions kept for a broker whose socket is full, beyond which refusals are not told: a tenant can
+cause those at will."""
+
+RETRY_MS: Final = 10
+"""Longest sleep while the broker has such messages to hear."""
+
+_LAUNCHES: Final = frozenset({int(Opcode.LAUNCH), int(Opcode.LAUNCH_IN)})
 _SYNC: Final = int(Opcode.SYNC)
 
 
@@ -103,6 +116,11 @@ class Server:
         self._has_reported_lost = False
         self._has_reported_left = True
         self.next_pages: PageFds | None = None
+        # What the broker has yet to hear of regions, because its socket was full.
+        self._unsent: deque[Message] = deque()
+        # What the broker said of other things while the session waited for launches, and the descriptors beside it.
+        self._heard: deque[tuple[Message | None, list[int]]] = deque()
+        session.on_wait = self._serve_regions
 
     def run(self) -> None:
         """Serve; returns when the broker is gone or says that the session is to be scrubbed."""
@@ -117,15 +135,17 @@ class Server:
                 )
                 if not is_asleep:
                     self._ready.add(connection.fd)
-            heard = {fd for fd, _ in self._poll.poll(0 if self._ready else timeout_ms)}
+            heard = {fd for fd, _ in self._poll.poll(0 if self._ready or self._heard else timeout_ms)}
             for connection in self._connections.values():
                 connection.wire.end_sleep(connection.fd in heard)
-            if self._channel.fileno() in heard and not self._serve_broker():
+            if (self._channel.fileno() in heard or self._heard) and not self._serve_broker():
                 return
             heard |= self._ready
             self._ready.clear()
             for fd in heard & self._connections.keys():
                 self._serve(self._connections[fd])
+            self._session.regions.advance()
+            self._tell_of_session()
 
     def _check_connections(self) -> int:
         """Drop connections that have kept memory here for too long; how long to sleep at most, in ms."""
@@ -138,7 +158,11 @@ class Server:
                 self._set_waits()
         self._drop_expired_guests()
         self._report_left()
-        return self._session.watch.look_after_ms() or LOOK_MS
+        sleep_ms = self._session.watch.look_after_ms() or LOOK_MS
+        if self._unsent:
+            sleep_ms = min(sleep_ms, RETRY_MS)
+        end_ms = self._session.regions.poll_ms(time.monotonic_ns())
+        return sleep_ms if end_ms is None else min(sleep_ms, end_ms)
 
     def _drop_expired_guests(self) -> None:
         """Drop connections whose token is over, so that they take no other connection's place."""
@@ -152,11 +176,13 @@ class Server:
     def _serve_broker(self) -> bool:
         while True:
             try:
-                message, fds = receive(self._channel)
+                message, fds = self._heard.popleft() if self._heard else receive(self._channel)
             except BlockingIOError:
                 return True
             except ChannelClosed:
                 return False
+            if self._serve_region(message, fds):
+                continue
             match message:
                 case Attach() as attach if len(fds) == 1:
                     self._session.meet(is_stranger=attach.is_stranger)
@@ -172,6 +198,53 @@ class Server:
                 case EndSession():
                     self._say_goodbye()
             close_all(fds)
+
+    def _serve_region(self, message: Message | None, fds: list[int]) -> bool:
+        """Serve a message about regions or the slice, and close its descriptors; False if it is another one."""
+        regions = self._session.regions
+        match message:
+            case RegionsPage():
+                if len(fds) == 1:
+                    regions.use_page(*fds)
+            case OpenRegion():
+                regions.open(message)
+            case EndRegion():
+                regions.end(message)
+            case ResizeSlice():
+                regions.resize(message)
+                self._welcome = replace(self._welcome, slice_bytes=self._session.slice_bytes)
+            case _:
+                return False
+        close_all(fds)
+        self._tell_of_session()
+        return True
+
+    def _serve_regions(self) -> None:
+        """Serve what the broker says of regions while the session waits for launches; all else waits, too.
+
+        A region must not wait for launches that have nothing to do with it.
+        """
+        if not self._session.regions.is_used:
+            return
+        with contextlib.suppress(BlockingIOError, ChannelClosed):
+            while True:
+                message, fds = receive(self._channel)
+                if not self._serve_region(message, fds):
+                    self._heard.append((message, fds))
+        self._session.regions.advance()
+        self._tell_of_session()
+
+    def _tell_of_session(self) -> None:
+        """Tell the broker what it has to hear: of regions each message, once it has room for it."""
+        if self._session.take_growth():
+            report(self._channel, MemoryGrew())
+        if self._session.lost is not None and not self._has_reported_lost:
+            self._has_reported_lost = report(self._channel, Faulted(self._session.lost.message))
+        for message in self._session.take_reports():
+            if not isinstance(message, ForwardRevoked) or len(self._unsent) < MAX_UNSENT:
+                self._unsent.append(message)
+        while self._unsent and report(self._channel, self._unsent[0]):
+            self._unsent.popleft()
 
     def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> None:
         sock.setblocking(False)
@@ -233,6 +306,8 @@ class Server:
         ring, arena = ring_for(connection.sock, wanted, self._spin_policy), self._arena_for(connection, wanted)
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
         options = (*given.to_options(), Tlv(SessionOption.PARAMETER_TYPES, b""))
+        if granule_bytes := self._session.region_granule_bytes:
+            options += (Tlv(SessionOption.REGIONS, granule_bytes.to_bytes(4, "big")),)
         body = build_body(replace(self._welcome, options=options))
         header = {"request_id": request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
         frame = build_frame(Opcode.ATTACH, body, **header)
@@ -316,10 +391,7 @@ class Server:
             self._serve_guest(connection, connection.guest)
         if connection.receive_buffer.is_mid_frame:
             connection.received_at_s = time.monotonic()
-        if self._session.take_growth():
-            report(self._channel, MemoryGrew())
-        if self._session.lost is not None and not self._has_reported_lost:
-            self._has_reported_lost = report(self._channel, Faulted(self._session.lost.message))
+        self._tell_of_session()
 
     def _serve_owner(self, connection: Connection) -> None:
         """Do the requests of a connection of the lease's owner: launches and syncs without parsing, where possible."""
@@ -327,7 +399,7 @@ class Server:
         while reader.start != reader.end or receive_buffer.has_write:
             reply: bytes | memoryview | None = None
             op = reader.peek_op()
-            if op == _LAUNCH:
+            if op in _LAUNCHES:
                 session.take_launches(reader)
                 op = reader.peek_op()
             if op == _SYNC:

@@ -17,6 +17,7 @@ from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter, WorkerPage
 from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.drivers.interface import (
     Context,
     DriverError,
@@ -33,6 +34,8 @@ from gpulease.daemon.session.modules import ModuleOperations
 from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
+from gpulease.daemon.session.region_memory import RegionMemory
+from gpulease.daemon.session.regions import RegionGate, RegionOperations
 from gpulease.daemon.session.replies import NO_NUMBER, SyncPattern, done, failed, failure_of, refusal_of, refused
 from gpulease.daemon.session.stream_operations import ConnectionStreams, StreamOperations
 from gpulease.daemon.session.submit_run import SubmitOperations
@@ -45,11 +48,11 @@ from gpulease.protocol.opcodes import Flag, Opcode, Status
 
 # Plain integers: looking a member up on its enum costs as much as the rest of a check.
 _QUIET: Final = int(Flag.QUIET)
-_LAUNCH: Final = int(Opcode.LAUNCH)
 _SYNC: Final = int(Opcode.SYNC)
 _SELECT: Final = int(Opcode.STREAM_SELECT)
 _PING: Final = int(Opcode.PING)
 _OPS: Final = int(Counter.OPS)
+_LAUNCHES: Final = int(Counter.LAUNCHES)
 _SYNCS: Final = int(Counter.SYNCS)
 _FAILED_OPS: Final = int(Counter.FAILED_OPS)
 _LOOKED_NS: Final = int(Counter.LOOKED_NS)
@@ -77,6 +80,7 @@ class Session:
         native: How native code launches in the context; None leaves all launches to Python. Ignored where kernels'
             times are bounded, because Python looks after every launch then.
         is_submit: The session does one SUBMIT_RUN and nothing else.
+        regions_required: Refuse launches that name no region set.
 
     Attributes:
         lost: The fault that cost the context; None while the context works.
@@ -85,6 +89,8 @@ class Session:
         streams: The streams of all connections.
         watch: The kernels' run times.
         submit: The operations of a submit.
+        regions: The memory of its regions, as the broker says.
+        on_wait: Called about every millisecond while the session waits for launches.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Session:
         native: NativeLaunch | None = None,
         *,
         is_submit: bool = False,
+        regions_required: bool = False,
     ) -> None:
         self.lease_id = lease_id
         self.lost: Failure | None = None
@@ -104,6 +111,11 @@ class Session:
         # What a quiet request left to report, and the connection it came from; None of a kernel's fault.
         self._pending_failure: Failure | None = None
         self._pending_from: ConnectionStreams | None = None
+        # A kernel's fault that was met while there was a failure to report: the next one.
+        self._next_failure: Failure | None = None
+        # Launches counted when Python last answered a wait, or reported a failure.
+        self._synced = 0
+        self.on_wait: Callable[[], None] = keep_waiting
         self._context, self._ledger, self._page = context, ledger, page
         self._counters = page.counters
         self.watch = KernelWatch(context, page.counters, max_kernel_ms)
@@ -111,17 +123,22 @@ class Session:
             context.watch(self._check_lease)
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         self._resources = resources = SessionResources(ledger, context, self._check_lease, page.counters)
+        resources.check_sync = self._check_sync
         self._planner = planner = Planner(ledger, lease_id)
         self._memory = MemoryOperations(resources)
         self.pinned_buffers = self._memory.pinned_buffers
         self.arena = ArenaOperations(resources)
         self.streams = StreamOperations(resources)
         self._modules = ModuleOperations(resources, planner)
-        self._launches = LaunchOperations(resources, planner)
-        self._graphs = GraphOperations(resources, planner, self.arena)
+        self._gate = gate = RegionGate(resources, self._launches_begun)
+        self.regions = RegionMemory(resources, gate, lambda: self.streams.live, self._keep_fault)
+        self._region_sets = RegionOperations(resources, gate, self.regions.forget)
+        self.streams.on_select, self.streams.on_destroy = gate.forget_current, self.regions.leave_stream
+        self._launches = LaunchOperations(resources, planner, gate, needs_set=regions_required)
+        self._graphs = GraphOperations(resources, planner, self.arena, gate, needs_set=regions_required)
         self.submit = SubmitOperations(resources, planner, self._modules)
         self._sync_pattern = SyncPattern(lease_id)
-        self._fast_path = LaunchFastPath(context, planner, page, self._sync_pattern, self._keep_launch_failure)
+        self._fast_path = LaunchFastPath(context, planner, page, self._sync_pattern, gate, self._keep_failure)
         if native is not None and not self.watch.is_on:
             self._fast_path.use_native(native)
         self._operations = self._submit_operations() if is_submit else self._session_operations()
@@ -148,6 +165,11 @@ class Session:
             Opcode.GRAPH_CREATE: self._graphs.create,
             Opcode.GRAPH_LAUNCH: self._graphs.launch,
             Opcode.GRAPH_DESTROY: self._graphs.destroy,
+            Opcode.REGION_SET: self._region_sets.make_set,
+            Opcode.REGION_SET_FREE: self._region_sets.free_set,
+            Opcode.REGION_RELEASE: self._region_sets.release,
+            Opcode.LAUNCH_IN: self._launches.launch_in,
+            Opcode.GRAPH_LAUNCH_IN: self._graphs.launch_in,
         }
 
     def _submit_operations(self) -> dict[int, Operation]:
@@ -202,7 +224,7 @@ class Session:
         self._counters[_OPS] += 1
         self._counters[_DOING] = _SYNC
         try:
-            self._context.sync(self._check_lease)
+            self._context.sync(self._check_sync)
         except (DriverError, LeaseOver) as error:
             self._count_failure(_SYNC, error)
             request_id = int.from_bytes(number, "big")
@@ -210,6 +232,7 @@ class Session:
         finally:
             self._counters[_DOING] = 0
         self._counters[_SYNCS] += 1
+        self._synced = self._counters[_LAUNCHES]
         return self._sync_pattern.reply(number)
 
     def _answer(self, frame: Frame, lease_end: Status | None) -> bytes | memoryview:
@@ -220,13 +243,17 @@ class Session:
         failure = self._take_guests_failure() if is_guests_ping else self._take_failure()
         if failure is None:
             try:
-                return self._operation(frame)(frame)
+                reply = self._operation(frame)(frame)
+                if frame.op in _SYNC_OPERATIONS:
+                    self._synced = self._counters[_LAUNCHES]
+                return reply
             except _OPERATION_ERRORS as error:
                 failure = self._failure(error, frame.op)
                 self._count_failure(frame.op, error)
         else:
             self._skip(frame)
             self._count_failure(frame.op)
+        self._synced = self._counters[_LAUNCHES]
         return failed(frame, failure)
 
     def _do_quietly(self, frame: Frame, lease_end: Status | None) -> None:
@@ -271,8 +298,17 @@ class Session:
         self._pending_failure = failure
         self._count_failure(op, error)
 
-    def _keep_launch_failure(self, error: Exception, request_id: int) -> None:
-        self._keep_failure(error, _LAUNCH, request_id)
+    def _keep_fault(self, fault: KernelFault) -> None:
+        """Keep a fault that the broker's business met: the tenant hears of it as of any other."""
+        failure = self._failure_of_fault(fault)
+        if self._pending_failure is None:
+            self._pending_failure, self._pending_from = failure, None
+        else:
+            self._next_failure = failure
+
+    def _launches_begun(self) -> int:
+        """How many launches have begun since the last wait that was answered, or failure that was reported."""
+        return int(self._counters[_LAUNCHES]) - max(self._synced, self._fast_path.synced)
 
     def _take_failure(self) -> Failure | None:
         """The failure to report now; each is reported once, unless it cost the context."""
@@ -281,7 +317,8 @@ class Session:
         if self._pending_failure is None:
             fault = self._context.fault()
             return None if fault is None else self._failure_of_fault(fault)
-        failure, self._pending_failure = self._pending_failure, None
+        failure, self._pending_failure = self._pending_failure, self._next_failure
+        self._pending_from = self._next_failure = None
         return failure
 
     def _take_guests_failure(self) -> Failure | None:
@@ -341,6 +378,11 @@ class Session:
         if self._page.refusal() is not None:
             raise LeaseOver
 
+    def _check_sync(self) -> None:
+        """The `Poll` of a wait for launches: regions end meanwhile, too. Raises LeaseOver."""
+        self._check_lease()
+        self.on_wait()
+
     # --- connections ---
 
     def meet(self, *, is_stranger: bool) -> None:
@@ -370,6 +412,24 @@ class Session:
         has_grown, self._resources.may_have_grown = self._resources.may_have_grown, False
         return has_grown
 
+    # --- regions ---
+
+    @property
+    def region_granule_bytes(self) -> int:
+        """Regions begin and end at multiples of so many bytes; 0 if the session can have none."""
+        return self._context.region_granule_bytes
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of the card that the session may take now."""
+        return self._ledger.slice_bytes
+
+    def take_reports(self) -> Iterator[Message]:
+        """What the broker is to hear of regions, each once."""
+        outbox = self._gate.outbox
+        while outbox:
+            yield outbox.popleft()
+
     # --- the end ---
 
     def release(self, poll: Poll) -> None:
@@ -383,6 +443,8 @@ class Session:
         fault = self._context.fault()
         if fault is not None:
             raise fault
+        if self.regions.had_any:
+            raise DriverError("it had regions, whose addresses are never used again")
         if self._has_faulted or self._ledger.keeps_for_good:
             raise DriverError("a kernel has failed" if self._has_faulted else "the driver keeps memory for its kernels")
         self._graphs.close()

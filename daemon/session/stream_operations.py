@@ -4,6 +4,7 @@ Every connection has its own streams; they end with it. The context learns which
 changes, so launches and copies need not know of streams at all.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
@@ -45,10 +46,16 @@ class StreamOperations(Operations):
 
     Attributes:
         current: The streams of the connection that is served now.
+        live: The driver's numbers of all streams of the session.
+        on_select: Called when another stream was selected.
+        on_destroy: Called with the driver's number of a stream that is about to be destroyed.
     """
 
     def __init__(self, resources: SessionResources) -> None:
         super().__init__(resources)
+        self.live = {DEFAULT}
+        self.on_select: Callable[[], None] = lambda: None
+        self.on_destroy: Callable[[int], None] = lambda _stream: None
         self._stream_count = 0
         self._last_number = DEFAULT
         self.current = ConnectionStreams()
@@ -57,7 +64,7 @@ class StreamOperations(Operations):
         """Serve this connection from now on."""
         if connection is not self.current:
             self.current = connection
-            self._context.stream_select(connection.known[connection.selected])
+            self._select(connection.known[connection.selected])
 
     def release(self, connection: ConnectionStreams) -> None:
         """Destroy all streams of a connection that has ended."""
@@ -82,6 +89,7 @@ class StreamOperations(Operations):
         self._resources.may_have_grown = True
         self._stream_count += 1
         self._last_number += 1
+        self.live.add(stream)
         self.current.known[self._last_number] = stream
         return done(frame, Handle(self._last_number))
 
@@ -99,7 +107,7 @@ class StreamOperations(Operations):
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         stream = self._stream(number)
         self.current.selected = number
-        self._context.stream_select(stream)
+        self._select(stream)
         return empty(frame)
 
     def select_anyway(self, frame: Frame) -> None:
@@ -118,7 +126,7 @@ class StreamOperations(Operations):
     def sync(self, frame: Frame) -> bytes:
         """STREAM_SYNC."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
-        self._context.stream_sync(self._stream(number), self._check_lease)
+        self._context.stream_sync(self._stream(number), self._resources.check_sync)
         self._counters[Counter.SYNCS] += 1
         return empty(frame)
 
@@ -129,9 +137,18 @@ class StreamOperations(Operations):
         return stream
 
     def _destroy(self, connection: ConnectionStreams, number: int) -> None:
-        self._context.stream_destroy(connection.known.pop(number))
+        stream = connection.known.pop(number)
+        self.live.discard(stream)
+        self.on_destroy(stream)
+        self._context.stream_destroy(stream)
         self._stream_count -= 1
         if connection.selected == number:
             connection.selected = DEFAULT
             if connection is self.current:
-                self._context.stream_select(DEFAULT)
+                self._select(DEFAULT)
+
+    def _select(self, stream: int) -> None:
+        self._context.stream_select(stream)
+        if stream != self._resources.stream:
+            self._resources.stream = stream
+            self.on_select()

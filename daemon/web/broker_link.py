@@ -111,7 +111,7 @@ class BrokerLink(asyncio.Protocol):
                     # The caller may have given up.
                     if (answer := self._waiting.get(number)) is not None and not answer.done():
                         answer.set_result(result)
-                case Notification(_, lease_event):
+                case Notification(_, LeaseEvent() as lease_event):
                     self._on_event(lease_event)
                 case Goodbye() | StreamBroken() | EndOfStream():
                     if self._transport is not None:

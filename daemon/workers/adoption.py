@@ -14,7 +14,17 @@ from typing import Final
 
 from gpulease.daemon.contract.control_page import PageState
 from gpulease.daemon.host.processes import has_ended, name_of
-from gpulease.daemon.leases import Cause, Event, KeptLease, LeaseRestored, LeaseState, SubmitFound, WorkerFound
+from gpulease.daemon.leases import (
+    Cause,
+    Event,
+    KeptLease,
+    KeptRegion,
+    LeaseRestored,
+    LeaseState,
+    RegionRestored,
+    SubmitFound,
+    WorkerFound,
+)
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
@@ -134,8 +144,9 @@ def adopt(
     overheads: Mapping[str, int],
     latest_ns: int,
     post: Callable[[Event], None],
+    regions: Sequence[KeptRegion] = (),
 ) -> None:
-    """Take over everything: give every worker a number, and post an event about each lease and worker.
+    """Take over everything: give every worker a number, and post an event about each lease, worker and region.
 
     Blocks for as long as stray workers take to end.
 
@@ -145,6 +156,7 @@ def adopt(
         overheads: The bytes that one context costs on each card, by the card's uuid.
         latest_ns: The latest deadline that a broker could have given, on the monotonic clock.
         post: Called with each event, for the lease table.
+        regions: The regions that the journal has.
     """
     left = [LeftWorker(worker, worker.page()) for worker in workers.found()]
     adoptions = reconcile(kept, left, overheads, latest_ns, lambda: secrets.randbits(128) or 1)
@@ -170,6 +182,8 @@ def adopt(
             workers.kill(fenced.lease_id)
             workers.fence(fenced.lease_id, fenced.card_uuid, fenced.lease_id)
             workers.settle(fenced.lease_id)
+    for region in regions:
+        post(RegionRestored(region))
     going_on = sum(isinstance(one.event, LeaseRestored) and one.event.has_worker for one in adoptions)
     if adoptions:
         log_event(LogEvent.SESSIONS_FOUND, count=len(adoptions), going_on=going_on)

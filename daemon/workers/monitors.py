@@ -1,8 +1,9 @@
 """Monitors of the workers: kernels that run too long, memory beyond the slice, dead workers' bytes, the scrub.
 
 `KernelWatchdog` finds kernels, compilations and silence that last too long. `MemoryMonitor` compares what a session
-holds with what was admitted. `Reclaimer` proves a dead worker's bytes free. `CardWatch` looks at what others hold of a
-card. `Recycler` has a worker scrubbed after its lease, and weighs it before a lease may have it.
+holds with what was admitted. `Reclaimer` proves a dead worker's bytes free, `RegionProver` an ended region's.
+`CardWatch` looks at what others hold of a card. `Recycler` has a worker scrubbed after its lease, and weighs it before
+a lease may have it.
 """
 
 import asyncio
@@ -24,7 +25,9 @@ from gpulease.daemon.leases import (
     Event,
     LeaseState,
     LeaseTable,
+    ProveRegion,
     ReclaimProved,
+    RegionProved,
     SessionCondemned,
     WorkerKind,
     WorkerReady,
@@ -54,6 +57,7 @@ MIN_ROUND_S: Final = 0.01
 KNOWN_WAITS: Final = frozenset(
     {
         Opcode.LAUNCH,
+        Opcode.LAUNCH_IN,
         Opcode.MODULE_LOAD,
         Opcode.MEM_ALLOC,
         Opcode.ARENA_WRITE,
@@ -327,6 +331,58 @@ class Reclaimer:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_LOOK_DELAY_S)
         self._post(ReclaimProved(lease_id))
+
+
+class RegionProver:
+    """Looks at what a card shows for a session's process until an ended region's bytes are back.
+
+    Only `give_up`, or the session's end, ends the looks: the lease table decides how long is too long.
+    """
+
+    def __init__(self, source: CardSource, workers: Workers, post: Callable[[Event], None]) -> None:
+        self._source = source
+        self._workers = workers
+        self._post = post
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def prove(self, order: ProveRegion) -> None:
+        """Post `RegionProved` once the process has no more than the order allows; a later order takes its place."""
+        self.give_up(order.region_id)
+        task = asyncio.get_running_loop().create_task(self._look(order))
+        self._tasks[order.region_id] = task
+        task.add_done_callback(lambda _: self._drop(order.region_id, task))
+
+    def give_up(self, region_id: int) -> None:
+        """Stop the looks for a region."""
+        if (task := self._tasks.pop(region_id, None)) is not None:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """Stop all looks."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _drop(self, region_id: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(region_id) is task:
+            del self._tasks[region_id]
+
+    async def _look(self, order: ProveRegion) -> None:
+        delay_s = FIRST_LOOK_DELAY_S
+        while pid := self._workers.pid(order.lease_id):
+            try:
+                held = await asyncio.to_thread(self._source.process_bytes, order.card_uuid, pid)
+            except _UNKNOWN as error:
+                missing = f"the card can't be looked at: {error}"
+            else:
+                if held <= order.allowed_bytes:
+                    self._post(RegionProved(order.region_id))
+                    return
+                missing = f"the card shows {held} bytes for its session, not {order.allowed_bytes}"
+            log_event(LogEvent.RECLAIM_AWAITED, lease_id=order.region_id, reason=missing)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_LOOK_DELAY_S)
 
 
 class CardWatch:

@@ -20,10 +20,17 @@ from gpulease.daemon.contract.messages import (
     Failed,
     Faulted,
     ForkFailed,
+    ForwardRevoked,
     LastLeft,
     MemoryGrew,
     Ready,
+    RegionEnded,
+    RegionOpened,
+    RegionRefused,
+    RegionReleased,
+    RegionStuck,
     Scrubbed,
+    SliceResized,
     WorkerForked,
     WorkerReaped,
     parse_message,
@@ -94,6 +101,7 @@ class Workers:
         self._on_scrubbed: Callable[[Worker, str, int], None] = lambda *_: None
         self._on_connections: Callable[[int], None] = lambda lease_id: None
         self._on_guest: Callable[[int, int, bool], None] = lambda *_: None
+        self._on_region: Callable[[int, Message], None] = lambda *_: None
         self.wipes_heap = wipes_heap
         self._zygotes = Zygotes(
             driver, self._on_zygote_message, self._on_zygote_exit, sandbox or SandboxSettings(), folder, wipes_heap
@@ -125,6 +133,10 @@ class Workers:
             on_guest: Called with a lease, the mark of a guest's token, and whether the worker let the guest in.
         """
         self._on_connections, self._on_guest = on_connections, on_guest
+
+    def set_region_listener(self, on_region: Callable[[int, Message], None]) -> None:
+        """Set whom to call with a lease and what its worker says of regions, or of its slice's size."""
+        self._on_region = on_region
 
     def set_end_listener(self, on_end: Callable[[Worker], None]) -> None:
         """Set whom to call with each worker that has ended, while its page can still be read."""
@@ -413,6 +425,16 @@ class Workers:
                     self._post(WorkerReady(lease_id))
             case Scrubbed(doubt, held_bytes):
                 self._on_scrubbed(worker, clean_text(doubt, MAX_REASON_CHARS), held_bytes)
+            case (
+                RegionOpened()
+                | RegionRefused()
+                | RegionEnded()
+                | RegionStuck()
+                | RegionReleased()
+                | ForwardRevoked()
+                | SliceResized()
+            ):
+                self._on_region(lease_id, message)
             case Failed(reason):
                 self._post(WorkerFailed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
             case Faulted(reason) if worker.on_fault():

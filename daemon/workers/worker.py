@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, PageFds
@@ -24,6 +24,7 @@ from gpulease.daemon.host.processes import exit_text
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import Family
+from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.zygote_client import Zygote
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.ring import Wanted
@@ -64,6 +65,7 @@ class Worker:
         is_stranger: The tenant who attaches next may be another than the lease's.
         has_faulted: It has said in this lease why its context is lost.
         submit_ends_ns: When the submit's timeout is over, on the monotonic clock; None until it began, or for a lease.
+        regions: Its session's regions; None until the session's first one.
     """
 
     spec: WorkerSpec
@@ -85,6 +87,7 @@ class Worker:
     is_stranger: bool = True
     has_faulted: bool = False
     submit_ends_ns: int | None = None
+    regions: RegionLink | None = None
 
     @classmethod
     def create(cls, spec: WorkerSpec, zygote: Zygote) -> tuple[Self, socket.socket]:
@@ -171,6 +174,7 @@ class Worker:
         """Take the next page after a scrub, and no lease but the number. False if the zygote can't be told."""
         if self.next_page is None:
             return False
+        self.close_regions()
         self.page.close()
         self.page, self.next_page, self.has_answered, self.counted = self.next_page, None, False, ()
         self.spec = WorkerSpec(self.spec.lease_id, self.spec.card_uuid, 0, is_shared=False)
@@ -181,6 +185,18 @@ class Worker:
         finally:
             self.page.let_go()
         return True
+
+    def resize(self, size_bytes: int) -> None:
+        """Remember the size of a slice that has grown or shrunk, for the next broker too."""
+        self.spec = replace(self.spec, size_bytes=size_bytes)
+        with contextlib.suppress(ChannelClosed, BlockingIOError):
+            self.zygote.change(self.serial, self.spec, lambda: None)
+
+    def close_regions(self) -> None:
+        """Forget the session's regions, all of which have ended with it."""
+        if self.regions is not None:
+            self.regions.close()
+            self.regions = None
 
     def _send_or_drop(self, message: Message) -> None:
         with contextlib.suppress(ChannelClosed, BlockingIOError):
@@ -208,6 +224,7 @@ class Worker:
         """Close all descriptors, and read the channel no more."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.channel)
+        self.close_regions()
         self.channel.close()
         self.page.close()
         if self.next_page is not None:

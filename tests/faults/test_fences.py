@@ -12,7 +12,7 @@ from gpulease.client.cli.__main__ import main
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Failure, Notification, Opcode, Phase, RevokeOutcome, Status
 from gpulease.protocol.address import ADDRESS_VARIABLE
-from gpulease.protocol.messages import FenceClear, LeaseRef, LeaseRenew, LeaseSubscribe
+from gpulease.protocol.messages import FenceClear, LeaseEvent, LeaseRef, LeaseRenew, LeaseSubscribe
 from gpulease.protocol.opcodes import InventoryFlag
 from helpers.audit_log import check_whole, config, records, stop
 from helpers.daemon import Daemon, Faults
@@ -211,6 +211,7 @@ def test_the_whole_story_of_a_fence(start_daemon: Callable[..., Daemon], withhel
             peer.request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease.lease_id))
             told = peer.next_event()
             assert isinstance(told, Notification)
+            assert isinstance(told.event, LeaseEvent)
             assert (told.event.phase, told.event.cause) == (Phase.ENDED, "revoked")
 
     is_good_for_nothing(statuses={Status.FENCED})

@@ -18,6 +18,7 @@ from gpulease.protocol.messages import (
     Drain,
     Empty,
     Hello,
+    LeaseEvent,
     LeaseRef,
     LeaseSubscribe,
     MemAlloc,
@@ -160,6 +161,7 @@ def test_a_subscriber_that_never_reads(daemon: Daemon, neighbour: Neighbour) -> 
         assert all(
             here == before + 1 + gone for before, here, gone in zip(sequences, sequences[1:], lost[1:], strict=False)
         )
+        assert isinstance(told[-1].event, LeaseEvent)
         assert told[-1].event.left_ms <= 1_000_000 - rounds + 1
 
 
@@ -178,6 +180,7 @@ def test_a_subscriber_that_repeats_its_number_is_refused_and_nobody_misses_an_ev
             while not phases or phases[-1] != Phase.ENDED:
                 event = honest.next_event()
                 assert isinstance(event, Notification)
+                assert isinstance(event.event, LeaseEvent)
                 phases.append(event.event.phase)
         reader = FrameReader(MAX_PAYLOAD_BYTES)
         reader.receive_data(hostile.sock.recv(1 << 16))

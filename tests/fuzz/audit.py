@@ -1,4 +1,4 @@
-"""The audit log's readers: daemon/record/audit/verification.py, records.py, canonical.py, usage.py, showing.py.
+"""The audit log's readers: daemon/record/audit/verification.py, records.py, usage.py, log_reader.py.
 
 The invariant. Whatever bytes a log and its head consist of:
 

@@ -79,6 +79,11 @@ def token(scene: Scene, draws: Draws) -> bytes:
     return found if way < 240 else found[: len(found) // 2] + draws.take(1) + found[len(found) // 2 + 1 :]
 
 
+def open_region(scene: Scene, draws: Draws) -> m.RegionOpen:
+    ttl_ms, owner = draws.pick((1000, 8000, 0, 9000)), draws.pick(("", "ann", "bob", "\x1b"))
+    return m.RegionOpen(lease(scene, draws), draws.pick((1, 100, 0, 2 << 20)), ttl_ms, owner)
+
+
 Build = Callable[[Scene, Draws], m.Body]
 REQUESTS: tuple[tuple[Opcode, Build], ...] = (
     (Opcode.LEASE_ALLOC, alloc),
@@ -100,6 +105,10 @@ REQUESTS: tuple[tuple[Opcode, Build], ...] = (
     (Opcode.METRICS, lambda scene, draws: m.Empty()),
     (Opcode.HEALTH, lambda scene, draws: m.Empty()),
     (Opcode.CAPABILITY_REVOKE, revoke_token),
+    (Opcode.REGION_OPEN, open_region),
+    (Opcode.REGION_CANCEL, lambda scene, draws: m.RegionCancel(lease(scene, draws), draws.below(3))),
+    (Opcode.REGION_WATCH, lambda scene, draws: m.LeaseRef(lease(scene, draws))),
+    (Opcode.LEASE_RESIZE, lambda scene, draws: m.LeaseResize(lease(scene, draws), draws.pick((100, 200, 1, 0, 9000)))),
 )
 
 

@@ -1,4 +1,4 @@
-"""Whole images on the embedded driver: PTX through LLVM to native code, drivers/cpu/compiled.py.
+"""Whole images on the embedded driver: PTX through LLVM to native code, daemon/drivers/ptx/image.py.
 
 The invariant. Whatever text a tenant loads:
 

@@ -1,4 +1,4 @@
-"""The worker's loop on a ring, in native code (worker/native/serve.ll) and in Python (worker/taking.py), side by side.
+"""The worker's loop on a ring, side by side: daemon/session/native/serve.ll, and launch_fast_path.py in Python.
 
 The invariant. Whatever a client puts into its ring, announces or scribbles over, the same bytes bring about the same:
 

@@ -1,4 +1,4 @@
-"""The worker's session operations, on the embedded driver: worker/session.py and all its desks.
+"""The worker's session operations, on the embedded driver: daemon/session/session.py and every `Operations`.
 
 The invariant. Whatever frames a tenant sends, in whatever order:
 

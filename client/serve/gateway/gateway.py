@@ -10,7 +10,7 @@ A request that is not served is answered by a problem (RFC 9457):
 | status | code | meaning | Retry-After |
 |---|---|---|---|
 | 400 | invalid_request | the request makes no sense | |
-| 403 | foreign_page | another site's page asks, in a browser: see `protocol.origin` | |
+| 403 | foreign_page | another site's page asks, in a browser: see `protocol.http_origin` | |
 | 404 | no_such_model | this gateway serves no such model | |
 | 408 | body_too_slow | the body did not arrive in time | |
 | 409 | in_progress | another attempt at the same request has not ended | yes |

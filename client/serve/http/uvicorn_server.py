@@ -119,7 +119,7 @@ def _url(sock: socket.socket, where: UnixAddress | TcpAddress) -> str:
 
 
 class GuardedApp:
-    """An ASGI application behind the checks of `protocol.origin`.
+    """An ASGI application behind the checks of `protocol.http_origin`.
 
     A foreign site's page in a browser of this host gets nothing.
 

@@ -11,7 +11,7 @@ answer names the model that computed it, perhaps a smaller variant.
 
 A request that is not served is answered by a problem (RFC 9457). Its code is one of `protocol.rpc.CallErrorCode`, or:
 too_large (413), body_too_slow (408), unsupported_media_type (415), not_finite (500: JSON has no number for the output),
-foreign_page (403) and unknown_host (421), see `protocol.origin`.
+foreign_page (403) and unknown_host (421), see `protocol.http_origin`.
 """
 
 import base64

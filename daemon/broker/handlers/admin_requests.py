@@ -29,8 +29,16 @@ class AdminHandler:
         self._tokens = caller.tokens
 
     def lease_revoke(self, request: Request, body: messages.LeaseRevoke) -> None:
-        """Serve LEASE_REVOKE: an operator's, or that of a peer whose token permits it."""
-        if not self._tokens.may_revoke(body.lease_id):
+        """Serve LEASE_REVOKE: an operator's, or that of a peer whose token permits it.
+
+        The tenant of a lease may revoke its regions.
+        """
+        peer, table = self._caller.peer, self._runtime.table
+        region = table.get(body.lease_id)
+        parent = None if region is None or not region.parent_id else table.get(region.parent_id)
+        parent_id = 0 if parent is None else parent.lease_id
+        is_operator = peer.is_operator or self._may_revoke(body.lease_id, parent_id)
+        if not is_operator and (parent is None or parent.tenant != peer.tenant):
             self._caller.need_operator("LEASE_REVOKE")
 
         def on_outcome(outcome: Outcome) -> None:
@@ -40,7 +48,12 @@ class AdminHandler:
                 self._caller.answer_denied(request, outcome)
 
         number = self._caller.expect(on_outcome)
-        self._runtime.post(RevokeRequested(number, body.lease_id, shown_reason(body.reason)))
+        reason = shown_reason(body.reason)
+        self._runtime.post(RevokeRequested(number, body.lease_id, reason, peer.tenant, is_operator))
+
+    def _may_revoke(self, lease_id: int, parent_id: int) -> bool:
+        """Return whether a token lets the peer revoke a lease, or a region by itself or with its lease."""
+        return self._tokens.may_revoke(lease_id) or bool(parent_id and self._tokens.may_revoke(parent_id))
 
     def fence_clear(self, request: Request, body: messages.FenceClear) -> None:
         """Serve FENCE_CLEAR."""

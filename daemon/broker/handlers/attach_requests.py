@@ -139,6 +139,10 @@ class AttachHandler:
     def check(self, request: Request) -> Guest | None:
         """Return the bounds of a connection that attaches with a token. Raises Refused unless the peer may attach."""
         self._caller.check_reader(request.op)
+        named = self._runtime.table.get(request.session_id)
+        if named is not None and named.parent_id:
+            # A region has no session of its own.
+            raise Refused(failure_of(not_found(request.session_id)))
         body = request.body
         token = token_of(body.options) if isinstance(body, Attach | GpuSubmit) else None
         if token is None:

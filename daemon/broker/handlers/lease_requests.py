@@ -1,4 +1,4 @@
-"""LEASE_ALLOC, LEASE_RENEW and LEASE_FREE: requests of tenants about their leases."""
+"""LEASE_ALLOC, LEASE_RENEW and LEASE_FREE: requests of tenants about their leases and regions."""
 
 import secrets
 import time
@@ -31,6 +31,7 @@ from gpulease.protocol.opcodes import (
     GPU_RESOURCE_TYPE,
     MAX_KERNEL_TAG,
     ORPHAN_TAG,
+    REGIONS_REQUIRED_TAG,
     SUBMIT_TAG,
     WAITING_TAG,
     Exclusivity,
@@ -141,6 +142,7 @@ class LeaseHandler:
             waiting_of(parameters),
             submit_bytes_of(parameters),
             orphan_ms_of(parameters),
+            regions_required_of(parameters),
         )
         return lambda number: AcquireRequested(
             request=number,
@@ -225,6 +227,16 @@ def orphan_ms_of(parameters: tuple[LeaseParameter, ...]) -> int | None:
     if len(values) > 1 or len(values[0]) != U32_BYTES:
         raise _invalid("how long a lease may be without a connection is a u32 of milliseconds, given once")
     return int.from_bytes(values[0], "big")
+
+
+def regions_required_of(parameters: tuple[LeaseParameter, ...]) -> bool:
+    """Return whether the session refuses launches that name no region set. Raises Refused for a malformed value."""
+    values = _values(parameters, REGIONS_REQUIRED_TAG)
+    if not values:
+        return False
+    if len(values) > 1 or values[0] not in (b"\0", b"\1"):
+        raise _invalid("whether launches must name regions is one byte, 0 or 1, given once")
+    return values[0] == b"\1"
 
 
 def waiting_of(parameters: tuple[LeaseParameter, ...]) -> Waiting | None:

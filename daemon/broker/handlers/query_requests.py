@@ -1,5 +1,7 @@
 """Requests that change nothing: PING, GET_INVENTORY, LEASE_QUERY, LEASE_LIST_ACTIVE, subscriptions, METRICS, HEALTH."""
 
+from collections.abc import Callable
+
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.node_metrics import NodeMetrics
@@ -54,9 +56,10 @@ class QueryHandler:
         self._caller.answer(request, messages.Report(full_report(lease, self._runtime.table, self._runtime.workers)))
 
     def lease_list_active(self, request: Request, body: messages.Empty) -> None:
-        """Serve LEASE_LIST_ACTIVE."""
+        """Serve LEASE_LIST_ACTIVE: each lease, and behind it its regions."""
         table, workers = self._runtime.table, self._runtime.workers
-        reports = [full_report(lease, table, workers) for lease in table.snapshots() if self._may_see(lease)]
+        everything = (one for lease in table.snapshots() for one in (lease, *table.regions.of(lease.lease_id)))
+        reports = [full_report(one, table, workers) for one in everything if self._may_see(one)]
         self._caller.answer(request, messages.Report(reports))
 
     def lease_subscribe(self, request: Request, body: messages.LeaseSubscribe) -> None:
@@ -69,13 +72,26 @@ class QueryHandler:
         self._caller.answer(request, messages.Empty())
         self._subscriptions.begin(request.request_id)
 
+    def region_watch(self, request: Request, body: messages.LeaseRef) -> None:
+        """Serve REGION_WATCH of a region, or of all regions of a lease. Events begin behind the answer."""
+        may_see = by_lease_id(self._may_query, self._runtime.table)
+        if not may_see(body.lease_id):
+            raise Refused(failure_of(not_found(body.lease_id)))
+        self._subscriptions.watch(request.request_id, body.lease_id, may_see)
+        self._caller.answer(request, messages.Empty())
+
     def lease_unsubscribe(self, request: Request, body: messages.LeaseUnsubscribe) -> None:
         """Serve LEASE_UNSUBSCRIBE."""
         self._subscriptions.unsubscribe(body.subscription)
         self._caller.answer(request, messages.Empty())
 
     def _may_query(self, lease: LeaseSnapshot) -> bool:
-        return self._peer.is_operator or self._acts_for(lease)
+        return self._peer.is_operator or self._acts_for(lease) or self._is_of(lease, self._acts_for)
+
+    def _is_of(self, region: LeaseSnapshot, check: Callable[[LeaseSnapshot], bool]) -> bool:
+        """Return whether the lease that a region lies in passes a check; False for what is no region."""
+        parent = self._runtime.table.get(region.parent_id) if region.parent_id else None
+        return parent is not None and check(parent)
 
     def _acts_for(self, lease: LeaseSnapshot) -> bool:
         return lease.tenant == self._tokens.acting_tenant(lease.lease_id, ALL_PERMISSIONS)
@@ -83,6 +99,9 @@ class QueryHandler:
     def _may_see(self, lease: LeaseSnapshot) -> bool:
         if self._peer.is_operator:
             return True
+        return self._is_own(lease) or self._is_of(lease, self._is_own)
+
+    def _is_own(self, lease: LeaseSnapshot) -> bool:
         if not self._peer.is_known:
             # Peers nobody vouches for share a tenant: a list of its leases would hand out other people's ids.
             return lease.lease_id in self._caller.acquired

@@ -8,6 +8,7 @@ from gpulease.daemon.broker.handlers.admin_requests import AdminHandler
 from gpulease.daemon.broker.handlers.attach_requests import AttachHandler, AttachingConnection
 from gpulease.daemon.broker.handlers.lease_requests import LeaseHandler
 from gpulease.daemon.broker.handlers.query_requests import NodeHandler, QueryHandler
+from gpulease.daemon.broker.handlers.region_requests import RegionHandler
 from gpulease.daemon.broker.handlers.token_requests import TokenHandler
 from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.broker.runtime import Runtime
@@ -16,7 +17,7 @@ from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Opcode
 
-NEEDS_MEMORY: Final = frozenset({Opcode.LEASE_ALLOC, Opcode.LEASE_SUBSCRIBE})
+NEEDS_MEMORY: Final = frozenset({Opcode.LEASE_ALLOC, Opcode.LEASE_SUBSCRIBE, Opcode.REGION_OPEN, Opcode.REGION_WATCH})
 """Operations that the broker refuses when it is out of memory: it would have to keep something, and they can wait."""
 
 HANDS_OVER: Final = frozenset({Opcode.ATTACH, Opcode.GPU_SUBMIT})
@@ -44,6 +45,7 @@ class RequestDispatcher:
         node = NodeHandler(caller, runtime.metrics, runtime.health)
         admin = AdminHandler(caller)
         token = TokenHandler(caller)
+        regions = RegionHandler(caller)
         self._handlers: dict[Opcode, Handle] = {
             Opcode.LEASE_ALLOC: leases.lease_alloc,
             Opcode.LEASE_RENEW: leases.lease_renew,
@@ -56,6 +58,10 @@ class RequestDispatcher:
             Opcode.LEASE_LIST_ACTIVE: queries.lease_list_active,
             Opcode.LEASE_SUBSCRIBE: queries.lease_subscribe,
             Opcode.LEASE_UNSUBSCRIBE: queries.lease_unsubscribe,
+            Opcode.REGION_OPEN: regions.region_open,
+            Opcode.REGION_CANCEL: regions.region_cancel,
+            Opcode.REGION_WATCH: queries.region_watch,
+            Opcode.LEASE_RESIZE: regions.lease_resize,
             Opcode.METRICS: node.metrics,
             Opcode.HEALTH: node.health,
             Opcode.LEASE_REVOKE: admin.lease_revoke,

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import pycuda.driver as cuda
@@ -24,7 +24,8 @@ from gpulease.daemon.drivers.cuda.memory import (
     LocalMemory,
     block_bytes,
 )
-from gpulease.daemon.drivers.cuda.streams import CopyTicket, Markers, Streams, streams_bytes
+from gpulease.daemon.drivers.cuda.regions import Regions
+from gpulease.daemon.drivers.cuda.streams import Markers, Streams, StreamTicket, streams_bytes
 from gpulease.daemon.drivers.interface import (
     Admit,
     AdmitGraph,
@@ -35,6 +36,7 @@ from gpulease.daemon.drivers.interface import (
     NativeLaunch,
     OutOfMemory,
     Poll,
+    RegionReturn,
     Step,
     Ticket,
     admit_all,
@@ -72,6 +74,7 @@ class CudaContext:
         self._local = local
         self.compiled = Compiled() if compiled is None else compiled
         self._blocks = Blocks()
+        self._regions = Regions(api, self.failure, self._await)
         self._streams = Streams(stream)
         # The selected stream, looked up only when the selection changes, not for each launch.
         self._stream = self._streams[0]
@@ -112,7 +115,11 @@ class CudaContext:
             raise DriverError(f"no CUDA context can be made: {error}") from None
 
     def renew(self, compiled: Compiled | None = None) -> "CudaContext":
-        """The card's context and stream with new records; all allocations and modules must have been released."""
+        """The card's context and stream with new records; all allocations and modules must have been released.
+
+        Raises DriverError if there were regions: their addresses stay theirs.
+        """
+        self._refuse_regions()
         self.trim(0)
         return CudaContext(self._context, self._local, self._stream, compiled)
 
@@ -125,12 +132,17 @@ class CudaContext:
             raise DriverError("a module had variables, or called functions of the driver's")
         if len(self._streams) > 1:
             raise DriverError("there were other streams")
+        self._refuse_regions()
         self.sync()
         self.unpin()
         address = self.mem_alloc(STAGING_BYTES)
         self._call(_scrub_driver_buffers, address, self._stream)
         self.sync()
         self.mem_free(address)
+
+    def _refuse_regions(self) -> None:
+        if self._regions.reserved_bytes:
+            raise DriverError("there were regions, whose addresses no other lease may use")
 
     @property
     def rounding_bytes(self) -> int:
@@ -260,9 +272,12 @@ class CudaContext:
 
     def _ticket(self) -> Ticket:
         self._mark(self._streams.selected)
-        event = cuda.Event(cuda.event_flags.DISABLE_TIMING)
-        self._call(event.record, self._stream)
-        return CopyTicket(event)
+        return self._record(self._stream)
+
+    def _record(self, stream: Any) -> Ticket:
+        event = self._call(cuda.Event, cuda.event_flags.DISABLE_TIMING)
+        self._call(event.record, stream)
+        return StreamTicket(event)
 
     def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """Queue the copy behind what its stream holds, and wait for all of it."""
@@ -283,6 +298,50 @@ class CudaContext:
         if self._markers is not None:
             self._markers.make_room()
             self._call(self._markers.add_other, number, self._streams[number])
+
+    @property
+    def region_granule_bytes(self) -> int:
+        """Size of the card's pages (regions.py)."""
+        return self._regions.granule_bytes
+
+    def region_open(self, size_bytes: int, spare_bytes: int = MAX_CACHED_BYTES, poll: Poll = keep_waiting) -> int:
+        """Map memory; cached blocks may be all that is missing."""
+        self.trim(spare_bytes, poll)
+        try:
+            return self._regions.open(size_bytes)
+        except OutOfMemory:
+            if not self.cached_bytes:
+                raise
+        self.trim(0, poll)
+        return self._regions.open(size_bytes)
+
+    def region_kept_bytes(self, size_bytes: int) -> int:
+        """Size of the scratch (regions.py)."""
+        return self._regions.kept_bytes(size_bytes)
+
+    def region_wipe(self, address: int) -> None:
+        """Queue a memset of the scratch (regions.py)."""
+        self._regions.wipe(address)
+
+    def region_is_zeroed(self) -> bool:
+        """Ask the stream of the memsets (regions.py)."""
+        return self._regions.is_zeroed()
+
+    def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
+        """Unmap the memory, all but the scratch (regions.py)."""
+        return self._regions.end(address, poll)
+
+    def region_release(self, address: int) -> None:
+        """Unmap the scratch (regions.py)."""
+        self._regions.release(address)
+
+    def free_bytes(self) -> int:
+        """Ask the driver."""
+        return self._regions.free_bytes()
+
+    def mark(self, stream: int) -> Ticket:
+        """Record an event in the stream."""
+        return self._record(self._streams[stream])
 
     def streams_bytes(self, count: int) -> int:
         """Bytes of the card for so many streams (streams.py)."""
@@ -313,14 +372,14 @@ class CudaContext:
 
     def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
         """Wait for what one stream holds."""
-        self._await(self._streams[stream], poll)
+        self._await(self._streams[stream].is_done, poll)
         self._streams.emptied(stream)
         if self._has_one_stream:
             self._launcher.state.launches = 0
 
     def _empty(self, poll: Poll) -> None:
         """Wait for what the selected stream holds."""
-        self._await(self._stream, poll)
+        self._await(self._stream.is_done, poll)
         self._emptied()
 
     def _emptied(self) -> None:
@@ -329,10 +388,9 @@ class CudaContext:
         if self._has_one_stream:
             self._launcher.state.launches = 0
 
-    def _await(self, stream: Any, poll: Poll) -> None:
-        """Wait for a stream. Spin for a while, then sleep longer and longer, so that a long kernel takes no core."""
+    def _await(self, is_done: Callable[[], bool], poll: Poll) -> None:
+        """Wait for the card. Spin for a while, then sleep longer and longer, so that a long kernel takes no core."""
         started = time.monotonic()
-        is_done = stream.is_done
         while not self._call(is_done):
             waited = time.monotonic() - started
             if waited > self._spin_s:

@@ -1,6 +1,6 @@
 ; Launches and the question whether they have ended, for the worker's native code (interface.py, NativeLaunch).
 ;
-; %state is a LaunchState (native.py); offsets: launch_kernel 0, stream_query 8, stream 16, other_streams 24, launches 32,
+; %state is a LaunchState (launch_code.py); offsets: launch_kernel 0, stream_query 8, stream 16, other_streams 24, launches 32,
 ; tag 40. %record is a LaunchRecord: function 0, grid 8, block 20, shared_bytes 32.
 ;
 ; CUDA driver API, cuLaunchKernel: with CU_LAUNCH_PARAM_BUFFER_POINTER (1) and CU_LAUNCH_PARAM_BUFFER_SIZE (2), ended by

@@ -37,8 +37,8 @@ def streams_bytes(count: int) -> int:
     return whole_pages((count + 2) * STREAM_BYTES) if count else 0
 
 
-class CopyTicket:
-    """A copy under way, as the event behind it tells."""
+class StreamTicket:
+    """Work under way in a stream, as the event behind it tells."""
 
     def __init__(self, event: Any) -> None:
         self._event = event

@@ -25,6 +25,7 @@ from gpulease.daemon.drivers.interface import (
     Module,
     NativeLaunch,
     Poll,
+    RegionReturn,
     Step,
     Ticket,
     admit_all,
@@ -42,10 +43,18 @@ from gpulease.daemon.drivers.ptx.limits import (
     MAX_SHARED_BYTES,
     SPIN_S,
 )
-from gpulease.daemon.drivers.ptx.memory import IN_ORDER, Areas, Arena
-from gpulease.daemon.drivers.ptx.native.structures import LAUNCH_HEAD, Access, Environment, Fault, Launch
+from gpulease.daemon.drivers.ptx.memory import IN_ORDER, MAX_SLICE_BYTES, Areas, Arena
+from gpulease.daemon.drivers.ptx.native.structures import (
+    LAUNCH_HEAD,
+    REGION_GRANULE_BYTES,
+    Access,
+    Environment,
+    Fault,
+    Launch,
+)
 from gpulease.daemon.drivers.ptx.parse.syntax import Space
 from gpulease.daemon.drivers.ptx.printf import PrintBuffer, joined, print_to_log
+from gpulease.daemon.drivers.ptx.regions import Regions
 from gpulease.daemon.drivers.ptx.stream import Stream, host_threads, stream_code
 
 _SPACES = tuple(Space)
@@ -159,6 +168,19 @@ class _Complete:
 _COMPLETE = _Complete()
 
 
+class _Position:
+    """The ticket of all that was queued at some time."""
+
+    def __init__(self, stream: Stream, queued: int) -> None:
+        self._stream = stream
+        self._queued = queued
+
+    def is_done(self) -> bool:
+        """Say whether all of it has ended, or was skipped behind a fault."""
+        _, ended = self._stream.progress()
+        return ended >= self._queued
+
+
 class CpuContext:
     """The interface's `Context`; device addresses are host addresses within the arena.
 
@@ -177,12 +199,14 @@ class CpuContext:
         self._prints = PrintBuffer()
         # Gets the name of a kernel and what it printed.
         self.printed: Callable[[str, str], None] = print_to_log
+        self._regions = Regions(self._arena)
         self._areas = Areas(
             Environment(
                 arena=self._arena.memory.address,
                 shadow=self._arena.shadow.address,
                 last_granule=self._arena.last_granule,
                 prints=self._prints.address,
+                returned=self._regions.address,
             )
         )
         self._hosts = hosts or host_threads()
@@ -223,13 +247,18 @@ class CpuContext:
         """Write into one allocation (`Context.mem_write`). Raises DriverError for bytes outside it."""
         self.sync(poll)
         source = data.cast("B")
-        self._arena.bytes_at(address, source.nbytes)[:] = source
+        self._bytes_at(address, source.nbytes)[:] = source
 
     def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """Read from one allocation (`Context.mem_read`). Raises DriverError for bytes outside it."""
         self.sync(poll)
         target = into.cast("B")
-        target[:] = self._arena.bytes_at(address, target.nbytes)
+        target[:] = self._bytes_at(address, target.nbytes)
+
+    def _bytes_at(self, address: int, size_bytes: int) -> memoryview:
+        """Return so many bytes of one allocation or region. Raises DriverError if they are not all in one."""
+        owner = self._regions if self._regions.covers(address) else self._arena
+        return owner.bytes_at(address, size_bytes)
 
     def pin(self, memory: memoryview) -> None:
         """Do nothing: host memory needs no pinning (`Context.pin`)."""
@@ -246,6 +275,50 @@ class CpuContext:
 
     write_pinned = mem_write
     read_pinned = mem_read
+
+    # --- Regions -----------------------------------------------------------------------------------------------
+
+    @property
+    def region_granule_bytes(self) -> int:
+        """Size of a card's pages, though the host's are smaller (`Context.region_granule_bytes`)."""
+        return REGION_GRANULE_BYTES
+
+    def region_open(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
+        """Open a region at once: nothing queued knows its address (`Context.region_open`)."""
+        return self._regions.open(size_bytes)
+
+    def region_kept_bytes(self, size_bytes: int) -> int:
+        """Return 0: nothing lies in an ended region's place (`Context.region_kept_bytes`)."""
+        return 0
+
+    def region_wipe(self, address: int) -> None:
+        """Do nothing: nothing lies in an ended region's place (`Context.region_wipe`)."""
+
+    def region_is_zeroed(self) -> bool:
+        """Return True: the host's new pages are zero (`Context.region_is_zeroed`)."""
+        return True
+
+    def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
+        """End a region; what is queued goes on, and finds zeros there (`Context.region_end`)."""
+        return self._regions.end(address)
+
+    def region_release(self, address: int) -> None:
+        """Let an access there fault (`Context.region_release`)."""
+        self._name_strays()
+        self._regions.release(address)
+
+    def region_stray_accesses(self, address: int) -> int:
+        """Return how many accesses of kernels there were in a region since it ended."""
+        return self._regions.stray_accesses(address)
+
+    def free_bytes(self) -> int:
+        """Return what the largest card has beside this context (`Context.free_bytes`): differences mean something."""
+        return MAX_SLICE_BYTES - self._arena.allocated_bytes - self._regions.taken_bytes
+
+    def mark(self, stream: int) -> Ticket:
+        """Note how much is queued (`Context.mark`)."""
+        queued, _ = self._stream.progress()
+        return _Position(self._stream, queued)
 
     # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------
 
@@ -319,7 +392,7 @@ class CpuContext:
         return NativeLaunch(state, code.address("submit"), code.address("query"), spin_ns, self._record, _pass)
 
     def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
-        """Return what submit.ll takes: the launch's head, and whether threads share its blocks."""
+        """Return what native/submit.ll takes: the launch's head, and whether threads share its blocks."""
         if kernel.parameter_bytes > MAX_PARAMETER_BYTES:
             return None
         try:
@@ -414,6 +487,7 @@ class CpuContext:
             self._is_closed = True
             self._flush()
             self._prints.close()
+            self._regions.close()
             self._arena.close()
             self._areas.close()
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
@@ -432,7 +506,7 @@ class CpuContext:
         text = bytearray()
         while len(text) < MAX_ASSERTION_TEXT:
             try:
-                byte = self._arena.bytes_at(address + len(text), 1)[0]
+                byte = self._bytes_at(address + len(text), 1)[0]
             except DriverError:
                 break
             if byte == 0:
@@ -444,6 +518,16 @@ class CpuContext:
         """Hand on what kernels have printed; none runs meanwhile."""
         for number, text in joined(self._prints.take()):
             self.printed(self._kernel_names.get(number, ""), text)
+        self._name_strays()
+
+    def _name_strays(self) -> None:
+        """Report each ended region in which something was accessed, once, as kernels' output is."""
+        for address, size_bytes in self._regions.new_strays():
+            count = self._regions.stray_accesses(address)
+            self.printed(
+                f"region {address:#x}",
+                f"ended, and accessed {count} times since; its {size_bytes} bytes read as zeros, stores go nowhere\n",
+            )
 
     def _raise_fault(self) -> None:
         error = self.fault()

@@ -272,7 +272,7 @@ class CpuKernel:
         entry: Host address of its runner.
         variables: Host address of its module's table of variables.
         needs: What a block of it takes.
-        pace: Host address of how long its blocks took last (native/layout.py).
+        pace: Host address of how long its blocks took last (native/structures.py).
         is_cooperative: Whether only a cooperative launch could run it.
     """
 

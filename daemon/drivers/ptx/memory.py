@@ -1,9 +1,10 @@
 """Memory: the context's allocations, the places where blocks run, mappings that cost nothing until touched.
 
 Device memory is one reservation of address space per context. Sizes are rounded up to powers of two. Each size class
-has a region of its own with room for more blocks than a slice can hold, so an allocation that fits the slice always
+has a range of its own with room for more blocks than a slice can hold, so an allocation that fits the slice always
 finds a place: there is no fragmentation, only address space, which is free. Pages exist only where touched, and go back
-when freed. A running block has its shared memory, local windows and frames in an area of its own.
+when freed. Behind the classes lie the addresses of regions (regions.py). A running block has its shared memory, local
+windows and frames in an area of its own.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ from gpulease.daemon.drivers.ptx.limits import (
     RESIDENT_LOCAL_BYTES,
     RESIDENT_SHARED_BYTES,
 )
-from gpulease.daemon.drivers.ptx.native.structures import Environment, Fault
+from gpulease.daemon.drivers.ptx.native.structures import REGION_GRANULE_BYTES, Environment, Fault
 from gpulease.daemon.drivers.ptx.parse.declarations import round_up
 from gpulease.daemon.drivers.ptx.translate.access import GRANULE_BYTES, GRANULE_SHIFT
 
@@ -139,13 +140,20 @@ class Areas:
 
 # Blocks of a class are over half full, so a slice's worth takes twice its bytes; twice that leaves room for modules'
 # variables, which the context bounds by the slice's size again.
-_REGION_FACTOR = 4
+_CLASS_FACTOR = 4
 
 # From here on freed blocks are whole pages and go back to the host; smaller ones are zeroed in place.
 _DISCARD_BYTES = 64 * 1024
 
-# Larger slices than any card has; keeps all regions within a process's 47 bits of addresses.
+# Larger slices than any card has; keeps all of it within a process's 47 bits of addresses.
 MAX_SLICE_BYTES = 1 << 39
+
+# A session that opens a region as large as its slice, again and again, comes to an end after so many. Stops it from
+# using up the process's addresses, because none is used twice.
+_REGION_TURNS = 1024
+
+# The same for the largest slices.
+_MAX_REGIONS_BYTES = 1 << 44
 
 _SHADOW_ENTRY_BYTES = 2
 _FULL_ENTRY = GRANULE_BYTES.to_bytes(_SHADOW_ENTRY_BYTES, "little")
@@ -155,7 +163,7 @@ _FULL_ENTRIES = _FULL_ENTRY * _SHADOW_PIECE
 _NO_ENTRIES = bytes(len(_FULL_ENTRIES))
 
 
-class _Region:
+class _SizeClass:
     """The blocks of one size; offsets are bytes from the arena's start."""
 
     def __init__(self, start: int, block_bytes: int, blocks: int) -> None:
@@ -182,6 +190,11 @@ class _Region:
 class Arena:
     """The allocator and its shadow table, which generated code reads (translate/access.py).
 
+    Attributes:
+        regions_start: The first address of regions.
+        regions_bytes: Addresses that all regions of the context together can take.
+        allocated_bytes: The sum of all allocations' sizes.
+
     Raises:
         DriverError: The host has no address space for a slice of that size.
     """
@@ -190,18 +203,21 @@ class Arena:
         if not 0 < slice_bytes <= MAX_SLICE_BYTES:
             raise DriverError(f"a slice has 1 to {MAX_SLICE_BYTES} bytes, not {slice_bytes}")
         self._slice_bytes = slice_bytes
-        self._regions: list[_Region] = []
+        self._classes: list[_SizeClass] = []
         end = 0
         for shift in range(GRANULE_SHIFT, max(GRANULE_SHIFT, (slice_bytes - 1).bit_length()) + 1):
-            blocks = -(-_REGION_FACTOR * slice_bytes >> shift) + 1
-            self._regions.append(_Region(end, 1 << shift, blocks))
+            blocks = -(-_CLASS_FACTOR * slice_bytes >> shift) + 1
+            self._classes.append(_SizeClass(end, 1 << shift, blocks))
             # Blocks that are given back to the host must begin at a page.
-            end = round_up(self._regions[-1].end, mmap.PAGESIZE)
-        self._starts = [region.start for region in self._regions]
+            end = round_up(self._classes[-1].end, mmap.PAGESIZE)
+        self._starts = [one.start for one in self._classes]
         self._sizes: dict[int, int] = {}
+        self.allocated_bytes = 0
+        self.regions_bytes = min(_REGION_TURNS * round_up(slice_bytes, REGION_GRANULE_BYTES), _MAX_REGIONS_BYTES)
         # One granule more, never given out: lookups outside of the arena end there.
-        self.last_granule = end >> GRANULE_SHIFT
-        self.memory = Mapping(end + GRANULE_BYTES)
+        self.memory = Mapping(end + REGION_GRANULE_BYTES + self.regions_bytes + GRANULE_BYTES)
+        self.regions_start = round_up(self.memory.address + end, REGION_GRANULE_BYTES)
+        self.last_granule = (self.regions_start + self.regions_bytes - self.memory.address) >> GRANULE_SHIFT
         self.shadow = Mapping((self.last_granule + 1) * _SHADOW_ENTRY_BYTES)
 
     def allocate(self, size_bytes: int) -> int:
@@ -211,10 +227,11 @@ class Arena:
         shift = max(GRANULE_SHIFT, (size_bytes - 1).bit_length())
         if size_bytes > self._slice_bytes:
             raise OutOfMemory(f"{size_bytes} bytes are more than the slice's {self._slice_bytes}")
-        offset = self._regions[shift - GRANULE_SHIFT].take()
+        offset = self._classes[shift - GRANULE_SHIFT].take()
         if offset is None:
             raise OutOfMemory(f"no address space is left for {size_bytes} bytes")
         self._sizes[offset] = size_bytes
+        self.allocated_bytes += size_bytes
         self._mark(offset, size_bytes)
         return self.memory.address + offset
 
@@ -224,31 +241,48 @@ class Arena:
         size = self._sizes.pop(offset, None)
         if size is None:
             raise DriverError(f"{address:#x} is not the address of an allocation")
+        self.allocated_bytes -= size
         self._unmark(offset, size)
-        region = self._region_of(offset)
-        if region.block_bytes >= _DISCARD_BYTES:
-            self.memory.discard(offset, region.block_bytes)
+        held_in = self._class_of(offset)
+        if held_in.block_bytes >= _DISCARD_BYTES:
+            self.memory.discard(offset, held_in.block_bytes)
         else:
             self.memory.view[offset : offset + size] = bytes(size)
-        region.give(offset)
+        held_in.give(offset)
 
     def bytes_at(self, address: int, size: int) -> memoryview:
         """Return so many bytes of one allocation. Raises DriverError if they are not all in one."""
         offset = address - self.memory.address
-        if 0 <= offset < self._regions[-1].end:
-            region = self._region_of(offset)
-            start = offset - (offset - region.start) % region.block_bytes
+        if 0 <= offset < self._classes[-1].end:
+            held_in = self._class_of(offset)
+            start = offset - (offset - held_in.start) % held_in.block_bytes
             if offset + size <= start + self._sizes.get(start, -1):
                 return self.memory.view[offset : offset + size]
         raise DriverError(f"{size} bytes at {address:#x} are not within one allocation")
+
+    def allow(self, address: int, size_bytes: int) -> None:
+        """Let kernels touch memory of a region; both numbers are multiples of a region's granule."""
+        self._mark(address - self.memory.address, size_bytes)
+
+    def take_back(self, address: int, size_bytes: int) -> None:
+        """Forbid a region's memory again, and give its pages, and those of its shadow, back to the host."""
+        offset = address - self.memory.address
+        first, end = (at // GRANULE_BYTES * _SHADOW_ENTRY_BYTES for at in (offset, offset + size_bytes))
+        inner = min(end, round_up(first, mmap.PAGESIZE))
+        inner_end = max(inner, end // mmap.PAGESIZE * mmap.PAGESIZE)
+        if inner < inner_end:
+            self.shadow.discard(inner, inner_end - inner)
+        self.shadow.view[first:inner] = bytes(inner - first)
+        self.shadow.view[inner_end:end] = bytes(end - inner_end)
+        self.memory.discard(offset, size_bytes)
 
     def close(self) -> None:
         """Give everything back to the host."""
         self.memory.close()
         self.shadow.close()
 
-    def _region_of(self, offset: int) -> _Region:
-        return self._regions[bisect_right(self._starts, offset) - 1]
+    def _class_of(self, offset: int) -> _SizeClass:
+        return self._classes[bisect_right(self._starts, offset) - 1]
 
     def _mark(self, offset: int, size: int) -> None:
         """Write into the shadow how much of each granule is there."""

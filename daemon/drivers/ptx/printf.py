@@ -1,4 +1,4 @@
-"""Format kernels' output: from the records of native code (translate/printing.py) to text, as CUDA's printf does.
+"""Format kernels' output: from the records of native code (translate/vprintf.py) to text, as CUDA's printf does.
 
 A record holds the format's bytes, and behind the last byte of each conversion the values it takes: 8 bytes each, and a
 string's bytes behind its address. So a decoder that goes through the format in the same way finds them in turn.

@@ -43,7 +43,9 @@ TAIL_BYTES: Final = 4 << 20
 """Bytes of a log's end that a start reads: some 8,000 records. A killed daemon can have written as many ends to the log
 alone, or to the journal alone. Reading them takes a tenth of a second."""
 
-_OF_LIVE_LEASES: Final = frozenset({Kind.GRANT, Kind.ADOPT, Kind.RENEW, Kind.ATTACH, Kind.FAULT, Kind.OVER})
+_OF_LIVE_LEASES: Final = frozenset(
+    {Kind.GRANT, Kind.ADOPT, Kind.RENEW, Kind.RESIZE, Kind.ATTACH, Kind.FAULT, Kind.OVER}
+)
 _RANK: Final = {Kind.END: 2, Kind.FENCE: 1} | dict.fromkeys(_OF_LIVE_LEASES, 0)
 
 _NAME: Final = re.compile(r"audit-\d{16}\.jsonl")

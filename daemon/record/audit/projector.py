@@ -10,7 +10,10 @@ from gpulease.daemon.leases import (
     FenceClearRequested,
     FreeRequested,
     LeaseSnapshot,
+    RegionCancelRequested,
+    RegionRequested,
     RenewRequested,
+    ResizeRequested,
     RevokeRequested,
     SubmitRequested,
 )
@@ -32,6 +35,9 @@ _OPERATIONS: Final[dict[type, str]] = {
     FenceClearRequested: "fence_clear",
     DrainRequested: "drain",
     DrainCancelled: "drain_cancel",
+    RegionRequested: "region_open",
+    RegionCancelRequested: "region_cancel",
+    ResizeRequested: "resize",
 }
 
 
@@ -66,6 +72,12 @@ def _renew(fact: Fact) -> Entry | None:
     lease = fact.source.lease
     particulars = {"generation": lease.generation, "ttl_ms": lease.ttl_ms, "by": _asked(fact).by}
     return Kind.RENEW, _lease(lease) | particulars
+
+
+def _resize(fact: Fact) -> Entry | None:
+    if not fact.source.request:
+        return None
+    return Kind.RESIZE, _lease(fact.source.lease) | {"by": _asked(fact).by}
 
 
 def _free(fact: Fact) -> Entry | None:
@@ -156,6 +168,7 @@ def _fence_warm(fact: Fact) -> Entry:
 _ENTRIES: Final[dict[FactKind, Callable[[Fact], Entry | None]]] = {
     FactKind.GRANTED: _grant,
     FactKind.RENEWED: _renew,
+    FactKind.RESIZED: _resize,
     FactKind.FREED: _free,
     FactKind.REVOKED: _revoke,
     FactKind.FENCES_CLEARED: _clear_fences,
@@ -187,6 +200,12 @@ def _request(asked: Asked) -> Particulars:
             return _lease_named(lease_id) | {"ttl_ms": bounded(ttl_ms)}
         case SubmitRequested(lease_id=lease_id, timeout_ms=timeout_ms):
             return _lease_named(lease_id) | {"timeout_ms": bounded(timeout_ms)}
+        case RegionRequested(lease_id=lease_id, size_bytes=size_bytes, ttl_ms=ttl_ms):
+            return _lease_named(lease_id) | {"size_bytes": bounded(size_bytes), "ttl_ms": bounded(ttl_ms)}
+        case ResizeRequested(lease_id=lease_id, size_bytes=size_bytes):
+            return _lease_named(lease_id) | {"size_bytes": bounded(size_bytes)}
+        case RegionCancelRequested(region_id=region_id):
+            return _lease_named(region_id)
         case FreeRequested(lease_id=lease_id):
             return _lease_named(lease_id)
         case RevokeRequested(lease_id=lease_id, reason=reason):
@@ -220,12 +239,13 @@ def _lease_of(fact: Fact) -> Particulars:
 
 
 def _lease(lease: LeaseSnapshot) -> Particulars:
+    parent = {"parent": lease_text(lease.parent_id)} if lease.parent_id else {}
     return {
         "lease": lease_text(lease.lease_id),
         "tenant": lease.tenant,
         "card": lease.card_uuid,
         "size_bytes": lease.size_bytes,
-    }
+    } | parent
 
 
 def _times(fact: Fact) -> Particulars:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from gpulease.daemon.capabilities.claims import Claims
-from gpulease.daemon.leases import Denial, Denied, Event, Granted, LeaseSnapshot
+from gpulease.daemon.leases import Denial, Denied, Event, Granted, LeaseSnapshot, RegionGranted
 from gpulease.daemon.leases.denials import not_recorded
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -28,7 +28,8 @@ NS_PER_S: Final = 1_000_000_000
 NS_PER_US: Final = 1000
 US_PER_MS: Final = 1000
 
-OnOutcome = Callable[[Granted | Denied], None]
+Grant = Granted | RegionGranted
+OnOutcome = Callable[[Grant | Denied], None]
 
 
 class Recorder:
@@ -79,7 +80,7 @@ class Recorder:
         """Count the records that wait, are durable, and were dropped; None if no log is kept."""
         return None
 
-    def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
+    def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
         """Call `on_outcome` with a grant once its tenant may hear of it, or with a `Denied` in its place."""
         on_outcome(granted)
 
@@ -223,7 +224,7 @@ class LogRecorder(Recorder):
         problem = self.problem() if self._is_required else ""
         return not_recorded(problem) if problem else None
 
-    def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
+    def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
         """Implement `Recorder.answer`."""
         ticket = self._tickets.pop(granted.lease.lease_id, 0)
         if not self._is_required:
@@ -234,13 +235,14 @@ class LogRecorder(Recorder):
         else:
             self._replies.hold(ticket, partial(self._finish, granted, on_outcome))
 
-    def _finish(self, granted: Granted, on_outcome: OnOutcome, problem: str) -> None:
+    def _finish(self, granted: Grant, on_outcome: OnOutcome, problem: str) -> None:
         if not problem:
             on_outcome(granted)
             return
         denial = not_recorded(problem)
         lease = granted.lease
-        particulars = {"operation": "acquire", "tenant": lease.tenant, "lease": lease_text(lease.lease_id)}
+        operation = "region_open" if isinstance(granted, RegionGranted) else "acquire"
+        particulars = {"operation": operation, "tenant": lease.tenant, "lease": lease_text(lease.lease_id)}
         self._record((Kind.DENY, particulars | {"reason": denial.reason.value, "message": denial.message}))
         on_outcome(self._replies.refuse(granted, denial))
 

@@ -113,6 +113,7 @@ class Kind(StrEnum):
     GRANT = "grant"
     ADOPT = "adopt"
     RENEW = "renew"
+    RESIZE = "resize"
     DENY = "deny"
     ATTACH = "attach"
     SUBMIT = "submit"

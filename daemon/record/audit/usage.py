@@ -4,6 +4,8 @@ The rules:
 
 - A lease counts from its grant to the moment its work was refused, for whatever cause. The time until its memory was
   proved free, and a fence, are the node's. Its byte seconds are its bytes times that time.
+- A region's bytes are its lease's: no record with a `parent` counts.
+- A lease that was given another size (`resize`) counts with each size for as long as it had it.
 - Renewals change nothing: the sum counts time that a tenant had, not time that it was promised.
 - A daemon's leases end with it, unless the next one adopts them (`adopt`): adopted leases go on. If the daemon
   stopped, they ended at its `stop` record. If it died, the next `start` record tells when it was last known to live
@@ -49,6 +51,21 @@ class _Open:
     boot: str
     seen_us: int
     doubt_us: int | None = None
+    sized_us: int = 0
+    earlier_byte_us: int = 0
+
+    def resize(self, size_bytes: int, at_us: int) -> None:
+        """Count the bytes so far, and go on with another size."""
+        self.earlier_byte_us, self.sized_us = self.byte_us(at_us), max(at_us, self._sized_us)
+        self.size_bytes = size_bytes
+
+    def byte_us(self, until_us: int) -> int:
+        """Return its bytes times microseconds."""
+        return self.earlier_byte_us + max(0, until_us - self._sized_us) * self.size_bytes
+
+    @property
+    def _sized_us(self) -> int:
+        return self.sized_us or self.since_us
 
 
 @dataclass(slots=True)
@@ -99,6 +116,8 @@ class UsageSum:
 
     def _on_lease(self, lease: str, record: Record) -> None:
         data = record.data
+        if "parent" in data:
+            return
         if record.kind == Kind.GRANT:
             self._open[lease] = _Open(
                 _text(data, "tenant"), _count(data, "size_bytes"), record.mono_us, record.boot, record.mono_us
@@ -114,6 +133,8 @@ class UsageSum:
             self._ending.discard(lease)
         elif (opened := self._open.get(lease)) is not None and opened.boot == record.boot:
             opened.seen_us = max(opened.seen_us, record.mono_us)
+            if record.kind == Kind.RESIZE:
+                opened.resize(_count(data, "size_bytes"), record.mono_us)
             if record.kind != Kind.DENY:
                 opened.doubt_us = None
 
@@ -182,7 +203,7 @@ class UsageSum:
         used, span_us = self._used(opened.tenant), max(0, until_us - opened.since_us)
         used.leases += 1
         used.lease_us += span_us
-        used.byte_us += span_us * opened.size_bytes
+        used.byte_us += opened.byte_us(until_us)
 
     def _used(self, tenant: str) -> Used:
         return self.tenants.setdefault(tenant, Used())

@@ -29,17 +29,29 @@ from gpulease.daemon.leases import (
     Granted,
     KeptCard,
     KeptLease,
+    KeptRegion,
     LeaseEnded,
     LeaseRestored,
     LeaseSnapshot,
     LeaseState,
     LeaseTable,
+    OpenRegion,
     Outcome,
     Past,
     RefuseWork,
+    RegionCancelSet,
+    RegionEnded,
+    RegionGranted,
+    RegionProved,
+    RegionRefused,
+    RegionReleased,
+    RegionRestored,
     Renewed,
+    Resized,
+    ResizeSlice,
     RevokeDone,
     SessionFaulted,
+    SetRegion,
     SubmitReady,
     WarmEnded,
 )
@@ -73,6 +85,7 @@ class Journal:
 
     Attributes:
         kept: Leases that an earlier daemon left, for `LeaseRestored`.
+        regions: Regions of these leases, for `RegionRestored`.
         past: What else an earlier daemon left for the lease table.
         spent: Tokens that were used: lease, nonce, and until when a token of that nonce can be valid (monotonic ms).
         revoked_tokens: Tokens that were revoked, with the same three members.
@@ -81,6 +94,7 @@ class Journal:
     """
 
     kept: tuple[KeptLease, ...] = ()
+    regions: tuple[KeptRegion, ...] = ()
     past: Past = Past()
     spent: tuple[Spent, ...] = ()
     revoked_tokens: tuple[Spent, ...] = ()
@@ -142,6 +156,7 @@ class FileJournal(Journal):
 
     def __init__(self, store: Store, contents: Contents, lock_fd: int) -> None:
         self.kept = tuple(contents.leases)
+        self.regions = tuple(contents.regions)
         self.past = contents.past()
         self.spent = tuple(contents.spent)
         self.revoked_tokens = tuple(contents.revoked_tokens)
@@ -150,7 +165,9 @@ class FileJournal(Journal):
         self._committer = GroupCommitter(_StoreTarget(store))
         self._replies = DurableReplies(lambda: self._committer.durable, self.problem)
         self._lock_fd = lock_fd
-        self._projector = JournalProjector(contents.leases, contents.next_tombstone)
+        self._projector = JournalProjector(
+            contents.leases, contents.next_tombstone, contents.regions, contents.next_region_tombstone
+        )
         kept = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
         self._token_ends = [(ends_ms, kind, spent_key(of, nonce)) for kind, rows in kept for of, nonce, ends_ms in rows]
         heapq.heapify(self._token_ends)
@@ -263,7 +280,7 @@ class FileJournal(Journal):
     def _not_kept(self, outcome: Outcome, problem: str) -> Denied:
         """Return what is told in the place of an outcome that can't be written down."""
         match outcome:
-            case Granted():
+            case Granted() | RegionGranted():
                 return self._replies.refuse(outcome, not_kept(problem))
             case Renewed(request, lease):
                 return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was renewed", problem))
@@ -273,6 +290,10 @@ class FileJournal(Journal):
                 return Denied(request, done_but_not_kept("The lease has ended", problem))
             case FenceCleared(request, count):
                 return Denied(request, done_but_not_kept(f"{count} fences were cleared", problem))
+            case Resized(request, lease):
+                return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} has its new size", problem))
+            case RegionCancelSet(request):
+                return Denied(request, done_but_not_kept("The region's launches are as was asked for", problem))
             case DrainSet(request):
                 return Denied(request, done_but_not_kept("The drain is set as it was asked for", problem))
             case SubmitReady(request):
@@ -308,8 +329,28 @@ KEPT_TOMBSTONES: Final = 8192
 """Leases that ended last: their tenants are told why after a restart too. Bounds the file and the time to read it at
 the start; the table itself remembers more."""
 
-_CHANGING: Final = frozenset({Granted, Renewed, RefuseWork, LeaseEnded, FenceCleared, WarmEnded, DrainSet})
+KEPT_REGION_TOMBSTONES: Final = 2048
+"""The same of regions. They have numbers of their own: a tenant that cycles regions displaces no lease."""
+
+_CHANGING: Final = frozenset(
+    {
+        Granted,
+        Renewed,
+        ResizeSlice,
+        Resized,
+        RefuseWork,
+        LeaseEnded,
+        FenceCleared,
+        WarmEnded,
+        DrainSet,
+        OpenRegion,
+        SetRegion,
+    }
+)
 """Effects that may change rows. Most effects are passed over by their type."""
+
+_REGION_EVENTS: Final = (RegionEnded, RegionProved, RegionReleased, RegionRefused)
+"""Events after which a region's row may be another without any effect."""
 
 
 class JournalProjector:
@@ -318,11 +359,24 @@ class JournalProjector:
     Args:
         kept: Leases that have a row already.
         next_tombstone: The number of the next tombstone.
+        regions: Regions that have a row already.
+        next_region_tombstone: The number of the next region's tombstone.
     """
 
-    def __init__(self, kept: Iterable[KeptLease] = (), next_tombstone: int = 0) -> None:
+    def __init__(
+        self,
+        kept: Iterable[KeptLease] = (),
+        next_tombstone: int = 0,
+        regions: Iterable[KeptRegion] = (),
+        next_region_tombstone: int = 0,
+    ) -> None:
         self._pids = {lease.lease_id: lease.worker_pid for lease in kept}
         self._next_tombstone = next_tombstone
+        self._next_region_tombstone = next_region_tombstone
+        # Of each lease, the regions that have a row.
+        self._regions: dict[int, set[int]] = {}
+        for region in regions:
+            self._regions.setdefault(region.lease_id, set()).add(region.region_id)
 
     def changes(
         self, event: Event, effects: Sequence[Effect], table: LeaseTable, pid_of: Callable[[int], int]
@@ -332,6 +386,10 @@ class JournalProjector:
         if isinstance(event, SessionFaulted | LeaseRestored):
             lease_id = event.worker_id if isinstance(event, SessionFaulted) else event.kept.lease_id
             self._update(lease_id, table, out)
+        elif isinstance(event, _REGION_EVENTS):
+            self._update_region(event.region_id, table, out)
+        elif isinstance(event, RegionRestored):
+            self._update_region(event.kept.region_id, table, out)
         for effect in effects:
             if type(effect) in _CHANGING:
                 self._on_effect(effect, table, pid_of, out)
@@ -342,12 +400,25 @@ class JournalProjector:
             case Granted(lease=lease):
                 self._pids[lease.lease_id] = pid_of(lease.lease_id)
                 self._update(lease.lease_id, table, out)
-            case Renewed(lease=lease):
+            case OpenRegion(lease_id=lease_id, region_id=region_id):
+                # The lease's row has the number of its last region.
+                self._update(lease_id, table, out)
+                self._update_region(region_id, table, out)
+            case ResizeSlice(lease_id=lease_id):
+                # A slice that grows is charged before its worker knows.
+                self._update(lease_id, table, out)
+            case SetRegion(region_id=region_id):
+                self._update_region(region_id, table, out)
+            case Renewed(lease=lease) | Resized(lease=lease):
                 self._update(lease.lease_id, table, out)
             case RefuseWork(lease_id, cause):
                 self._update(lease_id, table, out)
                 if cause is Cause.REVOKED:
                     out.append(Change(RowKind.REVOKED, number_key(mark_of(lease_id)), 1))
+            case LeaseEnded(lease=lease) if lease.parent_id:
+                self._update_region(lease.lease_id, table, out)
+                if lease.state is not LeaseState.FENCED:
+                    self._bury_region(lease, out)
             case LeaseEnded(lease=lease) if lease.state is LeaseState.FENCED:
                 self._pids.setdefault(lease.lease_id, 0)
                 self._update(lease.lease_id, table, out)
@@ -355,6 +426,7 @@ class JournalProjector:
                 self._bury(lease.lease_id, lease, out)
             case FenceCleared(lease_ids=lease_ids, warm_ids=warm_ids):
                 for lease_id in lease_ids:
+                    self._update_region(lease_id, table, out)
                     self._bury(lease_id, table.get(lease_id), out)
                     out.append(Change(RowKind.CLEARED, number_key(mark_of(lease_id)), 1))
                 out += [Change(RowKind.WARM, warm_key(warm_id), None) for warm_id in warm_ids]
@@ -374,12 +446,33 @@ class JournalProjector:
         if self._pids.pop(lease_id, None) is None:
             return
         out.append(Change(RowKind.LEASE, lease_key(lease_id), None))
+        out += [Change(RowKind.REGION, lease_key(one), None) for one in self._regions.pop(lease_id, ())]
         if lease is None or not lease.tenant:
             return
         out.append(Change(RowKind.TOMBSTONE, number_key(self._next_tombstone), lease))
         if self._next_tombstone >= KEPT_TOMBSTONES:
             out.append(Change(RowKind.TOMBSTONE, number_key(self._next_tombstone - KEPT_TOMBSTONES), None))
         self._next_tombstone += 1
+
+    def _update_region(self, region_id: int, table: LeaseTable, out: list[Change]) -> None:
+        """Write the row of a region as it is now; remove it once nothing is left of the region."""
+        kept = table.regions.get(region_id)
+        if kept is not None:
+            self._regions.setdefault(kept.lease_id, set()).add(region_id)
+            out.append(Change(RowKind.REGION, lease_key(region_id), kept))
+            return
+        snapshot = table.get(region_id)
+        with_rows = set() if snapshot is None else self._regions.get(snapshot.parent_id, set())
+        if region_id in with_rows:
+            with_rows.discard(region_id)
+            out.append(Change(RowKind.REGION, lease_key(region_id), None))
+
+    def _bury_region(self, region: LeaseSnapshot, out: list[Change]) -> None:
+        out.append(Change(RowKind.REGION_TOMBSTONE, number_key(self._next_region_tombstone), region))
+        if self._next_region_tombstone >= KEPT_REGION_TOMBSTONES:
+            oldest = number_key(self._next_region_tombstone - KEPT_REGION_TOMBSTONES)
+            out.append(Change(RowKind.REGION_TOMBSTONE, oldest, None))
+        self._next_region_tombstone += 1
 
 
 class _StoreTarget(CommitTarget[Changes]):

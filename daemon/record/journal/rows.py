@@ -7,21 +7,38 @@ import json
 import sqlite3
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cache
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, TypeVar
 
-from gpulease.daemon.leases import Cause, KeptCard, KeptLease, KeptWarm, LeaseSnapshot, LeaseState, LeaseTerms, Past
+from gpulease.daemon.leases import (
+    Cause,
+    KeptCard,
+    KeptLease,
+    KeptRegion,
+    KeptWarm,
+    LeaseSnapshot,
+    LeaseState,
+    LeaseTerms,
+    Past,
+    RegionState,
+)
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 LEASE_ID_BYTES: Final = 16
 DRAIN_KEY: Final = b""
 """The key of the one row that tells of a drain."""
 
-_LATER: Final[dict[str, object]] = {"submit_bytes": 0, "orphan_ms": 0}
+_LATER: Final[dict[str, object]] = {
+    "submit_bytes": 0,
+    "orphan_ms": 0,
+    "regions_required": False,
+    "region_number": 0,
+    "parent_id": 0,
+}
 """Members that were added later, and their values where a row lacks them. A row with these values leaves them out."""
 
 _LEASE_NAMES: Final = frozenset(KeptLease._fields) - {"terms"} | frozenset(LeaseTerms._fields)
@@ -47,7 +64,7 @@ class KeptRelay:
     serial: str
 
 
-Kept = KeptLease | KeptWarm | KeptCard | KeptRelay | LeaseSnapshot | int
+Kept = KeptLease | KeptRegion | KeptWarm | KeptCard | KeptRelay | LeaseSnapshot | int
 
 
 class RowKind(IntEnum):
@@ -63,6 +80,8 @@ class RowKind(IntEnum):
     RELAY = 8
     REVOKED_TOKEN = 9
     CLEARED = 10
+    REGION = 11
+    REGION_TOMBSTONE = 12
 
 
 class Change(NamedTuple):
@@ -78,7 +97,7 @@ class Change(NamedTuple):
 
 
 def lease_key(lease_id: int) -> bytes:
-    """Return the key of a lease's row."""
+    """Return the key of a lease's row, or of a region's."""
     return lease_id.to_bytes(LEASE_ID_BYTES, "big")
 
 
@@ -112,6 +131,10 @@ def encode(content: Kept) -> bytes:
         return _lease(content)
     if isinstance(content, LeaseSnapshot):
         return _tombstone(content)
+    if isinstance(content, KeptRegion):
+        cause = None if content.cause is None else content.cause.value
+        members = content._asdict() | {"state": content.state.value, "cause": cause}
+        return json.dumps(members, separators=(",", ":")).encode()
     if isinstance(content, int):
         return b"%d" % content
     return json.dumps({name: getattr(content, name) for name in content.__slots__}, separators=(",", ":")).encode()
@@ -127,7 +150,8 @@ def _lease(kept: KeptLease) -> bytes:
         f'"reason":{_text(kept.reason)},"fault":{_text(kept.fault)},"created_ns":{kept.created_ns},'
         f'"deadline_ns":{_number(kept.deadline_ns)},"ended_ns":{_number(kept.ended_ns)},"ttl_ms":{terms.ttl_ms},'
         f'"max_kernel_ms":{terms.max_kernel_ms},"waiting":{_number(terms.waiting)},"worker_pid":{kept.worker_pid}'
-        f"{_later('submit_bytes', terms.submit_bytes)}{_later('orphan_ms', terms.orphan_ms or 0)}}}"
+        f"{_later('submit_bytes', terms.submit_bytes)}{_later('orphan_ms', terms.orphan_ms or 0)}"
+        f"{_later('regions_required', terms.regions_required)}{_later('region_number', kept.region_number)}}}"
     ).encode()
 
 
@@ -137,12 +161,12 @@ def _tombstone(lease: LeaseSnapshot) -> bytes:
         f'"size_bytes":{lease.size_bytes},"exclusivity":{lease.exclusivity:d},"generation":{lease.generation},'
         f'"state":{_member(lease.state)},"cause":{_member(lease.cause)},"reason":{_text(lease.reason)},'
         f'"fault":{_text(lease.fault)},"created_ns":{lease.created_ns},"deadline_ns":{_number(lease.deadline_ns)},'
-        f'"ended_ns":{_number(lease.ended_ns)},"ttl_ms":{lease.ttl_ms}}}'
+        f'"ended_ns":{_number(lease.ended_ns)},"ttl_ms":{lease.ttl_ms}{_later("parent_id", lease.parent_id)}}}'
     ).encode()
 
 
 def _later(name: str, number: int) -> str:
-    return "" if number == _LATER[name] else f',"{name}":{number}'
+    return "" if number == _LATER[name] else f',"{name}":{json.dumps(number)}'
 
 
 def _number(number: int | None) -> str:
@@ -157,7 +181,13 @@ def read_lease(value: bytes) -> KeptLease:
     """Read a lease. Raises ValueError, KeyError or TypeError for bytes that `encode` did not write."""
     members = _members(value, _LEASE_NAMES, KeptLease.__name__)
     terms = {name: members.pop(name) for name in LeaseTerms._fields if name in members}
-    return KeptLease(terms=LeaseTerms(**{**_LATER, **terms}), **members)
+    later = {name: value for name, value in _LATER.items() if name in LeaseTerms._fields}
+    return KeptLease(terms=LeaseTerms(**{**later, **terms}), **members)
+
+
+def read_region(value: bytes) -> KeptRegion:
+    """Read a region. Raises what `read_lease` raises."""
+    return KeptRegion(**_members(value, frozenset(KeptRegion._fields), KeptRegion.__name__, _REGION_ENUMS))
 
 
 def read_tombstone(value: bytes) -> LeaseSnapshot:
@@ -173,18 +203,21 @@ _ENUMS: Final[dict[str, Callable[[Any], Enum]]] = {
     "cause": Cause,
     "waiting": Waiting,
 }
+_REGION_ENUMS: Final[dict[str, Callable[[Any], Enum]]] = {"state": RegionState, "cause": Cause}
 
 
 def _read(shape: type[Shape], value: bytes) -> Shape:
     return shape(**_members(value, frozenset(shape.__annotations__), shape.__name__))
 
 
-def _members(value: bytes, names: frozenset[str], shape: str) -> dict[str, Any]:
+def _members(
+    value: bytes, names: frozenset[str], shape: str, enums: Mapping[str, Callable[[Any], Enum]] = _ENUMS
+) -> dict[str, Any]:
     """Read a row's members by name, with its enumerations. `names`: the members that it may have."""
     members = json.loads(value)
     if not isinstance(members, dict) or not names - _LATER.keys() <= members.keys() <= names:
         raise ValueError(f"it is no {shape}")
-    for name, kind in _ENUMS.items():
+    for name, kind in enums.items():
         if members.get(name) is not None:
             members[name] = kind(members[name])
     return members
@@ -281,12 +314,16 @@ class Contents:
 
     Attributes:
         drain_ns: When a drain ends the leases that are left; None if the node is not drained.
+        region_tombstones: Regions that ended last.
         next_tombstone: The number of the next tombstone.
+        next_region_tombstone: The number of the next region's tombstone.
     """
 
     leases: list[KeptLease] = field(default_factory=list)
+    regions: list[KeptRegion] = field(default_factory=list)
     warm: list[KeptWarm] = field(default_factory=list)
     tombstones: list[LeaseSnapshot] = field(default_factory=list)
+    region_tombstones: list[LeaseSnapshot] = field(default_factory=list)
     revoked: "array[int]" = field(default_factory=lambda: array("Q"))
     cleared: "array[int]" = field(default_factory=lambda: array("Q"))
     spent: list[Spent] = field(default_factory=list)
@@ -295,6 +332,7 @@ class Contents:
     drain_ns: int | None = None
     relays: dict[int, KeptRelay] = field(default_factory=dict)
     next_tombstone: int = 0
+    next_region_tombstone: int = 0
 
     def take(self, kind: int, key: bytes, value: bytes) -> None:
         """Read one row, in the order of kinds and keys. Raises ValueError, KeyError or TypeError for nonsense."""
@@ -310,6 +348,11 @@ class Contents:
             case RowKind.TOMBSTONE:
                 self.tombstones.append(read_tombstone(value))
                 self.next_tombstone = int.from_bytes(key, "big") + 1
+            case RowKind.REGION:
+                self.regions.append(read_region(value))
+            case RowKind.REGION_TOMBSTONE:
+                self.region_tombstones.append(read_tombstone(value))
+                self.next_region_tombstone = int.from_bytes(key, "big") + 1
             case RowKind.SPENT:
                 self.spent.append(_spent(key, value))
             case RowKind.REVOKED_TOKEN:
@@ -325,7 +368,8 @@ class Contents:
 
     def past(self) -> Past:
         """Return what the lease table remembers of the past, beside live leases."""
-        return Past(tuple(self.tombstones), self.revoked, self.cleared, tuple(self.warm), self.drain_ns)
+        tombstones = (*self.tombstones, *self.region_tombstones)
+        return Past(tombstones, self.revoked, self.cleared, tuple(self.warm), self.drain_ns)
 
     def cross_boot(self) -> list[Change]:
         """Change the contents as a restart of the host does, and return the changes of rows.
@@ -333,7 +377,7 @@ class Contents:
         No process of another boot runs, and its times mean nothing now. Fences stay until an operator clears them.
         A drain stays too, with nothing left to end. Tokens of another boot verify with no key.
         """
-        changes: list[Change] = []
+        changes = self._end_regions()
         for lease in self.leases:
             changes.append(Change(RowKind.LEASE, lease_key(lease.lease_id), None))
             if lease.state is LeaseState.FENCED:
@@ -357,6 +401,20 @@ class Contents:
         self.relays.clear()
         return changes
 
+    def _end_regions(self) -> list[Change]:
+        """End all regions, whose sessions have ended, fenced leases' too."""
+        changes = []
+        leases = {lease.lease_id: lease for lease in self.leases}
+        for region in self.regions:
+            changes.append(Change(RowKind.REGION, lease_key(region.region_id), None))
+            if region.state is not RegionState.RETURNED and (lease := leases.get(region.lease_id)) is not None:
+                self.region_tombstones.append(_region_ended_with_host(region, lease))
+                key = number_key(self.next_region_tombstone)
+                changes.append(Change(RowKind.REGION_TOMBSTONE, key, self.region_tombstones[-1]))
+                self.next_region_tombstone += 1
+        self.regions.clear()
+        return changes
+
 
 def _spent(key: bytes, value: bytes) -> Spent:
     return int.from_bytes(key[:LEASE_ID_BYTES], "big"), key[LEASE_ID_BYTES:], int(value)
@@ -378,4 +436,16 @@ def _ended_with_host(lease: KeptLease) -> LeaseSnapshot:
         deadline_ns=0,
         ended_ns=0,
         ttl_ms=lease.terms.ttl_ms,
+    )
+
+
+def _region_ended_with_host(region: KeptRegion, lease: KeptLease) -> LeaseSnapshot:
+    ended = _ended_with_host(lease)._replace(lease_id=region.region_id, tenant=region.tenant, parent_id=lease.lease_id)
+    return ended._replace(
+        size_bytes=region.size_bytes,
+        generation=region.generation,
+        cause=region.cause or Cause.WORKER_DIED,
+        reason=region.reason or "the host was restarted",
+        fault="",
+        ttl_ms=region.ttl_ms,
     )

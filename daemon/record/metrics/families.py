@@ -68,6 +68,13 @@ LATENCY_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0
 """A context's end takes a card some 100 ms, and the embedded driver one or two. After 30 s a slice is fenced, unless
 the operator sets another time."""
 
+FLIP_BOUNDS_S: Final = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01),
+    *(0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
+)
+"""A launch sees a changed word within a tenth of a millisecond, or when its engine launches next. A region's pages take
+some hundred microseconds, and the launches in flight their time."""
+
 LATENESS_BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
@@ -137,6 +144,31 @@ EXPIRY_LATENESS_SECONDS: Final = Family(
     "How long after its deadline an expired lease's work was refused by the broker.",
     (),
     LATENESS_BOUNDS_S,
+)
+REGIONS_OPENED: Final = _counter("gpu_region_opened", "Regions granted.")
+REGIONS_ADOPTED: Final = _counter("gpu_region_adopted", "Regions of an earlier daemon that this one took over.")
+REGIONS_RENEWED: Final = _counter("gpu_region_renewed", "Renewals of regions.")
+REGIONS_ENDED: Final = _counter("gpu_region_ended", "Regions whose memory was given back or fenced.")
+REGIONS_ACTIVE: Final = _gauge("gpu_region_active", "Regions whose launches are let begin now.", PAIR)
+REGIONS_BYTES: Final = _gauge(
+    "gpu_region_bytes", "Bytes of regions that are not given back: parts of the slices of their leases.", PAIR
+)
+REGION_OPEN_SECONDS: Final = Family(
+    "gpu_region_open_seconds", Kind.HISTOGRAM, "From the request for a region to its grant.", CARD, FLIP_BOUNDS_S
+)
+REGION_RETURN_SECONDS: Final = Family(
+    "gpu_region_return_seconds",
+    Kind.HISTOGRAM,
+    "From the moment a region's launches are refused to the proof that its memory is free, by what ended it.",
+    ("cause",),
+    FLIP_BOUNDS_S,
+)
+FORWARD_REVOKED_SECONDS: Final = Family(
+    "gpu_region_forward_revoked_seconds",
+    Kind.HISTOGRAM,
+    "From the change of a region's word to the first launch that was refused because of it, as sessions say.",
+    ("status",),
+    FLIP_BOUNDS_S,
 )
 LEAKED_BYTES: Final = _gauge(
     "gpu_lease_leaked_bytes", "Bytes that neither a lease, a process nor the start-up accounts for; must be 0."

@@ -22,10 +22,11 @@ class NodeFacts:
     """The node at one moment.
 
     Attributes:
-        pair_of: The labels of each live lease: card and tenant.
+        pair_of: The labels of each live lease and region: card and tenant.
         pairs: Every card and tenant that had a lease at any time: their gauges are 0 when they have none.
         allocated_bytes: Bytes that sessions hold, by lease.
         charged_bytes: Bytes that the lease table has booked for live leases, by lease.
+        regions: Every region that is not given back.
         stray_bytes: Bytes that no process holds and nothing has booked, by card, without cards that gave no answer.
         checks: The readiness checks, by name.
         audit: The audit log's figures; None if none is kept.
@@ -33,6 +34,7 @@ class NodeFacts:
 
     now_ns: int
     leases: Sequence[LeaseSnapshot]
+    regions: Sequence[LeaseSnapshot]
     cards: Sequence[CardSnapshot]
     warm: Sequence[WarmSnapshot]
     waiting: Sequence[WaiterSnapshot]
@@ -72,7 +74,15 @@ def _of_tenants(facts: NodeFacts) -> dict[Family, Values]:
         if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
             leased[pair] += lease.size_bytes
         held[pair] += facts.allocated_bytes.get(lease.lease_id, 0)
+    open_regions: Counter[Labels] = Counter()
+    region_bytes: Counter[Labels] = Counter()
+    for region in facts.regions:
+        pair = facts.pair_of[region.lease_id]
+        open_regions[pair] += region.state is LeaseState.ACTIVE
+        region_bytes[pair] += region.size_bytes
     return {
+        families.REGIONS_ACTIVE: {pair: open_regions[pair] for pair in facts.pairs},
+        families.REGIONS_BYTES: {pair: region_bytes[pair] for pair in facts.pairs},
         families.LEASES_ACTIVE: {pair: active[pair] for pair in facts.pairs},
         families.LEASES_BYTES: {pair: leased[pair] for pair in facts.pairs},
         families.SESSION_ALLOCATED_BYTES: {pair: held[pair] for pair in facts.pairs},

@@ -11,7 +11,10 @@ from gpulease.daemon.leases import (
     FenceClearRequested,
     FreeRequested,
     LeaseSnapshot,
+    RegionCancelRequested,
+    RegionRequested,
     RenewRequested,
+    ResizeRequested,
     RevokeRequested,
     SubmitRequested,
 )
@@ -40,6 +43,9 @@ _OPERATIONS: Final[dict[type, str]] = {
     FenceClearRequested: Opcode.FENCE_CLEAR.name.lower(),
     DrainRequested: Opcode.DRAIN.name.lower(),
     DrainCancelled: Opcode.DRAIN_CANCEL.name.lower(),
+    RegionRequested: Opcode.REGION_OPEN.name.lower(),
+    RegionCancelRequested: Opcode.REGION_CANCEL.name.lower(),
+    ResizeRequested: Opcode.LEASE_RESIZE.name.lower(),
 }
 
 _COUNTED: Final = (
@@ -56,6 +62,10 @@ _COUNTED: Final = (
     families.LEASES_RENEWED,
     families.SUBMITS,
     families.LEASES_DROPPED,
+    families.REGIONS_OPENED,
+    families.REGIONS_ADOPTED,
+    families.REGIONS_RENEWED,
+    families.REGIONS_ENDED,
     families.DENIALS,
     families.FENCES,
     families.WARM_TAKEN,
@@ -69,6 +79,9 @@ _MEASURED: Final = (
     families.REVOCATION_SECONDS,
     families.RECLAIM_SECONDS,
     families.EXPIRY_LATENESS_SECONDS,
+    families.REGION_OPEN_SECONDS,
+    families.REGION_RETURN_SECONDS,
+    families.FORWARD_REVOKED_SECONDS,
     families.LOOP_LAG_SECONDS,
 )
 
@@ -114,16 +127,32 @@ class LeaseCounters:
             FactKind.WARM_FENCED: self._counts_card(families.WARM_LOST, families.FENCES),
         }
 
+        # A region's bytes are its lease's: what counts leases counts no regions.
+        self._of_regions: dict[FactKind, Callable[[Fact], None]] = {
+            FactKind.GRANTED: self._region_granted,
+            FactKind.RENEWED: self._counts_pair(families.REGIONS_RENEWED),
+            FactKind.ADOPTED: self._counts_pair(families.REGIONS_ADOPTED),
+            FactKind.ADOPTED_ENDING: self._counts_pair(families.REGIONS_ADOPTED),
+            FactKind.ENDING: self._refused_work,
+            FactKind.ENDED: self._region_ended,
+            FactKind.FENCED: self._region_ended,
+        }
+
     def on_facts(self, facts: Sequence[Fact]) -> None:
         """Count what an event brought about."""
         for fact in facts:
-            handler = self._handlers.get(fact.kind)
+            is_region = fact.lease is not None and fact.lease.parent_id
+            handler = (self._of_regions if is_region else self._handlers).get(fact.kind)
             if handler is not None:
                 handler(fact)
 
     def refused(self, operation: str, reason: str) -> None:
         """Count a request that was refused before it got to the lease table."""
         self.counters[families.DENIALS][operation, reason] += 1
+
+    def forward_revoked(self, status: str, seen_after_ns: int) -> None:
+        """Count a launch that a session refused because of a region."""
+        self._observe(families.FORWARD_REVOKED_SECONDS, (status,), seen_after_ns)
 
     def worked(self, pair: Labels, increments: Iterable[tuple[Family, float]]) -> None:
         """Add what sessions of a GPU and tenant did since the last call."""
@@ -161,6 +190,20 @@ class LeaseCounters:
             return
         self._count(families.LEASES_ACQUIRED, self.pair(fact.lease))
         self._observe(families.ACQUIRE_SECONDS, (fact.lease.card_uuid,), fact.now_ns - fact.asked.at_ns)
+
+    def _region_granted(self, fact: Fact) -> None:
+        if fact.lease is None or fact.asked is None:
+            return
+        self._count(families.REGIONS_OPENED, self.pair(fact.lease))
+        self._observe(families.REGION_OPEN_SECONDS, (fact.lease.card_uuid,), fact.now_ns - fact.asked.at_ns)
+
+    def _region_ended(self, fact: Fact) -> None:
+        region, times = fact.lease, fact.times
+        if region is None or times.began_ns is None:
+            return
+        self._count(families.REGIONS_ENDED, self.pair(region))
+        if fact.kind is FactKind.ENDED and times.over_ns is not None and times.cause is not None:
+            self._observe(families.REGION_RETURN_SECONDS, (times.cause.value,), fact.now_ns - times.over_ns)
 
     def _denied(self, fact: Fact) -> None:
         operation = "" if fact.asked is None else _OPERATIONS.get(type(fact.asked.request), "")

@@ -12,6 +12,7 @@ import ctypes
 import importlib.util
 import platform
 import struct
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
@@ -24,6 +25,7 @@ from gpulease.daemon.session import native
 from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
 from gpulease.daemon.session.operations import LeaseOver
+from gpulease.daemon.session.regions import NO_EPOCH, RegionGate
 from gpulease.daemon.session.replies import SyncPattern
 from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET
 from gpulease.protocol.framing import FrameReader
@@ -37,6 +39,7 @@ other checks of a launch. serve.ll repeats this number."""
 
 # Plain integers: looking a member up on its enum costs as much as the rest of a check.
 _LAUNCH: Final = int(Opcode.LAUNCH)
+_LAUNCH_IN: Final = int(Opcode.LAUNCH_IN)
 _OPS: Final = int(Counter.OPS)
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 _DOING: Final = int(Counter.DOING)
@@ -46,13 +49,15 @@ _REQUEST_ID: Final = struct.Struct(">Q")
 class LaunchFastPath:
     """Does one session's expected launches.
 
-    The fast path looks at the control page before each launch, as `Session` does before any request. It does not check
-    again what was checked when the plan was made. It leaves a frame where it is if the frame is not the expected one,
-    is incomplete, or stands behind a failure.
+    The fast path looks at the control page before each launch, as `Session` does before any request, and before a
+    LAUNCH_IN at the regions page. It does not check again what was checked when the plan was made. It leaves a frame
+    where it is if the frame is not the expected one, is incomplete, stands behind a failure, or names another region
+    set than the one in use, or one that may have changed.
 
     Args:
-        keep_failure: Called with a failed launch's error and request id. The caller takes no more launches until the
-            failure was reported.
+        gate: The regions, with the set in use.
+        keep_failure: Called with a failed launch's error, operation and request id. The caller takes no more launches
+            until the failure was reported.
     """
 
     def __init__(
@@ -61,9 +66,11 @@ class LaunchFastPath:
         planner: Planner,
         page: WorkerPage,
         sync_pattern: SyncPattern,
-        keep_failure: Callable[[Exception, int], None],
+        gate: RegionGate,
+        keep_failure: Callable[[Exception, int, int], None],
     ) -> None:
         self._context = context
+        self._gate = gate
         self._planner = planner
         self._page = page
         self._counters = page.counters
@@ -75,8 +82,14 @@ class LaunchFastPath:
         """Let native code do what it can, if this machine has it. To be called before any launch."""
         code = serving_code()
         if code is not None:
-            self._native = NativeServing(code, launch, self._page, self._sync_pattern)
+            self._native = NativeServing(code, launch, self._page, self._sync_pattern, self._gate)
             self._planner.add_record = self._native.add_record
+            self._gate.on_change = self._native.show_regions
+
+    @property
+    def synced(self) -> int:
+        """How many launches were counted when native code last answered a SYNC; 0 if it never did."""
+        return 0 if self._native is None else self._native.synced
 
     def take(self, reader: FrameReader) -> None:
         """Do all expected launches at the front of what a connection sent."""
@@ -117,7 +130,7 @@ class LaunchFastPath:
             return False
         buffer, start, end = reader.buffer, reader.start, reader.end
         stands_at, refusal, launch = buffer.startswith, self._page.refusal, self._context.launch
-        word = self._page.word
+        word, is_quiet = self._page.word, self._gate.is_quiet
         latest: Plan | None = None
         request_id = count = done = 0
         self._counters[_DOING] = _LAUNCH
@@ -130,6 +143,7 @@ class LaunchFastPath:
                     or not stands_at(pattern.front, start)
                     or not stands_at(pattern.middle, start + MIDDLE_AT)
                     or not stands_at(pattern.tail, start + pattern.args_end)
+                    or (pattern.trailer_bytes and not is_quiet(buffer, after - pattern.trailer_bytes))
                     or word[0]
                     or (count % LAUNCHES_PER_CLOCK == 0 and refusal() is not None)
                 ):
@@ -146,7 +160,7 @@ class LaunchFastPath:
                 latest = plan
                 plan = plan.follower or plan
         except (DriverError, LeaseOver) as error:
-            self._keep_failure(error, request_id)
+            self._keep_failure(error, _LAUNCH_IN if plan.pattern.trailer_bytes else _LAUNCH, request_id)
         finally:
             self._counters[_DOING] = 0
         reader.start = start
@@ -194,8 +208,11 @@ class NativeServing:
     Raises nothing that a tenant can cause: native code leaves what it can't do as it was.
     """
 
-    def __init__(self, code: ServingCode, launch: NativeLaunch, page: WorkerPage, sync_pattern: SyncPattern) -> None:
+    def __init__(
+        self, code: ServingCode, launch: NativeLaunch, page: WorkerPage, sync_pattern: SyncPattern, gate: RegionGate
+    ) -> None:
         self._code = code
+        self._gate = gate
         self._launch = launch
         # Kept alive: the state below holds the addresses of all these.
         self._page = page
@@ -215,6 +232,8 @@ class NativeServing:
             reply_tail=reply_tail,
             sync_spin_ns=launch.spin_ns,
         )
+        self._no_page = ctypes.c_uint64()
+        self.show_regions()
         self._state_address = ctypes.addressof(self._state)
         self._buffer: bytearray | None = None
 
@@ -241,6 +260,7 @@ class NativeServing:
             moves=0 if moves is None else ctypes.addressof(moves),
             moves_count=len(plan.moves or ()),
             param_bytes=params_bytes,
+            trailer_bytes=pattern.trailer_bytes,
         )
         # An attribute of its own, so that what the record points to lives as long as the record.
         record.referents = (texts, launch_buffer, moves)
@@ -262,6 +282,20 @@ class NativeServing:
         reader.start, reader.end = self._state.start, self._state.end
         return Outcome(outcome)
 
+    def show_regions(self) -> None:
+        """Show native code the regions page and the set in use. To be called whenever either may have changed."""
+        state, page, current = self._state, self._gate.page, self._gate.current
+        state.epoch = ctypes.addressof(self._no_page) if page is None else address_of(page.epoch_word)
+        state.set_epoch = NO_EPOCH if current is None else current.epoch
+        if current is not None:
+            state.region_set = int.from_bytes(current.wire, sys.byteorder)
+            state.set_deadline = current.deadline_ns
+
+    @property
+    def synced(self) -> int:
+        """How many launches were counted when native code last answered a SYNC."""
+        return int(self._state.synced)
+
     def launched(self, kernel: Kernel) -> None:
         """Tell the driver which kernel native code launched last."""
         self._launch.launched(kernel)
@@ -278,5 +312,6 @@ class NativeServing:
             # A reference kept here would keep a large buffer alive.
             self._buffer = buffer if len(buffer) <= RETAINED_BUFFER_BYTES else None
         state.start, state.end = reader.start, reader.end
+        state.seen_epoch = 0 if self._gate.page is None else self._gate.page.epoch
         state.expected = 0 if expected is None else expected.address
         state.latest = 0

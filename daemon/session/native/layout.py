@@ -12,7 +12,8 @@ class Outcome(IntEnum):
 
     IDLE: the ring had nothing, for as long as it was to be looked at.
     FRAMES: the buffer, or the ring's end, holds something that Python has to handle.
-    QUANTUM_OVER: the connection was served for as long as it may before others get their share.
+    QUANTUM_OVER: the connection was served for as long as it may before others get their share, or the regions page
+    has changed, so that the broker is about to say something.
     WAKE_READER: a reply is in the ring, and the client sleeps until one comes: wake it.
     WAKE_WRITER: the ring has room, and the client sleeps until it has: wake it.
     """
@@ -36,7 +37,9 @@ class Move(ctypes.Structure):
 
 
 class PlanRecord(ctypes.Structure):
-    """A plan of launches.Planner. A frame of the plan is `front`, the request id, `middle`, arguments, `tail`.
+    """A plan of launches.Planner.
+
+    A frame of the plan is `front`, the request id, `middle`, arguments, `tail`, and a LAUNCH_IN's trailer.
 
     front         Address of the 16 bytes before the request id.
     middle        Address of the bytes between the request id and the arguments, `middle_bytes` of them.
@@ -50,6 +53,7 @@ class PlanRecord(ctypes.Structure):
     moves_count
     param_bytes   Size of the parameter buffer.
     follower      Address of the record of the plan that is expected next; never 0.
+    trailer_bytes Size of the region set and the position behind `tail`: 16 in a LAUNCH_IN, else 0.
     """
 
     _fields_ = (
@@ -65,6 +69,7 @@ class PlanRecord(ctypes.Structure):
         ("moves_count", ctypes.c_uint64),
         ("param_bytes", ctypes.c_uint64),
         ("follower", ctypes.c_uint64),
+        ("trailer_bytes", ctypes.c_uint64),
     )
 
 
@@ -88,6 +93,12 @@ class ServingState(ctypes.Structure):
     expected      Address of the PlanRecord of the next launch, 0 for none.
     latest        Address of the PlanRecord of the last launch done, 0 for none.
     clock_ns      The monotonic clock when it was last read.
+    region_set    The bytes, as they travel, of the handle of the region set in use.
+    set_epoch     The regions page's epoch when that set was compared; NO_EPOCH if there is no such set.
+    set_deadline  The least deadline of the set's regions, on the monotonic clock.
+    epoch         Address of the regions page's epoch, of a word that never changes if there is no such page.
+    seen_epoch    The epoch when Python last looked: another one ends the serving of a ring.
+    synced        Launches counted when a SYNC was last answered.
     """
 
     _fields_ = (
@@ -108,6 +119,12 @@ class ServingState(ctypes.Structure):
         ("expected", ctypes.c_uint64),
         ("latest", ctypes.c_uint64),
         ("clock_ns", ctypes.c_uint64),
+        ("region_set", ctypes.c_uint64),
+        ("set_epoch", ctypes.c_uint64),
+        ("set_deadline", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint64),
+        ("seen_epoch", ctypes.c_uint64),
+        ("synced", ctypes.c_uint64),
     )
 
 

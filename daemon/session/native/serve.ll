@@ -11,7 +11,8 @@
 ;     the ring's data. This code reads them only in the buffer, which no other process maps. It calls memcpy and memcmp
 ;     and builds neither in, so that the compiler can leave no copy out and read no byte of the ring twice.
 ;   - start <= end <= the buffer's size, always. A frame is looked at only if end - start is at least its plan's
-;     frame_bytes, which is 24 + middle_bytes + args_bytes + tail_bytes as Python summed it; a SYNC only if 40 are there.
+;     frame_bytes, which is 24 + middle_bytes + args_bytes + tail_bytes + trailer_bytes as Python summed it; a SYNC only
+;     if 40 are there.
 ;     Lengths come from plans, never from the frame: a length in a frame is among the bytes compared.
 ;   - Parameters are laid out in a scratch buffer. Python has checked that they fit: each move ends within the scratch
 ;     buffer and within args_bytes.
@@ -19,9 +20,10 @@
 ;
 ; Offsets, as in layout.py.
 ;   ServingState: page 0, counters 8, launch 16, query 24, driver 32, scratch 40, sync_front 48, sync_tail 56, reply_front 64,
-;     reply_tail 72, sync_spin_ns 80, buffer 88, start 96, end 104, expected 112, latest 120, clock_ns 128
+;     reply_tail 72, sync_spin_ns 80, buffer 88, start 96, end 104, expected 112, latest 120, clock_ns 128,
+;     region_set 136, set_epoch 144, set_deadline 152, epoch 160, seen_epoch 168, synced 176
 ;   PlanRecord: front 0, middle 8, middle_bytes 16, tail 24, tail_bytes 32, args_bytes 40, frame_bytes 48, launch 56,
-;     moves 64, moves_count 72, param_bytes 80, follower 88
+;     moves 64, moves_count 72, param_bytes 80, follower 88, trailer_bytes 96
 ;   Move: from 0, to 8, size 16; takes 24
 ;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, tail 56,
 ;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, quantum_ns 112
@@ -187,7 +189,9 @@ compare.middle:
 compare.tail:
   %tail = call ptr @place(ptr %plan, i64 24)
   %tail.bytes = call i64 @word(ptr %plan, i64 32)
-  %tail.offset = sub i64 %frame.bytes, %tail.bytes
+  %trailer.bytes = call i64 @word(ptr %plan, i64 96)
+  %trailer.offset = sub i64 %frame.bytes, %trailer.bytes
+  %tail.offset = sub i64 %trailer.offset, %tail.bytes
   %tail.at = getelementptr i8, ptr %frame, i64 %tail.offset
   %is.tail = call i1 @same(ptr %tail.at, ptr %tail, i64 %tail.bytes)
   br i1 %is.tail, label %look.clock, label %stop
@@ -213,6 +217,27 @@ lay:
   call void @lay_out(ptr %plan, ptr %args, ptr %scratch)
   %param.bytes = call i64 @word(ptr %plan, i64 80)
   %tag = call i64 @llvm.bswap.i64(i64 %number.wire)
+  %is.free = icmp eq i64 %trailer.bytes, 0
+  br i1 %is.free, label %last.look, label %set
+set:
+  ; A LAUNCH_IN: the set in use, before its deadline by the last look at the clock, at the epoch it was compared at.
+  %set.at = getelementptr i8, ptr %frame, i64 %trailer.offset
+  %set.wire = load i64, ptr %set.at, align 1
+  %set.current = call i64 @word(ptr %state, i64 136)
+  %is.current = icmp eq i64 %set.wire, %set.current
+  br i1 %is.current, label %set.deadline, label %stop
+set.deadline:
+  %set.clock = call i64 @word(ptr %state, i64 128)
+  %set.ends = call i64 @word(ptr %state, i64 152)
+  %is.in.time = icmp ult i64 %set.clock, %set.ends
+  br i1 %is.in.time, label %set.epoch, label %stop
+set.epoch:
+  %epoch.at = call ptr @place(ptr %state, i64 160)
+  %epoch = call i64 @shown(ptr %epoch.at, i64 0)
+  %epoch.compared = call i64 @word(ptr %state, i64 144)
+  %is.quiet = icmp eq i64 %epoch, %epoch.compared
+  br i1 %is.quiet, label %last.look, label %stop
+last.look:
   ; The last look before the launch: what came before it may have taken time.
   %is.revoked = call i1 @is_revoked(ptr %state)
   br i1 %is.revoked, label %stop, label %go
@@ -230,7 +255,7 @@ refuse:
   br label %stop
 stop:
   %outcome = phi i32 [ 0, %each ], [ 0, %compare ], [ 0, %compare.middle ], [ 0, %compare.tail ], [ 0, %clock ],
-    [ 0, %number ], [ 0, %lay ], [ 1, %refuse ]
+    [ 0, %number ], [ 0, %set ], [ 0, %set.deadline ], [ 0, %set.epoch ], [ 0, %last.look ], [ 1, %refuse ]
   call void @set(ptr %state, i64 96, i64 %start)
   %expected.at = getelementptr i8, ptr %state, i64 112
   store ptr %plan, ptr %expected.at
@@ -337,6 +362,8 @@ done:
   call void @set(ptr %state, i64 96, i64 %after)
   call void @count(ptr %counters, i64 32, i64 1)
   call void @count(ptr %counters, i64 8, i64 1)
+  %synced = call i64 @word(ptr %counters, i64 0)
+  call void @set(ptr %state, i64 176, i64 %synced)
   call void @show(ptr %counters, i64 48, i64 0)
   %reply.front = call ptr @place(ptr %state, i64 64)
   %reply.tail = call ptr @place(ptr %state, i64 72)
@@ -416,7 +443,12 @@ next:
   %end = call i64 @word(ptr %state, i64 104)
   %have = sub i64 %end, %start
   %time = call i64 @word(ptr %state, i64 128)
-  %is.time.up = icmp uge i64 %time, %quantum.end
+  %is.late = icmp uge i64 %time, %quantum.end
+  %epoch.at = call ptr @place(ptr %state, i64 160)
+  %epoch = call i64 @shown(ptr %epoch.at, i64 0)
+  %epoch.seen = call i64 @word(ptr %state, i64 168)
+  %is.moved = icmp ne i64 %epoch, %epoch.seen
+  %is.time.up = or i1 %is.late, %is.moved
   %is.empty = icmp eq i64 %have, 0
   br i1 %is.empty, label %empty, label %frames
 

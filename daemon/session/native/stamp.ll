@@ -1,4 +1,4 @@
-; A driver's functions (NativeLaunch, interface.py) that record when each launch began, for measurements.
+; A driver's functions (NativeLaunch, drivers/interface.py) that record when each launch began, for measurements.
 ;
 ; %state is a Stamps (bench/revocation.py), with these offsets: launch 0, query 8, driver 16, times 24, count 32, room 40.
 ; All launches are counted; only the first `room` of them are recorded.

@@ -18,7 +18,7 @@ from gpulease.daemon.leases import LeaseState
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.connection import Request, Trigger, request_trigger
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.messages import Attach, Body, Hello, LeaseAlloc, LeaseEvent
+from gpulease.protocol.messages import Attach, Body, Hello, LeaseAlloc, LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 
 
@@ -48,7 +48,7 @@ class Reader:
     def serve_next(self) -> None:
         raise NotImplementedError
 
-    def send_event(self, subscription: int, event: LeaseEvent) -> bool:
+    def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
         return True
 
 

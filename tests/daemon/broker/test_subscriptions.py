@@ -24,7 +24,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
 )
 from gpulease.protocol.limits import MAX_SUBSCRIPTIONS
-from gpulease.protocol.messages import LeaseEvent
+from gpulease.protocol.messages import LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import Phase, Status
 
 
@@ -37,8 +37,9 @@ class Reader:
         self.may_see = True
         self.subscription = Subscription(9, lease_id, tenant, lambda _: self.may_see, self.write)
 
-    def write(self, subscription: int, event: LeaseEvent) -> bool:
+    def write(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
         assert subscription == 9
+        assert isinstance(event, LeaseEvent)
         if self.has_room:
             self.heard.append(event)
         return self.has_room

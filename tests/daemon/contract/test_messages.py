@@ -24,7 +24,7 @@ from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.opcodes import Status, Waiting
 
 LEASE = "0000000000000000000000000000000a"
-SPEC = WorkerSpec(10, "GPU-a", 1 << 30, True, 1 << 20, 2500, Waiting.BLOCK, 11, 900)
+SPEC = WorkerSpec(10, "GPU-a", 1 << 30, True, 1 << 20, 2500, Waiting.BLOCK, 11, 900, True)
 SPEC_MAP = {
     "op": "spawn",
     "lease": LEASE,
@@ -36,6 +36,7 @@ SPEC_MAP = {
     "waiting": int(Waiting.BLOCK),
     "submit_of": "0000000000000000000000000000000b",
     "timeout_ms": 900,
+    "regions_required": True,
 }
 FINDINGS = [{"measure": "descriptors", "on": True, "detail": "none"}]
 GUEST = Guest(Permission(3), 1 << 40, 2, (1 << 64) - 1)
@@ -153,6 +154,14 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     ),
     (TO_WORKER, messages.Scrub(), {"op": "scrub"}),
     (TO_WORKER, messages.EndSession(), {"op": "end"}),
+    (TO_WORKER, messages.RegionsPage(), {"op": "regions"}),
+    (
+        TO_WORKER,
+        messages.OpenRegion(10, 3, 9, 2 << 20),
+        {"op": "region", "lease": LEASE, "slot": 3, "number": 9, "size": 2 << 20},
+    ),
+    (TO_WORKER, messages.EndRegion(10, 50), {"op": "end_region", "lease": LEASE, "grace": 50}),
+    (TO_WORKER, messages.ResizeSlice(1 << 30), {"op": "resize", "size": 1 << 30}),
     (FROM_WORKER, messages.Ready(), {"op": "ready"}),
     (FROM_WORKER, messages.Failed("no context"), {"op": "failed", "reason": "no context"}),
     (FROM_WORKER, messages.Faulted("lost"), {"op": "faulted", "reason": "lost"}),
@@ -161,6 +170,30 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (FROM_WORKER, messages.Attached(5, False), {"op": "attached", "guest": 5, "is_in": False}),
     (FROM_WORKER, messages.LastLeft(), {"op": "left"}),
     (FROM_WORKER, messages.MemoryGrew(), {"op": "look"}),
+    (FROM_WORKER, messages.RegionOpened(10, 1 << 40), {"op": "region_opened", "lease": LEASE, "address": 1 << 40}),
+    (FROM_WORKER, messages.RegionRefused(10, "No."), {"op": "region_refused", "lease": LEASE, "reason": "No."}),
+    (
+        FROM_WORKER,
+        messages.RegionEnded(10, 5, 6, -7),
+        {"op": "region_ended", "lease": LEASE, "freed": 5, "kept": 6, "shown": -7},
+    ),
+    (FROM_WORKER, messages.RegionStuck(10, "it runs"), {"op": "region_stuck", "lease": LEASE, "reason": "it runs"}),
+    (FROM_WORKER, messages.RegionReleased(10), {"op": "region_released", "lease": LEASE}),
+    (
+        FROM_WORKER,
+        messages.ForwardRevoked(10, 18, "decode", 3, 4, 5, 6),
+        {
+            "op": "forward_revoked",
+            "lease": LEASE,
+            "status": 18,
+            "kernel": "decode",
+            "site": 3,
+            "position": 4,
+            "flipped": 5,
+            "seen": 6,
+        },
+    ),
+    (FROM_WORKER, messages.SliceResized(5, ""), {"op": "resized", "size": 5, "doubt": ""}),
 ]
 DIRECTIONS = (TO_ZYGOTE, FROM_ZYGOTE, HANDOVER_MESSAGES, TO_WORKER, FROM_WORKER)
 ids = [f"{type(message).__name__}-{number}" for number, (_, message, _) in enumerate(MAPS)]
@@ -193,8 +226,8 @@ def test_a_newer_process_may_add_fields(
     [
         pytest.param(
             TO_ZYGOTE,
-            {key: value for key, value in SPEC_MAP.items() if key not in ("submit_of", "timeout_ms")},
-            replace(SPEC, submit_of=0, timeout_ms=0),
+            {key: SPEC_MAP[key] for key in SPEC_MAP if key not in ("submit_of", "timeout_ms", "regions_required")},
+            replace(SPEC, submit_of=0, timeout_ms=0, regions_required=False),
             id="from before there were submits",
         ),
         pytest.param(

@@ -35,13 +35,16 @@ class Disk:
         contents = Contents()
         for (kind, key), value in sorted(self._rows.items()):
             contents.take(kind, key, value)
-        self._follower = JournalProjector(contents.leases, contents.next_tombstone)
+        self._follower = JournalProjector(
+            contents.leases, contents.next_tombstone, contents.regions, contents.next_region_tombstone
+        )
         self.is_being_read = True
         return contents
 
     def buried(self) -> list[int]:
-        """Return the leases that have tombstones."""
-        return [read_tombstone(value).lease_id for (kind, _), value in self._rows.items() if kind is RowKind.TOMBSTONE]
+        """Return the leases and regions that have tombstones."""
+        kinds = (RowKind.TOMBSTONE, RowKind.REGION_TOMBSTONE)
+        return [read_tombstone(value).lease_id for (kind, _), value in self._rows.items() if kind in kinds]
 
     def _write(self, place: Place, value: bytes | None) -> None:
         if value is None:

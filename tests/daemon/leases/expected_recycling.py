@@ -67,6 +67,7 @@ class ExpectedRecycling:
         of_lease = [number for number in shell.unproved if shell.submits.leases.get(number) == lease_id]
         assert not of_lease, "a context was recycled whose lease has a submit that is not proved gone"
         assert lease_id in self._on_warm, "a context was recycled that was not made ahead"
+        assert lease_id not in shell.regions.leases.values(), "a context was recycled that had regions"
         count = self._served.pop(lease_id, ("", 0))[1] + 1
         assert self.bounds is not None
         assert count < self.bounds.max_leases

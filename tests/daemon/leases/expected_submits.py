@@ -11,6 +11,7 @@ from gpulease.daemon.leases import (
     SpawnSubmit,
     SubmitEnded,
     SubmitFenced,
+    SubmitFound,
     SubmitReady,
 )
 
@@ -50,6 +51,13 @@ class ExpectedSubmits:
             if effect.submit_id in self.in_place and lease is not None and not is_fence:
                 self._give_session_place_back(lease, shell)
             assert is_fence or self.is_cleared or effect.submit_id not in shell.unproved, "bytes were forgotten"
+
+    def restore(self, number: int, shell: "Shell") -> None:
+        """Report a submit that a daemon finds when it comes back."""
+        is_running = number in shell.alive & self.running
+        uuid, held_bytes = shell.unproved[number]
+        size_bytes = held_bytes - next(card.overhead_bytes for card in shell.cards if card.uuid == uuid)
+        shell.send(SubmitFound(number, self.leases[number], uuid, is_running, 1000, size_bytes))
 
     def renumber(self, number: int, shell: "Shell") -> int:
         """Draw an id for the rest of a submit whose lease is unknown or fenced."""
@@ -96,7 +104,7 @@ class ExpectedSubmits:
         assert lease is not None
         own_bytes = shell.unproved[effect.lease_id][1]
         overhead_bytes = next(card.overhead_bytes for card in shell.cards if card.uuid == effect.card_uuid)
-        if shell.spawned[effect.lease_id].terms.session_bytes == lease.size_bytes:
+        if not shell.spawned[effect.lease_id].terms.submit_bytes:
             own_bytes = self._take_session_place(effect, shell, overhead_bytes)
             sizes = (lease.size_bytes, lease.size_bytes - overhead_bytes)
             assert effect.size_bytes in sizes, "not the lease's own bytes, less a context at most"

@@ -39,14 +39,20 @@ class ExpectedTenants:
 
     def check_spawn(self, lease_id: int, tenant: str, size_bytes: int, card: Card, unproved: Iterable[int]) -> None:
         """Check a new lease against its tenant's bounds; `unproved` are all leases that may hold bytes."""
-        self.leases[lease_id] = tenant, size_bytes
+        sizes = self.check_growth(lease_id, tenant, size_bytes, unproved)
         if tenant in self.exempt:
             return
         own = self.limits.tenants.of(tenant)
-        sizes = [size for other in unproved for name, size in (self.leases.get(other, ("", 0)),) if name == tenant]
-        assert sum(sizes) <= (own.max_vram_bytes or sum(sizes)), "a tenant has more bytes than it may have"
         assert len(sizes) <= (own.max_leases or self.limits.max_leases_per_tenant), "a tenant has too many leases"
         assert own.devices is None or any(map(card.answers_to, own.devices)), "a tenant is on a card it may not use"
+
+    def check_growth(self, lease_id: int, tenant: str, size_bytes: int, unproved: Iterable[int]) -> list[int]:
+        """Check that a tenant has no more bytes than it may have, and return its leases' sizes."""
+        self.leases[lease_id] = tenant, size_bytes
+        sizes = [size for other in unproved for name, size in (self.leases.get(other, ("", 0)),) if name == tenant]
+        bound = None if tenant in self.exempt else self.limits.tenants.of(tenant).max_vram_bytes
+        assert sum(sizes) <= (bound or sum(sizes)), "a tenant has more bytes than it may have"
+        return sizes
 
     def max_ttl_s(self, tenant: str) -> int:
         """Return the longest time to live that the tenant may be granted."""

@@ -19,6 +19,10 @@ from gpulease.daemon.leases import (
     LeaseTable,
     LeaseTerms,
     ReclaimProved,
+    RegionGranted,
+    RegionOpened,
+    RegionRequested,
+    RegionRestored,
     SpawnWorker,
     SubmitFound,
     TimerEvent,
@@ -58,7 +62,7 @@ class Scenario:
         before = self.table.charges()
         effects = self.table.handle(event, self.now_ns)
         self.table.validate()
-        if not isinstance(event, LeaseRestored | WorkerFound | SubmitFound):
+        if not isinstance(event, LeaseRestored | RegionRestored | WorkerFound | SubmitFound):
             self.table.validate_charges(before)
         return effects
 
@@ -84,6 +88,13 @@ class Scenario:
         """Return a lease that was granted."""
         self.acquire(lease_id, size, **more)  # type: ignore[arg-type]
         return one(self.do(WorkerReady(lease_id)), Granted).lease
+
+    def region(
+        self, region_id: int, size: int = 4, *, lease_id: int = 1, owner: str = "bob", ttl_ms: int = 5000
+    ) -> LeaseSnapshot:
+        """Return a region that was opened; its request's number is its id plus 2000."""
+        self.do(RegionRequested(region_id + 2000, lease_id, region_id, "ann", owner, size, ttl_ms, 1))
+        return one(self.do(RegionOpened(region_id, region_id << 20)), RegionGranted).lease
 
     def reaped(self, lease_id: int) -> list[Effect]:
         return self.do(WorkerExited(lease_id, "it was killed"))

@@ -35,8 +35,12 @@ from gpulease.daemon.leases import (
     Recycling,
     RefuseSubmit,
     RefuseWork,
+    RegionCancelSet,
+    RegionGranted,
+    RegionRestored,
     RenameWorker,
     Renewed,
+    Resized,
     RevokeDone,
     ScrubWorker,
     SetDeadline,
@@ -66,6 +70,7 @@ from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import Disk, check_answers
 from .expected_recycling import ExpectedRecycling
+from .expected_regions import ExpectedRegions
 from .expected_submits import ExpectedSubmits
 from .expected_tenants import RULES, ExpectedTenants
 
@@ -89,6 +94,19 @@ LIMITS = CoreLimits(
     adopt_timeout_s=1,
     reclaim_timeout_s=3,
     tenants=RULES,
+)
+REPLIES = (
+    Granted,
+    RegionGranted,
+    RegionCancelSet,
+    Resized,
+    Renewed,
+    Freed,
+    RevokeDone,
+    FenceCleared,
+    DrainSet,
+    SubmitReady,
+    Denied,
 )
 ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
 
@@ -128,6 +146,7 @@ class Shell:
         self.remembered: dict[int, tuple[str, int]] = {}
         self.once: set[tuple[type, int]] = set()
         self.submits = ExpectedSubmits()
+        self.regions = ExpectedRegions()
 
     def send(self, event: Event) -> list[Effect]:
         if isinstance(event, WorkerExited):
@@ -141,7 +160,7 @@ class Shell:
         charges = self.table.charges()
         effects = self.table.handle(event, self.now_ns)
         self.table.validate()
-        if not isinstance(event, LeaseRestored | WorkerFound | SubmitFound):
+        if not isinstance(event, LeaseRestored | RegionRestored | WorkerFound | SubmitFound):
             self.table.validate_charges(charges)
         self.disk.saw(event, effects, self.table)
         self.revoked_last.clear()
@@ -156,6 +175,7 @@ class Shell:
                 self.forget(effect.submit_id)
         for effect in effects:
             self.execute(effect)
+        self.regions.check(self)
         return effects
 
     def forget(self, number: int) -> None:
@@ -215,7 +235,7 @@ class Shell:
         self.send(event)
 
     def execute(self, effect: Effect) -> None:
-        if isinstance(effect, Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | SubmitReady | Denied):
+        if isinstance(effect, REPLIES):
             assert effect.request in self.open_requests, f"a second reply, or one to nobody: {effect}"
             self.open_requests.remove(effect.request)
         if isinstance(effect, WarmUp | WarmEnded):
@@ -226,7 +246,8 @@ class Shell:
             self.only_once(type(effect), effect.worker_id)
         if isinstance(effect, Granted | LeaseEnded):
             self.only_once(type(effect), effect.lease.lease_id)
-        if isinstance(effect, LeaseEnded) and effect.lease.state is LeaseState.TORNDOWN:
+        self.regions.saw(effect, self)
+        if isinstance(effect, LeaseEnded) and effect.lease.state is LeaseState.TORNDOWN and not effect.lease.parent_id:
             self.remembered[effect.lease.lease_id] = (effect.lease.card_uuid, effect.lease.size_bytes)
         if isinstance(effect, SpawnSubmit | RefuseSubmit | SubmitFenced | SubmitEnded | SubmitReady):
             self.only_once(type(effect), effect.submit_id)
@@ -241,7 +262,7 @@ class Shell:
             self.recycled.on_recycle(effect, self)
         elif isinstance(effect, Granted | Renewed):
             assert effect.lease.lease_id not in self.ended, "an ended lease came back to life"
-            assert effect.lease.lease_id in self.alive, "a lease was granted without a worker"
+            assert effect.lease.parent_id or effect.lease.lease_id in self.alive, "a lease was granted without a worker"
             assert effect.lease.deadline_ns is not None
             assert isinstance(effect, Renewed) or self.table.drain_ns is None, "a lease was granted in a drain"
             assert effect.lease.deadline_ns <= self.now_ns + self.tenants.max_ttl_s(effect.lease.tenant) * 1000 * MS
@@ -299,6 +320,7 @@ class Shell:
         if not has_worker:
             self.alive.add(effect.lease_id)
         self.spawned[effect.lease_id] = effect
+        self.regions.slices[effect.lease_id] = effect.terms.session_bytes
         self.jobs.append(effect)
 
     def on_warm_up(self, effect: WarmUp) -> None:
@@ -384,6 +406,12 @@ class Shell:
         effects = self.send(event)
         if isinstance(event, TimerFired) and event.worker_id >= FIRST_SUBMIT_ID:
             return
+        if isinstance(event, TimerFired) and event.worker_id in self.regions.leases:
+            region = self.table.get(event.worker_id)
+            if event.kind is TimerKind.EXPIRY and region is not None and region.state is LeaseState.ACTIVE:
+                is_over = region.deadline_ns is not None and region.deadline_ns <= self.now_ns
+                assert not is_over or region.generation != event.generation, "a region outlived its deadline"
+            return
         if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
             is_due = self.deadlines[event.worker_id] <= (event.generation, self.now_ns)
             assert is_due or RefuseWork not in map(type, effects), "a timer ended a lease before its time"
@@ -407,6 +435,7 @@ class Shell:
             self.remembered.clear()
         if is_tail_lost:
             self.disk.lose_tail()
+        self.regions.forget_daemon()
         contents = self.disk.read()
         # Nobody knows the id of a lease revoked before its grant if its row was lost.
         if is_tail_lost:
@@ -419,8 +448,9 @@ class Shell:
             set(),
             {(kind, number) for kind, number in self.once if kind is Granted},
         )
-        # A lease with a tombstone on the disk must not end a second time.
-        self.once |= {(LeaseEnded, number) for number in self.disk.buried()}
+        # A lease with a tombstone on the disk must not end a second time, nor may a region whose fence lasts.
+        lasting = {region.region_id for region in contents.regions if region.is_given_up}
+        self.once |= {(LeaseEnded, number) for number in {*self.disk.buried(), *lasting}}
         found = self.unproved.keys() - {kept.lease_id for kept in contents.leases}
         for number in self.spawned.keys() - self.unproved.keys() - {kept.lease_id for kept in contents.leases}:
             if number not in self.ended and (Granted, number) not in self.once:
@@ -433,10 +463,9 @@ class Shell:
             was_opened = kept.lease_id in self.submits.opened
             self.send(LeaseRestored(self.as_its_page_says(kept), kept.lease_id in self.alive, was_opened))
         for number in sorted(of_leases):
-            is_running = number in self.alive & self.submits.running
-            uuid, held_bytes = self.unproved[number]
-            size_bytes = held_bytes - next(card.overhead_bytes for card in CARDS if card.uuid == uuid)
-            self.send(SubmitFound(number, self.submits.leases[number], uuid, is_running, 1000, size_bytes))
+            self.submits.restore(number, self)
+        for region in contents.regions:
+            self.send(RegionRestored(region))
         for found_as in sorted(found - of_leases - {kept.warm_id for kept in contents.warm}):
             number = self.submits.renumber(found_as, self)
             uuid, held_bytes = self.unproved[number]
@@ -485,9 +514,11 @@ class Shell:
         """Execute everything that was slow or lost, in due order; dead workers' bytes are gone."""
         self.lingering.clear()
         self.timers += self.lost_timers
-        while self.jobs or self.timers:
-            while self.jobs:
-                self.do_job(self.jobs.pop(0), 1)
+        while self.jobs or self.timers or self.regions.is_busy:
+            while self.jobs or self.regions.is_busy:
+                self.regions.finish(self)
+                if self.jobs:
+                    self.do_job(self.jobs.pop(0), 1)
             if self.timers:
                 self.timers.sort(key=lambda timer: timer[0])
                 due_ns, event = self.timers.pop(0)

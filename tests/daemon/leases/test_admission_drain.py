@@ -28,8 +28,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
     ends_ns,
 )
-from gpulease.daemon.leases.admission import RENEWAL_SLACK_MS
-from gpulease.daemon.leases.quotas import DRAINS, ENDS_SOON
+from gpulease.daemon.leases.quotas import DRAINS, ENDS_SOON, RENEWAL_SLACK_MS
 from gpulease.protocol.opcodes import Phase
 
 from .scenario import MS, S, Scenario, armed, denied, one

@@ -3,6 +3,7 @@
 import pytest
 
 from gpulease.daemon.leases import (
+    REGION_TRANSITIONS,
     TRANSITIONS,
     Cause,
     CoreLimits,
@@ -10,10 +11,13 @@ from gpulease.daemon.leases import (
     InvariantBroken,
     LeaseState,
     LeaseTerms,
+    RegionState,
     RenewRequested,
+    RevokeRequested,
     Trigger,
 )
-from gpulease.daemon.leases.model import Lease
+from gpulease.daemon.leases.model import Lease, Region
+from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import Scenario, card
 
@@ -24,6 +28,12 @@ def lease_in(state: LeaseState) -> Lease:
     lease = Lease(1, "ann", "GPU-a", LeaseTerms(20, 1000), 30, 1, 0, 60, 64)
     lease.state = state
     return lease
+
+
+def region_in(state: RegionState) -> Region:
+    region = Region(1, 2, "ann", "GPU-a", Exclusivity.SHARED, 20, 1000, 0, 1, 1, 0, 60, 64)
+    region.state = state
+    return region
 
 
 @pytest.mark.parametrize("trigger", TRIGGERS)
@@ -53,6 +63,33 @@ def test_no_step_leads_back() -> None:
 
 def test_every_cause_can_end_a_lease() -> None:
     assert {trigger for _, trigger in TRANSITIONS if isinstance(trigger, Cause)} == set(Cause)
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+@pytest.mark.parametrize("state", RegionState)
+def test_a_region_takes_no_step_that_is_missing_from_its_table(state: RegionState, trigger: Trigger | Cause) -> None:
+    region = region_in(state)
+    finish = REGION_TRANSITIONS.get((state, trigger))
+    if finish is None:
+        with pytest.raises(InvalidTransition, match=trigger.value):
+            region.move(trigger, 5)
+        assert (region.state, region.history) == (state, [])
+    else:
+        region.move(trigger, 5)
+        assert (region.state, len(region.history)) == (finish, 1)
+
+
+def test_no_step_of_a_region_leads_back() -> None:
+    ends = (RegionState.REVOKED, RegionState.EXPIRED, RegionState.FREED)
+    order = {RegionState.OPENING: 0, RegionState.ACTIVE: 1, RegionState.FENCED: 3, RegionState.RETURNED: 4}
+    order |= dict.fromkeys(ends, 2)
+    for (start, trigger), finish in REGION_TRANSITIONS.items():
+        assert order[finish] > order[start] or trigger is Trigger.RENEWED
+    assert {finish for (_, t), finish in REGION_TRANSITIONS.items() if isinstance(t, Cause)} == set(ends)
+
+
+def test_every_cause_can_end_a_region_that_opens() -> None:
+    assert {t for s, t in REGION_TRANSITIONS if s is RegionState.OPENING} == {*Cause, Trigger.REGION_OPENED}
 
 
 def test_an_invalid_transition_tells_the_whole_history() -> None:
@@ -87,6 +124,25 @@ def test_validate_finds_a_lease_on_no_card() -> None:
     s.active(1)
     s.table._store.live[1].card_uuid = "GPU-z"
     with pytest.raises(InvariantBroken, match="which is not here"):
+        s.table.validate()
+
+
+def test_validate_finds_bytes_of_regions_that_were_miscounted() -> None:
+    s = Scenario()
+    s.active(1)
+    s.region(2)
+    s.table._store.live[1].region_bytes -= 1
+    with pytest.raises(InvariantBroken, match="counts 3 bytes of regions, not 4"):
+        s.table.validate()
+
+
+def test_validate_finds_a_region_that_outlives_its_lease() -> None:
+    s = Scenario()
+    s.active(1)
+    s.region(2)
+    s.do(RevokeRequested(9, 1, "because"))
+    s.table._store.regions[2].state = RegionState.ACTIVE
+    with pytest.raises(InvariantBroken, match="goes on, and its lease is draining"):
         s.table.validate()
 
 

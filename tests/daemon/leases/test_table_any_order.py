@@ -4,33 +4,23 @@ Timers fire early, late, twice or never. Orders to workers get lost, and workers
 comes back with its disk; see `simulated`.
 """
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from gpulease.daemon.leases import (
     AcquireRequested,
     Cause,
     ConnectionsChanged,
-    DenialReason,
     DrainCancelled,
     DrainRequested,
-    Event,
-    FenceClearRequested,
-    FreeRequested,
     GuestAttached,
     LeaseState,
     LeaseTerms,
     PoolTimerFired,
     ReclaimProved,
     Recycling,
-    RefuseWork,
-    RenewRequested,
-    RequesterGone,
-    RevokeRequested,
     ScrubWorker,
     SessionCondemned,
     SessionFaulted,
@@ -51,44 +41,18 @@ from gpulease.protocol.opcodes import Exclusivity
 
 from .expected_recycling import RECYCLING
 from .expected_tenants import NARROW, RULES, WIDE
+from .lease_rules import ANY, TENANTS, LeaseRules
 from .simulated import CARDS, LIMITS, MS, Shell
 
-TENANTS = st.sampled_from(["ann", "bob", "cid"])
-ANY = st.integers(min_value=0, max_value=1 << 16)
 
-
-class AnyOrder(RuleBasedStateMachine):
+class AnyOrder(LeaseRules):
     """State machine that draws the next event."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shell = Shell()
-        self.number = 0
 
     @initialize(warm_contexts=st.sampled_from([0, 1, 3]), recycling=st.sampled_from([None, RECYCLING]))
     def begin(self, warm_contexts: int, recycling: Recycling | None) -> None:
         self.warm_contexts = warm_contexts
         self.shell = Shell(warm_contexts, recycling)
         self.shell.send(PoolTimerFired())
-
-    def next_number(self) -> int:
-        self.number += 1
-        return self.number
-
-    def some_lease(self, pick: int) -> int:
-        """Return a live lease as a rule, else any that was ever placed; 1 if there was none."""
-        live = [lease.lease_id for lease in self.shell.table.snapshots()]
-        ids = live if live and pick % 4 else list(self.shell.spawned)
-        return ids[pick // 4 % len(ids)] if ids else 1
-
-    def owner_of(self, lease_id: int, pick: int) -> str:
-        """Return the lease's tenant as a rule, else another name."""
-        lease = self.shell.table.get(lease_id)
-        return lease.tenant if lease is not None and pick % 3 else "ann"
-
-    def ask(self, build: Callable[[int], Event]) -> None:
-        number = self.next_number()
-        self.shell.request(build(number), number)
 
     @rule(
         tenant=TENANTS,
@@ -140,12 +104,6 @@ class AnyOrder(RuleBasedStateMachine):
                 self.shell.jobs.remove(job)
                 self.shell.do_job(job, 1)
 
-    @rule(pick=ANY, by=ANY, ttl_ms=st.one_of(st.integers(1, 8000), st.integers(0, 8100)), is_operator=st.booleans())
-    def renew(self, pick: int, by: int, ttl_ms: int, is_operator: bool) -> None:
-        lease_id = self.some_lease(pick)
-        tenant = self.owner_of(lease_id, by)
-        self.ask(lambda number: RenewRequested(number, lease_id, tenant, ttl_ms, is_operator))
-
     @rule(pick=ANY)
     def open_session(self, pick: int) -> None:
         self.shell.submits.open_session(self.some_lease(pick), self.shell)
@@ -153,39 +111,6 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(pick=ANY, is_connected=st.booleans())
     def change_connections(self, pick: int, is_connected: bool) -> None:
         self.shell.send(ConnectionsChanged(self.some_lease(pick), is_connected))
-
-    @rule(pick=ANY, by=ANY, is_operator=st.booleans())
-    def free(self, pick: int, by: int, is_operator: bool) -> None:
-        lease_id = self.some_lease(pick)
-        tenant = self.owner_of(lease_id, by)
-        self.ask(lambda number: FreeRequested(number, lease_id, tenant, is_operator))
-
-    @rule(pick=ANY)
-    def revoke(self, pick: int) -> None:
-        lease_id = self.some_lease(pick)
-        self.ask(lambda number: RevokeRequested(number, lease_id, "because"))
-
-    @rule(uuid=st.sampled_from([None, "GPU-a", "GPU-b", "MIG-c", "GPU-z"]))
-    def clear_fences(self, uuid: str | None) -> None:
-        self.ask(lambda number: FenceClearRequested(number, uuid))
-
-    @precondition(lambda self: self.shell.open_requests)
-    @rule(pick=ANY)
-    def client_leaves(self, pick: int) -> None:
-        requests = sorted(self.shell.open_requests)
-        request = requests[pick % len(requests)]
-        waits = {waiter.request for waiter in self.shell.table.waiting()}
-        submits = self.shell.table.submits.asked()
-        effects = self.shell.send(RequesterGone(request))
-        # A free or a revoke goes on without its client; an acquire gets no reply any more, nor does a submit.
-        if request in waits | submits or RefuseWork in map(type, effects):
-            self.shell.open_requests.remove(request)
-
-    @precondition(lambda self: self.shell.alive)
-    @rule(pick=ANY)
-    def worker_dies(self, pick: int) -> None:
-        alive = sorted(self.shell.alive)
-        self.shell.send(WorkerExited(alive[pick % len(alive)], "signal 11"))
 
     @precondition(lambda self: self.shell.spawned)
     @rule(pick=ANY)
@@ -294,33 +219,6 @@ class AnyOrder(RuleBasedStateMachine):
         elif warm_id not in self.shell.asked_to_prove:
             self.shell.send(ReclaimProved(warm_id))
 
-    @precondition(lambda self: self.shell.jobs)
-    @rule(pick=ANY, luck=ANY, is_lost=st.sampled_from([False] * 7 + [True]))
-    def job_is_done(self, pick: int, luck: int, is_lost: bool) -> None:
-        job = self.shell.jobs.pop(pick % len(self.shell.jobs))
-        if not is_lost:
-            self.shell.do_job(job, luck)
-
-    @rule(is_busy=st.booleans())
-    def all_jobs_are_done(self, is_busy: bool) -> None:
-        while is_busy and self.shell.jobs:
-            self.shell.do_job(self.shell.jobs.pop(0), 1)
-
-    @precondition(lambda self: self.shell.timers)
-    @rule(pick=ANY, is_repeated=st.booleans(), is_early=st.booleans())
-    def timer_fires(self, pick: int, is_repeated: bool, is_early: bool) -> None:
-        due_ns, event = self.shell.timers.pop(pick % len(self.shell.timers))
-        if is_repeated:
-            self.shell.timers.append((due_ns, event))
-        if not is_early:
-            self.shell.now_ns = max(self.shell.now_ns, due_ns)
-        self.shell.fire(event)
-
-    @precondition(lambda self: self.shell.timers)
-    @rule(pick=ANY)
-    def timer_is_lost(self, pick: int) -> None:
-        self.shell.lost_timers.append(self.shell.timers.pop(pick % len(self.shell.timers)))
-
     @rule(pick=ANY, unowned=st.integers(-20, 400), outside=st.integers(-20, 400), luck=ANY)
     def others_come_and_go(self, pick: int, unowned: int, outside: int, luck: int) -> None:
         card = CARDS[pick % len(CARDS)]
@@ -338,26 +236,12 @@ class AnyOrder(RuleBasedStateMachine):
         numbers = sorted(self.shell.lingering)
         del self.shell.lingering[numbers[pick % len(numbers)]]
 
-    @rule(ms=st.integers(0, 3000))
-    def time_passes(self, ms: int) -> None:
-        self.shell.now_ns += ms * MS
-
     @precondition(lambda self: self.shell.spawned)
     @rule(pick=ANY)
     def stray_proof(self, pick: int) -> None:
         lease_id = self.some_lease(pick)
         if lease_id not in self.shell.asked_to_prove:
             self.shell.send(ReclaimProved(lease_id))
-
-    @precondition(lambda self: self.shell.spawned)
-    @rule(pick=ANY, kind=st.sampled_from(TimerKind), generation=st.integers(0, 4))
-    def stray_timer(self, pick: int, kind: TimerKind, generation: int) -> None:
-        self.shell.send(TimerFired(self.some_lease(pick), generation, kind))
-
-    @rule(luck=ANY, is_tail_lost=st.booleans(), is_zygote_told=st.booleans())
-    def restart(self, luck: int, is_tail_lost: bool, is_zygote_told: bool) -> None:
-        if luck % 3 == 1:
-            self.shell.restart(is_tail_lost=is_tail_lost, is_zygote_told=is_zygote_told)
 
     @rule(luck=ANY, within_ms=st.integers(0, 3000))
     def drain(self, luck: int, within_ms: int) -> None:
@@ -379,20 +263,6 @@ class AnyOrder(RuleBasedStateMachine):
         if luck % 64 == 1:
             self.shell.send(ShutdownRequested())
 
-    @invariant()
-    def ended_leases_stay_ended(self) -> None:
-        active = {
-            lease.lease_id
-            for lease in self.shell.table.snapshots()
-            if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE)
-        }
-        assert not active & self.shell.ended
-        for lease_id in self.shell.ended:
-            denial = self.shell.table.denial_for(lease_id, self.shell.now_ns)
-            assert denial is not None
-            if lease_id in self.shell.revoked:
-                assert denial.reason in (DenialReason.REVOKED, DenialReason.FENCED), "a revocation was forgotten"
-
     def teardown(self) -> None:
         shell = self.shell
         shell.finish()
@@ -412,6 +282,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not shell.table.submits.snapshots()
         assert not shell.table.submits.asked()
         assert not shell.table.warming()
+        assert not shell.table.regions.snapshots()
 
 
 FEW = settings(max_examples=40, stateful_step_count=80, deadline=None)

@@ -1,4 +1,4 @@
-"""serve.ll between guard pages: a byte read or written outside of its memory ends this process."""
+"""daemon/session/native/serve.ll between guard pages: a byte read or written outside of its memory ends the process."""
 
 import ctypes
 import mmap
@@ -125,6 +125,7 @@ def bench() -> Iterator[Bench]:
         reply_tail=reply_tail,
         buffer=buffer.at,
         expected=ctypes.addressof(plan),
+        epoch=guarded(8).at,
     )
     ends = RingEnds(
         words=words.at,

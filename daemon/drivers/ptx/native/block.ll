@@ -1,6 +1,6 @@
 ; Who goes on, in a block whose threads wait for one another: called when every thread waits or has ended.
 ;
-; A frame (frame.py) has: state 4, kind 8, members 12, flag 16, line 20, place 24, group 28, ballot 32, then from 40 the
+; A frame (structures.py) has: state 4, kind 8, members 12, flag 16, line 20, place 24, group 28, ballot 32, then from 40 the
 ; words shown, and behind them the words as they were at the exchange.
 ; States: 0 ready, 1 yielded, 2 at a barrier, 3 in an exchange, 4 in a gathering, -1 ended.
 

@@ -1,6 +1,6 @@
 ; The stream, behind team.ll in one module: takes launches from the ring in order and runs them, without Python's lock, until told to end.
 ;
-; %state is a StreamState (layout.py); offsets: completed 0, faulted 8, waiting 16, tag 24, kernel 32, ring 40,
+; %state is a StreamState (structures.py); offsets: completed 0, faulted 8, waiting 16, tag 24, kernel 32, ring 40,
 ; slot_bytes 48, slot_mask 56, idle_spins 64, team 72, fault 80, queued 88, done 120.
 ; A slot begins with a Launch: entry 0, blocks 8, tag 24, kernel 60, chunk 64. A Team has its places at 8; an
 ; Environment its fault at 48.

@@ -116,7 +116,8 @@ class Environment(ctypes.Structure):
     """A place for a block to run in: the context's memory, and areas of its own; host addresses and bytes.
 
     `block` is the flat number of the one that is in it, or the first of some; `resumes` is 1 if it goes on there and 0
-    if it begins; `next` links places.
+    if it begins; `next` links places. `returned` is the address of a `Returned`, `scratch` where stray atomic
+    operations of this place's block go; it is zeroed for each.
     """
 
     _fields_ = (
@@ -131,9 +132,34 @@ class Environment(ctypes.Structure):
         ("block", ctypes.c_uint64),
         ("resumes", ctypes.c_uint64),
         ("next", ctypes.c_uint64),
+        ("returned", ctypes.c_uint64),
+        ("scratch", ctypes.c_uint64 * 2),
         # Two cache lines: neighbours are used by different host threads.
-        ("reserved", ctypes.c_uint64 * 5),
+        ("reserved", ctypes.c_uint64 * 2),
     )
+
+
+class Returned(ctypes.Structure):
+    """The regions that have ended, for accesses that find nothing in the shadow table.
+
+    From `start` on there are `granules` granules. `counters` is the address of a table with one word for each: the
+    address of its region's count of stray accesses, 0 if it is in no ended region. `strays` counts those of all
+    regions. Stray loads find `zeros`, and stray stores go to `sink`, which nobody reads.
+    """
+
+    _fields_ = (
+        ("start", ctypes.c_uint64),
+        ("granules", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64),
+        ("strays", ctypes.c_uint64),
+        ("zeros", ctypes.c_uint64 * 2),
+        ("sink", ctypes.c_uint64 * 2),
+    )
+
+
+REGION_SHIFT = 21
+REGION_GRANULE_BYTES = 1 << REGION_SHIFT
+"""Regions begin and end at multiples of so many bytes, as on a card."""
 
 
 class PrintHead(ctypes.Structure):

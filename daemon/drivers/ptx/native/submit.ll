@@ -1,6 +1,6 @@
 ; What the caller does with the stream (stream.ll), for native code that launches: see `Stream.submit`.
 ;
-; %state is a StreamState (layout.py); offsets: completed 0, faulted 8, ring 40, slot_bytes 48, slot_mask 56, queued 88,
+; %state is a StreamState (structures.py); offsets: completed 0, faulted 8, ring 40, slot_bytes 48, slot_mask 56, queued 88,
 ; submitted 152, has_thread 160, has_helpers 168, prints 176. A PrintHead has: used 0, dropped 8.
 ; %record is a launch's head of 96 bytes, whose tag lies at 24, then one word: whether its blocks are shared out.
 ; Parameters are at most MAX_PARAMETER_BYTES, which a slot has room for: `CpuContext` makes no record of others.

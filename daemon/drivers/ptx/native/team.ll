@@ -1,10 +1,10 @@
-; A launch's blocks over several host threads: the stream's, and helpers that wait to take part (team.py).
+; A launch's blocks over several host threads: the stream's, and helpers that wait to take part (stream.py).
 ;
-; %team is a Team (layout.py); offsets: launch 0, places 8, helpers 16, wake_ns 24, idle_yields 32, ending 40, next 64,
+; %team is a Team (structures.py); offsets: launch 0, places 8, helpers 16, wake_ns 24, idle_yields 32, ending 40, next 64,
 ; stop 72, fault 80, used 88, state 128, idle 136, work 192, done 224.
 ; A Launch has: entry 0, blocks 8, chunk 64, places 68, shared_stride 72, local_stride 76, frame_stride 80, pace 88.
 ; An Environment has: arena 0, shadow 8, last_granule 16, shared 24, local 32, frames 40, fault 48, prints 56, block 64,
-; resumes 72, next 80, and takes 128; a Fault takes 80.
+; resumes 72, next 80, returned 88, and takes 128; a Fault takes 80.
 ;
 ; The state counts the helpers that take part, and has bit 62 while they may begin to, bit 61 while the stream's thread
 ; sleeps until they have ended. So a helper that comes late finds the launch closed, and nobody waits for it.
@@ -76,6 +76,7 @@ fill:
   call void @set_area(ptr %first, ptr %place, i64 40, i64 %number, i64 %frames)
   call void @set_area(ptr %first, ptr %place, i64 48, i64 %number, i64 80)
   call void @set_area(ptr %first, ptr %place, i64 56, i64 0, i64 0)
+  call void @set_area(ptr %first, ptr %place, i64 88, i64 0, i64 0)
   br label %done
 done:
   ret ptr %place

@@ -305,7 +305,7 @@ class Image:
 
     Attributes:
         addressed: The functions whose addresses are named, in the order of their places behind the variables;
-            None until the image is linked (translate/linking.py).
+            None until the image is linked (translate/call_graph.py).
     """
 
     version: tuple[int, int]

@@ -4,11 +4,24 @@ Global addresses are host addresses in the context's arena. Its shadow table hol
 many of them may be touched; as an access is aligned and at most 16 bytes long it never lies in two granules, so one
 load and one comparison decide. The last granule is never given out: an address outside of the arena is looked up there.
 
+Only an access that this forbids is looked up among the regions that have ended (drivers/interface.py). There it is
+counted, and gets other memory in place of the region's: a load zeros, a store memory that nobody reads.
+
 Shared, local and parameter addresses are offsets into a window of known size. A generic address is valid if it is
 valid as a global one, or lies in the host memory of the block's shared or the thread's local window.
 """
 
-from gpulease.daemon.drivers.ptx.native.structures import PARAMETERS_OFFSET, Access, Environment, Launch, Status
+from collections.abc import Callable, Sequence
+
+from gpulease.daemon.drivers.ptx.native.structures import (
+    PARAMETERS_OFFSET,
+    REGION_SHIFT,
+    Access,
+    Environment,
+    Launch,
+    Returned,
+    Status,
+)
 from gpulease.daemon.drivers.ptx.parse.syntax import Address, Integer, Operand, Register, Scalar, Space, Variable
 from gpulease.daemon.drivers.ptx.translate.callees import PASSED, RETURNED
 from gpulease.daemon.drivers.ptx.translate.ir import INVARIANT, LIKELY, IrWriter, Value, constant
@@ -26,6 +39,8 @@ CALLS = Value("ptr", "%calls")
 
 # Spaces whose addresses are offsets.
 _WINDOWS = tuple(space for space in Space if space not in (Space.GENERIC, Space.GLOBAL, Space.CONST))
+
+NULL = Value("ptr", "null")
 
 # Numbers for the fault record.
 SPACE_NUMBERS = {space: number for number, space in enumerate(Space)}
@@ -51,6 +66,56 @@ define internal void @{RECORD_FAULT}(ptr %environment, i64 %address, i32 %size, 
 }}
 """
 
+_STAND_IN = "stand_in"
+
+# It touches nothing that the kernel knows, and keeps its registers: a loop with an access is as good as without it.
+STAND_IN_IR = f"""
+define internal preserve_allcc ptr @{_STAND_IN}(ptr %environment, i64 %address, i32 %size, i32 %access)
+    noinline cold nounwind noimplicitfloat memory(argmem: readwrite, inaccessiblemem: readwrite) {{
+  %returned.at = getelementptr i8, ptr %environment, i64 {Environment.returned.offset}
+  %returned = load ptr, ptr %returned.at
+  %start = load i64, ptr %returned
+  %granules.at = getelementptr i8, ptr %returned, i64 {Returned.granules.offset}
+  %granules = load i64, ptr %granules.at
+  %offset = sub i64 %address, %start
+  %granule = lshr i64 %offset, {REGION_SHIFT}
+  %is.near = icmp ult i64 %granule, %granules
+  %less = sub i32 %size, 1
+  %mask = zext i32 %less to i64
+  %odd = and i64 %address, %mask
+  %is.aligned = icmp eq i64 %odd, 0
+  %may.be = and i1 %is.near, %is.aligned
+  br i1 %may.be, label %look, label %none
+look:
+  %counters.at = getelementptr i8, ptr %returned, i64 {Returned.counters.offset}
+  %counters = load ptr, ptr %counters.at
+  %distance = shl i64 %granule, 3
+  %entry = getelementptr i8, ptr %counters, i64 %distance
+  %counter = load atomic ptr, ptr %entry acquire, align 8
+  %is.active = icmp eq ptr %counter, null
+  br i1 %is.active, label %none, label %count
+count:
+  %before = atomicrmw add ptr %counter, i64 1 monotonic
+  %strays = getelementptr i8, ptr %returned, i64 {Returned.strays.offset}
+  %all = atomicrmw add ptr %strays, i64 1 monotonic
+  switch i32 %access, label %atomic [i32 {Access.LOAD.value}, label %load i32 {Access.STORE.value}, label %store]
+load:
+  %zeros = getelementptr i8, ptr %returned, i64 {Returned.zeros.offset}
+  ret ptr %zeros
+store:
+  %sink = getelementptr i8, ptr %returned, i64 {Returned.sink.offset}
+  ret ptr %sink
+atomic:
+  %scratch = getelementptr i8, ptr %environment, i64 {Environment.scratch.offset}
+  store i64 0, ptr %scratch
+  %second = getelementptr i8, ptr %scratch, i64 8
+  store i64 0, ptr %second
+  ret ptr %scratch
+none:
+  ret ptr null
+}}
+"""
+
 
 def checked_pointer(
     t: OperandTranslator, operand: Operand, space: Space, size: int, access: Access, *, wanted: Value | None = None
@@ -62,8 +127,82 @@ def checked_pointer(
     address, space = address_in(t, operand, space)
     if space in _WINDOWS and _is_surely_inside(address, size, _static_limit(t, space)):
         return t.ir.offset(window_base(t, space), address)
-    fail_unless(t, is_valid(t, address, space, size, wanted), access, space, address, size)
+    fault, go_on = t.ir.fresh("fault"), t.ir.fresh("valid")
+    pointer = reach(t, address, space, (size, access), fault, wanted)
+    t.ir.branch(go_on)
+    t.ir.block(fault)
+    _fail(t, access, space, address, size)
+    t.ir.block(go_on)
+    return pointer
+
+
+def checked_access(
+    t: OperandTranslator,
+    operand: Operand,
+    space: Space,
+    what: tuple[int, Access],
+    make: Callable[[Value], Sequence[Value]],
+) -> Sequence[Value]:
+    """Make a load or store of that size: what `make` gives for the pointer; of an ended region zeros.
+
+    `make` writes one basic block. So the loop around it stays as simple as one can be.
+    """
+    size, access = what
+    address, space = address_in(t, operand, space)
+    if space in _WINDOWS:
+        return make(checked_pointer(t, operand, space, size, access))
+    ir = t.ir
+    inside, outside, fault, done = (ir.fresh(stem) for stem in ("inside", "outside", "fault", "done"))
+    ir.branch_if(is_valid(t, address, space, size), inside, outside, extra=LIKELY)
+    ir.block(outside)
+    ir.branch_if(ir.compare("icmp ne", stand_in(ir, address, size, access), NULL), done, fault)
+    ir.block(fault)
+    _fail(t, access, space, address, size)
+    ir.block(inside)
+    made = make(pointer_at(t, address, space))
+    ir.branch(done)
+    ir.block(done)
+    return [ir.value(one.type, f"phi {one.type} [ {one.text}, %{inside} ], [ 0, %{outside} ]") for one in made]
+
+
+def reach(
+    t: OperandTranslator,
+    address: Value,
+    space: Space,
+    what: tuple[int, Access],
+    otherwise: str,
+    wanted: Value | None = None,
+) -> Value:
+    """A host pointer for an access of that size and kind; goes to a label where it may not be."""
+    size, _ = what
+    valid = is_valid(t, address, space, size, wanted)
+    if space not in _WINDOWS:
+        return reach_global(t.ir, address, valid, what, otherwise)
+    there = t.ir.fresh("there")
+    t.ir.branch_if(valid, there, otherwise, extra=LIKELY)
+    t.ir.block(there)
     return pointer_at(t, address, space)
+
+
+def reach_global(ir: IrWriter, address: Value, valid: Value, what: tuple[int, Access], otherwise: str) -> Value:
+    """A host pointer for a global access, or for one in an ended region."""
+    size, access = what
+    inside, outside, there = (ir.fresh(stem) for stem in ("inside", "outside", "there"))
+    ir.branch_if(valid, inside, outside, extra=LIKELY)
+    ir.block(outside)
+    other = stand_in(ir, address, size, access)
+    ir.branch_if(ir.compare("icmp ne", other, NULL), there, otherwise)
+    ir.block(inside)
+    pointer = ir.cast("inttoptr", address, "ptr")
+    ir.branch(there)
+    ir.block(there)
+    return ir.value("ptr", f"phi ptr [ {pointer.text}, %{inside} ], [ {other.text}, %{outside} ]")
+
+
+def stand_in(ir: IrWriter, address: Value, size: int, access: Access) -> Value:
+    """A pointer to what an access in an ended region gets instead; null if the address is in none."""
+    given = ", ".join(map(str, (ENVIRONMENT, address, constant("i32", size), constant("i32", access))))
+    return ir.value("ptr", f"call preserve_allcc ptr @{_STAND_IN}({given})")
 
 
 def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Value, Space]:
@@ -113,12 +252,16 @@ def fail_unless(t: OperandTranslator, valid: Value, access: Access, space: Space
     go_on, fail = ir.fresh("valid"), ir.fresh("fault")
     ir.branch_if(valid, go_on, fail, extra=LIKELY)
     ir.block(fail)
+    _fail(t, access, space, address, size)
+    ir.block(go_on)
+
+
+def _fail(t: OperandTranslator, access: Access, space: Space, address: Value, size: int) -> None:
     line = t.instruction.line if t.instruction else 0
     details = [constant("i32", n) for n in (size, access, SPACE_NUMBERS[space], line)]
     arguments = ", ".join(map(str, (ENVIRONMENT, address, *details)))
-    ir.emit(f"call void @{RECORD_FAULT}({arguments})")
-    ir.ret(Status.FAULT)
-    ir.block(go_on)
+    t.ir.emit(f"call void @{RECORD_FAULT}({arguments})")
+    t.ir.ret(Status.FAULT)
 
 
 def window_base(t: OperandTranslator, space: Space) -> Value:

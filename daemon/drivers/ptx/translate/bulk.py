@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction, Integer, Space
-from gpulease.daemon.drivers.ptx.translate.access import address_in, fail_unless, is_valid, pointer_at
+from gpulease.daemon.drivers.ptx.translate.access import address_in, fail_unless, reach
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.drivers.ptx.translate.loads_stores import check_policy
@@ -24,6 +24,9 @@ _HINT = "L2::cache_hint"
 _STEP = 16
 
 _OFFSET = Value("ptr", "%offset")
+
+# How a copy's function says what it could not access: less than a step, so it can be added to what was copied.
+_FAILED = {Access.LOAD: 1, Access.STORE: 2}
 
 
 @FAMILY.form(
@@ -88,17 +91,20 @@ def _copy(t: "ThreadTranslator", i: Instruction, spaces: list[Space], m: Modifie
     name = f"bulk.{into_space.value}.{source_space.value}"
     _define(t, name, into_space, source_space)
     arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, LOCAL, into, source, size)))
-    done = ir.value("i64", f"call i64 @{name}({arguments})")
-    is_all = ir.compare("icmp eq", done, size)
+    ended = ir.value("i64", f"call i64 @{name}({arguments})")
+    done = ir.binary("and", ended, -_STEP)
     places = ((source, source_space, Access.LOAD), (into, into_space, Access.STORE))
     for address, space, access in places:
-        place = ir.binary("add", address, done)
-        fail_unless(t, ir.binary("or", is_all, is_valid(t, place, space, _STEP)), access, space, place, _STEP)
+        is_well = ir.compare("icmp ne", ir.binary("and", ended, _STEP - 1), _FAILED[access])
+        fail_unless(t, is_well, access, space, ir.binary("add", address, done), _STEP)
     return size
 
 
 def _define(t: "ThreadTranslator", name: str, into_space: Space, source_space: Space) -> None:
-    """A function that copies until all is done or something may not be accessed, and gives how much it has copied."""
+    """A function that copies until all is done or something may not be accessed, and gives how much it has copied.
+
+    What may not be accessed is added, as one of `_FAILED`.
+    """
     inner = OperandTranslator(t.function, {}, IrWriter(t.declarations))
     ir = inner.ir
     into, source, size = (Value("i64", f"%{name}") for name in ("into", "source", "size"))
@@ -110,13 +116,14 @@ def _define(t: "ThreadTranslator", name: str, into_space: Space, source_space: S
     ir.branch_if(ir.compare("icmp ult", offset, size), "check", "done")
     ir.block("check")
     to, at = ir.binary("add", into, offset), ir.binary("add", source, offset)
-    valid = ir.binary("and", is_valid(inner, to, into_space, _STEP), is_valid(inner, at, source_space, _STEP))
-    ir.branch_if(valid, "go", "done")
-    ir.block("go")
-    places = [pointer_at(inner, address, space) for address, space in ((to, into_space), (at, source_space))]
-    ir.emit(f"store {ir.load('i128', places[1])}, {places[0]}, align {_STEP}")
+    taken = reach(inner, at, source_space, (_STEP, Access.LOAD), "unread")
+    given = reach(inner, to, into_space, (_STEP, Access.STORE), "unwritten")
+    ir.emit(f"store {ir.load('i128', taken)}, {given}, align {_STEP}")
     ir.store(ir.binary("add", offset, _STEP), _OFFSET)
     ir.branch("each")
+    for label, access in (("unread", Access.LOAD), ("unwritten", Access.STORE)):
+        ir.block(label)
+        ir.ret_value(ir.binary("add", offset, _FAILED[access]))
     ir.block("done")
     ir.ret_value(offset)
     signature = ", ".join(map(str, (LAUNCH, ENVIRONMENT, LOCAL, into, source, size)))

@@ -1,8 +1,9 @@
 """Conversions between types (PTX ISA section 9.7.9.21).
 
-Rounding is to nearest even where a number becomes a shorter float, and any of the four to-integer modes; narrowing.py
-has the others. A float that is too large for an integer type becomes its nearest number. NaN becomes 0, or the top bit
-alone where the float or the integer has 64 bits; of an f64 to 8 bits, where the ISA says the same, an H100 gives 0.
+Rounding is to nearest even where a number becomes a shorter float, and any of the four to-integer modes. The
+others are in narrow_conversions.py. A float that is too large for an integer type becomes its nearest number. NaN
+becomes 0, or the top bit alone where the float or the integer has 64 bits; of an f64 to 8 bits, where the ISA says the
+same, an H100 gives 0.
 """
 
 from gpulease.daemon.drivers.ptx.parse.syntax import Instruction, Kind, Scalar

@@ -11,8 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import Space
-from gpulease.daemon.drivers.ptx.translate.access import is_valid, pointer_at
+from gpulease.daemon.drivers.ptx.translate.access import reach
 from gpulease.daemon.drivers.ptx.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT, LAUNCH, LOCAL, OperandTranslator
 
@@ -170,15 +171,14 @@ class Passage:
         entry = ir.offset(Value("ptr", f"@{name}.places"), ir.binary("shl", number, 4))
         far, near = ir.load("i64", entry), ir.load("i64", ir.offset(entry, 8))
         address = ir.binary("add", ir.binary("add", _START, ir.binary("mul", far, _STEP)), near)
-        ir.branch_if(is_valid(inner, address, space, self.size), "go", "stop")
-        ir.block("stop")
-        ir.ret_value(ir.value(_RESULT, f"insertvalue {_RESULT} zeroinitializer, {address}, 1"))
-        ir.block("go")
-        held, place = ir.offset(_ROOM, ir.binary("mul", number, self.size)), pointer_at(inner, address, space)
+        place = reach(inner, address, space, (self.size, Access.STORE if stores else Access.LOAD), "stop")
+        held = ir.offset(_ROOM, ir.binary("mul", number, self.size))
         ir.store(ir.load(kind, held if stores else place), place if stores else held)
         following = ir.binary("add", number, 1)
         ir.store(following, _COUNTER)
         ir.branch_if(ir.compare("icmp ult", following, len(distances)), "each", "done")
+        ir.block("stop")
+        ir.ret_value(ir.value(_RESULT, f"insertvalue {_RESULT} zeroinitializer, {address}, 1"))
         ir.block("done")
         ir.ret_value(Value(_RESULT, "{ i1 true, i64 0 }"))
         signature = ", ".join(map(str, (LAUNCH, ENVIRONMENT, LOCAL, _ROOM, _START, _STEP)))

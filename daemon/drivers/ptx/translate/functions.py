@@ -3,7 +3,7 @@
     i32 func(launch, environment, local, tid.x, ..., ctaid.z, arguments, results, stack, stack_end)
 
 It runs for one thread, from its start to its end: functions at whose instructions threads wait have been inlined
-(inlining.py). Its local variables lie in the thread's local window from `stack` on; `stack_end` is the address below
+(inliner.py). Its local variables lie in the thread's local window from `stack` on; `stack_end` is the address below
 which its native frame may not reach. Where either does not suffice, the kernel ends: stack overflow.
 """
 

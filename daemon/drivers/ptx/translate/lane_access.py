@@ -17,6 +17,7 @@ from gpulease.daemon.drivers.ptx.translate.access import (
     add_wrapping,
     address_type,
     global_is_valid,
+    reach_global,
     window_base,
     window_is_valid,
     window_limit,
@@ -261,15 +262,15 @@ def _access_each(ir: IrWriter, space: Space, size: int, mask_type: str, *, is_st
     lane = ir.intrinsic(f"llvm.cttz.{mask_type}", mask_type, left, constant("i1", 0))
     index = ir.resize(lane, "i64", signed=False)
     address = ir.load("i64", ir.offset(Value("ptr", "%addresses"), ir.binary("shl", index, 3)))
+    access = Access.STORE if is_store else Access.LOAD
     if space is Space.SHARED:
         valid = window_is_valid(ir, address, size, Value("i64", "%limit"))
         pointer = ir.offset(Value("ptr", "%base"), address)
+        ir.branch_if(valid, "moved", "failed", extra=LIKELY)
     else:
-        valid = global_is_valid(ir, address, size)
-        pointer = ir.cast("inttoptr", address, "ptr")
-    ir.branch_if(valid, "moved", "failed", extra=LIKELY)
+        pointer = reach_global(ir, address, global_is_valid(ir, address, size), (size, access), "failed")
+        ir.branch("moved")
     ir.block("failed")
-    access = Access.STORE if is_store else Access.LOAD
     details = ", ".join(f"i32 {number}" for number in (size, access, SPACE_NUMBERS[space]))
     ir.emit(f"call void @{RECORD_FAULT}({ENVIRONMENT}, {address}, {details}, i32 %line)")
     ir.ret_value(ir.resize(lane, "i32", signed=False))

@@ -8,8 +8,9 @@ register, so whatever it holds, no access goes where it may not. Cache hints cha
 
 from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Address, Instruction, Operand, Space, Variable, Vector
-from gpulease.daemon.drivers.ptx.translate.access import MAX_ACCESS_BYTES, checked_pointer
+from gpulease.daemon.drivers.ptx.translate.access import MAX_ACCESS_BYTES, checked_access
 from gpulease.daemon.drivers.ptx.translate.forms import FLOATS, Family, Modifiers
+from gpulease.daemon.drivers.ptx.translate.ir import Value
 from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Loads and stores", "9.7.9")
@@ -71,11 +72,14 @@ def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     scalar, space = m.scalar(), _space(m)
     check_policy(t, i, m, 2)
     into = elements(t, m, i.operands[0])
-    pointer = checked_pointer(t, i.operands[1], space, scalar.size * len(into), Access.LOAD)
-    for number, element in enumerate(into):
-        place = t.ir.offset(pointer, number * scalar.size)
-        kind = f"i{scalar.bits}"
-        value = t.ir.value(kind, f"load{_how(m)} {kind}, {place}{_order(m)}, align {scalar.size}")
+    kind = f"i{scalar.bits}"
+
+    def make(pointer: Value) -> list[Value]:
+        places = [t.ir.offset(pointer, number * scalar.size) for number in range(len(into))]
+        return [t.ir.value(kind, f"load{_how(m)} {kind}, {place}{_order(m)}, align {scalar.size}") for place in places]
+
+    values = checked_access(t, i.operands[1], space, (scalar.size * len(into), Access.LOAD), make)
+    for element, value in zip(into, values, strict=True):
         t.write_wide(element, scalar, t.from_bits(value, scalar))
 
 
@@ -109,10 +113,14 @@ def store(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     _refuse_constant(t, i.operands[0], space)
     check_policy(t, i, m, 2)
     values = [t.to_bits(t.read_wide(source, scalar), scalar) for source in elements(t, m, i.operands[1])]
-    pointer = checked_pointer(t, i.operands[0], space, scalar.size * len(values), Access.STORE)
-    for number, value in enumerate(values):
-        place = t.ir.offset(pointer, number * scalar.size)
-        t.ir.emit(f"store{_how(m)} {value}, {place}{_order(m)}, align {scalar.size}")
+
+    def make(pointer: Value) -> list[Value]:
+        for number, value in enumerate(values):
+            place = t.ir.offset(pointer, number * scalar.size)
+            t.ir.emit(f"store{_how(m)} {value}, {place}{_order(m)}, align {scalar.size}")
+        return []
+
+    checked_access(t, i.operands[0], space, (scalar.size * len(values), Access.STORE), make)
 
 
 def check_policy(t: OperandTranslator, i: Instruction, m: Modifiers, count: int) -> None:

@@ -29,7 +29,7 @@ _HALVES = ("m16n8k8", "m16n8k16")
 _BYTES = ("s8", "u8")
 _ACCUMULATED = ("f16", "f32")
 
-# What one exchange of `mma` can show (waiting.py), and how many are looked at for it.
+# What one exchange of `mma` can show (wait_points.py), and how many are looked at for it.
 _SHOWN_BYTES = 128
 _MOST_AT_ONCE = 16
 
@@ -271,5 +271,5 @@ def _pair(t: "ThreadTranslator", low: Value, high: Value) -> Value:
 
 
 def sizes_of(tiles: Tiles) -> list[Value]:
-    """The arguments that tell the functions of matrix.ll the shape."""
+    """The arguments that tell the functions of native/matrix.ll the shape."""
     return [constant("i32", number) for number in (tiles.rows, tiles.columns, tiles.chunks)]

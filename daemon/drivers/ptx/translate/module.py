@@ -15,7 +15,7 @@ from gpulease.daemon.drivers.ptx.memory import Needs
 from gpulease.daemon.drivers.ptx.native.library import DECLARATIONS as BLOCK_DECLARATIONS
 from gpulease.daemon.drivers.ptx.parse.declarations import round_up
 from gpulease.daemon.drivers.ptx.parse.syntax import Function, Image, Instruction, Vector
-from gpulease.daemon.drivers.ptx.translate.access import RECORD_FAULT_IR
+from gpulease.daemon.drivers.ptx.translate.access import RECORD_FAULT_IR, STAND_IN_IR
 from gpulease.daemon.drivers.ptx.translate.call_graph import CallGraph, link, watching_functions
 from gpulease.daemon.drivers.ptx.translate.callees import Callees
 from gpulease.daemon.drivers.ptx.translate.functions import FunctionTranslator
@@ -61,7 +61,9 @@ class Part:
         dispatchers = self.callees.dispatchers(self._declarations)
         if self.callees.prints:
             dispatchers.append(print_ir(self._declarations))
-        return "\n".join([*sorted(self._declarations), RECORD_FAULT_IR, *self._definitions, *dispatchers, METADATA])
+        return "\n".join(
+            [*sorted(self._declarations), RECORD_FAULT_IR, STAND_IN_IR, *self._definitions, *dispatchers, METADATA]
+        )
 
     def add(self, function: Function, places: dict[str, int]) -> None:
         """Translate one kernel. Raises ImageRejected."""

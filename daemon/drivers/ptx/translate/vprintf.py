@@ -24,7 +24,13 @@ from gpulease.daemon.drivers.ptx.native.structures import (
 )
 from gpulease.daemon.drivers.ptx.parse.syntax import CallSite, Space
 from gpulease.daemon.drivers.ptx.printf import MARKS
-from gpulease.daemon.drivers.ptx.translate.access import fail_unless, global_is_valid, window_base, window_is_valid
+from gpulease.daemon.drivers.ptx.translate.access import (
+    fail_unless,
+    global_is_valid,
+    stand_in,
+    window_base,
+    window_is_valid,
+)
 from gpulease.daemon.drivers.ptx.translate.callees import GIVEN
 from gpulease.daemon.drivers.ptx.translate.ir import FALSE, INVARIANT, IrWriter, Value, constant
 
@@ -56,8 +62,11 @@ def _reader(size: int, declarations: set[str]) -> str:
     for base, limit in windows:
         distance = ir.binary("sub", _ADDRESS, ir.cast("ptrtoint", base, "i64"))
         valid = ir.binary("or", valid, window_is_valid(ir, distance, size, limit))
-    found = ir.select(valid, ir.cast("inttoptr", _ADDRESS, "ptr"), Value("ptr", "null"))
-    ir.emit(f"ret {found}")
+    ir.branch_if(valid, "there", "elsewhere")
+    ir.block("there")
+    ir.ret_value(ir.cast("inttoptr", _ADDRESS, "ptr"))
+    ir.block("elsewhere")
+    ir.ret_value(stand_in(ir, _ADDRESS, size, Access.LOAD))
     return "\n".join([f"define internal ptr @readable{size}({_WINDOWS}, {_ADDRESS}) noinline {{", *ir.lines, "}"])
 
 

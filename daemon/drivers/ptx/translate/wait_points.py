@@ -2,7 +2,7 @@
 
 Threads wait at barriers, in exchanges (all of a member mask must come), in gatherings (`activemask`: whoever comes),
 and in loops that watch memory, where a thread lets the others run now and then. A wait leaves in the thread's frame
-what block.ll needs to know; behind it the frame has what the others said.
+what native/block.ll needs to know; behind it the frame has what the others said.
 """
 
 from collections.abc import Sequence, Set
@@ -184,7 +184,7 @@ def own_room(t: "ThreadTranslator") -> Value:
 
 
 def shown_words(t: "ThreadTranslator") -> tuple[Value, Value, Value]:
-    """For the functions of block.ll: the warp's frames, what each takes, and where it keeps the first word shown."""
+    """For the functions of native/block.ll: the warp's frames, their size, and the place of the first word shown."""
     stride = t.frame_size()
     back = t.ir.binary("mul", t.ir.resize(lane(t), "i64", signed=False), stride)
     frames = t.ir.offset(FRAME, t.ir.binary("sub", constant("i64", 0), back))

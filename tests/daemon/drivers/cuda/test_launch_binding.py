@@ -1,4 +1,4 @@
-"""Calls that launch.ll makes of the driver, and what it makes of their results; checked without a card."""
+"""Calls of daemon/drivers/cuda/launch.ll to the driver, and what it makes of their results; checked without a card."""
 
 import ctypes
 from collections.abc import Callable

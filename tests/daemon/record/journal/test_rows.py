@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.leases import KeptLease, LeaseSnapshot, LeaseTerms
-from gpulease.daemon.record.journal.rows import encode, read_lease, read_tombstone
+from gpulease.daemon.leases import KeptLease, KeptRegion, LeaseSnapshot, LeaseTerms
+from gpulease.daemon.record.journal.rows import encode, read_lease, read_region, read_tombstone
 
 from .scenes import kept
 
 LEASE_ROW = (
     *("lease_id", "tenant", "card_uuid", "size_bytes", "charge_bytes", "exclusivity", "generation", "state", "cause"),
     *("reason", "fault", "created_ns", "deadline_ns", "ended_ns", "ttl_ms", "max_kernel_ms", "waiting", "worker_pid"),
-    *("submit_bytes", "orphan_ms"),
+    *("submit_bytes", "orphan_ms", "regions_required", "region_number"),
 )
 """The members of a lease's row, in their order: the file's format."""
 
@@ -37,9 +37,9 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
         members |= content.terms._asdict()
         members = {name: members[name] for name in LEASE_ROW}
     values = {name: value.value if isinstance(value, Enum) else value for name, value in members.items()}
-    for later in ("submit_bytes", "orphan_ms"):
-        if values.get(later) == 0:
-            del values[later]
+    for later in ("submit_bytes", "orphan_ms", "regions_required", "region_number", "parent_id"):
+        if not values.get(later):
+            values.pop(later, None)
     return json.dumps(values, separators=(",", ":")).encode()
 
 
@@ -49,6 +49,7 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
         KeptLease,
         lease_id=st.integers(0, 2**128 - 1),
         terms=st.builds(LeaseTerms, submit_bytes=st.integers(0, 3), orphan_ms=st.integers(0, 3)),
+        region_number=st.integers(0, 3),
     )
 )
 def test_a_lease_is_written_by_its_names(lease: KeptLease) -> None:
@@ -56,10 +57,20 @@ def test_a_lease_is_written_by_its_names(lease: KeptLease) -> None:
     assert read_lease(encode(lease)) == lease
 
 
-@given(st.builds(LeaseSnapshot, lease_id=st.integers(0, 2**128 - 1)))
+@given(st.builds(LeaseSnapshot, lease_id=st.integers(0, 2**128 - 1), parent_id=st.integers(0, 3)))
 def test_a_tombstone_is_written_by_its_names(lease: LeaseSnapshot) -> None:
     assert encode(lease) == by_names(lease)
     assert read_tombstone(encode(lease)) == lease
+
+
+@given(st.builds(KeptRegion, region_id=st.integers(0, 2**128 - 1)))
+def test_a_region_is_read_as_it_was_written(region: KeptRegion) -> None:
+    assert read_region(encode(region)) == region
+
+
+def test_a_row_from_before_there_were_regions_has_none() -> None:
+    lease = read_lease(encode(kept(5)))
+    assert (lease.region_number, lease.terms.regions_required) == (0, False)
 
 
 def test_a_row_from_before_there_were_submits_keeps_nothing_for_them() -> None:

@@ -14,14 +14,15 @@ ANN, BOB, CID = (("GPU-a", name) for name in ("ann", "bob", "cid"))
 
 
 def facts_of(s: Scenario) -> NodeFacts:
-    leases = s.table.snapshots()
+    leases, regions = s.table.snapshots(), s.table.regions.snapshots()
     return NodeFacts(
         now_ns=s.now_ns,
         leases=leases,
+        regions=regions,
         cards=s.table.cards(),
         warm=s.table.warming(),
         waiting=s.table.waiting(),
-        pair_of={lease.lease_id: (lease.card_uuid, lease.tenant) for lease in leases},
+        pair_of={lease.lease_id: (lease.card_uuid, lease.tenant) for lease in (*leases, *regions)},
         pairs=[ANN, BOB, CID],
         allocated_bytes={lease.lease_id: 3 for lease in leases},
         charged_bytes={lease.lease_id: s.table.charge_bytes(lease.lease_id) for lease in leases},

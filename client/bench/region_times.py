@@ -1,0 +1,197 @@
+"""Times of regions: opening, revoking, refusing and proving back, and what naming them costs a launch."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, Region, RegionRevoked
+from gpulease.client.bench.figures import per_call_us, percentile, timed_us
+from gpulease.client.cli.reports import first_card
+
+MIB: Final = 1 << 20
+REGION_BYTES: Final = {"cuda": 64 * MIB, "cpu": 4 * MIB}
+SLICE_BYTES: Final = 1 << 30
+MOST_REGIONS: Final = 256
+GRAPH_NODES: Final = 100
+THREADS: Final = 32
+TTL_S: Final = 600.0
+END_S: Final = 20.0
+"""Seconds for a region to be refused, or proved back."""
+
+FLOOR_TIMEOUT_S: Final = 120
+LAUNCHES: Final = 10_000
+
+LAUNCH_GOAL_US: Final = 100.0
+"""The 99th percentile that operators may rely on: from the flip of a region's word to its typed refusal."""
+
+Figures = dict[str, float]
+Say = Callable[[str], object]
+
+
+def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures:
+    """Return the figures of regions on the daemon's first card; times in us or ms, as their names say."""
+    driver, card_uuid = (first_card(address)[key] for key in ("driver", "uuid"))
+    size_bytes = REGION_BYTES[driver]
+    figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, say)
+    wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(TTL_S)
+    with wanted.acquire() as lease, GpuSession(lease) as session:
+        bench = _Bench(lease, session, ptx, size_bytes)
+        for name, measure in (
+            ("open and return", bench.lives),
+            ("launches that name regions", bench.gate),
+            ("revoked launch by launch", bench.refused),
+            ("revoked in graphs", bench.refused_in_graphs),
+            ("a neighbour's launches", bench.neighbour),
+        ):
+            say(f"regions: {name}")
+            figures |= measure(samples)
+    return figures
+
+
+def keeps_the_pin(figures: Figures) -> bool:
+    """Return whether a revoked region was refused as soon as operators may rely on."""
+    return figures["revoke_wall_clock_p99_us"] <= LAUNCH_GOAL_US
+
+
+def _floor(driver: str, card_uuid: str, size_bytes: int, samples: int, say: Say) -> Figures:
+    """Time the same calls of the driver in a process of their own, without a lease."""
+    say("regions: the driver's own calls")
+    command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.region_floor", driver, card_uuid]
+    done = subprocess.run(
+        [*command, str(size_bytes), str(samples)], capture_output=True, timeout=FLOOR_TIMEOUT_S, check=True
+    )
+    return dict(json.loads(done.stdout))
+
+
+def _quantiles(name: str, samples: list[float]) -> Figures:
+    unit = name.rsplit("_", 1)[1]
+    stem = name.removesuffix(f"_{unit}")
+    return {f"{stem}_p{part}_{unit}": percentile(samples, part) for part in (50, 99)}
+
+
+class _Bench:
+    """One session and the measurements in it."""
+
+    def __init__(self, lease: GpuLease, session: GpuSession, ptx: bytes, size_bytes: int) -> None:
+        self._lease, self._session, self._size_bytes = lease, session, size_bytes
+        self._module = session.module_load(ptx)
+        self._buffer = session.mem_alloc(THREADS * 4)
+        self._args = KernelArgs().push_buffer(self._buffer).push_u32(THREADS).push_f32(1.0)
+
+    def lives(self, samples: int) -> Figures:
+        """Open a region and revoke it, one after the other."""
+        opened_us, returned_us = [], []
+        for _ in range(samples):
+            started = time.perf_counter()
+            region = self._open()
+            opened_us.append((time.perf_counter() - started) * 1e6)
+            started = time.perf_counter()
+            region.revoke("bench")
+            returned_us.append((time.perf_counter() - started) * 1e6)
+            region.close()
+        return _quantiles("open_us", opened_us) | _quantiles("revoke_to_returned_us", returned_us)
+
+    def gate(self, samples: int) -> Figures:
+        """Launch without a region, with one, and with as many as a set can name."""
+        launches = max(100, LAUNCHES * samples // 100)
+        figures = {"launch_us": per_call_us(self._launch, self._session.sync, launches)}
+        for count in (1, MOST_REGIONS):
+            regions = [self._lease.region(2 * MIB, ttl_secs=TTL_S) for _ in range(count)]
+            names = self._session.region_set(regions)
+            figures[f"launch_in_{count}_us"] = per_call_us(partial(self._launch, names), self._session.sync, launches)
+            for region in regions:
+                region.free()
+                region.close()
+        return figures
+
+    def refused(self, samples: int) -> Figures:
+        """Revoke while launches follow one another, each waited for; the word's flip to the typed refusal."""
+        return self._refusals(samples, "revoke_wall_clock_us", self._launch)
+
+    def refused_in_graphs(self, samples: int) -> Figures:
+        """Revoke while graphs follow one another, each waited for."""
+        with self._session.record() as graph:
+            for _ in range(GRAPH_NODES):
+                self._launch()
+
+        def step() -> None:
+            graph.launch()
+            self._session.sync()
+
+        step_us = percentile(timed_us(step, 20), 50)
+        figures = self._refusals(samples, "revoke_in_graphs_us", lambda names: graph.launch(regions=names))
+        graph.close()
+        return figures | {"graph_step_us": step_us}
+
+    def neighbour(self, samples: int) -> Figures:
+        """Launches in one region while others are opened and revoked, beside quiet."""
+        kept = self._open()
+        names = self._session.region_set([kept])
+
+        def step() -> None:
+            self._launch(names)
+            self._session.sync()
+
+        quiet_us = timed_us(step, 20 * samples)
+        is_over = threading.Event()
+
+        def churn() -> None:
+            while not is_over.is_set():
+                region = self._open()
+                region.revoke("bench")
+                region.close()
+
+        churning = threading.Thread(target=churn)
+        churning.start()
+        try:
+            beside_us = timed_us(step, 20 * samples)
+        finally:
+            is_over.set()
+            churning.join()
+        kept.free()
+        kept.close()
+        return _quantiles("step_quiet_us", quiet_us) | _quantiles("step_beside_revocations_us", beside_us)
+
+    def _open(self) -> Region:
+        return self._lease.region(self._size_bytes, ttl_secs=TTL_S)
+
+    def _launch(self, names: Any = None) -> None:
+        self._session.launch(self._module, "scale", (1, 1, 1), (THREADS, 1, 1), self._args, regions=names)
+
+    def _refusals(self, samples: int, name: str, launch: Callable[[Any], object]) -> Figures:
+        told_us, proved_ms = [], []
+        for _ in range(samples):
+            region = self._open()
+            names = self._session.region_set([region])
+            launch(names)
+            self._session.sync()
+            proved_ns: list[int] = []
+            revoking = threading.Thread(target=_revoke, args=(region, proved_ns))
+            revoking.start()
+            flipped_ns, told_ns = self._launch_until_refused(partial(launch, names))
+            told_us.append((told_ns - flipped_ns) / 1e3)
+            revoking.join(END_S)
+            proved_ms.append((proved_ns[0] - flipped_ns) / 1e6)
+            region.close()
+        return _quantiles(name, told_us) | _quantiles(name.replace("_us", "_proved_ms"), proved_ms)
+
+    def _launch_until_refused(self, launch: Callable[[], object]) -> tuple[int, int]:
+        until = time.monotonic() + END_S
+        while time.monotonic() < until:
+            try:
+                launch()
+                self._session.sync()
+            except RegionRevoked as error:
+                return error.flipped_ns or 0, time.monotonic_ns()
+        raise TimeoutError("a revoked region's launches are still taken")
+
+
+def _revoke(region: Region, proved_ns: list[int]) -> None:
+    """Revoke a region; the answer comes once its bytes are proved back."""
+    region.revoke("bench")
+    proved_ns.append(time.monotonic_ns())

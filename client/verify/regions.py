@@ -1,0 +1,338 @@
+"""Promises of regions, each with its proof: one ends, and nothing else in its session notices.
+
+Every proof ends with the slice whole again: all that regions had can be allocated at once.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+
+from gpulease.client import (
+    GpuLease,
+    GpuLeaseError,
+    GpuSession,
+    KernelArgs,
+    Module,
+    Region,
+    RegionFailed,
+    RegionFenced,
+    RegionRevoked,
+    RegionSet,
+)
+from gpulease.client.bench.figures import percentile
+from gpulease.client.cli.private_daemon import killable_daemon
+from gpulease.client.verify.faulty_kernels import BLOCK, GRID, WARP, rule_breakers
+from gpulease.client.verify.scene import Breach, Check, Scene, worker_pid
+
+MIB: Final = 1 << 20
+WORD_BYTES: Final = 4
+PATTERN: Final = 0xA5A5A5A5
+TTL_S: Final = 60.0
+
+RETURN_S: Final = 20.0
+"""Seconds for an ended region to be proved back, on a host that has one core for all."""
+
+MOST_REGIONS: Final = 256
+
+GRAPH_NODES: Final = 300
+
+QUEUED: Final = 20
+"""Replays queued before the region is revoked."""
+
+STREAMS: Final = 8
+
+OPENING_S: Final = 20.0
+"""Seconds in which as many regions as a session can have are opened."""
+
+
+def region_claims(scene: Scene) -> list[Check[str]]:
+    """Return the promises of regions; each proof says what it found."""
+    size_bytes, churn = (64 * MIB, 1000) if scene.is_card else (4 * MIB, 60)
+    return [
+        Check("a region beside another", lambda scene: beside_another(scene, size_bytes, 50 if scene.is_card else 5)),
+        Check("a stale pointer into a region", lambda scene: stale_pointer(scene, size_bytes)),
+        Check("regions that come and go", lambda scene: churning(scene, churn)),
+        Check("a region under a graph", lambda scene: under_a_graph(scene, size_bytes)),
+        Check("regions of a killed session", lambda scene: parent_killed(scene, size_bytes)),
+        Check("256 regions that expire at once", expiring_at_once),
+    ]
+
+
+@contextlib.contextmanager
+def _session(scene: Scene, slice_bytes: int) -> Iterator[tuple[GpuLease, GpuSession, Module]]:
+    """Yield a session; afterwards its slice must be whole. Raises Breach."""
+    with scene.builder(slice_bytes).acquire() as lease, GpuSession(lease) as session:
+        yield lease, session, session.module_load(rule_breakers())
+        # Code, streams and graphs take pages beyond the slice, or a few of it.
+        spare_bytes = 32 * MIB if scene.is_card else 0
+        session.mem_free(session.mem_alloc(slice_bytes - spare_bytes))
+
+
+def _fill(session: GpuSession, module: Module, region: Region, value: int, regions: RegionSet) -> None:
+    words = region.size_bytes // WORD_BYTES
+    args = KernelArgs().push_u64(region.address).push_u64(words).push_u32(value)
+    session.launch(module, "fill", GRID, BLOCK, args, regions=regions)
+
+
+def _count(session: GpuSession, module: Module, address: int, words: int, regions: RegionSet) -> int:
+    """Return how many of so many words at an address are not 0."""
+    count = session.mem_alloc(WORD_BYTES)
+    try:
+        args = KernelArgs().push_u64(address).push_u64(words).push_buffer(count)
+        session.launch(module, "count_set", GRID, BLOCK, args, regions=regions)
+        return int.from_bytes(session.mem_read(count, 0, WORD_BYTES), "little")
+    finally:
+        session.mem_free(count)
+
+
+def _wait_for_return(scene: Scene, region: Region) -> None:
+    until = time.monotonic() + RETURN_S
+    while (report := scene.query(region.lease_id))["state"] != "torndown":
+        if time.monotonic() > until:
+            raise Breach(f"an ended region is still {report['state']}: {report['reason']}")
+        time.sleep(0.0005)
+
+
+def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
+    """Regions are revoked beside one on which kernels work all the time; every result of theirs is right."""
+    slice_bytes = 4 * size_bytes
+    with _session(scene, slice_bytes) as (lease, session, module), lease.region(size_bytes, ttl_secs=TTL_S) as kept:
+        mine = session.region_set([kept])
+        taken_us: list[float] = []
+        is_over = threading.Event()
+        wrong: list[str] = []
+
+        def hammer() -> None:
+            words = kept.size_bytes // WORD_BYTES
+            while not is_over.is_set():
+                started = time.perf_counter()
+                try:
+                    _fill(session, module, kept, len(taken_us) + 1, mine)
+                    if _count(session, module, kept.address, words, mine) != words:
+                        wrong.append("a word of the other region is missing")
+                except GpuLeaseError as error:
+                    wrong.append(f"{type(error).__name__}: {error}")
+                    return
+                taken_us.append((time.perf_counter() - started) * 1e6)
+
+        hammering = threading.Thread(target=hammer, daemon=True)
+        hammering.start()
+        time.sleep(0.5)
+        quiet, rounds = percentile(taken_us, 99), len(taken_us)
+        try:
+            for _ in range(times):
+                other = lease.region(size_bytes, ttl_secs=TTL_S)
+                other.revoke("the proof")
+                _wait_for_return(scene, other)
+                other.close()
+        finally:
+            is_over.set()
+            hammering.join(RETURN_S)
+        if wrong or len(taken_us) == rounds:
+            raise Breach(wrong[0] if wrong else "the other region's work stood still")
+        p99 = percentile(taken_us[rounds:], 99)
+    return f"{times} revoked, {len(taken_us) - rounds} rounds right; p99 {p99:.0f} us, quiet {quiet:.0f} us"
+
+
+def stale_pointer(scene: Scene, size_bytes: int) -> str:
+    """Kernels go on reading and writing where a revoked region was; they meet zeros, and nobody's bytes."""
+    with (
+        _session(scene, 4 * size_bytes) as (lease, session, module),
+        lease.region(size_bytes, ttl_secs=TTL_S) as kept,
+        lease.region(size_bytes, ttl_secs=TTL_S) as gone,
+    ):
+        words = gone.size_bytes // WORD_BYTES
+        both, only_kept = session.region_set([kept, gone]), session.region_set([kept])
+        _fill(session, module, gone, PATTERN, both)
+        _fill(session, module, kept, PATTERN, both)
+        session.sync()
+        gone.revoke("the proof")
+        for told in (RegionRevoked, RegionFenced, RegionFenced):
+            _expect(told, lambda: _fill(session, module, gone, PATTERN, both), session)
+        _wait_for_return(scene, gone)
+        if found := _count(session, module, gone.address, words, only_kept):
+            raise Breach(f"{found} of {words} words of a returned region are readable")
+        with lease.region(size_bytes, ttl_secs=TTL_S) as later:
+            if later.address == gone.address:
+                raise Breach("a region's address was given again")
+            # A stale table: the launch does not name the region that it writes to.
+            _fill(session, module, gone, 1, only_kept)
+            three = session.region_set([later])
+            if found := _count(session, module, later.address, words, three):
+                raise Breach(f"{found} words written through a stale pointer are in a later region")
+        if _count(session, module, kept.address, words, only_kept) != words:
+            raise Breach("another region lost words")
+        gone.close()
+    return f"{size_bytes >> 20} MiB: Revoked, then Fenced; reads find zeros, writes reach nobody"
+
+
+def _expect(kind: type[RegionFailed], launch: Callable[[], object], session: GpuSession) -> None:
+    try:
+        launch()
+        session.sync()
+    except kind:
+        return
+    except RegionFailed as error:
+        raise Breach(f"a launch was told {type(error).__name__}, not {kind.__name__}") from None
+    raise Breach(f"a launch in a region that has ended was not told {kind.__name__}")
+
+
+def churning(scene: Scene, count: int) -> str:
+    """Regions are opened and revoked at random beside checked work in eight streams."""
+    rng = random.Random(count)
+    slice_bytes = 256 * MIB
+    live: list[Region] = []
+    with _session(scene, slice_bytes) as (lease, session, module):
+        values = np.arange(1024, dtype=np.float32)
+        buffers = [session.mem_alloc(values.nbytes) for _ in range(STREAMS)]
+        streams = [session.stream() for _ in range(STREAMS)]
+        rounds = 0
+        for _ in range(count):
+            for stream, buffer in zip(streams, buffers, strict=True):
+                session.mem_write(buffer, 0, values)
+                args = KernelArgs().push_buffer(buffer).push_u32(values.size).push_f32(3.0)
+                session.launch(module, "scale", (4, 1, 1), BLOCK, args, stream=stream)
+            while len(live) > 8 or (live and rng.random() < 0.5):
+                gone = live.pop(rng.randrange(len(live)))
+                gone.revoke("the proof") if rng.random() < 0.5 else gone.free()
+                gone.close()
+            live.append(lease.region(2 * MIB * rng.randint(1, 4), ttl_secs=TTL_S))
+            session.sync()
+            for buffer in buffers:
+                if session.mem_read(buffer, 0, values.nbytes) != (values * 3).tobytes():
+                    raise Breach("a result beside regions that come and go is wrong")
+                rounds += 1
+        for region in live:
+            region.free()
+            region.close()
+        for stream in streams:
+            stream.close()
+        for buffer in buffers:
+            session.mem_free(buffer)
+    return f"{count} opened and ended, {rounds} results beside them right"
+
+
+def under_a_graph(scene: Scene, size_bytes: int) -> str:
+    """A region is revoked while a graph that names it runs: what is queued ends, and no replay begins."""
+    with (
+        _session(scene, 4 * size_bytes) as (lease, session, module),
+        lease.region(size_bytes, ttl_secs=TTL_S) as kept,
+        lease.region(size_bytes, ttl_secs=TTL_S) as gone,
+    ):
+        both, only_kept = session.region_set([kept, gone]), session.region_set([kept])
+        graphs = []
+        for region in (gone, kept):
+            args = KernelArgs().push_buffer(region).push_u32(32).push_f32(1.0)
+            with session.record() as graph:
+                for _ in range(GRAPH_NODES):
+                    session.launch(module, "scale", (1, 1, 1), WARP, args)
+            graphs.append(graph)
+        in_both, in_kept = graphs
+        for position in range(QUEUED):
+            in_both.launch(regions=both, position=position)
+        revoking = threading.Thread(target=gone.revoke, args=("the proof",))
+        revoking.start()
+        begun = _launch_until_refused(session, lambda at: in_both.launch(regions=both, position=at))
+        revoking.join()
+        in_kept.launch(regions=only_kept)
+        session.sync()
+        _wait_for_return(scene, gone)
+        gone.close()
+        in_kept.close()
+    return f"a graph of {GRAPH_NODES} nodes: refused at replay {begun}; the other region's graph goes on"
+
+
+def _launch_until_refused(session: GpuSession, launch: Callable[[int], object]) -> int:
+    """Return the position of the first launch that was refused. Launches that were queued before have lower ones."""
+    until = time.monotonic() + RETURN_S
+    position = QUEUED
+    while time.monotonic() < until:
+        try:
+            launch(position)
+            session.sync()
+        except RegionRevoked as error:
+            if error.position is None or error.position > position:
+                raise Breach(f"the refusal names position {error.position}; {position} was the last") from None
+            return error.position
+        position += 1
+    raise Breach("a revoked region's graph still begins")
+
+
+def parent_killed(scene: Scene, size_bytes: int) -> str:
+    """A session's process is killed while a region ends: all regions end with it, and the card's bytes are back."""
+    lease = scene.builder(4 * size_bytes).acquire()
+    regions = [lease.region(size_bytes, ttl_secs=TTL_S) for _ in range(3)]
+    revoking = threading.Thread(target=_revoke_anyway, args=(regions[0],))
+    revoking.start()
+    os.kill(worker_pid(lease.lease_id), signal.SIGKILL)
+    cause = scene.wait_for_end(lease.lease_id)
+    revoking.join(RETURN_S)
+    for region in regions:
+        _wait_for_return(scene, region)
+    return f"ended by {cause}, with {len(regions)} regions"
+
+
+def _revoke_anyway(region: Region) -> None:
+    with contextlib.suppress(GpuLeaseError):
+        region.revoke("the proof")
+
+
+def expiring_at_once(scene: Scene) -> str:
+    """As many regions as a session can have expire in the same millisecond; all are proved back."""
+    with _session(scene, 2 * MOST_REGIONS * 2 * MIB) as (lease, session, module):
+        ends_s = time.monotonic() + OPENING_S
+        regions = [lease.region(2 * MIB, ttl_secs=ends_s - time.monotonic()) for _ in range(MOST_REGIONS)]
+        names = session.region_set(regions)
+        _fill(session, module, regions[0], 1, names)
+        session.sync()
+        time.sleep(max(0.0, ends_s - time.monotonic()))
+        started = time.perf_counter()
+        for region in regions:
+            _wait_for_return(scene, region)
+        taken_ms = (time.perf_counter() - started) * 1e3
+        for region in regions:
+            region.close()
+    return f"{MOST_REGIONS} proved back within {taken_ms:.0f} ms of their deadline"
+
+
+def broker_killed(driver: str) -> str:
+    """The broker is killed at each step of a region's life; the next one finds the region, and ends it proved."""
+    with killable_daemon(driver) as daemon:
+        scene = Scene.at(daemon.address)
+        steps: list[str] = []
+        with _session(scene, 256 * MIB) as (lease, session, module):
+            for step in ("opened", "revoked", "waited for", "returned"):
+                region = lease.region(16 * MIB, ttl_secs=TTL_S)
+                names = session.region_set([region])
+                _fill(session, module, region, 1, names)
+                if step == "waited for":
+                    _keep_busy(session, module, region, names)
+                if step != "opened":
+                    revoking = threading.Thread(target=_revoke_anyway, args=(region,))
+                    revoking.start()
+                if step == "returned":
+                    _wait_for_return(scene, region)
+                daemon.kill()
+                daemon.start()
+                if step == "opened":
+                    _fill(session, module, region, 1, names)
+                    session.sync()
+                _revoke_anyway(region)
+                _wait_for_return(scene, region)
+                with contextlib.suppress(RegionFailed):
+                    session.sync()
+                region.close()
+                steps.append(step)
+    return f"killed when a region was {', '.join(steps)}: found again, ended, proved"
+
+
+def _keep_busy(session: GpuSession, module: Module, region: Region, names: RegionSet) -> None:
+    for value in range(20):
+        _fill(session, module, region, value, names)

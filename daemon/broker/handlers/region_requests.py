@@ -1,0 +1,126 @@
+"""REGION_OPEN, REGION_CANCEL and LEASE_RESIZE: requests about a running lease's memory.
+
+A region's id is taken by LEASE_RENEW, LEASE_FREE, LEASE_REVOKE, LEASE_QUERY and LEASE_SUBSCRIBE as a lease's is.
+"""
+
+import secrets
+import time
+
+from gpulease.daemon.broker.caller import Caller
+from gpulease.daemon.broker.refusal import Refused, failure_of
+from gpulease.daemon.broker.reports import expires_at_unix_s, remaining_ms
+from gpulease.daemon.capabilities.claims import Demand
+from gpulease.daemon.contract.regions_page import REGION_GRANULE_BYTES
+from gpulease.daemon.leases import (
+    FreeRequested,
+    Outcome,
+    RegionCancelRequested,
+    RegionCancelSet,
+    RegionGranted,
+    RegionRequested,
+    Resized,
+    ResizeRequested,
+)
+from gpulease.daemon.record.audit.records import clean_text
+from gpulease.protocol import messages
+from gpulease.protocol.capabilities import NODE_LEASE, Permission
+from gpulease.protocol.connection import Request
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
+
+
+class RegionHandler:
+    """Serves one caller's requests about regions and the sizes of leases. Every method may raise Refused."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._runtime = caller.runtime
+        self._peer = caller.peer
+        self._tokens = caller.tokens
+
+    def region_open(self, request: Request, body: messages.RegionOpen) -> None:
+        """Serve REGION_OPEN: the lease's tenant's, an operator's, or that of a peer whose token permits it."""
+
+        def on_outcome(outcome: Outcome) -> None:
+            if isinstance(outcome, RegionGranted):
+                self._answer_granted(request, outcome)
+            else:
+                self._caller.answer_denied(request, outcome)
+
+        if body.tenant != clean_text(body.tenant):
+            raise Refused(Failure(Status.INVALID_REQUEST, "the region's tenant is no name of a tenant"))
+        if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
+            raise Refused(failure_of(denial))
+        tenant = self._tokens.acting_tenant(body.lease_id, Permission.REGION)
+        owner = body.tenant or self._peer.tenant
+        number = self._caller.expect(on_outcome)
+        self._runtime.post(
+            RegionRequested(
+                number,
+                body.lease_id,
+                secrets.randbits(128) or 1,
+                tenant,
+                owner,
+                body.size_bytes,
+                body.ttl_ms,
+                REGION_GRANULE_BYTES,
+                self._peer.is_operator,
+            )
+        )
+
+    def region_cancel(self, request: Request, body: messages.RegionCancel) -> None:
+        """Serve REGION_CANCEL: the tenant's of the region or of its lease, an operator's, or a token bearer's."""
+
+        def on_outcome(outcome: Outcome) -> None:
+            if isinstance(outcome, RegionCancelSet):
+                self._caller.answer(request, messages.Empty())
+            else:
+                self._caller.answer_denied(request, outcome)
+
+        if body.is_cancelled not in (0, 1):
+            raise Refused(Failure(Status.INVALID_REQUEST, "a region is cancelled by 1, and taken again by 0"))
+        tenant = self._tokens.acting_tenant(body.lease_id, Permission.REGION)
+        region = self._runtime.table.get(body.lease_id)
+        if tenant == self._peer.tenant and region is not None and region.parent_id:
+            tenant = self._tokens.acting_tenant(region.parent_id, Permission.REGION)
+        number = self._caller.expect(on_outcome)
+        event = RegionCancelRequested(number, body.lease_id, tenant, bool(body.is_cancelled), self._peer.is_operator)
+        self._runtime.post(event)
+
+    def lease_resize(self, request: Request, body: messages.LeaseResize) -> None:
+        """Serve LEASE_RESIZE: the tenant's, or an operator's. More memory needs what a new lease needs."""
+
+        def on_outcome(outcome: Outcome) -> None:
+            if isinstance(outcome, Resized):
+                self._caller.answer(request, messages.LeaseResize(outcome.lease.lease_id, outcome.lease.size_bytes))
+            else:
+                self._caller.answer_denied(request, outcome)
+
+        lease = self._runtime.table.get(body.lease_id)
+        if lease is None or body.size_bytes > lease.size_bytes:
+            self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, Permission.LEASE_ALLOC)
+            if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
+                raise Refused(failure_of(denial))
+        number = self._caller.expect(on_outcome)
+        event = ResizeRequested(number, body.lease_id, self._peer.tenant, body.size_bytes, self._peer.is_operator)
+        self._runtime.post(event)
+
+    def _answer_granted(self, request: Request, granted: RegionGranted) -> None:
+        region = granted.lease
+        if not self._caller.connection.is_open:
+            # Nobody will ever know this region's id: it would hold its bytes, unused, to the end of its time.
+            self._runtime.post(FreeRequested(0, region.lease_id, region.tenant))
+            return
+        self._caller.acquired.add(region.lease_id)
+        now_ns, drain_ns = time.monotonic_ns(), self._runtime.table.drain_ns
+        grant = messages.RegionGrant(
+            lease_id=region.lease_id,
+            generation=region.generation,
+            size_bytes=region.size_bytes,
+            ttl_ms=remaining_ms(region, now_ns, drain_ns),
+            expires_at_unix_s=expires_at_unix_s(region, now_ns, drain_ns),
+            address=granted.address,
+            slot=granted.slot,
+            number=granted.number,
+        )
+        self._caller.answer(request, grant)

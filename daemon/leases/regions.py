@@ -1,0 +1,538 @@
+"""Regions: leases inside the session of another lease, from the request until their memory is proved back.
+
+1. A lease's tenant or an operator opens a region; its bytes are part of the lease's slice. The region's own tenant (or
+   an operator) renews it and gives it back. The tenant of its lease and operators revoke it.
+2. An end changes the region's word first, so that no launch that names it begins. Then the worker takes the memory
+   away, and the bytes go back to the slice once that is proved. What is not proved in time stays fenced and charged
+   until its lease ends or an operator vouches for it.
+3. If the worker can't take the memory away, or does not answer, the lease ends: KERNEL_TIMEOUT.
+4. The lease's end ends all its regions, with its cause. Their bytes are proved back, or fenced, with the lease's own.
+5. The bytes kept in an ended region's place stay charged until the session lets go of the address.
+6. A slot is used again once its region is returned, with a number that no region of the lease had before.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from gpulease.daemon.contract.regions_page import MAX_NUMBER
+from gpulease.daemon.leases import denials, events
+from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.events import (
+    ArmTimer,
+    Denied,
+    Effect,
+    EndRegion,
+    Freed,
+    LeaseEnded,
+    OpenRegion,
+    ProveRegion,
+    RegionCancelSet,
+    RegionGranted,
+    Renewed,
+    RevokeDone,
+    SetRegion,
+    TimerFired,
+    TimerKind,
+)
+from gpulease.daemon.leases.model import (
+    ENDED_REGIONS,
+    FIRST_WARM_ID,
+    NS_PER_MS,
+    NS_PER_S,
+    Cause,
+    Lease,
+    LeaseSnapshot,
+    LeaseState,
+    Region,
+    RegionState,
+    Trigger,
+)
+from gpulease.daemon.leases.persisted import KeptRegion, keep_region, revive_region
+from gpulease.daemon.leases.quotas import LeasePhase, check_ttl, region_phase_of, renewed_until
+from gpulease.daemon.leases.table_state import LeaseStore
+from gpulease.protocol.limits import MAX_REGIONS
+from gpulease.protocol.opcodes import RevokeOutcome
+
+MAX_PLACES: Final = 65_536
+"""Most ended regions of a lease whose addresses the session keeps. Stops a driver with small granules from having the
+broker remember millions."""
+
+_ABANDONED: Final = "the connection of its request was closed"
+
+_GONE_ON: Final = (RegionState.OPENING, RegionState.ACTIVE)
+
+Condemn = Callable[[Lease, str, int, list[Effect]], None]
+
+
+class RegionViews:
+    """Queries about regions, which change nothing."""
+
+    def __init__(self, store: LeaseStore) -> None:
+        self._store = store
+
+    def snapshots(self) -> tuple[LeaseSnapshot, ...]:
+        """Return every region that is not returned, oldest first; `parent_id` is the lease it lies in."""
+        going = (region for region in self._store.regions.values() if region.state is not RegionState.RETURNED)
+        return tuple(region.snapshot() for region in going)
+
+    def of(self, lease_id: int) -> tuple[LeaseSnapshot, ...]:
+        """Return the regions of a live lease that are not returned, by slot."""
+        lease = self._store.live.get(lease_id)
+        return () if lease is None else tuple(lease.slots[slot].snapshot() for slot in sorted(lease.slots))
+
+    def get(self, region_id: int) -> KeptRegion | None:
+        """Return all that is known of a region, for the journal and the worker; None once nothing of it is left."""
+        region = self._store.regions.get(region_id)
+        return None if region is None else keep_region(region)
+
+    def held_bytes(self, lease_id: int) -> int:
+        """Return the bytes of a live lease's slice that its regions hold."""
+        lease = self._store.live.get(lease_id)
+        return 0 if lease is None else lease.region_bytes
+
+    def phase(self, region_id: int, now_ns: int) -> LeasePhase | None:
+        """Return the phase of a region of a live lease; None if it is unknown or was never open."""
+        region = self._store.regions.get(region_id)
+        if region is None or region.deadline_ns is None:
+            return None
+        return region_phase_of(region, self._store.live[region.lease_id], self._store.drain_ns, now_ns)
+
+
+class Regions(RegionViews):
+    """Keeps the regions. Each method appends the effects to execute to `out`.
+
+    Args:
+        condemn: Called with an active lease, and the reason why its session must end.
+    """
+
+    def __init__(self, store: LeaseStore, condemn: Condemn) -> None:
+        super().__init__(store)
+        self._condemn = condemn
+
+    # --- requests ---
+
+    def on_requested(self, event: events.RegionRequested, now_ns: int, out: list[Effect]) -> None:
+        """Have the worker open a region, or refuse it."""
+        lease = self._store.live.get(event.lease_id)
+        denial = self._check_request(lease, event, now_ns)
+        if denial is not None or lease is None:
+            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            return
+        region = Region(
+            region_id=event.region_id,
+            lease_id=lease.lease_id,
+            tenant=event.owner or lease.tenant,
+            card_uuid=lease.card_uuid,
+            exclusivity=lease.terms.exclusivity,
+            size_bytes=_rounded(event),
+            ttl_ms=event.ttl_ms,
+            slot=next(slot for slot in range(MAX_REGIONS) if slot not in lease.slots),
+            number=lease.region_number + 1,
+            request=event.request,
+            created_ns=now_ns,
+            open_due_ns=now_ns + self._store.limits.session_timeout_s * NS_PER_S,
+            max_story_entries=self._store.limits.max_story_entries,
+        )
+        self._store.enter_region(lease, region)
+        self._store.region_requests[event.request] = region.region_id
+        out.append(OpenRegion(lease.lease_id, region.region_id, region.slot, region.number, region.size_bytes))
+        out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.SPAWN), region.open_due_ns))
+
+    def _check_request(self, lease: Lease | None, event: events.RegionRequested, now_ns: int) -> Denial | None:
+        denial = self._store.hide(event.lease_id, event.tenant, event.is_operator)
+        denial = denial or self._store.denial_for(event.lease_id, now_ns)
+        if denial is not None or lease is None:
+            # A region has none of its own.
+            return denial or denials.no_regions(event.lease_id)
+        if event.granule_bytes < 1:
+            return denials.no_regions(lease.lease_id)
+        if not 0 < event.region_id < FIRST_WARM_ID or self._store.is_used(event.region_id):
+            return denials.id_used(event.region_id)
+        if event.size_bytes < 1:
+            return denials.invalid(f"A region can't have {event.size_bytes} bytes.", "Ask for the bytes you need.")
+        denial = self._store.drain_denial(now_ns)
+        denial = denial or check_ttl(event.ttl_ms, self._store.limits, event.owner or lease.tenant)
+        return denial or _check_room(lease, _rounded(event))
+
+    def on_renew(self, region: Region, event: events.RenewRequested, now_ns: int, out: list[Effect]) -> None:
+        """Extend an active region's time."""
+        self._expire_if_due(region, now_ns, out)
+        denial = self._store.hide(region.region_id, event.tenant, event.is_operator)
+        denial = denial or self._store.denial_for(region.region_id, now_ns)
+        denial = denial or check_ttl(event.ttl_ms, self._store.limits, region.tenant)
+        if denial is not None or region.deadline_ns is None:
+            out.append(Denied(event.request, denial or denials.not_found(region.region_id)))
+            return
+        region.generation += 1
+        region.move(Trigger.RENEWED, now_ns)
+        region.ttl_ms = event.ttl_ms
+        deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns)
+        self._set_deadline(region, max(region.deadline_ns, deadline_ns), out)
+        out.append(Renewed(event.request, region.snapshot()))
+
+    def on_free(self, region: Region, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
+        """End a region that its tenant, or an operator for it, gives back."""
+        self._expire_if_due(region, now_ns, out)
+        denial = self._store.hide(region.region_id, event.tenant, event.is_operator)
+        denial = denial or self._store.denial_for(region.region_id, now_ns)
+        if denial is not None:
+            out.append(Denied(event.request, denial))
+            return
+        region.free_request = event.request
+        by_whom = "an operator" if event.tenant != region.tenant else "its tenant"
+        self._end(region, Cause.FREED, f"given back by {by_whom}", now_ns, out)
+
+    def on_revoke(self, region: Region, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
+        """End a region at the word of an operator, or of its lease's tenant."""
+        self._expire_if_due(region, now_ns, out)
+        if region.is_given_up:
+            out.append(RevokeDone(event.request, RevokeOutcome.FENCED))
+            return
+        region.revoke_requests.append(event.request)
+        if region.state in _GONE_ON:
+            self._end(region, Cause.REVOKED, event.reason, now_ns, out)
+
+    def on_cancel_requested(self, event: events.RegionCancelRequested, now_ns: int, out: list[Effect]) -> None:
+        """Have launches in an active region refused, or taken again."""
+        region = self._store.regions.get(event.region_id)
+        snapshot = self._store.get(event.region_id)
+        is_party = event.is_operator or (snapshot is not None and event.tenant in self._store.parties(snapshot))
+        denial = None if is_party else denials.not_found(event.region_id)
+        if region is not None and denial is None:
+            self._expire_if_due(region, now_ns, out)
+        denial = denial or self._store.denial_for(event.region_id, now_ns)
+        if denial is not None or region is None:
+            out.append(Denied(event.request, denial or denials.not_a_region(event.region_id)))
+            return
+        if region.is_cancelled != event.is_cancelled:
+            region.is_cancelled = event.is_cancelled
+            out.append(_word(region))
+        out.append(RegionCancelSet(event.request, region.region_id))
+
+    def on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+        """Give up the region of a requester that left; False if the request was none for a region."""
+        region = self._store.regions.get(self._store.region_requests.pop(request, 0))
+        if region is None:
+            return False
+        self._end(region, Cause.ABANDONED, _ABANDONED, now_ns, out)
+        return True
+
+    # --- life ---
+
+    def on_opened(self, event: events.RegionOpened, now_ns: int, out: list[Effect]) -> None:
+        """Begin the time of a region whose memory is mapped."""
+        region = self._store.regions.get(event.region_id)
+        if region is None or region.state is not RegionState.OPENING:
+            return
+        region.move(Trigger.REGION_OPENED, now_ns)
+        region.address = event.address
+        del self._store.region_requests[region.request]
+        self._set_deadline(region, now_ns + region.ttl_ms * NS_PER_MS, out)
+        out.append(
+            RegionGranted(region.request, region.snapshot(), region.address, region.slot, region.number),
+        )
+
+    def on_refused(self, event: events.RegionRefused, now_ns: int, out: list[Effect]) -> None:
+        """Take back a region of which the worker has nothing."""
+        found = self._find(event.region_id)
+        if found is None or found[1].state not in (RegionState.OPENING, *ENDED_REGIONS):
+            return
+        lease, region = found
+        if region.state is RegionState.OPENING:
+            self._leave(region, Cause.SPAWN_FAILED, event.reason, now_ns, out, denials.region_refused(event.reason))
+        region.move(Trigger.REGION_TAKEN, now_ns)
+        if region.address:
+            # It was open once: the worker's word alone proves nothing.
+            self._prove(lease, region, now_ns, out)
+        else:
+            self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, out)
+
+    def on_timer(self, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
+        """Act on a region's timer, if it is due."""
+        region = self._store.regions.get(event.worker_id)
+        due_ns = None if region is None else _due_ns(region, event.kind)
+        if region is None or due_ns is None or region.generation != event.generation:
+            return
+        limits = self._store.limits
+        if now_ns < due_ns:
+            out.append(ArmTimer(event, due_ns))
+        elif event.kind is TimerKind.SPAWN:
+            waited_s = limits.session_timeout_s
+            denial = denials.session_silent(region.lease_id, "open the region", waited_s)
+            self._end(region, Cause.SPAWN_FAILED, f"it was not open within {waited_s} s", now_ns, out, denial)
+        elif event.kind is TimerKind.EXPIRY:
+            self._expire_if_due(region, now_ns, out)
+        elif region.state is RegionState.FENCED:
+            self._give_up(region, f"its memory was not shown free within {limits.reclaim_timeout_s} s", now_ns, out)
+        else:
+            self._on_stuck(region, "the session did not answer", now_ns, out)
+
+    # --- ends ---
+
+    def _end(
+        self, region: Region, cause: Cause, reason: str, now_ns: int, out: list[Effect], denial: Denial | None = None
+    ) -> None:
+        """End a region whose lease goes on, and have its memory taken away."""
+        self._leave(region, cause, reason, now_ns, out, denial)
+        self._order_end(region, now_ns, out)
+
+    def _order_end(self, region: Region, now_ns: int, out: list[Effect]) -> None:
+        grace_ms = self._store.limits.region_grace_ms
+        out.append(EndRegion(region.lease_id, region.region_id, grace_ms))
+        self._await(region, now_ns + grace_ms * NS_PER_MS, out)
+
+    def _await(self, region: Region, since_ns: int, out: list[Effect]) -> None:
+        region.end_due_ns = since_ns + self._store.limits.reclaim_timeout_s * NS_PER_S
+        out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.RECLAIM), region.end_due_ns))
+
+    def _leave(
+        self, region: Region, cause: Cause, reason: str, now_ns: int, out: list[Effect], denial: Denial | None
+    ) -> None:
+        """Change the word of a region that ends, and refuse the requester that still waits for it."""
+        region.move(cause, now_ns)
+        region.cause, region.reason = cause, reason
+        out.append(_word(region))
+        if self._store.region_requests.pop(region.request, None) is not None:
+            out.append(Denied(region.request, denial or denials.lease_ended(region.snapshot())))
+
+    def _expire_if_due(self, region: Region, now_ns: int, out: list[Effect]) -> None:
+        if region.is_expired(now_ns):
+            self._end(region, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
+
+    def on_ended(self, event: events.RegionEnded, now_ns: int, out: list[Effect]) -> None:
+        """Return the memory that was taken away, if that is shown; else have the card looked at."""
+        found = self._find(event.region_id)
+        if found is None:
+            return
+        lease, region = found
+        if region.state is RegionState.ACTIVE and region.is_restored:
+            # The daemon before changed its word, and was killed before the journal had that.
+            self._leave(region, Cause.REVOKED, "it had ended before the daemon came back", now_ns, out, None)
+        if region.state not in ENDED_REGIONS:
+            return
+        region.move(Trigger.REGION_TAKEN, now_ns)
+        # Bytes that nobody accounts for stay charged.
+        region.kept_bytes = min(region.size_bytes, max(event.kept_bytes, region.size_bytes - event.freed_bytes))
+        if event.is_shown:
+            self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, out)
+        else:
+            self._prove(lease, region, now_ns, out)
+
+    def _prove(self, lease: Lease, region: Region, now_ns: int, out: list[Effect]) -> None:
+        fenced = (other for other in lease.slots.values() if other.state is RegionState.FENCED)
+        gone_bytes = sum(other.size_bytes - other.kept_bytes for other in fenced if not other.is_given_up)
+        allowed_bytes = self._store.charge_bytes(lease.lease_id) - gone_bytes
+        out.append(ProveRegion(lease.lease_id, region.region_id, lease.card_uuid, allowed_bytes))
+        self._await(region, now_ns, out)
+
+    def on_stuck(self, event: events.RegionStuck, now_ns: int, out: list[Effect]) -> None:
+        """End the session whose worker can't take a region's memory away."""
+        region = self._store.regions.get(event.region_id)
+        is_restored = region is not None and region.state is RegionState.ACTIVE and region.is_restored
+        if region is not None and (region.state in ENDED_REGIONS or is_restored):
+            self._on_stuck(region, event.reason, now_ns, out)
+
+    def _on_stuck(self, region: Region, reason: str, now_ns: int, out: list[Effect]) -> None:
+        region.end_due_ns = None
+        what = f"region {region.region_id:032x} could not be taken away"
+        self._condemn(self._store.live[region.lease_id], f"{what}: {reason.rstrip('.')}", now_ns, out)
+
+    def on_proved(self, event: events.RegionProved, now_ns: int, out: list[Effect]) -> None:
+        """Return a region whose memory the card shows as free. No proof lifts a fence that lasts."""
+        found = self._find(event.region_id)
+        if found is not None and found[1].state is RegionState.FENCED and not found[1].is_given_up:
+            self._return(*found, Trigger.RECLAIM_PROVED, now_ns, out)
+
+    def on_released(self, event: events.RegionReleased, now_ns: int, out: list[Effect]) -> None:
+        """Give the bytes in a region's place back to the slice."""
+        found = self._find(event.region_id)
+        if found is None:
+            return
+        if found[1].state is RegionState.RETURNED:
+            self._store.forget_region(*found)
+        elif found[1].state is RegionState.FENCED:
+            found[1].kept_bytes = 0
+
+    def _find(self, region_id: int) -> tuple[Lease, Region] | None:
+        """Return a region and its lease while that is active; a lease that ends takes its regions with it."""
+        region = self._store.regions.get(region_id)
+        lease = None if region is None else self._store.live.get(region.lease_id)
+        if region is None or lease is None or lease.state is not LeaseState.ACTIVE:
+            return None
+        return lease, region
+
+    def _return(self, lease: Lease, region: Region, trigger: Trigger, now_ns: int, out: list[Effect]) -> None:
+        self._store.return_region(lease, region, trigger, now_ns)
+        if region.free_request is not None:
+            out.append(Freed(region.free_request, region.snapshot()))
+        self._report(region, RevokeOutcome.TORN_DOWN, out)
+
+    def _give_up(self, region: Region, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """Let a fence last: until the lease ends, or an operator vouches for the memory."""
+        region.is_given_up, region.ended_ns, region.end_due_ns = True, now_ns, None
+        region.reason = f"{region.reason.rstrip('.')}; {reason}" if region.reason else reason
+        if region.free_request is not None:
+            out.append(Denied(region.free_request, denials.lease_ended(region.snapshot())))
+        self._report(region, RevokeOutcome.FENCED, out)
+        region.free_request, region.revoke_requests = None, []
+
+    def _report(self, region: Region, outcome: RevokeOutcome, out: list[Effect]) -> None:
+        out.extend(RevokeDone(request, outcome) for request in region.revoke_requests)
+        if region.cause is not None:
+            out.append(LeaseEnded(region.snapshot(), region.cause, tuple(region.history)))
+
+    # --- with the lease ---
+
+    def end_with_lease(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """End the regions of a lease that was ended; the proof of its bytes is the proof of theirs."""
+        for region in lease.slots.values():
+            region.end_due_ns = None
+            if region.state in _GONE_ON and lease.cause is not None:
+                reason = f"its lease ended: {lease.reason}" if lease.reason else "its lease ended"
+                self._leave(region, lease.cause, reason, now_ns, out, None)
+
+    def fence_with(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Fence the regions of a lease whose bytes could not be proved free."""
+        for region in lease.slots.values():
+            if region.state in ENDED_REGIONS:
+                region.move(Trigger.REGION_TAKEN, now_ns)
+            if not region.is_given_up:
+                self._give_up(region, "the memory of its lease was not shown free", now_ns, out)
+
+    def return_with(self, lease: Lease, trigger: Trigger, now_ns: int, out: list[Effect]) -> tuple[int, ...]:
+        """Forget all regions of a lease whose bytes are free, and return the ids of those that were not returned.
+
+        Args:
+            lease: The lease.
+            trigger: RECLAIM_PROVED, or FENCE_CLEARED if an operator vouches for the bytes.
+            now_ns: Monotonic time.
+            out: Receives the effects.
+        """
+        going = tuple(lease.slots.values())
+        for region in going:
+            region.kept_bytes = 0
+            if region.state in ENDED_REGIONS:
+                region.move(Trigger.REGION_TAKEN, now_ns)
+            if region.is_given_up:
+                self._store.return_region(lease, region, trigger, now_ns)
+            else:
+                self._return(lease, region, trigger, now_ns, out)
+        for region in tuple(lease.regions.values()):
+            self._store.forget_region(lease, region)
+        return tuple(region.region_id for region in going)
+
+    def clear_fences(self, card_uuids: set[str], now_ns: int) -> tuple[int, ...]:
+        """Return regions whose fences last, because an operator vouches for them; return their ids.
+
+        Those of fenced leases come with their lease.
+        """
+        fenced = [region for region in self._store.regions.values() if region.state is RegionState.FENCED]
+        cleared = [region for region in fenced if region.is_given_up and region.card_uuid in card_uuids]
+        for region in cleared:
+            self._store.return_region(self._store.live[region.lease_id], region, Trigger.FENCE_CLEARED, now_ns)
+        return tuple(region.region_id for region in cleared)
+
+    # --- an earlier table's ---
+
+    def on_restored(self, event: events.RegionRestored, now_ns: int, out: list[Effect]) -> None:
+        """Enter a region of an earlier table; it goes on if its lease does."""
+        kept, lease = event.kept, self._store.live.get(event.kept.lease_id)
+        # A returned region whose place keeps bytes is remembered as ended, too.
+        is_known = self._store.get(kept.region_id) is not None
+        if is_known and (lease is None or kept.state is not RegionState.RETURNED):
+            return
+        if lease is None:
+            self._bury(kept, now_ns, out)
+            return
+        region = revive_region(kept, lease)
+        self._store.enter_region(lease, region)
+        if region.state is RegionState.RETURNED:
+            return
+        if lease.state is LeaseState.ACTIVE:
+            self._go_on(lease, region, now_ns, out)
+            return
+        self.end_with_lease(lease, now_ns, out)
+        if lease.state is LeaseState.FENCED:
+            self.fence_with(lease, now_ns, out)
+
+    def _go_on(self, lease: Lease, region: Region, now_ns: int, out: list[Effect]) -> None:
+        if region.state is RegionState.OPENING:
+            self._end(region, Cause.ABANDONED, "nobody was told of it before the daemon ended", now_ns, out)
+        elif region.is_expired(now_ns):
+            self._expire_if_due(region, now_ns, out)
+        elif region.state is RegionState.ACTIVE and region.deadline_ns is not None:
+            self._set_deadline(region, region.deadline_ns, out)
+        else:
+            out.append(_word(region))
+            if region.state in ENDED_REGIONS:
+                self._order_end(region, now_ns, out)
+            elif not region.is_given_up:
+                self._prove(lease, region, now_ns, out)
+
+    def _bury(self, kept: KeptRegion, now_ns: int, out: list[Effect]) -> None:
+        """Remember a region whose lease is over already; tell of its end unless that was told."""
+        cause = kept.cause or Cause.WORKER_DIED
+        was_told = kept.is_given_up or kept.state is RegionState.RETURNED
+        if lease := self._store.get(kept.lease_id):
+            ended = lease._replace(
+                lease_id=kept.region_id,
+                tenant=kept.tenant,
+                size_bytes=kept.size_bytes,
+                generation=kept.generation,
+                cause=cause,
+                reason=kept.reason or "its lease was gone when the daemon came back",
+                fault="",
+                created_ns=kept.created_ns,
+                deadline_ns=kept.deadline_ns,
+                ended_ns=kept.ended_ns or now_ns,
+                ttl_ms=kept.ttl_ms,
+                parent_id=kept.lease_id,
+            )
+            self._store.remember(ended)
+            if not was_told:
+                out.append(LeaseEnded(ended, cause, ()))
+
+    def _set_deadline(self, region: Region, deadline_ns: int, out: list[Effect]) -> None:
+        region.deadline_ns = deadline_ns
+        out.append(_word(region))
+        out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.EXPIRY), deadline_ns))
+
+
+def _rounded(event: events.RegionRequested) -> int:
+    """Return the size asked for, as a multiple of the session's granularity."""
+    return -(-event.size_bytes // event.granule_bytes) * event.granule_bytes
+
+
+def _check_room(lease: Lease, size_bytes: int) -> Denial | None:
+    """Return the denial for a region that an active lease has no place for; None if it has."""
+    room_bytes = lease.region_room_bytes
+    if lease.own_submit_bytes:
+        return denials.session_taken(lease.lease_id)
+    if len(lease.slots) >= MAX_REGIONS:
+        return denials.too_many_regions(lease.lease_id)
+    if len(lease.regions) - len(lease.slots) >= MAX_PLACES:
+        return denials.too_many_places(lease.lease_id)
+    if lease.region_number >= MAX_NUMBER:
+        return denials.regions_used_up(lease.lease_id)
+    if size_bytes > room_bytes:
+        return denials.region_too_large(lease.lease_id, size_bytes, room_bytes)
+    left_bytes = room_bytes - lease.region_bytes
+    return None if size_bytes <= left_bytes else denials.regions_full(lease.lease_id, size_bytes, left_bytes)
+
+
+def _word(region: Region) -> SetRegion:
+    """Return the order to write a region's word as it is now."""
+    deadline_ns = region.deadline_ns or 0
+    return SetRegion(region.lease_id, region.region_id, region.slot, region.number, region.word, deadline_ns)
+
+
+def _due_ns(region: Region, kind: TimerKind) -> int | None:
+    """Return when a region's timer of that kind has something to do; None if it no longer has."""
+    match (region.state, kind):
+        case (RegionState.OPENING, TimerKind.SPAWN):
+            return region.open_due_ns
+        case (RegionState.ACTIVE, TimerKind.EXPIRY):
+            return region.deadline_ns
+        case (_, TimerKind.RECLAIM):
+            return region.end_due_ns
+    return None

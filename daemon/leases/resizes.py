@@ -1,0 +1,131 @@
+"""Resizes: a running lease's slice gets larger or smaller, within admission.
+
+1. A larger slice is held on the card before the worker is told. It gets only bytes that nobody holds or waits for: no
+   warm context gives way to it.
+2. A smaller slice must hold the lease's regions. The worker is told first, and refuses what the session still uses.
+3. Bytes go back to the card once it shows that the worker holds no more than the new charge. Until then, also after a
+   refusal, the lease is charged the larger of both sizes.
+4. A lease has one resize at a time. If the worker or the proof takes too long, the request alone is answered: the
+   resize goes on, because a late answer must not meet another one.
+"""
+
+from gpulease.daemon.leases import denials, events
+from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.events import ArmTimer, Denied, Effect, ProveRegion, Resized, ResizeSlice, WaitTimerFired
+from gpulease.daemon.leases.model import NS_PER_S, Lease, LeaseState, Resize
+from gpulease.daemon.leases.table_state import LeaseStore
+
+
+class Resizes:
+    """Changes the sizes of active leases. Each method appends the effects to execute to `out`."""
+
+    def __init__(self, store: LeaseStore) -> None:
+        self._store = store
+        # The leases of requests that are not answered yet.
+        self._asked: dict[int, int] = {}
+
+    def on_requested(self, event: events.ResizeRequested, now_ns: int, out: list[Effect]) -> None:
+        """Have the worker change its slice, or refuse it."""
+        lease = self._store.live.get(event.lease_id)
+        denial = self._check_request(lease, event, now_ns)
+        if denial is not None or lease is None:
+            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            return
+        if event.size_bytes == lease.terms.size_bytes:
+            out.append(Resized(event.request, lease.snapshot()))
+            return
+        due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
+        least_bytes = min(event.size_bytes, lease.terms.size_bytes)
+        lease.resize = Resize(event.request, event.size_bytes, least_bytes, due_ns)
+        lease.is_reshaped = True
+        self._asked[event.request] = lease.lease_id
+        if event.size_bytes > lease.terms.size_bytes:
+            self._store.change_size(lease, event.size_bytes)
+        out.append(ResizeSlice(lease.lease_id, event.size_bytes - lease.terms.submit_bytes))
+        out.append(ArmTimer(WaitTimerFired(event.request), due_ns))
+
+    def _check_request(self, lease: Lease | None, event: events.ResizeRequested, now_ns: int) -> Denial | None:
+        store = self._store
+        denial = store.hide(event.lease_id, event.tenant, event.is_operator) or store.denial_for(event.lease_id, now_ns)
+        if denial is not None or lease is None:
+            return denial or denials.is_region(event.lease_id)
+        if lease.resize is not None:
+            return denials.is_resizing(lease.lease_id)
+        if lease.own_submit_bytes:
+            return denials.session_taken(lease.lease_id)
+        if event.size_bytes < store.limits.min_size_bytes or event.size_bytes <= lease.terms.submit_bytes:
+            return denials.invalid(
+                f"Lease {lease.lease_id:032x} can't have {event.size_bytes} bytes: the smallest lease has"
+                f" {denials.size_text(store.limits.min_size_bytes)}, beside what it keeps for submits.",
+                "Ask for the bytes you need.",
+            )
+        held_bytes = lease.region_bytes + lease.terms.submit_bytes
+        if event.size_bytes < held_bytes:
+            return denials.too_small_for_regions(lease.lease_id, event.size_bytes, held_bytes)
+        more_bytes = event.size_bytes - lease.terms.size_bytes
+        return self._check_growth(lease, more_bytes, now_ns) if more_bytes > 0 else None
+
+    def _check_growth(self, lease: Lease, more_bytes: int, now_ns: int) -> Denial | None:
+        denial = self._store.drain_denial(now_ns) or self._store.check_bytes(lease.tenant, more_bytes)
+        if denial is not None:
+            return denial
+        # Whoever waits for the card comes first, as before a newcomer.
+        is_held_back = lease.card_uuid in self._store.queue.held_cards()
+        room_bytes = 0 if is_held_back else self._store.account_by_uuid[lease.card_uuid].room_bytes
+        return None if more_bytes <= room_bytes else denials.no_room_to_grow(lease.lease_id, more_bytes, room_bytes)
+
+    def on_resized(self, event: events.SliceResized, now_ns: int, out: list[Effect]) -> None:
+        """Take the worker's answer; have the card looked at before any byte goes back."""
+        lease = self._store.live.get(event.lease_id)
+        if lease is None or lease.resize is None or lease.resize.is_answered:
+            return
+        resize, size_bytes = lease.resize, event.size_bytes + lease.terms.submit_bytes
+        resize.is_answered = True
+        if size_bytes != resize.size_bytes:
+            resize.doubt = event.doubt or "the session did not say why"
+        # The slice is what the worker says, within what the lease is charged.
+        resize.least_bytes = min(max(size_bytes, resize.least_bytes), lease.terms.size_bytes)
+        less_bytes = lease.terms.size_bytes - resize.least_bytes
+        if not less_bytes:
+            self._finish(lease, resize, out)
+            return
+        allowed_bytes = self._store.charge_bytes(lease.lease_id) - less_bytes
+        out.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
+
+    def on_proved(self, lease: Lease, out: list[Effect]) -> None:
+        """Give the bytes back that the card shows as free."""
+        resize = lease.resize
+        if resize is not None and resize.is_answered and lease.state is LeaseState.ACTIVE:
+            self._store.change_size(lease, resize.least_bytes)
+            self._finish(lease, resize, out)
+
+    def _finish(self, lease: Lease, resize: Resize, out: list[Effect]) -> None:
+        lease.resize = None
+        denial = denials.resize_refused(lease.lease_id, resize.doubt, lease.terms.size_bytes) if resize.doubt else None
+        self._answer(lease, resize, denial, out)
+
+    def _answer(self, lease: Lease, resize: Resize, denial: Denial | None, out: list[Effect]) -> None:
+        request, resize.request = resize.request, None
+        if request is None:
+            return
+        del self._asked[request]
+        out.append(Resized(request, lease.snapshot()) if denial is None else Denied(request, denial))
+
+    def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+        """Answer a request whose time is over; False if the request was none for a resize."""
+        lease = self._store.live.get(self._asked.get(request, 0))
+        if lease is None or lease.resize is None:
+            return False
+        if now_ns < lease.resize.due_ns:
+            out.append(ArmTimer(WaitTimerFired(request), lease.resize.due_ns))
+            return True
+        what = "show the bytes free" if lease.resize.is_answered else "resize its slice"
+        waited_s = self._store.limits.session_timeout_s
+        self._answer(lease, lease.resize, denials.session_silent(lease.lease_id, what, waited_s), out)
+        return True
+
+    def end_with_lease(self, lease: Lease, out: list[Effect]) -> None:
+        """Give up the resize of a lease that was ended; its bytes come back with the lease's."""
+        resize, lease.resize = lease.resize, None
+        if resize is not None:
+            self._answer(lease, resize, denials.lease_ended(lease.snapshot()), out)

@@ -1,0 +1,340 @@
+"""The memory of a session's regions, as the broker says: opened, taken away again, and the slice that it counts in.
+
+The end of a region never blocks the worker's loop. `RegionMemory.end` begins it, and the loop calls `advance` until it
+is over:
+
+1. The launches and copies that named the region end, in all streams where there were any. If they don't within the
+   grace, the worker says so, and the broker ends the lease.
+2. What else runs ends, or QUIET_WAIT_NS passes. A kernel that uses the region without having named it should not meet
+   the moment at which the region's memory is replaced: on CUDA that costs the context. Meanwhile the card zeroes what
+   will stay in the region's place.
+3. The tenant's next launch is refused, or TELL_WAIT_NS is over: taking memory away keeps the worker from its requests
+   for longer than a refusal takes.
+4. The driver takes the memory away, and the worker reports it.
+
+A region opens likewise: the worker maps its memory, and reports it once the card has zeroed that.
+
+A broker that takes the worker over sends a regions page of its own. A region that had ended by the earlier page has
+ended, whatever the new page says: the worker then takes its memory away unasked, and reports that.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from gpulease.daemon.contract.messages import (
+    EndRegion,
+    OpenRegion,
+    RegionEnded,
+    RegionOpened,
+    RegionRefused,
+    RegionStuck,
+    ResizeSlice,
+    SliceResized,
+)
+from gpulease.daemon.contract.regions_page import RegionWord, WorkerRegions
+from gpulease.daemon.drivers.interface import DriverError, KernelFault, Ticket
+from gpulease.daemon.session.ledger import Refused
+from gpulease.daemon.session.operations import LeaseOver, SessionResources
+from gpulease.daemon.session.regions import ENDS, Flip, Region, RegionGate
+
+NS_PER_MS: Final = 1_000_000
+
+QUIET_WAIT_NS: Final = 1_000_000
+"""Longest wait, at the end of a region, for launches that did not name it."""
+
+TELL_WAIT_NS: Final = 200_000
+"""Longest wait, at the end of a region that launches named, for the next of them to be refused. A tenant that launches
+one step after the other sends it within microseconds."""
+
+SPIN_NS: Final = 1_000_000
+"""For so long after each step of a region's end the worker looks again and again, then once a millisecond. A step in
+flight as a rule takes less; a worker whose tenant runs one long kernel does not take a core for it."""
+
+UNASKED_GRACE_MS: Final = 1000
+"""The grace of a region that the worker ends by itself, because an earlier broker had ended it."""
+
+MAX_MAPPED_REGIONS: Final = 4096
+"""Most regions of a session whose addresses it has not let go of, ended ones included. Stops a tenant from filling the
+driver's tables with regions that it never releases."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True, eq=False)
+class _End:
+    """A region's end under way.
+
+    Attributes:
+        waits: What has to end before the next step.
+        grace_ms: How long the launches that named the region may take, `stuck_ns` until when.
+        tell_ns: Until when to wait for a refusal that says that the region has ended.
+        quiet_ns: Until when to wait for what else runs; 0 while the launches that named the region run.
+    """
+
+    region: Region
+    waits: list[Ticket]
+    grace_ms: int
+    stuck_ns: int
+    tell_ns: int
+    quiet_ns: int = 0
+
+
+class _NeverDone:
+    """A ticket of work that nothing is known of."""
+
+    def is_done(self) -> bool:
+        """Return False."""
+        return False
+
+
+class RegionMemory:
+    """Opens and ends the regions of one session.
+
+    Attributes:
+        had_any: Whether the context has had a region: its addresses must never be used again.
+
+    Args:
+        streams: Returns the numbers of all the session's streams in the driver.
+        keep_fault: Called with a kernel's fault that a call for the broker met: the tenant hears of it.
+    """
+
+    def __init__(
+        self,
+        resources: SessionResources,
+        gate: RegionGate,
+        streams: Callable[[], set[int]],
+        keep_fault: Callable[[KernelFault], None],
+    ) -> None:
+        self._resources, self._gate = resources, gate
+        self._streams, self._keep_fault = streams, keep_fault
+        self._by_id: dict[int, Region] = {}
+        self._openings: list[Region] = []
+        self._ends: dict[int, _End] = {}
+        self._results: dict[int, RegionEnded | RegionStuck] = {}
+        self._spin_until_ns = 0
+        self.had_any = False
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether the session may have regions: it has a page of them."""
+        return self._gate.page is not None
+
+    # --- the page ---
+
+    def use_page(self, fd: int) -> None:
+        """Take the regions page; in the place of an earlier one, once that was read a last time.
+
+        A descriptor that is no such page changes nothing: no region opens, and those that are there go on by the
+        earlier page until their deadlines.
+        """
+        gate = self._gate
+        try:
+            page = WorkerRegions(fd)
+        except (OSError, ValueError):
+            return
+        now_ns = time.monotonic_ns()
+        earlier = gate.page
+        if earlier is not None:
+            for region in self._by_id.values():
+                flip = gate.flip_of(region, now_ns)
+                if flip is not None and flip.word is RegionWord.EXPIRED:
+                    region.ended = flip
+        gate.page = page
+        for chosen in gate.sets.values():
+            chosen.forget()
+        gate.forget_current()
+        if earlier is not None:
+            earlier.close()
+            for region in list(self._by_id.values()):
+                if region.ended is not None:
+                    self.end(EndRegion(region.region_id, UNASKED_GRACE_MS))
+
+    # --- opening ---
+
+    def open(self, asked: OpenRegion) -> None:
+        """Map memory for a region, and answer."""
+        gate, known = self._gate, self._by_id.get(asked.region_id)
+        if known is None:
+            reason = self._open(asked)
+            if reason:
+                gate.outbox.append(RegionRefused(asked.region_id, reason))
+                return
+            known = self._by_id[asked.region_id]
+        self._openings.append(known)
+        self._spin_until_ns = time.monotonic_ns() + SPIN_NS
+        self.advance()
+
+    def _open(self, asked: OpenRegion) -> str:
+        """Map memory for a region; the reason why it can't be done, or ""."""
+        resources, gate, size_bytes = self._resources, self._gate, asked.size_bytes
+        ledger, context = resources.ledger, resources.context
+        granule_bytes = context.region_granule_bytes
+        key = (asked.slot, asked.number)
+        if gate.page is None or not granule_bytes:
+            return "the session can have no regions"
+        if size_bytes % granule_bytes or not 0 <= asked.slot < len(gate.page.words) or key in gate.regions:
+            return f"{size_bytes} bytes at slot {asked.slot}, number {asked.number}: no such region can be"
+        if len(gate.regions) >= MAX_MAPPED_REGIONS:
+            return f"the session has {MAX_MAPPED_REGIONS} regions, the most allowed; it must release ended ones"
+        try:
+            ledger.check_alloc(size_bytes)
+            spare_bytes = ledger.spare_bytes_beside(size_bytes)
+            address = self._call(lambda: context.region_open(size_bytes, spare_bytes, resources.check_lease))
+        except (Refused, DriverError, LeaseOver) as error:
+            return str(error) or "the lease is over"
+        self.had_any = True
+        region = Region(asked.region_id, asked.slot, asked.number, address, size_bytes)
+        self._by_id[asked.region_id] = gate.regions[key] = region
+        ledger.add_region(address, size_bytes, lambda: gate.admit_copy(region))
+        resources.record_usage()
+        return ""
+
+    # --- the end ---
+
+    def end(self, asked: EndRegion) -> None:
+        """Begin a region's end, which `advance` carries on; the answer follows. Answers again for one that is over."""
+        region_id = asked.region_id
+        region, result = self._by_id.get(region_id), self._results.get(region_id)
+        if region is None:
+            # It never opened here, or the session let go of it: nothing can reach it.
+            result = result or RegionEnded(region_id, 0, 0, 0)
+        if result is not None:
+            self._gate.outbox.append(result)
+        if region is None or result is not None or region_id in self._ends:
+            return
+        now_ns = time.monotonic_ns()
+        flip = self._gate.flip_of(region, now_ns)
+        region.ended = flip if flip is not None and flip.word in ENDS else Flip(RegionWord.REVOKED, now_ns)
+        self._gate.forget_current()
+        self._resources.ledger.void_region(region.address, f"the region {region_id:032x}, which has ended")
+        try:
+            waits = region.tickets + [self._mark(stream) for stream in region.streams]
+        except DriverError as error:
+            self._give_up(region, f"the streams that use it can't be looked at: {error}")
+            return
+        tell_ns = now_ns + (TELL_WAIT_NS if region.streams else 0)
+        self._ends[region_id] = _End(region, waits, asked.grace_ms, now_ns + asked.grace_ms * NS_PER_MS, tell_ns)
+        self._spin_until_ns = now_ns + SPIN_NS
+        self.advance()
+
+    def poll_ms(self, now_ns: int) -> int | None:
+        """How long the worker's loop may sleep, in ms; None if no region is about to open or to end."""
+        if not self._ends and not self._openings:
+            return None
+        return 0 if now_ns < self._spin_until_ns else 1
+
+    def advance(self) -> None:
+        """Carry on as far as goes without waiting; at most one region's memory is taken away in one call."""
+        now_ns = time.monotonic_ns()
+        self._tell_of_opened()
+        for end in list(self._ends.values()):
+            end.waits = [ticket for ticket in end.waits if not ticket.is_done()]
+            try:
+                if self._is_clear(end, now_ns):
+                    del self._ends[end.region.region_id]
+                    self._spin_until_ns = now_ns + SPIN_NS
+                    self._take_away(end.region)
+                    return
+            except (DriverError, LeaseOver) as error:
+                self._give_up(end.region, f"its memory can't be taken away: {error or 'the lease is over'}")
+
+    def _tell_of_opened(self) -> None:
+        if not self._openings:
+            return
+        try:
+            if not self._call(self._resources.context.region_is_zeroed):
+                return
+            said = [RegionOpened(region.region_id, region.address) for region in self._openings]
+        except DriverError as error:
+            # The context is lost, and with it the lease.
+            said = [RegionRefused(region.region_id, str(error)) for region in self._openings]
+        self._openings.clear()
+        self._gate.outbox.extend(said)
+
+    def _is_clear(self, end: _End, now_ns: int) -> bool:
+        """Return whether a region's memory may be taken away. Raises DriverError."""
+        if not end.quiet_ns:
+            if end.waits:
+                if now_ns >= end.stuck_ns:
+                    self._give_up(end.region, f"a launch that names it has not ended within {end.grace_ms} ms")
+                return False
+            self._call(lambda: self._resources.context.region_wipe(end.region.address))
+            marks = [self._mark(stream) for stream in self._streams()]
+            end.waits = [ticket for ticket in marks if not ticket.is_done()]
+            end.quiet_ns = now_ns + QUIET_WAIT_NS
+            self._spin_until_ns = now_ns + SPIN_NS
+        is_told = end.region.is_told or now_ns >= end.tell_ns
+        is_quiet = not end.waits or now_ns >= end.quiet_ns
+        return is_told and is_quiet and self._call(self._resources.context.region_is_zeroed)
+
+    def _take_away(self, region: Region) -> None:
+        resources = self._resources
+        context = resources.context
+        before_bytes = self._call(context.free_bytes)
+        returned = self._call(lambda: context.region_end(region.address, resources.check_lease))
+        shown_bytes = self._call(context.free_bytes) - before_bytes
+        resources.ledger.end_region(region.address, returned.kept_bytes)
+        resources.record_usage()
+        region.streams.clear()
+        region.tickets.clear()
+        self._answer(RegionEnded(region.region_id, returned.freed_bytes, returned.kept_bytes, shown_bytes))
+
+    def _give_up(self, region: Region, reason: str) -> None:
+        """Report that a region keeps its memory: the broker ends the lease for that."""
+        self._ends.pop(region.region_id, None)
+        self._answer(RegionStuck(region.region_id, reason))
+
+    def _answer(self, result: RegionEnded | RegionStuck) -> None:
+        self._results[result.region_id] = result
+        self._gate.outbox.append(result)
+
+    def forget(self, region_id: int) -> None:
+        """Forget a region whose address the session let go of."""
+        self._by_id.pop(region_id, None)
+        self._results.pop(region_id, None)
+
+    def leave_stream(self, stream: int) -> None:
+        """Note that one of the driver's streams is about to be destroyed; what it holds goes on."""
+
+        def mark(stream: int) -> Ticket:
+            try:
+                return self._mark(stream)
+            except DriverError:
+                # Its launches can't be waited for: whoever ends a region that they use has to give up.
+                return _NeverDone()
+
+        self._gate.leave_stream(stream, mark)
+
+    def _mark(self, stream: int) -> Ticket:
+        return self._call(lambda: self._resources.context.mark(stream))
+
+    def _call(self, ask: Callable[[], _Result]) -> _Result:
+        """Ask the driver something that is not the tenant's request: a fault of the tenant's kernels is kept for it."""
+        try:
+            return ask()
+        except KernelFault as fault:
+            self._keep_fault(fault)
+            if fault.context_lost:
+                raise
+            return ask()
+
+    # --- the slice ---
+
+    def resize(self, asked: ResizeSlice) -> None:
+        """Give the slice another size, and answer. It gets no smaller than what the session has taken of it."""
+        resources, ledger = self._resources, self._resources.ledger
+        before_bytes, doubt = ledger.slice_bytes, ""
+        ledger.slice_bytes = asked.size_bytes
+        if asked.size_bytes < before_bytes:
+            try:
+                self._call(lambda: resources.context.trim(max(0, ledger.room_bytes), resources.check_lease))
+                resources.record_usage()
+                if ledger.charged_bytes > asked.size_bytes:
+                    doubt = f"the session has taken {ledger.charged_bytes} bytes of it; it must free something first"
+            except (DriverError, LeaseOver) as error:
+                doubt = str(error) or "the lease is over"
+        if doubt:
+            ledger.slice_bytes = before_bytes
+        self._gate.outbox.append(SliceResized(ledger.slice_bytes, doubt))

@@ -1,0 +1,364 @@
+"""A session's regions, and the look at them before each launch and copy that names one.
+
+A region is memory that the broker lets the session use until the region's word on the regions page says otherwise, or
+until its deadline. Launches name a region set: a list of regions, made once. A set whose words were compared at an
+epoch of the page goes on until the epoch moves or the least of its deadlines comes. So a launch looks at two numbers,
+however many regions the set names, and native code can do that (serve.ll). It does so for the set in use: the one that
+`RegionGate` admitted last, in the stream selected now. Python sees any other launch, compares the whole set, and notes
+that the set's regions are used in that stream: a region's memory is taken away only once those launches have ended
+(`region_memory.py`).
+
+The first launch or copy refused for a region says how the region ended, every later one FENCED. A cancelled region has
+not ended: it is refused as CANCELLED for as long as it is cancelled.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Final, NamedTuple
+
+from gpulease.daemon.contract.message_fields import Message
+from gpulease.daemon.contract.messages import ForwardRevoked, RegionReleased
+from gpulease.daemon.contract.regions_page import STATUS_OF_WORD, RegionWord, WorkerRegions, word_of
+from gpulease.daemon.drivers.interface import Ticket
+from gpulease.daemon.session.ledger import Refused, invalid_handle
+from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.replies import empty, handle_reply
+from gpulease.protocol.codec import parse_body
+from gpulease.protocol.errors import BodyError
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.fastpath import HANDLE, parse_fixed
+from gpulease.protocol.framing import Frame
+from gpulease.protocol.messages import Handle, RegionSet
+from gpulease.protocol.opcodes import Status
+
+MAX_REGION_SETS: Final = 4096
+"""Most region sets of a session. Stops a loop that makes sets and never lets go of them."""
+
+MAX_SET_MEMBERS: Final = 65_536
+"""Most regions that a session's sets name together, each counted as often as it is named: a place takes some 100 bytes
+of the host's memory, which no slice bounds."""
+
+MAX_REPEATS: Final = 100
+"""Most refusals of regions within REPEAT_NS that the broker hears of, beside the first for each region. Stops a tenant
+that launches in ended regions again and again from keeping the broker busy."""
+
+REPEAT_NS: Final = 1_000_000_000
+
+NO_EPOCH: Final = (1 << 64) - 1
+"""An epoch that no page reaches: a set that was never compared, or no set at all."""
+
+_U32_MASK: Final = (1 << 32) - 1
+ENDS: Final = frozenset({RegionWord.REVOKED, RegionWord.EXPIRED, RegionWord.FREED})
+_SAID: Final = {
+    Status.REVOKED: ("was revoked", "Ask whoever revoked it why; open another region, and name that one."),
+    Status.LEASE_EXPIRED: ("has expired", "Open another region, and renew it in time."),
+    Status.LEASE_FREED: ("was freed", "Name it in no region set any more."),
+    Status.CANCELLED: ("is cancelled", "Leave it out of the region set until its cancel is taken back."),
+    Status.FENCED: ("has ended or never began", "Make a region set without it."),
+}
+
+
+class Flip(NamedTuple):
+    """The word for which a region is refused, and since when it stands, on the monotonic clock."""
+
+    word: RegionWord
+    flipped_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """A region that the session has mapped.
+
+    Attributes:
+        number: Its slot's number while the slot is its own.
+        streams: The driver's streams in which something that names it was queued.
+        tickets: What those of its streams held that were destroyed since.
+        ended: How it ended; None while it has not, as far as the session has seen. Never changes again.
+        is_told: A refusal has said how it ended: every later one says FENCED.
+    """
+
+    region_id: int
+    slot: int
+    number: int
+    address: int
+    size_bytes: int
+    streams: set[int] = field(default_factory=set)
+    tickets: list[Ticket] = field(default_factory=list)
+    ended: Flip | None = None
+    is_told: bool = False
+
+
+class SetInUse:
+    """A region set.
+
+    Attributes:
+        handle: Its handle, `wire` the same as it travels.
+        regions: The regions, in the order of the request.
+        streams: The driver's streams that its regions are known to be used in.
+        epoch: The page's epoch at which all of them went on; NO_EPOCH if none is known.
+        deadline_ns: The least of their deadlines then.
+    """
+
+    __slots__ = ("_active", "_getter", "deadline_ns", "epoch", "handle", "regions", "streams", "wire")
+
+    def __init__(self, handle: int, regions: list[Region]) -> None:
+        self.handle, self.wire, self.regions = handle, HANDLE.pack(handle), regions
+        self.streams: set[int] = set()
+        self.epoch, self.deadline_ns = NO_EPOCH, 0
+        # Two slots at least, so that the getter always gives a tuple.
+        slots = [region.slot for region in regions] * (1 + (len(regions) == 1))
+        self._getter = itemgetter(*slots)
+        self._active = [word_of(region.number, RegionWord.ACTIVE) for region in regions]
+
+    def compare(self, page: WorkerRegions, now_ns: int) -> list[Region]:
+        """Compare all words and deadlines; the regions that may have to be refused. Notes the epoch if there are none.
+
+        The epoch is read first, so a change meanwhile is a change of the epoch noted.
+        """
+        epoch = page.epoch
+        words, deadlines = self._getter(page.words), self._getter(page.deadlines)
+        self.epoch, self.deadline_ns = epoch, min(deadlines)
+        suspects = [
+            region
+            for region, word, active, deadline_ns in zip(self.regions, words, self._active, deadlines, strict=False)
+            if word != active or deadline_ns <= now_ns or region.ended is not None
+        ]
+        if suspects:
+            self.forget()
+        return suspects
+
+    def forget(self) -> None:
+        """Have the next launch compare all words."""
+        self.epoch = NO_EPOCH
+
+
+class RegionGate:
+    """The looks at a session's regions before what names them, and the refusals.
+
+    Attributes:
+        page: The regions page; None before the first region.
+        regions: All regions whose addresses the session has, by slot and number.
+        current: The set that was admitted last, in the stream that is selected now; None if there is none.
+        on_change: Called when `current`, its epoch, its deadline or the page may have changed.
+        launches_begun: Returns how many launches have begun in this burst; see `refuse`.
+        outbox: What the broker is to hear.
+    """
+
+    def __init__(self, resources: SessionResources, launches_begun: Callable[[], int]) -> None:
+        self.page: WorkerRegions | None = None
+        self.regions: dict[tuple[int, int], Region] = {}
+        self.current: SetInUse | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self.launches_begun = launches_begun
+        self.outbox: deque[Message] = deque()
+        self.sets: dict[int, SetInUse] = {}
+        self._resources = resources
+        self._repeats = 0
+        self._repeats_since_ns = 0
+
+    # --- looks ---
+
+    def admit(self, handle: int, position: int, kernel: str = "") -> None:
+        """Look at the regions of a set before a launch, and note that they are used in the present stream.
+
+        Raises Refused.
+        """
+        chosen = self.sets.get(handle)
+        if chosen is None or self.page is None:
+            raise invalid_handle(f"{handle} is not a region set of this session")
+        now_ns = time.monotonic_ns()
+        if chosen.epoch != self.page.epoch or now_ns >= chosen.deadline_ns:
+            self._refuse_first(chosen.compare(self.page, now_ns), kernel, position, now_ns)
+        elif chosen is self.current:
+            return
+        stream = self._resources.stream
+        if stream not in chosen.streams:
+            for region in chosen.regions:
+                region.streams.add(stream)
+            chosen.streams.add(stream)
+        self.current = chosen
+        self.on_change()
+
+    def is_quiet(self, buffer: bytearray, set_at: int) -> bool:
+        """Return whether the LAUNCH_IN whose region set stands there in the buffer is admitted without a comparison.
+
+        The reference of what serve.ll does.
+        """
+        current, page = self.current, self.page
+        return (
+            current is not None
+            and page is not None
+            and buffer.startswith(current.wire, set_at)
+            and time.monotonic_ns() < current.deadline_ns
+            and page.epoch == current.epoch
+        )
+
+    def admit_copy(self, region: Region) -> None:
+        """Look at a region before a copy, or a graph, that uses it in the present stream. Raises Refused."""
+        self._refuse_first((region,), "", None, time.monotonic_ns())
+        region.streams.add(self._resources.stream)
+
+    def _refuse_first(self, regions: Iterable[Region], kernel: str, position: int | None, now_ns: int) -> None:
+        """Refuse for the first of these regions that does not go on, if there is one."""
+        for region in regions:
+            flip = self.flip_of(region, now_ns)
+            if flip is not None:
+                raise self.refuse(region, flip, kernel, position, now_ns)
+
+    def flip_of(self, region: Region, now_ns: int) -> Flip | None:
+        """The word for which a region is refused now; None while it goes on."""
+        if region.ended is not None or self.page is None:
+            return region.ended
+        page, slot = self.page, region.slot
+        number, state = page.word(slot)
+        if number != region.number:
+            return Flip(RegionWord.NONE, 0)
+        if state is RegionWord.ACTIVE:
+            deadline_ns = page.deadlines[slot]
+            return None if now_ns < deadline_ns else Flip(RegionWord.EXPIRED, deadline_ns)
+        flip = Flip(state, page.flipped_ns[slot])
+        if state in ENDS:
+            region.ended = flip
+        return flip
+
+    def refuse(self, region: Region, flip: Flip, kernel: str, position: int | None, now_ns: int) -> Refused:
+        """Return the refusal of a launch or a copy because of a region, and note it for the broker.
+
+        Its `site` counts from 0: so many launches of the session have begun since the last wait (SYNC, STREAM_SYNC)
+        that was answered, or the last failure that was reported. Those are launches with and without a set, in all
+        streams, and each kernel of a graph. If a tenant numbers the launches of a burst from 0, this is the number of
+        the one that did not begin.
+        """
+        status = STATUS_OF_WORD.get(flip.word, Status.FENCED)
+        is_repeat = region.is_told
+        if flip.word in ENDS:
+            status = Status.FENCED if is_repeat else status
+            region.is_told = True
+        site = self.launches_begun() & _U32_MASK
+        if self._may_tell(now_ns, is_first=flip.word in ENDS and not is_repeat):
+            told = ForwardRevoked(region.region_id, -status, kernel, site, position or 0, flip.flipped_ns, now_ns)
+            self.outbox.append(told)
+        said, hint = _SAID[status]
+        return Refused(
+            Failure(
+                status,
+                f"region {region.region_id:032x} {said}",
+                hint=hint,
+                kernel=kernel,
+                region=region.region_id,
+                site=site,
+                flipped_ns=flip.flipped_ns,
+                position=position,
+            )
+        )
+
+    def _may_tell(self, now_ns: int, *, is_first: bool) -> bool:
+        if is_first:
+            return True
+        if now_ns - self._repeats_since_ns >= REPEAT_NS:
+            self._repeats, self._repeats_since_ns = 0, now_ns
+        self._repeats += 1
+        return self._repeats <= MAX_REPEATS
+
+    # --- streams ---
+
+    def forget_current(self) -> None:
+        """Have Python see the next launch: another stream is selected, or a set or the page has changed."""
+        self.current = None
+        self.on_change()
+
+    def leave_stream(self, stream: int, mark: Callable[[int], Ticket]) -> None:
+        """Note that a stream is about to be destroyed, whose number may be used again; what it holds goes on."""
+        users = [region for region in self.regions.values() if stream in region.streams]
+        if users:
+            ticket = mark(stream)
+            for region in users:
+                region.streams.discard(stream)
+                region.tickets = [*(old for old in region.tickets if not old.is_done()), ticket]
+        for chosen in self.sets.values():
+            chosen.streams.discard(stream)
+
+
+class RegionOperations(Operations):
+    """REGION_SET, REGION_SET_FREE and REGION_RELEASE."""
+
+    def __init__(self, resources: SessionResources, gate: RegionGate, forget: Callable[[int], None]) -> None:
+        super().__init__(resources)
+        self._gate, self._forget = gate, forget
+        self._last_set = 0
+        self._member_count = 0
+
+    def make_set(self, frame: Frame) -> bytes:
+        """REGION_SET. A region that has ended may be named: the set's launches are refused for it."""
+        named = parse_body(RegionSet, frame.payload).regions
+        if not named:
+            raise BodyError("a region set names at least one region")
+        gate = self._gate
+        if len(gate.sets) >= MAX_REGION_SETS or self._member_count + len(named) > MAX_SET_MEMBERS:
+            raise Refused(
+                Failure(
+                    Status.BUSY,
+                    f"the session has {len(gate.sets)} region sets that name {self._member_count} regions; at most "
+                    f"{MAX_REGION_SETS} and {MAX_SET_MEMBERS} are allowed",
+                    hint="Free sets that are no longer needed.",
+                )
+            )
+        regions = []
+        for ref in named:
+            region = gate.regions.get((ref.slot, ref.number))
+            if region is None:
+                raise invalid_handle(f"slot {ref.slot} with number {ref.number} is no region of this session")
+            regions.append(region)
+        self._last_set += 1
+        gate.sets[self._last_set] = SetInUse(self._last_set, regions)
+        self._member_count += len(regions)
+        return handle_reply(frame, self._last_set)
+
+    def free_set(self, frame: Frame) -> bytes:
+        """REGION_SET_FREE. What was launched in the set goes on."""
+        (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
+        gone = self._gate.sets.pop(handle, None)
+        if gone is None:
+            raise invalid_handle(f"{handle} is not a region set of this session")
+        self._member_count -= len(gone.regions)
+        if gone is self._gate.current:
+            self._gate.forget_current()
+        return empty(frame)
+
+    def release(self, frame: Frame) -> bytes:
+        """REGION_RELEASE: let go of the address of a region whose memory is gone."""
+        (address,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
+        region = next((known for known in self._gate.regions.values() if known.address == address), None)
+        if region is None:
+            raise invalid_handle(f"{address:#x} is not the address of a region of this session")
+        if not self._ledger.has_ended(address):
+            raise Refused(
+                Failure(
+                    Status.BUSY,
+                    f"region {region.region_id:032x} still has its memory",
+                    hint="Free it by its lease id first, and wait until it is returned.",
+                    region=region.region_id,
+                )
+            )
+        self._context.region_release(address)
+        self._ledger.remove_region(address)
+        self._record_usage()
+        del self._gate.regions[region.slot, region.number]
+        self._forget(region.region_id)
+        self._gate.outbox.append(RegionReleased(region.region_id))
+        return empty(frame)
+
+
+def no_set() -> Refused:
+    """The refusal of a launch without a region set where each must name one."""
+    return Refused(
+        Failure(
+            Status.INVALID_REQUEST,
+            "the lease takes no launch without a region set",
+            hint="Make a region set of the regions that the launch touches, and launch in it; or acquire the lease "
+            "without regions_required.",
+        )
+    )

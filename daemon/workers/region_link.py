@@ -1,0 +1,76 @@
+"""The regions of one session as the broker reaches them: the page that it writes, and orders to the worker.
+
+Orders wait for room in the worker's channel, in their order. There are as many of them as regions, at most three each.
+"""
+
+import asyncio
+import socket
+
+from gpulease.daemon.contract.message_fields import Message
+from gpulease.daemon.contract.messages import RegionsPage
+from gpulease.daemon.contract.regions_page import BrokerRegionsPage
+from gpulease.daemon.host.ipc import ChannelClosed, Outbox
+
+
+class RegionLink:
+    """The regions page of one session, and the way to its worker.
+
+    Args:
+        channel: The broker's end of the worker's channel, which must not block.
+        is_held: Whether orders wait for `release`: a worker that was taken over gets the page once its words are there.
+
+    Attributes:
+        page: The page.
+    """
+
+    def __init__(self, channel: socket.socket, *, is_held: bool = False) -> None:
+        self.page = BrokerRegionsPage()
+        self._channel = channel
+        self._outbox = Outbox(channel)
+        self._held: list[Message] | None = [] if is_held else None
+        self._is_page_sent = False
+
+    def order(self, message: Message) -> None:
+        """Send the worker an order, and before the first one the page. A worker that is gone gets nothing.
+
+        Raises:
+            OSError: No descriptor is left for a page that has to wait for room.
+        """
+        if self._held is not None:
+            self._held.append(message)
+            return
+        try:
+            if not self._is_page_sent:
+                self._outbox.send(RegionsPage().to_map(), (self.page.reading_fd,))
+                self._is_page_sent = True
+            self._outbox.send(message.to_map())
+        except ChannelClosed:
+            self._outbox.close()
+        if self._outbox:
+            asyncio.get_running_loop().add_writer(self._channel, self._flush)
+
+    def release(self) -> None:
+        """Send a worker that was taken over its page, then the orders that were held. Raises OSError as `order`."""
+        held, self._held = self._held or [], None
+        try:
+            self._outbox.send(RegionsPage().to_map(), (self.page.reading_fd,))
+        except ChannelClosed:
+            return
+        self._is_page_sent = True
+        for message in held:
+            self.order(message)
+
+    def close(self) -> None:
+        """Drop the orders that wait, and unmap the page."""
+        if self._outbox:
+            asyncio.get_running_loop().remove_writer(self._channel)
+        self._outbox.close()
+        self.page.close()
+
+    def _flush(self) -> None:
+        try:
+            self._outbox.flush()
+        except ChannelClosed:
+            self._outbox.close()
+        if not self._outbox:
+            asyncio.get_running_loop().remove_writer(self._channel)

@@ -1,0 +1,179 @@
+"""Orders of the lease table about regions to the sessions' workers, and the workers' answers to the table.
+
+A tenant may have taken its worker over. An answer counts only if it is about a region of the worker's own lease and its
+figures can be true. The lease table ignores answers that it did not ask for.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from gpulease.daemon.contract import messages
+from gpulease.daemon.contract.message_fields import U64_MAX, Message
+from gpulease.daemon.contract.regions_page import STATUS_OF_WORD
+from gpulease.daemon.leases import (
+    EndRegion,
+    Event,
+    LeaseSnapshot,
+    OpenRegion,
+    RegionEnded,
+    RegionOpened,
+    RegionRefused,
+    RegionReleased,
+    RegionStuck,
+    ResizeSlice,
+    SetRegion,
+    SliceResized,
+)
+from gpulease.daemon.record.audit.records import clean_text
+from gpulease.daemon.workers.region_link import RegionLink
+from gpulease.daemon.workers.registry import MAX_REASON_CHARS, Workers
+from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
+from gpulease.protocol.opcodes import Status
+
+U32_MAX: Final = 2**32 - 1
+
+_REFUSALS: Final = frozenset(-status for status in (*STATUS_OF_WORD.values(), Status.FENCED))
+
+OnForwardRevoked = Callable[[LeaseSnapshot, messages.ForwardRevoked], None]
+"""Called with a region and the launch that was refused because of it."""
+
+
+class RegionOrders:
+    """Carries orders about regions to workers, and their answers to the lease table.
+
+    Args:
+        lookup: Gives a lease or a region by its id.
+        workers: The workers.
+        post: Called with each answer, as an event.
+        on_forward_revoked: Called with each launch that a session refused because of a region.
+    """
+
+    def __init__(
+        self,
+        lookup: Callable[[int], LeaseSnapshot | None],
+        workers: Workers,
+        post: Callable[[Event], None],
+        on_forward_revoked: OnForwardRevoked,
+    ) -> None:
+        self._lookup = lookup
+        self._workers = workers
+        self._post = post
+        self._on_forward_revoked = on_forward_revoked
+        self._is_adopting = False
+        # By lease: the size that its worker was asked for, until it has answered.
+        self._asked_bytes: dict[int, int] = {}
+
+    # --- orders ---
+
+    def open(self, order: OpenRegion) -> None:
+        """Have a worker map a region."""
+        region = messages.OpenRegion(order.region_id, order.slot, order.number, order.size_bytes)
+        if (problem := self._send(order.lease_id, region)) is not None:
+            self._post(RegionRefused(order.region_id, f"The session can't be told of the region: {problem}."))
+
+    def set(self, order: SetRegion) -> None:
+        """Write a region's word, which the worker reads. Nobody reads it once the worker is gone."""
+        if (link := self._link(order.lease_id)) is not None:
+            link.page.set(order.slot, order.number, order.word, order.deadline_ns, time.monotonic_ns())
+
+    def end(self, order: EndRegion) -> None:
+        """Have a worker take a region's memory away."""
+        if (problem := self._send(order.lease_id, messages.EndRegion(order.region_id, order.grace_ms))) is not None:
+            self._post(RegionStuck(order.region_id, f"its session can't be told of its end: {problem}"))
+
+    def resize(self, order: ResizeSlice) -> None:
+        """Have a worker take a slice of another size."""
+        self._asked_bytes[order.lease_id] = order.size_bytes
+        self._send(order.lease_id, messages.ResizeSlice(order.size_bytes))
+
+    def forget(self, lease_id: int) -> None:
+        """Drop what is remembered of a lease that has ended."""
+        self._asked_bytes.pop(lease_id, None)
+
+    # --- adoption ---
+
+    def begin_adoption(self) -> None:
+        """Hold every order from now on: workers that were taken over get them behind a page that is whole."""
+        self._is_adopting = True
+
+    def end_adoption(self) -> None:
+        """Send each such worker its page, and what was held."""
+        self._is_adopting = False
+        for worker in self._workers.serving():
+            if worker.regions is not None:
+                worker.regions.release()
+
+    def _link(self, lease_id: int) -> RegionLink | None:
+        """Return a worker's link, made with its first region; None without a worker. Raises OSError."""
+        worker = self._workers.worker(lease_id)
+        if worker is None:
+            return None
+        if worker.regions is None:
+            worker.regions = RegionLink(worker.channel, is_held=self._is_adopting)
+        return worker.regions
+
+    def _send(self, lease_id: int, message: Message) -> str | None:
+        """Send an order. Returns what keeps it from being sent; None if it is on its way, or nobody is there."""
+        try:
+            if (link := self._link(lease_id)) is not None:
+                link.order(message)
+        except OSError as error:
+            return error.strerror or "no descriptor is left"
+        return None
+
+    # --- answers ---
+
+    def on_message(self, lease_id: int, message: Message) -> None:
+        """Take in what the worker of a lease says."""
+        if isinstance(message, messages.SliceResized):
+            self._on_resized(lease_id, message)
+            return
+        region = self._lookup(getattr(message, "region_id", 0))
+        if region is None or not lease_id or region.parent_id != lease_id:
+            return
+        match message:
+            case messages.RegionOpened(region_id, address):
+                is_possible = 0 < address <= U64_MAX + 1 - region.size_bytes
+                impossible = RegionRefused(region_id, "The session gave an address that can't be.")
+                self._post(RegionOpened(region_id, address) if is_possible else impossible)
+            case messages.RegionRefused(region_id, reason):
+                self._post(RegionRefused(region_id, clean_text(reason, MAX_REASON_CHARS)))
+            case messages.RegionEnded():
+                self._post(_end_of(region, message))
+            case messages.RegionStuck(region_id, reason):
+                self._post(RegionStuck(region_id, clean_text(reason, MAX_REASON_CHARS)))
+            case messages.RegionReleased(region_id):
+                self._post(RegionReleased(region_id))
+            case messages.ForwardRevoked() if _is_possible(message):
+                kernel = clean_text(message.kernel, MAX_KERNEL_NAME_BYTES).encode()[:MAX_KERNEL_NAME_BYTES]
+                message = replace(message, kernel=kernel.decode(errors="ignore"))
+                self._on_forward_revoked(region, message)
+
+    def _on_resized(self, lease_id: int, message: messages.SliceResized) -> None:
+        asked_bytes = self._asked_bytes.pop(lease_id, None)
+        if asked_bytes is None:
+            return
+        doubt = clean_text(message.doubt, MAX_REASON_CHARS)
+        if message.size_bytes != asked_bytes:
+            doubt = doubt or f"its session took {message.size_bytes} bytes"
+        elif (worker := self._workers.worker(lease_id)) is not None:
+            worker.resize(asked_bytes)
+        self._post(SliceResized(lease_id, message.size_bytes, doubt))
+
+
+def _end_of(region: LeaseSnapshot, message: messages.RegionEnded) -> Event:
+    if not (message.freed_bytes or message.kept_bytes):
+        # It never opened, or the session let go of it before. The table has that proved if it was open once.
+        return RegionRefused(region.lease_id, "The session has nothing of the region.")
+    if message.freed_bytes + message.kept_bytes != region.size_bytes:
+        figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"
+        return RegionStuck(region.lease_id, f"its session says {figures} of {region.size_bytes}")
+    is_shown = message.shown_bytes >= message.freed_bytes
+    return RegionEnded(region.lease_id, message.freed_bytes, message.kept_bytes, is_shown)
+
+
+def _is_possible(message: messages.ForwardRevoked) -> bool:
+    is_in_order = message.flipped_ns <= message.seen_ns <= time.monotonic_ns()
+    return message.status in _REFUSALS and message.site <= U32_MAX and is_in_order

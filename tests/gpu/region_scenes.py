@@ -1,0 +1,352 @@
+"""Scenes with regions in a context of this process, which ends with it: `python -m tests.gpu.region_scenes NAME`.
+
+Each prints what it saw, as JSON; tests/gpu/test_regions.py says what must be seen.
+"""
+
+import json
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from statistics import median
+from typing import Any, Final
+
+from gpulease.daemon.drivers.interface import Context, DriverError, KernelFault, OutOfMemory
+
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+SIZES: Final = (2 * MIB, 64 * MIB, GIB)
+ROUNDS: Final = 20
+
+KERNELS: Final = b"""
+.version 7.0
+.target sm_75
+.address_size 64
+.visible .entry fill(.param .u64 p, .param .u32 words, .param .u32 value) {
+    .reg .pred %q; .reg .b32 %r<8>; .reg .b64 %rd<4>;
+    ld.param.u64 %rd1, [p]; ld.param.u32 %r1, [words]; ld.param.u32 %r2, [value];
+    mov.u32 %r3, %ctaid.x; mov.u32 %r4, %ntid.x; mov.u32 %r5, %tid.x; mad.lo.u32 %r5, %r3, %r4, %r5;
+    mov.u32 %r6, %nctaid.x; mul.lo.u32 %r6, %r6, %r4;
+NEXT:
+    setp.ge.u32 %q, %r5, %r1; @%q bra DONE;
+    mul.wide.u32 %rd2, %r5, 4; add.u64 %rd3, %rd1, %rd2; st.global.u32 [%rd3], %r2;
+    add.u32 %r5, %r5, %r6; bra NEXT;
+DONE:
+    ret;
+}
+.visible .entry count_others(.param .u64 p, .param .u32 words, .param .u32 value, .param .u64 out) {
+    .reg .pred %q; .reg .b32 %r<9>; .reg .b64 %rd<5>;
+    ld.param.u64 %rd1, [p]; ld.param.u32 %r1, [words]; ld.param.u32 %r2, [value]; ld.param.u64 %rd4, [out];
+    mov.u32 %r3, %ctaid.x; mov.u32 %r4, %ntid.x; mov.u32 %r5, %tid.x; mad.lo.u32 %r5, %r3, %r4, %r5;
+    mov.u32 %r6, %nctaid.x; mul.lo.u32 %r6, %r6, %r4;
+NEXT:
+    setp.ge.u32 %q, %r5, %r1; @%q bra DONE;
+    mul.wide.u32 %rd2, %r5, 4; add.u64 %rd3, %rd1, %rd2; ld.global.u32 %r7, [%rd3];
+    add.u32 %r5, %r5, %r6;
+    setp.eq.u32 %q, %r7, %r2; @%q bra NEXT;
+    atom.global.add.u32 %r8, [%rd4], 1; bra NEXT;
+DONE:
+    ret;
+}
+.visible .entry hammer(.param .u64 p, .param .u32 words, .param .u32 rounds) {
+    .reg .pred %q; .reg .b32 %r<8>; .reg .b64 %rd<4>;
+    ld.param.u64 %rd1, [p]; ld.param.u32 %r1, [words]; ld.param.u32 %r2, [rounds];
+    mov.u32 %r3, %ctaid.x; mov.u32 %r4, %ntid.x; mov.u32 %r5, %tid.x; mad.lo.u32 %r5, %r3, %r4, %r5;
+    setp.ge.u32 %q, %r5, %r1; @%q bra DONE;
+    mul.wide.u32 %rd2, %r5, 4; add.u64 %rd1, %rd1, %rd2;
+AGAIN:
+    ld.volatile.global.u32 %r6, [%rd1]; add.u32 %r6, %r6, 1; st.volatile.global.u32 [%rd1], %r6;
+    sub.u32 %r2, %r2, 1; setp.ne.u32 %q, %r2, 0; @%q bra AGAIN;
+DONE:
+    ret;
+}
+"""
+
+
+class Stage:
+    """A context with the kernels."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._kernels = context.module_load(KERNELS).kernels
+        self._out = context.mem_alloc(4)
+
+    def fill(self, address: int, size: int, value: int) -> None:
+        """Store the value in every word, in order with all else in the stream."""
+        self._launch("fill", size, struct.pack("<QII", address, size // 4, value))
+
+    def others(self, address: int, size: int, value: int) -> int:
+        """Number of words that are not the value."""
+        self.context.mem_write(self._out, memoryview(bytes(4)))
+        self._launch("count_others", size, struct.pack("<QIIQ", address, size // 4, value, self._out))
+        seen = bytearray(4)
+        self.context.mem_read(self._out, memoryview(seen))
+        return int.from_bytes(seen, "little")
+
+    def hammer(self, address: int, threads: int, rounds: int) -> None:
+        """Count each of the first words up, round after round."""
+        params = struct.pack("<QII", address, threads, rounds)
+        self.context.launch(self._kernels["hammer"], (-(-threads // 256), 1, 1), (256, 1, 1), 0, params, 1)
+
+    def rounds_for(self, address: int, threads: int, seconds: float) -> int:
+        """Rounds of `hammer` that take so long; the words are zero afterwards."""
+        rounds = 2000
+        self.hammer(address, threads, 1)
+        self.context.sync()
+        started = time.monotonic()
+        self.hammer(address, threads, rounds)
+        self.context.sync()
+        taken = time.monotonic() - started
+        self.fill(address, 4 * threads, 0)
+        self.context.sync()
+        return max(1, int(rounds * seconds / taken))
+
+    def _launch(self, name: str, size: int, params: bytes) -> None:
+        blocks = max(1, min(2048, size // 4096))
+        self.context.launch(self._kernels[name], (blocks, 1, 1), (256, 1, 1), 0, params, 1)
+
+
+def quiet(stage: Stage) -> dict[str, Any]:
+    """Microseconds of each call, and what it took of the card's free bytes, on an idle card."""
+    context, seen = stage.context, dict[str, Any]()
+    for size in SIZES:
+        kept, taken = context.region_kept_bytes(size), set[tuple[int, int, int]]()
+        spans: dict[str, list[float]] = {"open": [], "end": [], "release": []}
+        for _ in range(ROUNDS):
+            before = context.free_bytes()
+            with timed(spans["open"]):
+                address = opened(context, size)
+            opened = context.free_bytes()
+            with timed(spans["end"]):
+                returned = context.region_end(address)
+            ended = context.free_bytes()
+            with timed(spans["release"]):
+                context.region_release(address)
+            taken.add((before - opened, before - ended, before - context.free_bytes()))
+            assert (returned.freed_bytes, returned.kept_bytes) == (size - kept, kept)
+        us = {name: [round(median(span)), round(max(span))] for name, span in spans.items()}
+        seen[str(size)] = {"p50_and_max_us": us, "taken": sorted(taken), "expected": [size, kept, 0]}
+    return seen
+
+
+class timed:
+    """Appends the microseconds of its block."""
+
+    def __init__(self, spans: list[float]) -> None:
+        self._spans = spans
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._spans.append((time.perf_counter() - self._started) * 1e6)
+
+
+def zeroed(stage: Stage) -> dict[str, Any]:
+    """Words that are not zero: of regions after other regions and allocations, and of regions that have ended."""
+    context, fresh, stale = stage.context, [], []
+    for size in (*SIZES, *SIZES[:2] * 5):
+        address = opened(context, size)
+        fresh.append(stage.others(address, size, 0))
+        stage.fill(address, size, 0xFFFFFFFF)
+        assert stage.others(address, size, 0xFFFFFFFF) == 0
+        context.region_end(address)
+        stale.append(stage.others(address, size, 0))
+        allocation = context.mem_alloc(size)
+        stage.fill(allocation, size, 0xFFFFFFFF)
+        context.mem_free(allocation)
+        context.trim(0)
+    return {"fresh": fresh, "stale": stale}
+
+
+def isolated(stage: Stage) -> dict[str, Any]:
+    """What a stale writer's words reach: its own ended region, and no other, earlier or later."""
+    context, size = stage.context, 64 * MIB
+    one, other = opened(context, size), opened(context, size)
+    stage.fill(one, size, 1)
+    stage.fill(other, size, 2)
+    both = [stage.others(one, size, 1), stage.others(other, size, 2)]
+    context.region_end(one)
+    third = opened(context, size)
+    gone = opened(context, size)
+    context.region_end(gone)
+    stage.fill(one, size, 7)
+    context.sync()
+    later = opened(context, size)
+    return {
+        "both": both,
+        "other": stage.others(other, size, 2),
+        "third": stage.others(third, size, 0),
+        "ended other": stage.others(gone, size, 0),
+        "later": stage.others(later, size, 0),
+        "fault": str(context.fault() or ""),
+    }
+
+
+def beside(stage: Stage) -> dict[str, Any]:
+    """Regions that open and end while a kernel works on another one, with few threads and with all a card has."""
+    context, seen = stage.context, dict[str, Any]()
+    work = opened(context, 64 * MIB)
+    stream = context.stream_create()
+    context.stream_select(stream)
+    for name, threads in (("few", 2560), ("all", 1 << 20)):
+        stage.fill(work, 64 * MIB, 0)
+        rounds = stage.rounds_for(work, threads, 0.5)
+        spans: dict[str, list[float]] = {"open": [], "end": [], "release": []}
+        started, count = time.monotonic(), 0
+        stage.hammer(work, threads, rounds)
+        hammering = context.mark(stream)
+        while not hammering.is_done() and count < ROUNDS:
+            with timed(spans["open"]):
+                address = opened(context, 64 * MIB)
+            with timed(spans["end"]):
+                context.region_end(address)
+            with timed(spans["release"]):
+                context.region_release(address)
+            count += 1
+        context.sync()
+        us = {call: [round(median(span)), round(max(span))] for call, span in spans.items()}
+        took_ms = round((time.monotonic() - started) * 1e3)
+        wrong = stage.others(work, 4 * threads, rounds)
+        seen[name] = {"regions": count, "wrong": wrong, "hammer_ms": took_ms, "p50_and_max_us": us}
+    return seen
+
+
+def addresses(stage: Stage) -> dict[str, Any]:
+    """The address ranges of 100 regions, each opened when the one before was released."""
+    context, ranges = stage.context, []
+    for number in range(100):
+        size = (2 + 2 * (number % 7)) * MIB
+        address = opened(context, size)
+        ranges.append((address, address + size))
+        context.region_end(address)
+        context.region_release(address)
+    ranges.sort()
+    overlaps = sum(first[1] > second[0] for first, second in pairwise(ranges))
+    return {"overlaps": overlaps, "aligned": all(start % context.region_granule_bytes == 0 for start, _ in ranges)}
+
+
+def marked(stage: Stage) -> dict[str, Any]:
+    """Whether marks are done while a kernel runs, and when it has ended."""
+    context = stage.context
+    work = opened(context, 2 * MIB)
+    busy, idle = context.stream_create(), context.stream_create()
+    context.stream_select(busy)
+    stage.hammer(work, 256, stage.rounds_for(work, 256, 0.3))
+    tickets = [context.mark(busy), context.mark(idle)]
+    during = [ticket.is_done() for ticket in tickets]
+    context.sync()
+    return {"during": during, "after": [ticket.is_done() for ticket in tickets]}
+
+
+def too_large(stage: Stage) -> dict[str, Any]:
+    """A region for which the card has no room, and what that took."""
+    context = stage.context
+    context.region_end(opened(context, 2 * MIB))
+    before = context.free_bytes()
+    said = []
+    for size in (before // (2 * MIB) * 2 * MIB + 64 * MIB, 1 << 44):
+        try:
+            opened(context, size)
+        except OutOfMemory as error:
+            said.append(str(error))
+    address = opened(context, 64 * MIB)
+    wrong = stage.others(address, 64 * MIB, 0)
+    return {"said": said, "taken": before - context.free_bytes(), "wrong": wrong}
+
+
+def misused(stage: Stage) -> dict[str, Any]:
+    """The errors for what may not be done with a context that had a region."""
+    context: Any = stage.context
+    address = opened(context, 2 * MIB)
+    said = []
+    for call in (
+        lambda: context.region_release(address),
+        lambda: context.region_end(address + 2 * MIB),
+        lambda: opened(context, MIB),
+        context.scrub,
+        context.renew,
+    ):
+        try:
+            call()
+        except DriverError as error:
+            said.append(str(error))
+    context.region_end(address)
+    context.region_release(address)
+    return {"said": said, "wrong": stage.others(opened(context, 2 * MIB), 2 * MIB, 0)}
+
+
+def ended_too_early(stage: Stage) -> dict[str, Any]:
+    """A region that ends under a kernel which uses it: the context is lost."""
+    context, size = stage.context, 64 * MIB
+    address = opened(context, size)
+    # Words of the rest: the scratch stays mapped. All of them, because a few stay in the card's caches.
+    words = address + context.region_kept_bytes(size)
+    count = (size - context.region_kept_bytes(size)) // 4
+    stream = context.stream_create()
+    context.stream_select(stream)
+    stage.hammer(words, count, stage.rounds_for(words, count, 2.0))
+    return lost(lambda: context.region_end(address), context.sync)
+
+
+def used_after_release(stage: Stage) -> dict[str, Any]:
+    """A stale access after the release: the context is lost."""
+    context = stage.context
+    address = opened(context, 2 * MIB)
+    context.region_end(address)
+    context.region_release(address)
+    stage.fill(address, 4096, 1)
+    return lost(context.sync)
+
+
+def opened(context: Context, size_bytes: int) -> int:
+    """Open a region and wait until it can be used."""
+    address = context.region_open(size_bytes)
+    while not context.region_is_zeroed():
+        pass
+    return address
+
+
+def lost(*calls: Callable[[], object]) -> dict[str, Any]:
+    """The fault of one of the calls."""
+    try:
+        for call in calls:
+            call()
+    except KernelFault as fault:
+        return {"said": str(fault), "lost": fault.context_lost}
+    return {"said": "", "lost": False}
+
+
+SCENES: Final = {
+    scene.__name__: scene
+    for scene in (
+        quiet,
+        zeroed,
+        isolated,
+        beside,
+        addresses,
+        marked,
+        too_large,
+        misused,
+        ended_too_early,
+        used_after_release,
+    )
+}
+
+
+def main() -> Iterator[dict[str, Any]]:
+    """Open the context and play the scenes that were named."""
+    from gpulease.daemon.drivers.cuda.context import CudaContext
+
+    stage = Stage(CudaContext.open())
+    for name in sys.argv[1:]:
+        yield SCENES[name](stage)
+
+
+if __name__ == "__main__":
+    for result in main():
+        print(json.dumps(result), flush=True)
+    # As a worker ends: pycuda aborts a process that leaves its context behind.
+    os._exit(0)

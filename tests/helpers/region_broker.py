@@ -1,0 +1,221 @@
+"""A broker whose sessions open regions without processes, and peers that ask it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from gpulease.daemon.bench.lease_table import SimulatedWorkers
+from gpulease.daemon.broker.handlers.requests import RequestDispatcher
+from gpulease.daemon.broker.peer import Peer
+from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.token_service import TokenService
+from gpulease.daemon.capabilities.claims import Demand
+from gpulease.daemon.contract import messages as told
+from gpulease.daemon.contract.message_fields import Message
+from gpulease.daemon.contract.regions_page import RegionWord
+from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
+from gpulease.daemon.leases import Card, LeaseTable
+from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.workers.region_link import RegionLink
+from gpulease.daemon.workers.worker import Worker
+from gpulease.protocol import messages as m
+from gpulease.protocol.connection import Request
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Opcode
+
+CARD_BYTES = 1 << 30
+MIB = 1 << 20
+FIRST_ADDRESS = 1 << 40
+
+MADE_PID = 1 << 30
+"""No process has it: it is above any pid_max."""
+
+ANSWER_S = 20.0
+"""For an answer that does not depend on a process. Only a test that fails waits that long."""
+
+
+@dataclass
+class MadePage:
+    """The words and deadlines on a page, by slot."""
+
+    words: dict[int, tuple[int, RegionWord]] = field(default_factory=dict)
+    deadlines: dict[int, int] = field(default_factory=dict)
+
+    def set(self, slot: int, number: int, word: RegionWord, deadline_ns: int, now_ns: int) -> None:
+        self.words[slot], self.deadlines[slot] = (number, word), deadline_ns
+
+
+@dataclass
+class MadeSession:
+    """A session that opens every region, and gives all of it back when told to."""
+
+    lease_id: int
+    say: Callable[[int, Message], None]
+    page: MadePage = field(default_factory=MadePage)
+    sizes: dict[int, int] = field(default_factory=dict)
+    ordered: list[Message] = field(default_factory=list)
+    is_mute: bool = False
+    regions: RegionLink | None = None
+    size_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.regions = cast(RegionLink, self)
+
+    def order(self, message: Message) -> None:
+        self.ordered.append(message)
+        if not self.is_mute:
+            asyncio.get_running_loop().call_soon(self.say, self.lease_id, self._answer(message))
+
+    def _answer(self, message: Message) -> Message:
+        match message:
+            case told.OpenRegion(region_id, _, _, size_bytes):
+                self.sizes[region_id] = size_bytes
+                return told.RegionOpened(region_id, FIRST_ADDRESS * len(self.sizes))
+            case told.EndRegion(region_id):
+                size_bytes = self.sizes[region_id]
+                return told.RegionEnded(region_id, size_bytes, 0, size_bytes)
+            case told.ResizeSlice(size_bytes):
+                return told.SliceResized(size_bytes, "")
+        raise AssertionError(message)
+
+    def resize(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+
+class MadeWorkers(SimulatedWorkers):
+    """Workers without processes, whose sessions open regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sessions: dict[int, MadeSession] = {}
+
+    def worker(self, lease_id: int) -> Worker | None:
+        # Submits, warm contexts and regions have no session.
+        if lease_id not in self.leases():
+            return None
+        return cast(Worker, self.sessions.setdefault(lease_id, MadeSession(lease_id, self.say)))
+
+    def pid(self, lease_id: int) -> int:
+        return MADE_PID if lease_id in self.leases() else 0
+
+    def say(self, lease_id: int, message: Message) -> None:
+        self._on_region(lease_id, message)
+
+    def leases(self) -> set[int]:
+        return set(self._deadlines)
+
+
+class Caller:
+    """A peer's control connection, and what it was told."""
+
+    def __init__(self, runtime: Runtime, peer: Peer) -> None:
+        self.peer = peer
+        self.is_open = True
+        self.is_lost = False
+        self.answers: dict[int, asyncio.Future[m.Body | Failure]] = {}
+        self.events: list[tuple[int, m.LeaseEvent | m.RegionEvent]] = []
+        self.last_id = 0
+        self.dispatcher = RequestDispatcher(runtime, self, "cpu")
+
+    def answer(self, request: Request, result: m.Body | Failure) -> None:
+        if self.is_open:
+            self.answers[request.request_id].set_result(result)
+
+    def send_event(self, subscription: int, event: m.LeaseEvent | m.RegionEvent) -> bool:
+        self.events.append((subscription, event))
+        return True
+
+    def resume_reading(self) -> None:
+        """Nothing is read here."""
+
+    def when_written(self, action: Callable[[], None]) -> None:
+        action()
+
+    def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
+        return False
+
+    def serve_next(self) -> None:
+        """Nothing waits here."""
+
+    def begin(self, op: Opcode, body: m.Body, session_id: int = 0) -> asyncio.Future[m.Body | Failure]:
+        self.last_id += 1
+        answer = self.answers[self.last_id] = asyncio.get_running_loop().create_future()
+        self.dispatcher.dispatch(Request(op, self.last_id, session_id, False, body))
+        return answer
+
+    async def ask(self, op: Opcode, body: m.Body, session_id: int = 0) -> Any:
+        return await asyncio.wait_for(self.begin(op, body, session_id), ANSWER_S)
+
+    async def refused(self, op: Opcode, body: m.Body, session_id: int = 0) -> Failure:
+        failure = await self.ask(op, body, session_id)
+        assert isinstance(failure, Failure), failure
+        return failure
+
+
+class Broker:
+    """A broker with one card, and a lease of Ann's.
+
+    Attributes:
+        lease_id: That lease.
+    """
+
+    def __init__(self, demands: frozenset[Demand] = frozenset()) -> None:
+        self.table = LeaseTable([Card("GPU-a", 0, "a", CARD_BYTES, 10)])
+        self.workers = MadeWorkers()
+        tokens = TokenService(self.table, demands, None)
+        self.runtime = Runtime(self.table, EmbeddedCards([CARD_BYTES]), self.workers, tokens, Recorder(), 1)
+        self.ann, self.bob, self.eve = (self.caller(name) for name in ("ann", "bob", "eve"))
+        self.root = self.caller("root", is_operator=True)
+        self.lease_id = 0
+
+    def caller(self, tenant: str, *, is_operator: bool = False) -> Caller:
+        return Caller(self.runtime, Peer(tenant, is_operator=is_operator, is_known=True))
+
+    @property
+    def session(self) -> MadeSession:
+        return self.workers.sessions[self.lease_id]
+
+    async def begin(self) -> None:
+        grant = await self.root_or_ann.ask(
+            Opcode.LEASE_ALLOC, m.LeaseAlloc(GPU_RESOURCE_TYPE, 100 * MIB, 600_000, 0, None, ())
+        )
+        assert isinstance(grant, m.LeaseGrant), grant
+        self.lease_id = grant.lease_id
+
+    @property
+    def root_or_ann(self) -> Caller:
+        return self.root if self.runtime.tokens.demands else self.ann
+
+    async def regions_gone(self) -> None:
+        """Wait until no region is left that is not returned."""
+        async with asyncio.timeout(ANSWER_S):
+            while self.table.regions.snapshots():  # noqa: ASYNC110  # the table tells nobody
+                await asyncio.sleep(0.001)
+
+    async def open(self, who: Caller | None = None, owner: str = "bob", size_bytes: int = 4 * MIB) -> m.RegionGrant:
+        body = m.RegionOpen(self.lease_id, size_bytes, 60_000, owner)
+        grant = await (who or self.ann).ask(Opcode.REGION_OPEN, body)
+        assert isinstance(grant, m.RegionGrant), grant
+        return grant
+
+
+def with_broker(
+    scenario: Callable[[Broker], Awaitable[None]], demands: frozenset[Demand] = frozenset()
+) -> Callable[[], None]:
+    """Run a test's coroutine with a broker."""
+
+    def run() -> None:
+        async def play() -> None:
+            broker = Broker(demands)
+            try:
+                await broker.begin()
+                await scenario(broker)
+                broker.table.validate()
+            finally:
+                await broker.runtime.stop()
+
+        asyncio.run(play())
+
+    run.__name__, run.__doc__ = scenario.__name__, scenario.__doc__
+    return run
