@@ -118,7 +118,7 @@ class LeaseReport(TypedDict):
         copied_bytes: Bytes of these.
         submit: The submit that is not proved gone; absent if there is none.
         last_submit: The last submit that is gone; absent if there was none.
-        parent: For a region, the text of its lease's id; "" for a lease.
+        parent: For a region, the text of its lease's id; absent for a lease.
     """
 
     lease_id: str

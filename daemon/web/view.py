@@ -98,8 +98,14 @@ def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_name
     """Return the state as the page's JSON. Times are seconds from `now_s`, by a monotonic clock, which nobody sets."""
     age_s = max(0.0, now_s - snapshot.at_s)
     slices: dict[str, list[dict[str, Any]]] = {}
+    regions: dict[str, list[dict[str, Any]]] = {}
     for lease in snapshot.leases:
         found = _slice(lease, snapshot.rates, pseudonyms, age_s, is_named=is_named)
+        if (parent := lease.get("parent")) is not None:
+            # A region's bytes are its lease's.
+            regions.setdefault(parent, []).append(found | {"is_region": True})
+            continue
+        found["regions"] = regions.setdefault(lease["lease_id"], [])
         slices.setdefault(lease["card_uuid"], []).append(found)
     left_ms = next((card.get("drain_left_ms") for card in snapshot.cards), None)
     return {

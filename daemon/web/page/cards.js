@@ -58,9 +58,10 @@ function drawCard(card, own, isWanted) {
   keepOneStop(at(".bar"));
   at(".fence").hidden = card.fenced_bytes === 0;
   say(at(".fence span"), `${size(card.fenced_bytes)} fenced: not proved free, and granted to nobody.`);
-  arrange(at("tbody"), rows, card.slices, (slice) => slice.key, () => copyOf("row-template"));
-  for (const slice of card.slices) drawRow(rows.get(slice.key), slice, isWanted);
-  const shown = card.slices.filter(isWanted).length;
+  const inRows = card.slices.flatMap((slice) => [slice, ...slice.regions]);
+  arrange(at("tbody"), rows, inRows, (slice) => slice.key, () => copyOf("row-template"));
+  for (const slice of inRows) drawRow(rows.get(slice.key), slice, isWanted);
+  const shown = inRows.filter(isWanted).length;
   label(at(".scroller"), `Leases of ${name}`);
   at(".scroller").hidden = shown === 0;
   at(".none").hidden = shown > 0;
@@ -138,6 +139,7 @@ function drawRow(row, slice, isWanted) {
   const id = slice.lease_id ?? "";
   row.dataset.key = slice.key;
   row.hidden = !isWanted(slice);
+  row.classList.toggle("region", slice.is_region === true);
   dress(at(".key"), "key", "slice", ...looksOf(slice));
   paint(at(".key"), slice.tenant);
   say(at(".tenant"), slice.tenant);
@@ -153,7 +155,7 @@ function drawRow(row, slice, isWanted) {
   const launches = slice.state === "fenced" ? null : slice.launches_per_s ?? null;
   say(at(".launches"), launches === null ? "" : rate(launches));
   at(".revoke").hidden = !id || !["pending", "active"].includes(slice.state);
-  label(at(".revoke"), `Revoke lease ${id} of ${slice.tenant}`);
+  label(at(".revoke"), `Revoke ${slice.is_region ? "region" : "lease"} ${id} of ${slice.tenant}`);
   row.slice = slice;
 }
 

@@ -80,6 +80,17 @@ def test_what_both_see(is_named: bool) -> None:
     assert view_of(lying, NAMES, 100.0, is_named=is_named)["cards"][0]["slices"][0]["allocated_bytes"] == GIB
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_region_stands_under_its_lease_and_is_no_slice_of_the_card(is_named: bool) -> None:
+    region = lease(7, "bob", parent=f"{3:032x}", size_bytes=GIB)
+    view = view_of(snapshot(*LEASES, region), NAMES, 100.0, is_named=is_named)
+    slices = view["cards"][0]["slices"]
+    assert [len(one["regions"]) for one in slices] == [0, 0, 1]
+    (found,) = slices[2]["regions"]
+    assert (found["size_bytes"], found["is_region"], "lease_id" in found) == (GIB, True, is_named)
+    assert found["tenant"] == ("bob" if is_named else NAMES.of_tenant("bob"))
+
+
 def test_no_time_runs_below_zero() -> None:
     view = view_of(snapshot(lease(1, "ann", remaining_ms=400), drain_left_ms=0), NAMES, 101.0, is_named=False)
     assert view["cards"][0]["slices"][0]["remaining_s"] == 0
