@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import EndRegion, ForwardRevoked
 from gpulease.daemon.contract.regions_page import RegionWord
+from gpulease.daemon.session import region_memory
 from gpulease.daemon.session.region_operations import ENDS
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
@@ -45,6 +46,12 @@ STEP = st.one_of(
     st.tuples(st.just("end"), SLOTS, st.just(0)),
     st.tuples(st.just("reopen"), SLOTS, st.integers(2, 3)),
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_memory, "TELL_WAIT_NS", 0)
+    monkeypatch.setattr(region_memory, "QUIET_WAIT_NS", 1 << 60)
 
 
 class Play:
