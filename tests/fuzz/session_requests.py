@@ -121,6 +121,23 @@ def graph_launch(tenant: Tenant, draws: Draws) -> m.GraphLaunch:
     return m.GraphLaunch(tenant.number(draws), values + draws.sized(12))
 
 
+def launch_in(tenant: Tenant, draws: Draws) -> m.LaunchIn:
+    plain = launch(tenant, draws)
+    shape = {name: getattr(plain, name) for name in plain.__slots__}
+    return m.LaunchIn(**shape, region_set=tenant.number(draws), position=draws.number(8))
+
+
+def graph_launch_in(tenant: Tenant, draws: Draws) -> m.GraphLaunchIn:
+    plain = graph_launch(tenant, draws)
+    return m.GraphLaunchIn(plain.graph, plain.args, tenant.number(draws), draws.number(8))
+
+
+def region_set(tenant: Tenant, draws: Draws) -> m.RegionSet:
+    return m.RegionSet(
+        tuple(m.RegionRef(draws.pick((0, 1, 255, 65535)), draws.below(3)) for _ in range(draws.below(4)))
+    )
+
+
 def handle(tenant: Tenant, draws: Draws) -> m.Handle:
     return m.Handle(tenant.number(draws))
 
@@ -137,6 +154,9 @@ BODIES: dict[int, Body] = {
     Opcode.STREAM_WAIT: lambda tenant, draws: m.StreamWait(tenant.number(draws), tenant.number(draws)),
     Opcode.GRAPH_CREATE: graph_create,
     Opcode.GRAPH_LAUNCH: graph_launch,
+    Opcode.REGION_SET: region_set,
+    Opcode.LAUNCH_IN: launch_in,
+    Opcode.GRAPH_LAUNCH_IN: graph_launch_in,
     **dict.fromkeys(
         (
             Opcode.MEM_FREE,
@@ -146,6 +166,8 @@ BODIES: dict[int, Body] = {
             Opcode.STREAM_SYNC,
             Opcode.MODULE_PARAMETERS,
             Opcode.GRAPH_DESTROY,
+            Opcode.REGION_SET_FREE,
+            Opcode.REGION_RELEASE,
         ),
         handle,
     ),

@@ -127,7 +127,7 @@ def send(tenant: Tenant, wire: bytes) -> None:
     reader.receive_data(wire)
     reply: bytes | memoryview | None = None
     before = books(tenant)
-    if frame.op == Opcode.LAUNCH:
+    if frame.op in (Opcode.LAUNCH, Opcode.LAUNCH_IN):
         session.take_launches(reader)
     elif frame.op == Opcode.SYNC:
         reply = session.take_sync(reader)

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ RING_BYTES = mmap.PAGESIZE
 BUFFER_BYTES = mmap.PAGESIZE
 PARAM_BYTES = 24
 BODY = build_body(Launch(1, "k", 1, 1, 1, 32, 1, 1, 0, bytes(range(13)), (4, 8, 1)))
+REGION_SET = (0x123456789).to_bytes(8, "big")
+TRAILER = REGION_SET + bytes(range(8))
+EPOCH = 41
 MOVES = ((0, 0, 4), (4, 8, 8), (12, 16, 1))
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64
@@ -71,8 +75,8 @@ class Bench:
         self.words[0] = (tail + len(stream)) & 2**64 - 1
 
 
-def plan_record(text: Callable[[bytes], int]) -> PlanRecord:
-    pattern = LaunchPattern(BODY, LEASE)
+def plan_record(text: Callable[[bytes], int], op: Opcode) -> PlanRecord:
+    pattern = LaunchPattern(BODY + TRAILER * (op is Opcode.LAUNCH_IN), LEASE, op)
     moves = (Move * len(MOVES))(*(Move(*move) for move in MOVES))
     plan = PlanRecord(
         front=text(pattern.front),
@@ -95,7 +99,7 @@ def plan_record(text: Callable[[bytes], int]) -> PlanRecord:
 
 
 @contextmanager
-def bench() -> Iterator[Bench]:
+def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
     syncs = SyncPattern(LEASE)
     made: list[Guarded] = []
 
@@ -111,7 +115,7 @@ def bench() -> Iterator[Bench]:
         return tag % 64 == 63
 
     launched, asked = LAUNCH(launch), QUERY(lambda _driver: 0)
-    plan = plan_record(text)
+    plan = plan_record(text, op)
     sync_front, sync_tail, reply_front, reply_tail = map(text, syncs.texts)
     page, counters, data, replies = guarded(16, bytes(8) + b"\xff" * 8), guarded(64), guarded(4096), guarded(4096)
     words, reply_words, buffer = guarded(256), guarded(256), guarded(BUFFER_BYTES)
@@ -127,7 +131,11 @@ def bench() -> Iterator[Bench]:
         reply_tail=reply_tail,
         buffer=buffer.at,
         expected=ctypes.addressof(plan),
-        epoch=guarded(8).at,
+        region_set=int.from_bytes(REGION_SET, sys.byteorder),
+        set_epoch=EPOCH,
+        seen_epoch=EPOCH,
+        set_deadline=2**64 - 1,
+        epoch=guarded(8, EPOCH.to_bytes(8, sys.byteorder)).at,
     )
     ends = RingEnds(
         words=words.at,
@@ -149,8 +157,8 @@ def bench() -> Iterator[Bench]:
         memory.close()
 
 
-def quiet(number: int, args: bytes) -> bytes:
-    frame = build_frame(Opcode.LAUNCH, BODY, request_id=number, session_id=LEASE, flags=Flag.QUIET)
+def quiet(number: int, args: bytes, op: Opcode = Opcode.LAUNCH, trailer: bytes = b"") -> bytes:
+    frame = build_frame(op, BODY + trailer, request_id=number, session_id=LEASE, flags=Flag.QUIET)
     _, usual = split_launch(memoryview(BODY))
     assert len(args) == len(usual)
     return frame.replace(usual, args)
@@ -217,3 +225,46 @@ def test_a_buffer_smaller_than_the_frame_is_left_to_python() -> None:
         made.put(quiet(1, bytes(13)))
         assert made.serve() is Outcome.FRAMES
         assert (made.desk.start, made.desk.end) == (0, HEADER_BYTES + 1)
+
+
+NAMED = st.sampled_from([REGION_SET, REGION_SET, REGION_SET, bytes(8), b"\xff" * 8])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    launches=st.lists(
+        st.tuples(st.binary(min_size=13, max_size=13), NAMED, st.binary(min_size=8, max_size=8)), max_size=12
+    ),
+    turned=st.integers(0, 2**64 - 1),
+    is_over=st.sampled_from(["", "", "epoch", "deadline"]),
+)
+def test_a_launch_in_regions_goes_by_its_region_set(
+    launches: list[tuple[bytes, bytes, bytes]], turned: int, is_over: str
+) -> None:
+    with bench(Opcode.LAUNCH_IN) as made:
+        made.ends.head = made.words[0] = turned
+        frames = [
+            quiet(number, args, Opcode.LAUNCH_IN, named + position)
+            for number, (args, named, position) in enumerate(launches, start=1)
+        ]
+        made.put(b"".join(frames))
+        if is_over == "epoch":
+            made.desk.set_epoch = EPOCH + 1
+        elif is_over == "deadline":
+            made.desk.set_deadline = 1
+        made.serve()
+        others = (place for place, (_, named, _) in enumerate(launches) if named != REGION_SET)
+        stop = 0 if is_over else next(others, len(launches))
+        assert made.launches == [(place + 1, laid_out(launches[place][0])) for place in range(stop)]
+        assert made.desk.end - made.desk.start == sum(map(len, frames[stop:]))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("place", range(16))
+def test_each_byte_of_a_region_set_counts_and_none_of_a_position(place: int) -> None:
+    with bench(Opcode.LAUNCH_IN) as made:
+        trailer = bytearray(TRAILER)
+        trailer[place] ^= 0x80
+        made.put(quiet(1, bytes(13), Opcode.LAUNCH_IN, bytes(trailer)))
+        made.serve()
+        assert len(made.launches) == (place >= 8)
