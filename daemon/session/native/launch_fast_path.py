@@ -261,6 +261,7 @@ class NativeServing:
             moves_count=len(plan.moves or ()),
             param_bytes=params_bytes,
             trailer_bytes=pattern.trailer_bytes,
+            tail_at=pattern.args_end,
         )
         # An attribute of its own, so that what the record points to lives as long as the record.
         record.referents = (texts, launch_buffer, moves)

@@ -54,6 +54,7 @@ class PlanRecord(ctypes.Structure):
     param_bytes   Size of the parameter buffer.
     follower      Address of the record of the plan that is expected next; never 0.
     trailer_bytes Size of the region set and the position behind `tail`: 16 in a LAUNCH_IN, else 0.
+    tail_at       Where `tail` begins in the frame.
     """
 
     _fields_ = (
@@ -70,6 +71,7 @@ class PlanRecord(ctypes.Structure):
         ("param_bytes", ctypes.c_uint64),
         ("follower", ctypes.c_uint64),
         ("trailer_bytes", ctypes.c_uint64),
+        ("tail_at", ctypes.c_uint64),
     )
 
 
