@@ -44,7 +44,7 @@ USUAL_HTTP: Final = {"serve gateway": "127.0.0.1:8080", "serve models": "127.0.0
 """Where they listen if nobody says otherwise."""
 
 RUN: Final = {"python", "sh"}
-"""Languages of blocks that are run, but for those of NOT_RUN."""
+"""Languages of blocks that are run, but for shell blocks of NOT_RUN."""
 
 NODE: Final = "gpuleased --listen unix:/tmp/gpulease.sock"
 """How the block begins that starts the daemon which all documents' programs use."""
@@ -55,9 +55,8 @@ NOT_RUN: Final = {
     "python3 -m venv /opt/gpulease": "As root",
     "gpuleased --http": "as root",
     "export GPULEASE_ADDRESS=tls:": "From other hosts",
-    "from gpulease.client import RegionFenced": "It takes a daemon whose sessions have regions",
 }
-"""Blocks that are only parsed, by their beginning, and what their section tells the reader of what they need."""
+"""Shell blocks that are only parsed, by their beginning, and what their section tells the reader of what they need."""
 
 PROGRAMS: Final = {"curl", "od", "pip", "printf", "pytest", "python", "python3"}
 """What shell blocks run besides our own commands."""
@@ -86,7 +85,7 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether the block can be run in a test."""
+        """Whether a shell block can be run in a test."""
         return not self.text.startswith(tuple(NOT_RUN))
 
 
@@ -226,7 +225,7 @@ def test_what_is_run_in_the_documents_order(stage: Stage, document: str) -> None
     with ExitStack() as stack:
         paste: Callable[[Block], None] | None = None
         for block in blocks_of(document):
-            if block.language == "python" and block.is_run:
+            if block.language == "python":
                 paste = paste or stack.enter_context(stage.prompt())
                 paste(block)
             elif block.language == "sh" and block.is_run:

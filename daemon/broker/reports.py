@@ -23,6 +23,10 @@ from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
 
 NS_PER_MS: Final = 1_000_000
 
+MAX_LISTED_REGIONS: Final = 4096
+"""Most regions that a list of leases describes; each lease names its own in any case. Stops tenants whose leases are
+full of small regions from holding up the broker's loop."""
+
 
 def full_report(lease: LeaseSnapshot, table: LeaseTable, workers: Workers) -> dict[str, Any]:
     """Report one lease with its connections and submits."""
@@ -31,8 +35,7 @@ def full_report(lease: LeaseSnapshot, table: LeaseTable, workers: Workers) -> di
     report |= orphan_report(table.orphan_ms(lease_id), table.orphan_due_ns(lease_id), now_ns)
     if (region := table.regions.get(lease_id)) is not None:
         report |= region_report(region)
-    regions = table.regions.of(lease_id)
-    if regions:
+    if regions := table.regions.of(lease_id):
         report["regions"] = [f"{one.lease_id:032x}" for one in regions]
         report["region_bytes"] = table.regions.held_bytes(lease_id)
     submit = table.submits.of(lease_id)

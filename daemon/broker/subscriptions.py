@@ -133,7 +133,7 @@ class Publisher:
                 self._send((subscription,), subscription.lease_id, standing, now_ns)
                 self._follow(subscription.lease_id, standing)
             return
-        for lease in self._table.snapshots():
+        for lease in (*self._table.snapshots(), *self._table.regions.snapshots()):
             standing = self._table.phase(lease.lease_id, now_ns)
             if standing is not None and lease.lease_id not in self._sent:
                 self._follow(lease.lease_id, standing)

@@ -112,7 +112,7 @@ class RegionMemory:
         self._by_id: dict[int, Region] = {}
         self._openings: list[Region] = []
         self._ends: dict[int, _End] = {}
-        gate.is_ending = lambda: bool(self._ends)
+        gate.is_ending = lambda: bool(self._ends or self._openings)
         self._results: dict[int, RegionEnded | RegionStuck] = {}
         self._spin_until_ns = 0
         self.had_any = False

@@ -149,7 +149,7 @@ class RegionGate:
         on_change: Called when `current`, its epoch, its deadline or the page may have changed.
         launches_begun: Returns how many launches have begun in this burst; see `refuse`.
         outbox: What the broker is to hear.
-        is_ending: Returns whether a region's end is under way.
+        is_ending: Returns whether a region opens or ends now.
     """
 
     def __init__(self, resources: SessionResources, launches_begun: Callable[[], int]) -> None:
@@ -272,7 +272,7 @@ class RegionGate:
         return self._repeats <= MAX_REPEATS
 
     def is_moving(self) -> bool:
-        """Return whether the page has just changed or a region is about to end: the worker should look around soon."""
+        """Return whether the page has just changed or a region opens or ends: the worker should look around soon."""
         if self.page is None:
             return False
         now_ns, epoch = time.monotonic_ns(), self.page.epoch

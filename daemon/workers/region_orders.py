@@ -13,6 +13,7 @@ from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.message_fields import U64_MAX, Message
 from gpulease.daemon.contract.regions_page import STATUS_OF_WORD
 from gpulease.daemon.leases import (
+    Cause,
     EndRegion,
     Event,
     LeaseSnapshot,
@@ -23,6 +24,7 @@ from gpulease.daemon.leases import (
     RegionReleased,
     RegionStuck,
     ResizeSlice,
+    SessionCondemned,
     SetRegion,
     SliceResized,
 )
@@ -75,7 +77,12 @@ class RegionOrders:
 
     def set(self, order: SetRegion) -> None:
         """Write a region's word, which the worker reads. Nobody reads it once the worker is gone."""
-        if (link := self._link(order.lease_id)) is not None:
+        try:
+            link = self._link(order.lease_id)
+        except OSError as error:
+            self._condemn(order.lease_id, error)
+            return
+        if link is not None:
             link.page.set(order.slot, order.number, order.word, order.deadline_ns, time.monotonic_ns())
 
     def end(self, order: EndRegion) -> None:
@@ -102,8 +109,17 @@ class RegionOrders:
         """Send each such worker its page, and what was held."""
         self._is_adopting = False
         for worker in self._workers.serving():
-            if worker.regions is not None:
+            if worker.regions is None:
+                continue
+            try:
                 worker.regions.release()
+            except OSError as error:
+                self._condemn(worker.spec.lease_id, error)
+
+    def _condemn(self, lease_id: int, error: OSError) -> None:
+        """End a session that can't be shown its regions' words: nobody could end a region of it."""
+        reason = f"it can't be shown its regions page: {error.strerror}"
+        self._post(SessionCondemned(lease_id, Cause.UNRESPONSIVE, reason))
 
     def _link(self, lease_id: int) -> RegionLink | None:
         """Return a worker's link, made with its first region; None without a worker. Raises OSError."""

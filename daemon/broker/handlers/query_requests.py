@@ -6,7 +6,7 @@ from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.refusal import Refused, failure_of
-from gpulease.daemon.broker.reports import drain_left_ms, full_report, inventory
+from gpulease.daemon.broker.reports import MAX_LISTED_REGIONS, drain_left_ms, full_report, inventory
 from gpulease.daemon.broker.subscriptions import EVERY_LEASE, ConnectionSubscriptions, by_lease_id
 from gpulease.daemon.leases import LeaseSnapshot
 from gpulease.daemon.leases.denials import not_found
@@ -58,8 +58,12 @@ class QueryHandler:
     def lease_list_active(self, request: Request, body: messages.Empty) -> None:
         """Serve LEASE_LIST_ACTIVE: each lease, and behind it its regions."""
         table, workers = self._runtime.table, self._runtime.workers
-        everything = (one for lease in table.snapshots() for one in (lease, *table.regions.of(lease.lease_id)))
-        reports = [full_report(one, table, workers) for one in everything if self._may_see(one)]
+        reports, room = [], MAX_LISTED_REGIONS
+        for lease in table.snapshots():
+            regions = [region for region in table.regions.of(lease.lease_id) if self._may_see(region)][:room]
+            room -= len(regions)
+            own = (lease,) if self._may_see(lease) else ()
+            reports += [full_report(one, table, workers) for one in (*own, *regions)]
         self._caller.answer(request, messages.Report(reports))
 
     def lease_subscribe(self, request: Request, body: messages.LeaseSubscribe) -> None:

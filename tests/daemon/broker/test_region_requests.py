@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gpulease.daemon.broker.handlers import query_requests
 from gpulease.daemon.broker.handlers.lease_requests import regions_required_of
 from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.capabilities.claims import Demand
@@ -193,6 +194,16 @@ def test_a_list_has_regions_behind_their_lease_for_those_who_may_see_them(who: s
         assert [report["lease_id"] for report in reports] == [everything[number] for number in sees]
 
     story()
+
+
+@with_broker
+async def test_a_list_describes_no_more_regions_than_fit_and_each_lease_names_its_own(broker: Broker) -> None:
+    for _ in range(3):
+        await broker.open()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(query_requests, "MAX_LISTED_REGIONS", 2)
+        lease, *regions = (await broker.ann.ask(Opcode.LEASE_LIST_ACTIVE, m.Empty())).report
+    assert (len(regions), len(lease["regions"]), lease["region_bytes"]) == (2, 3, 3 * 4 * MIB)
 
 
 @with_broker

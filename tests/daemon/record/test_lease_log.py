@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.leases import FIRST_WARM_ID, Card, CoreLimits, Effect, Event, LeaseTable, LeaseTerms, WarmEnded
+from gpulease.daemon.leases import (
+    FIRST_WARM_ID,
+    Card,
+    Cause,
+    CoreLimits,
+    Effect,
+    Event,
+    LeaseSnapshot,
+    LeaseState,
+    LeaseTable,
+    LeaseTerms,
+    WarmEnded,
+)
 from gpulease.daemon.leases.events import (
     AcquireRequested,
     FreeRequested,
@@ -23,6 +35,7 @@ from gpulease.daemon.record.audit import recorder
 from gpulease.daemon.record.audit.recorder import BURST_RECORDS, Recorder
 from gpulease.daemon.record.lease_facts import LeaseHistory
 from gpulease.daemon.record.lease_log import MAX_COUNTS, LeaseLog
+from gpulease.protocol.opcodes import Exclusivity, Status
 from helpers.waiting import wait_until
 
 SIZE = 1 << 20
@@ -117,6 +130,46 @@ def test_a_denial_is_found_by_the_lease_that_was_asked_for(scene: Scene, caplog:
         ("lease.requested", f"{7:032x}"),
         ("request.denied", f"{7:032x}"),
     ]
+
+
+def test_a_launch_that_a_region_refused_is_told_with_the_region_and_its_lease(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        region = LeaseSnapshot(
+            *(
+                50,
+                "bob",
+                "GPU-0",
+                SIZE,
+                Exclusivity.SHARED,
+                1,
+                LeaseState.DRAINING,
+                Cause.REVOKED,
+                "",
+                "",
+                1,
+                2,
+                None,
+                3,
+            ),
+            parent_id=5,
+        )
+        scene.log.forward_revoked(region, Status.REVOKED, "decode", 3, 77, 20_500)
+
+    asyncio.run(story())
+    ((event, fields),) = told(caplog)
+    assert event == "region.forward_revoked"
+    assert fields == {
+        "lease_id": f"{50:032x}",
+        "tenant": "bob",
+        "parent": f"{5:032x}",
+        "status": "revoked",
+        "kernel": "decode",
+        "site": 3,
+        "position": 77,
+        "seen_after_us": 20,
+    }
 
 
 def test_nothing_is_kept_of_what_is_over(scene: Scene) -> None:

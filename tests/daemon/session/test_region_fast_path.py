@@ -1,6 +1,6 @@
 """Launches in regions that come as expected: native code, Python's reference and one by one do the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -180,6 +180,14 @@ def hidden(reply: bytes, regions: list[Opened]) -> bytes:
     for number, region in enumerate(regions):
         reply = reply.replace(f"{region.address:#x}".encode(), f"<{number}>".encode())
     return reply
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_wait_for_a_refusal() -> Iterator[None]:
+    """What comes first, a refusal or the end of its wait, depends on the host's speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(region_memory, "TELL_WAIT_NS", 0)
+        yield
 
 
 @pytest.mark.exhaustive

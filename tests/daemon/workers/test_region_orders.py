@@ -9,6 +9,7 @@ import pytest
 from gpulease.daemon.contract import messages as m
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.regions_page import RegionWord
+from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.leases import (
     EndRegion,
     Event,
@@ -21,6 +22,7 @@ from gpulease.daemon.leases import (
     RegionReleased,
     RegionStuck,
     ResizeSlice,
+    SessionCondemned,
     SetRegion,
     SliceResized,
 )
@@ -54,11 +56,14 @@ class MadeLink:
         self.ordered.append(message)
 
     def release(self) -> None:
+        if self.error is not None:
+            raise self.error
         self.released += 1
 
 
 @dataclass
 class MadeWorker:
+    spec: WorkerSpec = WorkerSpec(LEASE, "GPU-a", SIZE, is_shared=False)
     regions: MadeLink = field(default_factory=MadeLink)
     size_bytes: int = 0
 
@@ -151,6 +156,16 @@ def test_workers_that_were_taken_over_get_their_pages_at_the_end_of_the_adoption
     assert rig.workers.one.regions.released == 0
     rig.orders.end_adoption()
     assert rig.workers.one.regions.released == 1
+
+
+def test_a_session_that_can_not_be_shown_its_regions_is_ended() -> None:
+    """Nobody could end a region of it."""
+    rig = Rig()
+    rig.workers.one.regions.error = OSError(24, "Too many open files")
+    rig.orders.end_adoption()
+    (condemned,) = rig.posted
+    assert isinstance(condemned, SessionCondemned)
+    assert condemned.worker_id == LEASE
 
 
 # --- answers ---
