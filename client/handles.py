@@ -114,10 +114,11 @@ class Module(Handle):
         kernels: Its kernels by name, each with its parameters' sizes in bytes and the most threads its block may have.
         parameter_types: By kernel, its parameters' types as the image's PTX declares them; empty if it does not.
         templates: Launches that were checked once (`engine.launch`). They are void when the module is unloaded.
-        latest: The last of these launches.
+        latest: The last of these launches that named no regions.
+        latest_in: The last that named regions.
     """
 
-    __slots__ = ("kernels", "latest", "parameter_types", "templates")
+    __slots__ = ("kernels", "latest", "latest_in", "parameter_types", "templates")
 
     _free_op = Opcode.MODULE_UNLOAD
 
@@ -127,6 +128,7 @@ class Module(Handle):
         self.parameter_types: Mapping[str, tuple[ParameterType, ...]] = {}
         self.templates: dict[tuple[Any, ...], LaunchTemplate] = {}
         self.latest: Any = None
+        self.latest_in: Any = None
 
     def set_parameter_types(self, types: tuple[bytes, ...]) -> None:
         """Take the parameters' types of each kernel, as MODULE_PARAMETERS answers them."""

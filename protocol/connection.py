@@ -152,10 +152,18 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """An event of a subscription, which is the request id of its LEASE_SUBSCRIBE or REGION_WATCH."""
+    """An event of a subscription, which is the request id of its LEASE_SUBSCRIBE."""
 
     subscription: int
-    event: LeaseEvent | RegionEvent
+    event: LeaseEvent
+
+
+@dataclass(frozen=True, slots=True)
+class RegionNotification:
+    """An event of a subscription, which is the request id of its REGION_WATCH."""
+
+    subscription: int
+    event: RegionEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +187,7 @@ class EndOfStream:
     is_clean: bool
 
 
-Event = Request | Rejected | Reply | Notification | Goodbye | StreamBroken | EndOfStream
+Event = Request | Rejected | Reply | Notification | RegionNotification | Goodbye | StreamBroken | EndOfStream
 
 
 class Connection:
@@ -315,13 +323,15 @@ class Connection:
         self._subscriptions.on_reply(op, frame.request_id, succeeded=not frame.status)
         return Reply(op, frame.request_id, result)
 
-    def _receive_notification(self, frame: Frame, op: Opcode) -> Notification:
+    def _receive_notification(self, frame: Frame, op: Opcode) -> Notification | RegionNotification:
         try:
             event = parse_body(_EVENT_BODIES[op], frame.payload)
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
         if frame.status or not self._subscriptions.is_next(op, frame.request_id, event.sequence):
             raise FramingError(f"event {event.sequence} of subscription {frame.request_id}, which there is not")
+        if isinstance(event, RegionEvent):
+            return RegionNotification(frame.request_id, event)
         return Notification(frame.request_id, event)
 
     # --- sending ---

@@ -29,7 +29,7 @@ class Region(RegionView):
         """Give it back, like `gpulease.client.Region.free`."""
         await self._run(self._state.free())
 
-    async def revoke(self, reason: str = "revoked by its lease's tenant") -> RevokeOutcome:
+    async def revoke(self, reason: str = "revoked by its lease's tenant") -> RevokeOutcome | int:
         """End it, whoever uses it, like `gpulease.client.Region.revoke`."""
         return await self._run(self._state.revoke(reason))
 

@@ -8,17 +8,25 @@ import click
 
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.tables import seconds_text, shown
-from gpulease.client.engine.events import EVERY_LEASE, EventStream, LeaseEvent
+from gpulease.client.engine.events import EVERY_LEASE, EventStream, ForwardRevoked, LeaseEvent, RefusalStream
 from gpulease.client.engine.lease_request import address_of
-from gpulease.client.sync.events import LeaseEvents
-from gpulease.protocol import Phase
+from gpulease.client.sync.events import LeaseEvents, RegionWatch
+from gpulease.protocol import Phase, Status
 
 
 @click.command()
 @lease_id_argument(required=False)
+@click.option("--refused", is_flag=True, help="Instead, the launches that LEASE_ID refuses, or a region of it.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
-def events(lease_id: int | None, as_json: bool) -> None:
+def events(lease_id: int | None, refused: bool, as_json: bool) -> None:
     """Print what leases go through, a line each: of LEASE_ID until it has ended, or of all you may see, for ever."""
+    if refused:
+        if lease_id is None:
+            raise click.UsageError("--refused needs a LEASE_ID: a region's, or that of a lease with regions.")
+        with RegionWatch(RefusalStream(address_of(None), lease_id)) as watch:
+            for refusal in watch:
+                click.echo(json.dumps(_refusal_fields(refusal)) if as_json else refusal_text(refusal))
+        return
     with LeaseEvents(EventStream(address_of(None), EVERY_LEASE if lease_id is None else lease_id)) as stream:
         for event in stream:
             click.echo(json.dumps(_fields(event)) if as_json else event_text(event))
@@ -34,6 +42,41 @@ def _fields(event: LeaseEvent) -> dict[str, Any]:
         "reason": event.reason,
         "lost": event.lost,
     }
+
+
+def _refusal_fields(refusal: ForwardRevoked) -> dict[str, Any]:
+    return {
+        "lease_id": str(refusal.lease_id),
+        "status": _status_text(refusal.status),
+        "kernel": refusal.kernel,
+        "site": refusal.site,
+        "position": refusal.position,
+        "flipped_ns": refusal.flipped_ns,
+        "seen_ns": refusal.seen_ns,
+        "lost": refusal.lost,
+    }
+
+
+def _status_text(status: Status | int) -> str:
+    return status.name.lower() if isinstance(status, Status) else f"status {status}"
+
+
+def refusal_text(refusal: ForwardRevoked) -> str:
+    """Describe a refused launch in one line, without characters that a terminal obeys."""
+    what = f"launch {refusal.site} of {refusal.kernel}" if refusal.kernel else "a graph"
+    after_us = (refusal.seen_ns - refusal.flipped_ns) / 1000
+    parts = [
+        str(refusal.lease_id),
+        f"{_status_text(refusal.status)}: {what} did not begin",
+        f"position {refusal.position}",
+        f"seen {after_us:.0f} us after it was decided",
+    ]
+    return shown("  ".join([*parts, *_lost_text(refusal.lost)]))
+
+
+def _lost_text(lost: int) -> list[str]:
+    which = "1 event before this one was" if lost == 1 else f"{lost} events before this one were"
+    return [f"{which} not read in time and lost"] if lost else []
 
 
 _NEXT: Final = {
@@ -52,7 +95,4 @@ def event_text(event: LeaseEvent) -> str:
         # Rounded up, so that "0.0 s" means that the time has passed.
         parts.append(_NEXT[event.phase].format(seconds_text(math.ceil(event.left_s * 10) / 10)))
     parts += [part for part in (event.cause, event.reason) if part]
-    if event.lost:
-        which = "1 event before this one was" if event.lost == 1 else f"{event.lost} events before this one were"
-        parts.append(f"{which} not read in time and lost")
-    return shown("  ".join(parts))
+    return shown("  ".join([*parts, *_lost_text(event.lost)]))

@@ -9,7 +9,7 @@ import click
 
 from gpulease.client.cli.exit_status import EXIT_FAILED
 from gpulease.client.cli.lease_ids import lease_id_argument
-from gpulease.client.cli.reports import Report, cards_of, json_text, leases_of
+from gpulease.client.cli.reports import REGION_MARK, Report, as_tree, cards_of, json_text, leases_of
 from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text, wrapped_text
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode, RevokeOutcome
@@ -100,7 +100,7 @@ def _warm(card: Report) -> str:
 @click.option("--tenant", metavar="NAME", help="Only leases of this tenant.")
 @_table_or_json
 def leases(tenant: str | None, as_json: bool) -> None:
-    """List leases: your own, or everybody's if you are the operator."""
+    """List leases, each with its regions: your own, or everybody's if you are the operator."""
     found = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
     if tenant is not None:
         found = [lease for lease in leases_of(found) if lease["tenant"] == tenant]
@@ -110,7 +110,8 @@ def leases(tenant: str | None, as_json: bool) -> None:
     if not found:
         click.echo("No leases." if tenant is None else shown(f"No leases of {tenant}."))
         return
-    listed, gpus = leases_of(found), _indexes_by_uuid()
+    listed = as_tree(leases_of(found), lambda lease: str(lease["lease_id"]), lambda lease: lease.get("parent"))
+    gpus = _indexes_by_uuid()
     rows = [_row(lease, gpus) for lease in listed]
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "launches", "copies", "age", "left"]
     spared = ("copies", "launches", "age", "GPU")
@@ -125,7 +126,7 @@ def _indexes_by_uuid() -> dict[str, str]:
 def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
     used, launches, copies, age_ms = (lease.get(key) for key in ("allocated_bytes", "launches", "copies", "age_ms"))
     return [
-        lease["lease_id"],
+        (REGION_MARK if lease.get("parent") else "") + lease["lease_id"],
         lease["tenant"],
         gpus.get(lease.get("card_uuid") or "", MISSING),
         _state(lease),
@@ -162,7 +163,7 @@ def _state(lease: Report) -> str:
 )
 @_words_or_json
 def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> None:
-    """End a lease at once, whatever it is doing. Exit status 0 only if its memory is proved free."""
+    """End a lease or a region at once, whatever it is doing. Exit status 0 only if its memory is proved free."""
     if nonce is not None:
         _revoke_token(lease_id, nonce, as_json)
         return

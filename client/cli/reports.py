@@ -6,8 +6,8 @@ member is missing, MalformedReport blames the daemon's answer.
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import ask
@@ -15,6 +15,10 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory
 
 Report = dict[str, Any]
+T = TypeVar("T")
+
+REGION_MARK: Final = "- "
+"""Stands before a region's id or tenant in a list, where it comes under its lease."""
 
 
 class MalformedReport(GpuLeaseError):
@@ -47,7 +51,7 @@ LEASE: Final = {
     **dict.fromkeys(("size_bytes", "remaining_ms"), NUMBER),
 }
 LEASE_PERHAPS: Final = {
-    **dict.fromkeys(("cause", "card_uuid"), WORD),
+    **dict.fromkeys(("cause", "card_uuid", "parent"), WORD),
     **dict.fromkeys(("allocated_bytes", "launches", "copies", "age_ms", "orphaned_in_ms"), NUMBER),
 }
 CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
@@ -73,6 +77,20 @@ def first_card(address: str, *figures: str) -> Report:
 def leases_of(report: object) -> list[Report]:
     """LEASE_LIST_ACTIVE's leases. Raises MalformedReport."""
     return _maps(report, "lease", LEASE, LEASE_PERHAPS)
+
+
+def as_tree(found: Sequence[T], id_of: Callable[[T], str], parent_of: Callable[[T], str | None]) -> list[T]:
+    """Order each region directly under its lease. One whose lease is not among them stays in its place."""
+    leases = {id_of(item) for item in found if not parent_of(item)}
+    under: dict[str, list[T]] = {}
+    tree = []
+    for item in found:
+        parent = parent_of(item)
+        if parent and parent in leases:
+            under.setdefault(parent, []).append(item)
+        else:
+            tree.append(item)
+    return [one for item in tree for one in (item, *under.pop(id_of(item), ()))]
 
 
 def health_of(report: object) -> tuple[bool, list[Report]]:

@@ -18,11 +18,10 @@ from gpulease.client.engine.exchange import (
 from gpulease.client.engine.waits import Procedure, Wait
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
-from gpulease.protocol import Notification, Opcode, Phase, Status
+from gpulease.protocol import Notification, Opcode, Phase, RegionNotification, Status
 from gpulease.protocol.address import Address
 from gpulease.protocol.lease_ids import LeaseId
-from gpulease.protocol.messages import CapabilityPresent, LeaseRef, LeaseSubscribe, RegionEvent
-from gpulease.protocol.messages import LeaseEvent as LeaseEventBody
+from gpulease.protocol.messages import CapabilityPresent, LeaseRef, LeaseSubscribe
 
 EVERY_LEASE: Final = 0
 """In place of a lease's id: all leases that the daemon lets this user see."""
@@ -96,17 +95,15 @@ class ForwardRevoked:
 def event_of(told: Notification) -> LeaseEvent:
     """Read an event of a lease's phase that the daemon sent."""
     event = told.event
-    assert isinstance(event, LeaseEventBody)
     phase = _KNOWN_PHASES.get(event.phase, event.phase)
     return LeaseEvent(
         LeaseId(event.lease_id), phase, event.left_ms / 1000, event.generation, event.cause, event.reason, event.lost
     )
 
 
-def refusal_of(told: Notification) -> ForwardRevoked:
+def refusal_of(told: RegionNotification) -> ForwardRevoked:
     """Read an event of a refused launch that the daemon sent."""
     event = told.event
-    assert isinstance(event, RegionEvent)
     return ForwardRevoked(
         LeaseId(event.lease_id),
         _KNOWN_STATUSES.get(event.status, event.status),
@@ -159,7 +156,7 @@ class Subscription(Generic[E]):
             return None
         raise disconnected(LinkEnded(channel.link.end), channel, _DOING)
 
-    def _read(self, told: Notification) -> E:
+    def _read(self, told: Notification | RegionNotification) -> E:
         raise NotImplementedError
 
     def _is_last(self, event: E) -> bool:
@@ -189,7 +186,8 @@ class EventStream(Subscription[LeaseEvent]):
     def __init__(self, address: Address, lease_id: int, token: bytes = b"") -> None:
         super().__init__(address, Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease_id), token)
 
-    def _read(self, told: Notification) -> LeaseEvent:
+    def _read(self, told: Notification | RegionNotification) -> LeaseEvent:
+        assert isinstance(told, Notification), "the connection tells a subscription from a watch"
         return event_of(told)
 
     def _is_last(self, event: LeaseEvent) -> bool:
@@ -202,7 +200,8 @@ class RefusalStream(Subscription[ForwardRevoked]):
     def __init__(self, address: Address, lease_id: int, token: bytes = b"") -> None:
         super().__init__(address, Opcode.REGION_WATCH, LeaseRef(lease_id), token)
 
-    def _read(self, told: Notification) -> ForwardRevoked:
+    def _read(self, told: Notification | RegionNotification) -> ForwardRevoked:
+        assert isinstance(told, RegionNotification), "the connection tells a watch from a subscription"
         return refusal_of(told)
 
 

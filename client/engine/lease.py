@@ -118,7 +118,9 @@ class LeaseReport(TypedDict):
         copied_bytes: Bytes of these.
         submit: The submit that is not proved gone; absent if there is none.
         last_submit: The last submit that is gone; absent if there was none.
-        parent: For a region, the text of its lease's id; "" for a lease.
+        parent: For a region, the text of its lease's id; absent for a lease.
+        regions: The ids' texts of its regions; absent if it has none.
+        region_bytes: Bytes of its slice that these take; absent with them.
     """
 
     lease_id: str
@@ -149,6 +151,8 @@ class LeaseReport(TypedDict):
     submit: NotRequired[SubmitReport]
     last_submit: NotRequired[SubmitReport]
     parent: NotRequired[str]
+    regions: NotRequired[list[str]]
+    region_bytes: NotRequired[int]
 
 
 _TEXTS: Final = ("lease_id", "state", "card_uuid", "exclusivity")

@@ -30,6 +30,7 @@ RETURN_WAIT_S: Final = 30.0
 RETURN_POLL_S: Final = 0.01
 """Pause between two looks at that."""
 
+_KNOWN_OUTCOMES: Final = {int(outcome): outcome for outcome in RevokeOutcome}
 _HAS_MEMORY: Final = frozenset({"pending", "active", "draining"})
 """States in which a region's memory is still in its place."""
 
@@ -101,12 +102,12 @@ class RegionState(LeaseState):
         yield from self._control(Opcode.LEASE_FREE, LeaseRef(lease_id))
         self.over = Failure(Status.LEASE_FREED, "the region was freed", region=lease_id)
 
-    def revoke(self, reason: str) -> Procedure[RevokeOutcome]:
+    def revoke(self, reason: str) -> Procedure[RevokeOutcome | int]:
         """End it, whoever uses it; its own tenant learns the reason."""
         body = LeaseRevoke(self.grant.lease_id, bounded(reason, "revoke: the reason", MAX_TEXT_BYTES))
         revoked = yield from self._control(Opcode.LEASE_REVOKE, body)
         self.over = Failure(Status.REVOKED, f"the region was revoked: {reason}", region=self.grant.lease_id)
-        return RevokeOutcome(revoked.outcome)
+        return _KNOWN_OUTCOMES.get(revoked.outcome, int(revoked.outcome))
 
     def cancel(self, *, is_cancelled: bool) -> Procedure[None]:
         """Refuse launches that name it, or take them again."""
@@ -129,7 +130,7 @@ class RegionState(LeaseState):
 
     def _returned(self) -> Procedure[None]:
         last = self.clock() + RETURN_WAIT_S
-        while (yield from self.query())["state"] in _HAS_MEMORY and self.clock() < last:
+        while (yield from self.query()).get("state") in _HAS_MEMORY and self.clock() < last:
             yield Sleep(RETURN_POLL_S)
 
     def _control(self, op: Opcode, body: Body, *, waits_for_daemon: bool = True) -> Procedure[Any]:
@@ -172,12 +173,12 @@ class RegionView(BorrowedBuffer):
 
     @property
     def lease_id_text(self) -> str:
-        """That number as 32 hex digits, for what needs a str."""
+        """The region's number as 32 hex digits, for what needs a str."""
         return str(self.lease_id)
 
     @property
     def address(self) -> int:
-        """Its device address, which no other region of the session ever has."""
+        """The region's device address, which no other region of the session ever has."""
         return self.handle
 
     @property

@@ -33,8 +33,14 @@ class Region(RegionView):
         """Give it back; its memory is out of the session's reach when this returns. Raises how it had ended."""
         drive(self._state.free())
 
-    def revoke(self, reason: str = "revoked by its lease's tenant") -> RevokeOutcome:
-        """End it, whoever uses it; its own tenant is told the reason. Raises Denied unless its lease is yours."""
+    def revoke(self, reason: str = "revoked by its lease's tenant") -> RevokeOutcome | int:
+        """End it, whoever uses it; its own tenant is told the reason.
+
+        Returns:
+            TORN_DOWN if its memory is proved free; a newer daemon may send another number.
+
+        Raises Denied unless its lease is yours.
+        """
         return drive(self._state.revoke(reason))
 
     def cancel(self) -> None:

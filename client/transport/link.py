@@ -8,7 +8,18 @@ import struct
 from collections import deque
 from typing import Final
 
-from gpulease.protocol import Connection, Failure, Goodbye, Notification, Opcode, Reply, Role, Status, StreamBroken
+from gpulease.protocol import (
+    Connection,
+    Failure,
+    Goodbye,
+    Notification,
+    Opcode,
+    RegionNotification,
+    Reply,
+    Role,
+    Status,
+    StreamBroken,
+)
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import data_prefix
 from gpulease.protocol.framing import HEADER_BYTES, parse_header
@@ -54,7 +65,7 @@ class Link:
         self.end: Failure | None = None
         self.is_end_explained = False
         self.said_goodbye = False
-        self.told: deque[Notification] = deque()
+        self.told: deque[Notification | RegionNotification] = deque()
         self._awaited: set[int] = set()
         self._results: dict[int, Body | Failure] = {}
         self._targets: dict[int, memoryview] = {}
@@ -167,7 +178,7 @@ class Link:
                     if request_id in self._awaited:
                         self._awaited.discard(request_id)
                         self._results[request_id] = result
-                case Notification() as told:
+                case Notification() | RegionNotification() as told:
                     self.told.append(told)
                 case Goodbye(failure=failure):
                     self.is_end_explained = self.said_goodbye = True

@@ -15,7 +15,7 @@ from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.ledger import Refused, invalid_handle
 from gpulease.daemon.session.memory_operations import ArenaOperations
 from gpulease.daemon.session.operations import Operations, SessionResources
-from gpulease.daemon.session.regions import RegionGate, no_set
+from gpulease.daemon.session.region_operations import RegionGate, no_set
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError

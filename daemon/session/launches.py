@@ -24,7 +24,7 @@ from gpulease.daemon.drivers.interface import Context, Dim3, DriverError, Kernel
 from gpulease.daemon.session.ledger import Ledger, Refused
 from gpulease.daemon.session.native.layout import PlanRecord
 from gpulease.daemon.session.operations import Operations, SessionResources
-from gpulease.daemon.session.regions import RegionGate, no_set
+from gpulease.daemon.session.region_operations import RegionGate, no_set
 from gpulease.daemon.session.replies import empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError

@@ -37,7 +37,7 @@ from gpulease.daemon.contract.regions_page import RegionWord, WorkerRegions
 from gpulease.daemon.drivers.interface import DriverError, KernelFault, Ticket
 from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
-from gpulease.daemon.session.regions import ENDS, Flip, Region, RegionGate
+from gpulease.daemon.session.region_operations import ENDS, Flip, Region, RegionGate
 
 NS_PER_MS: Final = 1_000_000
 
@@ -112,9 +112,14 @@ class RegionMemory:
         self._by_id: dict[int, Region] = {}
         self._openings: list[Region] = []
         self._ends: dict[int, _End] = {}
+        gate.is_ending = lambda: bool(self._ends or self._openings)
         self._results: dict[int, RegionEnded | RegionStuck] = {}
         self._spin_until_ns = 0
         self.had_any = False
+
+    def is_moving(self) -> bool:
+        """Return whether the worker should look around soon; see `RegionGate.is_moving`."""
+        return self._gate.is_moving()
 
     @property
     def is_used(self) -> bool:
@@ -220,7 +225,7 @@ class RegionMemory:
         self.advance()
 
     def poll_ms(self, now_ns: int) -> int | None:
-        """How long the worker's loop may sleep, in ms; None if no region is about to open or to end."""
+        """Return for how many milliseconds the worker's loop may sleep; None if no region is to open or to end."""
         if not self._ends and not self._openings:
             return None
         return 0 if now_ns < self._spin_until_ns else 1
@@ -246,10 +251,12 @@ class RegionMemory:
         try:
             if not self._call(self._resources.context.region_is_zeroed):
                 return
-            said = [RegionOpened(region.region_id, region.address) for region in self._openings]
+            said: list[RegionOpened | RegionRefused] = [
+                RegionOpened(one.region_id, one.address) for one in self._openings
+            ]
         except DriverError as error:
             # The context is lost, and with it the lease.
-            said = [RegionRefused(region.region_id, str(error)) for region in self._openings]
+            said = [RegionRefused(one.region_id, str(error)) for one in self._openings]
         self._openings.clear()
         self._gate.outbox.extend(said)
 

@@ -353,7 +353,7 @@ class Server:
         try:
             if connection.send_buffer is not None:
                 self._resume(connection, connection.send_buffer)
-            for _ in range(READS_PER_ROUND):
+            for _ in range(1 if self._session.regions.is_moving() else READS_PER_ROUND):
                 if connection.is_paused:
                     return
                 outcome = connection.serve_ring(self._session.serve_ring)

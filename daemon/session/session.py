@@ -35,7 +35,7 @@ from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.daemon.session.region_memory import RegionMemory
-from gpulease.daemon.session.regions import RegionGate, RegionOperations
+from gpulease.daemon.session.region_operations import RegionGate, RegionOperations
 from gpulease.daemon.session.replies import NO_NUMBER, SyncPattern, done, failed, failure_of, refusal_of, refused
 from gpulease.daemon.session.stream_operations import ConnectionStreams, StreamOperations
 from gpulease.daemon.session.submit_run import SubmitOperations
@@ -307,7 +307,7 @@ class Session:
             self._next_failure = failure
 
     def _launches_begun(self) -> int:
-        """How many launches have begun since the last wait that was answered, or failure that was reported."""
+        """Return the number of launches begun since the last wait was answered, or the last failure reported."""
         return int(self._counters[_LAUNCHES]) - max(self._synced, self._fast_path.synced)
 
     def _take_failure(self) -> Failure | None:
@@ -425,7 +425,7 @@ class Session:
         return self._ledger.slice_bytes
 
     def take_reports(self) -> Iterator[Message]:
-        """What the broker is to hear of regions, each once."""
+        """Yield each message about regions that the broker is to hear, once."""
         outbox = self._gate.outbox
         while outbox:
             yield outbox.popleft()

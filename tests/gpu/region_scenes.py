@@ -117,7 +117,7 @@ def quiet(stage: Stage) -> dict[str, Any]:
         for _ in range(ROUNDS):
             before = context.free_bytes()
             with timed(spans["open"]):
-                address = opened(context, size)
+                address = open_zeroed(context, size)
             opened = context.free_bytes()
             with timed(spans["end"]):
                 returned = context.region_end(address)
@@ -148,7 +148,7 @@ def zeroed(stage: Stage) -> dict[str, Any]:
     """Words that are not zero: of regions after other regions and allocations, and of regions that have ended."""
     context, fresh, stale = stage.context, [], []
     for size in (*SIZES, *SIZES[:2] * 5):
-        address = opened(context, size)
+        address = open_zeroed(context, size)
         fresh.append(stage.others(address, size, 0))
         stage.fill(address, size, 0xFFFFFFFF)
         assert stage.others(address, size, 0xFFFFFFFF) == 0
@@ -164,17 +164,17 @@ def zeroed(stage: Stage) -> dict[str, Any]:
 def isolated(stage: Stage) -> dict[str, Any]:
     """What a stale writer's words reach: its own ended region, and no other, earlier or later."""
     context, size = stage.context, 64 * MIB
-    one, other = opened(context, size), opened(context, size)
+    one, other = open_zeroed(context, size), open_zeroed(context, size)
     stage.fill(one, size, 1)
     stage.fill(other, size, 2)
     both = [stage.others(one, size, 1), stage.others(other, size, 2)]
     context.region_end(one)
-    third = opened(context, size)
-    gone = opened(context, size)
+    third = open_zeroed(context, size)
+    gone = open_zeroed(context, size)
     context.region_end(gone)
     stage.fill(one, size, 7)
     context.sync()
-    later = opened(context, size)
+    later = open_zeroed(context, size)
     return {
         "both": both,
         "other": stage.others(other, size, 2),
@@ -188,7 +188,7 @@ def isolated(stage: Stage) -> dict[str, Any]:
 def beside(stage: Stage) -> dict[str, Any]:
     """Regions that open and end while a kernel works on another one, with few threads and with all a card has."""
     context, seen = stage.context, dict[str, Any]()
-    work = opened(context, 64 * MIB)
+    work = open_zeroed(context, 64 * MIB)
     stream = context.stream_create()
     context.stream_select(stream)
     for name, threads in (("few", 2560), ("all", 1 << 20)):
@@ -200,7 +200,7 @@ def beside(stage: Stage) -> dict[str, Any]:
         hammering = context.mark(stream)
         while not hammering.is_done() and count < ROUNDS:
             with timed(spans["open"]):
-                address = opened(context, 64 * MIB)
+                address = open_zeroed(context, 64 * MIB)
             with timed(spans["end"]):
                 context.region_end(address)
             with timed(spans["release"]):
@@ -219,7 +219,7 @@ def addresses(stage: Stage) -> dict[str, Any]:
     context, ranges = stage.context, []
     for number in range(100):
         size = (2 + 2 * (number % 7)) * MIB
-        address = opened(context, size)
+        address = open_zeroed(context, size)
         ranges.append((address, address + size))
         context.region_end(address)
         context.region_release(address)
@@ -231,7 +231,7 @@ def addresses(stage: Stage) -> dict[str, Any]:
 def marked(stage: Stage) -> dict[str, Any]:
     """Whether marks are done while a kernel runs, and when it has ended."""
     context = stage.context
-    work = opened(context, 2 * MIB)
+    work = open_zeroed(context, 2 * MIB)
     busy, idle = context.stream_create(), context.stream_create()
     context.stream_select(busy)
     stage.hammer(work, 256, stage.rounds_for(work, 256, 0.3))
@@ -244,15 +244,15 @@ def marked(stage: Stage) -> dict[str, Any]:
 def too_large(stage: Stage) -> dict[str, Any]:
     """A region for which the card has no room, and what that took."""
     context = stage.context
-    context.region_end(opened(context, 2 * MIB))
+    context.region_end(open_zeroed(context, 2 * MIB))
     before = context.free_bytes()
     said = []
     for size in (before // (2 * MIB) * 2 * MIB + 64 * MIB, 1 << 44):
         try:
-            opened(context, size)
+            open_zeroed(context, size)
         except OutOfMemory as error:
             said.append(str(error))
-    address = opened(context, 64 * MIB)
+    address = open_zeroed(context, 64 * MIB)
     wrong = stage.others(address, 64 * MIB, 0)
     return {"said": said, "taken": before - context.free_bytes(), "wrong": wrong}
 
@@ -260,12 +260,12 @@ def too_large(stage: Stage) -> dict[str, Any]:
 def misused(stage: Stage) -> dict[str, Any]:
     """The errors for what may not be done with a context that had a region."""
     context: Any = stage.context
-    address = opened(context, 2 * MIB)
+    address = open_zeroed(context, 2 * MIB)
     said = []
     for call in (
         lambda: context.region_release(address),
         lambda: context.region_end(address + 2 * MIB),
-        lambda: opened(context, MIB),
+        lambda: open_zeroed(context, MIB),
         context.scrub,
         context.renew,
     ):
@@ -275,13 +275,13 @@ def misused(stage: Stage) -> dict[str, Any]:
             said.append(str(error))
     context.region_end(address)
     context.region_release(address)
-    return {"said": said, "wrong": stage.others(opened(context, 2 * MIB), 2 * MIB, 0)}
+    return {"said": said, "wrong": stage.others(open_zeroed(context, 2 * MIB), 2 * MIB, 0)}
 
 
 def ended_too_early(stage: Stage) -> dict[str, Any]:
     """A region that ends under a kernel which uses it: the context is lost."""
     context, size = stage.context, 64 * MIB
-    address = opened(context, size)
+    address = open_zeroed(context, size)
     # Words of the rest: the scratch stays mapped. All of them, because a few stay in the card's caches.
     words = address + context.region_kept_bytes(size)
     count = (size - context.region_kept_bytes(size)) // 4
@@ -294,14 +294,14 @@ def ended_too_early(stage: Stage) -> dict[str, Any]:
 def used_after_release(stage: Stage) -> dict[str, Any]:
     """A stale access after the release: the context is lost."""
     context = stage.context
-    address = opened(context, 2 * MIB)
+    address = open_zeroed(context, 2 * MIB)
     context.region_end(address)
     context.region_release(address)
     stage.fill(address, 4096, 1)
     return lost(context.sync)
 
 
-def opened(context: Context, size_bytes: int) -> int:
+def open_zeroed(context: Context, size_bytes: int) -> int:
     """Open a region and wait until it can be used."""
     address = context.region_open(size_bytes)
     while not context.region_is_zeroed():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease.protocol import BodyError, LocalProtocolError, Opcode, limits
+from gpulease.protocol import BodyError, LocalProtocolError, Opcode, codec, limits
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body, parse_body, reply_body, request_body
 from gpulease.protocol.primitives import LeaseParameter, Tlv
@@ -38,6 +38,23 @@ def test_a_body_cut_short_or_with_a_tail_is_malformed(body: m.Body, data: st.Dat
         cut = data.draw(st.integers(0, len(payload) - 1))
         with pytest.raises(BodyError):
             parse_body(type(body), payload[:cut])
+
+
+@settings(max_examples=200, deadline=None)
+@given(body=strategies.records(m.ErrorBody))
+def test_an_error_is_built_as_its_definition_says(body: m.ErrorBody) -> None:
+    assert build_body(body) == codec._SCHEMAS[m.ErrorBody].build(body)
+
+
+@settings(max_examples=400, deadline=None)
+@given(body=strategies.records(m.ErrorBody), data=st.data())
+def test_an_error_is_parsed_as_its_definition_says_or_left_to_it(body: m.ErrorBody, data: st.DataObject) -> None:
+    payload = bytearray(build_body(body))
+    payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(0, 255))
+    found = codec._parse_error(bytes(payload))
+    if found is not None:
+        assert codec._SCHEMAS[m.ErrorBody].parse(bytes(payload)) == found
+        assert build_body(found) == bytes(payload)
 
 
 @settings(max_examples=400, deadline=None)

@@ -2,7 +2,17 @@
 
 import pytest
 
-from gpulease.protocol import Connection, Failure, LocalProtocolError, Notification, Opcode, State, Status, StreamBroken
+from gpulease.protocol import (
+    Connection,
+    Failure,
+    LocalProtocolError,
+    Notification,
+    Opcode,
+    RegionNotification,
+    State,
+    Status,
+    StreamBroken,
+)
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.connection import Rejected
@@ -64,7 +74,7 @@ def test_it_ends_with_the_reply_to_unsubscribe() -> None:
 def test_a_watch_of_regions_is_a_subscription_until_it_is_ended() -> None:
     pair, number = watched()
     wire = pair.server.send_event(number, region_event(1))
-    assert told(pair.client, wire) == [Notification(number, region_event(1))]
+    assert told(pair.client, wire) == [RegionNotification(number, region_event(1))]
     pair.answer(pair.ask(Opcode.LEASE_UNSUBSCRIBE, m.LeaseUnsubscribe(number)), m.Empty())
     assert pair.client.subscriptions == pair.server.subscriptions == 0
 

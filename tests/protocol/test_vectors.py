@@ -12,6 +12,7 @@ from gpulease.protocol import (
     Goodbye,
     Notification,
     Opcode,
+    RegionNotification,
     Rejected,
     Reply,
     Request,
@@ -253,7 +254,12 @@ class Replay:
             return wire
         if isinstance(body, m.LeaseEvent | m.RegionEvent):
             wire = server.send_event(request_id, body)
-            assert self.receive(self.clients[name], wire) == [Notification(request_id, body)]
+            told: Notification | RegionNotification = (
+                RegionNotification(request_id, body)
+                if isinstance(body, m.RegionEvent)
+                else Notification(request_id, body)
+            )
+            assert self.receive(self.clients[name], wire) == [told]
             return wire
         request = self.asked.pop((name, request_id))
         wire = server.send_failure(request, result) if isinstance(result, Failure) else server.send_reply(request, body)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from gpulease.client.cli.reports import REGION_MARK
 from gpulease.client.cli.tables import MISSING, pad, seconds_text, shown, size_text
 from gpulease.client.cli.top.sample import LeaseLine
 
@@ -62,9 +63,14 @@ def _left(line: LeaseLine) -> str:
     return MISSING if line.left_s is None else seconds_text(line.left_s)
 
 
+def _tenant_text(line: LeaseLine) -> str:
+    # Not before the id, which has no cell to spare.
+    return (REGION_MARK if line.parent else "") + (line.tenant or MISSING)
+
+
 COLUMNS: Final = (
     Column("LEASE", "N", SHORT_ID, lambda line: line.lease_id, lambda line: line.lease_id, is_right=False),
-    Column("TENANT", "U", 12, lambda line: line.tenant, lambda line: line.tenant or MISSING, is_right=False),
+    Column("TENANT", "U", 12, lambda line: line.tenant, _tenant_text, is_right=False),
     Column("GPU", "G", 4, lambda line: line.card, lambda line: MISSING if line.card is None else str(line.card)),
     Column("STATE", "A", 14, lambda line: line.state, lambda line: line.state or MISSING, is_right=False),
     Column("SLICE", "S", 9, lambda line: line.size_bytes, lambda line: _size(line.size_bytes)),

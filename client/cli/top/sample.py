@@ -58,6 +58,7 @@ class LeaseLine:
         card: The index of its card.
         copies_per_s: None from daemons that do not count copies.
         left_s: Seconds left when the sample was taken.
+        parent: The id of a region's lease; "" for a lease.
     """
 
     lease_id: str
@@ -71,6 +72,7 @@ class LeaseLine:
     operations_per_s: float | None
     left_s: float | None
     ttl_s: float | None
+    parent: str = ""
 
 
 def lease_lines(sample: Sample, before: Sample | None) -> list[LeaseLine]:
@@ -96,6 +98,7 @@ def _line(lease: Report, before: Report, span_s: float, cards: Mapping[str | Non
         operations_per_s=_rate(lease, before, "operations", span_s),
         left_s=None if left_ms is None else left_ms / 1000,
         ttl_s=None if ttl_ms is None else ttl_ms / 1000,
+        parent=word(lease, "parent") or "",
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final, TypeAlias
 
+from gpulease.client.cli.reports import as_tree
 from gpulease.client.cli.tables import shown
 from gpulease.client.cli.top.columns import COLUMNS, arranged, offered
 from gpulease.client.cli.top.sample import LeaseLine, Scene, lease_lines, number
@@ -88,7 +89,7 @@ Pressed: TypeAlias = tuple[View, Effect | None]
 
 
 def visible(view: View, scene: Scene) -> list[LeaseLine]:
-    """Return the leases to show, in order."""
+    """Return the leases to show, in order, each with its regions under it."""
     lines = [] if scene.sample is None else lease_lines(scene.sample, scene.before)
     pattern = view.pattern.casefold()
     wanted = [
@@ -97,7 +98,8 @@ def visible(view: View, scene: Scene) -> list[LeaseLine]:
         if (pattern in (line.tenant or "").casefold() or line.lease_id.startswith(pattern))
         and (view.card is None or line.card == view.card)
     ]
-    return arranged(wanted, view.sort, is_reversed=view.is_reversed)
+    ordered = arranged(wanted, view.sort, is_reversed=view.is_reversed)
+    return as_tree(ordered, lambda line: line.lease_id, lambda line: line.parent)
 
 
 def press(view: View, key: str, scene: Scene) -> Pressed:

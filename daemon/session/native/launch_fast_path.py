@@ -25,7 +25,7 @@ from gpulease.daemon.session import native
 from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
 from gpulease.daemon.session.operations import LeaseOver
-from gpulease.daemon.session.regions import NO_EPOCH, RegionGate
+from gpulease.daemon.session.region_operations import NO_EPOCH, RegionGate
 from gpulease.daemon.session.replies import SyncPattern
 from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET
 from gpulease.protocol.framing import FrameReader
@@ -88,7 +88,7 @@ class LaunchFastPath:
 
     @property
     def synced(self) -> int:
-        """How many launches were counted when native code last answered a SYNC; 0 if it never did."""
+        """Launches counted when native code last answered a SYNC; 0 if it never did."""
         return 0 if self._native is None else self._native.synced
 
     def take(self, reader: FrameReader) -> None:
@@ -261,6 +261,7 @@ class NativeServing:
             moves_count=len(plan.moves or ()),
             param_bytes=params_bytes,
             trailer_bytes=pattern.trailer_bytes,
+            tail_at=pattern.args_end,
         )
         # An attribute of its own, so that what the record points to lives as long as the record.
         record.referents = (texts, launch_buffer, moves)
@@ -278,6 +279,9 @@ class NativeServing:
         reader.get_buffer()
         self._prepare(reader, expected)
         ends.buffer_bytes = len(reader.buffer)
+        if (page := self._gate.page) is not None:
+            # Any other epoch than the present one ends the serving after one portion.
+            self._state.seen_epoch = NO_EPOCH if self._gate.is_moving() else page.epoch
         outcome = self._code.serve_ring(self._state_address, ctypes.addressof(ends))
         reader.start, reader.end = self._state.start, self._state.end
         return Outcome(outcome)
@@ -293,7 +297,7 @@ class NativeServing:
 
     @property
     def synced(self) -> int:
-        """How many launches were counted when native code last answered a SYNC."""
+        """Launches counted when native code last answered a SYNC."""
         return int(self._state.synced)
 
     def launched(self, kernel: Kernel) -> None:
@@ -312,6 +316,5 @@ class NativeServing:
             # A reference kept here would keep a large buffer alive.
             self._buffer = buffer if len(buffer) <= RETAINED_BUFFER_BYTES else None
         state.start, state.end = reader.start, reader.end
-        state.seen_epoch = 0 if self._gate.page is None else self._gate.page.epoch
         state.expected = 0 if expected is None else expected.address
         state.latest = 0

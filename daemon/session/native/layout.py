@@ -54,6 +54,7 @@ class PlanRecord(ctypes.Structure):
     param_bytes   Size of the parameter buffer.
     follower      Address of the record of the plan that is expected next; never 0.
     trailer_bytes Size of the region set and the position behind `tail`: 16 in a LAUNCH_IN, else 0.
+    tail_at       Where `tail` begins in the frame.
     """
 
     _fields_ = (
@@ -70,6 +71,7 @@ class PlanRecord(ctypes.Structure):
         ("param_bytes", ctypes.c_uint64),
         ("follower", ctypes.c_uint64),
         ("trailer_bytes", ctypes.c_uint64),
+        ("tail_at", ctypes.c_uint64),
     )
 
 
@@ -97,7 +99,7 @@ class ServingState(ctypes.Structure):
     set_epoch     The regions page's epoch when that set was compared; NO_EPOCH if there is no such set.
     set_deadline  The least deadline of the set's regions, on the monotonic clock.
     epoch         Address of the regions page's epoch, of a word that never changes if there is no such page.
-    seen_epoch    The epoch when Python last looked: another one ends the serving of a ring.
+    seen_epoch    The epoch when Python last looked: at another one the serving of a ring ends after one portion.
     synced        Launches counted when a SYNC was last answered.
     """
 

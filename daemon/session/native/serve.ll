@@ -23,7 +23,7 @@
 ;     reply_tail 72, sync_spin_ns 80, buffer 88, start 96, end 104, expected 112, latest 120, clock_ns 128,
 ;     region_set 136, set_epoch 144, set_deadline 152, epoch 160, seen_epoch 168, synced 176
 ;   PlanRecord: front 0, middle 8, middle_bytes 16, tail 24, tail_bytes 32, args_bytes 40, frame_bytes 48, launch 56,
-;     moves 64, moves_count 72, param_bytes 80, follower 88, trailer_bytes 96
+;     moves 64, moves_count 72, param_bytes 80, follower 88, trailer_bytes 96, tail_at 104
 ;   Move: from 0, to 8, size 16; takes 24
 ;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, tail 56,
 ;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, quantum_ns 112
@@ -189,9 +189,7 @@ compare.middle:
 compare.tail:
   %tail = call ptr @place(ptr %plan, i64 24)
   %tail.bytes = call i64 @word(ptr %plan, i64 32)
-  %trailer.bytes = call i64 @word(ptr %plan, i64 96)
-  %trailer.offset = sub i64 %frame.bytes, %trailer.bytes
-  %tail.offset = sub i64 %trailer.offset, %tail.bytes
+  %tail.offset = call i64 @word(ptr %plan, i64 104)
   %tail.at = getelementptr i8, ptr %frame, i64 %tail.offset
   %is.tail = call i1 @same(ptr %tail.at, ptr %tail, i64 %tail.bytes)
   br i1 %is.tail, label %look.clock, label %stop
@@ -217,10 +215,12 @@ lay:
   call void @lay_out(ptr %plan, ptr %args, ptr %scratch)
   %param.bytes = call i64 @word(ptr %plan, i64 80)
   %tag = call i64 @llvm.bswap.i64(i64 %number.wire)
+  %trailer.bytes = call i64 @word(ptr %plan, i64 96)
   %is.free = icmp eq i64 %trailer.bytes, 0
   br i1 %is.free, label %last.look, label %set
 set:
   ; A LAUNCH_IN: the set in use, before its deadline by the last look at the clock, at the epoch it was compared at.
+  %trailer.offset = sub i64 %frame.bytes, %trailer.bytes
   %set.at = getelementptr i8, ptr %frame, i64 %trailer.offset
   %set.wire = load i64, ptr %set.at, align 1
   %set.current = call i64 @word(ptr %state, i64 136)

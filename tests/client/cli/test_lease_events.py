@@ -2,9 +2,9 @@
 
 import pytest
 
-from gpulease.client.cli.lease_events import event_text
-from gpulease.client.engine.events import LeaseEvent
-from gpulease.protocol import Phase
+from gpulease.client.cli.lease_events import event_text, refusal_text
+from gpulease.client.engine.events import ForwardRevoked, LeaseEvent
+from gpulease.protocol import Phase, Status
 from gpulease.protocol.lease_ids import LeaseId
 
 ID = "000000000000000000000000000000ab"
@@ -43,3 +43,21 @@ ID = "000000000000000000000000000000ab"
 def test_lines(phase: Phase | int, left_s: float, more: dict[str, str | int], line: str) -> None:
     fields = {"generation": 1, "cause": "", "reason": "", "lost": 0} | more
     assert event_text(LeaseEvent(lease_id=LeaseId(0xAB), phase=phase, left_s=left_s, **fields)) == f"{ID}  {line}"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("status", "kernel", "lost", "line"),
+    [
+        (Status.REVOKED, "scale", 0, "revoked: launch 3 of scale did not begin  position 4096  seen 20 us after"),
+        (-1000, "", 0, "status -1000: a graph did not begin  position 4096  seen 20 us after"),
+        (Status.FENCED, "\x1b]0;x\a", 0, r"fenced: launch 3 of \x1b]0;x\x07 did not begin"),
+    ],
+)
+def test_refused_launches(status: Status | int, kernel: str, lost: int, line: str) -> None:
+    told = ForwardRevoked(LeaseId(0xAB), status, kernel, 3, 4096, 1_000, 21_000, lost)
+    assert refusal_text(told).startswith(f"{ID}  {line}")
+
+
+def test_a_refused_launch_tells_what_was_lost() -> None:
+    told = ForwardRevoked(LeaseId(0xAB), Status.CANCELLED, "k", 0, 0, 0, 0, 2)
+    assert refusal_text(told).endswith("2 events before this one were not read in time and lost")

@@ -65,6 +65,27 @@ async def what_a_launch_in_regions_sends(face: Face) -> None:
     assert face.peer.ops().count("STREAM_SELECT") == 2
 
 
+async def what_changed_since_the_last_launch_is_seen(face: Face) -> None:
+    _, session, (one, _) = await opened(face)
+    module, regions = await session.module_load("// ptx"), await session.region_set([one])
+    others = await session.region_set([])
+    args = KernelArgs().push_buffer(one).push_u32(16).push_f32(2.0)
+    grid = [1]
+    wishes = [(regions, 1), (others, 2), (regions, 3)]
+    for named, position in wishes:
+        for blocks in (1, 2):
+            grid[0] = blocks
+            await session.launch(module, "scale", grid, (32,), args, regions=named, position=position)
+    await session.sync()
+    told = [(body.region_set, body.position, body.grid_x) for body in heard(face, Opcode.LAUNCH_IN)]
+    assert told == [(named.handle, position, blocks) for named, position in wishes for blocks in (1, 2)]
+    numbers = [request.request_id for request in face.peer.heard if request.op is Opcode.LAUNCH_IN]
+    assert numbers == sorted(set(numbers))
+    await session.module_unload(module)
+    with pytest.raises(LaunchFailed, match="is unloaded"):
+        await session.launch(module, "scale", grid, (32,), args, regions=regions)
+
+
 async def what_is_wrong_is_not_sent(face: Face) -> None:
     lease, session, (one, _) = await opened(face)
     module, regions = await session.module_load("// ptx"), await session.region_set([one])
@@ -87,6 +108,8 @@ async def what_is_wrong_is_not_sent(face: Face) -> None:
         await session.region_set([real(await lease.region(GRANULE)) for _ in range(MAX_REGIONS + 1)])
     assert "LAUNCH_IN" not in face.peer.ops()
     await launch()
+    with pytest.raises(InvalidRequest, match="position"):
+        await launch(position=1 << 64)
     await session.sync()
     assert face.peer.ops().count("LAUNCH_IN") == 1
 
@@ -94,7 +117,7 @@ async def what_is_wrong_is_not_sent(face: Face) -> None:
 async def a_quiet_refusal_is_told_once_with_its_details(face: Face) -> None:
     lease, session, (one, other) = await opened(face)
     module, regions = await session.module_load("// ptx"), await session.region_set([one])
-    details = {"region": int(one.lease_id), "site": 2, "flipped_ns": 5, "position": 9}
+    details: dict[str, Any] = {"region": int(one.lease_id), "site": 2, "flipped_ns": 5, "position": 9}
     face.peer.on(Opcode.LAUNCH_IN, Refusal(Failure(Status.REVOKED, "quota", **details)))
     number = await session.launch(module, "nothing", [1], [1], KernelArgs(), regions=regions, position=9)
     with pytest.raises(RegionRevoked, match=rf"sync: earlier launch {number} of kernel 'nothing' failed") as caught:
@@ -156,6 +179,7 @@ def _handle() -> Any:
 SCENARIOS: list[Scenario] = [
     a_set_names_each_region_once,
     what_a_launch_in_regions_sends,
+    what_changed_since_the_last_launch_is_seen,
     what_is_wrong_is_not_sent,
     a_quiet_refusal_is_told_once_with_its_details,
     an_old_session_says_what_it_lacks,

@@ -29,10 +29,12 @@ from gpulease.client.errors import PERMANENT_ERRORS
 from gpulease.protocol import Failure, Opcode, RevokeOutcome, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
+from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import (
     Empty,
     LeaseRenew,
     LeaseRevoke,
+    LeaseRevoked,
     RegionCancel,
     RegionEvent,
     RegionOpen,
@@ -106,6 +108,19 @@ async def revoked_by_its_leases_tenant(face: Face) -> None:
     with pytest.raises(RegionRevoked, match="renew: the region was revoked: quota"):
         await region.renew(5)
     assert lease.is_alive
+
+
+async def a_newer_daemons_outcome_is_a_number(face: Face) -> None:
+    _, _, region = await opened(face)
+    face.peer.on(Opcode.LEASE_REVOKE, LeaseRevoked(77))
+    assert await region.revoke() == 77
+
+
+async def a_report_without_a_state_ends_no_wait(face: Face) -> None:
+    _, _, region = await opened(face)
+    face.peer.on(Opcode.LEASE_QUERY, Report({}))
+    await region.close()
+    assert face.peer.ops()[-1] == "REGION_RELEASE"
 
 
 async def cancelled_and_resumed(face: Face) -> None:
@@ -235,6 +250,8 @@ SCENARIOS: list[Scenario] = [
     a_region_ends_no_later_than_its_lease,
     freed_once,
     revoked_by_its_leases_tenant,
+    a_newer_daemons_outcome_is_a_number,
+    a_report_without_a_state_ends_no_wait,
     cancelled_and_resumed,
     a_lease_grows_and_shrinks,
     it_is_a_buffer_of_every_session_of_its_lease,
@@ -412,8 +429,8 @@ def test_a_watch_tells_of_refused_launches(run: Run, peer: ScriptedPeer, whose: 
             told = [await anext(watch), await anext(watch)]
             await watch.close()
         assert told == [
-            ForwardRevoked(FIRST, Status.REVOKED, "scale", 3, 4096, 10, 30, 0),
-            ForwardRevoked(FIRST, -1000, "", 0, 0, 10, 40, 3),
+            ForwardRevoked(LeaseId(FIRST), Status.REVOKED, "scale", 3, 4096, 10, 30, 0),
+            ForwardRevoked(LeaseId(FIRST), -1000, "", 0, 0, 10, 40, 3),
         ]
         assert [body.lease_id for body in heard(face, Opcode.REGION_WATCH)] == [
             FIRST if whose == "region" else LEASE_ID

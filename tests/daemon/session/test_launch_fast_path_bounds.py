@@ -86,6 +86,8 @@ def plan_record(text: Callable[[bytes], int]) -> PlanRecord:
         moves=ctypes.addressof(moves),
         moves_count=len(moves),
         param_bytes=PARAM_BYTES,
+        trailer_bytes=pattern.trailer_bytes,
+        tail_at=pattern.args_end,
     )
     plan.kept = moves
     plan.follower = ctypes.addressof(plan)

@@ -36,6 +36,14 @@ def typed(*keys: str, scene: Scene = SCENE) -> tuple[View, list[Effect]]:
 NAMED = {"up", "down", "home", "end", "pageup", "pagedown", "enter", "esc", "backspace", "left", "right"}
 
 
+def test_regions_come_under_their_lease_whatever_sorts_them() -> None:
+    region = lease(4, parent=IDS[1], size_bytes=1)
+    scene = Scene(sample(lease(1), lease(2), region, lease(3)))
+    for title in ("LEASE", "SLICE"):
+        shown = [line.lease_id for line in visible(View(2.0, sort=title), scene)]
+        assert shown.index(IDS[4]) == shown.index(IDS[1]) + 1
+
+
 def test_leaving() -> None:
     assert typed("q")[1] == [Quit()]
     assert typed("/", "q", "esc")[1] == []

@@ -183,7 +183,7 @@ SIZES = [PAGE, 2 * PAGE, 15 * PAGE, 16 * PAGE, 17 * PAGE, 33 * PAGE, 64 * MIB, G
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_region_takes_its_size_until_it_ends_and_then_its_scratch(card: Card, regions: Regions, size: int) -> None:
-    address = regions.open(size, keep_waiting)
+    address = regions.open(size)
     assert (card.taken, regions.free_bytes()) == (size, CARD_BYTES - size)
     kept = regions.kept_bytes(size)
     assert regions.end(address, keep_waiting) == RegionReturn(size - kept, kept)
@@ -196,15 +196,15 @@ def test_a_region_takes_its_size_until_it_ends_and_then_its_scratch(card: Card, 
 def test_a_region_is_zeroed_whole_when_it_opens_and_its_scratch_when_it_ends(
     card: Card, regions: Regions, size: int
 ) -> None:
-    address = regions.open(size, keep_waiting)
+    address = regions.open(size)
     regions.end(address, keep_waiting)
     assert card.zeroed == [(address, size), (address, regions.kept_bytes(size))]
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_an_ended_region_is_its_own_scratch_from_end_to_end(card: Card, regions: Regions, size: int) -> None:
-    other = regions.open(size, keep_waiting)
-    address = regions.open(size, keep_waiting)
+    other = regions.open(size)
+    address = regions.open(size)
     regions.end(address, keep_waiting)
     handles = card.covered(address, size)
     assert len(set(handles)) == 1
@@ -215,15 +215,14 @@ def test_an_ended_region_is_its_own_scratch_from_end_to_end(card: Card, regions:
 @pytest.mark.parametrize("size", [PAGE, 40 * PAGE])
 def test_an_opening_that_fails_leaves_nothing_but_addresses(size: int) -> None:
     whole = Card()
-    make(whole).open(size, keep_waiting)
+    make(whole).open(size)
     for fail_at in range(1, whole.calls + 1):
         card = Card()
         card.fail_at = fail_at
         regions = make(card)
         with pytest.raises(DriverError):
-            regions.open(size, keep_waiting)
-        # Memory that may still be zeroed goes with the next region.
-        address = regions.open(size, keep_waiting)
+            regions.open(size)
+        address = regions.open(size)
         assert card.taken == size, fail_at
         card.covered(address, size)
 
@@ -232,14 +231,14 @@ def test_an_opening_that_fails_leaves_nothing_but_addresses(size: int) -> None:
 def test_an_end_that_fails_keeps_its_bytes_until_the_release(size: int) -> None:
     whole = Card()
     regions = make(whole)
-    address = regions.open(size, keep_waiting)
+    address = regions.open(size)
     opened = whole.calls
     regions.end(address, keep_waiting)
     for fail_at in range(opened + 1, whole.calls + 1):
         card = Card()
         card.fail_at = fail_at
         regions = make(card)
-        address = regions.open(size, keep_waiting)
+        address = regions.open(size)
         with pytest.raises(DriverError):
             regions.end(address, keep_waiting)
         assert card.taken == size
@@ -253,7 +252,7 @@ def test_an_end_that_fails_keeps_its_bytes_until_the_release(size: int) -> None:
 
 
 def test_a_release_that_fails_can_be_done_again(card: Card, regions: Regions) -> None:
-    address = regions.open(40 * PAGE, keep_waiting)
+    address = regions.open(40 * PAGE)
     regions.end(address, keep_waiting)
     for _ in range(30):
         card.fail_at = card.calls + 2
@@ -273,19 +272,23 @@ def give_up() -> None:
     raise GivenUpError
 
 
-def test_an_opening_given_up_keeps_its_memory_while_that_is_zeroed(card: Card, regions: Regions) -> None:
-    card.busy = 3
-    with pytest.raises(GivenUpError):
-        regions.open(8 * PAGE, give_up)
-    assert card.taken == 8 * PAGE
-    regions.open(PAGE, keep_waiting)
-    assert card.taken == 9 * PAGE, "it may still be written"
-    regions.open(PAGE, keep_waiting)
-    assert card.taken == 2 * PAGE
+def test_an_opening_does_not_wait_until_its_memory_is_zero(card: Card, regions: Regions) -> None:
+    card.busy = 2
+    regions.open(8 * PAGE)
+    assert [regions.is_zeroed() for _ in range(3)] == [False, False, True]
+
+
+def test_a_scratch_is_zeroed_once_before_its_end(card: Card, regions: Regions) -> None:
+    address = regions.open(32 * PAGE)
+    regions.wipe(address)
+    regions.wipe(address)
+    assert len(set(card.covered(address, 32 * PAGE))) == 2
+    regions.end(address, keep_waiting)
+    assert card.zeroed == [(address, 32 * PAGE), (address, 2 * PAGE)]
 
 
 def test_an_end_given_up_leaves_the_region_mapped(card: Card, regions: Regions) -> None:
-    address = regions.open(8 * PAGE, keep_waiting)
+    address = regions.open(8 * PAGE)
     card.busy = 2
     with pytest.raises(GivenUpError):
         regions.end(address, give_up)
@@ -295,7 +298,7 @@ def test_an_end_given_up_leaves_the_region_mapped(card: Card, regions: Regions) 
 
 def test_a_card_that_is_full_says_so(card: Card, regions: Regions) -> None:
     with pytest.raises(OutOfMemory):
-        regions.open(CARD_BYTES + PAGE, keep_waiting)
+        regions.open(CARD_BYTES + PAGE)
     assert (card.taken, regions.reserved_bytes) == (0, 0)
 
 
@@ -303,24 +306,24 @@ def test_addresses_are_used_once_and_their_number_is_bounded(card: Card, regions
     size = 32 * GIB
     seen = set()
     for _ in range(MAX_RESERVED_BYTES // size):
-        address = regions.open(size, keep_waiting)
+        address = regions.open(size)
         seen.add(address)
         regions.end(address, keep_waiting)
         regions.release(address)
     assert len(seen) == MAX_RESERVED_BYTES // size
     with pytest.raises(OutOfMemory, match="addresses"):
-        regions.open(PAGE, keep_waiting)
+        regions.open(PAGE)
 
 
 @pytest.mark.parametrize("size", [0, -PAGE, MIB, PAGE + 1])
 def test_a_size_that_is_no_number_of_pages_is_refused(card: Card, regions: Regions, size: int) -> None:
     with pytest.raises(DriverError, match="multiple"):
-        regions.open(size, keep_waiting)
+        regions.open(size)
     assert card.calls == 0
 
 
 def test_a_region_ends_once_and_is_released_behind_its_end(regions: Regions) -> None:
-    address = regions.open(PAGE, keep_waiting)
+    address = regions.open(PAGE)
     with pytest.raises(DriverError, match="ended region"):
         regions.release(address)
     regions.end(address, keep_waiting)
@@ -337,4 +340,4 @@ def test_the_granule_is_a_page_where_the_driver_can_map_it(granularity: int, gra
     assert regions.granule_bytes == granule
     if not granule:
         with pytest.raises(DriverError, match="no regions"):
-            regions.open(PAGE, keep_waiting)
+            regions.open(PAGE)

@@ -9,7 +9,7 @@ import pytest
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.contract.messages import EndRegion, ForwardRevoked, RegionReleased
 from gpulease.daemon.contract.regions_page import RegionWord
-from gpulease.daemon.session import regions as regions_module
+from gpulease.daemon.session import region_operations
 from gpulease.protocol.messages import Empty, Handle, Launch, MemAlloc, MemRead, MemWrite, RegionRef, RegionSet
 from gpulease.protocol.opcodes import Opcode, Status
 from helpers.region_rig import GRANULE, RegionRig, quiet_in, region_rig
@@ -169,7 +169,7 @@ def test_a_stream_or_a_set_in_use_for_the_first_time_is_noted(made: RegionRig) -
 def test_launches_are_told_to_the_broker_once_each_within_bounds(
     made: RegionRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(regions_module, "MAX_REPEATS", 2)
+    monkeypatch.setattr(region_operations, "MAX_REPEATS", 2)
     one = made.open()
     chosen = made.set_of(one)
     made.flip(one, flipped_ns=55)
@@ -231,6 +231,18 @@ def test_unknown_regions_and_sets_are_refused(made: RegionRig) -> None:
         assert made.refused(Opcode.LAUNCH_IN, made.launch(handle, one.address)).status is Status.INVALID_HANDLE
 
 
+def test_each_launch_is_looked_at_by_its_own_set(made: RegionRig) -> None:
+    """A loop in one set, with a launch in it that names an ended set, another that names none there is."""
+    one, two = made.open(), made.open()
+    chosen, other = made.set_of(one), made.set_of(two)
+    made.flip(two)
+    made.feed(quiet_in(made.launch(chosen, one.address), 1) * 5)
+    for wrong, status in ((other, Status.REVOKED), (0, Status.INVALID_HANDLE), (1 << 56, Status.INVALID_HANDLE)):
+        made.feed(quiet_in(made.launch(chosen, one.address), 2) * 3 + quiet_in(made.launch(wrong, one.address), 3))
+        assert made.refused(Opcode.SYNC, Empty()).status is status
+    assert tags(made) == [1] * 5 + [2] * 9
+
+
 def test_a_freed_set_is_no_set(made: RegionRig) -> None:
     one = made.open()
     chosen = made.set_of(one)
@@ -244,8 +256,8 @@ def test_a_freed_set_is_no_set(made: RegionRig) -> None:
 
 def test_sets_and_what_they_name_are_bounded(made: RegionRig, monkeypatch: pytest.MonkeyPatch) -> None:
     one = made.open()
-    monkeypatch.setattr(regions_module, "MAX_REGION_SETS", 3)
-    monkeypatch.setattr(regions_module, "MAX_SET_MEMBERS", 4)
+    monkeypatch.setattr(region_operations, "MAX_REGION_SETS", 3)
+    monkeypatch.setattr(region_operations, "MAX_SET_MEMBERS", 4)
     first = made.set_of(one, one, one)
     assert made.refused(Opcode.REGION_SET, RegionSet((one.ref, one.ref))).status is Status.BUSY
     made.ask(Opcode.REGION_SET_FREE, Handle(first))

@@ -47,6 +47,10 @@ that launches in ended regions again and again from keeping the broker busy."""
 
 REPEAT_NS: Final = 1_000_000_000
 
+SETTLE_NS: Final = 2_000_000
+"""For so long after a change of the regions page connections are served in small portions: the broker is about to say
+that a region ends, and the region's bytes are to be back within two milliseconds."""
+
 NO_EPOCH: Final = (1 << 64) - 1
 """An epoch that no page reaches: a set that was never compared, or no set at all."""
 
@@ -145,6 +149,7 @@ class RegionGate:
         on_change: Called when `current`, its epoch, its deadline or the page may have changed.
         launches_begun: Returns how many launches have begun in this burst; see `refuse`.
         outbox: What the broker is to hear.
+        is_ending: Returns whether a region opens or ends now.
     """
 
     def __init__(self, resources: SessionResources, launches_begun: Callable[[], int]) -> None:
@@ -156,8 +161,11 @@ class RegionGate:
         self.outbox: deque[Message] = deque()
         self.sets: dict[int, SetInUse] = {}
         self._resources = resources
+        self.is_ending: Callable[[], bool] = lambda: False
         self._repeats = 0
         self._repeats_since_ns = 0
+        self._seen_epoch = 0
+        self._moved_ns = -SETTLE_NS
 
     # --- looks ---
 
@@ -262,6 +270,15 @@ class RegionGate:
             self._repeats, self._repeats_since_ns = 0, now_ns
         self._repeats += 1
         return self._repeats <= MAX_REPEATS
+
+    def is_moving(self) -> bool:
+        """Return whether the page has just changed or a region opens or ends: the worker should look around soon."""
+        if self.page is None:
+            return False
+        now_ns, epoch = time.monotonic_ns(), self.page.epoch
+        if epoch != self._seen_epoch:
+            self._seen_epoch, self._moved_ns = epoch, now_ns
+        return now_ns - self._moved_ns < SETTLE_NS or self.is_ending()
 
     # --- streams ---
 
