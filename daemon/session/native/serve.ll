@@ -439,6 +439,8 @@ entry:
   br label %next
 
 next:
+  ; Another epoch ends the serving, but never before one portion was taken from the ring.
+  %has.begun = phi i1 [ false, %entry ], [ true, %replied ], [ true, %moved ], [ true, %take ]
   %start = call i64 @word(ptr %state, i64 96)
   %end = call i64 @word(ptr %state, i64 104)
   %have = sub i64 %end, %start
@@ -448,7 +450,8 @@ next:
   %epoch = call i64 @shown(ptr %epoch.at, i64 0)
   %epoch.seen = call i64 @word(ptr %state, i64 168)
   %is.moved = icmp ne i64 %epoch, %epoch.seen
-  %is.time.up = or i1 %is.late, %is.moved
+  %is.enough = and i1 %is.moved, %has.begun
+  %is.time.up = or i1 %is.late, %is.enough
   %is.empty = icmp eq i64 %have, 0
   br i1 %is.empty, label %empty, label %frames
 
@@ -540,7 +543,8 @@ wake.writer:
 
 idle:
   %spins = call i64 @word(ptr %ends, i64 80)
-  %is.tired = icmp eq i64 %spins, 0
+  %is.spent = icmp eq i64 %spins, 0
+  %is.tired = or i1 %is.spent, %is.moved
   br i1 %is.tired, label %is.idle, label %spin
 spin:
   %spins.less = sub i64 %spins, 1
