@@ -17,7 +17,7 @@ from gpulease.protocol import Connection, Goodbye, LocalProtocolError, Opcode, R
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, NODE_LEASE, SESSION_PERMISSIONS, Permission
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.connection import Notification
+from gpulease.protocol.connection import Notification, RegionNotification
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import RevokeOutcome
@@ -182,7 +182,7 @@ class Peer:
     def hear(self, data: bytes) -> None:
         self.connection.receive_data(data)
         while (event := self.connection.next_event()) is not None:
-            if isinstance(event, Goodbye):
+            if isinstance(event, Goodbye | RegionNotification):
                 continue
             if isinstance(event, Notification):
                 self.overhear(event)
