@@ -1,17 +1,21 @@
 """Times of regions: opening, revoking, refusing and proving back, and what naming them costs a launch."""
 
+import contextlib
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, Region, RegionRevoked
 from gpulease.client.bench.figures import per_call_us, percentile, timed_us
 from gpulease.client.cli.reports import first_card
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import LeaseRevoke
 
 MIB: Final = 1 << 20
 REGION_BYTES: Final = {"cuda": 64 * MIB, "cpu": 4 * MIB}
@@ -40,7 +44,7 @@ def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures
     figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, say)
     wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(TTL_S)
     with wanted.acquire() as lease, GpuSession(lease) as session:
-        bench = _Bench(lease, session, ptx, size_bytes)
+        bench = _Bench(address, lease, session, ptx, size_bytes)
         for name, measure in (
             ("open and return", bench.lives),
             ("launches that name regions", bench.gate),
@@ -77,8 +81,8 @@ def _quantiles(name: str, samples: list[float]) -> Figures:
 class _Bench:
     """One session and the measurements in it."""
 
-    def __init__(self, lease: GpuLease, session: GpuSession, ptx: bytes, size_bytes: int) -> None:
-        self._lease, self._session, self._size_bytes = lease, session, size_bytes
+    def __init__(self, address: str, lease: GpuLease, session: GpuSession, ptx: bytes, size_bytes: int) -> None:
+        self._address, self._lease, self._session, self._size_bytes = address, lease, session, size_bytes
         self._module = session.module_load(ptx)
         self._buffer = session.mem_alloc(THREADS * 4)
         self._args = KernelArgs().push_buffer(self._buffer).push_u32(THREADS).push_f32(1.0)
@@ -165,19 +169,17 @@ class _Bench:
 
     def _refusals(self, samples: int, name: str, launch: Callable[[Any], object]) -> Figures:
         told_us, proved_ms = [], []
-        for _ in range(samples):
-            region = self._open()
-            names = self._session.region_set([region])
-            launch(names)
-            self._session.sync()
-            proved_ns: list[int] = []
-            revoking = threading.Thread(target=_revoke, args=(region, proved_ns))
-            revoking.start()
-            flipped_ns, told_ns = self._launch_until_refused(partial(launch, names))
-            told_us.append((told_ns - flipped_ns) / 1e3)
-            revoking.join(END_S)
-            proved_ms.append((proved_ns[0] - flipped_ns) / 1e6)
-            region.close()
+        with _revoker(self._address) as revoke:
+            for _ in range(samples):
+                region = self._open()
+                names = self._session.region_set([region])
+                launch(names)
+                self._session.sync()
+                answer = revoke(region)
+                flipped_ns, told_ns = self._launch_until_refused(partial(launch, names))
+                told_us.append((told_ns - flipped_ns) / 1e3)
+                proved_ms.append((answer() - flipped_ns) / 1e6)
+                region.close()
         return _quantiles(name, told_us) | _quantiles(name.replace("_us", "_proved_ms"), proved_ms)
 
     def _launch_until_refused(self, launch: Callable[[], object]) -> tuple[int, int]:
@@ -191,7 +193,32 @@ class _Bench:
         raise TimeoutError("a revoked region's launches are still taken")
 
 
-def _revoke(region: Region, proved_ns: list[int]) -> None:
-    """Revoke a region; the answer comes once its bytes are proved back."""
-    region.revoke("bench")
-    proved_ns.append(time.monotonic_ns())
+@contextlib.contextmanager
+def _revoker(address: str) -> Iterator[Callable[[Region], Callable[[], int]]]:
+    """Yield a function that has another process revoke a region, and returns a function that waits for its answer.
+
+    The answer is the time when the daemon said that the region's bytes are back. A thread of this process would keep
+    the interpreter from the launches that are timed.
+    """
+    command = [sys.executable, "-P", "-m", "gpulease.client.bench.region_times", address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        if process.stdin is None or process.stdout is None:
+            raise ValueError("the revoking process has no pipes")
+        ids, times = process.stdin, process.stdout
+
+        def revoke(region: Region) -> Callable[[], int]:
+            ids.write(f"{region.lease_id_text}\n")
+            ids.flush()
+            return lambda: int(times.readline())
+
+        yield revoke
+
+
+def _revoke_for_ever(address: str) -> None:
+    for line in sys.stdin:
+        ask(Opcode.LEASE_REVOKE, LeaseRevoke(int(line, 16), "bench"), address)
+        print(time.monotonic_ns(), flush=True)
+
+
+if __name__ == "__main__":
+    _revoke_for_ever(sys.argv[1])
