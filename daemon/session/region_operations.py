@@ -3,10 +3,10 @@
 A region is memory that the broker lets the session use until the region's word on the regions page says otherwise, or
 until its deadline. Launches name a region set: a list of regions, made once. A set whose words were compared at an
 epoch of the page goes on until the epoch moves or the least of its deadlines comes. So a launch looks at two numbers,
-however many regions the set names, and native code can do that (serve.ll). It does so for the set in use: the one that
-`RegionGate` admitted last, in the stream selected now. Python sees any other launch, compares the whole set, and notes
-that the set's regions are used in that stream: a region's memory is taken away only once those launches have ended
-(`region_memory.py`).
+however many regions the set names, and native code can do that (`native/serve.ll`). It does so for the set in use: the
+one that `RegionGate` admitted last, in the stream selected now. Python sees any other launch, compares the whole set,
+and notes that the set's regions are used in that stream: a region's memory is taken away only once those launches have
+ended (`region_memory.py`).
 
 The first launch or copy refused for a region says how the region ended, every later one FENCED. A cancelled region has
 not ended: it is refused as CANCELLED for as long as it is cancelled.
@@ -193,7 +193,7 @@ class RegionGate:
     def is_quiet(self, buffer: bytearray, set_at: int) -> bool:
         """Return whether the LAUNCH_IN whose region set stands there in the buffer is admitted without a comparison.
 
-        The reference of what serve.ll does.
+        The reference of what native/serve.ll does.
         """
         current, page = self.current, self.page
         return (
