@@ -164,25 +164,12 @@ def test_cuda_without_a_driver(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("this is not TOML", "is not TOML"),
-        ("no_such_setting = 1", "unknown setting 'no_such_setting'; known are: listen, driver, arch, vram"),
-        ('driver = "vulkan"', "unknown driver 'vulkan'"),
         ('vram = ["6 bananas"]', "'6 bananas' is not a size"),
-        ("vram = [6]", "it must be a string or a list of strings"),
-        ('listen = ["ftp:there"]', "'ftp:there' is not an address"),
-        ("listen = 5", "setting listen"),
-        ('listen = "tcp:127.0.0.1:9400"\nhttp = "127.0.0.1:9400"', "http and listen have the same address"),
-        ('max_connections = "many"', "setting max_connections"),
-        (
-            "max_connections = 1\nmax_connections_per_tenant = 2",
-            "max_connections_per_tenant must be between 1 and max_connections",
-        ),
-        ("[limits]\nmax_ttl_s = 0", "max_ttl_s is 0"),
         ("[limits]\nmax_tl_s = 5", "max_tl_s"),
-        ("limits = 3", "setting limits"),
-        ("[limits]\nmax_ttl_s = -5", "max_ttl_s is -5"),
     ],
 )
 def test_bad_settings(tmp_path: Path, text: str, said: str) -> None:
+    """Of the text, of a value, of a table: what else there is, tests of the settings show without a process each."""
     path = tmp_path / "bad.toml"
     path.write_text(text)
     status, output = start_in_vain("--config", str(path))

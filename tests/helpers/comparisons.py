@@ -2,14 +2,16 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Final, TypeVar
 
 from hypothesis import strategies as st
 
 from helpers.exact import KINDS, decode, flushed
+
+T = TypeVar("T")
 
 ORDER: Final[dict[str, Callable[[object, object], bool]]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
@@ -57,6 +59,18 @@ def comparisons(kind: str) -> Iterator[Comparison]:
     names = _NAMES["float" if kind in KINDS else kind[0]]
     for name, join, ftz in itertools.product(names, JOINS, (False, True) if kind in _FLUSHABLE else (False,)):
         yield Comparison(name, join, ftz, kind)
+
+
+def turning(kind: str, choices: Sequence[T]) -> Iterator[tuple[Comparison, T]]:
+    """All comparisons of a kind, each with one of the choices: each choice meets every name, every join, and `.ftz`.
+
+    Where there are fewer names than choices, each comparison comes with them all.
+    """
+    names, joins = _NAMES["float" if kind in KINDS else kind[0]], [*JOINS]
+    for one in comparisons(kind):
+        turn = (names.index(one.name) + joins.index(one.join) + one.ftz) % len(choices)
+        for choice in choices if len(names) < len(choices) else choices[turn : turn + 1]:
+            yield one, choice
 
 
 @cache

@@ -292,4 +292,4 @@ TestAnyOrder = AnyOrder.TestCase
 
 @pytest.mark.exhaustive
 class TestManyOrders(TestAnyOrder):  # type: ignore[valid-type, misc]
-    settings = settings(FEW, max_examples=300)
+    settings = settings(FEW, max_examples=150)

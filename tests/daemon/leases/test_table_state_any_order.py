@@ -198,4 +198,4 @@ TestLine = Line.TestCase
 
 @pytest.mark.exhaustive
 class TestManyLines(TestLine):  # type: ignore[valid-type, misc]
-    settings = settings(FEW, max_examples=300)
+    settings = settings(FEW, max_examples=150)

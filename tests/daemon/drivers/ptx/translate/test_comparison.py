@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.comparisons import comparisons, numbers
+from helpers.comparisons import numbers, turning
 
 pytestmark = pytest.mark.exhaustive
 
@@ -20,16 +20,14 @@ SETTINGS = settings(max_examples=10, deadline=None, suppress_health_check=[Healt
 @SETTINGS
 @given(data=st.data())
 def test_setp_orders_as_the_type_does(compute_all: ComputeAll, data: st.DataObject, kind: str) -> None:
-    """Every comparison, alone and joined with a predicate; its second result is that of the opposite."""
+    """Every comparison, alone and joined with a predicate; the second result is that of the opposite."""
     rows = data.draw(st.lists(st.tuples(numbers(kind), numbers(kind), st.integers(0, 1)), min_size=1, max_size=48))
     wanted: dict[str, list[bool]] = {}
-    for comparison in comparisons(kind):
-        flags = [comparison.holds(left, right) for left, right, _ in rows]
-        for destination, opposite, negated in (("%d", 0, 0), ("%d|%y", 0, 1), ("%x|%d", 1, 0)):
-            with_this = f", {'!' * negated}%c" if comparison.join else ""
-            wanted[f"setp{comparison.modifiers}.{kind} {destination}, %a, %b{with_this};"] = [
-                comparison.joined(flag != opposite, c ^ negated) for flag, (*_, c) in zip(flags, rows, strict=True)
-            ]
+    for comparison, (destination, opposite, negated) in turning(kind, (("%d", 0, 0), ("%d|%y", 0, 1), ("%x|%d", 1, 0))):
+        with_this = f", {'!' * negated}%c" if comparison.join else ""
+        wanted[f"setp{comparison.modifiers}.{kind} {destination}, %a, %b{with_this};"] = [
+            comparison.joined(comparison.holds(left, right) != opposite, c ^ negated) for left, right, c in rows
+        ]
     assert compute_all(wanted, [kind, kind, "pred"], "pred", rows) == wanted
 
 

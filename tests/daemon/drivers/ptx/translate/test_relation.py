@@ -1,4 +1,4 @@
-"""`set`, and `setp` of halves: every comparison, flushed or not, joined or not, into every type."""
+"""`set`, and `setp` of halves: every comparison, flushed or not, joined or not; each name and join into every type."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.comparisons import Comparison, comparisons, numbers
+from helpers.comparisons import Comparison, numbers, turning
 
 pytestmark = pytest.mark.exhaustive
 
@@ -55,8 +55,7 @@ def test_set_gives_ones_or_one(compute_all: ComputeAll, data: st.DataObject, kin
         f"set{one.modifiers}.{into}.{kind} %d, %a, %b{', %c' * bool(one.join)};": [
             flag and TRUE[into] for flag in outcomes(one, rows)
         ]
-        for one in comparisons(kind)
-        for into in intos
+        for one, into in turning(kind, intos)
     }
     assert compute_all(wanted, [stored(kind), stored(kind), "pred"], f"b{16 if 'u16' in intos else 32}", rows) == wanted
 
@@ -68,8 +67,7 @@ def test_setp_compares_halves(compute_all: ComputeAll, data: st.DataObject, kind
     rows = data.draw(rows_of(kind))
     wanted = {
         f"setp{one.modifiers}.{kind} {into}, %a, %b{', %c' * bool(one.join)};": outcomes(one, rows, opposite=opposite)
-        for one in comparisons(kind)
-        for into, opposite in (("%d", False), ("%d|%x", False), ("%x|%d", True))
+        for one, (into, opposite) in turning(kind, (("%d", False), ("%d|%x", False), ("%x|%d", True)))
     }
     assert compute_all(wanted, [stored(kind), stored(kind), "pred"], "pred", rows) == wanted
 
@@ -82,13 +80,11 @@ def test_pairs_have_two_results(compute_all: ComputeAll, data: st.DataObject, ki
     packed = [(a << 16 | b, c << 16 | d, e) for a, b, c, d, e in rows]
     uppers, lowers = [(a, c, e) for a, _, c, _, e in rows], [(b, d, e) for _, b, _, d, e in rows]
     numbers_of, flags_of = {}, {}
-    for one in comparisons(kind):
+    for one, (into, true) in turning(kind, (("u32", 0xFFFF), ("s32", 0xFFFF), (f"{kind}x2", TRUE[kind]))):
         upper, lower = outcomes(one, uppers), outcomes(one, lowers)
-        operands = f"%a, %b{', %c' * bool(one.join)};"
-        for into, true in (("u32", 0xFFFF), ("s32", 0xFFFF), (f"{kind}x2", TRUE[kind])):
-            spelling = f"set{one.modifiers}.{into}.{kind}x2 %d, {operands}"
-            numbers_of[spelling] = [(a and true) << 16 | (b and true) for a, b in zip(upper, lower, strict=True)]
-        for into, flags in (("%d|%x", lower), ("%x|%d", upper)):
-            flags_of[f"setp{one.modifiers}.{kind}x2 {into}, {operands}"] = flags
+        spelling = f"set{one.modifiers}.{into}.{kind}x2 %d, %a, %b{', %c' * bool(one.join)};"
+        numbers_of[spelling] = [(a and true) << 16 | (b and true) for a, b in zip(upper, lower, strict=True)]
+    for one, (into, half) in turning(kind, (("%d|%x", lowers), ("%x|%d", uppers))):
+        flags_of[f"setp{one.modifiers}.{kind}x2 {into}, %a, %b{', %c' * bool(one.join)};"] = outcomes(one, half)
     for wanted, result in ((numbers_of, "b32"), (flags_of, "pred")):
         assert compute_all(wanted, ["b32", "b32", "pred"], result, packed) == wanted
