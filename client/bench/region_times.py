@@ -79,7 +79,7 @@ def _quantiles(name: str, samples: list[float]) -> Figures:
 
 
 class _Bench:
-    """One session and the measurements in it."""
+    """Measures regions in one session."""
 
     def __init__(self, address: str, lease: GpuLease, session: GpuSession, ptx: bytes, size_bytes: int) -> None:
         self._address, self._lease, self._session, self._size_bytes = address, lease, session, size_bytes
