@@ -24,7 +24,7 @@ from gpulease.daemon.drivers.cuda.memory import (
     LocalMemory,
     block_bytes,
 )
-from gpulease.daemon.drivers.cuda.regions import Regions
+from gpulease.daemon.drivers.cuda.region_pages import Regions
 from gpulease.daemon.drivers.cuda.streams import Markers, Streams, StreamTicket, streams_bytes
 from gpulease.daemon.drivers.interface import (
     Admit,
@@ -301,7 +301,7 @@ class CudaContext:
 
     @property
     def region_granule_bytes(self) -> int:
-        """Size of the card's pages (regions.py)."""
+        """Size of the card's pages (region_pages.py)."""
         return self._regions.granule_bytes
 
     def region_open(self, size_bytes: int, spare_bytes: int = MAX_CACHED_BYTES, poll: Poll = keep_waiting) -> int:
@@ -316,23 +316,23 @@ class CudaContext:
         return self._regions.open(size_bytes)
 
     def region_kept_bytes(self, size_bytes: int) -> int:
-        """Size of the scratch (regions.py)."""
+        """Size of the scratch (region_pages.py)."""
         return self._regions.kept_bytes(size_bytes)
 
     def region_wipe(self, address: int) -> None:
-        """Queue a memset of the scratch (regions.py)."""
+        """Queue a memset of the scratch (region_pages.py)."""
         self._regions.wipe(address)
 
     def region_is_zeroed(self) -> bool:
-        """Ask the stream of the memsets (regions.py)."""
+        """Ask the stream of the memsets (region_pages.py)."""
         return self._regions.is_zeroed()
 
     def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
-        """Unmap the memory, all but the scratch (regions.py)."""
+        """Unmap the memory, all but the scratch (region_pages.py)."""
         return self._regions.end(address, poll)
 
     def region_release(self, address: int) -> None:
-        """Unmap the scratch (regions.py)."""
+        """Unmap the scratch (region_pages.py)."""
         self._regions.release(address)
 
     def free_bytes(self) -> int:

@@ -54,7 +54,7 @@ from gpulease.daemon.drivers.ptx.native.structures import (
 )
 from gpulease.daemon.drivers.ptx.parse.syntax import Space
 from gpulease.daemon.drivers.ptx.printf import PrintBuffer, joined, print_to_log
-from gpulease.daemon.drivers.ptx.regions import Regions
+from gpulease.daemon.drivers.ptx.region_pages import Regions
 from gpulease.daemon.drivers.ptx.stream import Stream, host_threads, stream_code
 
 _SPACES = tuple(Space)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.drivers.cuda.regions import MAX_RESERVED_BYTES, Regions
+from gpulease.daemon.drivers.cuda.region_pages import MAX_RESERVED_BYTES, Regions
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory, Poll, RegionReturn, keep_waiting
 
 MIB = 1 << 20
