@@ -3,8 +3,8 @@
 Device memory is one reservation of address space per context. Sizes are rounded up to powers of two. Each size class
 has a range of its own with room for more blocks than a slice can hold, so an allocation that fits the slice always
 finds a place: there is no fragmentation, only address space, which is free. Pages exist only where touched, and go back
-when freed. Behind the classes lie the addresses of regions (region_pages.py). A running block has its shared memory, local
-windows and frames in an area of its own.
+when freed. Behind the classes lie the addresses of regions (region_pages.py). A running block has its shared memory,
+local windows and frames in an area of its own.
 """
 
 import ctypes
