@@ -365,7 +365,7 @@ class Context(Protocol):
     def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
         """Take a region's memory away and give it back to the card; complete on return.
 
-        No launch or copy that uses the region may be under way: on CUDA an access meanwhile costs the context. From
+        No launch or copy that uses the region may be under way: on CUDA an access meanwhile can cost the context. From
         then on its addresses hold zeros of nobody: whoever reads and writes there with a stale pointer meets no other
         region's bytes, and the context goes on.
 

@@ -67,8 +67,13 @@ def test_a_context_that_had_regions_is_nobody_elses() -> None:
     assert seen["wrong"] == 0
 
 
-@pytest.mark.parametrize("name", ["ended_too_early", "used_after_release"])
-def test_an_access_where_nothing_is_mapped_costs_the_context(name: str) -> None:
-    seen = scene(name)
+def test_an_access_where_nothing_is_mapped_costs_the_context() -> None:
+    seen = scene("used_after_release")
     assert seen["lost"], seen
     assert "illegal" in seen["said"].lower()
+
+
+def test_a_region_that_ends_under_its_kernel_costs_the_context_or_meets_the_scratch() -> None:
+    # Which of the two differs from run to run on an H200; an H100 lost the context each time.
+    seen = scene("ended_too_early")
+    assert "illegal" in seen["said"].lower() if seen["lost"] else seen["wrong"] == 0, seen
