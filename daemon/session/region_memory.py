@@ -6,8 +6,8 @@ is over:
 1. The launches and copies that named the region end, in all streams where there were any. If they don't within the
    grace, the worker says so, and the broker ends the lease.
 2. What else runs ends, or QUIET_WAIT_NS passes. A kernel that uses the region without having named it should not meet
-   the moment at which the region's memory is replaced: on CUDA that can cost the context. Meanwhile the card zeroes what
-   will stay in the region's place.
+   the moment at which the region's memory is replaced: on CUDA that can cost the context. Meanwhile the card zeroes
+   what will stay in the region's place.
 3. The tenant's next launch is refused, or TELL_WAIT_NS is over: taking memory away keeps the worker from its requests
    for longer than a refusal takes.
 4. The driver takes the memory away, and the worker reports it.
