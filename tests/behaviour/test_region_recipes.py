@@ -130,6 +130,16 @@ def in_a_thread(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+def once(began: threading.Event, work: Callable[[], object]) -> threading.Thread:
+    """A thread that does it when `began` is set."""
+
+    def wait_and_work() -> None:
+        began.wait(PATIENCE_S)
+        work()
+
+    return in_a_thread(wait_and_work)
+
+
 # --- weights as regions ---
 
 
@@ -164,7 +174,7 @@ def test_a_revoked_layer_gives_its_name_and_no_result(scene: Scene) -> None:
 def test_a_cancel_stops_a_burst_at_the_launch_that_it_names(scene: Scene) -> None:
     region, counter, began = scene.region(), zero(scene.session), threading.Event()
     regions = scene.session.region_set([region])
-    cancelling = in_a_thread(lambda: (began.wait(PATIENCE_S), region.cancel()))
+    cancelling = once(began, region.cancel)
     refused = refusal(scene, step_in(scene, counter, regions), began)
     cancelling.join()
     assert (type(refused), refused.lease_id) == (RegionCancelled, region.lease_id)
@@ -174,7 +184,7 @@ def test_a_cancel_stops_a_burst_at_the_launch_that_it_names(scene: Scene) -> Non
 def test_a_resumed_region_has_its_memory_and_its_sets(scene: Scene) -> None:
     region, began = scene.lease.region(REGION_BYTES), threading.Event()
     regions = scene.session.region_set([region])
-    cancelling = in_a_thread(lambda: (began.wait(PATIENCE_S), region.cancel()))
+    cancelling = once(began, region.cancel)
     refused = refusal(scene, step_in(scene, region, regions), began)
     cancelling.join()
     region.resume()
@@ -343,7 +353,7 @@ def test_graphs_that_are_queued_end_and_none_begins_after_the_refusal(start_daem
 def test_a_graph_whose_region_ends_while_it_runs_runs_whole(scene: Scene) -> None:
     region, counter, began = scene.region(), zero(scene.session), threading.Event()
     regions, graph = scene.session.region_set([region]), counting_graph(scene, counter)
-    revoking = in_a_thread(lambda: (began.wait(PATIENCE_S), region.revoke()))
+    revoking = once(began, region.revoke)
     refused = refusal(scene, lambda number: graph.launch(regions=regions, position=number), began)
     revoking.join()
     assert type(refused) is RegionRevoked
