@@ -226,6 +226,6 @@ def open_region(
 
 
 def resize(lease: LeaseState, more_bytes: int | str, doing: str, sign: int) -> Procedure[None]:
-    """Make a lease larger (sign 1) or smaller (-1). Raises CapacityExceeded, AllocFailed or InvalidRequest."""
+    """Make a lease larger (sign 1) or smaller (-1). Raises CapacityExceeded or InvalidRequest."""
     size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, doing)
     yield from lease.resize(whole(size_bytes, doing, least=1, most=MAX_WIRE_BYTES))

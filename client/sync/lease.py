@@ -102,7 +102,7 @@ class GpuLease(LeaseView):
         drive(resize(self._state, size, "grow", 1))
 
     def shrink(self, size: int | str) -> None:
-        """Make it smaller by so many bytes, which others get. Raises AllocFailed if its session uses them."""
+        """Make it smaller by so many bytes, which others get. Raises CapacityExceeded if it uses them."""
         drive(resize(self._state, size, "shrink", -1))
 
     def submit(self, kernel: str, image: Image) -> Submission:

@@ -457,7 +457,8 @@ def no_room_to_grow(lease_id: int, more_bytes: int, available_bytes: int) -> Den
 
 def too_small_for_regions(lease_id: int, size_bytes: int, region_bytes: int) -> Denial:
     """Deny a smaller size because the lease's regions need more."""
-    return invalid(
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} can't shrink to {size_text(size_bytes)}: its regions and submits hold"
         f" {size_text(region_bytes)}.",
         "Free regions first, or keep more.",

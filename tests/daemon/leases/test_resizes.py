@@ -77,7 +77,7 @@ def test_the_same_size_is_granted_at_once(s: Scenario) -> None:
         (resize(50, tenant="bob"), DenialReason.NOT_FOUND),
         (resize(50, lease_id=8), DenialReason.NOT_FOUND),
         (resize(0), DenialReason.INVALID_REQUEST),
-        (resize(3), DenialReason.INVALID_REQUEST),
+        (resize(3), DenialReason.CAPACITY_EXCEEDED),
         (resize(101), DenialReason.CAPACITY_EXCEEDED),
         (resize(50, lease_id=2), DenialReason.INVALID_REQUEST),
     ],
