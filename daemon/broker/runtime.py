@@ -131,7 +131,7 @@ class Runtime:
         self._reclaimer = Reclaimer(source, self.post)
         self._memory_monitor = MemoryMonitor(table, source, workers, self.post)
         self._recycler = Recycler(source, workers, self.post)
-        self._region_prover = RegionProver(source, workers, self.post)
+        self._region_prover = RegionProver(source, workers, self.post, table.regions.allowed_bytes)
         self._regions = RegionOrders(table.get, workers, self.post, self._on_forward_revoked)
         self._watchdog = KernelWatchdog(workers, self.post, max_load_s)
         # Of cancelled regions, the cancel that a refused launch has told of: later launches meet the same one.

@@ -90,6 +90,15 @@ class RegionViews:
         lease = self._store.live.get(lease_id)
         return 0 if lease is None else lease.region_bytes
 
+    def allowed_bytes(self, lease_id: int) -> int:
+        """Return the bytes that a live lease's session may hold on its card while its fenced regions are proved."""
+        lease = self._store.live.get(lease_id)
+        if lease is None:
+            return 0
+        fenced = (region for region in lease.slots.values() if region.state is RegionState.FENCED)
+        gone_bytes = sum(region.size_bytes - region.kept_bytes for region in fenced if not region.is_given_up)
+        return self._store.charge_bytes(lease_id) - gone_bytes
+
     def phase(self, region_id: int, now_ns: int) -> LeasePhase | None:
         """Return the phase of a region of a live lease; None if it is unknown or was never open."""
         region = self._store.regions.get(region_id)
@@ -319,9 +328,7 @@ class Regions(RegionViews):
             self._prove(lease, region, now_ns, out)
 
     def _prove(self, lease: Lease, region: Region, now_ns: int, out: list[Effect]) -> None:
-        fenced = (other for other in lease.slots.values() if other.state is RegionState.FENCED)
-        gone_bytes = sum(other.size_bytes - other.kept_bytes for other in fenced if not other.is_given_up)
-        allowed_bytes = self._store.charge_bytes(lease.lease_id) - gone_bytes
+        allowed_bytes = self.allowed_bytes(lease.lease_id)
         out.append(ProveRegion(lease.lease_id, region.region_id, lease.card_uuid, allowed_bytes))
         self._await(region, now_ns, out)
 

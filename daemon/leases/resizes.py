@@ -31,7 +31,8 @@ class Resizes:
         if denial is not None or lease is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
-        if event.size_bytes == lease.terms.size_bytes:
+        # A restored lease's worker may have another size: the daemon before was killed before its journal had that.
+        if event.size_bytes == lease.terms.size_bytes and not lease.is_restored:
             out.append(Resized(event.request, lease.snapshot()))
             return
         due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S

@@ -15,7 +15,8 @@ is over:
 A region opens likewise: the worker maps its memory, and reports it once the card has zeroed that.
 
 A broker that takes the worker over sends a regions page of its own. A region that had ended by the earlier page has
-ended, whatever the new page says: the worker then takes its memory away unasked, and reports that.
+ended, whatever the new page says: the worker then takes its memory away unasked, and reports that. So it does with a
+region that the new page does not have: the earlier broker was killed before its journal had the region.
 """
 
 import time
@@ -53,7 +54,7 @@ SPIN_NS: Final = 1_000_000
 flight as a rule takes less; a worker whose tenant runs one long kernel does not take a core for it."""
 
 UNASKED_GRACE_MS: Final = 1000
-"""The grace of a region that the worker ends by itself, because an earlier broker had ended it."""
+"""The grace of a region that the worker ends by itself: an earlier broker had ended it, or the present one lacks it."""
 
 MAX_MAPPED_REGIONS: Final = 4096
 """Most regions of a session whose addresses it has not let go of, ended ones included. Stops a tenant from filling the
@@ -153,7 +154,7 @@ class RegionMemory:
         if earlier is not None:
             earlier.close()
             for region in list(self._by_id.values()):
-                if region.ended is not None:
+                if region.ended is not None or page.word(region.slot).number != region.number:
                     self.end(EndRegion(region.region_id, UNASKED_GRACE_MS))
 
     # --- opening ---

@@ -337,12 +337,23 @@ class RegionProver:
     """Looks at what a card shows for a session's process until an ended region's bytes are back.
 
     Only `give_up`, or the session's end, ends the looks: the lease table decides how long is too long.
+
+    Args:
+        allowed_bytes: Gives the bytes that the session of a lease may hold now. They are more than the order says once
+            another region was proved, whose bytes the session may have taken again, or once the lease has grown.
     """
 
-    def __init__(self, source: CardSource, workers: Workers, post: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        source: CardSource,
+        workers: Workers,
+        post: Callable[[Event], None],
+        allowed_bytes: Callable[[int], int],
+    ) -> None:
         self._source = source
         self._workers = workers
         self._post = post
+        self._allowed_bytes = allowed_bytes
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def prove(self, order: ProveRegion) -> None:
@@ -376,10 +387,13 @@ class RegionProver:
             except _UNKNOWN as error:
                 missing = f"the card can't be looked at: {error}"
             else:
-                if held <= order.allowed_bytes:
+                allowed = order.allowed_bytes
+                if order.region_id != order.lease_id:
+                    allowed = max(allowed, self._allowed_bytes(order.lease_id))
+                if held <= allowed:
                     self._post(RegionProved(order.region_id))
                     return
-                missing = f"the card shows {held} bytes for its session, not {order.allowed_bytes}"
+                missing = f"the card shows {held} bytes for its session, not {allowed}"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=order.region_id, reason=missing)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_LOOK_DELAY_S)

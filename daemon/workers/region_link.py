@@ -46,8 +46,7 @@ class RegionLink:
             self._outbox.send(message.to_map())
         except ChannelClosed:
             self._outbox.close()
-        if self._outbox:
-            asyncio.get_running_loop().add_writer(self._channel, self._flush)
+        self._wait_for_room()
 
     def release(self) -> None:
         """Send a worker that was taken over its page, then the orders that were held. Raises OSError as `order`."""
@@ -57,6 +56,7 @@ class RegionLink:
         except ChannelClosed:
             return
         self._is_page_sent = True
+        self._wait_for_room()
         for message in held:
             self.order(message)
 
@@ -66,6 +66,10 @@ class RegionLink:
             asyncio.get_running_loop().remove_writer(self._channel)
         self._outbox.close()
         self.page.close()
+
+    def _wait_for_room(self) -> None:
+        if self._outbox:
+            asyncio.get_running_loop().add_writer(self._channel, self._flush)
 
     def _flush(self) -> None:
         try:

@@ -17,6 +17,7 @@ from gpulease.daemon.leases import (
     EndRegion,
     Event,
     LeaseSnapshot,
+    LeaseState,
     OpenRegion,
     RegionEnded,
     RegionOpened,
@@ -37,6 +38,8 @@ from gpulease.protocol.opcodes import Status
 U32_MAX: Final = 2**32 - 1
 
 _REFUSALS: Final = frozenset(-status for status in (*STATUS_OF_WORD.values(), Status.FENCED))
+
+_GOING_ON: Final = (LeaseState.PENDING, LeaseState.ACTIVE)
 
 OnForwardRevoked = Callable[[LeaseSnapshot, messages.ForwardRevoked], None]
 """Called with a region and the launch that was refused because of it."""
@@ -162,7 +165,7 @@ class RegionOrders:
                 self._post(RegionStuck(region_id, clean_text(reason, MAX_REASON_CHARS)))
             case messages.RegionReleased(region_id):
                 self._post(RegionReleased(region_id))
-            case messages.ForwardRevoked() if _is_possible(message):
+            case messages.ForwardRevoked() if _is_possible(region, message):
                 kernel = clean_text(message.kernel, MAX_KERNEL_NAME_BYTES).encode()[:MAX_KERNEL_NAME_BYTES]
                 message = replace(message, kernel=kernel.decode(errors="ignore"))
                 self._on_forward_revoked(region, message)
@@ -190,6 +193,14 @@ def _end_of(region: LeaseSnapshot, message: messages.RegionEnded) -> Event:
     return RegionEnded(region.lease_id, message.freed_bytes, message.kept_bytes, is_shown)
 
 
-def _is_possible(message: messages.ForwardRevoked) -> bool:
-    is_in_order = message.flipped_ns <= message.seen_ns <= time.monotonic_ns()
-    return message.status in _REFUSALS and message.site <= U32_MAX and is_in_order
+def _is_possible(region: LeaseSnapshot, message: messages.ForwardRevoked) -> bool:
+    now_ns = time.monotonic_ns()
+    if message.status not in _REFUSALS or message.site > U32_MAX or not message.flipped_ns <= message.seen_ns <= now_ns:
+        return False
+    if message.status == -Status.FENCED:
+        # A word that was never written has no time.
+        return True
+    # An end is in the table before it is on the page; the worker alone finds that a deadline has passed.
+    is_due = message.status == -Status.LEASE_EXPIRED and region.deadline_ns is not None and region.deadline_ns <= now_ns
+    may_go_on = message.status == -Status.CANCELLED or is_due
+    return region.created_ns <= message.flipped_ns and (may_go_on or region.state not in _GOING_ON)

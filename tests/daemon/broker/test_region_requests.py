@@ -1,6 +1,7 @@
 """Regions as peers ask for them: who may, what is told, and what the session's page says."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -216,7 +217,9 @@ async def test_a_region_s_phases_are_told_as_a_lease_s(broker: Broker) -> None:
 
 
 def refused_launch(region_id: int, **changes: Any) -> told.ForwardRevoked:
-    fields = {"status": -Status.REVOKED, "site": 3, "position": 4, "flipped_ns": 5, "seen_ns": 6} | changes
+    now_ns = time.monotonic_ns()
+    times = {"flipped_ns": now_ns, "seen_ns": now_ns}
+    fields = {"status": -Status.CANCELLED, "site": 3, "position": 4} | times | changes
     return told.ForwardRevoked(region_id, kernel="decode", **fields)
 
 
@@ -229,10 +232,12 @@ def test_a_refused_launch_is_told_to_watches_of_the_region_and_of_its_lease(who:
         watched = broker.lease_id if is_of_lease else region.lease_id
         await caller.ask(Opcode.REGION_WATCH, m.LeaseRef(watched))
         number = caller.last_id
-        broker.workers.say(broker.lease_id, refused_launch(region.lease_id))
+        said = refused_launch(region.lease_id)
+        broker.workers.say(broker.lease_id, said)
         ((subscription, event),) = caller.events
         assert subscription == number
-        assert event == m.RegionEvent(region.lease_id, 1, 0, Status.REVOKED, "decode", 3, 4, 5, 6)
+        times = (said.flipped_ns, said.seen_ns)
+        assert event == m.RegionEvent(region.lease_id, 1, 0, Status.CANCELLED, "decode", 3, 4, *times)
         await caller.ask(Opcode.LEASE_UNSUBSCRIBE, m.LeaseUnsubscribe(number))
         broker.workers.say(broker.lease_id, refused_launch(region.lease_id))
         assert len(caller.events) == 1

@@ -496,3 +496,15 @@ def test_a_region_of_a_lease_that_starts_is_refused() -> None:
     assert denied(s.do(asking())).reason is DenialReason.INVALID_REQUEST
     s.do(WorkerReady(1))
     assert armed(s.do(asking()), TimerKind.SPAWN).due_ns == s.now_ns + 10_000 * MS
+
+
+def test_what_a_returned_region_gave_back_may_be_held_while_another_one_is_proved(s: Scenario) -> None:
+    s.region(2, 4)
+    s.region(3, 5)
+    for region_id, size in ((2, 4), (3, 5)):
+        s.do(RevokeRequested(region_id, region_id, "over"))
+        taken(s, region_id, size=size, is_shown=False)
+    assert s.table.regions.allowed_bytes(1) == s.table.charge_bytes(1) - 9
+    s.do(RegionProved(2))
+    assert s.table.regions.allowed_bytes(1) == s.table.charge_bytes(1) - 5
+    assert s.table.regions.allowed_bytes(77) == 0

@@ -8,6 +8,7 @@ from gpulease.daemon.leases import (
     Denied,
     DrainRequested,
     FreeRequested,
+    LeaseRestored,
     LeaseState,
     LeaseTerms,
     ProveRegion,
@@ -69,6 +70,17 @@ def test_a_waiter_gets_the_bytes_that_a_lease_gave_back(s: Scenario) -> None:
 
 def test_the_same_size_is_granted_at_once(s: Scenario) -> None:
     assert kinds(s.do(resize(20))) == [Resized]
+
+
+def test_the_worker_of_a_restored_lease_is_asked_for_the_same_size_too(s: Scenario) -> None:
+    kept = s.table.keep(1)
+    assert kept is not None
+    new = Scenario(card(0, 110))
+    new.now_ns = s.now_ns
+    new.do(LeaseRestored(kept, has_worker=True))
+    assert one(new.do(resize(20)), ResizeSlice) == ResizeSlice(1, 20), "the daemon before may have asked for another"
+    assert one(new.do(SliceResized(1, 20)), Resized).lease.size_bytes == 20
+    assert new.card().held_bytes == 30
 
 
 @pytest.mark.parametrize(

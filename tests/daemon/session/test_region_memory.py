@@ -62,9 +62,11 @@ def ended(region: Opened, size_bytes: int = GRANULE) -> RegionEnded:
     return RegionEnded(region.region_id, size_bytes - KEPT, KEPT, size_bytes - KEPT)
 
 
-def other_broker(made: RegionRig) -> PageWriter:
-    """Another broker's page takes the place of the first one's."""
+def other_broker(made: RegionRig, *known: Opened) -> PageWriter:
+    """Another broker's page takes the place of the first one's; it has these regions, which do not go on yet."""
     writer = PageWriter()
+    for region in known:
+        writer.set(region.slot, region.number, RegionWord.NONE, 0)
     fd = writer.reading_fd()
     made.session.regions.use_page(fd)
     os.close(fd)
@@ -391,7 +393,7 @@ def test_a_region_that_goes_on_does_so_on_the_next_brokers_page(made: RegionRig)
     one = made.open()
     chosen = made.set_of(one)
     made.feed(quiet_in(made.launch(chosen, one.address), 1) * 3)
-    writer = other_broker(made)
+    writer = other_broker(made, one)
     assert made.refused(Opcode.LAUNCH_IN, made.launch(chosen, one.address)).status is Status.FENCED
     writer.epoch = 0
     made.activate(one)
@@ -403,7 +405,7 @@ def test_a_region_that_had_ended_stays_ended_whatever_the_next_broker_writes(mad
     one, two = made.open(), made.open()
     chosen = made.set_of(one)
     made.flip(one, RegionWord.FREED, flipped_ns=9)
-    other_broker(made)
+    other_broker(made, one, two)
     assert made.told() == [ended(one)], "its memory went unasked"
     made.activate(one)
     made.activate(two)
@@ -419,8 +421,20 @@ def test_a_region_that_had_ended_stays_ended_whatever_the_next_broker_writes(mad
 def test_a_region_whose_time_had_passed_has_ended(made: RegionRig) -> None:
     one = made.open()
     made.activate(one, time.monotonic_ns())
-    other_broker(made)
+    other_broker(made, one)
     assert made.told() == [ended(one)]
+
+
+def test_a_region_that_the_next_broker_does_not_have_ends(made: RegionRig) -> None:
+    lost, known = made.open(), made.open()
+    used_bytes = made.ledger.used_bytes
+    chosen = made.set_of(lost)
+    other_broker(made, known)
+    assert made.told() == [ended(lost)], "nobody else would ever give its bytes back"
+    assert made.ledger.used_bytes == used_bytes - GRANULE + KEPT
+    made.activate(known)
+    made.ask(Opcode.LAUNCH_IN, made.launch(made.set_of(known), known.address))
+    assert made.refused(Opcode.LAUNCH_IN, made.launch(chosen, lost.address)).status is Status.REVOKED
 
 
 def test_no_page_is_no_change(made: RegionRig) -> None:

@@ -40,7 +40,10 @@ class MadeWorkers:
 class Rig:
     def __init__(self, *figures: int | Exception) -> None:
         self.cards, self.workers, self.posted = MadeCards(list(figures)), MadeWorkers(), list[Event]()
-        self.prover = RegionProver(cast(CardSource, self.cards), cast(Workers, self.workers), self.posted.append)
+        self.allowed = {LEASE: 0}
+        self.prover = RegionProver(
+            cast(CardSource, self.cards), cast(Workers, self.workers), self.posted.append, self.allowed.__getitem__
+        )
 
     async def settled(self) -> None:
         """Wait until nothing is looked for any more."""
@@ -67,6 +70,31 @@ def test_it_is_proved_once_the_card_shows_no_more_than_is_allowed() -> None:
         await rig.settled()
         assert rig.posted == [RegionProved(REGION)]
         assert rig.cards.looks == 4
+
+    run(story)
+
+
+def test_bytes_of_another_region_that_was_proved_meanwhile_may_be_taken_again() -> None:
+    async def story() -> None:
+        rig = Rig(150)
+        rig.prover.prove(ORDER)
+        await rig.looked(1)
+        rig.allowed[LEASE] = 150
+        await rig.settled()
+        assert rig.posted == [RegionProved(REGION)]
+
+    run(story)
+
+
+def test_a_smaller_slice_is_proved_as_it_was_asked_for() -> None:
+    async def story() -> None:
+        rig = Rig(150)
+        rig.allowed[LEASE] = 150
+        rig.prover.prove(ProveRegion(LEASE, LEASE, "GPU-a", 100))
+        await rig.looked(2)
+        rig.prover.give_up(LEASE)
+        await rig.settled()
+        assert rig.posted == []
 
     run(story)
 

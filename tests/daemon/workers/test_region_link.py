@@ -11,7 +11,7 @@ import pytest
 
 from gpulease.daemon.contract.messages import EndRegion, OpenRegion
 from gpulease.daemon.contract.regions_page import REGIONS_PAGE_BYTES, RegionWord
-from gpulease.daemon.host.ipc import channel_pair, close_all, receive_message
+from gpulease.daemon.host.ipc import channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.workers.region_link import RegionLink
 
 Channel = tuple[socket.socket, socket.socket]
@@ -87,6 +87,23 @@ def test_a_worker_that_was_taken_over_gets_a_page_with_its_words_on_it_first(cha
         link.close()
 
     asyncio.run(run())
+
+
+def test_a_page_that_finds_no_room_waits_without_any_order(channel: Channel) -> None:
+    async def run() -> list[str]:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                send_message(channel[0], {"op": "attach"})
+        link = RegionLink(channel[0], is_held=True)
+        link.release()
+        found: list[str] = []
+        while "regions" not in found:
+            found += ops(channel[1])
+            await asyncio.sleep(0)
+        link.close()
+        return found
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)).count("regions") == 1
 
 
 def test_a_worker_that_is_gone_gets_nothing_and_keeps_nobody(channel: Channel) -> None:

@@ -82,11 +82,13 @@ class MadeWorkers:
         return [self.one]
 
 
-def region(parent_id: int = LEASE) -> LeaseSnapshot:
-    state = LeaseState.ACTIVE
+def region(parent_id: int = LEASE, state: LeaseState = LeaseState.ACTIVE, deadline_ns: int = 1 << 62) -> LeaseSnapshot:
     return LeaseSnapshot(
-        REGION, "ann", "GPU-a", SIZE, Exclusivity.SHARED, 1, state, None, "", "", 0, 1, None, 1000, parent_id
+        REGION, "ann", "GPU-a", SIZE, Exclusivity.SHARED, 1, state, None, "", "", 7, deadline_ns, None, 1000, parent_id
     )
+
+
+ENDING = region(state=LeaseState.DRAINING)
 
 
 class Rig:
@@ -238,9 +240,31 @@ def test_a_long_reason_is_cut() -> None:
 
 
 def test_a_refused_launch_is_told_as_it_was_said() -> None:
-    rig, said = Rig(), forward_revoked()
+    rig, said = Rig(ENDING), forward_revoked()
     assert rig.told(said) == []
-    assert rig.refused == [(region(), said)]
+    assert rig.refused == [(ENDING, said)]
+
+
+@pytest.mark.parametrize(
+    ("known", "changes", "is_told"),
+    [
+        (region(), {}, False),
+        (region(), {"status": -Status.LEASE_FREED}, False),
+        (region(), {"status": -Status.LEASE_EXPIRED}, False),
+        (region(deadline_ns=8), {"status": -Status.LEASE_EXPIRED, "flipped_ns": 8}, True),
+        (region(), {"status": -Status.CANCELLED}, True),
+        (region(), {"status": -Status.FENCED, "flipped_ns": 0}, True),
+        (region(state=LeaseState.TORNDOWN), {"flipped_ns": 7}, True),
+        (region(state=LeaseState.TORNDOWN), {"flipped_ns": 6}, False),
+        (region(), {"status": -Status.CANCELLED, "flipped_ns": 6}, False),
+    ],
+)
+def test_no_launch_was_refused_for_an_end_that_was_not(
+    known: LeaseSnapshot, changes: dict[str, int], is_told: bool
+) -> None:
+    rig = Rig(known)
+    rig.told(forward_revoked(**changes))
+    assert bool(rig.refused) is is_told
 
 
 @pytest.mark.parametrize(
@@ -256,14 +280,14 @@ def test_a_refused_launch_is_told_as_it_was_said() -> None:
     ids=repr,
 )
 def test_a_refusal_that_can_not_be_is_not_told(changes: dict[str, int]) -> None:
-    rig = Rig()
+    rig = Rig(ENDING)
     rig.told(forward_revoked(**changes))
     assert rig.refused == []
 
 
 @pytest.mark.parametrize("kernel", ["k" * 100_000, "\N{SNOWMAN}" * 100_000, "\x1b[31m"], ids=["long", "wide", "colour"])
 def test_a_kernel_s_name_fits_an_event_and_moves_no_cursor(kernel: str) -> None:
-    rig = Rig()
+    rig = Rig(ENDING)
     rig.told(forward_revoked(kernel=kernel))
     ((_, told),) = rig.refused
     assert len(told.kernel.encode()) <= MAX_KERNEL_NAME_BYTES
