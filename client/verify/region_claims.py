@@ -48,8 +48,11 @@ QUEUED: Final = 20
 
 STREAMS: Final = 8
 
-OPENING_S: Final = 20.0
-"""Seconds in which as many regions as a session can have are opened."""
+QUIET_ROUNDS: Final = 20
+"""Rounds of work that are timed before anything is revoked."""
+
+OPENING_S: Final = (2.0, 8.0, 32.0)
+"""Seconds in which as many regions as a session can have are opened, tried one after the other: hosts differ."""
 
 
 def region_claims(scene: Scene) -> list[Check[str]]:
@@ -124,8 +127,10 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
 
         hammering = threading.Thread(target=hammer, daemon=True)
         hammering.start()
-        time.sleep(0.5)
-        quiet, rounds = percentile(taken_us, 99), len(taken_us)
+        until = time.monotonic() + RETURN_S
+        while len(taken_us) < QUIET_ROUNDS and not wrong and time.monotonic() < until:
+            time.sleep(0.01)
+        quiet, rounds = percentile([*taken_us, 0.0], 99), len(taken_us)
         try:
             for _ in range(times):
                 other = lease.region(size_bytes, ttl_secs=TTL_S)
@@ -287,11 +292,11 @@ def _revoke_anyway(region: Region) -> None:
 def expiring_at_once(scene: Scene) -> str:
     """As many regions as a session can have expire in the same millisecond; all are proved back."""
     with _session(scene, 2 * MOST_REGIONS * 2 * MIB) as (lease, session, module):
-        ends_s = time.monotonic() + OPENING_S
-        regions = [lease.region(2 * MIB, ttl_secs=ends_s - time.monotonic()) for _ in range(MOST_REGIONS)]
+        regions, ends_s = _open_all(lease)
         names = session.region_set(regions)
-        _fill(session, module, regions[0], 1, names)
-        session.sync()
+        with contextlib.suppress(RegionFailed):
+            _fill(session, module, regions[0], 1, names)
+            session.sync()
         time.sleep(max(0.0, ends_s - time.monotonic()))
         started = time.perf_counter()
         for region in regions:
@@ -300,6 +305,20 @@ def expiring_at_once(scene: Scene) -> str:
         for region in regions:
             region.close()
     return f"{MOST_REGIONS} proved back within {taken_ms:.0f} ms of their deadline"
+
+
+def _open_all(lease: GpuLease) -> tuple[list[Region], float]:
+    """Open as many regions as a session can have, all to expire at one time; return them and that time."""
+    for opening_s in OPENING_S:
+        regions: list[Region] = []
+        ends_s = time.monotonic() + opening_s
+        while len(regions) < MOST_REGIONS and (left_s := ends_s - time.monotonic()) > opening_s / 10:
+            regions.append(lease.region(2 * MIB, ttl_secs=left_s))
+        if len(regions) == MOST_REGIONS:
+            return regions, ends_s
+        for region in regions:
+            region.close()
+    raise Breach(f"{MOST_REGIONS} regions can't be opened in {OPENING_S[-1]:g} s")
 
 
 def broker_killed(driver: str) -> str:

@@ -290,7 +290,7 @@ def test_what_a_token_permits_on_a_control_connection(shared: Shared) -> None:
 @pytest.mark.parametrize(
     ("permissions", "lease_id", "status"),
     [
-        (0x100, None, Status.INVALID_REQUEST),
+        (0x200, None, Status.INVALID_REQUEST),
         (0, None, Status.DENIED),
         (Permission.REVOKE, None, Status.DENIED),
         (Permission.LEASE_ALLOC, NODE_LEASE, Status.DENIED),

@@ -112,8 +112,8 @@ def test_signals_are_passed_on(start: Start, daemon: Daemon) -> None:
 def test_no_signal_in_the_midst_of_others_ends_it(start: Start, daemon: Daemon) -> None:
     numbers = sorted({signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
     script = (
-        f"import signal; heard = set(); numbers = {set(map(int, numbers))};"
-        " hear = lambda number, _: (heard.add(number), heard == numbers and print('all', flush=True));"
+        f"import os, signal; heard = set(); numbers = {set(map(int, numbers))};"
+        " hear = lambda number, _: (heard.add(number), heard == numbers and os.write(1, b'all\\n'));"
         " [signal.signal(number, hear) for number in numbers];"
         " signal.signal(signal.SIGINT, lambda *_: sys.exit(5)); "
     )

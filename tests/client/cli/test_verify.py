@@ -50,6 +50,13 @@ def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
         "launch gate",
         "a submit beside its session",
         "six leases",
+        "a region beside another",
+        "a stale pointer into a region",
+        "regions that come and go",
+        "a region under a graph",
+        "regions of a killed session",
+        "256 regions that expire at once",
+        "regions of a killed broker",
     }
     assert report["breaches"] == 0
 

@@ -73,7 +73,7 @@ def test_files_beyond_those_to_be_kept_are_removed(tmp_path: Path) -> None:
         wait_until(lambda ticket=ticket: writer.is_durable(ticket), "it is durable")  # type: ignore[misc]
     writer.stop({})
     assert len(list((tmp_path / "log").glob("audit-*"))) == 3
-    assert records_of(tmp_path / "log")[-2].data == {"number": 59}
+    assert {"number": 59} in [record.data for record in records_of(tmp_path / "log")]
 
 
 def test_a_log_that_must_work_and_does_not(tmp_path: Path) -> None:
