@@ -113,6 +113,7 @@ class RegionMemory:
         self._by_id: dict[int, Region] = {}
         self._openings: list[Region] = []
         self._ends: dict[int, _End] = {}
+        gate.mark = self._mark_anyway
         gate.is_ending = lambda: bool(self._ends or self._openings)
         self._results: dict[int, RegionEnded | RegionStuck] = {}
         self._spin_until_ns = 0
@@ -216,11 +217,11 @@ class RegionMemory:
         self._gate.forget_current()
         self._resources.ledger.void_region(region.address, f"the region {region_id:032x}, which has ended")
         try:
-            waits = region.tickets + [self._mark(stream) for stream in region.streams]
+            waits = [*region.tickets, *region.marks.values(), *map(self._mark, region.streams)]
         except DriverError as error:
             self._give_up(region, f"the streams that use it can't be looked at: {error}")
             return
-        tell_ns = now_ns + (TELL_WAIT_NS if region.streams else 0)
+        tell_ns = now_ns + (TELL_WAIT_NS if waits else 0)
         self._ends[region_id] = _End(region, waits, asked.grace_ms, now_ns + asked.grace_ms * NS_PER_MS, tell_ns)
         self._spin_until_ns = now_ns + SPIN_NS
         self.advance()
@@ -286,6 +287,7 @@ class RegionMemory:
         resources.ledger.end_region(region.address, returned.kept_bytes)
         resources.record_usage()
         region.streams.clear()
+        region.marks.clear()
         region.tickets.clear()
         self._answer(RegionEnded(region.region_id, returned.freed_bytes, returned.kept_bytes, shown_bytes))
 
@@ -305,15 +307,14 @@ class RegionMemory:
 
     def leave_stream(self, stream: int) -> None:
         """Note that one of the driver's streams is about to be destroyed; what it holds goes on."""
+        self._gate.leave_stream(stream)
 
-        def mark(stream: int) -> Ticket:
-            try:
-                return self._mark(stream)
-            except DriverError:
-                # Its launches can't be waited for: whoever ends a region that they use has to give up.
-                return _NeverDone()
-
-        self._gate.leave_stream(stream, mark)
+    def _mark_anyway(self, stream: int) -> Ticket:
+        try:
+            return self._mark(stream)
+        except DriverError:
+            # Its launches can't be waited for: whoever ends a region that they use has to give up.
+            return _NeverDone()
 
     def _mark(self, stream: int) -> Ticket:
         return self._call(lambda: self._resources.context.mark(stream))

@@ -78,7 +78,8 @@ class Region:
 
     Attributes:
         number: Its slot's number while the slot is its own.
-        streams: The driver's streams in which something that names it was queued.
+        streams: The driver's streams in which something that names it may be queued now, or was copied.
+        marks: By stream: what the stream held when the last set that names the region went out of use there.
         tickets: What those of its streams held that were destroyed since.
         ended: How it ended; None while it has not, as far as the session has seen. Never changes again.
         is_told: A refusal has said how it ended: every later one says FENCED.
@@ -90,6 +91,7 @@ class Region:
     address: int
     size_bytes: int
     streams: set[int] = field(default_factory=set)
+    marks: dict[int, Ticket] = field(default_factory=dict)
     tickets: list[Ticket] = field(default_factory=list)
     ended: Flip | None = None
     is_told: bool = False
@@ -101,16 +103,14 @@ class SetInUse:
     Attributes:
         handle: Its handle, `wire` the same as it travels.
         regions: The regions, in the order of the request.
-        streams: The driver's streams that its regions are known to be used in.
         epoch: The page's epoch at which all of them went on; NO_EPOCH if none is known.
         deadline_ns: The least of their deadlines then.
     """
 
-    __slots__ = ("_active", "_getter", "deadline_ns", "epoch", "handle", "regions", "streams", "wire")
+    __slots__ = ("_active", "_getter", "deadline_ns", "epoch", "handle", "regions", "wire")
 
     def __init__(self, handle: int, regions: list[Region]) -> None:
         self.handle, self.wire, self.regions = handle, HANDLE.pack(handle), regions
-        self.streams: set[int] = set()
         self.epoch, self.deadline_ns = NO_EPOCH, 0
         # Two slots at least, so that the getter always gives a tuple.
         slots = [region.slot for region in regions] * (1 + (len(regions) == 1))
@@ -146,6 +146,7 @@ class RegionGate:
         page: The regions page; None before the first region.
         regions: All regions whose addresses the session has, by slot and number.
         current: The set that was admitted last, in the stream that is selected now; None if there is none.
+        mark: Returns a ticket of what a stream holds now.
         on_change: Called when `current`, its epoch, its deadline or the page may have changed.
         launches_begun: Returns how many launches have begun in this burst; see `refuse`.
         outbox: What the broker is to hear.
@@ -156,7 +157,10 @@ class RegionGate:
         self.page: WorkerRegions | None = None
         self.regions: dict[tuple[int, int], Region] = {}
         self.current: SetInUse | None = None
+        self.mark: Callable[[int], Ticket] = resources.context.mark
         self.on_change: Callable[[], None] = lambda: None
+        # The stream that the set in use was admitted in.
+        self._stream = 0
         self.launches_begun = launches_begun
         self.outbox: deque[Message] = deque()
         self.sets: dict[int, SetInUse] = {}
@@ -182,12 +186,11 @@ class RegionGate:
             self._refuse_first(chosen.compare(self.page, now_ns), kernel, position, now_ns)
         elif chosen is self.current:
             return
-        stream = self._resources.stream
-        if stream not in chosen.streams:
+        if chosen is not self.current:
+            self._leave_current()
+            self.current, self._stream = chosen, self._resources.stream
             for region in chosen.regions:
-                region.streams.add(stream)
-            chosen.streams.add(stream)
-        self.current = chosen
+                region.streams.add(self._stream)
         self.on_change()
 
     def is_quiet(self, buffer: bytearray, set_at: int) -> bool:
@@ -284,19 +287,30 @@ class RegionGate:
 
     def forget_current(self) -> None:
         """Have Python see the next launch: another stream is selected, or a set or the page has changed."""
-        self.current = None
+        self._leave_current()
         self.on_change()
 
-    def leave_stream(self, stream: int, mark: Callable[[int], Ticket]) -> None:
+    def _leave_current(self) -> None:
+        """Mark the end of the launches in the set in use, so that no region's end waits for launches behind them."""
+        if self.current is None:
+            return
+        regions, self.current = self.current.regions, None
+        mark = self.mark(self._stream)
+        for region in regions:
+            region.marks[self._stream] = mark
+            region.streams.discard(self._stream)
+
+    def leave_stream(self, stream: int) -> None:
         """Note that a stream is about to be destroyed, whose number may be used again; what it holds goes on."""
-        users = [region for region in self.regions.values() if stream in region.streams]
+        if stream == self._stream:
+            self.forget_current()
+        users = [one for one in self.regions.values() if stream in one.streams or stream in one.marks]
         if users:
-            ticket = mark(stream)
+            ticket = self.mark(stream)
             for region in users:
                 region.streams.discard(stream)
+                region.marks.pop(stream, None)
                 region.tickets = [*(old for old in region.tickets if not old.is_done()), ticket]
-        for chosen in self.sets.values():
-            chosen.streams.discard(stream)
 
 
 class RegionOperations(Operations):

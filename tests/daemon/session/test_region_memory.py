@@ -262,6 +262,22 @@ def test_a_region_is_told_open_once_the_card_has_zeroed_it(made: RegionRig) -> N
     assert isinstance(answer, RegionOpened)
 
 
+def test_an_end_waits_for_no_launch_behind_the_last_one_that_named_the_region(
+    made: RegionRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_memory, "QUIET_WAIT_NS", 0)
+    one, two = made.open(), made.open()
+    made.ask(Opcode.LAUNCH_IN, made.launch(made.set_of(one), one.address))
+    others = made.set_of(two)
+    made.ask(Opcode.LAUNCH_IN, made.launch(others, two.address))
+    made.context.holds = True
+    made.ask(Opcode.LAUNCH_IN, made.launch(others, two.address))
+    end(made, two)
+    assert made.context.ended == []
+    end(made, one)
+    assert made.context.ended == [one.address]
+
+
 def test_memory_that_can_not_be_taken_away_is_told(made: RegionRig) -> None:
     one = made.open()
     made.context.end_error = DriverError("unmapping failed")
