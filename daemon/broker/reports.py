@@ -23,9 +23,9 @@ from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
 
 NS_PER_MS: Final = 1_000_000
 
-MAX_LISTED_REGIONS: Final = 4096
+MAX_LISTED_REGIONS: Final = 1024
 """Most regions that a list of leases describes; each lease names its own in any case. Stops tenants whose leases are
-full of small regions from holding up the broker's loop."""
+full of small regions from holding up the broker's loop: 4,096 took half a second."""
 
 
 def full_report(lease: LeaseSnapshot, table: LeaseTable, workers: Workers) -> dict[str, Any]:
