@@ -170,7 +170,8 @@ def test_bench(gpulease: Gpulease, daemon: Daemon) -> None:
     assert report["gate_flips"] == 50
     assert set(report["leased"]) - {"launch_own_us"} == set(report["direct"])
     figures = [pair for part in ("leased", "direct", "leases", "bare", "overlap") for pair in report[part].items()]
-    assert [name for name, value in figures if not value > 0] == []
+    # A tenant that is told at its deadline is told after 0 ms.
+    assert [name for name, value in figures if not value > 0 and not name.startswith("expiry_told")] == []
     assert 0 < report["gate"]["refused_p50_us"] <= report["gate"]["refused_p99_us"]
     # One may have passed its look already.
     assert report["gate"]["begun_after_flip_most"] <= 1
