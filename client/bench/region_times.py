@@ -15,12 +15,12 @@ from gpulease.client.bench.figures import per_call_us, percentile, timed_us
 from gpulease.client.cli.reports import first_card
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
+from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.messages import LeaseRevoke
 
 MIB: Final = 1 << 20
 REGION_BYTES: Final = {"cuda": 64 * MIB, "cpu": 4 * MIB}
 SLICE_BYTES: Final = 1 << 30
-MOST_REGIONS: Final = 256
 GRAPH_NODES: Final = 100
 THREADS: Final = 32
 TTL_S: Final = 600.0
@@ -104,7 +104,7 @@ class _Bench:
         """Launch without a region, with one, and with as many as a set can name."""
         launches = max(100, LAUNCHES * samples // 100)
         figures = {"launch_us": per_call_us(self._launch, self._session.sync, launches)}
-        for count in (1, MOST_REGIONS):
+        for count in (1, MAX_REGIONS):
             regions = [self._lease.region(2 * MIB, ttl_secs=TTL_S) for _ in range(count)]
             names = self._session.region_set(regions)
             figures[f"launch_in_{count}_us"] = per_call_us(partial(self._launch, names), self._session.sync, launches)

@@ -3,7 +3,7 @@
 from importlib.resources import files
 from typing import Final
 
-from gpulease.client import Buffer, GpuSession, KernelArgs, Module
+from gpulease.client import Buffer, GpuSession, KernelArgs, Module, RegionSet
 
 ONE: Final = (1, 1, 1)
 WARP: Final = (32, 1, 1)
@@ -83,17 +83,30 @@ def printing() -> bytes:
     return f"{head}.visible .entry print_a_line()\n{{\n{body}}}\n".encode()
 
 
-def fill(session: GpuSession, module: Module, buffer: Buffer, words: int, value: int) -> None:
-    """Set the first words of a buffer."""
-    args = KernelArgs().push_buffer(buffer).push_u64(words).push_u32(value)
-    session.launch(module, "fill", GRID, BLOCK, args)
+def fill(
+    session: GpuSession,
+    module: Module,
+    place: Buffer | int,
+    words: int,
+    value: int,
+    regions: RegionSet | None = None,
+) -> None:
+    """Set the first words of a buffer, or at a device address."""
+    args = _at(place).push_u64(words).push_u32(value)
+    session.launch(module, "fill", GRID, BLOCK, args, regions=regions)
 
 
-def count_set(session: GpuSession, module: Module, buffer: Buffer, words: int) -> int:
-    """Return how many of the first words of a buffer are not 0."""
+def count_set(
+    session: GpuSession, module: Module, place: Buffer | int, words: int, regions: RegionSet | None = None
+) -> int:
+    """Return how many of the first words of a buffer, or at a device address, are not 0."""
     count = session.mem_alloc(4)
-    args = KernelArgs().push_buffer(buffer).push_u64(words).push_buffer(count)
-    session.launch(module, "count_set", GRID, BLOCK, args)
+    args = _at(place).push_u64(words).push_buffer(count)
+    session.launch(module, "count_set", GRID, BLOCK, args, regions=regions)
     found = int.from_bytes(session.mem_read(count, 0, 4), "little")
     session.mem_free(count)
     return found
+
+
+def _at(place: Buffer | int) -> KernelArgs:
+    return KernelArgs().push_u64(place) if isinstance(place, int) else KernelArgs().push_buffer(place)

@@ -28,8 +28,9 @@ from gpulease.client import (
 )
 from gpulease.client.bench.figures import percentile
 from gpulease.client.cli.private_daemon import killable_daemon
-from gpulease.client.verify.faulty_kernels import BLOCK, GRID, WARP, rule_breakers
+from gpulease.client.verify.faulty_kernels import BLOCK, WARP, count_set, fill, rule_breakers
 from gpulease.client.verify.scene import Breach, Check, Scene, worker_pid
+from gpulease.protocol.limits import MAX_REGIONS
 
 MIB: Final = 1 << 20
 WORD_BYTES: Final = 4
@@ -38,8 +39,6 @@ TTL_S: Final = 60.0
 
 RETURN_S: Final = 20.0
 """Seconds for an ended region to be proved back, on a host that has one core for all."""
-
-MOST_REGIONS: Final = 256
 
 GRAPH_NODES: Final = 300
 
@@ -79,28 +78,8 @@ def _session(scene: Scene, slice_bytes: int) -> Iterator[tuple[GpuLease, GpuSess
 
 
 def _fill(session: GpuSession, module: Module, region: Region, value: int, regions: RegionSet) -> None:
-    words = region.size_bytes // WORD_BYTES
-    args = KernelArgs().push_u64(region.address).push_u64(words).push_u32(value)
-    session.launch(module, "fill", GRID, BLOCK, args, regions=regions)
-
-
-def _count(session: GpuSession, module: Module, address: int, words: int, regions: RegionSet) -> int:
-    """Return how many of so many words at an address are not 0."""
-    count = session.mem_alloc(WORD_BYTES)
-    try:
-        args = KernelArgs().push_u64(address).push_u64(words).push_buffer(count)
-        session.launch(module, "count_set", GRID, BLOCK, args, regions=regions)
-        return int.from_bytes(session.mem_read(count, 0, WORD_BYTES), "little")
-    finally:
-        session.mem_free(count)
-
-
-def _wait_for_return(scene: Scene, region: Region) -> None:
-    until = time.monotonic() + RETURN_S
-    while (report := scene.query(region.lease_id))["state"] != "torndown":
-        if time.monotonic() > until:
-            raise Breach(f"an ended region is still {report['state']}: {report['reason']}")
-        time.sleep(0.0005)
+    # By its address: a stale pointer is to be tried, too.
+    fill(session, module, region.address, region.size_bytes // WORD_BYTES, value, regions)
 
 
 def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
@@ -118,7 +97,7 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
                 started = time.perf_counter()
                 try:
                     _fill(session, module, kept, len(taken_us) + 1, mine)
-                    if _count(session, module, kept.address, words, mine) != words:
+                    if count_set(session, module, kept.address, words, mine) != words:
                         wrong.append("a word of the other region is missing")
                 except GpuLeaseError as error:
                     wrong.append(f"{type(error).__name__}: {error}")
@@ -135,7 +114,7 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
             for _ in range(times):
                 other = lease.region(size_bytes, ttl_secs=TTL_S)
                 other.revoke("the proof")
-                _wait_for_return(scene, other)
+                scene.wait_for_end(other.lease_id, RETURN_S)
                 other.close()
         finally:
             is_over.set()
@@ -161,8 +140,8 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
         gone.revoke("the proof")
         for told in (RegionRevoked, RegionFenced, RegionFenced):
             _expect(told, lambda: _fill(session, module, gone, PATTERN, both), session)
-        _wait_for_return(scene, gone)
-        if found := _count(session, module, gone.address, words, only_kept):
+        scene.wait_for_end(gone.lease_id, RETURN_S)
+        if found := count_set(session, module, gone.address, words, only_kept):
             raise Breach(f"{found} of {words} words of a returned region are readable")
         with lease.region(size_bytes, ttl_secs=TTL_S) as later:
             if later.address == gone.address:
@@ -170,9 +149,9 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
             # A stale table: the launch does not name the region that it writes to.
             _fill(session, module, gone, 1, only_kept)
             three = session.region_set([later])
-            if found := _count(session, module, later.address, words, three):
+            if found := count_set(session, module, later.address, words, three):
                 raise Breach(f"{found} words written through a stale pointer are in a later region")
-        if _count(session, module, kept.address, words, only_kept) != words:
+        if count_set(session, module, kept.address, words, only_kept) != words:
             raise Breach("another region lost words")
         gone.close()
     return f"{size_bytes >> 20} MiB: Revoked, then Fenced; reads find zeros, writes reach nobody"
@@ -248,7 +227,7 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
         revoking.join()
         in_kept.launch(regions=only_kept)
         session.sync()
-        _wait_for_return(scene, gone)
+        scene.wait_for_end(gone.lease_id, RETURN_S)
         gone.close()
         in_kept.close()
     return f"a graph of {GRAPH_NODES} nodes: refused at replay {begun}; the other region's graph goes on"
@@ -280,7 +259,7 @@ def parent_killed(scene: Scene, size_bytes: int) -> str:
     cause = scene.wait_for_end(lease.lease_id)
     revoking.join(RETURN_S)
     for region in regions:
-        _wait_for_return(scene, region)
+        scene.wait_for_end(region.lease_id, RETURN_S)
     return f"ended by {cause}, with {len(regions)} regions"
 
 
@@ -291,7 +270,7 @@ def _revoke_anyway(region: Region) -> None:
 
 def expiring_at_once(scene: Scene) -> str:
     """As many regions as a session can have expire in the same millisecond; all are proved back."""
-    with _session(scene, 2 * MOST_REGIONS * 2 * MIB) as (lease, session, module):
+    with _session(scene, 2 * MAX_REGIONS * 2 * MIB) as (lease, session, module):
         regions, ends_s = _open_all(lease)
         names = session.region_set(regions)
         with contextlib.suppress(RegionFailed):
@@ -300,11 +279,11 @@ def expiring_at_once(scene: Scene) -> str:
         time.sleep(max(0.0, ends_s - time.monotonic()))
         started = time.perf_counter()
         for region in regions:
-            _wait_for_return(scene, region)
+            scene.wait_for_end(region.lease_id, RETURN_S)
         taken_ms = (time.perf_counter() - started) * 1e3
         for region in regions:
             region.close()
-    return f"{MOST_REGIONS} proved back within {taken_ms:.0f} ms of their deadline"
+    return f"{MAX_REGIONS} proved back within {taken_ms:.0f} ms of their deadline"
 
 
 def _open_all(lease: GpuLease) -> tuple[list[Region], float]:
@@ -312,13 +291,13 @@ def _open_all(lease: GpuLease) -> tuple[list[Region], float]:
     for opening_s in OPENING_S:
         regions: list[Region] = []
         ends_s = time.monotonic() + opening_s
-        while len(regions) < MOST_REGIONS and (left_s := ends_s - time.monotonic()) > opening_s / 10:
+        while len(regions) < MAX_REGIONS and (left_s := ends_s - time.monotonic()) > opening_s / 10:
             regions.append(lease.region(2 * MIB, ttl_secs=left_s))
-        if len(regions) == MOST_REGIONS:
+        if len(regions) == MAX_REGIONS:
             return regions, ends_s
         for region in regions:
             region.close()
-    raise Breach(f"{MOST_REGIONS} regions can't be opened in {OPENING_S[-1]:g} s")
+    raise Breach(f"{MAX_REGIONS} regions can't be opened in {OPENING_S[-1]:g} s")
 
 
 def broker_killed(driver: str) -> str:
@@ -337,14 +316,14 @@ def broker_killed(driver: str) -> str:
                     revoking = threading.Thread(target=_revoke_anyway, args=(region,))
                     revoking.start()
                 if step == "returned":
-                    _wait_for_return(scene, region)
+                    scene.wait_for_end(region.lease_id, RETURN_S)
                 daemon.kill()
                 daemon.start()
                 if step == "opened":
                     _fill(session, module, region, 1, names)
                     session.sync()
                 _revoke_anyway(region)
-                _wait_for_return(scene, region)
+                scene.wait_for_end(region.lease_id, RETURN_S)
                 with contextlib.suppress(RegionFailed):
                     session.sync()
                 region.close()

@@ -93,9 +93,9 @@ class Scene:
         """Return the MiB used on the card, by its own account; 0 for a pretended card."""
         return int(ask_card(self.card_uuid, "memory.used")) if self.is_card else 0
 
-    def wait_for_end(self, lease_id: int) -> str:
+    def wait_for_end(self, lease_id: int, within_s: float = END_S) -> str:
         """Wait until the lease is torn down; return the cause of its end. Raises Breach."""
-        until = time.monotonic() + END_S
+        until = time.monotonic() + within_s
         while (report := self.query(lease_id))["state"] != "torndown":
             if time.monotonic() > until or report["state"] == "fenced":
                 raise Breach(f"the lease is {report['state']}: {report['reason']}")
