@@ -1,7 +1,6 @@
 """Times of regions: opening, revoking, refusing and proving back, and what naming them costs a launch."""
 
 import contextlib
-import json
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, Region, RegionRevoked
 from gpulease.client.bench.figures import per_call_us, percentile, timed_us
+from gpulease.client.bench.suite import Figures, Say, in_a_process
 from gpulease.client.cli.reports import first_card
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
@@ -32,9 +32,6 @@ LAUNCHES: Final = 10_000
 
 LAUNCH_GOAL_US: Final = 100.0
 """The 99th percentile that operators may rely on: from the flip of a region's word to its typed refusal."""
-
-Figures = dict[str, float]
-Say = Callable[[str], object]
 
 
 def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures:
@@ -65,11 +62,8 @@ def keeps_the_pin(figures: Figures) -> bool:
 def _floor(driver: str, card_uuid: str, size_bytes: int, samples: int, say: Say) -> Figures:
     """Time the same calls of the driver in a process of their own, without a lease."""
     say("regions: the driver's own calls")
-    command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.region_floor", driver, card_uuid]
-    done = subprocess.run(
-        [*command, str(size_bytes), str(samples)], capture_output=True, timeout=FLOOR_TIMEOUT_S, check=True
-    )
-    return dict(json.loads(done.stdout))
+    words = (driver, card_uuid, str(size_bytes), str(samples))
+    return in_a_process("region_floor", *words, timeout_s=FLOOR_TIMEOUT_S)
 
 
 def _quantiles(name: str, samples: list[float]) -> Figures:

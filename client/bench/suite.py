@@ -251,22 +251,22 @@ def _free_port() -> int:
 def _direct(driver: str, launches: int) -> Figures:
     sizes = [str(size) for size in copy_sizes(driver)]
     with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
-        return _in_a_process("direct", driver, str(ptx), str(launches), str(SAMPLES), *sizes)
+        return in_a_process("direct", driver, str(ptx), str(launches), str(SAMPLES), *sizes)
 
 
 def _bare(card: dict[str, Any], count: int) -> Figures:
-    return _in_a_process("bare", card["driver"], card["uuid"], str(count), standard_input=SPIN_PTX)
+    return in_a_process("bare", card["driver"], card["uuid"], str(count), standard_input=SPIN_PTX)
 
 
 def _gate(card: dict[str, Any], flips: int) -> Figures:
     with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
-        return _in_a_process("revocation", card["driver"], card["uuid"], str(ptx), str(flips))
+        return in_a_process("revocation", card["driver"], card["uuid"], str(ptx), str(flips))
 
 
-def _in_a_process(module: str, *words: str, standard_input: bytes = b"") -> Figures:
+def in_a_process(module: str, *words: str, standard_input: bytes = b"", timeout_s: float = DIRECT_TIMEOUT_S) -> Figures:
     """Run a measurement of the daemon's in a process of its own. Raises CannotStart."""
     command = [sys.executable, "-P", "-m", f"gpulease.daemon.bench.{module}", *words]
-    done = subprocess.run(command, input=standard_input, capture_output=True, timeout=DIRECT_TIMEOUT_S, check=False)
+    done = subprocess.run(command, input=standard_input, capture_output=True, timeout=timeout_s, check=False)
     try:
         figures: Figures = json.loads(done.stdout.splitlines()[0])
     except (IndexError, ValueError):
