@@ -134,8 +134,6 @@ class Runtime:
         self._region_prover = RegionProver(source, workers, self.post, table.regions.allowed_bytes)
         self._regions = RegionOrders(table.get, workers, self.post, self._on_forward_revoked)
         self._watchdog = KernelWatchdog(workers, self.post, max_load_s)
-        # Of cancelled regions, the cancel that a refused launch has told of: later launches meet the same one.
-        self._told_cancels: dict[int, int] = {}
         self._one_settled = asyncio.Event()
         self._pending = PendingRequests(self.journal, self.recorder, self.metrics, self._one_settled.set)
         self._events: deque[Event] = deque()
@@ -254,10 +252,10 @@ class Runtime:
     def _on_warning(self, lease_id: int, left_ms: int, reason: str) -> None:
         self.recorder.warned(lease_id, left_ms, reason)
 
-    def _on_forward_revoked(self, region: LeaseSnapshot, told: ForwardRevoked) -> None:
+    def _on_forward_revoked(self, region: LeaseSnapshot, told: ForwardRevoked, is_first_look: bool) -> None:
         status, seen_after_ns = Status(-told.status), told.seen_ns - told.flipped_ns
         self.recorder.forward_revoked(region, status, told.kernel, told.site, told.position, seen_after_ns)
-        if self._is_first_look(region, status, told.flipped_ns):
+        if is_first_look:
             self.metrics.forward_revoked(status, seen_after_ns)
         event = RegionEvent(
             lease_id=region.lease_id,
@@ -271,13 +269,6 @@ class Runtime:
             seen_ns=told.seen_ns,
         )
         self.publisher.on_forward_revoked(region.parent_id, event)
-
-    def _is_first_look(self, region: LeaseSnapshot, status: Status, flipped_ns: int) -> bool:
-        """Return whether a refused launch is the first that saw the region's word: its delay is the look's."""
-        if status is not Status.CANCELLED or region.state is not LeaseState.ACTIVE:
-            return status is not Status.FENCED
-        was_ns, self._told_cancels[region.lease_id] = self._told_cancels.get(region.lease_id), flipped_ns
-        return was_ns != flipped_ns
 
     # --- effects out ---
 
@@ -397,7 +388,6 @@ class Runtime:
         self._settle_worker(lease.lease_id)
         self._region_prover.give_up(lease.lease_id)
         self._regions.forget(lease.lease_id)
-        self._told_cancels.pop(lease.lease_id, None)
         self.connections.forget(lease.lease_id)
 
     def _end_submit(self, effect: SubmitEnded) -> None:

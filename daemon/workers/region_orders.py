@@ -41,8 +41,8 @@ _REFUSALS: Final = frozenset(-status for status in (*STATUS_OF_WORD.values(), St
 
 _GOING_ON: Final = (LeaseState.PENDING, LeaseState.ACTIVE)
 
-OnForwardRevoked = Callable[[LeaseSnapshot, messages.ForwardRevoked], None]
-"""Called with a region and the launch that was refused because of it."""
+OnForwardRevoked = Callable[[LeaseSnapshot, messages.ForwardRevoked, bool], None]
+"""Called with a region, the launch that was refused because of it, and whether that was the first to see its word."""
 
 
 class RegionOrders:
@@ -69,6 +69,8 @@ class RegionOrders:
         self._is_adopting = False
         # By lease: the size that its worker was asked for, until it has answered.
         self._asked_bytes: dict[int, int] = {}
+        # Of cancelled regions, the cancel that a refused launch has told of: later launches meet the same one.
+        self._told_cancels: dict[int, int] = {}
 
     # --- orders ---
 
@@ -99,8 +101,9 @@ class RegionOrders:
         self._send(order.lease_id, messages.ResizeSlice(order.size_bytes))
 
     def forget(self, lease_id: int) -> None:
-        """Drop what is remembered of a lease that has ended."""
+        """Drop what is remembered of a lease or region that has ended."""
         self._asked_bytes.pop(lease_id, None)
+        self._told_cancels.pop(lease_id, None)
 
     # --- adoption ---
 
@@ -168,7 +171,14 @@ class RegionOrders:
             case messages.ForwardRevoked() if _is_possible(region, message):
                 kernel = clean_text(message.kernel, MAX_KERNEL_NAME_BYTES).encode()[:MAX_KERNEL_NAME_BYTES]
                 message = replace(message, kernel=kernel.decode(errors="ignore"))
-                self._on_forward_revoked(region, message)
+                self._on_forward_revoked(region, message, self._is_first_look(region, message))
+
+    def _is_first_look(self, region: LeaseSnapshot, message: messages.ForwardRevoked) -> bool:
+        """Return whether a refused launch is the first that saw the region's word: its delay is the look's."""
+        if message.status != -Status.CANCELLED or region.state is not LeaseState.ACTIVE:
+            return message.status != -Status.FENCED
+        was_ns, self._told_cancels[region.lease_id] = self._told_cancels.get(region.lease_id), message.flipped_ns
+        return was_ns != message.flipped_ns
 
     def _on_resized(self, lease_id: int, message: messages.SliceResized) -> None:
         asked_bytes = self._asked_bytes.pop(lease_id, None)

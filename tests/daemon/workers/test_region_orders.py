@@ -98,7 +98,10 @@ class Rig:
         self.workers = MadeWorkers()
         found = {REGION: known or region()}
         self.orders = RegionOrders(
-            found.get, cast(Workers, self.workers), self.posted.append, lambda *told: self.refused.append(told)
+            found.get,
+            cast(Workers, self.workers),
+            self.posted.append,
+            lambda region, told, _: self.refused.append((region, told)),
         )
 
     def told(self, message: Message, lease_id: int = LEASE) -> list[Event]:
