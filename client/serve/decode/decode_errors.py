@@ -1,0 +1,31 @@
+"""Errors of the decode engine.
+
+GpuLeaseError
+└── DecodeError
+    ├── ModelRejected       a model's file is broken, or not one that the engine computes
+    ├── NoModelLoaded       the engine has no model, or no longer
+    ├── RequestRejected     a prompt or its sampling can't be taken
+    └── EngineDecodeFailed  a step failed for all of the engine's sequences
+"""
+
+from gpulease.client.errors import GpuLeaseError
+
+
+class DecodeError(GpuLeaseError):
+    """An error of the decode engine."""
+
+
+class ModelRejected(DecodeError):
+    """A model's file is broken or truncated, or the engine does not compute such a model. Nothing stays loaded."""
+
+
+class NoModelLoaded(DecodeError):
+    """The engine has no model: it was not opened, or was closed."""
+
+
+class RequestRejected(DecodeError):
+    """A prompt or its sampling can't be taken: a token outside of the vocabulary, no token, too many for the context."""
+
+
+class EngineDecodeFailed(DecodeError):
+    """A step failed for all of the engine's sequences: the lease, its session or the context is lost."""

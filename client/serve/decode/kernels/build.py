@@ -1,0 +1,153 @@
+"""Compile the decode engine's kernels: `python -m gpulease.client.serve.decode.kernels.build [FOLDER]`.
+
+For developers, with Triton installed (`pip install '.[kernels]'`); no GPU is needed. It writes one PTX file for each
+kernel and `manifest.json`, which says how each is launched. Users get these files with the package.
+"""
+
+import json
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gpulease.client.serve.decode.kernels import triton_source
+
+TARGET: Final = GPUTarget("cuda", 80, 32)
+"""sm_80 has mma, ldmatrix and cp.async, which every later card and the embedded driver take."""
+
+HEAD_WIDTHS: Final = (32, 64, 128)
+"""Widths of attention heads that have kernels."""
+
+HEADS: Final = 16
+"""Query heads of a key head at most: the rows of one matrix instruction."""
+
+SPLIT: Final = 256
+"""Positions of a sequence in one part of its attention."""
+
+TILES: Final = {16: (32, 64, 4, 4), 64: (64, 64, 3, 4)}
+"""Rows of linear's tile: its columns, its depth, stages of its pipeline, warps."""
+
+INEXACT: Final = re.compile(r"\b(?:\w+\.approx\S*|div\.full\S*|(?:add|sub|mul)\.f32|fma\.\S*f32|\w+\.ftz\S*)")
+"""Instructions whose results the PTX ISA leaves open, or that ptxas may fuse."""
+
+_POINTERS: Final = {"b": "*bf16", "f": "*fp32", "h": "*fp16", "w": "*i32", "c": "*i8", "u": "*u8"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile: its function, its parameters' types by name, its constants, warps, stages."""
+
+    function: Any
+    types: dict[str, str]
+    constants: dict[str, int]
+    warps: int = 4
+    stages: int = 3
+    divisible: tuple[str, ...] = field(default=())
+
+
+def jobs() -> dict[str, Job]:
+    """Return every kernel of the package by the name of its file."""
+    s = triton_source
+    found = {
+        "embed": Job(s.embed, _types("h:f table:b rows:w results:w tables:w D table_blocks"), {"BLOCK_D": 1024}),
+        "add_rmsnorm": Job(
+            s.add_rmsnorm, _types("x:b h:f parts:f weight:f splits stride D eps:fp32"), {"BLOCK_D": 1024}
+        ),
+        "silu": Job(s.silu, _types("x:b parts:f splits stride F"), {"BLOCK_F": 512}),
+        "sample": Job(s.sample, _types("results:w parts:f rows:w splits stride V"), {"BLOCK_V": 2048}, warps=8),
+    }
+    for rows, (columns, depth, stages, warps) in TILES.items():
+        tile = {"BM": rows, "BN": columns, "BK": depth}
+        for name, function, weights in (
+            ("bf16", s.linear_bf16, "w:b"),
+            ("q8_0", s.linear_q8_0, "w:c scales:h"),
+            ("q4_k", s.linear_q4_k, "w:u scales:h steps:u"),
+        ):
+            types = _types(f"parts:f x:b {weights} R N K chunk")
+            found[f"linear_{name}_{rows}"] = Job(function, types, tile, warps, stages, ("K", "chunk"))
+    for width in HEAD_WIDTHS:
+        cache = "layer_bytes block_bytes"
+        found[f"rope_append_{width}"] = Job(
+            s.rope_append,
+            _types(
+                "q:b parts:f bias:f q_norm:f k_norm:f cosines:f sines:f rows:w splits stride"
+                f" {cache} H G has_bias has_norm eps:fp32"
+            ),
+            {"HALF": width // 2},
+            warps=1,
+            divisible=("layer_bytes", "block_bytes"),
+        )
+        found[f"attend_{width}"] = Job(
+            s.attend,
+            _types(f"totals:f tops:f sums:f q:b rows:w tables:w {cache} table_blocks H G splits scale:fp32"),
+            {"DH": width, "HEADS": HEADS, "SPLIT": SPLIT, "BT": 32},
+            warps=2 if width > 64 else 1,
+            divisible=("layer_bytes", "block_bytes"),
+        )
+        found[f"combine_{width}"] = Job(
+            s.combine, _types("x:b totals:f tops:f sums:f rows:w H splits"), {"DH": width, "SPLIT": SPLIT}, warps=1
+        )
+    return found
+
+
+def _types(text: str) -> dict[str, str]:
+    """`name:type` by spaces; a letter is a pointer's, no type is i32."""
+    pairs = (item.partition(":") for item in text.split())
+    return {name: _POINTERS.get(kind, kind) or "i32" for name, _, kind in pairs}
+
+
+def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
+    """Compile one kernel. Returns its PTX and its entry in the manifest."""
+    names = job.function.arg_names
+    aligned = [n for n, kind in job.types.items() if kind.startswith("*") or n in job.divisible]
+    source = ASTSource(
+        fn=job.function,
+        signature={n: job.types.get(n, "constexpr") for n in names},
+        constexprs={(names.index(n),): value for n, value in job.constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    options = {"num_warps": job.warps, "num_stages": job.stages, "enable_fp_fusion": False}
+    kernel = triton.compile(source, target=TARGET, options=options)
+    ptx = _without_debug(kernel.asm["ptx"])
+    if inexact := sorted(set(INEXACT.findall(ptx))):
+        raise SystemExit(f"{name}: inexact instructions: {', '.join(inexact)}")
+    metadata = kernel.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise SystemExit(f"{name}: the kernel wants scratch memory, which no launch gives it")
+    entry = {
+        "kernel": metadata.name,
+        "threads": 32 * metadata.num_warps,
+        "shared_bytes": metadata.shared,
+        "parameters": list(job.types),
+        "constants": job.constants,
+    }
+    return ptx, entry
+
+
+def _without_debug(ptx: str) -> str:
+    """Leave out line tables and paths of the developer's machine."""
+    ptx = re.sub(r"\t\.section\s+\.debug_\w+\s*\{.*?\n\t\}\n?", "", ptx, flags=re.DOTALL)
+    kept = (
+        line
+        for line in ptx.splitlines()
+        if not re.match(r"\s*(\.loc|\.file|//|\$L__(tmp|func|cfi|info|debug|line)\w*:?)", line) and line.strip()
+    )
+    return "\n".join(re.sub(r"\s*//.*", "", line).replace(", debug", "") for line in kept) + "\n"
+
+
+def build(folder: Path) -> None:
+    """Compile all kernels into a folder."""
+    manifest = {"triton": triton.__version__, "split": SPLIT, "heads": HEADS, "kernels": {}}
+    for name, job in jobs().items():
+        ptx, manifest["kernels"][name] = compiled(name, job)
+        (folder / f"{name}.ptx").write_text(ptx)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

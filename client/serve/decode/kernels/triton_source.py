@@ -1,0 +1,424 @@
+"""The decode engine's kernels in Triton. Developers compile them ahead of time; see `build.py`.
+
+Every kernel is independent by rows: what it computes for one row depends on that row's inputs alone, in an order that
+neither the batch nor the tiles change. Three rules give that:
+
+- Sums over K run in ascending order in each program; only `linear`'s factor `splits`, a constant of the weight's shape,
+  cuts them, and the next kernel adds the parts in ascending order.
+- Attention cuts a sequence at fixed positions (`SPLIT`), and `combine` adds the parts in ascending order.
+- No atomics; a padded row has position -1 and writes nothing of a sequence.
+
+Every kernel is exact: it uses only IEEE operations that round to nearest, and the tensor core's products, which the
+embedded driver adds as a card does. `exp2`, division and the square root are built from those, so a card and the
+embedded driver give the same bits.
+
+Shapes: R rows of a step, D width, H query heads, G key heads, DH head width, F the inner width, V the vocabulary.
+"""
+
+import triton
+import triton.language as tl
+
+# A row's record in the step's plan: 16 words of 32 bits (`client/serve/decode/row_records.py`).
+WORDS = tl.constexpr(16)
+TOKEN = tl.constexpr(0)
+SOURCE = tl.constexpr(1)
+POSITION = tl.constexpr(2)
+TABLE = tl.constexpr(3)
+BLOCK = tl.constexpr(4)
+BLOCKS = tl.constexpr(5)
+BASE = tl.constexpr(6)
+SEED = tl.constexpr(8)
+TOP_K = tl.constexpr(10)
+INVERSE_TEMPERATURE = tl.constexpr(11)
+TOP_P = tl.constexpr(12)
+
+RESULT_WORDS = tl.constexpr(4)
+PAGE = tl.constexpr(16)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def exp2(x):
+    """2^x for x up to 126, 0 below -126: Cody and Waite's reduction and a polynomial of degree 6, of IEEE operations."""
+    x = tl.minimum(tl.maximum(x, -127.0), 126.0)
+    whole = (x + 12582912.0) - 12582912.0
+    f = x - whole
+    p = 1.5403530e-4
+    p = p * f + 1.3333558e-3
+    p = p * f + 9.6181291e-3
+    p = p * f + 5.5504109e-2
+    p = p * f + 2.4022651e-1
+    p = p * f + 6.9314718e-1
+    p = p * f + 1.0
+    scale = ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x < -126.0, 0.0, p * scale)
+
+
+@triton.jit
+def added(parts, splits, stride, offsets, mask):
+    """Add a linear's parts in ascending order."""
+    total = tl.load(parts + offsets, mask=mask, other=0.0)
+    for s in range(1, splits):
+        total += tl.load(parts + s * stride + offsets, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def embed(h, table, rows, results, tables, D, table_blocks, BLOCK_D: tl.constexpr):
+    """Look up each row's token, and write its block into its sequence's block table.
+
+    A row's token is in its record, or, while the host does not know it yet, in the result of the row SOURCE of the
+    step before.
+    """
+    row = tl.program_id(0)
+    record = rows + row * WORDS
+    position = tl.load(record + POSITION)
+    source = tl.load(record + SOURCE)
+    token = tl.load(record + TOKEN)
+    if source >= 0:
+        token = tl.load(results + source * RESULT_WORDS)
+    if position >= 0:
+        entry = tl.load(record + TABLE) * table_blocks + position // PAGE
+        tl.store(tables + entry, tl.load(record + BLOCK))
+    for d in range(0, D, BLOCK_D):
+        c = d + tl.arange(0, BLOCK_D)
+        v = tl.load(table + token.to(tl.int64) * D + c, mask=(c < D) & (position >= 0), other=0.0)
+        tl.store(h + row * D + c, v.to(tl.float32), mask=c < D)
+
+
+@triton.jit
+def add_rmsnorm(x, h, parts, weight, splits, stride, D, eps, BLOCK_D: tl.constexpr):
+    """Add a linear's parts to the residual h, in place, and normalise it: x = bf16(h / rms(h) * weight)."""
+    row = tl.program_id(0)
+    squares = tl.zeros((BLOCK_D,), tl.float32)
+    for d in range(0, D, BLOCK_D):
+        c = d + tl.arange(0, BLOCK_D)
+        m = c < D
+        v = tl.load(h + row * D + c, mask=m, other=0.0)
+        if splits > 0:
+            v += added(parts, splits, stride, row * D + c, m)
+            tl.store(h + row * D + c, v, mask=m)
+        squares += v * v
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), D.to(tl.float32)) + eps))
+    for d in range(0, D, BLOCK_D):
+        c = d + tl.arange(0, BLOCK_D)
+        m = c < D
+        v = tl.load(h + row * D + c, mask=m, other=0.0) * scale
+        w = tl.load(weight + c, mask=m, other=0.0)
+        tl.store(x + row * D + c, (v * w).to(tl.bfloat16), mask=m)
+
+
+@triton.jit
+def bf16_tile(w, n, k, mask, K):
+    """A tile of bf16 weights [N, K], as [K, N]."""
+    return tl.load(w + n[None, :].to(tl.int64) * K + k[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def linear_bf16(parts, x, w, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """parts[s] = x @ w.T over the s-th `chunk` of K. x [R, K] and w [N, K] are bf16, parts [splits, R, N] f32."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    begin = tl.program_id(2) * chunk
+    end = tl.minimum(begin + chunk, K)
+    total = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(begin, end, BK):
+        k = k0 + tl.arange(0, BK)
+        a = tl.load(x + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & (k < end)[None, :], other=0.0)
+        b = bf16_tile(w, n, k, (n < N)[None, :] & (k < end)[:, None], K)
+        total = tl.dot(a, b, total)
+    at = tl.program_id(2).to(tl.int64) * R * N + r[:, None] * N + n[None, :]
+    tl.store(parts + at, total, mask=(r < R)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def linear_q8_0(parts, x, w, scales, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """linear_bf16 on weights of GGML's Q8_0: w [N, K] int8 in blocks of 32, scales [N, K / 32] f16."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    begin = tl.program_id(2) * chunk
+    end = tl.minimum(begin + chunk, K)
+    total = tl.zeros((BM, BN), tl.float32)
+    wide = n[None, :].to(tl.int64)
+    for k0 in range(begin, end, BK):
+        k = k0 + tl.arange(0, BK)
+        m = (n < N)[None, :] & (k < end)[:, None]
+        a = tl.load(x + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & (k < end)[None, :], other=0.0)
+        q = tl.load(w + wide * K + k[:, None], mask=m, other=0).to(tl.float32)
+        d = tl.load(scales + wide * (K // 32) + (k // 32)[:, None], mask=m, other=0.0).to(tl.float32)
+        total = tl.dot(a, (q * d).to(tl.bfloat16), total)
+    at = tl.program_id(2).to(tl.int64) * R * N + r[:, None] * N + n[None, :]
+    tl.store(parts + at, total, mask=(r < R)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """linear_bf16 on weights of GGML's Q4_K, in blocks of 256 of 8 groups of 32 each.
+
+    w [N, K / 2] has two values a byte: byte i of each 32 has those of places i and i + 32 of a 64. steps [N, K / 32, 2]
+    has each group's scale and minimum as u8; scales [N, K / 256, 2] has f16 factors of both.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    begin = tl.program_id(2) * chunk
+    end = tl.minimum(begin + chunk, K)
+    total = tl.zeros((BM, BN), tl.float32)
+    wide = n[None, :].to(tl.int64)
+    for k0 in range(begin, end, BK):
+        k = k0 + tl.arange(0, BK)
+        m = (n < N)[None, :] & (k < end)[:, None]
+        a = tl.load(x + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & (k < end)[None, :], other=0.0)
+        pair = tl.load(w + wide * (K // 2) + (k // 64 * 32 + k % 32)[:, None], mask=m, other=0).to(tl.int32)
+        q = ((pair >> (k // 32 % 2 * 4)[:, None]) & 15).to(tl.float32)
+        group = steps + (wide * (K // 32) + (k // 32)[:, None]) * 2
+        factors = scales + (wide * (K // 256) + (k // 256)[:, None]) * 2
+        d = tl.load(factors, mask=m, other=0.0).to(tl.float32) * tl.load(group, mask=m, other=0).to(tl.float32)
+        least = tl.load(factors + 1, mask=m, other=0.0).to(tl.float32)
+        least = least * tl.load(group + 1, mask=m, other=0).to(tl.float32)
+        total = tl.dot(a, (d * q - least).to(tl.bfloat16), total)
+    at = tl.program_id(2).to(tl.int64) * R * N + r[:, None] * N + n[None, :]
+    tl.store(parts + at, total, mask=(r < R)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def normalised(low, high, weight, i, eps, HALF: tl.constexpr):
+    """One head's values, in two halves, over their root mean square (Qwen3's norm of q and k)."""
+    squares = tl.div_rn(tl.sum(low * low + high * high, 0), 2.0 * HALF)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(squares + eps))
+    first = tl.load(weight + i)
+    second = tl.load(weight + HALF + i)
+    return low * scale * first, high * scale * second
+
+
+@triton.jit
+def rope_append(
+    q, parts, bias, q_norm, k_norm, cosines, sines, rows, splits, stride, layer_bytes, block_bytes, H, G,
+    has_bias, has_norm, eps, HALF: tl.constexpr,
+):  # fmt: skip
+    """Add qkv's parts and bias, turn q and k by their position, write k and v into the row's block of its region.
+
+    A program has one head of one row. A block outside of the row's region, of BLOCKS blocks from BASE, is not written.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    record = rows + row * WORDS
+    position = tl.load(record + POSITION)
+    block = tl.load(record + BLOCK)
+    i = tl.arange(0, HALF)
+    at = row * ((H + 2 * G) * 2 * HALF) + head * 2 * HALF
+    low = added(parts, splits, stride, at + i, i < HALF)
+    high = added(parts, splits, stride, at + HALF + i, i < HALF)
+    if has_bias > 0:
+        low += tl.load(bias + head * 2 * HALF + i)
+        high += tl.load(bias + head * 2 * HALF + HALF + i)
+    if head < H + G:
+        if has_norm > 0:
+            weight = k_norm
+            if head < H:
+                weight = q_norm
+            low, high = normalised(low, high, weight, i, eps, HALF)
+        place = tl.maximum(position, 0) * HALF + i
+        c = tl.load(cosines + place)
+        s = tl.load(sines + place)
+        turned = low * c - high * s
+        high = high * c + low * s
+        low = turned
+    if head < H:
+        out = q + row * H * 2 * HALF + head * 2 * HALF
+        tl.store(out + i, low.to(tl.bfloat16))
+        tl.store(out + HALF + i, high.to(tl.bfloat16))
+    else:
+        if (position >= 0) & (block >= 0) & (block < tl.load(record + BLOCKS)):
+            base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
+            to = (base + block.to(tl.int64) * block_bytes + layer_bytes).to(tl.pointer_type(tl.bfloat16))
+            to += ((head - H) * PAGE + position % PAGE) * 2 * HALF
+            tl.store(to + i, low.to(tl.bfloat16))
+            tl.store(to + HALF + i, high.to(tl.bfloat16))
+
+
+@triton.jit
+def attend(
+    totals, tops, sums, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, splits, scale,
+    DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Attention of one row's heads that share a key head, over one split of its sequence (flash-decoding).
+
+    Splits begin at multiples of SPLIT positions, so where they begin depends on nothing but the sequence. An entry of
+    the block table outside of the row's region reads as nothing.
+    """
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    begin = tl.program_id(2) * SPLIT
+    record = rows + row * WORDS
+    length = tl.load(record + POSITION) + 1
+    heads = tl.arange(0, HEADS)
+    share = H // G
+    d = tl.arange(0, DH)
+    t = tl.arange(0, BT)
+    if begin < length:
+        base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
+        blocks = tl.load(record + BLOCKS)
+        table = tables + tl.load(record + TABLE) * table_blocks
+        head = g * share + heads
+        valid = heads < share
+        query = tl.load(q + row * H * DH + head[:, None] * DH + d[None, :], mask=valid[:, None], other=0.0)
+        top = tl.full((HEADS,), -1e30, tl.float32)
+        weights = tl.zeros((HEADS,), tl.float32)
+        total = tl.zeros((HEADS, DH), tl.float32)
+        for j in range(begin, tl.minimum(begin + SPLIT, length), BT):
+            p = j + t
+            block = tl.load(table + p // PAGE, mask=p < length, other=-1)
+            seen = (block >= 0) & (block < blocks)
+            place = base + block.to(tl.int64) * block_bytes + layer_bytes
+            place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
+            keys = tl.multiple_of(place, 16).to(tl.pointer_type(tl.bfloat16))
+            k = tl.load(keys[None, :] + d[:, None], mask=seen[None, :], other=0.0)
+            values = keys + G * PAGE * DH
+            v = tl.load(values[:, None] + d[None, :], mask=seen[:, None], other=0.0)
+            score = tl.where(seen[None, :], tl.dot(query, k) * scale, -1e30)
+            higher = tl.maximum(top, tl.max(score, 1))
+            e = tl.where(seen[None, :], exp2(score - higher[:, None]), 0.0)
+            shrink = exp2(top - higher)
+            total = tl.dot(e.to(tl.bfloat16), v, total * shrink[:, None])
+            weights = weights * shrink + tl.sum(e, 1)
+            top = higher
+        at = (row * H + head) * splits + tl.program_id(2)
+        tl.store(totals + at[:, None] * DH + d[None, :], total, mask=valid[:, None])
+        tl.store(tops + at, top, mask=valid)
+        tl.store(sums + at, weights, mask=valid)
+
+
+@triton.jit
+def combine(x, totals, tops, sums, rows, H, splits, DH: tl.constexpr, SPLIT: tl.constexpr):
+    """Add a head's splits in ascending order: x [R, H, DH] bf16."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, DH)
+    length = tl.load(rows + row * WORDS + POSITION) + 1
+    at = (row * H + head) * splits
+    top = tl.full((), -1e30, tl.float32)
+    weights = tl.zeros((), tl.float32)
+    total = tl.zeros((DH,), tl.float32)
+    for s in range(0, tl.cdiv(length, SPLIT)):
+        its_top = tl.load(tops + at + s)
+        higher = tl.maximum(top, its_top)
+        shrink = exp2(top - higher)
+        its = exp2(its_top - higher)
+        total = total * shrink + tl.load(totals + (at + s) * DH + d) * its
+        weights = weights * shrink + tl.load(sums + at + s) * its
+        top = higher
+    result = tl.div_rn(total, tl.where(weights > 0.0, weights, 1.0))
+    tl.store(x + (row * H + head) * DH + d, result.to(tl.bfloat16))
+
+
+@triton.jit
+def silu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
+    """Add gate_up's parts; x = bf16(gate / (1 + e^-gate) * up). parts [splits, R, 2 F], gate first; x [R, F]."""
+    row = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    m = c < F
+    gate = added(parts, splits, stride, row * 2 * F + c, m)
+    up = added(parts, splits, stride, row * 2 * F + F + c, m)
+    tl.store(x + row * F + c, (tl.div_rn(gate, 1.0 + exp2(gate * -LOG2_E)) * up).to(tl.bfloat16), mask=m)
+
+
+@triton.jit
+def ordered(x):
+    """A float's bits as an integer of the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def kept(parts, splits, stride, row, V, c, threshold, top, inverse):
+    """The weights e^((logit - top) * inverse) of the tokens c that are kept, 0 for others."""
+    logits = added(parts, splits, stride, row * V + c, c < V)
+    weights = exp2((logits - top) * inverse * LOG2_E)
+    return tl.where((c < V) & (ordered(logits) >= threshold), weights, 0.0)
+
+
+@triton.jit
+def uniform(seed, position):
+    """A number in [0, 1) of 24 bits: Philox4x32-10 of (seed, position)."""
+    first, _, _, _ = tl.philox(seed, position, 0, 0, 0)
+    return (first.to(tl.uint32, bitcast=True) >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def sample(results, parts, rows, splits, stride, V, BLOCK_V: tl.constexpr):
+    """Choose each row's token from its logits [splits, R, V].
+
+    A temperature of 0 (INVERSE_TEMPERATURE 0) takes the highest logit, of equal ones the lowest token. Otherwise the
+    TOP_K highest are kept (0: all), of those the fewest that have TOP_P of their probability, and a number that depends
+    on seed and position alone chooses. Equal logits are kept or not together. A result has the token, its logit, the
+    highest logit, and the sum of e^(logit - highest), from which the host computes its logarithm of probability.
+    """
+    row = tl.program_id(0)
+    record = rows + row * WORDS
+    position = tl.load(record + POSITION)
+    inverse = tl.load((record + INVERSE_TEMPERATURE).to(tl.pointer_type(tl.float32)))
+    i = tl.arange(0, BLOCK_V)
+    base = row * V
+    top = tl.full((), -float("inf"), tl.float32)
+    token = tl.full((), 0, tl.int32)
+    for v in range(0, V, BLOCK_V):
+        c = v + i
+        logits = tl.where(c < V, added(parts, splits, stride, base + c, c < V), -float("inf"))
+        best = tl.max(logits, 0)
+        where = tl.min(tl.where(logits == best, c, 2147483647), 0)
+        token = tl.where(best > top, where, token)
+        top = tl.maximum(top, best)
+    everything = tl.zeros((BLOCK_V,), tl.float32)
+    for v in range(0, V, BLOCK_V):
+        everything += kept(parts, splits, stride, row, V, v + i, -2147483648, top, 1.0)
+    if (inverse > 0.0) & (position >= 0):
+        threshold = tl.full((), -2147483648, tl.int32)
+        top_k = tl.load(record + TOP_K)
+        if (top_k > 0) & (top_k < V):
+            # The highest threshold that at least TOP_K tokens reach, bit by bit from the sign on.
+            for bit in range(0, 32):
+                trial = threshold + (1 << (31 - bit)) if bit > 0 else tl.full((), 0, tl.int32)
+                count = tl.zeros((BLOCK_V,), tl.int32)
+                for v in range(0, V, BLOCK_V):
+                    c = v + i
+                    logits = added(parts, splits, stride, base + c, c < V)
+                    count += ((c < V) & (ordered(logits) >= trial)).to(tl.int32)
+                threshold = tl.where(tl.sum(count, 0) >= top_k, trial, threshold)
+        top_p = tl.load((record + TOP_P).to(tl.pointer_type(tl.float32)))
+        weights = tl.zeros((BLOCK_V,), tl.float32)
+        for v in range(0, V, BLOCK_V):
+            weights += kept(parts, splits, stride, row, V, v + i, threshold, top, inverse)
+        if top_p < 1.0:
+            wanted = tl.sum(weights, 0) * top_p
+            lowest = threshold
+            found = tl.full((), -2147483648, tl.int32)
+            for bit in range(0, 32):
+                trial = found + (1 << (31 - bit)) if bit > 0 else tl.full((), 0, tl.int32)
+                weights = tl.zeros((BLOCK_V,), tl.float32)
+                for v in range(0, V, BLOCK_V):
+                    weights += kept(parts, splits, stride, row, V, v + i, tl.maximum(trial, lowest), top, inverse)
+                found = tl.where(tl.sum(weights, 0) >= wanted, trial, found)
+            threshold = tl.maximum(found, lowest)
+            weights = tl.zeros((BLOCK_V,), tl.float32)
+            for v in range(0, V, BLOCK_V):
+                weights += kept(parts, splits, stride, row, V, v + i, threshold, top, inverse)
+        seed = tl.load((record + SEED).to(tl.pointer_type(tl.int64)))
+        wanted = uniform(seed, position) * tl.sum(weights, 0)
+        before = tl.zeros((), tl.float32)
+        chosen = tl.full((), -1, tl.int32)
+        for v in range(0, V, BLOCK_V):
+            c = v + i
+            w = kept(parts, splits, stride, row, V, c, threshold, top, inverse)
+            up_to = before + tl.cumsum(w, 0)
+            here = tl.min(tl.where((up_to > wanted) & (w > 0.0), c, 2147483647), 0)
+            chosen = tl.where((chosen < 0) & (here < V), here, chosen)
+            before += tl.sum(w, 0)
+        # Rounding can leave the sum of the last block short of the number wanted: then the highest logit is taken.
+        token = tl.where(chosen < 0, token, chosen)
+    out = results + row * RESULT_WORDS
+    logit = added(parts, splits, stride, base + token, token < V)
+    tl.store(out, token)
+    floats = (out + 1).to(tl.pointer_type(tl.float32))
+    tl.store(floats, logit)
+    tl.store(floats + 1, top)
+    tl.store(floats + 2, tl.sum(everything, 0))
