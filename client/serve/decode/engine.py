@@ -1,8 +1,8 @@
 """The decode engine: a model on a lease, whose steps compute rows of many tenants' sequences in one pass.
 
 A step is one graph launch that names the regions of its rows' tenants: it begins while all of them go on, or not at
-all. Two steps may be under way, so that the host plans the next while the card computes: a row whose token the host does
-not know yet takes it from the step before, on the card.
+all. Two steps may be under way, so that the host plans the next while the card computes: a row whose token the host
+does not know yet takes it from the step before, on the card.
 """
 
 from collections import deque
@@ -19,8 +19,7 @@ from gpulease.client.aio.streams import Stream
 from gpulease.client.errors import RegionFailed
 from gpulease.client.serve.decode.checkpoint import Checkpoint
 from gpulease.client.serve.decode.decode_errors import NoModelLoaded, RequestRejected
-from gpulease.client.serve.decode.forward_pass import ForwardPass, StepLimits, block_bytes, buckets_of
-from gpulease.client.serve.decode.forward_pass import parts_of
+from gpulease.client.serve.decode.forward_pass import ForwardPass, StepLimits, block_bytes, buckets_of, parts_of
 from gpulease.client.serve.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
 from gpulease.client.serve.decode.weight_loader import load_weights
 
@@ -163,8 +162,8 @@ class DecodeEngine:
             rows: ROW records, `limits.max_rows` at most. `source` means a row of the step before.
             pools: The pools of the rows' sequences.
 
-        Raises RequestRejected for too many rows or steps, RegionFailed if a pool ended, and what a session's end raises.
-        The step is not under way then; those before it are.
+        Raises RequestRejected for too many rows or steps, RegionFailed if a pool ended, and what a session's end
+        raises. The step is not under way then; those before it are.
         """
         count = len(rows)
         if not 0 < count <= self.limits.max_rows:
@@ -200,7 +199,7 @@ class DecodeEngine:
         parity = step.number % MAX_STEPS
         try:
             await self._wait(parity)
-            if self._refused is not None and self._refused.position <= step.number:
+            if self._refused is not None and (self._refused.position or 0) <= step.number:
                 raise self._refused
         except BaseException:
             self._steps.clear()

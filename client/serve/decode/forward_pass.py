@@ -1,8 +1,8 @@
 """The forward pass of a step: its buffers, and its kernels in their order, recorded once for each number of rows.
 
-R rows go through the model together. The residual h [R, width] is f32; what a linear reads is bf16; what it writes are
-f32 parts [splits, R, rows of the weight], which the next kernel adds. The number of splits is a constant of the weight's
-shape, never of R, so a row's bits are the same in every step (kernels/triton_source.py).
+R rows go through the model together. The residual h [R, width] is f32. A linear reads bf16 and writes f32 parts
+[splits, R, rows of the weight], which the next kernel adds. The number of splits is a constant of the weight's shape,
+never of R, so a row's bits are the same in every step (kernels/triton_source.py).
 """
 
 import math
@@ -17,18 +17,20 @@ from gpulease.client.serve.decode.model_config import ModelConfig
 from gpulease.client.serve.decode.row_records import PAGE, RESULT, ROW
 from gpulease.client.serve.decode.weights import LayerWeights, Layout, Linear, ModelWeights
 
-PROGRAMS_WANTED: Final = 264
-"""Programs of a linear that keep a large card busy: two for each of an H100's 132 multiprocessors."""
+MAX_PROGRAMS: Final = 264
+"""Programs of 64 columns up to which sums are cut: two for each of an H100's 132 multiprocessors."""
 
 MAX_SPLITS: Final = 4
 """Parts of a sum at most: each is written and read once more."""
 
-LEAST_CHUNK: Final = 256
+LEAST_CHUNK: Final = 512
+"""Columns in one part at least; shorter ones do not pay for their writing."""
+
+_CHUNK_STEP: Final = 256
 """What the columns of a part are a multiple of: Q4_K's blocks, and every tile's depth."""
 
-_SMALL_TILE: Final = 16
-_LARGE_TILE: Final = 64
-_COLUMN_TILE: Final = 32
+_TILES: Final = (16, 64, 128)
+"""Rows of the tiles that linears are compiled for."""
 
 
 def parts_of(rows: int, columns: int) -> tuple[int, int]:
@@ -37,11 +39,11 @@ def parts_of(rows: int, columns: int) -> tuple[int, int]:
     Both are constants of the weight's shape.
     """
     splits = 1
-    while splits < MAX_SPLITS and -(-rows // _COLUMN_TILE) * splits < PROGRAMS_WANTED:
+    while 2 * splits <= MAX_SPLITS and -(-rows // 64) * 2 * splits <= MAX_PROGRAMS:
         if columns // (2 * splits) < LEAST_CHUNK:
             break
         splits *= 2
-    chunk = -(-columns // (splits * LEAST_CHUNK)) * LEAST_CHUNK
+    chunk = -(-columns // (splits * _CHUNK_STEP)) * _CHUNK_STEP
     return -(-columns // chunk), chunk
 
 
@@ -216,10 +218,19 @@ class ForwardPass:
         facts = manifest().kernels[name]
         tile = facts.constants
         splits, chunk = parts_of(linear.rows, linear.columns)
-        grid = (-(-linear.rows // tile["BN"]), -(-rows // tile["BM"]), splits)
+        # Tiles of the same weights run side by side, so that these are read once.
+        grid = (-(-rows // tile["BM"]), -(-linear.rows // tile["BN"]), splits)
         planes = dict(zip(_planes(facts), linear.planes, strict=True))
         await self._library.launch(
-            name, grid, parts=parts, x=self._buffers["x"], **planes, R=rows, N=linear.rows, K=linear.columns, chunk=chunk
+            name,
+            grid,
+            parts=parts,
+            x=self._buffers["x"],
+            **planes,
+            R=rows,
+            N=linear.rows,
+            K=linear.columns,
+            chunk=chunk,
         )
         return splits
 
@@ -234,7 +245,7 @@ def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
 
 
 def _tile(rows: int) -> int:
-    return _SMALL_TILE if rows <= _SMALL_TILE else _LARGE_TILE
+    return next((tile for tile in _TILES if tile >= rows), _TILES[-1])
 
 
 def _linear_name(layout: Layout, tile: int) -> str:

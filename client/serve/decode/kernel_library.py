@@ -99,4 +99,6 @@ class KernelLibrary:
         for _ in range(_SCRATCH_PARAMETERS):
             args.push_u64(0)
         session = self._session
-        await session.launch(self._modules[name], facts.kernel, grid, (facts.threads, 1, 1), args, None, facts.shared_bytes)
+        await session.launch(
+            self._modules[name], facts.kernel, grid, (facts.threads, 1, 1), args, None, facts.shared_bytes
+        )

@@ -29,7 +29,7 @@ HEADS: Final = 16
 SPLIT: Final = 256
 """Positions of a sequence in one part of its attention."""
 
-TILES: Final = {16: (32, 64, 4, 4), 64: (64, 64, 3, 4)}
+TILES: Final = {16: (64, 64, 5, 4), 64: (64, 64, 5, 4), 128: (64, 64, 4, 4)}
 """Rows of linear's tile: its columns, its depth, stages of its pipeline, warps."""
 
 INEXACT: Final = re.compile(r"\b(?:\w+\.approx\S*|div\.full\S*|(?:add|sub|mul)\.f32|fma\.\S*f32|\w+\.ftz\S*)")
