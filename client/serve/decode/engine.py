@@ -17,11 +17,10 @@ from gpulease.client.aio import GpuLease, GpuSession, Region, RegionSet
 from gpulease.client.aio.graphs import Graph
 from gpulease.client.aio.streams import Stream
 from gpulease.client.errors import RegionFailed
-from gpulease.client.serve.decode.checkpoint import Checkpoint
+from gpulease.client.serve.decode.checkpoint import Checkpoint, load_weights
 from gpulease.client.serve.decode.decode_errors import NoModelLoaded, RequestRejected
 from gpulease.client.serve.decode.forward_pass import ForwardPass, StepLimits, block_bytes, buckets_of, parts_of
 from gpulease.client.serve.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
-from gpulease.client.serve.decode.weight_loader import load_weights
 
 MAX_STEPS: Final = 2
 """Steps under way at most: one computes, one waits behind it."""
