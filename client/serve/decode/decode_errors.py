@@ -25,7 +25,7 @@ class NoModelLoaded(DecodeError):
 
 
 class RequestRejected(DecodeError):
-    """A prompt or its sampling can't be taken: a token outside of the vocabulary, no token, too many for the context."""
+    """A prompt or its sampling can't be taken: no token, one outside of the vocabulary, too many for the context."""
 
 
 class RebindLimited(DecodeError):
