@@ -1,4 +1,4 @@
-"""Serves prompts from one model on a lease of its own: the scheduler decides, the engine computes, one task drives both.
+"""Serves prompts from one model on a lease of its own: a scheduler decides, an engine computes, one task drives both.
 
     async with Decoder.open("model.gguf") as decoder:
         async for piece in decoder.generate("The capital of France is", max_tokens=32):
@@ -21,6 +21,7 @@ from typing import Final, Self
 import numpy as np
 
 from gpulease.client.aio import GpuBuilder
+from gpulease.client.aio.events import KeepAlive
 from gpulease.client.errors import GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
 from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model, size_bytes
 from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
@@ -162,6 +163,8 @@ class Decoder:
         self._constants = np.zeros(engine.limits.tables, ROW)
         self._pending: deque[StepPlan] = deque()
         self._wake = asyncio.Event()
+        self._renewals: dict[str, KeepAlive] = {}
+        self._refusal: RegionFailed | None = None
         self._rebinding: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
         self._failure: GpuLeaseError | None = None
@@ -172,7 +175,7 @@ class Decoder:
         cls,
         model: str | Path | Checkpoint,
         tenants: Iterable[TenantConfig] = (),
-        settings: DecoderSettings = DecoderSettings(),  # noqa: B008  # it can't be changed
+        settings: DecoderSettings = DecoderSettings(),  # it can't be changed
         *,
         address: str | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -258,9 +261,13 @@ class Decoder:
         try:
             while True:
                 self._wake.clear()
-                await self._start_steps()
+                if self._refusal is None:
+                    await self._start_steps()
                 if self._pending:
                     await self._finish_step()
+                elif self._refusal is not None:
+                    error, self._refusal = self._refusal, None
+                    self._lose(error)
                 else:
                     await self._sleep()
         except GpuLeaseError as error:
@@ -280,7 +287,9 @@ class Decoder:
             try:
                 await self.engine.start(self._rows_of(plan), pools)
             except RegionFailed as error:
-                await self._lose(plan, error)
+                # Steps under way end first: the refusal may be one of theirs.
+                self._refusal = error
+                self._tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, time.monotonic()))
                 return
             self._pending.append(plan)
 
@@ -290,7 +299,9 @@ class Decoder:
             results = await self.engine.finish()
         except RegionFailed as error:
             self._pending.clear()
-            await self._lose(plan, error)
+            self._refusal = None
+            self._tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, time.monotonic()))
+            self._lose(error)
             return
         self._pending.popleft()
         self.steps += 1
@@ -339,21 +350,20 @@ class Decoder:
 
     # --- regions that end ---
 
-    async def _lose(self, plan: StepPlan, error: RegionFailed) -> None:
-        """Take a tenant's region as gone: the step moved nothing, and the tenant's sequences wait for a new region."""
-        tenant_id = next(
-            (name for name, pool in self._pools.items() if pool.region.lease_id == error.lease_id), None
-        )
+    def _lose(self, error: RegionFailed) -> None:
+        """Take a tenant's region as gone: the tenant's sequences end, and wait for a new region."""
+        tenant_id = next((name for name, pool in self._pools.items() if pool.region.lease_id == error.lease_id), None)
         if tenant_id is None:
             raise error
         reason = _REASONS.get(type(error), CompletionReason.REVOKED)
-        self._tell(self.scheduler.failed(plan, tenant_id, reason, time.monotonic()))
+        self._tell(self.scheduler.revoked(tenant_id, reason, time.monotonic()))
         task = asyncio.create_task(self._rebind(tenant_id, self._pools.pop(tenant_id)))
         self._rebinding.add(task)
         task.add_done_callback(self._rebinding.discard)
 
     async def _rebind(self, tenant_id: str, lost: BlockPool) -> None:
         """Open a region in the place of one that ended, as soon as the tenant's limiter lets it."""
+        await self._renewals.pop(tenant_id).stop()
         await self.engine.close_pool(lost)
         await asyncio.sleep(self.scheduler.rebind_delay_s(tenant_id, time.monotonic()))
         tenant = self.scheduler.tenants[tenant_id].config
@@ -363,8 +373,10 @@ class Decoder:
         self._wake.set()
 
     async def _open_pool(self, tenant: TenantConfig) -> None:
-        pool = await self.engine.open_pool(tenant.max_blocks, tenant=tenant.id)
+        """Open a tenant's region, and renew it in time for as long as it goes on."""
+        pool = await self.engine.open_pool(tenant.max_blocks, tenant=tenant.id, ttl_secs=LEASE_S)
         self._pools[tenant.id] = pool
+        self._renewals[tenant.id] = pool.region.keep_alive()
 
     # --- ends ---
 
@@ -381,6 +393,8 @@ class Decoder:
         for each in tasks:
             each.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for renewal in self._renewals.values():
+            await renewal.stop()
         self._fail(NoModelLoaded("The decoder is closed", "Open one with Decoder.open"))
 
 
