@@ -32,6 +32,7 @@ from gpulease.daemon.drivers.interface import (
     admit_any,
     cooperative_refused,
     keep_waiting,
+    too_much_shared,
 )
 from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
 from gpulease.daemon.drivers.ptx.image import CpuKernel, CpuModule, load, release
@@ -422,11 +423,10 @@ class CpuContext:
         shared = kernel.static_shared_bytes
         if shared_bytes:
             shared = kernel.dynamic_shared_offset + shared_bytes
-        if shared_bytes < 0 or shared > MAX_SHARED_BYTES:
-            raise LaunchRejected(
-                f"{shared_bytes} bytes of shared memory on top of the kernel's {kernel.dynamic_shared_offset}"
-                f" are more than {MAX_SHARED_BYTES}"
-            )
+        if shared_bytes < 0:
+            raise LaunchRejected(f"kernel {kernel.name}: {shared_bytes} is no number of bytes of shared memory")
+        if shared > MAX_SHARED_BYTES:
+            raise too_much_shared(kernel.name, shared_bytes, kernel.dynamic_shared_offset, MAX_SHARED_BYTES)
         spread = IN_ORDER
         blocks = math.prod(grid)
         if blocks > 1 or kernel.needs.parks:

@@ -110,8 +110,10 @@ MAX_THREADS_PER_BLOCK = 1024
 MAX_BLOCK_DIMS = (1024, 1024, 64)
 MAX_GRID_DIMS = (2**31 - 1, 65535, 65535)
 
-# What a kernel gets without opting in to more, static and dynamic together.
-MAX_SHARED_BYTES = 48 * 1024
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": what a kernel's variables may take, and
+# what a block of a 9.0 card may have with dynamic shared memory on top.
+MAX_STATIC_SHARED_BYTES = 48 * 1024
+MAX_SHARED_BYTES = 227 * 1024
 
 # Per thread. A card allows 512 KiB, but 1024 threads of that would be 512 MiB outside of any slice.
 MAX_LOCAL_BYTES = 64 * 1024
@@ -158,7 +160,8 @@ MAX_PRINT_WIDTH = 1024
 MAX_HOST_THREADS = 64
 
 # Blocks under way at a time, which may wait for one another: some 8 for each multiprocessor of a large card. What they
-# touch of these areas is host memory outside of any slice, so it has bounds of its own: four of the largest blocks.
+# touch of these areas is host memory outside of any slice, so it has bounds of its own: four blocks with the most local
+# memory, and 215 with the most shared memory, of which a large card holds 132.
 MAX_RESIDENT_BLOCKS = 1024
 RESIDENT_SHARED_BYTES = 48 << 20
 RESIDENT_LOCAL_BYTES = 256 << 20
