@@ -18,17 +18,10 @@ from helpers.decode.mixed_schedules import schedules
 from helpers.decode.random_models import BIASED, HEAD_NORMS, SHARED_KEYS, TINY, WIDE
 
 TABLES = 6
-POSITIONS = 160
 NUCLEUS = SamplingParameters(temperature=0.8, top_p=0.9, top_k=50, seed=7)
 HOT = SamplingParameters(temperature=1.5, seed=2**64 - 1)
 SHAPES = [(3, 9, GREEDY), (17, 4, NUCLEUS), (33, 7, HOT)]
 LONG = (129, 6, NUCLEUS)
-
-
-@pytest.fixture(scope="module")
-def tiny(shared_daemon: Daemon) -> Iterator[RunningRig]:
-    with running(shared_daemon.address, RandomCheckpoint(TINY, 1), StepLimits(16, TABLES, POSITIONS)) as rig:
-        yield rig
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +105,7 @@ def test_wider_heads_have_the_bits_that_they_have_alone(shared_daemon: Daemon, c
 
 @pytest.fixture(scope="module")
 def large(shared_daemon: Daemon) -> Iterator[RunningRig]:
-    with running(shared_daemon.address, RandomCheckpoint(TINY, 1), StepLimits(128, TABLES, POSITIONS)) as rig:
+    with running(shared_daemon.address, RandomCheckpoint(TINY, 1), StepLimits(128, TABLES, 160)) as rig:
         yield rig
 
 
