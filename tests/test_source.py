@@ -37,6 +37,8 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     # Models' files, and their text.
     "gguf": "client/serve/decode/checkpoint/",
     "safetensors": "client/serve/decode/checkpoint/",
+    "tokenizers": "client/serve/decode/text/",
+    "jinja2": "client/serve/decode/text/",
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/serve/models/example/digits.py",
     # Reports on the wire; the messages between the daemon's own processes; what is kept of compiled images.
@@ -232,6 +234,7 @@ SIBLINGS = (
     ("client/engine", "client/sync", "client/aio"),
     ("client/serve/gateway", "client/serve/models"),
     ("client/serve/decode/checkpoint",),
+    ("client/serve/decode/text",),
     ("client/cli", "client/cli/top"),
     ("client/bench",),
     ("client/verify",),

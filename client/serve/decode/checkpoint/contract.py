@@ -1,12 +1,15 @@
 """The protocol of checkpoints, for the loader and the engine."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpulease.client.serve.decode.checkpoint.tensors import Tensor
 from gpulease.client.serve.decode.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 
 class Checkpoint(Protocol):
@@ -17,14 +20,17 @@ class Checkpoint(Protocol):
 
     @property
     def name(self) -> str:
-        """Its path, for errors and reports."""
+        """The path, for errors and reports."""
 
     @property
     def config(self) -> ModelConfig:
-        """Its shape."""
+        """The shape, checked."""
 
     def tensor(self, name: str) -> Tensor:
-        """One of the config's tensors, by its name in Hugging Face's checkpoints."""
+        """Return one of the config's tensors, by its name in Hugging Face's checkpoints."""
 
     def rotary_divisors(self) -> NDArray[np.float64]:
         """Divisors [head_width / 2] of the rotary embeddings' frequencies; ones where they are not stretched."""
+
+    def tokenizer(self) -> "Tokenizer":
+        """Make its tokenizer. Raises ModelRejected where there is none, or one that is broken or of another kind."""

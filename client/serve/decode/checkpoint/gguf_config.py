@@ -2,8 +2,7 @@
 
 from typing import Final
 
-from gpulease.client.serve.decode.checkpoint.checked_file import Members
-from gpulease.client.serve.decode.checkpoint.model_tensors import shown
+from gpulease.client.serve.decode.checked_file import Members, shown
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.model_config import Family, ModelConfig, check_config
 

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpulease.client.serve.decode.checkpoint.checked_file import Members, map_file
+from gpulease.client.serve.decode.checked_file import Members, map_file
 from gpulease.client.serve.decode.checkpoint.gguf_config import gguf_config
 from gpulease.client.serve.decode.checkpoint.gguf_header import TYPES, GgufTensor, gguf_header
 from gpulease.client.serve.decode.checkpoint.model_tensors import (
@@ -21,6 +21,8 @@ from gpulease.client.serve.decode.checkpoint.model_tensors import (
 from gpulease.client.serve.decode.checkpoint.tensors import RowReader, Tensor, row_bytes
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.model_config import Family
+from gpulease.client.serve.decode.text.gguf_text import gguf_tokenizer
+from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 TOP: Final = {"token_embd.weight": EMBEDDING, "output_norm.weight": NORM, "output.weight": HEAD}
 LAYER: Final = {
@@ -58,20 +60,24 @@ class GgufFile:
             raise ModelRejected(f"{path}: a layer's tensor is in it twice")
         if EMBEDDING not in entries or len(entries[EMBEDDING].shape) != 2:
             raise ModelRejected(f"{path}: tensor token_embd.weight is missing, or no matrix")
-        said = Members(header.metadata, self.name)
-        self.config = gguf_config(said, entries[EMBEDDING].shape[0], HEAD not in entries)
+        self._said = Members(header.metadata, self.name)
+        self.config = gguf_config(self._said, entries[EMBEDDING].shape[0], HEAD not in entries)
         divisors = entries.pop(ROTARY_DIVISORS, None)
         check_names(self.config, entries, self.name)
         self._tensors = {name: self._tensor(name, entries[name], shape) for name, shape in model_tensors(self.config)}
         self._divisors = self._divisors_of(divisors)
 
     def tensor(self, name: str) -> Tensor:
-        """One of the config's tensors. Raises KeyError for a name that is none of theirs."""
+        """Return one of the config's tensors. Raises KeyError for a name that is none of theirs."""
         return self._tensors[name]
 
     def rotary_divisors(self) -> NDArray[np.float64]:
         """Divisors [head_width / 2] of the rotary embeddings' frequencies: the file's own, or ones."""
         return self._divisors
+
+    def tokenizer(self) -> Tokenizer:
+        """Make its tokenizer. Raises ModelRejected where there is none, or one of an unknown kind."""
+        return gguf_tokenizer(self._said, self.config.begin_token)
 
     def _divisors_of(self, entry: GgufTensor | None) -> NDArray[np.float64]:
         half = self.config.head_width // 2

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from gpulease.client.serve.decode.checkpoint.model_tensors import shown
+from gpulease.client.serve.decode.checked_file import shown
 from gpulease.client.serve.decode.checkpoint.tensors import TensorType, row_bytes
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 
@@ -56,7 +56,7 @@ TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies.
+    """A tensor's place.
 
     Attributes:
         shape: Rows, then columns; the file has them the other way round.
@@ -73,7 +73,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of itself.
+    """The header of a file.
 
     Attributes:
         metadata: By key: int, float, bool, str, or a list of one of them.

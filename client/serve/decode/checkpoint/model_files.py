@@ -12,8 +12,8 @@ def open_model(path: str | Path) -> Checkpoint:
 
     Everything but the weights' values is read and checked; those are mapped.
 
-    Raises ModelRejected with a sentence that names the file, and the tensor and its shape where one is at fault, and
-    Unsupported where the libraries are not installed.
+    Raises ModelRejected with a sentence that names the file, and the tensor and its shape where one is at fault.
+    Raises Unsupported where the libraries are not installed.
     """
     path = Path(path)
     try:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from gpulease.client.serve.decode.checked_file import shown
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.model_config import ModelConfig
 
@@ -13,9 +14,6 @@ HEAD: Final = "lm_head.weight"
 IGNORED: Final = "rotary_emb.inv_freq"
 """End of the names of tensors that old checkpoints keep and transformers computes anew. The head's is in some whose
 head is the embedding; transformers leaves it out, too."""
-
-MAX_SHOWN_NAME: Final = 120
-"""Most characters of a file's own text in an error. Stops a hostile file from filling a log."""
 
 
 def layer_prefix(layer: int) -> str:
@@ -68,8 +66,3 @@ def check_shape(config: ModelConfig, name: str, shape: tuple[int, ...], wanted: 
     """Raise ModelRejected unless a tensor has the shape that the config says."""
     if shape != wanted:
         raise ModelRejected(f"{where}: tensor {name} has the shape {list(shape)}; the config says {list(wanted)}")
-
-
-def shown(text: str) -> str:
-    """A file's own text as an error shows it: in quotes, cut."""
-    return repr(text if len(text) <= MAX_SHOWN_NAME else f"{text[:MAX_SHOWN_NAME]}...")

@@ -1,7 +1,7 @@
 """A model of random weights, for benchmarks and tests: any shape, no file."""
 
 import zlib
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from gpulease.client.serve.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.serve.decode.checkpoint.rotary import divisors_of
 from gpulease.client.serve.decode.checkpoint.tensors import RowReader, Tensor, TensorType, rounded_to_bf16
+from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.model_config import ModelConfig, check_config
 
 PERIOD: Final = (4 << 20) + 3
@@ -34,7 +35,7 @@ class RandomCheckpoint:
         self._scaled: dict[tuple[float, float], NDArray[np.uint16]] = {}
 
     def tensor(self, name: str) -> Tensor:
-        """One of the config's tensors. Raises KeyError for a name that is none of theirs."""
+        """Return one of the config's tensors. Raises KeyError for a name that is none of theirs."""
         shape = self._shapes[name]
         if len(shape) > 1:
             mean, spread = 0.0, shape[-1] ** -0.5
@@ -50,6 +51,10 @@ class RandomCheckpoint:
     def rotary_divisors(self) -> NDArray[np.float64]:
         """Divisors [head_width / 2] of the rotary embeddings' frequencies."""
         return divisors_of(self.config)
+
+    def tokenizer(self) -> NoReturn:
+        """Raise ModelRejected: random weights know no text."""
+        raise ModelRejected(f"{self.name} have no tokenizer", "Use token ids as prompts")
 
 
 def _reader(block: NDArray[np.uint16], start: int, columns: int) -> RowReader:

@@ -12,18 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from gpulease.client.serve.decode.checkpoint.checked_file import (
+from gpulease.client.serve.decode.checked_file import (
     MAX_JSON_BYTES,
     Members,
     json_object,
     map_file,
     read_bytes,
+    shown,
 )
 from gpulease.client.serve.decode.checkpoint.hugging_face_config import hugging_face_config
-from gpulease.client.serve.decode.checkpoint.model_tensors import check_names, check_shape, model_tensors, shown
+from gpulease.client.serve.decode.checkpoint.model_tensors import check_names, check_shape, model_tensors
 from gpulease.client.serve.decode.checkpoint.rotary import divisors_of
 from gpulease.client.serve.decode.checkpoint.tensors import Tensor, TensorType
 from gpulease.client.serve.decode.decode_errors import ModelRejected
+from gpulease.client.serve.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
+from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -44,7 +47,7 @@ class SafetensorsFolder:
         self._folder = folder
         said = self._members("config.json")
         generation = self._members("generation_config.json") if self._has("generation_config.json") else None
-        self.config = hugging_face_config(said, generation, None)
+        self.config = hugging_face_config(said, generation, folder_begin_token(folder))
         found: dict[str, tuple[Path, tuple[int, ...], str, NDArray[np.uint8]]] = {}
         for path in self._files():
             for name, shape, kind, data in _opened(path):
@@ -61,12 +64,16 @@ class SafetensorsFolder:
             self._tensors[name] = _tensor(name, shape, TYPES[kind], data)
 
     def tensor(self, name: str) -> Tensor:
-        """One of the config's tensors. Raises KeyError for a name that is none of theirs."""
+        """Return one of the config's tensors. Raises KeyError for a name that is none of theirs."""
         return self._tensors[name]
 
     def rotary_divisors(self) -> NDArray[np.float64]:
         """Divisors [head_width / 2] of the rotary embeddings' frequencies."""
         return divisors_of(self.config)
+
+    def tokenizer(self) -> Tokenizer:
+        """Make its tokenizer. Raises ModelRejected where there is none, or a broken one."""
+        return folder_tokenizer(self._folder, self.config.begin_token)
 
     def _has(self, name: str) -> bool:
         return (self._folder / name).exists()

@@ -1,4 +1,4 @@
-"""One tensor of a model's files, read by rows: as bf16, as f32, or as the planes of a packed linear.
+"""A tensor of a model's files, read by rows: as bf16, as f32, or as the planes of a packed linear.
 
 GGML's types and their blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
@@ -16,7 +16,7 @@ from gpulease.client.serve.decode.weights import Layout
 
 
 class TensorType(StrEnum):
-    """How a tensor's values lie in its file, by GGML's and safetensors' names."""
+    """Types of tensors: how their values lie in a file, by GGML's and safetensors' names."""
 
     F32 = "F32"
     F16 = "F16"
@@ -44,6 +44,9 @@ BLOCKS: Final = {
 
 PACKED: Final = {TensorType.Q8_0: Layout.Q8_0, TensorType.Q4_K: Layout.Q4_K}
 """Types that the kernels read as they are, and their layouts."""
+
+SLICE_VALUES: Final = 1 << 17
+"""Values that are rounded at a time: they stay in a core's cache between the steps."""
 
 RowReader = Callable[[int, int], NDArray[np.uint8]]
 """Gives the bytes of rows [begin, end) as [end - begin, bytes of a row]: a view where it can."""
@@ -93,7 +96,11 @@ class Tensor:
         """
         if self.kind is TensorType.BF16:
             return self.read(begin, end).view(np.uint16)
-        return rounded_to_bf16(self.f32(begin, end))
+        result = np.empty((end - begin, self.columns), np.uint16)
+        step = max(1, SLICE_VALUES // self.columns)
+        for at in range(begin, end, step):
+            result[at - begin : at - begin + step] = rounded_to_bf16(self.f32(at, min(at + step, end)))
+        return result
 
     def planes(self, begin: int, end: int) -> tuple[NDArray[Any], ...]:
         """Rows [begin, end) as the planes of `weights.Linear`, packed. Raises KeyError for a type that has none."""
@@ -112,13 +119,15 @@ def row_bytes(kind: TensorType, columns: int, name: str) -> int:
 def rounded_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Round to the nearest bf16, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
-    kept = (bits >> 16).astype(np.uint16)
-    # 1 more than a half rounds up; a half itself does where what is kept is odd. Infinity has nothing below the cut.
-    up = (bits & 0xFFFF) + (kept & 1) > 0x8000
-    with np.errstate(over="ignore"):
-        result = kept + up.astype(np.uint16)
-    if np.isnan(values).any():
-        result[np.isnan(values)] = 0x7FC0
+    # A half and more of the last place that stays rounds up, a half alone where that place is odd.
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    result = rounded.astype(np.uint16)
+    if (missing := np.isnan(values)).any():
+        result[missing] = 0x7FC0
     return result
 
 
@@ -134,9 +143,11 @@ def q4_k_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
     """Take rows of Q4_K apart: two f16 factors, 12 bytes of eight 6-bit scales and minimums, 128 bytes a block.
 
     Values u8 [R, K / 2] are the file's bytes. Factors are f16 [R, K / 256, 2]; steps, u8 [R, K / 32, 2], have each
-    group's scale and minimum. Of the 12 bytes (get_scale_min_k4 in ggml-quants.c), the first four have the low 6 bits'
-    scales of groups 0 to 3, the next four their minimums. The last four have the low 4 bits of both of groups 4 to 7,
-    whose high 2 bits are on top of the first eight bytes.
+    group's scale and minimum.
+
+    The 12 bytes are packed as get_scale_min_k4 in ggml-quants.c reads them. The first four have the scales of groups 0
+    to 3 in their low 6 bits, the next four those groups' minimums. The last four have the low 4 bits of both of groups
+    4 to 7. The high 2 bits of those are on top of the first eight bytes.
     """
     rows = data.shape[0]
     blocks = data.reshape(rows, -1, 144)
@@ -156,5 +167,6 @@ def _dequantised(data: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float3
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    values: NDArray[np.float32] = dequantize(data, GGMLQuantizationType[kind.name])
-    return values
+    # In one row: the library computes 16 rows at a time, and most are short.
+    values: NDArray[np.float32] = dequantize(data.reshape(1, -1), GGMLQuantizationType[kind.name])
+    return values.reshape(data.shape[0], -1)

@@ -28,7 +28,7 @@ from gpulease.client.serve.decode.weights import LayerWeights, Layout, Linear, M
 CHUNK_BYTES: Final = 8 << 20
 """Bytes of a chunk on the card: enough that a copy's beginning and end cost little, few enough for a progress bar."""
 
-AHEAD: Final = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+AHEAD: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 """Chunks computed ahead of the copies, each in a thread: their memory, and the cores they take from the copies."""
 
 PAGE_BYTES: Final = 2 << 20
@@ -138,7 +138,7 @@ async def load_weights(
 
 
 class _Loader:
-    """One loading: what was allocated, and what is to be copied."""
+    """A load under way: what was allocated, and what is to be copied."""
 
     def __init__(self, session: GpuSession, progress: Callable[[int, int], None] | None) -> None:
         self._session = session

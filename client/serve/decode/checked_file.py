@@ -6,11 +6,18 @@ import mmap
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.serve.decode.checkpoint.model_tensors import shown
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 
 MAX_JSON_BYTES: Final = 16 << 20
 """Most bytes of a JSON file, but a tokenizer's. Stops a file from filling the host's memory as Python objects."""
+
+MAX_SHOWN: Final = 120
+"""Most characters of a file's own text in an error. Stops a hostile file from filling a log."""
+
+
+def shown(text: str) -> str:
+    """Quote a file's own text for an error, cut and on one line."""
+    return repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -93,7 +100,7 @@ class Members:
         return Members(value, f"{self.where}: {key}")
 
     def tokens(self, key: str) -> tuple[int, ...]:
-        """One token or several; () where there is none."""
+        """Tokens: of one or of a list; () where there is none."""
         value = self.values.get(key)
         found = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
