@@ -6,9 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 from gpulease.client.serve.decode.decode_errors import RequestRejected
-
-BLOCK_POSITIONS: Final = 16
-"""Positions of a sequence in one block of a region (PAGE in kernels/triton_source.py)."""
+from gpulease.client.serve.decode.row_records import PAGE
 
 MIN_TEMPERATURE: Final = 1e-3
 """Lowest temperature above 0: below it the kernels' f32 reciprocal, times a logit, overflows."""
@@ -78,7 +76,7 @@ class TenantConfig:
     Attributes:
         id: The tenant's name.
         max_concurrent: Most live sequences at a time.
-        max_blocks: Most blocks of its region, of BLOCK_POSITIONS positions each.
+        max_blocks: Most blocks of its region, of PAGE positions each.
         weight: Its share of the engine beside other tenants that wait.
         max_waiting: Most requests that wait for their admission; one more is refused at once.
     """
@@ -144,7 +142,7 @@ class PromptRequest:
     @property
     def blocks(self) -> int:
         """Return how many blocks it can need; all are reserved at its admission."""
-        return -(-self.positions // BLOCK_POSITIONS)
+        return -(-self.positions // PAGE)
 
 
 class CompletionReason(StrEnum):

@@ -11,7 +11,6 @@ from typing import Final
 
 from gpulease.client.serve.decode.decode_errors import RequestRejected
 from gpulease.client.serve.decode.decode_requests import (
-    BLOCK_POSITIONS,
     AdmissionReason,
     AnyEvent,
     CompletionReason,
@@ -19,13 +18,14 @@ from gpulease.client.serve.decode.decode_requests import (
     SchedulerEvent,
     TenantConfig,
 )
+from gpulease.client.serve.decode.row_records import NOBODY, PAGE
 from gpulease.client.serve.decode.step_plan import LiveSequence, StepPlan
 from gpulease.client.serve.decode.tenant_state import RebindLimiter, TenantState, WaitingRequest
 
 MAX_UNANSWERED_STEPS: Final = 2
 """Steps planned and not answered: a third would need tokens that no step before it has."""
 
-PREFILL_GRAIN: Final = BLOCK_POSITIONS
+PREFILL_GRAIN: Final = PAGE
 """Rows of prompts that one tenant gets before the next one's turn."""
 
 
@@ -79,7 +79,7 @@ class ContinuousBatchScheduler:
     admission: idle time earns nothing.
 
     **Service bound.** While tenants f and g both contend, their services S, in tokens as above, differ by at most
-    |S_f / w_f - S_g / w_g| <= U_f + U_g. U = (BLOCK_POSITIONS * max_blocks + max_concurrent) / w is the most that a
+    |S_f / w_f - S_g / w_g| <= U_f + U_g. U = (PAGE * max_blocks + max_concurrent) / w is the most that a
     tenant is charged for from one of its admissions to the next.
 
     **Rows.** Each decoding sequence has a row a step. With more live sequences than rows they take turns: while none
@@ -182,6 +182,7 @@ class ContinuousBatchScheduler:
             return []
         is_queue_full = len(tenant.waiting) > tenant.config.max_waiting
         if request.wait_s and not is_queue_full:
+            self._next_deadline = min(self._next_deadline, now + request.wait_s)
             return []
         self._dequeue(tenant, self._waiting[request.request_id])
         return [self._refusal(tenant, request, is_queue_full and request.wait_s > 0)]
@@ -392,7 +393,6 @@ class ContinuousBatchScheduler:
             tenant.waiting.appendleft(waiting)
         else:
             tenant.waiting.append(waiting)
-        self._next_deadline = min(self._next_deadline, deadline)
 
     def _dequeue(self, tenant: TenantState, waiting: WaitingRequest) -> None:
         tenant.waiting.remove(waiting)
@@ -504,12 +504,12 @@ class ContinuousBatchScheduler:
             known = sequence.tokens
             if position < len(known):
                 tokens.append(known[position])
-                sources.append(-1)
+                sources.append(NOBODY)
             else:
                 tokens.append(0)
                 sources.append(sequence.row)
             positions.append(position)
-            blocks.append(sequence.blocks[position >> 4])
+            blocks.append(sequence.blocks[position // PAGE])
             tables.append(sequence.table)
             sequence.row = row
             sequence.next = position + 1
@@ -579,8 +579,9 @@ class ContinuousBatchScheduler:
             else:
                 replays.append(replay)
         for replay in reversed(replays):
-            wait_s = max(replay.wait_s, self.settings.replay_wait_s)
-            self._enqueue(tenant, replay, now + wait_s, is_first=True)
+            deadline = now + max(replay.wait_s, self.settings.replay_wait_s)
+            self._enqueue(tenant, replay, deadline, is_first=True)
+            self._next_deadline = min(self._next_deadline, deadline)
         return events
 
     def _replay_of(self, sequence: LiveSequence, taken: Set[str]) -> PromptRequest:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpulease.client.serve.decode.decode_requests import AnyEvent, PromptRequest
+from gpulease.client.serve.decode.row_records import NOBODY, PAGE
 
 if TYPE_CHECKING:
     from gpulease.client.serve.decode.tenant_state import TenantState
@@ -50,7 +51,7 @@ class LiveSequence:
         self.prompt = len(self.tokens)
         self.last = request.positions - 1
         self.filled = self.next = 0
-        self.row = -1
+        self.row = NOBODY
         self.is_ended = False
 
     @property
@@ -70,7 +71,7 @@ class StepPlan:
         sequences: Whose row it is.
         positions: The row's position.
         tokens: The row's token; 0 where it is not known yet.
-        sources: The row of the step before whose result is the row's token, or -1 if the token is known.
+        sources: The row of the step before whose result is the row's token, or NOBODY if the token is known.
         blocks: The index, within the tenant's region, of the block that has the position.
         tables: The sequence's row of the block tables.
         decode_rows: How many rows are of sequences that decode.
@@ -112,9 +113,9 @@ class StepPlan:
         self.sequences += [sequence] * count
         self.positions += range(begin, end)
         self.tokens += sequence.tokens[begin:end]
-        self.sources += [-1] * count
+        self.sources += [NOBODY] * count
         blocks = sequence.blocks
-        self.blocks += [blocks[position >> 4] for position in range(begin, end)]
+        self.blocks += [blocks[position // PAGE] for position in range(begin, end)]
         self.tables += [sequence.table] * count
         self.chunks.append((sequence, first_row, count))
         if begin == 0:

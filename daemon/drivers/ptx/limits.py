@@ -65,10 +65,11 @@ MAX_MERGES = 1 << 18
 MAX_IR_LINES = 1_800_000
 
 # Optimising costs time in the square of the checked accesses of a kernel: 256 in a loop take 2 s, 4000 took minutes
-# and gigabytes. Kernels past these numbers, and those of an image past its sum, are compiled without, in linear time.
+# and gigabytes. Kernels past these numbers are compiled without, in linear time. So are those of an image past the sum
+# that call functions, because they are compiled together.
 MAX_OPTIMISED_ACCESSES = 192
 MAX_OPTIMISED_INSTRUCTIONS = 4096
-MAX_OPTIMISED_ACCESSES_PER_IMAGE = 2048
+MAX_OPTIMISED_CALLING_ACCESSES = 2048
 
 # Functions that a kernel reaches: optimising goes along calls, and a chain of 2000 takes minutes.
 MAX_OPTIMISED_FUNCTIONS = 128
@@ -85,7 +86,8 @@ MAX_LISTED = 1 << 12
 
 # --- Compiled images -------------------------------------------------------------------------------------------
 
-# Object code kept in a process after its modules are gone: a tenant that loads image after image is bounded by this.
+# Compressed IR and object code kept in a process after its modules are gone: a tenant that loads image after image is
+# bounded by this.
 MAX_HELD_CODE_BYTES = 64 << 20
 
 # --- Calls -----------------------------------------------------------------------------------------------------

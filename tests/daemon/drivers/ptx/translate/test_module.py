@@ -4,7 +4,7 @@ import pytest
 
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.limits import MAX_OPTIMISED_ACCESSES, MAX_OPTIMISED_ACCESSES_PER_IMAGE
+from gpulease.daemon.drivers.ptx.limits import MAX_OPTIMISED_ACCESSES, MAX_OPTIMISED_CALLING_ACCESSES
 from gpulease.daemon.drivers.ptx.parse.parser import parse
 from gpulease.daemon.drivers.ptx.translate import module, thread
 from gpulease.daemon.drivers.ptx.translate.module import translate
@@ -51,13 +51,23 @@ def test_a_kernel_with_little_or_nothing_in_it(context: CpuContext, body: str) -
     context.sync()
 
 
-def test_an_image_has_a_share_of_optimising() -> None:
-    count = MAX_OPTIMISED_ACCESSES_PER_IMAGE // 100
-    text = HEAD + "".join(kernel(f"k{k}", 98) for k in range(count + 3)) + kernel("large", MAX_OPTIMISED_ACCESSES)
-    optimised, plain = translate(parse(text))
-    assert (optimised.effort is Effort.LEAST, plain.effort is Effort.LEAST) == (False, True)
-    assert len(optimised.runners) == count
-    assert set(plain.runners) == {*(f"k{count + k}" for k in range(3)), "large"}
+def test_kernels_that_call_nothing_are_parts_of_their_own() -> None:
+    text = HEAD + "".join(kernel(f"k{k}", 98) for k in range(30)) + kernel("large", MAX_OPTIMISED_ACCESSES)
+    parts = translate(parse(text))
+    assert [list(part.runners) for part in parts] == [[f"k{k}"] for k in range(30)] + [["large"]]
+    assert [part.effort is Effort.LEAST for part in parts] == [False] * 30 + [True]
+
+
+def test_kernels_that_call_functions_are_one_part_and_share_its_optimising() -> None:
+    function = ".func twice(.param .b32 a) { .reg .b32 %a; ld.param.b32 %a, [a]; ret; }\n"
+    call = "{ .param .b32 given; st.param.b32 [given], 1; call twice, (given); }"
+    count = MAX_OPTIMISED_CALLING_ACCESSES // 100
+    # With the call's two accesses and the function's one.
+    kernels = [kernel(f"k{k}", 95).replace("ret;", f"{call} ret;") for k in range(count + 3)]
+    optimised, plain = translate(parse(HEAD + ".address_size 64\n" + function + "".join(kernels)))
+    assert (optimised.effort, plain.effort) == (Effort.FULL, Effort.LEAST)
+    assert list(optimised.runners) == [f"k{k}" for k in range(count)]
+    assert list(plain.runners) == [f"k{count + k}" for k in range(3)]
 
 
 @pytest.mark.exhaustive
