@@ -6,10 +6,10 @@ from typing import Any, Final
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from gpulease.client.serve.decode.checked_file import Members, shown
+from gpulease.client.serve.decode.checked_file import Members, rejected, shown
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
-from gpulease.client.serve.decode.text.tokenizer import Tokenizer, rejected
+from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 AT: Final = "tokenizer.ggml."
 

@@ -1,12 +1,12 @@
 """A model's tokenizer: the `tokenizers` library's, with the model's begin token, its chat template and streams."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import tokenizers
 
-from gpulease.client.serve.decode.decode_errors import DecodeError, ModelRejected, RequestRejected
+from gpulease.client.serve.decode.checked_file import rejected
+from gpulease.client.serve.decode.decode_errors import ModelRejected, RequestRejected
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
 
 INCOMPLETE: Final = "\N{REPLACEMENT CHARACTER}"
@@ -108,17 +108,6 @@ class TextStream:
         text = self._decode(self._tokens)
         new, self._given = text[self._given :], max(self._given, len(text))
         return new
-
-
-@contextmanager
-def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
-    """Turn whatever a library raises into an error of ours: its panics are no Exception."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, DecodeError):
-        raise
-    except BaseException as error:
-        raise kind(f"{message}: {error}") from None
 
 
 def library_tokenizer(text: str, where: str) -> tokenizers.Tokenizer:
