@@ -37,8 +37,8 @@ DEFAULT_MAX_TOKENS: Final = 64
 EMBEDDED_DRIVER: Final = "cpu"
 """The name of the driver that executes PTX on the host: half a minute for a token of a model of 135 million values."""
 
-PROMPT_ROWS: Final = 32
-"""Tokens of the prompt that one step computes."""
+PROMPT_ROWS: Final = 16
+"""Tokens of the prompt that one step computes: more need kernels that the embedded driver compiles for seconds."""
 
 HARMLESS: Final = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 """What a terminal gets in place of control characters: a model's text must not steer it."""
