@@ -4,7 +4,11 @@ import pytest
 
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.limits import MAX_OPTIMISED_ACCESSES, MAX_OPTIMISED_CALLING_ACCESSES
+from gpulease.daemon.drivers.ptx.limits import (
+    MAX_OPTIMISED_ACCESSES,
+    MAX_OPTIMISED_CALLING_ACCESSES,
+    MAX_SIMPLIFIED_ACCESSES,
+)
 from gpulease.daemon.drivers.ptx.parse.parser import parse
 from gpulease.daemon.drivers.ptx.translate import module, thread
 from gpulease.daemon.drivers.ptx.translate.module import translate
@@ -52,10 +56,18 @@ def test_a_kernel_with_little_or_nothing_in_it(context: CpuContext, body: str) -
 
 
 def test_kernels_that_call_nothing_are_parts_of_their_own() -> None:
-    text = HEAD + "".join(kernel(f"k{k}", 98) for k in range(30)) + kernel("large", MAX_OPTIMISED_ACCESSES)
+    text = HEAD + "".join(kernel(f"k{k}", 98) for k in range(30))
     parts = translate(parse(text))
-    assert [list(part.runners) for part in parts] == [[f"k{k}"] for k in range(30)] + [["large"]]
-    assert [part.effort is Effort.LEAST for part in parts] == [False] * 30 + [True]
+    assert [list(part.runners) for part in parts] == [[f"k{k}"] for k in range(30)]
+    assert Effort.LEAST not in {part.effort for part in parts}
+
+
+def test_the_more_accesses_a_kernel_has_the_less_it_is_optimised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LANE_INSTRUCTIONS", 0)
+    # The barrier and the store count, and so does the load of the parameter.
+    counts = [at + more - 3 for at in (MAX_OPTIMISED_ACCESSES, MAX_SIMPLIFIED_ACCESSES) for more in (0, 1)]
+    efforts = [part.effort for count in counts for part in translate(parse(HEAD + kernel("k", count)))]
+    assert efforts == [Effort.FULL, Effort.SOME, Effort.SOME, Effort.LEAST]
 
 
 def test_kernels_that_call_functions_are_one_part_and_share_its_optimising() -> None:
