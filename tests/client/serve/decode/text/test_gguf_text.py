@@ -1,7 +1,7 @@
 from typing import Any, Final
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.client.serve.decode.checked_file import Members
@@ -71,6 +71,7 @@ def test_control_tokens_are_found_in_texts_and_are_no_text() -> None:
 OF_PIECES: Final = pieces()
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.text(st.characters(codec="utf-8")))
 def test_a_text_of_pieces_comes_back(text: str) -> None:
     text = text.replace("▁", "_").replace("<", "")

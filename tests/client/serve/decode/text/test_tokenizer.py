@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
@@ -27,6 +27,7 @@ def byte_tokenizer(begin_token: int | None = None) -> Tokenizer:
     return Tokenizer(library, begin_token, None, "a file")
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.text())
 def test_a_text_comes_back(text: str) -> None:
     tokenizer = byte_tokenizer()
@@ -35,6 +36,7 @@ def test_a_text_comes_back(text: str) -> None:
     assert (END in tokens) == ("<end>" in text)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 257)))
 def test_a_stream_gives_the_text_of_all_its_tokens(tokens: list[int]) -> None:
     """Whatever the bytes are, whole characters or not."""
