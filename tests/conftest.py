@@ -55,10 +55,11 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave exhaustive tests out, unless everything, some files or some names are asked for."""
-    if config.option.everything or not is_default(config):
+    """Leave exhaustive and slow tests out, unless some files or names are asked for; everything has no slow ones."""
+    if not is_default(config):
         return
-    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    marks = ["slow"] if config.option.everything else ["slow", "exhaustive"]
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]

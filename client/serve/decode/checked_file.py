@@ -3,10 +3,12 @@
 import json
 import math
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.serve.decode.decode_errors import ModelRejected
+from gpulease.client.serve.decode.decode_errors import DecodeError, ModelRejected
 
 MAX_JSON_BYTES: Final = 16 << 20
 """Most bytes of a JSON file, but a tokenizer's. Stops a file from filling the host's memory as Python objects."""
@@ -18,6 +20,17 @@ MAX_SHOWN: Final = 120
 def shown(text: str) -> str:
     """Quote a file's own text for an error, cut and on one line."""
     return repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
+
+
+@contextmanager
+def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
+    """Turn whatever a library raises into an error of ours: its panics are no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, DecodeError):
+        raise
+    except BaseException as error:
+        raise kind(f"{message}: {error}") from None
 
 
 def read_bytes(path: Path, most: int) -> bytes:

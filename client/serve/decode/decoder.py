@@ -11,12 +11,12 @@ replays the prompts and what was emitted: their next tokens are those that would
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
@@ -40,6 +40,9 @@ from gpulease.client.serve.decode.model_config import ModelConfig
 from gpulease.client.serve.decode.row_records import ROW, Results, Rows, log_probabilities
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.serve.decode.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 LEASE_S: Final = 120.0
 """Seconds of the lease; renewed in time for as long as the decoder is open."""
@@ -153,10 +156,12 @@ class Decoder:
         rebinds: Regions that were opened in the place of others that had ended.
     """
 
-    def __init__(self, engine: DecodeEngine, scheduler: ContinuousBatchScheduler) -> None:
+    def __init__(self, engine: DecodeEngine, scheduler: ContinuousBatchScheduler, checkpoint: Checkpoint) -> None:
         """Use `open`."""
         self.engine = engine
         self.scheduler = scheduler
+        self._checkpoint = checkpoint
+        self._tokenizer: asyncio.Future[Tokenizer] | None = None
         self.steps = self.rebinds = 0
         self._pools: dict[str, BlockPool] = {}
         self._generations: dict[str, Generation] = {}
@@ -206,7 +211,7 @@ class Decoder:
             await stack.enter_async_context(lease.keep_alive())
             engine = await DecodeEngine.open(lease, checkpoint, limits, packed=settings.packed, progress=progress)
             stack.push_async_callback(engine.close)
-            decoder = cls(engine, scheduler)
+            decoder = cls(engine, scheduler, checkpoint)
             for tenant in configs:
                 await decoder._open_pool(tenant)
             task = asyncio.create_task(decoder._run())
@@ -249,6 +254,41 @@ class Decoder:
             raise
         self._wake.set()
         return generation
+
+    async def generate(
+        self,
+        text: str,
+        *,
+        max_tokens: int,
+        sampling: SamplingParameters = SamplingParameters(),  # noqa: B008  # it can't be changed
+        tenant_id: str = DEFAULT_TENANT,
+    ) -> AsyncGenerator[str, None]:
+        """Continue a text. Yields what comes behind it, in pieces of whole characters, as they are computed.
+
+        Closing the generator ends the sequence. Arguments are those of `submit`.
+
+        Raises ModelRejected for a model without a tokenizer, and what `submit` and the generation's iterator raise.
+        """
+        tokenizer = await self.tokenizer()
+        generation = self.submit(tokenizer.encode(text), max_tokens=max_tokens, sampling=sampling, tenant_id=tenant_id)
+        stream = tokenizer.stream()
+        try:
+            async for emitted in generation:
+                if piece := stream.add(emitted.token):
+                    yield piece
+            if rest := stream.end():
+                yield rest
+        finally:
+            generation.cancel()
+
+    async def tokenizer(self) -> "Tokenizer":
+        """Return the model's tokenizer. Raises ModelRejected where it has none, or a broken one.
+
+        The first call makes it, in a thread: that of a large vocabulary takes a second.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = asyncio.ensure_future(asyncio.to_thread(self._checkpoint.tokenizer))
+        return await asyncio.shield(self._tokenizer)
 
     def cancel(self, generation: Generation) -> None:
         """End a generation; one that has ended stays as it is."""

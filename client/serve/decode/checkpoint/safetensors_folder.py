@@ -18,6 +18,7 @@ from gpulease.client.serve.decode.checked_file import (
     json_object,
     map_file,
     read_bytes,
+    rejected,
     shown,
 )
 from gpulease.client.serve.decode.checkpoint.hugging_face_config import hugging_face_config
@@ -103,12 +104,9 @@ def _opened(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, NDArray[np.
     begin = 8 + int.from_bytes(mapped[:8], "little")
     if begin > MAX_JSON_BYTES:
         raise ModelRejected(f"{path}: broken: its header has {begin:,} bytes; it may have {MAX_JSON_BYTES:,}")
-    try:
-        # The library reads the header alone, and compares it with the file's length.
-        with safe_open(path, framework="numpy"):
-            pass
-    except Exception as error:  # the library's own class, and whatever a later one raises
-        raise ModelRejected(f"{path}: broken or truncated: {error}") from None
+    # The library reads the header alone, and compares it with the file's length.
+    with rejected(ModelRejected, f"{path}: broken or truncated"), safe_open(path, framework="numpy"):
+        pass
     for name, entry in json_object(mapped[8:begin], path).items():
         if name != "__metadata__":
             first, last = entry["data_offsets"]

@@ -167,6 +167,7 @@ def _dequantised(data: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float3
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    # In one row: the library computes 16 rows at a time, and most are short.
-    values: NDArray[np.float32] = dequantize(data.reshape(1, -1), GGMLQuantizationType[kind.name])
+    # In one row: the library computes 16 rows at a time, and most are short. A broken file may have infinite scales.
+    with np.errstate(invalid="ignore", over="ignore"):
+        values: NDArray[np.float32] = dequantize(data.reshape(1, -1), GGMLQuantizationType[kind.name])
     return values.reshape(data.shape[0], -1)

@@ -1,7 +1,7 @@
 """Chat templates: Jinja, in its sandbox, with what Hugging Face's templates expect.
 
-The names and filters are those of transformers' chat_template_utils. A template is the model author's code: the sandbox
-keeps it from the host's objects, and the bound keeps its text out of memory. A template that computes for ever does.
+The names and filters are those of transformers' chat_template_utils. A template is code of the model's author. The
+sandbox keeps it from the host's objects, and bounds keep its text out of memory; nothing bounds the time it takes.
 """
 
 import json

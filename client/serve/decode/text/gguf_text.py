@@ -6,10 +6,10 @@ from typing import Any, Final
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from gpulease.client.serve.decode.checked_file import Members, shown
+from gpulease.client.serve.decode.checked_file import Members, rejected, shown
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
-from gpulease.client.serve.decode.text.tokenizer import Tokenizer, rejected
+from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 AT: Final = "tokenizer.ggml."
 
@@ -40,7 +40,7 @@ def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
     with rejected(ModelRejected, f"{said.where}: no tokenizer"):
         library = makers[kind](said, tokens)
         _add_special(library, said, tokens)
-    return Tokenizer(library, begin_token, _chat_template(said, tokens))
+    return Tokenizer(library, begin_token, _chat_template(said, tokens), said.where)
 
 
 def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:

@@ -399,7 +399,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(known.is_ended for known in self.known.values())
 
 
-FEW = settings(max_examples=60, stateful_step_count=60, deadline=None)
+FEW = settings(max_examples=50, stateful_step_count=60, deadline=None)
 AnyOrder.TestCase.settings = FEW
 TestAnyOrder = AnyOrder.TestCase
 

@@ -40,13 +40,14 @@ class Service:
         self.scheduler.submit(prompt_request(tenant, f"r{next(self._numbers)}", prompt, most, wait_s=3600), 0.0)
 
     def step(self) -> None:
-        for event in self.scheduler.step(ones, 0.0):
-            if isinstance(event, SchedulerEvent.Token):
-                self.tokens[event.request.tenant_id] += 1
+        step = self.scheduler.plan(0.0)
         for tenant in self.scheduler.tenants.values():
             for name in tenant.live.keys() - self._admitted:
                 self._admitted.add(name)
                 self.tokens[tenant.config.id] += tenant.live[name].prompt
+        for event in self.scheduler.completed(step, ones(step)):
+            if isinstance(event, SchedulerEvent.Token):
+                self.tokens[event.request.tenant_id] += 1
 
     def weighted(self, tenant: str) -> float:
         return self.tokens[tenant] / self.scheduler.tenants[tenant].config.weight
@@ -56,12 +57,12 @@ def test_backlogged_tenants_of_weights_1_and_3_are_served_1_to_3() -> None:
     tenants = [TenantConfig("light", 9, 64, weight=1), TenantConfig("heavy", 9, 64, weight=3)]
     service = Service(scheduler_of(*tenants, sequences=8, rows=12))
     numbers = random.Random(1)
-    for _ in range(20_000):
+    for _ in range(8_000):
         for tenant in service.scheduler.tenants.values():
             while len(tenant.waiting) < 8:
                 service.backlog(tenant.config.id, numbers.randint(1, 40), numbers.randint(1, 40))
         service.step()
-    assert service.tokens["heavy"] / service.tokens["light"] == pytest.approx(3, rel=0.01)
+    assert service.tokens["heavy"] / service.tokens["light"] == pytest.approx(3, rel=0.02)
 
 
 @settings(max_examples=15, deadline=None)
@@ -74,14 +75,14 @@ def test_backlogged_tenants_of_weights_1_and_3_are_served_1_to_3() -> None:
 def test_no_two_contending_tenants_differ_by_more_than_the_service_bound(
     weights: list[float], sizes: list[tuple[int, int]], sequences: int, late: int
 ) -> None:
-    # Each could live by its own limits with all its blocks, and there are fewer tables than that: all contend.
+    # Their own limits let in more than there are tables, and more wait than a step can admit: all contend, always.
     tenants = [TenantConfig(str(i), sequences + 1, 5 * (sequences + 1), weight) for i, weight in enumerate(weights)]
     service = Service(scheduler_of(*tenants, sequences=sequences))
     spreads: dict[tuple[str, str], list[float]] = {}
     for step in range(400):
         present = tenants[: 1 if step < late else len(tenants)]
         for number, tenant in enumerate(present):
-            while len(service.scheduler.tenants[tenant.id].waiting) < 2:
+            while len(service.scheduler.tenants[tenant.id].waiting) < sequences + 2:
                 service.backlog(tenant.id, *sizes[number % len(sizes)])
         service.step()
         for one in present:
