@@ -198,7 +198,7 @@ def write_gguf(
             values = permuted(values, heads)
         number = GGMLQuantizationType[its.name]
         if its in (TensorType.Q4_K, TensorType.Q6_K):
-            data: NDArray[Any] = random_blocks(its, *values.shape, seed=len(name))
+            data: NDArray[Any] = random_blocks(its, values.shape[0], values.shape[1], len(name))
         else:
             data = quantize(values, number)
         writer.add_tensor(gguf_name(name), data, raw_dtype=number)

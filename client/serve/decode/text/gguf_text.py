@@ -40,7 +40,7 @@ def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
     with rejected(ModelRejected, f"{said.where}: no tokenizer"):
         library = makers[kind](said, tokens)
         _add_special(library, said, tokens)
-    return Tokenizer(library, begin_token, _chat_template(said, tokens))
+    return Tokenizer(library, begin_token, _chat_template(said, tokens), said.where)
 
 
 def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:

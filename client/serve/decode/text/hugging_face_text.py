@@ -20,7 +20,7 @@ def folder_tokenizer(folder: Path, begin_token: int | None) -> Tokenizer:
     """Make the folder's tokenizer. Raises ModelRejected where there is none, or a broken one."""
     path = folder / TOKENIZER
     library = library_tokenizer(_text(read_bytes(path, MAX_TOKENIZER_BYTES), path), str(path))
-    return Tokenizer(library, begin_token, _chat_template(folder))
+    return Tokenizer(library, begin_token, _chat_template(folder), str(path))
 
 
 def folder_begin_token(folder: Path) -> int | None:

@@ -1,24 +1,31 @@
-"""A model's tokenizer: the `tokenizers` library's, with the model's begin token, its chat template and streams."""
+"""A model's tokenizer: the `tokenizers` library's, with the model's begin token, its chat template and streams.
 
-from collections.abc import Callable, Mapping, Sequence
+The library cuts texts. Tokens become text here, by the bytes that each stands for: a stream then costs a table's look a
+token, and holds back a character that is not whole. The library would decode a part of the text anew for every token.
+"""
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import tokenizers
 
-from gpulease.client.serve.decode.checked_file import rejected
+from gpulease.client.serve.decode.checked_file import rejected, shown
 from gpulease.client.serve.decode.decode_errors import ModelRejected, RequestRejected
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
 
-INCOMPLETE: Final = "\N{REPLACEMENT CHARACTER}"
-MAX_INCOMPLETE: Final = 3
-"""Most replacement characters at a text's end that may become another one: UTF-8 has at most 4 bytes a character, and
-some decoders put a replacement for each that waits for the last. More than these stay what they are."""
 
-KEPT_TOKENS: Final = 16
-"""Tokens of a stream that are decoded again with the next one: what a token's text is can depend on a few before it."""
+def _letters() -> dict[str, int]:
+    """The bytes of GPT-2's letters (bytes_to_unicode in its encoder): one for each byte, printable ones themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
-TURN_TOKENS: Final = 256
-"""Tokens after which a stream forgets those before the last `KEPT_TOKENS`, so that a long text takes no longer."""
+
+LETTERS: Final = _letters()
+SPACE: Final = "▁"
+"""SentencePiece's mark of a space."""
 
 
 class Tokenizer:
@@ -27,27 +34,41 @@ class Tokenizer:
     Attributes:
         begin_token: The token that a prompt begins with; None if it begins without one.
         chat_template: How a chat becomes a prompt; None for a model that is none for chats.
+        vocabulary: Number of tokens that texts can have; the model may have more.
     """
 
     def __init__(
-        self, library: tokenizers.Tokenizer, begin_token: int | None, chat_template: ChatTemplate | None
+        self, library: tokenizers.Tokenizer, begin_token: int | None, chat_template: ChatTemplate | None, where: str
     ) -> None:
-        """Args: library: The library's tokenizer."""
-        self._library = library
+        """Take the library's tokenizer.
+
+        Args:
+            library: The library's.
+            begin_token: The attribute.
+            chat_template: The attribute.
+            where: The file that it is of, for errors.
+
+        Raises ModelRejected where its tokens are neither GPT-2's nor SentencePiece's.
+        """
         self.begin_token = begin_token
         self.chat_template = chat_template
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens that texts can have; the model may have more."""
-        return int(self._library.get_vocab_size(with_added_tokens=True))
+        self.vocabulary = int(library.get_vocab_size(with_added_tokens=True))
+        self._library = library
+        self._added = library.get_added_tokens_decoder()
+        steps = _decoder_steps(library)
+        if not {"ByteLevel", "ByteFallback"} & steps:
+            raise ModelRejected(f"{where}: the tokenizer's decoder {shown(', '.join(sorted(steps)))} is not known")
+        self._is_byte_level = "ByteLevel" in steps
+        # SentencePiece's texts begin with a space that is not theirs.
+        self._begins_with_space = "Strip" in steps
+        self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
         """Cut a text into tokens. The names of special tokens in it become those tokens.
 
         Args:
             text: The text.
-            begins: Put the model's begin token before it, where it has one.
+            begins: Put the model's begin token before it, where it has one and the text does not name it.
 
         Raises RequestRejected for a text that is no UTF-8: one with half of a surrogate pair.
         """
@@ -57,15 +78,21 @@ class Tokenizer:
             return [self.begin_token, *tokens]
         return tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Put tokens together, without the special ones. Raises RequestRejected for what is no token at all."""
-        with rejected(RequestRejected, "the tokens are no text"):
-            text: str = self._library.decode(list(tokens), skip_special_tokens=True)
-        return text
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Put the tokens of a whole text together, without the special ones. Broken bytes become U+FFFD."""
+        text = b"".join(map(self.bytes_of, tokens)).decode(errors="replace")
+        return text.removeprefix(" ") if self._begins_with_space else text
 
     def stream(self) -> "TextStream":
-        """Begin a text that grows by tokens."""
-        return TextStream(self.decode)
+        """Begin a text that grows by tokens, behind a prompt: a space at its begin is its own."""
+        return TextStream(self.bytes_of)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes that a token stands for; b"" for a special one and for one that texts don't have."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._find_bytes(token)
+        return known
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Cut a chat into the tokens of a prompt.
@@ -77,40 +104,49 @@ class Tokenizer:
         Raises RequestRejected for a model without a chat template, and for messages that it does not take.
         """
         if self.chat_template is None:
-            raise RequestRejected("the model has no chat template", "Use completions: send the prompt as a text")
-        # Most templates write the begin token's name themselves.
+            raise RequestRejected("the model has no chat template", "Send the prompt as a text, for a completion")
         return self.encode(self.chat_template.render(messages, **variables))
+
+    def _find_bytes(self, token: int) -> bytes:
+        if token in self._added:
+            added = self._added[token]
+            return b"" if added.special else str(added.content).encode()
+        if not 0 <= token < self.vocabulary:
+            return b""
+        piece = self._library.id_to_token(token) or ""
+        if self._is_byte_level:
+            return bytes(LETTERS[letter] for letter in piece) if LETTERS.keys() >= set(piece) else piece.encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace(SPACE, " ").encode()
 
 
 class TextStream:
     """A text that grows by tokens: gives what is certain, and holds back a character that is not whole yet."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Args: decode: Puts tokens together."""
-        self._decode = decode
-        self._tokens: list[int] = []
-        self._given = 0
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        """Args: bytes_of: Gives the bytes that a token stands for."""
+        self._bytes_of = bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """Add a token. The text that is certain by now and was not given before; "" for none."""
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        whole = text.rstrip(INCOMPLETE)
-        end = max(len(whole), len(text) - MAX_INCOMPLETE)
-        new, self._given = text[self._given : end], max(self._given, end)
-        if len(self._tokens) >= TURN_TOKENS and end == len(text):
-            del self._tokens[:-KEPT_TOKENS]
-            self._given = len(self._decode(self._tokens))
-        return new
+        """Add a token, and return the text that is certain by now and was not given before; "" for none."""
+        return self._decoder.decode(self._bytes_of(token))
 
     def end(self) -> str:
-        """Give the rest: a character whose last bytes never came, as replacement characters."""
-        text = self._decode(self._tokens)
-        new, self._given = text[self._given :], max(self._given, len(text))
-        return new
+        """Return the rest: U+FFFD for a character whose last bytes never came, mostly ""."""
+        return self._decoder.decode(b"", final=True)
 
 
 def library_tokenizer(text: str, where: str) -> tokenizers.Tokenizer:
     """Make a tokenizer of a tokenizer.json's text. Raises ModelRejected."""
     with rejected(ModelRejected, f"{where}: no tokenizer"):
         return tokenizers.Tokenizer.from_str(text)
+
+
+def _decoder_steps(library: tokenizers.Tokenizer) -> set[str]:
+    """The kinds of what the library does to put tokens together."""
+    if library.decoder is None:
+        return set()
+    said = json.loads(library.decoder.__getstate__())
+    return {step["type"] for step in said.get("decoders", [said])}

@@ -9,6 +9,7 @@ from gpulease.daemon.drivers.ptx.limits import (
     MAX_OPTIMISED_CALLING_ACCESSES,
     MAX_OPTIMISED_FUNCTIONS,
     MAX_OPTIMISED_INSTRUCTIONS,
+    MAX_SIMPLIFIED_ACCESSES,
     rejected,
 )
 from gpulease.daemon.drivers.ptx.memory import Needs
@@ -161,26 +162,26 @@ def translate(image: Image) -> list[Part]:
         reached = graph.reached(function)
         sizes = [_size(function), *(size_of[name] for name in reached)]
         accesses = sum(accesses for accesses, _ in sizes)
-        is_small = _is_small(sizes) and (not reached or accesses <= left)
+        is_small = _fits(sizes, MAX_OPTIMISED_ACCESSES) and (not reached or accesses <= left)
         together = part(Effort.FEW)
         if is_small and together.add_together(function, places):
             parts.append(together)
             continue
-        effort = Effort.FULL if is_small else Effort.LEAST
         if reached:
             left -= accesses if is_small else 0
-            calling[effort].add(function, places)
-        else:
-            parts.append(part(effort))
-            parts[-1].add(function, places)
+            calling[Effort.FULL if is_small else Effort.LEAST].add(function, places)
+            continue
+        simplified = Effort.SOME if _fits(sizes, MAX_SIMPLIFIED_ACCESSES) else Effort.LEAST
+        parts.append(part(Effort.FULL if is_small else simplified))
+        parts[-1].add(function, places)
     return [*parts, *(part for part in calling.values() if part.runners)]
 
 
-def _is_small(sizes: list[tuple[int, int]]) -> bool:
+def _fits(sizes: list[tuple[int, int]], most_accesses: int) -> bool:
     """Say whether a kernel and the functions that it reaches can be optimised in little time."""
     return (
         len(sizes) <= MAX_OPTIMISED_FUNCTIONS
-        and max(accesses for accesses, _ in sizes) <= MAX_OPTIMISED_ACCESSES
+        and max(accesses for accesses, _ in sizes) <= most_accesses
         and max(instructions for _, instructions in sizes) <= MAX_OPTIMISED_INSTRUCTIONS
     )
 

@@ -228,6 +228,27 @@ def test_a_large_request_is_not_overtaken_by_small_ones_of_its_tenant(scheduler:
     assert set(scheduler.tenants["a"].live) == {"large"}
 
 
+@pytest.mark.parametrize("leave", ["cancelled", "late"])
+def test_what_waited_behind_a_request_that_gave_up_is_admitted(scheduler: ContinuousBatchScheduler, leave: str) -> None:
+    fill(scheduler, live=1, blocks=2)
+    scheduler.submit(prompt_request("a", "large", 1, 64, wait_s=5), 0.0)
+    scheduler.submit(prompt_request("a", "small", 1, 1, wait_s=9), 0.0)
+    scheduler.plan(0.0)
+    if leave == "cancelled":
+        scheduler.cancel("large")
+    scheduler.plan(5.0)
+    assert set(scheduler.tenants["a"].live) == {"live0", "small"}
+
+
+def test_the_next_deadline_is_that_of_what_waits_still(scheduler: ContinuousBatchScheduler) -> None:
+    fill(scheduler, live=2)
+    scheduler.submit(prompt_request("a", "first", 1, 1, wait_s=5), 0.0)
+    scheduler.submit(prompt_request("a", "second", 1, 1, wait_s=7), 0.0)
+    assert scheduler.next_deadline == 5.0
+    scheduler.plan(5.0)
+    assert scheduler.next_deadline == 7.0
+
+
 # --- cancel ---
 
 
@@ -276,7 +297,9 @@ def test_decode_rows_come_first_and_chunks_up_to_their_bound_behind(scheduler: C
 
 def test_prompts_have_all_rows_when_nothing_decodes(scheduler: ContinuousBatchScheduler) -> None:
     scheduler.submit(prompt_request("a", "r", 40, 5), 0.0)
-    assert [len(scheduler.plan(0.0)) for _ in range(2)] == [16, 16]
+    steps = [scheduler.plan(0.0) for _ in range(2)]
+    assert [step.positions for step in steps] == [list(range(16)), list(range(16, 32))]
+    assert [len(step.joined) for step in steps] == [1, 0]
 
 
 def test_a_row_that_runs_ahead_names_the_row_its_token_comes_from(scheduler: ContinuousBatchScheduler) -> None:
@@ -366,6 +389,27 @@ def test_a_failed_step_does_not_undo_the_one_before_it(scheduler: ContinuousBatc
     assert rows_of(again) == rows_of(second)
     assert again.sources == [2]
     assert len(scheduler.completed(first, results(first))) == 1
+
+
+def test_the_turns_of_a_failed_step_come_first() -> None:
+    scheduler = ContinuousBatchScheduler(replace(LIMITS, max_rows=2, prefill_rows=2), TENANTS)
+    for name in ("a1", "a2", "b1", "b2"):
+        scheduler.submit(prompt_request(name[0], name, 1, 20), 0.0)
+    while not all(sequence.filled for tenant in scheduler.tenants.values() for sequence in tenant.live.values()):
+        scheduler.step(results, 0.0)
+    step = scheduler.plan(0.0)
+    assert len(step) == 2
+    scheduler.failed(step, None, CompletionReason.ENGINE_ERROR, 0.0)
+    assert rows_of(scheduler.plan(0.0)) == rows_of(step)
+
+
+def test_a_prompt_of_a_failed_step_stays_before_those_admitted_later(scheduler: ContinuousBatchScheduler) -> None:
+    scheduler.submit(prompt_request("a", "first", 10, 3), 0.0)
+    scheduler.submit(prompt_request("a", "second", 20, 3), 0.0)
+    step = scheduler.plan(0.0)
+    assert [count for _, _, count in step.chunks] == [10, 6]
+    scheduler.failed(step, None, CompletionReason.ENGINE_ERROR, 0.0)
+    assert rows_of(scheduler.plan(0.0)) == rows_of(step)
 
 
 def test_a_tenant_s_failure_ends_its_sequences_and_no_others(scheduler: ContinuousBatchScheduler) -> None:
@@ -458,6 +502,16 @@ def test_a_replay_s_id_is_of_nobody_else(scheduler: ContinuousBatchScheduler) ->
     scheduler.submit(prompt_request("b", "r.2", 3, 20), 0.0)
     events = scheduler.revoked("a", CompletionReason.REVOKED, 0.0)
     assert [event.continued_by for event in events if isinstance(event, SchedulerEvent.Completed)] == ["r.3", "r.1.1"]
+
+
+def test_replays_of_one_id_used_twice_get_two_ids(scheduler: ContinuousBatchScheduler) -> None:
+    scheduler.submit(prompt_request("a", "r", 3, 20), 0.0)
+    revoke(scheduler)
+    scheduler.rebound("a", 4, 0.0)
+    scheduler.submit(prompt_request("a", "r", 3, 20), 0.0)
+    assert set(scheduler.tenants["a"].live) == {"r.1", "r"}
+    events = scheduler.revoked("a", CompletionReason.REVOKED, 0.0)
+    assert [event.continued_by for event in events if isinstance(event, SchedulerEvent.Completed)] == ["r.2", "r.3"]
 
 
 def test_replays_come_before_what_waited_in_their_order(scheduler: ContinuousBatchScheduler) -> None:
@@ -571,5 +625,32 @@ def test_a_request_of_a_held_tenant_can_be_cancelled(scheduler: ContinuousBatchS
     scheduler.step(results, 0.0)
     scheduler.hold("a")
     assert ends(scheduler.cancel("r")) == [("r", "Cancelled")]
+    assert not scheduler.plan(0.0).sequences
     scheduler.resume("a")
     assert not scheduler.plan(0.0).sequences
+
+
+@pytest.mark.parametrize("prompt", [3, 30])
+def test_rows_that_failed_of_a_tenant_held_since_wait_until_it_is_resumed(
+    scheduler: ContinuousBatchScheduler, prompt: int
+) -> None:
+    scheduler.submit(prompt_request("a", "r", prompt, 20), 0.0)
+    first, second = scheduler.plan(0.0), scheduler.plan(0.0)
+    scheduler.hold("a")
+    scheduler.failed(second, None, CompletionReason.ENGINE_ERROR, 0.0)
+    assert not scheduler.plan(0.0).sequences
+    scheduler.completed(first, results(first))
+    assert not scheduler.plan(0.0).sequences
+    scheduler.resume("a")
+    again = scheduler.plan(0.0)
+    assert again.positions == second.positions
+    assert len(scheduler.completed(again, results(again))) == 1
+
+
+def test_a_prompt_that_failed_of_a_tenant_held_since_is_a_prompt_again(scheduler: ContinuousBatchScheduler) -> None:
+    scheduler.submit(prompt_request("a", "r", 3, 20), 0.0)
+    step = scheduler.plan(0.0)
+    scheduler.hold("a")
+    scheduler.failed(step, None, CompletionReason.ENGINE_ERROR, 0.0)
+    scheduler.resume("a")
+    assert rows_of(scheduler.plan(0.0)) == rows_of(step)

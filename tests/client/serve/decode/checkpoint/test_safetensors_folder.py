@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -144,6 +144,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     return folder, (folder / "model.safetensors").read_bytes()
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_a_truncated_file_is_refused(whole: tuple[Path, bytes], data: st.DataObject) -> None:
     folder, content = whole
@@ -152,6 +153,7 @@ def test_a_truncated_file_is_refused(whole: tuple[Path, bytes], data: st.DataObj
     refused(folder, "model.safetensors: (broken or )?truncated|model.safetensors: broken")
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 1 << 64))
 def test_a_header_of_anything_is_refused(whole: tuple[Path, bytes], text: bytes, length: int) -> None:
     folder, content = whole
@@ -160,6 +162,7 @@ def test_a_header_of_anything_is_refused(whole: tuple[Path, bytes], text: bytes,
         refused(folder, "model.safetensors")
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_a_header_with_changed_bytes_opens_or_is_refused(whole: tuple[Path, bytes], data: st.DataObject) -> None:
     folder, content = whole

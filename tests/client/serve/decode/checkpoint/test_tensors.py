@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -46,6 +46,7 @@ def in_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return bits.view(np.uint16)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=64))
 def test_rounding_is_to_the_nearest_and_ties_to_even(bits: list[int]) -> None:
     values = np.array(bits, np.uint32).view(np.float32)
@@ -60,6 +61,7 @@ def test_a_tie_goes_to_the_even_neighbour() -> None:
     ]  # fmt: skip
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, (1 << 23) - 1), st.booleans())
 def test_what_is_no_number_stays_none(mantissa: int, is_negative: bool) -> None:
     values = np.array([is_negative << 31 | 0x7F800000 | mantissa], np.uint32).view(np.float32)
@@ -84,9 +86,8 @@ def test_q8_0_as_the_kernel_computes_it_has_the_bits_of_the_library_s_values() -
     """linear_q8_0 multiplies a value by its block's scale in f32, and rounds to bf16."""
     data = made(TensorType.Q8_0)
     values, scales = q8_0_planes(data)
-    assert (values.shape, values.dtype, scales.shape, scales.dtype) == (
-        (ROWS, COLUMNS), np.int8, (ROWS, COLUMNS // 32), np.float16
-    )  # fmt: skip
+    assert (values.shape, scales.shape) == ((ROWS, COLUMNS), (ROWS, COLUMNS // 32))
+    assert (str(values.dtype), str(scales.dtype)) == ("int8", "float16")
     computed = values.astype(np.float32) * np.repeat(scales.astype(np.float32), 32, 1)
     assert (rounded_to_bf16(computed) == tensor_of(data, TensorType.Q8_0).bf16(0, ROWS)).all()
 
