@@ -1,4 +1,4 @@
-"""The decode engine as a scorer, to be held to references: prompts by as many rows as a step has, outputs in batches."""
+"""The decode engine as a scorer, to be held to references: a step has as many rows of a prompt as it can."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
