@@ -403,6 +403,12 @@ class Context(Protocol):
     def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
         """Load PTX text or a cubin, after `admit` has admitted its bytes. Raises ImageRejected."""
 
+    def compile_kernel(self, kernel: Kernel) -> bool:
+        """Compile what a kernel's first launch needs, if anything is left; say whether there was.
+
+        The launch would do it, too. Nothing can end it meanwhile. Raises LaunchRejected.
+        """
+
     def forget_earlier(self) -> None:
         """Forget all compiled images: the time of a load must not tell one tenant what another has loaded."""
 
@@ -535,4 +541,13 @@ def cooperative_refused(kernel: str) -> LaunchRejected:
     return LaunchRejected(
         f"kernel {kernel} needs a cooperative launch: {why}",
         hint="Launch one kernel for each part between two grid synchronisations: launches of a stream run in order.",
+    )
+
+
+def too_much_shared(kernel: str, size_bytes: int, static_bytes: int, most_bytes: int) -> LaunchRejected:
+    """The error for a launch whose blocks would have more than `most_bytes` of shared memory, static and dynamic."""
+    return LaunchRejected(
+        f"kernel {kernel}: {size_bytes} bytes of dynamic shared memory, beside {static_bytes} of its variables, are"
+        f" more than the {most_bytes} that a block can have on this device",
+        hint="Use smaller tiles or fewer stages, which need less shared memory.",
     )

@@ -5,6 +5,7 @@ GpuLeaseError
     ├── ModelRejected       a model's file is broken, or not one that the engine computes
     ├── NoModelLoaded       the engine has no model, or no longer
     ├── RequestRejected     a prompt or its sampling can't be taken
+    ├── RebindLimited       a tenant's region was rebuilt too often; again in `retry_after_s` seconds
     └── EngineDecodeFailed  a step failed for all of the engine's sequences
 """
 
@@ -24,7 +25,19 @@ class NoModelLoaded(DecodeError):
 
 
 class RequestRejected(DecodeError):
-    """A prompt or its sampling can't be taken: a token outside of the vocabulary, no token, too many for the context."""
+    """A prompt or its sampling can't be taken: no token, one outside of the vocabulary, too many for the context."""
+
+
+class RebindLimited(DecodeError):
+    """A tenant's region was rebuilt too often of late, so it gets none yet.
+
+    Attributes:
+        retry_after_s: Seconds after which it may have one.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineDecodeFailed(DecodeError):

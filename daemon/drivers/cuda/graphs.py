@@ -169,6 +169,7 @@ class CudaGraph:
         kernel: Any = step.kernel
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
+        kernel.shared.allow(kernel.name, step.shared_bytes)
         node_params = api.CUDA_KERNEL_NODE_PARAMS()
         node_params.func = api.CUfunction(kernel.function)
         node_params.gridDimX, node_params.gridDimY, node_params.gridDimZ = step.grid

@@ -9,12 +9,14 @@ import ctypes
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.cubin_footprint import Weight, weigh
 from gpulease.daemon.drivers.cuda.jit_cache import Compiled
+from gpulease.daemon.drivers.cuda.launch_code import SharedMemory
 from gpulease.daemon.drivers.cuda.memory import LocalMemory
 from gpulease.daemon.drivers.interface import Admit, ImageRejected, Parameter, refuse_managed_text, text_of
 from gpulease.daemon.drivers.ptx.translate.cooperative import confirm_by_text
@@ -35,6 +37,7 @@ class CudaKernel:
 
     Attributes:
         function: Its CUfunction.
+        shared: What its launches may ask for.
         is_cooperative: Only a cooperative launch could run it; see `cooperative_refused`.
     """
 
@@ -44,6 +47,7 @@ class CudaKernel:
     max_threads_per_block: int
     kept_bytes: int
     function: int
+    shared: SharedMemory
     is_cooperative: bool = False
 
 
@@ -121,6 +125,11 @@ def _kernel(
         _attribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK),
         local.kept_by(_attribute(function, attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)),
         int(function),
+        SharedMemory(
+            _attribute(function, attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES),
+            _most_shared_bytes(),
+            partial(_opt_in, function),
+        ),
         is_cooperative,
     )
 
@@ -129,6 +138,21 @@ def _attribute(function: Any, attribute: Any) -> int:
     error, value = api.cuFuncGetAttribute(attribute, function)
     _check(error)
     return int(value)
+
+
+def _most_shared_bytes() -> int:
+    error, device = api.cuCtxGetDevice()
+    _check(error)
+    attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    error, value = api.cuDeviceGetAttribute(attribute, device)
+    _check(error)
+    return int(value)
+
+
+def _opt_in(function: Any, size_bytes: int) -> bool:
+    attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (error,) = api.cuFuncSetAttribute(function, attribute, size_bytes)
+    return not error
 
 
 def _compile(ptx: bytes) -> bytes:

@@ -7,11 +7,15 @@ from importlib.resources import files
 from typing import Any, Final
 
 from gpulease.daemon.drivers import cuda
-from gpulease.daemon.drivers.interface import Dim3, Kernel, NativeLaunch
+from gpulease.daemon.drivers.interface import Dim3, Kernel, LaunchRejected, NativeLaunch, too_much_shared
 from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode
 
 LIBRARY: Final = "libcuda.so.1"
+
+DEFAULT_SHARED_BYTES: Final = 48 << 10
+"""Shared memory of a block, static and dynamic together, that a function may have unless it opts in to more (CUDA C++
+Programming Guide, "Technical Specifications per Compute Capability")."""
 
 _LAUNCH: Final = ctypes.CFUNCTYPE(
     ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64
@@ -58,6 +62,36 @@ class LaunchRecord(ctypes.Structure):
     )
 
 
+class SharedMemory:
+    """Dynamic shared memory that launches of one function may ask for.
+
+    Most functions never need more than the default, so a function opts in when a launch first asks for more.
+
+    Args:
+        static_bytes: Shared memory that the function's variables take.
+        card_bytes: Most that a block may have on the card, if it opts in.
+        opt_in: Lets the function have so many bytes of dynamic shared memory; False if the driver refuses. The launch
+            then fails by itself, with the driver's reason.
+    """
+
+    __slots__ = ("_allowed_bytes", "_most_bytes", "_opt_in", "_static_bytes")
+
+    def __init__(self, static_bytes: int, card_bytes: int, opt_in: Callable[[int], bool]) -> None:
+        self._static_bytes = static_bytes
+        self._allowed_bytes = DEFAULT_SHARED_BYTES - static_bytes
+        self._most_bytes = max(DEFAULT_SHARED_BYTES, card_bytes) - static_bytes
+        self._opt_in = opt_in
+
+    def allow(self, kernel: str, size_bytes: int) -> None:
+        """Let a launch have so many bytes. Raises LaunchRejected for more than the card has for a block."""
+        if size_bytes <= self._allowed_bytes:
+            return
+        if size_bytes > self._most_bytes:
+            raise too_much_shared(kernel, size_bytes, self._static_bytes, self._most_bytes + self._static_bytes)
+        if self._opt_in(self._most_bytes):
+            self._allowed_bytes = self._most_bytes
+
+
 @cache
 def launching_code() -> NativeCode:
     """The code of launch.ll, compiled once per process; starts no thread."""
@@ -65,13 +99,22 @@ def launching_code() -> NativeCode:
 
 
 def record_of(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes:
-    """The bytes of a LaunchRecord. All numbers fit: on the wire they are u32 too."""
+    """The bytes of a LaunchRecord, whose shared memory the function is allowed to have. Raises LaunchRejected.
+
+    All numbers fit: on the wire they are u32 too.
+    """
+    kernel.shared.allow(kernel.name, shared_bytes)
     return bytes(LaunchRecord(kernel.function, grid, block, shared_bytes))
 
 
 def _native_record(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
     """A record for native code; None for a launch that `CudaContext.launch` refuses."""
-    return None if kernel.is_cooperative else record_of(kernel, grid, block, shared_bytes)
+    if kernel.is_cooperative:
+        return None
+    try:
+        return record_of(kernel, grid, block, shared_bytes)
+    except LaunchRejected:
+        return None
 
 
 class Launcher:
@@ -106,7 +149,7 @@ class Launcher:
         return NativeLaunch(self._state_address, launch, query, spin_ns, _native_record, launched)
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> int:
-        """Queue a launch; the CUresult, 0 if it was queued."""
+        """Queue a launch; the CUresult, 0 if it was queued. Raises LaunchRejected."""
         shape = (kernel.function, grid, block, shared_bytes)
         if shape != self._shape:
             record = record_of(kernel, grid, block, shared_bytes)

@@ -32,9 +32,10 @@ from gpulease.daemon.drivers.interface import (
     admit_any,
     cooperative_refused,
     keep_waiting,
+    too_much_shared,
 )
 from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
-from gpulease.daemon.drivers.ptx.image import CpuKernel, CpuModule, load, release
+from gpulease.daemon.drivers.ptx.image import CpuKernel, CpuModule, drop_oldest_code, load, release
 from gpulease.daemon.drivers.ptx.limits import (
     MAX_ASSERTION_TEXT,
     MAX_BLOCK_DIMS,
@@ -373,6 +374,13 @@ class CpuContext:
         for kernel in module.kernels.values():
             del self._kernel_names[kernel.number]
         release(module.variable_addresses, self._arena)
+        drop_oldest_code()
+
+    def compile_kernel(self, kernel: Kernel) -> bool:
+        """Compile a kernel that was not launched yet, and those that share functions with it."""
+        if not isinstance(kernel, CpuKernel) or kernel.code.is_compiled:
+            return False
+        return kernel.entry != 0
 
     # --- Launches ----------------------------------------------------------------------------------------------
 
@@ -422,11 +430,10 @@ class CpuContext:
         shared = kernel.static_shared_bytes
         if shared_bytes:
             shared = kernel.dynamic_shared_offset + shared_bytes
-        if shared_bytes < 0 or shared > MAX_SHARED_BYTES:
-            raise LaunchRejected(
-                f"{shared_bytes} bytes of shared memory on top of the kernel's {kernel.dynamic_shared_offset}"
-                f" are more than {MAX_SHARED_BYTES}"
-            )
+        if shared_bytes < 0:
+            raise LaunchRejected(f"kernel {kernel.name}: {shared_bytes} is no number of bytes of shared memory")
+        if shared > MAX_SHARED_BYTES:
+            raise too_much_shared(kernel.name, shared_bytes, kernel.dynamic_shared_offset, MAX_SHARED_BYTES)
         spread = IN_ORDER
         blocks = math.prod(grid)
         if blocks > 1 or kernel.needs.parks:

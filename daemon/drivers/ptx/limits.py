@@ -65,10 +65,14 @@ MAX_MERGES = 1 << 18
 MAX_IR_LINES = 1_800_000
 
 # Optimising costs time in the square of the checked accesses of a kernel: 256 in a loop take 2 s, 4000 took minutes
-# and gigabytes. Kernels past these numbers, and those of an image past its sum, are compiled without, in linear time.
+# and gigabytes. Kernels past these numbers are compiled without, in linear time. So are those of an image past the sum
+# that call functions, because they are compiled together.
 MAX_OPTIMISED_ACCESSES = 192
 MAX_OPTIMISED_INSTRUCTIONS = 4096
-MAX_OPTIMISED_ACCESSES_PER_IMAGE = 2048
+MAX_OPTIMISED_CALLING_ACCESSES = 2048
+
+# Kernels that call nothing and have up to so many are simplified, at least: 1024 take 3 to 5 s, 4000 took 36.
+MAX_SIMPLIFIED_ACCESSES = 1024
 
 # Functions that a kernel reaches: optimising goes along calls, and a chain of 2000 takes minutes.
 MAX_OPTIMISED_FUNCTIONS = 128
@@ -85,7 +89,8 @@ MAX_LISTED = 1 << 12
 
 # --- Compiled images -------------------------------------------------------------------------------------------
 
-# Object code kept in a process after its modules are gone: a tenant that loads image after image is bounded by this.
+# Compressed IR and object code kept in a process after its modules are gone: a tenant that loads image after image is
+# bounded by this.
 MAX_HELD_CODE_BYTES = 64 << 20
 
 # --- Calls -----------------------------------------------------------------------------------------------------
@@ -110,8 +115,10 @@ MAX_THREADS_PER_BLOCK = 1024
 MAX_BLOCK_DIMS = (1024, 1024, 64)
 MAX_GRID_DIMS = (2**31 - 1, 65535, 65535)
 
-# What a kernel gets without opting in to more, static and dynamic together.
-MAX_SHARED_BYTES = 48 * 1024
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": what a kernel's variables may take, and
+# what a block of a 9.0 card may have with dynamic shared memory on top.
+MAX_STATIC_SHARED_BYTES = 48 * 1024
+MAX_SHARED_BYTES = 227 * 1024
 
 # Per thread. A card allows 512 KiB, but 1024 threads of that would be 512 MiB outside of any slice.
 MAX_LOCAL_BYTES = 64 * 1024
@@ -158,7 +165,8 @@ MAX_PRINT_WIDTH = 1024
 MAX_HOST_THREADS = 64
 
 # Blocks under way at a time, which may wait for one another: some 8 for each multiprocessor of a large card. What they
-# touch of these areas is host memory outside of any slice, so it has bounds of its own: four of the largest blocks.
+# touch of these areas is host memory outside of any slice, so it has bounds of its own: four blocks with the most local
+# memory, and 215 with the most shared memory, of which a large card holds 132.
 MAX_RESIDENT_BLOCKS = 1024
 RESIDENT_SHARED_BYTES = 48 << 20
 RESIDENT_LOCAL_BYTES = 256 << 20

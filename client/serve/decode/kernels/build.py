@@ -26,10 +26,10 @@ HEAD_WIDTHS: Final = (32, 64, 128)
 HEADS: Final = 16
 """Query heads of a key head at most: the rows of one matrix instruction."""
 
-SPLIT: Final = 256
+SPLIT: Final = 128
 """Positions of a sequence in one part of its attention."""
 
-TILES: Final = {16: (32, 64, 4, 4), 64: (64, 64, 3, 4)}
+TILES: Final = {16: (64, 64, 5, 4), 64: (64, 64, 5, 4), 128: (64, 64, 4, 4)}
 """Rows of linear's tile: its columns, its depth, stages of its pipeline, warps."""
 
 INEXACT: Final = re.compile(r"\b(?:\w+\.approx\S*|div\.full\S*|(?:add|sub|mul)\.f32|fma\.\S*f32|\w+\.ftz\S*)")
@@ -85,8 +85,9 @@ def jobs() -> dict[str, Job]:
         found[f"attend_{width}"] = Job(
             s.attend,
             _types(f"totals:f tops:f sums:f q:b rows:w tables:w {cache} table_blocks H G splits scale:fp32"),
-            {"DH": width, "HEADS": HEADS, "SPLIT": SPLIT, "BT": 32},
-            warps=2 if width > 64 else 1,
+            {"DH": width, "HEADS": HEADS, "SPLIT": SPLIT, "BT": 32 if width == 32 else 64},
+            warps=1 if width == 32 else 2,
+            stages=2,
             divisible=("layer_bytes", "block_bytes"),
         )
         found[f"combine_{width}"] = Job(

@@ -39,7 +39,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def exp2(x):
-    """2^x for x up to 126, 0 below -126: Cody and Waite's reduction and a polynomial of degree 6, of IEEE operations."""
+    """2^x for x up to 126, 0 below -126: Cody and Waite's reduction, then a polynomial of degree 6."""
     x = tl.minimum(tl.maximum(x, -127.0), 126.0)
     whole = (x + 12582912.0) - 12582912.0
     f = x - whole
@@ -117,8 +117,8 @@ def bf16_tile(w, n, k, mask, K):
 @triton.jit
 def linear_bf16(parts, x, w, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """parts[s] = x @ w.T over the s-th `chunk` of K. x [R, K] and w [N, K] are bf16, parts [splits, R, N] f32."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
     begin = tl.program_id(2) * chunk
     end = tl.minimum(begin + chunk, K)
     total = tl.zeros((BM, BN), tl.float32)
@@ -134,8 +134,8 @@ def linear_bf16(parts, x, w, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr,
 @triton.jit
 def linear_q8_0(parts, x, w, scales, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """linear_bf16 on weights of GGML's Q8_0: w [N, K] int8 in blocks of 32, scales [N, K / 32] f16."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
     begin = tl.program_id(2) * chunk
     end = tl.minimum(begin + chunk, K)
     total = tl.zeros((BM, BN), tl.float32)
@@ -158,8 +158,8 @@ def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN
     w [N, K / 2] has two values a byte: byte i of each 32 has those of places i and i + 32 of a 64. steps [N, K / 32, 2]
     has each group's scale and minimum as u8; scales [N, K / 256, 2] has f16 factors of both.
     """
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
     begin = tl.program_id(2) * chunk
     end = tl.minimum(begin + chunk, K)
     total = tl.zeros((BM, BN), tl.float32)
@@ -299,7 +299,7 @@ def combine(x, totals, tops, sums, rows, H, splits, DH: tl.constexpr, SPLIT: tl.
     top = tl.full((), -1e30, tl.float32)
     weights = tl.zeros((), tl.float32)
     total = tl.zeros((DH,), tl.float32)
-    for s in range(0, tl.cdiv(length, SPLIT)):
+    for s in range(tl.cdiv(length, SPLIT)):
         its_top = tl.load(tops + at + s)
         higher = tl.maximum(top, its_top)
         shrink = exp2(top - higher)
@@ -324,17 +324,18 @@ def silu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
 
 @triton.jit
 def ordered(x):
-    """A float's bits as an integer of the same order."""
-    bits = x.to(tl.int32, bitcast=True)
+    """A float's bits as an integer of the same order; the sum makes a zero of the negative one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def kept(parts, splits, stride, row, V, c, threshold, top, inverse):
-    """The weights e^((logit - top) * inverse) of the tokens c that are kept, 0 for others."""
+    """Return which of the tokens c are kept, and their weights e^((logit - top) * inverse), 0 for others."""
     logits = added(parts, splits, stride, row * V + c, c < V)
     weights = exp2((logits - top) * inverse * LOG2_E)
-    return tl.where((c < V) & (ordered(logits) >= threshold), weights, 0.0)
+    chosen = (c < V) & (ordered(logits) >= threshold)
+    return chosen, tl.where(chosen, weights, 0.0)
 
 
 @triton.jit
@@ -342,6 +343,69 @@ def uniform(seed, position):
     """A number in [0, 1) of 24 bits: Philox4x32-10 of (seed, position)."""
     first, _, _, _ = tl.philox(seed, position, 0, 0, 0)
     return (first.to(tl.uint32, bitcast=True) >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def highest(parts, splits, stride, row, V, BLOCK_V: tl.constexpr):
+    """Return the lowest token of the highest logit, and that logit."""
+    best = tl.full((BLOCK_V,), -float("inf"), tl.float32)
+    token = tl.zeros((BLOCK_V,), tl.int32)
+    for v in range(0, V, BLOCK_V):
+        c = v + tl.arange(0, BLOCK_V)
+        logits = added(parts, splits, stride, row * V + c, c < V)
+        better = (c < V) & (logits > best)
+        token = tl.where(better, c, token)
+        best = tl.where(better, logits, best)
+    top = tl.max(best, 0)
+    return tl.min(tl.where(best == top, token, 2147483647), 0), top
+
+
+@triton.jit
+def total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V: tl.constexpr):
+    """Add the weights of the tokens that are kept, lane by lane over the blocks, then over the lanes; count them."""
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    count = tl.zeros((BLOCK_V,), tl.int32)
+    for v in range(0, V, BLOCK_V):
+        c = v + tl.arange(0, BLOCK_V)
+        chosen, weights = kept(parts, splits, stride, row, V, c, threshold, top, inverse)
+        total += weights
+        count += chosen.to(tl.int32)
+    return tl.sum(total, 0), tl.sum(count, 0)
+
+
+@triton.jit
+def count_kept(parts, splits, stride, row, V, threshold, BLOCK_V: tl.constexpr):
+    """Count the tokens that reach a threshold."""
+    count = tl.zeros((BLOCK_V,), tl.int32)
+    for v in range(0, V, BLOCK_V):
+        c = v + tl.arange(0, BLOCK_V)
+        logits = added(parts, splits, stride, row * V + c, c < V)
+        count += ((c < V) & (ordered(logits) >= threshold)).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def raised(threshold, bit):
+    """Set a bit of a threshold, from the sign's on, which orders integers the other way."""
+    return tl.where(bit == 0, 0, threshold | (1 << (31 - bit)))
+
+
+@triton.jit
+def choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK_V: tl.constexpr):
+    """Return the first kept token up to which the weights exceed `wanted` in sum; -1 where rounding leaves none."""
+    before = tl.zeros((), tl.float32)
+    chosen = tl.full((), -1, tl.int32)
+    v = tl.zeros((), tl.int32)
+    while (v < V) & (chosen < 0):
+        c = v + tl.arange(0, BLOCK_V)
+        _, w = kept(parts, splits, stride, row, V, c, threshold, top, inverse)
+        behind = before + tl.sum(w, 0)
+        if behind > wanted:
+            here = tl.min(tl.where((before + tl.cumsum(w, 0) > wanted) & (w > 0.0), c, 2147483647), 0)
+            chosen = tl.where(here < V, here, chosen)
+        before = behind
+        v += BLOCK_V
+    return chosen
 
 
 @triton.jit
@@ -357,68 +421,56 @@ def sample(results, parts, rows, splits, stride, V, BLOCK_V: tl.constexpr):
     record = rows + row * WORDS
     position = tl.load(record + POSITION)
     inverse = tl.load((record + INVERSE_TEMPERATURE).to(tl.pointer_type(tl.float32)))
-    i = tl.arange(0, BLOCK_V)
-    base = row * V
-    top = tl.full((), -float("inf"), tl.float32)
-    token = tl.full((), 0, tl.int32)
-    for v in range(0, V, BLOCK_V):
-        c = v + i
-        logits = tl.where(c < V, added(parts, splits, stride, base + c, c < V), -float("inf"))
-        best = tl.max(logits, 0)
-        where = tl.min(tl.where(logits == best, c, 2147483647), 0)
-        token = tl.where(best > top, where, token)
-        top = tl.maximum(top, best)
-    everything = tl.zeros((BLOCK_V,), tl.float32)
-    for v in range(0, V, BLOCK_V):
-        everything += kept(parts, splits, stride, row, V, v + i, -2147483648, top, 1.0)
+    least = tl.full((), -2147483648, tl.int32)
+    token, top = highest(parts, splits, stride, row, V, BLOCK_V)
+    everything, _ = total_kept(parts, splits, stride, row, V, least, top, 1.0, BLOCK_V)
     if (inverse > 0.0) & (position >= 0):
-        threshold = tl.full((), -2147483648, tl.int32)
+        threshold = least
+        count = V
+        bit = tl.zeros((), tl.int32)
+        limit = ordered(top)
         top_k = tl.load(record + TOP_K)
         if (top_k > 0) & (top_k < V):
-            # The highest threshold that at least TOP_K tokens reach, bit by bit from the sign on.
-            for bit in range(0, 32):
-                trial = threshold + (1 << (31 - bit)) if bit > 0 else tl.full((), 0, tl.int32)
-                count = tl.zeros((BLOCK_V,), tl.int32)
-                for v in range(0, V, BLOCK_V):
-                    c = v + i
-                    logits = added(parts, splits, stride, base + c, c < V)
-                    count += ((c < V) & (ordered(logits) >= trial)).to(tl.int32)
-                threshold = tl.where(tl.sum(count, 0) >= top_k, trial, threshold)
+            # The highest threshold that at least TOP_K tokens reach, or any that exactly so many do.
+            while (bit < 32) & (count != top_k):
+                trial = raised(threshold, bit)
+                if trial <= limit:
+                    reached = count_kept(parts, splits, stride, row, V, trial, BLOCK_V)
+                    if reached >= top_k:
+                        threshold = trial
+                        count = reached
+                bit += 1
+        total, _ = total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V)
         top_p = tl.load((record + TOP_P).to(tl.pointer_type(tl.float32)))
-        weights = tl.zeros((BLOCK_V,), tl.float32)
-        for v in range(0, V, BLOCK_V):
-            weights += kept(parts, splits, stride, row, V, v + i, threshold, top, inverse)
         if top_p < 1.0:
-            wanted = tl.sum(weights, 0) * top_p
+            # The highest threshold whose tokens have TOP_P of the weights, or any below it with the same tokens: one
+            # token alone then lies between those of `found` and those of a threshold that is too high.
             lowest = threshold
-            found = tl.full((), -2147483648, tl.int32)
-            for bit in range(0, 32):
-                trial = found + (1 << (31 - bit)) if bit > 0 else tl.full((), 0, tl.int32)
-                weights = tl.zeros((BLOCK_V,), tl.float32)
-                for v in range(0, V, BLOCK_V):
-                    weights += kept(parts, splits, stride, row, V, v + i, tl.maximum(trial, lowest), top, inverse)
-                found = tl.where(tl.sum(weights, 0) >= wanted, trial, found)
+            enough = total * top_p
+            found = least
+            fewer = tl.zeros((), tl.int32)
+            bit = tl.zeros((), tl.int32)
+            while (bit < 32) & (count - fewer > 1):
+                trial = raised(found, bit)
+                if trial <= limit:
+                    higher = tl.maximum(trial, lowest)
+                    weight, reached = total_kept(parts, splits, stride, row, V, higher, top, inverse, BLOCK_V)
+                    if weight >= enough:
+                        found = trial
+                        count = reached
+                    else:
+                        fewer = reached
+                bit += 1
             threshold = tl.maximum(found, lowest)
-            weights = tl.zeros((BLOCK_V,), tl.float32)
-            for v in range(0, V, BLOCK_V):
-                weights += kept(parts, splits, stride, row, V, v + i, threshold, top, inverse)
+            total, _ = total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V)
         seed = tl.load((record + SEED).to(tl.pointer_type(tl.int64)))
-        wanted = uniform(seed, position) * tl.sum(weights, 0)
-        before = tl.zeros((), tl.float32)
-        chosen = tl.full((), -1, tl.int32)
-        for v in range(0, V, BLOCK_V):
-            c = v + i
-            w = kept(parts, splits, stride, row, V, c, threshold, top, inverse)
-            up_to = before + tl.cumsum(w, 0)
-            here = tl.min(tl.where((up_to > wanted) & (w > 0.0), c, 2147483647), 0)
-            chosen = tl.where((chosen < 0) & (here < V), here, chosen)
-            before += tl.sum(w, 0)
-        # Rounding can leave the sum of the last block short of the number wanted: then the highest logit is taken.
+        wanted = uniform(seed, position) * total
+        chosen = choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK_V)
         token = tl.where(chosen < 0, token, chosen)
     out = results + row * RESULT_WORDS
-    logit = added(parts, splits, stride, base + token, token < V)
+    logit = added(parts, splits, stride, row * V + token, token < V)
     tl.store(out, token)
     floats = (out + 1).to(tl.pointer_type(tl.float32))
     tl.store(floats, logit)
     tl.store(floats + 1, top)
-    tl.store(floats + 2, tl.sum(everything, 0))
+    tl.store(floats + 2, everything)

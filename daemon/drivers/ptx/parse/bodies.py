@@ -9,7 +9,7 @@ from gpulease.daemon.drivers.ptx.limits import (
     MAX_INSTRUCTIONS,
     MAX_LOCAL_BYTES,
     MAX_REGISTERS_PER_RANGE,
-    MAX_SHARED_BYTES,
+    MAX_STATIC_SHARED_BYTES,
 )
 from gpulease.daemon.drivers.ptx.parse.declarations import parse_scalar, parse_variable, round_up
 from gpulease.daemon.drivers.ptx.parse.lexer import Cursor, Token
@@ -26,7 +26,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import (
     Variable,
 )
 
-_AREA_LIMITS = {Space.SHARED: MAX_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BYTES, Space.CALL: MAX_CALL_BYTES}
+_AREA_LIMITS = {Space.SHARED: MAX_STATIC_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BYTES, Space.CALL: MAX_CALL_BYTES}
 
 # Refused here, as their operands have forms of their own (PTX ISA sections 9.7.10 and 9.7.11).
 _TEXTURED = frozenset(("tex", "tld4", "suld", "sust", "sured"))

@@ -12,7 +12,7 @@ from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.drivers.ptx.limits import (
     MAX_CALL_GRAPH_STEPS,
     MAX_INSTRUCTIONS,
-    MAX_SHARED_BYTES,
+    MAX_STATIC_SHARED_BYTES,
     MAX_WATCHING_INSTRUCTIONS,
     rejected,
 )
@@ -196,8 +196,8 @@ def _behind(kernel: Function, shared: _Shared, alignment: int) -> Function:
     own = _Shared(shared)
     for variable, owner in _static(kernel).items():
         own.add(owner, _key(variable, owner))
-    if own.size > MAX_SHARED_BYTES:
-        reason = f"the kernel and this image's functions need over {MAX_SHARED_BYTES} bytes of .shared memory"
+    if own.size > MAX_STATIC_SHARED_BYTES:
+        reason = f"the kernel and this image's functions need over {MAX_STATIC_SHARED_BYTES} bytes of .shared memory"
         raise rejected(reason, line=kernel.line, kernel=kernel.name)
     kernel = _moved(kernel, own)
     return replace(kernel, shared_bytes=own.size, dynamic_shared_offset=round_up(own.size, alignment))

@@ -13,6 +13,7 @@ from gpulease.daemon.drivers.ptx.translate.access import fail_unless
 from gpulease.daemon.drivers.ptx.translate.forms import Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.drivers.ptx.translate.lane_access import is_private
+from gpulease.daemon.drivers.ptx.translate.lane_matrix import MATRICES, translate_matrices
 from gpulease.daemon.drivers.ptx.translate.uniformity import Kinds
 from gpulease.daemon.drivers.ptx.translate.vectors import NotTogether, VectorWriter, is_wide
 from gpulease.daemon.drivers.ptx.translate.wait_points import lane
@@ -21,7 +22,7 @@ from gpulease.daemon.drivers.ptx.translate.warp import has_lane, source_lane, tw
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.ptx.translate.lanes import LaneTranslator
 
-EXCHANGES = frozenset(("shfl", "vote", "redux", "elect", "activemask"))
+EXCHANGES = MATRICES | {"shfl", "vote", "redux", "elect", "activemask"}
 _SAME_FOR_ALL = ("vote", "redux", "activemask")
 
 _WORD = SCALARS["b32"]
@@ -121,6 +122,9 @@ def translate_exchange(t: "LaneTranslator", i: Instruction, m: Modifiers) -> Non
             _elect(t, i)
         case "activemask":
             t.write(i.operands[0], _WORD, t.mask)
+        case opcode if opcode in MATRICES:
+            _await(t, constant("i32", -1))
+            translate_matrices(t, i, m)
         case _:
             _meet(t, i.operands[0])
 
@@ -136,6 +140,12 @@ def _meet(t: "LaneTranslator", operand: Operand) -> Value:
     ir.blamed = ir.intrinsic("llvm.cttz.i32", "i32", outside, constant("i1", 0))
     fail_unless(t, ir.compare("icmp eq", outside, 0), Access.NO_MEMBER, Space.GENERIC, wide, 0)
     ir.blamed = blamed
+    return _await(t, members)
+
+
+def _await(t: "LaneTranslator", members: Value) -> Value:
+    """The lanes that are here; a fault if members are not that have not ended."""
+    ir, wide = t.ir, t.ir.cast("zext", members, "i64")
     missing = ir.binary("and", ir.binary("and", members, t.alive()), ir.binary("xor", t.mask, -1))
     fail_unless(t, ir.compare("icmp eq", missing, 0), Access.EXCHANGE, Space.GENERIC, wide, 0)
     return t.mask

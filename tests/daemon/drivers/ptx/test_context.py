@@ -225,7 +225,7 @@ def test_impossible_shapes_are_rejected(rig: Rig, grid: Dim3, block: Dim3, said:
 
 
 @pytest.mark.parametrize(
-    ("shared", "params", "said"), [(49153, 12, "49152"), (-1, 12, "-1"), (0, 11, "12 bytes"), (0, 13, "13")]
+    ("shared", "params", "said"), [(232449, 12, "232448"), (-1, 12, "-1"), (0, 11, "12 bytes"), (0, 13, "13")]
 )
 def test_impossible_resources_are_rejected(rig: Rig, shared: int, params: int, said: str) -> None:
     with pytest.raises(LaunchRejected) as caught:
@@ -237,7 +237,7 @@ def test_static_and_dynamic_shared_memory_count_together(context: CpuContext, ve
     kernel = context.module_load(vector("programs.sm75.ptx")).kernels["matmul"]
     assert kernel.static_shared_bytes == 2048
     with pytest.raises(LaunchRejected):
-        context.launch(kernel, ONE, ONE, 48 * 1024 - 2047, bytes(kernel.parameter_bytes), 0)
+        context.launch(kernel, ONE, ONE, 227 * 1024 - 2047, bytes(kernel.parameter_bytes), 0)
 
 
 def test_a_kernel_s_own_bounds_hold(context: CpuContext, vector: Vector) -> None:

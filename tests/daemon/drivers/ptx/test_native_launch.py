@@ -148,7 +148,7 @@ def test_what_kernels_print_is_for_python_to_tell(native: Native) -> None:
     assert native.query() == ENDED
 
 
-@pytest.mark.parametrize(("grid", "shared_bytes"), [((1, 65536, 1), 0), (ONE, 48 * 1024 + 1), ((0, 1, 1), 0)])
+@pytest.mark.parametrize(("grid", "shared_bytes"), [((1, 65536, 1), 0), (ONE, 227 * 1024 + 1), ((0, 1, 1), 0)])
 def test_what_is_refused_has_no_record(native: Native, grid: Dim3, shared_bytes: int) -> None:
     assert native.own.record(native.kernels["bump"], grid, ONE, shared_bytes) is None
 

@@ -1,0 +1,257 @@
+"""The decode engine: a model on a lease, whose steps compute rows of many tenants' sequences in one pass.
+
+A step is one graph launch that names the regions of its rows' tenants: it begins while all of them go on, or not at
+all. Two steps may be under way, so that the host plans the next while the card computes: a row whose token the host
+does not know yet takes it from the step before, on the card.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client.aio import GpuLease, GpuSession, Region, RegionSet
+from gpulease.client.aio.graphs import Graph
+from gpulease.client.aio.streams import Stream
+from gpulease.client.errors import RegionFailed
+from gpulease.client.serve.decode.checkpoint import Checkpoint, load_weights
+from gpulease.client.serve.decode.decode_errors import NoModelLoaded, RequestRejected
+from gpulease.client.serve.decode.forward_pass import ForwardPass, StepLimits, block_bytes, buckets_of, parts_of
+from gpulease.client.serve.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
+
+MAX_STEPS: Final = 2
+"""Steps under way at most: one computes, one waits behind it."""
+
+MAX_REGION_SETS: Final = 256
+"""Compositions of tenants whose region sets are kept; a worker has room for more, and older ones are made anew."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockPool:
+    """A tenant's blocks of keys and values: a region.
+
+    Attributes:
+        region: The region.
+        blocks: Its number of blocks.
+    """
+
+    region: Region
+    blocks: int
+
+
+@dataclass(slots=True)
+class _Step:
+    number: int
+    rows: int
+
+
+class DecodeEngine:
+    """A model on a lease. `await DecodeEngine.open(...)` makes it; `close` ends its session, and the lease goes on.
+
+    Attributes:
+        session: The engine's session.
+        limits: Rows, sequences and positions that it has room for.
+    """
+
+    def __init__(self, lease: GpuLease, session: GpuSession, forward: ForwardPass) -> None:
+        """Use `open`."""
+        self.session = session
+        self.limits = forward.limits
+        self._lease = lease
+        self._forward: ForwardPass | None = forward
+        self._buckets = buckets_of(self.limits.max_rows)
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._sets: dict[frozenset[BlockPool], RegionSet] = {}
+        self._streams: list[Stream] = []
+        self._rows: list[Rows] = []
+        self._results: list[Results] = []
+        self._steps: deque[_Step] = deque()
+        self._next = 1
+        self._refused: RegionFailed | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        lease: GpuLease,
+        checkpoint: Checkpoint,
+        limits: StepLimits,
+        *,
+        packed: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        """Open a session on the lease, load the model and the kernels, record a graph for each number of rows.
+
+        Args:
+            lease: The lease; the caller renews and frees it.
+            checkpoint: The model (`open_model`).
+            limits: Rows, sequences and positions to make room for.
+            packed: Whether quantised weights stay as they are, where kernels read them so.
+            progress: Called with the bytes loaded and the bytes in all.
+
+        Raises ModelRejected, AllocFailed, or what the lease's end raises. Nothing stays open then.
+        """
+        session = await GpuSession(lease)
+        try:
+            weights = await load_weights(
+                session, checkpoint, packed=packed, positions=limits.positions, progress=progress
+            )
+            forward = ForwardPass(session, weights, limits)
+            await forward.prepare()
+            engine = cls(lease, session, forward)
+            await engine._record()
+        except BaseException:
+            await session.close()
+            raise
+        return engine
+
+    @property
+    def forward(self) -> ForwardPass:
+        """The model's kernels. Raises NoModelLoaded after `close`."""
+        if self._forward is None:
+            raise NoModelLoaded("The engine is closed", "Open one with DecodeEngine.open")
+        return self._forward
+
+    async def _record(self) -> None:
+        session, forward, rows = self.session, self.forward, self.limits.max_rows
+        for parity in range(MAX_STEPS):
+            self._streams.append(await session.stream())
+            given, found = session.empty(rows, ROW), session.empty(rows, RESULT)
+            given[:] = np.zeros(1, ROW)
+            given["position"] = NOBODY
+            self._rows.append(given)
+            self._results.append(found)
+            for bucket in self._buckets:
+                async with session.record() as graph:
+                    await session.mem_write(forward.rows, 0, given[:bucket])
+                    await forward.launch(bucket)
+                    await session.mem_read(forward.results, 0, bucket * RESULT.itemsize, into=found[:bucket])
+                self._graphs[bucket, parity] = graph
+
+    # --- the tenants' blocks ---
+
+    async def open_pool(self, blocks: int, *, tenant: str | None = None, ttl_secs: float | None = None) -> BlockPool:
+        """Open a region of so many blocks of keys and values, of 16 positions each.
+
+        Raises CapacityExceeded while the lease has no room, and what `GpuLease.region` raises.
+        """
+        size_bytes = blocks * block_bytes(self.forward.weights.config)
+        region = await self._lease.region(size_bytes, tenant=tenant, ttl_secs=ttl_secs)
+        return BlockPool(region, blocks)
+
+    async def close_pool(self, pool: BlockPool) -> None:
+        """End a pool's region and let go of its addresses. No step under way may name it."""
+        for pools in [pools for pools in self._sets if pool in pools]:
+            del self._sets[pools]
+        await pool.region.close()
+
+    # --- steps ---
+
+    @property
+    def steps_under_way(self) -> int:
+        """Steps that were started and not finished."""
+        return len(self._steps)
+
+    async def start(self, rows: Rows, pools: Iterable[BlockPool]) -> int:
+        """Start a step behind those under way, and do not wait for it. Returns its number.
+
+        Args:
+            rows: ROW records, `limits.max_rows` at most. `source` means a row of the step before.
+            pools: The pools of the rows' sequences.
+
+        Raises RequestRejected for too many rows or steps, RegionFailed if a pool ended, NoModelLoaded after `close`,
+        and what a session's end raises. The step is not under way then; those before it are.
+        """
+        count, most = len(rows), self.forward.limits.max_rows
+        if not 0 < count <= most:
+            raise RequestRejected(f"A step has 1 to {most} rows, not {count}")
+        if len(self._steps) >= MAX_STEPS:
+            raise RequestRejected(f"{MAX_STEPS} steps are under way", "Await `finish` first")
+        if self._refused is not None:
+            raise self._refused
+        number, parity = self._next, self._next % MAX_STEPS
+        bucket = self._bucket(count)
+        given, stream = self._rows[parity], self._streams[parity]
+        given[:count] = rows
+        given["position"][count:bucket] = NOBODY
+        given["source"][count:bucket] = NOBODY
+        try:
+            named = await self._region_set(frozenset(pools))
+            await stream.wait_for(self._streams[1 - parity])
+            await self._graphs[bucket, parity].launch(stream=stream, regions=named, position=number)
+        except RegionFailed as error:
+            self._keep(error)
+            raise
+        self._steps.append(_Step(number, count))
+        self._next += 1
+        return number
+
+    async def finish(self) -> Results:
+        """Wait for the oldest step under way. Returns RESULT records, one for each of its rows.
+
+        Raises what ended a pool, as RegionFailed with its `lease_id`: then this step, and those behind it, did not
+        begin, and none of them is under way any more. Raises what a session's end raises, likewise. Raises
+        RequestRejected if no step is under way.
+        """
+        if not self._steps:
+            raise RequestRejected("No step is under way", "`start` one first")
+        step = self._steps[0]
+        parity = step.number % MAX_STEPS
+        try:
+            await self._wait(parity)
+            if self._refused is not None and (self._refused.position or 0) <= step.number:
+                raise self._refused
+        except BaseException:
+            self._steps.clear()
+            self._refused = None
+            raise
+        self._steps.popleft()
+        return self._results[parity][: step.rows].copy()
+
+    async def _wait(self, parity: int) -> None:
+        try:
+            await self._streams[parity].sync()
+        except RegionFailed as error:
+            self._keep(error)
+            if self._refused is None:
+                raise
+            # The first wait hears of a refusal, whichever step's it is; what began before that one ends.
+            await self._streams[parity].sync()
+
+    def _keep(self, error: RegionFailed) -> None:
+        """Remember the refusal of a step under way until its turn to finish."""
+        if any(step.number == error.position for step in self._steps):
+            self._refused = error
+
+    async def logits(self, rows: int) -> "NDArray[np.float32]":
+        """Read the logits [rows, vocabulary] of the last step, which had so many rows; no step may be under way."""
+        forward = self.forward
+        vocabulary = forward.weights.config.vocabulary
+        bucket = self._bucket(rows)
+        splits, _ = parts_of(vocabulary, forward.weights.config.width)
+        parts = np.empty((splits, bucket, vocabulary), np.float32)
+        await self.session.mem_read(forward.logits, 0, parts.nbytes, into=parts)
+        total = parts[0, :rows]
+        for part in parts[1:]:
+            total += part[:rows]
+        return total
+
+    async def close(self) -> None:
+        """End the engine's session, with the model in it. The lease goes on."""
+        if self._forward is not None:
+            self._forward = None
+            self._steps.clear()
+            await self.session.close()
+
+    def _bucket(self, rows: int) -> int:
+        return next(bucket for bucket in self._buckets if bucket >= rows)
+
+    async def _region_set(self, pools: frozenset[BlockPool]) -> RegionSet:
+        found = self._sets.get(pools)
+        if found is None:
+            if len(self._sets) >= MAX_REGION_SETS:
+                del self._sets[next(iter(self._sets))]
+            found = self._sets[pools] = await self.session.region_set(pool.region for pool in pools)
+        return found

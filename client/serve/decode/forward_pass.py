@@ -1,0 +1,252 @@
+"""The forward pass of a step: its buffers, and its kernels in their order, recorded once for each number of rows.
+
+R rows go through the model together. The residual h [R, width] is f32. A linear reads bf16 and writes f32 parts
+[splits, R, rows of the weight], which the next kernel adds. The number of splits is a constant of the weight's shape,
+never of R, so a row's bits are the same in every step (kernels/triton_source.py).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.client.aio import GpuSession
+from gpulease.client.handles import Buffer
+from gpulease.client.serve.decode.kernel_library import KernelFacts, KernelLibrary, manifest
+from gpulease.client.serve.decode.model_config import ModelConfig
+from gpulease.client.serve.decode.row_records import PAGE, RESULT, ROW
+from gpulease.client.serve.decode.weights import LayerWeights, Layout, Linear, ModelWeights
+
+MAX_PROGRAMS: Final = 264
+"""Programs of 64 columns up to which sums are cut: two for each of an H100's 132 multiprocessors."""
+
+MAX_SPLITS: Final = 4
+"""Parts of a sum at most: each is written and read once more."""
+
+LEAST_CHUNK: Final = 512
+"""Columns in one part at least; shorter ones do not pay for their writing."""
+
+_CHUNK_STEP: Final = 256
+"""What the columns of a part are a multiple of: Q4_K's blocks, and every tile's depth."""
+
+_TILES: Final = (16, 64, 128)
+"""Rows of the tiles that linears are compiled for."""
+
+
+def parts_of(rows: int, columns: int) -> tuple[int, int]:
+    """Return how the sums of a linear [rows, columns] are cut: into how many parts, of how many columns each.
+
+    Both are constants of the weight's shape.
+    """
+    splits = 1
+    while 2 * splits <= MAX_SPLITS and -(-rows // 64) * 2 * splits <= MAX_PROGRAMS:
+        if columns // (2 * splits) < LEAST_CHUNK:
+            break
+        splits *= 2
+    chunk = -(-columns // (splits * _CHUNK_STEP)) * _CHUNK_STEP
+    return -(-columns // chunk), chunk
+
+
+def buckets_of(max_rows: int) -> tuple[int, ...]:
+    """Return the numbers of rows that steps are padded to: powers of two, and `max_rows`."""
+    return (*(1 << i for i in range((max_rows - 1).bit_length())), max_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What the engine's buffers have room for.
+
+    Attributes:
+        max_rows: Rows of a step.
+        tables: Sequences that have a block table at a time.
+        positions: Positions of a sequence.
+    """
+
+    max_rows: int
+    tables: int
+    positions: int
+
+    @property
+    def table_blocks(self) -> int:
+        """Blocks of a block table."""
+        return -(-self.positions // PAGE)
+
+    @property
+    def splits(self) -> int:
+        """Parts of a sequence's attention at most."""
+        return -(-self.positions // manifest().split)
+
+
+def block_bytes(config: ModelConfig) -> int:
+    """Return the size of one block of keys and values: [layers][k, v][key_heads][PAGE][head_width] bf16."""
+    return config.layers * layer_bytes(config)
+
+
+def layer_bytes(config: ModelConfig) -> int:
+    """Return the bytes of one layer in a block."""
+    return 2 * config.key_heads * PAGE * config.head_width * 2
+
+
+def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
+    """Return the bytes of each of a step's buffers."""
+    rows, heads = limits.max_rows, config.heads
+    linears = (
+        ((heads + 2 * config.key_heads) * config.head_width, config.width),
+        (config.width, heads * config.head_width),
+        (2 * config.inner_width, config.width),
+        (config.width, config.inner_width),
+    )
+    attention = rows * heads * limits.splits * 4
+    return {
+        "h": rows * config.width * 4,
+        "x": rows * max(config.width, config.inner_width, heads * config.head_width) * 2,
+        "q": rows * heads * config.head_width * 2,
+        "parts": rows * 4 * max(parts_of(*shape)[0] * shape[0] for shape in linears),
+        "logits": rows * 4 * parts_of(config.vocabulary, config.width)[0] * config.vocabulary,
+        "totals": attention * config.head_width,
+        "tops": attention,
+        "sums": attention,
+        "rows": rows * ROW.itemsize,
+        "results": rows * RESULT.itemsize,
+        "tables": limits.tables * limits.table_blocks * 4,
+    }
+
+
+class ForwardPass:
+    """A model's kernels over a step's rows."""
+
+    def __init__(self, session: GpuSession, weights: ModelWeights, limits: StepLimits) -> None:
+        self.weights = weights
+        self.limits = limits
+        self._library = KernelLibrary(session)
+        self._session = session
+        self._buffers: dict[str, Buffer] = {}
+
+    @property
+    def rows(self) -> Buffer:
+        """The step's rows: ROW records."""
+        return self._buffers["rows"]
+
+    @property
+    def results(self) -> Buffer:
+        """The step's results: RESULT records. The next step reads tokens there."""
+        return self._buffers["results"]
+
+    @property
+    def logits(self) -> Buffer:
+        """The last step's logits, in parts: [splits, R, vocabulary] f32."""
+        return self._buffers["logits"]
+
+    async def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Allocate the buffers and load the kernels. Raises AllocFailed, LoadFailed."""
+        for name, size in buffer_sizes(self.weights.config, self.limits).items():
+            self._buffers[name] = await self._session.mem_alloc(size)
+        names = self._kernel_names()
+        for done, name in enumerate(names):
+            await self._library.load(name)
+            if progress is not None:
+                progress(done + 1, len(names))
+
+    def _kernel_names(self) -> tuple[str, ...]:
+        config, layers = self.weights.config, self.weights.layers
+        linears = [self.weights.head, *(part for layer in layers for part in _linears(layer))]
+        tiles = sorted({_tile(bucket) for bucket in buckets_of(self.limits.max_rows)})
+        by_width = [f"{name}_{config.head_width}" for name in ("rope_append", "attend", "combine")]
+        layouts = sorted({linear.layout for linear in linears})
+        names = [_linear_name(layout, tile) for layout in layouts for tile in tiles]
+        return ("embed", "add_rmsnorm", *names, *by_width, "silu", "sample")
+
+    async def launch(self, rows: int) -> None:
+        """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
+        config, b, launch = self.weights.config, self._buffers, self._library.launch
+        width, limits = config.width, self.limits
+        await launch(
+            "embed", (rows,), h=b["h"], table=self.weights.embedding, rows=b["rows"], results=b["results"],
+            tables=b["tables"], D=width, table_blocks=limits.table_blocks,
+        )  # fmt: skip
+        splits = 0
+        for index, layer in enumerate(self.weights.layers):
+            await self._normalise(rows, layer.attention_norm, splits)
+            await self._attend(rows, index, layer)
+            splits = await self._linear(layer.output, rows, b["parts"])
+            await self._normalise(rows, layer.inner_norm, splits)
+            splits = await self._linear(layer.gate_up, rows, b["parts"])
+            inner = config.inner_width
+            grid = (rows, -(-inner // manifest().kernels["silu"].constants["BLOCK_F"]))
+            await launch("silu", grid, x=b["x"], parts=b["parts"], splits=splits, stride=rows * 2 * inner, F=inner)
+            splits = await self._linear(layer.down, rows, b["parts"])
+        await self._normalise(rows, self.weights.norm, splits)
+        splits = await self._linear(self.weights.head, rows, b["logits"])
+        await launch(
+            "sample", (rows,), results=b["results"], parts=b["logits"], rows=b["rows"], splits=splits,
+            stride=rows * config.vocabulary, V=config.vocabulary,
+        )  # fmt: skip
+
+    async def _normalise(self, rows: int, weight: Buffer, splits: int) -> None:
+        b, width = self._buffers, self.weights.config.width
+        await self._library.launch(
+            "add_rmsnorm", (rows,), x=b["x"], h=b["h"], parts=b["parts"], weight=weight, splits=splits,
+            stride=rows * width, D=width, eps=self.weights.config.norm_epsilon,
+        )  # fmt: skip
+
+    async def _attend(self, rows: int, index: int, layer: LayerWeights) -> None:
+        """Turn h's norm in x into the attention's output in x."""
+        config, b, launch, limits = self.weights.config, self._buffers, self._library.launch, self.limits
+        heads, key_heads, width = config.heads, config.key_heads, config.head_width
+        place = {"layer_bytes": index * layer_bytes(config), "block_bytes": block_bytes(config)}
+        splits = await self._linear(layer.qkv, rows, b["parts"])
+        await launch(
+            f"rope_append_{width}", (rows, heads + 2 * key_heads), q=b["q"], parts=b["parts"], bias=layer.qkv_bias,
+            q_norm=layer.q_norm, k_norm=layer.k_norm, cosines=self.weights.cosines, sines=self.weights.sines,
+            rows=b["rows"], splits=splits, stride=rows * layer.qkv.rows, **place, H=heads, G=key_heads,
+            has_bias=int(layer.qkv_bias is not None), has_norm=int(layer.q_norm is not None),
+            eps=config.norm_epsilon,
+        )  # fmt: skip
+        parts = {name: b[name] for name in ("totals", "tops", "sums")}
+        await launch(
+            f"attend_{width}", (rows, key_heads, limits.splits), **parts, q=b["q"], rows=b["rows"], tables=b["tables"],
+            **place, table_blocks=limits.table_blocks, H=heads, G=key_heads, splits=limits.splits,
+            scale=math.log2(math.e) / math.sqrt(width),
+        )  # fmt: skip
+        await launch(
+            f"combine_{width}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, splits=limits.splits
+        )
+
+    async def _linear(self, linear: Linear, rows: int, parts: Buffer) -> int:
+        """Multiply x. Returns into how many parts the sums are cut."""
+        name = _linear_name(linear.layout, _tile(rows))
+        facts = manifest().kernels[name]
+        tile = facts.constants
+        splits, chunk = parts_of(linear.rows, linear.columns)
+        # Tiles of the same weights run side by side, so that these are read once.
+        grid = (-(-rows // tile["BM"]), -(-linear.rows // tile["BN"]), splits)
+        planes = dict(zip(_planes(facts), linear.planes, strict=True))
+        await self._library.launch(
+            name,
+            grid,
+            parts=parts,
+            x=self._buffers["x"],
+            **planes,
+            R=rows,
+            N=linear.rows,
+            K=linear.columns,
+            chunk=chunk,
+        )
+        return splits
+
+
+def _planes(facts: KernelFacts) -> tuple[str, ...]:
+    """The names of a linear's weights among its kernel's parameters."""
+    return facts.parameters[2 : facts.parameters.index("R")]
+
+
+def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
+    return layer.qkv, layer.output, layer.gate_up, layer.down
+
+
+def _tile(rows: int) -> int:
+    return next((tile for tile in _TILES if tile >= rows), _TILES[-1])
+
+
+def _linear_name(layout: Layout, tile: int) -> str:
+    return f"linear_{layout}_{tile}"

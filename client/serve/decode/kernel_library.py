@@ -1,0 +1,104 @@
+"""The decode engine's kernels in a session: loaded as they are wanted, launched by the names of their parameters."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+from gpulease.client.aio import GpuSession
+from gpulease.client.handles import Buffer, Module
+from gpulease.client.kernel_args import KernelArgs
+
+_FOLDER: Final = "gpulease.client.serve.decode.kernels"
+
+_SCRATCH_PARAMETERS: Final = 2
+"""Pointers that Triton puts behind every kernel's parameters: to scratch memory, of which these kernels have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """What the manifest says of a kernel.
+
+    Attributes:
+        kernel: Its name in the PTX.
+        threads: Threads of a block.
+        shared_bytes: Dynamic shared memory.
+        parameters: Names of its parameters, in order.
+        constants: Constants that it was compiled with, its tile's among them.
+    """
+
+    kernel: str
+    threads: int
+    shared_bytes: int
+    parameters: tuple[str, ...]
+    constants: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What the kernels were compiled with.
+
+    Attributes:
+        split: Positions in one part of a sequence's attention.
+        heads: Query heads of a key head at most.
+        kernels: Facts by the names of the files.
+    """
+
+    split: int
+    heads: int
+    kernels: dict[str, KernelFacts]
+
+
+@cache
+def manifest() -> Manifest:
+    """Read the package's manifest."""
+    found = json.loads(files(_FOLDER).joinpath("manifest.json").read_text())
+    kernels = {
+        name: KernelFacts(
+            fact["kernel"], fact["threads"], fact["shared_bytes"], tuple(fact["parameters"]), fact["constants"]
+        )
+        for name, fact in found["kernels"].items()
+    }
+    return Manifest(found["split"], found["heads"], kernels)
+
+
+class KernelLibrary:
+    """The kernels of one session."""
+
+    def __init__(self, session: GpuSession) -> None:
+        self._session = session
+        self._modules: dict[str, Module] = {}
+
+    async def load(self, *names: str) -> None:
+        """Load kernels that are not loaded yet. Raises LoadFailed."""
+        for name in names:
+            if name not in self._modules:
+                ptx = files(_FOLDER).joinpath(f"{name}.ptx").read_bytes()
+                self._modules[name] = await self._session.module_load(ptx)
+
+    async def launch(self, name: str, grid: tuple[int, ...], **values: Any) -> None:
+        """Launch, or record, a loaded kernel. `values` has its parameters by name: a Buffer, an int, a float, or None.
+
+        None is a null pointer, of which the kernel reads nothing.
+        """
+        facts = manifest().kernels[name]
+        args = KernelArgs()
+        for parameter in facts.parameters:
+            value = values.pop(parameter)
+            if isinstance(value, Buffer):
+                args.push_buffer(value)
+            elif isinstance(value, float):
+                args.push_f32(value)
+            elif value is None:
+                args.push_u64(0)
+            else:
+                args.push_i32(value)
+        if values:
+            raise TypeError(f"{name} has no parameter {', '.join(values)}")
+        for _ in range(_SCRATCH_PARAMETERS):
+            args.push_u64(0)
+        session = self._session
+        await session.launch(
+            self._modules[name], facts.kernel, grid, (facts.threads, 1, 1), args, None, facts.shared_bytes
+        )

@@ -1,0 +1,101 @@
+"""What the scheduler knows of one tenant: its queue, its region's blocks, its counters, its limit of rebinds."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.client.serve.decode.decode_errors import RebindLimited
+from gpulease.client.serve.decode.decode_requests import PromptRequest, TenantConfig
+from gpulease.client.serve.decode.step_plan import LiveSequence
+
+ROUNDING_S: Final = 1e-6
+"""Seconds too early that a permit is given: sums of floats fall short of the delay that was told."""
+
+
+class RebindLimiter:
+    """Bounds how often one tenant's region is rebuilt: each time, its replays take rows from the others.
+
+    The generic cell rate algorithm (ITU-T I.371): `at_once` permits, then one more every `interval_s`.
+    """
+
+    def __init__(self, at_once: int, interval_s: float) -> None:
+        self._slack_s, self._interval_s = (at_once - 1) * interval_s, interval_s
+        self._expected_at = float("-inf")
+
+    def delay_s(self, now: float) -> float:
+        """Return the seconds until the next permit; 0 if there is one now."""
+        delay_s = self._expected_at - self._slack_s - now
+        return delay_s if delay_s > ROUNDING_S else 0.0
+
+    def take(self, now: float) -> None:
+        """Take a permit. Raises RebindLimited if there is none yet."""
+        if delay_s := self.delay_s(now):
+            raise RebindLimited(f"the next region may be opened in {delay_s:.3f} s", delay_s)
+        self._expected_at = max(self._expected_at, now) + self._interval_s
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRequest:
+    """A request that is not admitted yet.
+
+    Attributes:
+        request: The request.
+        deadline: When it has waited long enough, in monotonic seconds.
+        number: Its place in the order of arrivals.
+    """
+
+    request: PromptRequest
+    deadline: float
+    number: int
+
+
+class TenantState:
+    """One tenant of a scheduler; others than the scheduler only read it.
+
+    Attributes:
+        config: Its limits.
+        limiter: Its limit of rebinds.
+        waiting: Requests that wait, in their order.
+        live: Live sequences by their requests' ids, in the order of their admissions.
+        prefilling: Live sequences with positions of their prompts that no step has a row for, in that order.
+        free_blocks: Blocks of its region that no live sequence has.
+        region_blocks: Blocks of its region; 0 while it has none.
+        owes_permit: Whether its next region needs a permit of the limiter.
+        is_held: Whether its sequences get no rows for now.
+        parked: Sequences that would decode, if it were not held.
+        counter: Its weighted virtual counter: tokens of admitted prompts and emitted tokens, over its weight.
+        is_contending: Whether, when it was last looked at, only the engine's lack of room kept its first request out.
+        prefilled: Weighted rows that its prompts got, lifted as the counter is.
+        price: What a token adds to the counters.
+    """
+
+    def __init__(self, config: TenantConfig, limiter: RebindLimiter) -> None:
+        self.config, self.limiter = config, limiter
+        self.waiting: deque[WaitingRequest] = deque()
+        self.live: dict[str, LiveSequence] = {}
+        self.prefilling: list[LiveSequence] = []
+        self.free_blocks: list[int] = []
+        self.region_blocks = 0
+        self.owes_permit = self.is_held = self.is_contending = False
+        self.parked: list[LiveSequence] = []
+        self.counter = self.prefilled = 0.0
+        self.price = 1 / config.weight
+
+    def fits(self, request: PromptRequest) -> bool:
+        """Return whether its own limits and its region let the request in now."""
+        return len(self.live) < self.config.max_concurrent and request.blocks <= len(self.free_blocks)
+
+    def bind(self, blocks: int) -> None:
+        """Take a region of so many blocks, all of them free."""
+        self.region_blocks = blocks
+        self.free_blocks = list(range(blocks - 1, -1, -1))
+
+    def unbind(self) -> None:
+        """Lose the region."""
+        self.region_blocks = 0
+        self.free_blocks = []
+
+    @property
+    def prompt_rows(self) -> int:
+        """Return how many rows its prompts still need."""
+        return sum(sequence.prompt - sequence.next for sequence in self.prefilling)

@@ -1,0 +1,19 @@
+"""Shared memory of a block up to the most that a 9.0 card has, in every way to launch; more is refused, typed."""
+
+import pytest
+
+from gpulease.client import LaunchFailed
+from helpers.block_memory import FOUND, MOST_BYTES, WAYS, Way
+from helpers.daemon import Daemon
+
+SLICE = 1 << 20
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_block_gets_what_the_card_has_and_no_byte_more(daemon: Daemon, way: Way) -> None:
+    with daemon.builder(SLICE).submits(SLICE).acquire() as lease:
+        assert way(lease, "reach", MOST_BYTES) == FOUND
+        with pytest.raises(LaunchFailed, match=f"{MOST_BYTES + 1} bytes .* more than the {MOST_BYTES} ") as caught:
+            way(lease, "reach", MOST_BYTES + 1)
+        assert "reach" in str(caught.value)
+        assert caught.value.failure.hint
