@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from gpulease.daemon.drivers.ptx.limits import (
     MAX_IR_LINES,
+    MAX_LANE_ACCESSES,
     MAX_LANE_INSTRUCTIONS,
     MAX_OPTIMISED_ACCESSES,
     MAX_OPTIMISED_ACCESSES_PER_IMAGE,
@@ -143,16 +144,16 @@ def translate(image: Image) -> list[Part]:
     left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
     for function in image.functions:
         sizes = [_size(function), *(size_of[name] for name in graph.reached(function))]
-        is_small = len(sizes) <= MAX_OPTIMISED_FUNCTIONS and max(accesses for accesses, _ in sizes) <= min(
-            left, MAX_OPTIMISED_ACCESSES
-        )
-        accesses = sum(accesses for accesses, _ in sizes)
-        if is_small and max(instructions for _, instructions in sizes) <= MAX_OPTIMISED_INSTRUCTIONS:
+        accesses, most = sum(count for count, _ in sizes), max(count for count, _ in sizes)
+        if most <= min(left, MAX_LANE_ACCESSES):
             left -= accesses
-            if not together.add_together(function, places):
+            if together.add_together(function, places):
+                continue
+            is_small = most <= MAX_OPTIMISED_ACCESSES and len(sizes) <= MAX_OPTIMISED_FUNCTIONS
+            if is_small and max(instructions for _, instructions in sizes) <= MAX_OPTIMISED_INSTRUCTIONS:
                 optimised.add(function, places)
-        else:
-            plain.add(function, places)
+                continue
+        plain.add(function, places)
     return [part for part in (together, optimised, plain) if part.runners]
 
 
