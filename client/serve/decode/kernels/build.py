@@ -56,9 +56,12 @@ def jobs() -> dict[str, Job]:
     found = {
         "embed": Job(s.embed, _types("h:f table:b rows:w results:w tables:w D table_blocks"), {"BLOCK_D": 1024}),
         "add_rmsnorm": Job(
-            s.add_rmsnorm, _types("x:b h:f parts:f weight:f splits stride D eps:fp32"), {"BLOCK_D": 1024}
+            s.add_rmsnorm,
+            _types("x:b h:f parts:f weight:f splits stride D eps:fp32"),
+            {"BLOCK_D": 512},
+            divisible=("stride", "D"),
         ),
-        "silu": Job(s.silu, _types("x:b parts:f splits stride F"), {"BLOCK_F": 512}),
+        "silu": Job(s.silu, _types("x:b parts:f splits stride F"), {"BLOCK_F": 512}, divisible=("stride", "F")),
         "sample": Job(s.sample, _types("results:w parts:f rows:w splits stride V"), {"BLOCK_V": 2048}, warps=8),
     }
     for rows, (columns, depth, stages, warps) in TILES.items():
@@ -87,6 +90,7 @@ def jobs() -> dict[str, Job]:
             _types(f"totals:f tops:f sums:f q:b rows:w tables:w {cache} table_blocks H G splits scale:fp32"),
             {"DH": width, "HEADS": HEADS, "SPLIT": SPLIT, "BT": 32},
             warps=2 if width > 64 else 1,
+            stages=2,
             divisible=("layer_bytes", "block_bytes"),
         )
         found[f"combine_{width}"] = Job(
