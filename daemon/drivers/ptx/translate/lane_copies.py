@@ -15,7 +15,6 @@ from gpulease.daemon.drivers.ptx.translate.access import (
     global_is_valid,
     reach_global,
     window_base,
-    window_is_valid,
     window_limit,
 )
 from gpulease.daemon.drivers.ptx.translate.async_copies import bytes_taken, copied_bytes
@@ -29,7 +28,8 @@ if TYPE_CHECKING:
 
 # In what a function returns: no lane failed.
 _NONE = -1
-_NO_GRANULE = -1
+# No number of bytes that are taken: no granule has been checked.
+_NO_SIZE = -1
 
 
 def translate_copy(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
@@ -96,11 +96,13 @@ def _require_function(t: "LaneTranslator", size: int) -> str:
 
 def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     """A function's body that copies for one lane after another; it returns the first that may not, or `_NONE`."""
-    kind = f"i{8 * size}"
+    kind, shift = f"i{8 * size}", size.bit_length() - 1
+    slots = ir.binary("lshr", Value("i64", "%limit"), shift)
     ir.block("head")
     ir.lines.append(f"  %left = phi {mask_type} [ %mask, %entry ], [ %rest, %next ]")
-    ir.lines.append(f"  %granule = phi i64 [ {_NO_GRANULE}, %entry ], [ %granule.next, %next ]")
-    left, granule = Value(mask_type, "%left"), Value("i64", "%granule")
+    ir.lines.append("  %granule = phi i64 [ 0, %entry ], [ %granule.next, %next ]")
+    ir.lines.append(f"  %whole = phi i32 [ {_NO_SIZE}, %entry ], [ %whole.next, %next ]")
+    left, granule, whole = Value(mask_type, "%left"), Value("i64", "%granule"), Value("i32", "%whole")
     lane = ir.intrinsic(f"llvm.cttz.{mask_type}", mask_type, left, constant("i1", 0))
     index = ir.resize(lane, "i64", signed=False)
     place = ir.load("i64", ir.offset(Value("ptr", "%into"), ir.binary("shl", index, 3)))
@@ -108,13 +110,14 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     taken = ir.load("i32", ir.offset(Value("ptr", "%taken"), ir.binary("shl", index, 2)))
     wanted = ir.cast("zext", taken, "i64")
     pointer = ir.offset(Value("ptr", "%base"), place)
-    ir.branch_if(window_is_valid(ir, place, size, Value("i64", "%limit")), "inside", "outside", extra=LIKELY)
+    # One comparison: of a place that is not aligned the low bits come to be the highest.
+    slot = ir.intrinsic("llvm.fshr.i64", "i64", place, place, constant("i64", shift))
+    ir.branch_if(ir.compare("icmp ult", slot, slots), "inside", "outside", extra=LIKELY)
     ir.block("inside")
-    own = ir.binary("and", address, -GRANULE_BYTES)
-    is_whole = ir.compare("icmp eq", taken, size)
-    is_aligned = ir.compare("icmp eq", ir.binary("and", address, size - 1), 0)
-    is_known = ir.binary("and", ir.compare("icmp eq", own, granule), ir.binary("and", is_whole, is_aligned))
-    ir.branch_if(is_known, "known", "unknown")
+    # Another: the granule is that which was checked, the address is aligned, and all bytes are taken.
+    differs = ir.binary("and", ir.binary("xor", address, granule), ~(GRANULE_BYTES - size))
+    differs = ir.binary("or", differs, ir.cast("zext", ir.binary("xor", taken, whole), "i64"))
+    ir.branch_if(ir.compare("icmp eq", differs, 0), "known", "unknown")
     ir.block("known")
     known = ir.load(kind, ir.cast("inttoptr", address, "ptr"), extra=f", align {size}")
     ir.emit(f"store {known}, {pointer}, align {size}")
@@ -126,7 +129,9 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     ir.branch("next")
     ir.block("some")
     valid = global_is_valid(ir, address, size, wanted)
-    found = ir.select(global_is_valid(ir, own, GRANULE_BYTES), own, constant("i64", _NO_GRANULE))
+    own = ir.binary("and", address, -GRANULE_BYTES)
+    is_whole = global_is_valid(ir, own, GRANULE_BYTES)
+    found = ir.select(is_whole, constant("i32", size), constant("i32", _NO_SIZE))
     source = reach_global(ir, address, valid, (size, Access.LOAD), "missing")
     unwanted = ir.binary("sub", constant("i64", 8 * size), ir.binary("shl", wanted, 3))
     mask = ir.binary("lshr", Value(kind, "-1"), ir.resize(unwanted, kind, signed=False))
@@ -143,8 +148,9 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
         ir.emit(f"call void @{RECORD_FAULT}({ENVIRONMENT}, {at}, {details}, i32 %line)")
         ir.ret_value(ir.resize(lane, "i32", signed=False))
     ir.block("next")
-    ways = f"[ {granule.text}, %known ], [ {granule.text}, %none ], [ {found.text}, %copied ]"
-    ir.lines.append(f"  %granule.next = phi i64 {ways}")
+    for kept, fresh in ((granule, own), (whole, found)):
+        ways = f"[ {kept.text}, %known ], [ {kept.text}, %none ], [ {fresh.text}, %copied ]"
+        ir.lines.append(f"  {kept.text}.next = phi {kept.type} {ways}")
     ir.emit(f"%less = sub {left}, 1")
     ir.emit(f"%rest = and {left}, %less")
     ir.branch_if(ir.compare("icmp ne", Value(mask_type, "%rest"), 0), "head", "done")
