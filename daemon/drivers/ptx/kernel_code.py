@@ -19,7 +19,7 @@ _COMPRESSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """What a part is compiled from.
+    """Source of a part's code.
 
     Attributes:
         effort: The value of its Effort.
