@@ -55,7 +55,7 @@ class IrBudget:
 
 @dataclass(slots=True)
 class Part:
-    """One kernel, or several that share functions: what is compiled together, in the same way.
+    """Kernels that are compiled together, in the same way: one, or those that share functions.
 
     Attributes:
         budget: What its image may take.
