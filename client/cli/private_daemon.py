@@ -29,6 +29,9 @@ SOCKET_NAME_BYTES: Final = 40
 UNWINDING: Final = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a program which takes none of its own, beside an interrupt."""
 
+CACHE_VARIABLE: Final = "GPULEASE_CPU_CACHE"
+"""Names the folder in which workers keep compiled kernels. Without it they compile them anew in each session."""
+
 _LOOK_S: Final = 0.01
 
 
@@ -39,6 +42,17 @@ def running_address() -> str | None:
         return named
     address = parse_address(DEFAULT_ADDRESS)
     return DEFAULT_ADDRESS if isinstance(address, UnixAddress) and _answers(address.path) else None
+
+
+def _cache() -> dict[str, str]:
+    """Name the folder in which the embedded driver keeps compiled kernels: the user's own, as the daemon is."""
+    above = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        folder = Path(above) if os.path.isabs(above) else Path.home() / ".cache"
+    except RuntimeError:
+        # The user has no home.
+        return {}
+    return {CACHE_VARIABLE: str(folder / "gpulease" / "cpu")}
 
 
 class PrivateDaemon:
@@ -62,7 +76,9 @@ class PrivateDaemon:
     def start(self) -> None:
         """Start the process, and wait until it answers. Raises CannotStart."""
         with self._log_path.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_cache() | os.environ
+            )
         _wait_until_it_answers(self._process, self._path, self._log_path)
 
     def kill(self) -> None:
