@@ -18,7 +18,7 @@ from gpulease.client.serve.decode.checkpoint import Checkpoint
 from gpulease.client.serve.decode.decode_requests import SamplingParameters
 from gpulease.client.serve.decode.engine import MAX_STEPS, BlockPool, DecodeEngine
 from gpulease.client.serve.decode.forward_pass import StepLimits
-from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW, Results, Rows
+from gpulease.client.serve.decode.row_records import NOBODY, PAGE, RESULT, ROW, Results, Rows
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ LEASE_BYTES: Final = 256 << 20
 LEASE_S: Final = 600.0
 TENANTS: Final = ("a", "b")
 BLOCKS: Final = 24
-"""Blocks of each tenant's pool."""
+"""Blocks of each tenant's pool, where nothing else is said."""
 
 GREEDY: Final = SamplingParameters()
 
@@ -103,7 +103,7 @@ class MixedStep:
 
 
 class EngineRig:
-    """An engine, and a pool of BLOCKS blocks for each of TENANTS."""
+    """An engine, and a pool for each of TENANTS."""
 
     def __init__(self, lease: GpuLease, engine: DecodeEngine, pools: Sequence[BlockPool]) -> None:
         self.lease, self.engine, self.pools = lease, engine, pools
@@ -120,12 +120,23 @@ class EngineRig:
 
     def seat(self, line: int = 0, tenant: int = 0, table: int = 0) -> Seat:
         """A seat that has all of a pool's blocks, in their order."""
-        return Seat(line, tenant, table, tuple(range(BLOCKS)))
+        return Seat(line, tenant, table, tuple(range(self.pools[tenant].blocks)))
 
     async def compute(self, rows: Rows, tenants: Sequence[int] = (0,)) -> Results:
         """Compute one step alone."""
         await self.engine.start(rows, [self.pools[tenant] for tenant in tenants])
         return await self.engine.finish()
+
+    async def launch(self, rows: Rows) -> Results:
+        """Compute one step alone and without a graph: each kernel is a launch. The lease must not require regions."""
+        session, forward, count = self.engine.session, self.engine.forward, len(rows)
+        padded: Rows = np.zeros(self.engine._bucket(count), ROW)
+        padded["position"] = NOBODY
+        padded[:count] = rows
+        await session.mem_write(forward.rows, 0, padded)
+        await forward.launch(len(padded))
+        results: Results = np.empty(count, RESULT)
+        return await session.mem_read(forward.results, 0, results.nbytes, into=results)
 
     async def line(self, prompt: Sequence[int], emitted: int, sampling: SamplingParameters = GREEDY) -> Line:
         """Compute a prompt and so many tokens behind it, one row a step."""
@@ -160,7 +171,18 @@ class EngineRig:
             before = {place: number for number, place in enumerate(step.rows)}
             waiting.append(step)
             while len(waiting) == MAX_STEPS or (waiting and (step.is_awaited or step is schedule[-1])):
-                await self._compare(lines, waiting.pop(0), not waiting, tally)
+                found, results = waiting.pop(0), await self.engine.finish()
+                logits = None if waiting else await self.engine.logits(len(found.rows))
+                self._compare(lines, found, results, logits, tally)
+
+    async def play_launches(self, lines: Sequence[Line], schedule: Sequence[MixedStep], tally: Tally) -> None:
+        """Compute a schedule as `play` does, one step after the other, without graphs."""
+        before: dict[tuple[Seat, int], int] = {}
+        for step in schedule:
+            rows = np.concatenate([self._mixed_row(lines[seat.line], seat, at, before) for seat, at in step.rows])
+            results = await self.launch(rows)
+            before = {place: number for number, place in enumerate(step.rows)}
+            self._compare(lines, step, results, await self.engine.logits(len(rows)), tally)
 
     def _mixed_row(self, line: Line, seat: Seat, position: int, before: dict[tuple[Seat, int], int]) -> Rows:
         token, source = line.tokens[position], NOBODY
@@ -168,9 +190,9 @@ class EngineRig:
             source, token = before[seat, position - 1], (token + 1) % line.logits.shape[1]
         return self.row(seat, line.sampling, position, token, source)
 
-    async def _compare(self, lines: Sequence[Line], step: MixedStep, is_last: bool, tally: Tally) -> None:
-        results = await self.engine.finish()
-        logits = await self.engine.logits(len(step.rows)) if is_last else None
+    def _compare(
+        self, lines: Sequence[Line], step: MixedStep, results: Results, logits: NDArray[np.float32] | None, tally: Tally
+    ) -> None:
         for number, (seat, position) in enumerate(step.rows):
             line, place = lines[seat.line], f"row {number} of {len(step.rows)}: {seat} at {position}"
             tally.compare(f"result of {place}", results[[number]], line.results[[position]])
@@ -190,14 +212,20 @@ class EngineRig:
 
 @asynccontextmanager
 async def opened(
-    address: str, checkpoint: Checkpoint, limits: StepLimits, *, size_bytes: int = LEASE_BYTES
+    address: str,
+    checkpoint: Checkpoint,
+    limits: StepLimits,
+    *,
+    size_bytes: int = LEASE_BYTES,
+    blocks: int = BLOCKS,
+    regions_required: bool = True,
 ) -> AsyncIterator[EngineRig]:
     """An engine on a lease of its own, with its pools."""
-    builder = GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S).regions_required()
-    async with builder.acquire() as lease:
+    builder = GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S)
+    async with (builder.regions_required() if regions_required else builder).acquire() as lease:
         engine = await DecodeEngine.open(lease, checkpoint, limits)
         try:
-            yield EngineRig(lease, engine, [await engine.open_pool(BLOCKS, tenant=name) for name in TENANTS])
+            yield EngineRig(lease, engine, [await engine.open_pool(blocks, tenant=name) for name in TENANTS])
         finally:
             await engine.close()
 
