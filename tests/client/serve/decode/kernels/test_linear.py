@@ -36,11 +36,11 @@ def check_close(parts: Array, x: Array, w: Array, chunk: int) -> None:
     """Compare each part with float64.
 
     A tensor core cuts the sum of 16 products and what is there already behind 25 bits of the largest: the error is at
-    most 2^-22 of the sum of the products' sizes for each 16 columns.
+    most 2^-24 of the sum of the products' sizes for each 16 columns.
     """
     for part, begin in zip(parts, range(0, x.shape[1], chunk), strict=True):
         a, b = floats(x[:, begin : begin + chunk]), floats(w[:, begin : begin + chunk])
-        bound = (-(-a.shape[1] // 16)) * 2.0**-22 * (abs(a) @ abs(b).T)
+        bound = (-(-a.shape[1] // 16)) * 2.0**-24 * (abs(a) @ abs(b).T)
         assert (abs(part - a @ b.T) <= bound).all()
 
 
