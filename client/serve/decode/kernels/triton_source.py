@@ -271,7 +271,7 @@ def attend(
             seen = (block >= 0) & (block < blocks)
             place = base + block.to(tl.int64) * block_bytes + layer_bytes
             place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
-            keys = tl.multiple_of(place, 16).to(tl.pointer_type(tl.bfloat16))
+            keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
             k = tl.load(keys[None, :] + d[:, None], mask=seen[None, :], other=0.0)
             values = keys + G * PAGE * DH
             v = tl.load(values[:, None] + d[None, :], mask=seen[:, None], other=0.0)
