@@ -34,6 +34,11 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "psycopg": "client/serve/gateway/postgres_store.py",
     "starlette": ("client/serve/http/", "client/serve/gateway/", "client/serve/models/model_server.py", "daemon/web/"),
     "uvicorn": ("client/serve/http/", "daemon/web/"),
+    # Models' files, and their text.
+    "gguf": "client/serve/decode/checkpoint/",
+    "safetensors": "client/serve/decode/checkpoint/",
+    "tokenizers": "client/serve/decode/text/",
+    "jinja2": "client/serve/decode/text/",
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/serve/models/example/digits.py",
     # Reports on the wire; the messages between the daemon's own processes; what is kept of compiled images.
@@ -228,6 +233,8 @@ SINGLE = {"daemon/broker/fair_queue.py"}
 SIBLINGS = (
     ("client/engine", "client/sync", "client/aio"),
     ("client/serve/gateway", "client/serve/models"),
+    ("client/serve/decode/checkpoint",),
+    ("client/serve/decode/text",),
     ("client/cli", "client/cli/top"),
     ("client/bench",),
     ("client/verify",),

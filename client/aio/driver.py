@@ -50,13 +50,20 @@ async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in a task of its own, which goes on to its end if the caller is cancelled."""
     task = task_of(work)
     _undisturbed.add(task)
-    task.add_done_callback(_undisturbed.discard)
+    task.add_done_callback(_end_undisturbed)
     try:
         return await asyncio.shield(task)
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
     finally:
         del task  # it has the error, whose traceback has this frame: a cycle, and a dropped lease would wait for the gc
+
+
+def _end_undisturbed(task: "asyncio.Task[Any]") -> None:
+    _undisturbed.discard(task)
+    if not task.cancelled():
+        # Asked for here, or the loop would log an error that nobody is left to hear: the caller was cancelled.
+        task.exception()
 
 
 async def drive_holding(lock: asyncio.Lock, procedure: Procedure[T]) -> T:

@@ -17,6 +17,7 @@ COMMANDS: Final = {
     "audit": ("daemon_modules:audit", "Read audit logs: verify, show, usage, head."),
     "bench": ("bench:bench", "Measure what a lease costs beside the driver called directly."),
     "completion": ("completion:completion", "Print what makes a shell complete commands and lease ids."),
+    "decode": ("decode:decode", "Continue a prompt by a language model, on a lease of its own."),
     "demo": ("demo:demo", "Lease a slice, run two kernels on it, let another lease expire."),
     "drain": ("drain:drain", "Let nobody in, and end what is left by a deadline."),
     "events": ("lease_events:events", "Print what leases go through, a line each as it happens."),

@@ -403,6 +403,12 @@ class Context(Protocol):
     def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
         """Load PTX text or a cubin, after `admit` has admitted its bytes. Raises ImageRejected."""
 
+    def compile_kernel(self, kernel: Kernel) -> bool:
+        """Compile what a kernel's first launch needs, if anything is left; say whether there was.
+
+        The launch would do it, too. Nothing can end it meanwhile. Raises LaunchRejected.
+        """
+
     def forget_earlier(self) -> None:
         """Forget all compiled images: the time of a load must not tell one tenant what another has loaded."""
 

@@ -34,6 +34,7 @@ class NativeCode:
 @cache
 def initialise() -> None:
     """Prepare LLVM for this machine. Starts no thread, so the process may fork afterwards."""
+    llvm.set_option("gpulease", _REVISITS_CHANGES)
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     libc = ctypes.CDLL(None)
@@ -48,18 +49,26 @@ class Effort(Enum):
     FULL: all passes of OPTIMISATION_LEVEL.
     FEW: turns stack slots into values and simplifies, in half the time. For code that is made of vectors: it has no
         loops left that LLVM could vectorise.
+    SOME: as FEW, and inlines nothing. For long code, whose size it takes little more than linear time in.
     LEAST: takes time linear in the code's size; the code is not hopelessly slow.
     """
 
     FULL = "full"
     FEW = "few"
+    SOME = "some"
     LEAST = "least"
 
 
+# LLVM looks at a function of over 10,000 blocks once again only where it has changed something, at others as a whole,
+# which takes time in the square of their blocks. The code is the same.
+_REVISITS_CHANGES: Final = "-cgpp-huge-func=0"
+
 # Passes beside those that LLVM runs by itself at an effort's level.
+_SIMPLIFIES: Final = ("sroa", "instruction_combine", "simplify_cfg", "dead_code_elimination")
 _PASSES: Final[Mapping[Effort, Sequence[str]]] = {
     Effort.FULL: (),
-    Effort.FEW: ("always_inliner", "sroa", "instruction_combine", "simplify_cfg", "dead_code_elimination"),
+    Effort.FEW: ("always_inliner", *_SIMPLIFIES),
+    Effort.SOME: _SIMPLIFIES,
     Effort.LEAST: ("sroa",),
 }
 

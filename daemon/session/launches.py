@@ -131,18 +131,22 @@ class Plan:
 class Planner:
     """A session's plans, by what the launches look like on the wire.
 
+    Args:
+        compile_kernel: Compiles a kernel that was not launched yet. Raises DriverError or LeaseOver.
+
     Attributes:
         expected: The plan that the next launch is expected to be of; None if there is none.
         has_new_kernel: A plan was made since the last launch: its kernel's first launch may make the context grow.
         add_record: Gives a new plan its record for native code; None without native code.
     """
 
-    def __init__(self, ledger: Ledger, session_id: int) -> None:
+    def __init__(self, ledger: Ledger, session_id: int, compile_kernel: Callable[[Kernel], None]) -> None:
         self.expected: Plan | None = None
         self.has_new_kernel = False
         self.add_record: Callable[[Plan], None] | None = None
         self._ledger = ledger
         self._session_id = session_id
+        self._compile_kernel = compile_kernel
         # By operation, and all of a launch's body but its arguments, its region set and its position.
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self._plan_by_address: dict[int, Plan] = {}
@@ -207,9 +211,10 @@ class Planner:
             self.forget()
 
     def _charge(self, kernel: Kernel) -> None:
-        """Charge the slice for what the driver takes at this kernel's first launch."""
-        self._kept_before = self._ledger.kept_bytes
+        """Compile a kernel, and charge the slice for what the driver takes at its first launch."""
         try:
+            self._compile_kernel(kernel)
+            self._kept_before = self._ledger.kept_bytes
             self._ledger.charge_kept(kernel.kept_bytes)
         except KernelFault:
             raise  # of an earlier launch

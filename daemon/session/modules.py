@@ -6,7 +6,6 @@ depends on them: text that this module can't follow has untold types.
 """
 
 import re
-import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -63,15 +62,11 @@ class ModuleOperations(Operations):
     def load_image(self, image: bytes) -> tuple[int, Module]:
         """Load an image; its number in the ledger, and the module.
 
-        Nothing can ask the compiler to stop, so the control page shows the broker since when it compiles. The time
-        ends when the compiled image is weighed: what follows may wait for kernels.
+        The time that the compiler is given ends when the compiled image is weighed: what follows may wait for kernels.
         """
         self._ledger.check_load(len(image))
-        self._counters[_COMPILING_SINCE_NS] = time.monotonic_ns()
-        try:
+        with self._resources.compiling():
             module = self._context.module_load(image, self._admit)
-        finally:
-            self._counters[_COMPILING_SINCE_NS] = 0
         self._resources.may_have_grown = True
         number = self._ledger.add_module(module, len(image))
         self._record_usage()

@@ -1,17 +1,20 @@
 """The base of all operations of a session, and the resources that they share."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import Context, keep_waiting
+from gpulease.daemon.drivers.interface import Context, Kernel, keep_waiting
 from gpulease.daemon.session.ledger import Ledger
 
 # Plain integers: looking a member up on its enum costs as much as the rest of an increment.
 _ALLOCATED_BYTES: Final = int(Counter.ALLOCATED_BYTES)
 _COPIES: Final = int(Counter.COPIES)
 _COPIED_BYTES: Final = int(Counter.COPIED_BYTES)
+_COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
 
 
 class LeaseOver(Exception):
@@ -45,6 +48,22 @@ class SessionResources:
         """Show the broker the slice's charged bytes, after the session has taken or released something."""
         self.ledger.rounding_bytes = self.context.rounding_bytes
         self.counters[_ALLOCATED_BYTES] = self.ledger.charged_bytes
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Show the broker since when the driver compiles: nothing can ask a compiler to stop."""
+        self.counters[_COMPILING_SINCE_NS] = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.counters[_COMPILING_SINCE_NS] = 0
+
+    def compile_kernel(self, kernel: Kernel) -> None:
+        """Compile a kernel before its first launch. Raises LeaseOver if the lease ended meanwhile, or DriverError."""
+        with self.compiling():
+            has_compiled = self.context.compile_kernel(kernel)
+        if has_compiled:
+            self.check_lease()
 
 
 class Operations:

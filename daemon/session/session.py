@@ -124,7 +124,7 @@ class Session:
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         self._resources = resources = SessionResources(ledger, context, self._check_lease, page.counters)
         resources.check_sync = self._check_sync
-        self._planner = planner = Planner(ledger, lease_id)
+        self._planner = planner = Planner(ledger, lease_id, resources.compile_kernel)
         self._memory = MemoryOperations(resources)
         self.pinned_buffers = self._memory.pinned_buffers
         self.arena = ArenaOperations(resources)

@@ -137,7 +137,8 @@ class KernelWatchdog:
         if compiling_since_ns and now_ns - compiling_since_ns >= self._max_load_ns:
             return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // _NS_PER_S} s"
         last = self._looks.get(worker.spec.lease_id)
-        if last is None or looked_ns != last.looked_ns or worker.page.counter(Counter.DOING) in KNOWN_WAITS:
+        waits = compiling_since_ns or worker.page.counter(Counter.DOING) in KNOWN_WAITS
+        if last is None or looked_ns != last.looked_ns or waits:
             self._looks[worker.spec.lease_id] = _LastLook(looked_ns, now_ns)
         elif now_ns - last.since_ns >= UNRESPONSIVE_AFTER_S * _NS_PER_S:
             return Cause.UNRESPONSIVE, f"it showed no sign of life for {(now_ns - last.since_ns) / _NS_PER_S:.1f} s"

@@ -5,14 +5,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from gpulease.client import GpuSession, GpuSessionFailed, KernelArgs
+from gpulease.client import GpuSession, GpuSessionFailed, KernelArgs, Revoked
 from gpulease.client.cli.node import info
 from gpulease.client.verify.faulty_kernels import compiling_long
 from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
@@ -198,3 +198,50 @@ def test_an_image_that_compiles_for_too_long_ends_its_lease(strict: Daemon) -> N
         wait_until(lambda: neighbour.check() and daemon.query(lease.lease_id)["state"] == "torndown", "it is over")
         report = daemon.query(lease.lease_id)
         assert (report["cause"], report["reason"]) == ("load_timeout", "an image compiled for more than 1 s")
+
+
+def slow_to_compile() -> bytes:
+    """PTX of a kernel that is translated at once and takes LLVM over a minute: registers that live everywhere."""
+    count = 200
+    body = "".join(
+        f"L{n}: add.u32 %r{n * 31 % count}, %r{n * 17 % count}, %r{n * 13 % count}; setp.eq.u32 %p, %r{n}, 5;"
+        f" @%p bra L{n * 7 % count};\n"
+        for n in range(count)
+    )
+    head = ".version 8.0\n.target sm_75\n.address_size 64\n"
+    return f"{head}.entry slow() {{ .reg .u32 %r<{count}>; .reg .pred %p; bar.sync 1;\n{body} ret; }}".encode()
+
+
+def launch_slow(session: GpuSession) -> None:
+    session.launch(session.module_load(slow_to_compile()), "slow", [1], [1], KernelArgs())
+    session.sync()
+
+
+def record_slow(session: GpuSession) -> None:
+    module = session.module_load(slow_to_compile())
+    with session.record():
+        session.launch(module, "slow", [1], [1], KernelArgs())
+
+
+@pytest.mark.parametrize("use", [launch_slow, record_slow])
+def test_a_kernel_that_compiles_for_too_long_ends_its_lease(strict: Daemon, use: Callable[[GpuSession], None]) -> None:
+    daemon = strict
+    with daemon.builder().acquire() as other, GpuSession(other) as beside:
+        neighbour = Neighbour(beside)
+        lease = daemon.builder().acquire()
+        session = GpuSession(lease)
+        with pytest.raises(GpuSessionFailed, match="compiled for more than 1 s"):
+            use(session)
+        wait_until(lambda: neighbour.check() and daemon.query(lease.lease_id)["state"] == "torndown", "it is over")
+        report = daemon.query(lease.lease_id)
+        assert (report["cause"], report["reason"]) == ("load_timeout", "an image compiled for more than 1 s")
+
+
+def test_a_lease_is_revoked_in_time_while_its_kernel_compiles(daemon: Daemon) -> None:
+    lease = daemon.builder().acquire()
+    session = GpuSession(lease)
+    session.launch(session.module_load(slow_to_compile()), "slow", [1], [1], KernelArgs())
+    daemon.revoke(lease.lease_id)
+    with pytest.raises(Revoked):
+        session.sync()
+    wait_until(lambda: daemon.query(lease.lease_id)["state"] == "torndown", "it is over", 20)

@@ -61,6 +61,28 @@ def test_a_cancelled_operation_leaves_the_session_in_step(peer: ScriptedPeer) ->
     asyncio.run(scenario())
 
 
+def test_nobody_is_told_of_an_operation_that_fails_after_it_was_cancelled(peer: ScriptedPeer) -> None:
+    told: list[dict[str, Any]] = []
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        async with builder(peer).acquire() as lease:
+            session = await aio.GpuSession(lease)
+            release = slow(peer, Opcode.SYNC)
+            task = asyncio.create_task(session.sync())
+            await heard(peer, "SYNC")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            # The operation fails now, and its error is collected.
+            await session.close()
+            release.set()
+            gc.collect()
+
+    asyncio.run(scenario())
+    assert told == []
+
+
 def test_a_cancelled_launch_is_whole_or_not_sent(peer: ScriptedPeer) -> None:
     async def scenario() -> None:
         async with builder(peer).acquire() as lease, aio.GpuSession(lease) as session:

@@ -1,1 +1,65 @@
-"""An LLM decode engine on a lease: many tenants, one pass a step, every token what it would be alone."""
+"""An LLM decode engine on a lease: many tenants, one pass a step, every token what it would be alone.
+
+    async with Decoder.open(TINY_MODEL) as decoder:
+        async for piece in decoder.generate("The with statement", max_tokens=32):
+            print(piece, end="", flush=True)
+
+`Decoder` serves prompts. `DecodeEngine` computes steps and `ContinuousBatchScheduler` decides what is in them, for
+servers with a loop of their own. Importing all of them needs nothing beyond the client; opening a model's files needs
+the extra `decode`, and says so.
+"""
+
+from gpulease.client.serve.decode.checkpoint import Checkpoint, RandomCheckpoint, open_model
+from gpulease.client.serve.decode.decode_errors import (
+    DecodeError,
+    EngineDecodeFailed,
+    ModelRejected,
+    NoModelLoaded,
+    RebindLimited,
+    RequestRejected,
+)
+from gpulease.client.serve.decode.decode_requests import (
+    AdmissionReason,
+    CompletionReason,
+    PromptRequest,
+    SamplingParameters,
+    SchedulerEvent,
+    TenantConfig,
+)
+from gpulease.client.serve.decode.decoder import Decoder, DecoderSettings, Emitted, Generation
+from gpulease.client.serve.decode.engine import BlockPool, DecodeEngine
+from gpulease.client.serve.decode.forward_pass import StepLimits
+from gpulease.client.serve.decode.model_config import Family, ModelConfig
+from gpulease.client.serve.decode.sample_models import TINY_MODEL, find_smollm2
+from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
+
+__all__ = [
+    "TINY_MODEL",
+    "AdmissionReason",
+    "BlockPool",
+    "Checkpoint",
+    "CompletionReason",
+    "ContinuousBatchScheduler",
+    "DecodeEngine",
+    "DecodeError",
+    "Decoder",
+    "DecoderSettings",
+    "Emitted",
+    "EngineDecodeFailed",
+    "Family",
+    "Generation",
+    "ModelConfig",
+    "ModelRejected",
+    "NoModelLoaded",
+    "PromptRequest",
+    "RandomCheckpoint",
+    "RebindLimited",
+    "RequestRejected",
+    "SamplingParameters",
+    "SchedulerEvent",
+    "SchedulerSettings",
+    "StepLimits",
+    "TenantConfig",
+    "find_smollm2",
+    "open_model",
+]

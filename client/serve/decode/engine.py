@@ -17,11 +17,10 @@ from gpulease.client.aio import GpuLease, GpuSession, Region, RegionSet
 from gpulease.client.aio.graphs import Graph
 from gpulease.client.aio.streams import Stream
 from gpulease.client.errors import RegionFailed
-from gpulease.client.serve.decode.checkpoint import Checkpoint
+from gpulease.client.serve.decode.checkpoint import Checkpoint, load_weights
 from gpulease.client.serve.decode.decode_errors import NoModelLoaded, RequestRejected
 from gpulease.client.serve.decode.forward_pass import ForwardPass, StepLimits, block_bytes, buckets_of, parts_of
 from gpulease.client.serve.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
-from gpulease.client.serve.decode.weight_loader import load_weights
 
 MAX_STEPS: Final = 2
 """Steps under way at most: one computes, one waits behind it."""
@@ -162,12 +161,12 @@ class DecodeEngine:
             rows: ROW records, `limits.max_rows` at most. `source` means a row of the step before.
             pools: The pools of the rows' sequences.
 
-        Raises RequestRejected for too many rows or steps, RegionFailed if a pool ended, and what a session's end
-        raises. The step is not under way then; those before it are.
+        Raises RequestRejected for too many rows or steps, RegionFailed if a pool ended, NoModelLoaded after `close`,
+        and what a session's end raises. The step is not under way then; those before it are.
         """
-        count = len(rows)
-        if not 0 < count <= self.limits.max_rows:
-            raise RequestRejected(f"A step has 1 to {self.limits.max_rows} rows, not {count}")
+        count, most = len(rows), self.forward.limits.max_rows
+        if not 0 < count <= most:
+            raise RequestRejected(f"A step has 1 to {most} rows, not {count}")
         if len(self._steps) >= MAX_STEPS:
             raise RequestRejected(f"{MAX_STEPS} steps are under way", "Await `finish` first")
         if self._refused is not None:
@@ -193,8 +192,11 @@ class DecodeEngine:
         """Wait for the oldest step under way. Returns RESULT records, one for each of its rows.
 
         Raises what ended a pool, as RegionFailed with its `lease_id`: then this step, and those behind it, did not
-        begin, and none of them is under way any more. Raises what a session's end raises, likewise.
+        begin, and none of them is under way any more. Raises what a session's end raises, likewise. Raises
+        RequestRejected if no step is under way.
         """
+        if not self._steps:
+            raise RequestRejected("No step is under way", "`start` one first")
         step = self._steps[0]
         parity = step.number % MAX_STEPS
         try:
@@ -240,6 +242,7 @@ class DecodeEngine:
         """End the engine's session, with the model in it. The lease goes on."""
         if self._forward is not None:
             self._forward = None
+            self._steps.clear()
             await self.session.close()
 
     def _bucket(self, rows: int) -> int:

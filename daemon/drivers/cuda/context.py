@@ -405,6 +405,10 @@ class CudaContext:
             raise self._fault
         return load_image(image, admit, self._local, self.compiled, self._on_weighed)
 
+    def compile_kernel(self, kernel: Any) -> bool:
+        """Return False: an image is compiled when it is loaded."""
+        return False
+
     def forget_earlier(self) -> None:
         """Drop the machine code of all images, and keep none from now on."""
         self.compiled.close()

@@ -35,7 +35,7 @@ from gpulease.daemon.drivers.interface import (
     too_much_shared,
 )
 from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
-from gpulease.daemon.drivers.ptx.image import CpuKernel, CpuModule, load, release
+from gpulease.daemon.drivers.ptx.image import CpuKernel, CpuModule, drop_oldest_code, load, release
 from gpulease.daemon.drivers.ptx.limits import (
     MAX_ASSERTION_TEXT,
     MAX_BLOCK_DIMS,
@@ -374,6 +374,13 @@ class CpuContext:
         for kernel in module.kernels.values():
             del self._kernel_names[kernel.number]
         release(module.variable_addresses, self._arena)
+        drop_oldest_code()
+
+    def compile_kernel(self, kernel: Kernel) -> bool:
+        """Compile a kernel that was not launched yet, and those that share functions with it."""
+        if not isinstance(kernel, CpuKernel) or kernel.code.is_compiled:
+            return False
+        return kernel.entry != 0
 
     # --- Launches ----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""Compile an image, keep its code, and load it into a context (the interface's `Module` and `Kernel`).
+"""Translate an image, keep its code, and load it into a context (the interface's `Module` and `Kernel`).
 
-Compiled code does not depend on the process it was made in: it names what it calls, and a table that each launch names
-holds the addresses of variables. So this process, or another one later, can use it again
+All that can be wrong with an image is found when it is loaded; its kernels are compiled when they are first launched
+(kernel_code.py). Compiled code does not depend on the process it was made in: it names what it calls, and a table that
+each launch names holds the addresses of variables. So this process, or another one later, can use it again
 (`daemon/native/code_cache.py`).
 """
 
@@ -26,6 +27,7 @@ from gpulease.daemon.drivers.interface import (
     text_of,
 )
 from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
+from gpulease.daemon.drivers.ptx.kernel_code import PartCode, PartSource
 from gpulease.daemon.drivers.ptx.limits import MAX_HELD_CODE_BYTES, MAX_IMAGE_BYTES, MAX_THREADS_PER_BLOCK, rejected
 from gpulease.daemon.drivers.ptx.memory import Arena, Needs
 from gpulease.daemon.drivers.ptx.native.library import bind_library
@@ -36,7 +38,6 @@ from gpulease.daemon.drivers.ptx.translate.callees import FIRST_HANDLE, HANDLE_S
 from gpulease.daemon.drivers.ptx.translate.cooperative import cooperative_kernels
 from gpulease.daemon.drivers.ptx.translate.module import Part, translate
 from gpulease.daemon.native.code_cache import keep, key_of, read_kept
-from gpulease.daemon.native.compiler import BadIr, NativeCode, emit_object, load_object
 
 _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 
@@ -49,7 +50,7 @@ class KernelFacts:
         required_block: The block its .reqntid demands, or None.
         static_shared_bytes: Shared memory its variables take.
         dynamic_shared_offset: Where shared memory asked for at launch begins.
-        part: Which of the image's objects it is in.
+        part: Which of the image's parts it is in.
         symbol: Its name there.
         is_cooperative: Whether only a cooperative launch could run it; see `cooperative_refused`.
         needs: What a block of it takes beside.
@@ -79,18 +80,18 @@ class ModuleVariable:
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledImage:
+class TranslatedImage:
     """A whole image.
 
     Attributes:
         addressed: The functions whose addresses kernels take.
-        objects: Object code, one for each part.
+        parts: What its kernels are compiled from.
     """
 
     kernels: tuple[KernelFacts, ...]
     variables: tuple[ModuleVariable, ...]
     addressed: tuple[str, ...]
-    objects: tuple[bytes, ...]
+    parts: tuple[PartSource, ...]
 
     def to_bytes(self) -> bytes:
         """As it is kept. Raises OverflowError for a number of over 64 bits."""
@@ -98,9 +99,9 @@ class CompiledImage:
         return data
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "CompiledImage":
+    def from_bytes(cls, data: bytes) -> "TranslatedImage":
         """As it was kept by the same version. Raises ValueError or TypeError for what was not."""
-        kernels, variables, addressed, objects = msgpack.unpackb(data, use_list=False)
+        kernels, variables, addressed, parts = msgpack.unpackb(data, use_list=False)
         return cls(
             tuple(map(_kernel_from, kernels)),
             tuple(
@@ -108,7 +109,7 @@ class CompiledImage:
                 for name, size, initial, relocations in variables
             ),
             addressed,
-            objects,
+            tuple(PartSource(*fields) for fields in parts),
         )
 
 
@@ -118,17 +119,14 @@ def _kernel_from(fields: Any) -> KernelFacts:
     return KernelFacts(*values)
 
 
-def compile_image(image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90) -> CompiledImage:
-    """Parse, translate and compile. Raises ImageRejected."""
+def translate_image(image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90) -> TranslatedImage:
+    """Parse and translate. Raises ImageRejected."""
     tree = link(parse(_decode(image), architecture))
     variables = tuple(ModuleVariable(v.name, v.size, v.initial, v.relocations) for v in tree.variables)
     check_size(variables, slice_bytes)
     parts = translate(tree)
-    try:
-        objects = tuple(emit_object(part.text, part.effort) for part in parts)
-    except BadIr as error:
-        raise ImageRejected("the embedded driver failed to translate this image", log=str(error)) from None
-    return CompiledImage(_kernels(tree, parts), variables, tuple(tree.addressed or ()), objects)
+    sources = tuple(PartSource.of(part.text, part.effort) for part in parts)
+    return TranslatedImage(_kernels(tree, parts), variables, tuple(tree.addressed or ()), sources)
 
 
 def check_size(variables: tuple[ModuleVariable, ...], slice_bytes: int) -> None:
@@ -188,15 +186,15 @@ def _facts(function: Function, needs: Needs, part: int, symbol: str, *, is_coope
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedCode:
-    """A compiled image and its code in this process, one piece for each part."""
+    """A translated image and its code in this process, one piece for each part."""
 
-    image: CompiledImage
-    codes: tuple[NativeCode, ...]
+    image: TranslatedImage
+    codes: tuple[PartCode, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Count the bytes that the image's objects take."""
-        return sum(map(len, self.image.objects))
+        """Count the bytes that the image's parts take."""
+        return sum(code.size_bytes for code in self.codes)
 
 
 # By key, the one used last at the end.
@@ -209,14 +207,14 @@ def ready_to_look_up() -> None:
 
 
 def load_code(image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90) -> LoadedCode:
-    """An image's code, compiled now or before for that architecture. Raises ImageRejected."""
+    """An image's code, translated now or before for that architecture. Raises ImageRejected."""
     key = key_of(f"image for {architecture}".encode(), image, ptx)
     code = _held.get(key)
     if code is None:
         bind_library()
-        compiled = _kept_image(key) or _compile_and_keep(key, image, slice_bytes, architecture)
-        code = LoadedCode(compiled, tuple(map(load_object, compiled.objects)))
-        _hold(key, code)
+        translated = _kept_image(key) or _translate_and_keep(key, image, slice_bytes, architecture)
+        code = _held[key] = LoadedCode(translated, tuple(map(PartCode, translated.parts)))
+        drop_oldest_code()
     _held.move_to_end(key)
     check_size(code.image.variables, slice_bytes)
     return code
@@ -227,29 +225,28 @@ def forget_code() -> None:
     _held.clear()
 
 
-def _kept_image(key: bytes) -> CompiledImage | None:
+def _kept_image(key: bytes) -> TranslatedImage | None:
     data = read_kept(key)
     if data is None:
         return None
     try:
-        return CompiledImage.from_bytes(data)
+        return TranslatedImage.from_bytes(data)
     except (ValueError, TypeError):
         return None
 
 
-def _compile_and_keep(key: bytes, image: bytes, slice_bytes: int, architecture: Architecture) -> CompiledImage:
-    compiled = compile_image(image, slice_bytes=slice_bytes, architecture=architecture)
+def _translate_and_keep(key: bytes, image: bytes, slice_bytes: int, architecture: Architecture) -> TranslatedImage:
+    translated = translate_image(image, slice_bytes=slice_bytes, architecture=architecture)
     try:
-        keep(key, compiled.to_bytes())
+        keep(key, translated.to_bytes())
     except OverflowError:
         # An addend past 64 bits; no compiler writes one.
-        return compiled
-    return compiled
+        return translated
+    return translated
 
 
-def _hold(key: bytes, code: LoadedCode) -> None:
-    """Keep it in this process; what was not used for longest goes when there is too much."""
-    _held[key] = code
+def drop_oldest_code() -> None:
+    """Drop what was not used for longest, if this process holds too much; what is loaded lives on with its module."""
     total = sum(held.size_bytes for held in _held.values())
     while total > MAX_HELD_CODE_BYTES and len(_held) > 1:
         _, dropped = _held.popitem(last=False)
@@ -269,7 +266,8 @@ class CpuKernel:
         required_block: The block its .reqntid demands, or None.
         static_shared_bytes: Shared memory its variables take.
         dynamic_shared_offset: Where shared memory asked for at launch begins.
-        entry: Host address of its runner.
+        code: The code that has its runner.
+        symbol: The runner's name there.
         variables: Host address of its module's table of variables.
         needs: What a block of it takes.
         pace: Host address of how long its blocks took last (native/structures.py).
@@ -284,12 +282,18 @@ class CpuKernel:
     required_block: Dim3 | None
     static_shared_bytes: int
     dynamic_shared_offset: int
-    entry: int
+    code: PartCode
+    symbol: str
     variables: int
     needs: Needs
     pace: int
     is_cooperative: bool = False
     kept_bytes: int = 0
+
+    @property
+    def entry(self) -> int:
+        """Return the host address of its runner, which the first use compiles. Raises LaunchRejected."""
+        return self.code.address(self.symbol)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -315,7 +319,7 @@ def load(
     admit: Admit = admit_all,
     architecture: Architecture = SM_90,
 ) -> CpuModule:
-    """Compile and place. Raises ImageRejected; nothing is left behind then."""
+    """Translate and place. Raises ImageRejected; nothing is left behind then."""
     code = load_code(image, slice_bytes=slice_bytes, architecture=architecture)
     variables = code.image.variables
     device_bytes = sum(variable.size for variable in variables)
@@ -332,7 +336,7 @@ def load(
         facts.name: _kernel(
             facts,
             number=first_number + offset,
-            entry=code.codes[facts.part].address(facts.symbol),
+            code=code.codes[facts.part],
             variables=ctypes.addressof(table),
             pace=ctypes.addressof(paces) + offset * ctypes.sizeof(ctypes.c_uint64),
         )
@@ -372,7 +376,7 @@ def release(addresses: "list[int] | tuple[int, ...]", arena: Arena) -> None:
             arena.free(address)
 
 
-def _kernel(facts: KernelFacts, *, number: int, entry: int, variables: int, pace: int) -> CpuKernel:
+def _kernel(facts: KernelFacts, *, number: int, code: PartCode, variables: int, pace: int) -> CpuKernel:
     return CpuKernel(
         name=facts.name,
         number=number,
@@ -382,7 +386,8 @@ def _kernel(facts: KernelFacts, *, number: int, entry: int, variables: int, pace
         required_block=facts.required_block,
         static_shared_bytes=facts.static_shared_bytes,
         dynamic_shared_offset=facts.dynamic_shared_offset,
-        entry=entry,
+        code=code,
+        symbol=facts.symbol,
         variables=variables,
         needs=facts.needs,
         pace=pace,

@@ -65,10 +65,14 @@ MAX_MERGES = 1 << 18
 MAX_IR_LINES = 1_800_000
 
 # Optimising costs time in the square of the checked accesses of a kernel: 256 in a loop take 2 s, 4000 took minutes
-# and gigabytes. Kernels past these numbers, and those of an image past its sum, are compiled without, in linear time.
+# and gigabytes. Kernels past these numbers are compiled without, in linear time. So are those of an image past the sum
+# that call functions, because they are compiled together.
 MAX_OPTIMISED_ACCESSES = 192
 MAX_OPTIMISED_INSTRUCTIONS = 4096
-MAX_OPTIMISED_ACCESSES_PER_IMAGE = 2048
+MAX_OPTIMISED_CALLING_ACCESSES = 2048
+
+# Kernels that call nothing and have up to so many are simplified, at least: 1024 take 3 to 5 s, 4000 took 36.
+MAX_SIMPLIFIED_ACCESSES = 1024
 
 # Functions that a kernel reaches: optimising goes along calls, and a chain of 2000 takes minutes.
 MAX_OPTIMISED_FUNCTIONS = 128
@@ -85,7 +89,8 @@ MAX_LISTED = 1 << 12
 
 # --- Compiled images -------------------------------------------------------------------------------------------
 
-# Object code kept in a process after its modules are gone: a tenant that loads image after image is bounded by this.
+# Compressed IR and object code kept in a process after its modules are gone: a tenant that loads image after image is
+# bounded by this.
 MAX_HELD_CODE_BYTES = 64 << 20
 
 # --- Calls -----------------------------------------------------------------------------------------------------
@@ -125,10 +130,14 @@ MAX_LIVE_REGISTERS = 2048
 # with thousands of live registers would be gigabytes. The largest kernels of nvcc stay under a tenth of this.
 MAX_SAVED_REGISTERS = 100_000
 
-# Kernels past these lengths, in instructions and in lines of IR, keep one thread's code: that for lanes takes two to
-# three times as long to compile. nvcc's loops, unrolled, stay under a third; the worst at this number take a second.
+# Kernels past these lengths, in instructions and in lines of IR, keep one thread's code: that for lanes takes up to
+# three times as long to compile, the worst at this number five seconds. nvcc's loops, unrolled, stay under a sixth;
+# Triton's products of matrices and its attention take most of it.
 MAX_LANE_INSTRUCTIONS = 2048
-MAX_LANE_LINES = 12_000
+MAX_LANE_LINES = 24_000
+
+# Accesses and waits of such a kernel: code for lanes is optimised without what takes time in their square.
+MAX_LANE_ACCESSES = 256
 
 # Blocks of a kernel whose threads run together. Each has a mask in every other's way: 64 made up of jumps back take
 # 0.2 s to compile, 250 take minutes. nvcc's kernels have tens, of which few part the lanes.

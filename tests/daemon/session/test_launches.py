@@ -41,7 +41,11 @@ def planner_for(*kernels: MadeKernel) -> tuple[Planner, Ledger, Launch]:
     number = ledger.add_module(MadeModule({kernel.name: kernel for kernel in kernels}), 10)
     sizes = tuple(place.size for place in kernels[0].parameters)
     args = bytes(range(1, 1 + sum(sizes)))
-    return Planner(ledger, 7), ledger, Launch(number, kernels[0].name, 2, 1, 1, 32, 1, 1, 0, args, sizes)
+    return (
+        Planner(ledger, 7, lambda kernel: None),
+        ledger,
+        Launch(number, kernels[0].name, 2, 1, 1, 32, 1, 1, 0, args, sizes),
+    )
 
 
 def plan_of(planner: Planner, launch: Launch) -> tuple[Plan, bytes]:

@@ -84,6 +84,14 @@ def test_an_image_that_compiles_for_too_long(scene: Scene) -> None:
     assert scene.round(11 * S, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
 
 
+def test_a_worker_that_compiles_a_graph_s_kernels_is_no_silent_one(scene: Scene) -> None:
+    assert scene.round(S, looked_ns=S, doing=Opcode.GRAPH_CREATE) == []
+    scene.counters[Counter.COMPILING_SINCE_NS] = LONG
+    assert scene.round(S + LONG, looked_ns=S, doing=Opcode.GRAPH_CREATE) == []
+    scene.counters[Counter.COMPILING_SINCE_NS] = 0
+    assert scene.round(S + 2 * LONG, looked_ns=S, doing=Opcode.GRAPH_CREATE) == [Cause.UNRESPONSIVE]
+
+
 def test_a_known_wait_leaves_time_for_the_next_look(scene: Scene) -> None:
     assert scene.round(S, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
     assert scene.round(S + 2 * LONG, looked_ns=S, doing=Opcode.MODULE_LOAD) == []

@@ -1,5 +1,6 @@
-"""The code that kernels call: block.ll and matrix.ll, each compiled once per process before any kernel is linked."""
+"""The code that kernels call: block.ll, matrix.ll, warp_matrix.ll, each compiled before any kernel is linked."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -24,25 +25,36 @@ DECLARATIONS = (
 @cache
 def block_code() -> NativeCode:
     """Compile and let IR find it. Starts no thread."""
-    code = load_ir(files(native).joinpath("block.ll").read_text("ascii"))
-    for name in (RELEASE_WARP, SETTLE_BLOCK, SAME_WORDS, REDUCE_WORDS):
-        bind_symbol(name, code.address(name))
-    return code
+    return _bound("block.ll", (RELEASE_WARP, SETTLE_BLOCK, SAME_WORDS, REDUCE_WORDS))
 
 
-MULTIPLY_FLOATS = "gpulease_multiply_floats"
-MULTIPLY_BYTES = "gpulease_multiply_bytes"
-MULTIPLY_DOUBLES = "gpulease_multiply_doubles"
+# Functions of native/matrix.ll for one lane, of native/warp_matrix.ll for a warp: what they multiply follows.
+LANES_PART = "gpulease_multiply_"
+WARPS_WHOLE = "gpulease_warp_"
+FLOATS, BYTES, DOUBLES = "floats", "bytes", "doubles"
 
-# How MULTIPLY_FLOATS numbers the types of A and B.
+# How FLOATS numbers the types of A and B.
 KINDS = ("f16", "bf16", "tf32", "e4m3", "e5m2")
+
+LOAD_ROWS = "gpulease_load_rows"
+STORE_ROWS = "gpulease_store_rows"
+TURN_MATRIX = "gpulease_turn_matrix"
 
 
 @cache
-def matrix_code() -> NativeCode:
+def matrix_code() -> tuple[NativeCode, NativeCode]:
     """Compile and let IR find it. Starts no thread."""
-    code = load_ir(files(native).joinpath("matrix.ll").read_text("ascii"))
-    for name in (MULTIPLY_FLOATS, MULTIPLY_BYTES, MULTIPLY_DOUBLES):
+    products = FLOATS, BYTES, DOUBLES
+    lanes = _bound("matrix.ll", [LANES_PART + product for product in products])
+    # Calls the other.
+    return lanes, _bound(
+        "warp_matrix.ll", [*(WARPS_WHOLE + one for one in products), LOAD_ROWS, STORE_ROWS, TURN_MATRIX]
+    )
+
+
+def _bound(file: str, names: Sequence[str]) -> NativeCode:
+    code = load_ir(files(native).joinpath(file).read_text("ascii"))
+    for name in names:
         bind_symbol(name, code.address(name))
     return code
 

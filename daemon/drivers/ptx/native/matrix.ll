@@ -1,8 +1,9 @@
 ; Products of matrices that a warp's lanes hold in parts: what one lane gets. translate/fragments.py says who holds what.
 ;
 ; `a.all` and `b.all` are where lane 0 has the words of its parts of A and of B; each further lane has them `stride` bytes
-; on. `c.first` is where the lane itself has its part of C. `rows` and `columns` count eights of rows of A and of columns of B, `chunks` how many words
-; (of f64: numbers) of A's row a lane has. The lane's part of the result is stored to `into`, laid out as that of C.
+; on, each further word lies `word` bytes on. `c.first` is where the lane itself has its part of C. `rows` and `columns`
+; count eights of rows of A and of columns of B, `chunks` how many words (of f64: numbers) of A's row a lane has. The
+; lane's part of the result is stored to `into`, laid out as that of C.
 ;
 ; Floats are added as an H100's tensor cores do (M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021, and
 ; P. Xie et al., "MMA-Sim", 2025): products are exact, all terms are cut, towards zero, to 25 binary places behind the
@@ -301,7 +302,7 @@ define internal double @dot_bytes(ptr %a, ptr %a.exponents, ptr %b, ptr %b.expon
 }
 
 ; `c.is.half` and `d.is.half`: C or the result is f16, not f32.
-define void @gpulease_multiply_floats(ptr %a.all, ptr %b.all, i64 %stride, i32 %lane, ptr %c.first, ptr %into,
+define void @gpulease_multiply_floats(ptr %a.all, ptr %b.all, i64 %stride, i64 %word, i32 %lane, ptr %c.first, ptr %into,
     i32 %rows, i32 %columns,
     i32 %chunks, i32 %a.kind, i32 %b.kind, i1 %c.is.half, i1 %d.is.half) {
 entry:
@@ -319,11 +320,12 @@ entry:
   %group.distance = mul i64 %group.wide, %stride
   %a.first = getelementptr i8, ptr %a.all, i64 %group.distance
   %a.step.words = zext i32 %rows to i64
-  %a.step = shl i64 %a.step.words, 2
+  %a.step = mul i64 %a.step.words, %word
   br label %row
 row:
   %x = phi i64 [ 0, %entry ], [ %x.next, %row ]
-  %row.at = getelementptr i32, ptr %a.first, i64 %x
+  %row.distance = mul i64 %x, %word
+  %row.at = getelementptr i8, ptr %a.first, i64 %row.distance
   %row.start = mul i64 %x, %length
   %row.values = getelementptr double, ptr %a.values, i64 %row.start
   %row.exponents = getelementptr i32, ptr %a.exponents, i64 %row.start
@@ -348,8 +350,9 @@ column:
   %b.start = getelementptr i8, ptr %b.all, i64 %b.distance
   %b.word = mul i32 %tile, %chunks
   %b.word.index = zext i32 %b.word to i64
-  %b.at = getelementptr i32, ptr %b.start, i64 %b.word.index
-  call void @unpack(ptr %b.at, i64 %stride, i64 4, i32 %chunks, i32 %b.kind, ptr %b.values, ptr %b.exponents)
+  %b.word.distance = mul i64 %b.word.index, %word
+  %b.at = getelementptr i8, ptr %b.start, i64 %b.word.distance
+  call void @unpack(ptr %b.at, i64 %stride, i64 %word, i32 %chunks, i32 %b.kind, ptr %b.values, ptr %b.exponents)
   %tile.element = mul i32 %tile, %rows
   br label %output
 output:
@@ -358,15 +361,21 @@ output:
   %number.even = shl i32 %number.pair, 1
   %number = or i32 %number.even, %odd
   %number.wide = zext i32 %number to i64
+  %number.distance = mul i64 %number.wide, %word
+  %half.pair = zext i32 %number.pair to i64
+  %half.pair.distance = mul i64 %half.pair, %word
+  %half.part = shl i32 %odd, 1
+  %half.part.wide = zext i32 %half.part to i64
+  %half.distance = add i64 %half.pair.distance, %half.part.wide
   br i1 %c.is.half, label %c.half, label %c.float
 c.half:
-  %half.at = getelementptr i16, ptr %c.first, i64 %number.wide
+  %half.at = getelementptr i8, ptr %c.first, i64 %half.distance
   %half = load i16, ptr %half.at
   %half.wide = zext i16 %half to i32
   %half.bits = call i32 @element(i32 %half.wide, i32 0, i32 0)
   br label %c.loaded
 c.float:
-  %float.at = getelementptr i32, ptr %c.first, i64 %number.wide
+  %float.at = getelementptr i8, ptr %c.first, i64 %number.distance
   %float.bits = load i32, ptr %float.at
   br label %c.loaded
 c.loaded:
@@ -393,12 +402,12 @@ added:
   br i1 %d.is.half, label %d.half, label %d.float
 d.half:
   %d.half.bits = call i16 @round_to_f16(double %value)
-  %d.half.at = getelementptr i16, ptr %into, i64 %number.wide
+  %d.half.at = getelementptr i8, ptr %into, i64 %half.distance
   store i16 %d.half.bits, ptr %d.half.at
   br label %stored
 d.float:
   %d.float.bits = call i32 @cut_to_f32(double %value)
-  %d.float.at = getelementptr i32, ptr %into, i64 %number.wide
+  %d.float.at = getelementptr i8, ptr %into, i64 %number.distance
   store i32 %d.float.bits, ptr %d.float.at
   br label %stored
 stored:
@@ -432,7 +441,7 @@ declare i64 @llvm.smin.i64(i64, i64)
 declare i64 @llvm.smax.i64(i64, i64)
 
 ; Bytes to s32: sums wrap, or stop at the ends.
-define void @gpulease_multiply_bytes(ptr %a.all, ptr %b.all, i64 %stride, i32 %lane, ptr %c.first, ptr %into,
+define void @gpulease_multiply_bytes(ptr %a.all, ptr %b.all, i64 %stride, i64 %word, i32 %lane, ptr %c.first, ptr %into,
     i32 %rows, i32 %columns,
     i32 %chunks, i1 %a.is.signed, i1 %b.is.signed, i1 %saturates) {
 entry:
@@ -458,7 +467,8 @@ output:
   %b.start = getelementptr i8, ptr %b.all, i64 %b.distance
   %b.word = mul i32 %tile, %chunks
   %number.wide = zext i32 %number to i64
-  %c.at = getelementptr i32, ptr %c.first, i64 %number.wide
+  %number.distance = mul i64 %number.wide, %word
+  %c.at = getelementptr i8, ptr %c.first, i64 %number.distance
   %c = load i32, ptr %c.at
   %c.wide = sext i32 %c to i64
   br label %chunk
@@ -470,8 +480,10 @@ chunk:
   %b.index = add i32 %b.word, %k
   %a.index.wide = zext i32 %a.index to i64
   %b.index.wide = zext i32 %b.index to i64
-  %a.place = getelementptr i32, ptr %a.first, i64 %a.index.wide
-  %b.place = getelementptr i32, ptr %b.start, i64 %b.index.wide
+  %a.distance = mul i64 %a.index.wide, %word
+  %b.index.distance = mul i64 %b.index.wide, %word
+  %a.place = getelementptr i8, ptr %a.first, i64 %a.distance
+  %b.place = getelementptr i8, ptr %b.start, i64 %b.index.distance
   br label %four
 four:
   %n = phi i32 [ 0, %chunk ], [ %n.next, %four ]
@@ -497,7 +509,7 @@ stored:
   %held = call i64 @llvm.smin.i64(i64 %floor, i64 2147483647)
   %total = select i1 %saturates, i64 %held, i64 %sum.next
   %result = trunc i64 %total to i32
-  %into.at = getelementptr i32, ptr %into, i64 %number.wide
+  %into.at = getelementptr i8, ptr %into, i64 %number.distance
   store i32 %result, ptr %into.at
   %number.next = add i32 %number, 1
   %more.outputs = icmp ult i32 %number.next, %count
@@ -507,7 +519,7 @@ done:
 }
 
 ; f64: fused multiplications and additions in the order of the row.
-define void @gpulease_multiply_doubles(ptr %a.all, ptr %b.all, i64 %stride, i32 %lane, ptr %c.first, ptr %into,
+define void @gpulease_multiply_doubles(ptr %a.all, ptr %b.all, i64 %stride, i64 %word, i32 %lane, ptr %c.first, ptr %into,
     i32 %rows, i32 %columns,
     i32 %chunks) {
 entry:
@@ -533,7 +545,8 @@ output:
   %b.start = getelementptr i8, ptr %b.all, i64 %b.distance
   %b.word = mul i32 %tile, %chunks
   %number.wide = zext i32 %number to i64
-  %c.at = getelementptr double, ptr %c.first, i64 %number.wide
+  %number.distance = mul i64 %number.wide, %word
+  %c.at = getelementptr i8, ptr %c.first, i64 %number.distance
   %c = load double, ptr %c.at
   br label %chunk
 chunk:
@@ -544,8 +557,10 @@ chunk:
   %b.index = add i32 %b.word, %k
   %a.index.wide = zext i32 %a.index to i64
   %b.index.wide = zext i32 %b.index to i64
-  %a.place = getelementptr double, ptr %a.first, i64 %a.index.wide
-  %b.place = getelementptr double, ptr %b.start, i64 %b.index.wide
+  %a.distance = mul i64 %a.index.wide, %word
+  %b.index.distance = mul i64 %b.index.wide, %word
+  %a.place = getelementptr i8, ptr %a.first, i64 %a.distance
+  %b.place = getelementptr i8, ptr %b.start, i64 %b.index.distance
   br label %four
 four:
   %n = phi i32 [ 0, %chunk ], [ %n.next, %four ]
@@ -565,7 +580,7 @@ chunk.done:
   %more.chunks = icmp ult i32 %k.next, %chunks
   br i1 %more.chunks, label %chunk, label %stored
 stored:
-  %into.at = getelementptr double, ptr %into, i64 %number.wide
+  %into.at = getelementptr i8, ptr %into, i64 %number.distance
   store double %sum.next, ptr %into.at
   %number.next = add i32 %number, 1
   %more.outputs = icmp ult i32 %number.next, %count

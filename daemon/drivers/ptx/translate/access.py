@@ -257,11 +257,16 @@ def fail_unless(t: OperandTranslator, valid: Value, access: Access, space: Space
 
 
 def _fail(t: OperandTranslator, access: Access, space: Space, address: Value, size: int) -> None:
+    record_fault(t, access, space, address, size)
+    t.ir.ret(Status.FAULT)
+
+
+def record_fault(t: OperandTranslator, access: Access, space: Space, address: Value, size: int) -> None:
+    """Leave behind what the fault is that the kernel is about to end with."""
     line = t.instruction.line if t.instruction else 0
     details = [constant("i32", n) for n in (size, access, SPACE_NUMBERS[space], line)]
     arguments = ", ".join(map(str, (ENVIRONMENT, address, *details)))
     t.ir.emit(f"call void @{RECORD_FAULT}({arguments})")
-    t.ir.ret(Status.FAULT)
 
 
 def window_base(t: OperandTranslator, space: Space) -> Value:

@@ -7,9 +7,10 @@ Threads wait for one another once for several `mma` in a row: with the first the
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.library import KINDS, MULTIPLY_BYTES, MULTIPLY_DOUBLES, MULTIPLY_FLOATS
+from gpulease.daemon.drivers.ptx.native.library import BYTES, DOUBLES, FLOATS, KINDS, LANES_PART
 from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction, Operand, Register, Scalar, Space, Vector
 from gpulease.daemon.drivers.ptx.translate.access import fail_unless, is_valid, pointer_at, shared_offset
@@ -37,7 +38,7 @@ _MOST_AT_ONCE = 16
 _RESULTS_AT = 32
 
 # A row of the 8 x 8 matrices of 16 bits that are loaded and stored.
-_ROW_BYTES = 16
+ROW_BYTES = 16
 _COUNTS = ("x1", "x2", "x4")
 _SPACES = ("shared", "shared::cta")
 
@@ -45,6 +46,23 @@ _SPACES = ("shared", "shared::cta")
 def _shape(i: Instruction) -> str:
     """The one modifier that is a shape, such as m16n8k8."""
     return next(modifier for modifier in i.modifiers if modifier[0] == "m")
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Kind of a product of matrices, as native/matrix.ll and native/warp_matrix.ll are told it.
+
+    Attributes:
+        scalar: What a register holds.
+        function: That which computes it, by the end of its name.
+        counts: Registers of A, B, C and D.
+        details: The last arguments: the shape, then what else the function asks for.
+    """
+
+    scalar: Scalar
+    function: str
+    counts: tuple[int, int, int, int]
+    details: tuple[Value, ...]
 
 
 @FAMILY.form("mma.sync.aligned.shape.row.col.d.a.f16.c", 4, shape=_HALVES, d=_ACCUMULATED, a=("f16",), c=_ACCUMULATED)
@@ -55,11 +73,6 @@ def _shape(i: Instruction) -> str:
 @FAMILY.form(
     "mma.sync.aligned.m16n8k32.row.col.d.a.b.c", 4, d=("f32",), a=("e4m3", "e5m2"), b=("e4m3", "e5m2"), c=("f32",)
 )
-def multiply_floats(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """D = AB + C."""
-    multiply_as(t, i.operands, tiles_of(_shape(i), m["a"]), (m["a"], m.get("b") or m["a"]), m["d"], m["c"])
-
-
 @FAMILY.form(
     "mma.sync.aligned.shape.row.col{.satfinite}.s32.a.b.s32",
     4,
@@ -67,48 +80,47 @@ def multiply_floats(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
     a=_BYTES,
     b=_BYTES,
 )
-def multiply_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """D = AB + C; sums wrap, or with .satfinite stop at the ends."""
-    multiply_integers(t, i.operands, tiles_of(m["shape"], m["a"]), m)
-
-
 @FAMILY.form("mma.sync.aligned.shape.row.col.f64.f64.f64.f64", 4, shape=("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16"))
-def multiply_doubles(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """D = AB + C, by fused multiplications and additions."""
-    tiles = tiles_of(m["shape"], "f64")
-    multiply(t, i.operands, (tiles.a_words, tiles.b_words, tiles.results), _DOUBLE, MULTIPLY_DOUBLES, sizes_of(tiles))
+def multiply_parts(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """D = AB + C. Sums of bytes wrap, or with .satfinite stop at the ends; f64 are added by fused steps."""
+    multiply(t, i.operands, product_of(i, m))
 
 
-def multiply_as(
-    t: "ThreadTranslator", operands: Sequence[Operand], tiles: Tiles, kinds: tuple[str, str], into: str, added: str
-) -> None:
-    """D = AB + C of floats; `kinds` are those of A and B, `into` and `added` those of D and C."""
+def product_of(i: Instruction, m: Modifiers) -> Product:
+    """Find what an `mma` computes."""
+    if "f64" in i.modifiers:
+        return of_doubles(tiles_of(_shape(i), "f64"))
+    tiles = tiles_of(_shape(i), m["a"])
+    if m["a"] in _BYTES:
+        return of_bytes(tiles, m)
+    return of_floats(tiles, (m["a"], m.get("b") or m["a"]), m["d"], m["c"])
+
+
+def of_floats(tiles: Tiles, kinds: tuple[str, str], into: str, added: str) -> Product:
+    """Products of floats; `kinds` are those of A and B, `into` and `added` those of D and C."""
     details = [constant("i32", KINDS.index(kind)) for kind in kinds]
     details += [constant("i1", int(kind == "f16")) for kind in (added, into)]
-    counts = (tiles.a_words, tiles.b_words, tiles.results // (2 if added == "f16" else 1))
-    results = tiles.results // (2 if into == "f16" else 1)
-    multiply(t, operands, counts, _WORD, MULTIPLY_FLOATS, [*sizes_of(tiles), *details], results)
+    c, d = (tiles.results // (2 if kind == "f16" else 1) for kind in (added, into))
+    return Product(_WORD, FLOATS, (tiles.a_words, tiles.b_words, c, d), (*sizes_of(tiles), *details))
 
 
-def multiply_integers(t: "ThreadTranslator", operands: Sequence[Operand], tiles: Tiles, m: Modifiers) -> None:
-    """D = AB + C of bytes."""
+def of_bytes(tiles: Tiles, m: Modifiers) -> Product:
+    """Products of bytes."""
     flags = [constant("i1", int(flag)) for flag in (m["a"] == "s8", m["b"] == "s8", "satfinite" in m)]
-    multiply(
-        t, operands, (tiles.a_words, tiles.b_words, tiles.results), _WORD, MULTIPLY_BYTES, [*sizes_of(tiles), *flags]
-    )
+    counts = (tiles.a_words, tiles.b_words, tiles.results, tiles.results)
+    return Product(_WORD, BYTES, counts, (*sizes_of(tiles), *flags))
 
 
-def multiply(
-    t: "ThreadTranslator",
-    operands: Sequence[Operand],
-    counts: tuple[int, int, int],
-    scalar: Scalar,
-    function: str,
-    details: Sequence[Value],
-    results: int | None = None,
-) -> None:
-    """Show the parts of A, B and C, of which so many registers count, and have the thread's part of D computed."""
-    parts = [registers_of(t, operand, count) for operand, count in zip(operands[1:], counts, strict=True)]
+def of_doubles(tiles: Tiles) -> Product:
+    """Products of f64."""
+    counts = (tiles.a_words, tiles.b_words, tiles.results, tiles.results)
+    return Product(_DOUBLE, DOUBLES, counts, sizes_of(tiles))
+
+
+def multiply(t: "ThreadTranslator", operands: Sequence[Operand], product: Product) -> None:
+    """Show the thread's registers of A, B and C, and have its part of D computed."""
+    scalar = product.scalar
+    parts = [registers_of(t, operand, count) for operand, count in zip(operands[1:], product.counts[:3], strict=True)]
     places = t.shown_before.get(t.index)
     added = t.ir.offset(own_room(t), 0)
     if places is None:
@@ -120,10 +132,16 @@ def multiply(
     frames, stride, offset = shown_words(t)
     words = t.ir.offset(frames, offset)
     into = t.ir.offset(own_room(t), _RESULTS_AT)
-    arguments = [*(t.ir.offset(words, place) for place in places), stride, lane(t), added, into, *details]
+    step = constant("i64", scalar.size)
+    given = [*(t.ir.offset(words, place) for place in places), stride, step, lane(t), added, into, *product.details]
+    call_native(t, LANES_PART + product.function, given)
+    take(t, registers_of(t, operands[0], product.counts[3]), scalar, at=_RESULTS_AT)
+
+
+def call_native(t: "ThreadTranslator", function: str, arguments: Sequence[Value]) -> None:
+    """Call a function of native/matrix.ll or native/warp_matrix.ll."""
     t.ir.require(f"declare void @{function}({', '.join(argument.type for argument in arguments)})")
     t.ir.emit(f"call void @{function}({', '.join(map(str, arguments))})")
-    take(t, registers_of(t, operands[0], counts[2] if results is None else results), scalar, at=_RESULTS_AT)
 
 
 def _show(t: "ThreadTranslator", parts: Sequence[Sequence[Operand]], scalar: Scalar) -> tuple[tuple[int, int], int]:
@@ -247,13 +265,17 @@ def transpose(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 def _row_address(t: "ThreadTranslator", operand: Operand, m: Modifiers, count: int, access: Access) -> Value:
     """The offset in shared memory of the thread's row, checked if it counts; generic addresses must lie there too."""
-    ir = t.ir
     address = shared_offset(t, operand, is_generic="space" not in m)
-    valid = is_valid(t, address, Space.SHARED, _ROW_BYTES)
-    if count < 4:
-        valid = ir.binary("or", valid, ir.compare("icmp uge", lane(t), 8 * count))
-    fail_unless(t, valid, access, Space.SHARED, address, _ROW_BYTES)
+    fail_unless(t, row_is_valid(t, address, count), access, Space.SHARED, address, ROW_BYTES)
     return address
+
+
+def row_is_valid(t: "ThreadTranslator", address: Value, count: int) -> Value:
+    """Compute whether a row of so many matrices lies in shared memory, or its lane's address does not count."""
+    valid = is_valid(t, address, Space.SHARED, ROW_BYTES)
+    if count < 4:
+        valid = t.ir.binary("or", valid, t.ir.compare("icmp uge", lane(t), 8 * count))
+    return valid
 
 
 def _row(t: "ThreadTranslator", which: Value) -> Value:
@@ -270,6 +292,6 @@ def _pair(t: "ThreadTranslator", low: Value, high: Value) -> Value:
     return t.ir.binary("or", wide[0], t.ir.binary("shl", wide[1], 16))
 
 
-def sizes_of(tiles: Tiles) -> list[Value]:
+def sizes_of(tiles: Tiles) -> tuple[Value, ...]:
     """The arguments that tell the functions of native/matrix.ll the shape."""
-    return [constant("i32", number) for number in (tiles.rows, tiles.columns, tiles.chunks)]
+    return tuple(constant("i32", number) for number in (tiles.rows, tiles.columns, tiles.chunks))

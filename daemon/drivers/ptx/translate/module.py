@@ -1,14 +1,16 @@
-"""A whole image to IR: for each kernel a thread function and the runner around it."""
+"""A whole image to IR: for each kernel a thread function and the runner around it, in parts to be compiled apart."""
 
 from dataclasses import dataclass, field
 
 from gpulease.daemon.drivers.ptx.limits import (
     MAX_IR_LINES,
+    MAX_LANE_ACCESSES,
     MAX_LANE_INSTRUCTIONS,
     MAX_OPTIMISED_ACCESSES,
-    MAX_OPTIMISED_ACCESSES_PER_IMAGE,
+    MAX_OPTIMISED_CALLING_ACCESSES,
     MAX_OPTIMISED_FUNCTIONS,
     MAX_OPTIMISED_INSTRUCTIONS,
+    MAX_SIMPLIFIED_ACCESSES,
     rejected,
 )
 from gpulease.daemon.drivers.ptx.memory import Needs
@@ -38,22 +40,37 @@ _STMATRIX_ACCESSES = 8
 
 
 @dataclass(slots=True)
+class IrBudget:
+    """Lines of IR that all parts of an image may still take together."""
+
+    lines: int
+
+    def take(self, text: str, function: Function) -> None:
+        """Count a function's IR. Raises ImageRejected."""
+        self.lines -= text.count("\n")
+        if self.lines < 0:
+            reason = f"the image takes more than {MAX_IR_LINES} steps"
+            raise rejected(reason, line=function.line, kernel=function.name)
+
+
+@dataclass(slots=True)
 class Part:
-    """Kernels that are compiled together, in the same way.
+    """Kernels that are compiled together, in the same way: one, or those that share functions.
 
     Attributes:
+        budget: What its image may take.
         callees: The functions they call.
         runners: Under which name each kernel's runner is in the IR.
         needs: What each kernel's blocks take.
     """
 
     effort: Effort
+    budget: IrBudget
     callees: Callees = field(default_factory=Callees)
     runners: dict[str, str] = field(default_factory=dict)
     needs: dict[str, Needs] = field(default_factory=dict)
     _definitions: list[str] = field(default_factory=list)
     _declarations: set[str] = field(default_factory=set)
-    _lines: int = 0
 
     @property
     def text(self) -> str:
@@ -120,12 +137,9 @@ class Part:
         self._define(translator.translate(self.callees.name(name) or ""), self.callees.functions[name])
 
     def _define(self, text: str, function: Function) -> None:
-        """Have a function's IR; all of a part together is bounded."""
+        """Have a function's IR."""
         self._definitions.append(text)
-        self._lines += text.count("\n")
-        if self._lines > MAX_IR_LINES:
-            reason = f"the image takes more than {MAX_IR_LINES} steps"
-            raise rejected(reason, line=function.line, kernel=function.name)
+        self.budget.take(text, function)
 
 
 def translate(image: Image) -> list[Part]:
@@ -135,25 +149,43 @@ def translate(image: Image) -> list[Part]:
     places = {name: n for n, name in enumerate([*(variable.name for variable in image.variables), *addressed])}
     functions = {function.name: function for function in image.subroutines}
     watching = watching_functions(image)
-    together, optimised, plain = (
-        Part(effort, Callees(functions, addressed, len(image.variables), watching))
-        for effort in (Effort.FEW, Effort.FULL, Effort.LEAST)
-    )
     graph, size_of = CallGraph(image), {name: _size(function) for name, function in functions.items()}
-    left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
+    budget = IrBudget(MAX_IR_LINES)
+
+    def part(effort: Effort, *, calls: bool = False) -> Part:
+        called = addressed if calls else ()
+        return Part(effort, budget, Callees(functions, called, len(image.variables), watching))
+
+    # Kernels that call functions have them in common; each of the others is compiled by itself.
+    calling = {effort: part(effort, calls=True) for effort in (Effort.FULL, Effort.LEAST)}
+    parts, left = list[Part](), MAX_OPTIMISED_CALLING_ACCESSES
     for function in image.functions:
-        sizes = [_size(function), *(size_of[name] for name in graph.reached(function))]
-        is_small = len(sizes) <= MAX_OPTIMISED_FUNCTIONS and max(accesses for accesses, _ in sizes) <= min(
-            left, MAX_OPTIMISED_ACCESSES
-        )
+        reached = graph.reached(function)
+        sizes = [_size(function), *(size_of[name] for name in reached)]
         accesses = sum(accesses for accesses, _ in sizes)
-        if is_small and max(instructions for _, instructions in sizes) <= MAX_OPTIMISED_INSTRUCTIONS:
-            left -= accesses
-            if not together.add_together(function, places):
-                optimised.add(function, places)
-        else:
-            plain.add(function, places)
-    return [part for part in (together, optimised, plain) if part.runners]
+        is_small = _fits(sizes, MAX_OPTIMISED_ACCESSES) and (not reached or accesses <= left)
+        together = part(Effort.FEW)
+        is_short = max(count for count, _ in sizes) <= MAX_LANE_ACCESSES
+        if is_short and (not reached or accesses <= left) and together.add_together(function, places):
+            parts.append(together)
+            continue
+        if reached:
+            left -= accesses if is_small else 0
+            calling[Effort.FULL if is_small else Effort.LEAST].add(function, places)
+            continue
+        simplified = Effort.SOME if _fits(sizes, MAX_SIMPLIFIED_ACCESSES) else Effort.LEAST
+        parts.append(part(Effort.FULL if is_small else simplified))
+        parts[-1].add(function, places)
+    return [*parts, *(part for part in calling.values() if part.runners)]
+
+
+def _fits(sizes: list[tuple[int, int]], most_accesses: int) -> bool:
+    """Say whether a kernel and the functions that it reaches can be optimised in little time."""
+    return (
+        len(sizes) <= MAX_OPTIMISED_FUNCTIONS
+        and max(accesses for accesses, _ in sizes) <= most_accesses
+        and max(instructions for _, instructions in sizes) <= MAX_OPTIMISED_INSTRUCTIONS
+    )
 
 
 def _size(function: Function) -> tuple[int, int]:

@@ -7,19 +7,18 @@ registers than elements the rest repeat the first, so what is done to every regi
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.library import MULTIPLY_DOUBLES
 from gpulease.daemon.drivers.ptx.native.structures import Access
-from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction, Operand, Space, Vector
+from gpulease.daemon.drivers.ptx.parse.syntax import Instruction, Operand, Space, Vector
 from gpulease.daemon.drivers.ptx.translate.access import address_in, fail_unless
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.fragments import BITS, Passage, tiles_of
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
 from gpulease.daemon.drivers.ptx.translate.matrix import (
     multiply,
-    multiply_as,
-    multiply_integers,
+    of_bytes,
+    of_doubles,
+    of_floats,
     registers_of,
-    sizes_of,
     take,
 )
 from gpulease.daemon.drivers.ptx.translate.operand_values import bits_type
@@ -119,7 +118,7 @@ def multiply_halves(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
     tiles = tiles_of(m["shape"], "f16")
     parts = [registers_of(t, operand, _HALF_REGISTERS) for operand in i.operands[1:3]]
     left, right = (Vector(part[:count]) for part, count in zip(parts, (tiles.a_words, tiles.b_words), strict=True))
-    multiply_as(t, (i.operands[0], left, right, i.operands[3]), tiles, ("f16", "f16"), m["d"], m["c"])
+    multiply(t, (i.operands[0], left, right, i.operands[3]), of_floats(tiles, ("f16", "f16"), m["d"], m["c"]))
 
 
 @FAMILY.form(
@@ -140,7 +139,7 @@ def multiply_halves(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
 )
 def multiply_floats(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """D = AB + C."""
-    multiply_as(t, i.operands, tiles_of(m["shape"], m["a"]), (m["a"], m["a"]), "f32", "f32")
+    multiply(t, i.operands, of_floats(tiles_of(m["shape"], m["a"]), (m["a"], m["a"]), "f32", "f32"))
 
 
 @FAMILY.form(
@@ -154,7 +153,7 @@ def multiply_floats(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
 )
 def multiply_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """D = AB + C; sums wrap, or with .satfinite stop at the ends."""
-    multiply_integers(t, i.operands, tiles_of(m["shape"], m["a"]), m)
+    multiply(t, i.operands, of_bytes(tiles_of(m["shape"], m["a"]), m))
 
 
 @FAMILY.form(
@@ -162,6 +161,4 @@ def multiply_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 )
 def multiply_doubles(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """D = AB + C, by fused multiplications and additions."""
-    tiles = tiles_of("m8n8k4", "f64")
-    counts = (tiles.a_words, tiles.b_words, tiles.results)
-    multiply(t, i.operands, counts, SCALARS["b64"], MULTIPLY_DOUBLES, sizes_of(tiles))
+    multiply(t, i.operands, of_doubles(tiles_of("m8n8k4", "f64")))

@@ -11,7 +11,7 @@ import pytest
 from gpulease.daemon.drivers import ptx
 from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.drivers.ptx import image
-from gpulease.daemon.drivers.ptx.image import CompiledImage, compile_image, load_code
+from gpulease.daemon.drivers.ptx.image import TranslatedImage, load_code, translate_image
 from gpulease.daemon.native import code_cache as kept_code
 
 # Names and addresses of all kinds, calls out of the code, two parts, a barrier: what must not be tied to one process.
@@ -59,12 +59,12 @@ IMAGE = b"""
 
 SCRIPT = """
 import sys
-from gpulease.daemon.drivers.ptx import image
+from gpulease.daemon.drivers.ptx import image, kernel_code
 from gpulease.daemon.native import code_cache as kept_code
 from gpulease.daemon.drivers.ptx.context import CpuContext
 if sys.argv[2] == "kept":
-    # Nothing may be compiled.
-    image.emit_object = kept_code.emit_object = None
+    # Nothing may be translated or compiled.
+    image.translate = kernel_code.emit_object = kept_code.emit_object = None
 context = CpuContext(1 << 20)
 kernels = context.module_load(open(sys.argv[1], "rb").read()).kernels
 into = context.mem_alloc(8)
@@ -102,9 +102,9 @@ def test_code_of_another_process_runs_here(kept: Path, tmp_path: Path) -> None:
     assert outputs[1] == outputs[0]
 
 
-def test_an_image_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_translated_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load_code(IMAGE, slice_bytes=1 << 20)
-    monkeypatch.setattr(image, "compile_image", None)
+    monkeypatch.setattr(image, "translate_image", None)
     assert load_code(IMAGE, slice_bytes=1 << 20) is first
     image._held.clear()
     assert load_code(IMAGE, slice_bytes=1 << 20).image == first.image
@@ -141,12 +141,12 @@ def test_all_sources_are_in_the_key() -> None:
 
 
 def test_what_is_kept_is_all_that_is_known() -> None:
-    compiled = compile_image(IMAGE, slice_bytes=1 << 20)
-    assert CompiledImage.from_bytes(compiled.to_bytes()) == compiled
+    compiled = translate_image(IMAGE, slice_bytes=1 << 20)
+    assert TranslatedImage.from_bytes(compiled.to_bytes()) == compiled
 
 
-def test_what_is_kept_but_makes_no_sense_is_compiled_anew(kept: Path) -> None:
-    compiled = compile_image(IMAGE, slice_bytes=1 << 20)
+def test_what_is_kept_but_makes_no_sense_is_translated_anew(kept: Path) -> None:
+    compiled = translate_image(IMAGE, slice_bytes=1 << 20)
     for nonsense in (b"", b"\x80", b"\x94\x91\x01\x90\x90\x90"):
         kept_code.keep(kept_code.key_of(b"image", IMAGE, ptx), nonsense)
         image._held.clear()

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
+from gpulease.daemon.drivers.ptx.translate import module
 from helpers.exact import KINDS, Kind
 from helpers.matrices import FORMATS, SHAPES, Place, Shape, dot, of_bytes
 
@@ -19,6 +20,15 @@ RunBlock = Callable[..., list[list[int]]]
 Matrix = list[list[int]]
 FEW = settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LANES = [(lane >> 2, lane & 3) for lane in range(32)]
+
+
+@pytest.fixture(params=["together", "apart"])
+def run_block(run_block: RunBlock, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RunBlock:
+    """Both ways of running a warp; the comment sets their code apart."""
+    if request.param == "apart":
+        monkeypatch.setattr(module, "MAX_LANE_INSTRUCTIONS", 0)
+    return lambda body, *rest, **options: run_block(f"// {request.param}\n{body}", *rest, **options)
+
 
 UNPACK = "".join(f"mov.b64 {{%r{2 * n}, %r{2 * n + 1}}}, %a{n};" for n in range(6))
 

@@ -4,7 +4,6 @@ import pytest
 
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.limits import MAX_OPTIMISED_ACCESSES, MAX_OPTIMISED_ACCESSES_PER_IMAGE
 from gpulease.daemon.drivers.ptx.parse.parser import parse
 from gpulease.daemon.drivers.ptx.translate import module, thread
 from gpulease.daemon.drivers.ptx.translate.module import translate
@@ -51,13 +50,29 @@ def test_a_kernel_with_little_or_nothing_in_it(context: CpuContext, body: str) -
     context.sync()
 
 
-def test_an_image_has_a_share_of_optimising() -> None:
-    count = MAX_OPTIMISED_ACCESSES_PER_IMAGE // 100
-    text = HEAD + "".join(kernel(f"k{k}", 98) for k in range(count + 3)) + kernel("large", MAX_OPTIMISED_ACCESSES)
-    optimised, plain = translate(parse(text))
-    assert (optimised.effort is Effort.LEAST, plain.effort is Effort.LEAST) == (False, True)
-    assert len(optimised.runners) == count
-    assert set(plain.runners) == {*(f"k{count + k}" for k in range(3)), "large"}
+def test_kernels_that_call_nothing_are_parts_of_their_own() -> None:
+    parts = translate(parse(HEAD + kernel("a", 2) + kernel("b", 3)))
+    assert [list(part.runners) for part in parts] == [["a"], ["b"]]
+
+
+def test_the_more_accesses_a_kernel_has_the_less_it_is_optimised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LANE_INSTRUCTIONS", 0)
+    monkeypatch.setattr(module, "MAX_OPTIMISED_ACCESSES", 10)
+    monkeypatch.setattr(module, "MAX_SIMPLIFIED_ACCESSES", 20)
+    # The barrier and the store count, and so does the load of the parameter.
+    counts = [most + more - 3 for most in (10, 20) for more in (0, 1)]
+    efforts = [part.effort for count in counts for part in translate(parse(HEAD + kernel("k", count)))]
+    assert efforts == [Effort.FULL, Effort.SOME, Effort.SOME, Effort.LEAST]
+
+
+def test_kernels_that_call_functions_are_one_part_and_share_its_optimising(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_OPTIMISED_CALLING_ACCESSES", 40)
+    function = ".func once(.param .b32 a) { .reg .b32 %a; ld.param.b32 %a, [a]; ret; }\n"
+    call = "{ .param .b32 given; st.param.b32 [given], 1; call once, (given); }"
+    kernels = [kernel(f"k{n}", 15).replace("ret;", f"{call} ret;") for n in range(3)]
+    optimised, plain = translate(parse(HEAD + ".address_size 64\n" + function + "".join(kernels)))
+    assert (optimised.effort, plain.effort) == (Effort.FULL, Effort.LEAST)
+    assert [list(part.runners) for part in (optimised, plain)] == [["k0", "k1"], ["k2"]]
 
 
 @pytest.mark.exhaustive
@@ -113,4 +128,5 @@ def test_lines_are_bounded_in_one_function_and_in_all(
 @pytest.mark.exhaustive
 def test_long_blocks_of_costly_instructions_compile_in_little_time(context: CpuContext) -> None:
     body = "sin.approx.f32 %f, %f; ex2.approx.f32 %f, %f;" * 2500
-    context.module_load(f"{HEAD}.entry k() {{ .reg .f32 %f; .shared .f32 x; {body} st.shared.f32 [x], %f; }}".encode())
+    text = f"{HEAD}.entry k() {{ .reg .f32 %f; .shared .f32 x; {body} st.shared.f32 [x], %f; }}"
+    assert context.compile_kernel(context.module_load(text.encode()).kernels["k"])

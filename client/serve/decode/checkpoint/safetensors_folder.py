@@ -1,0 +1,119 @@
+"""A folder as Hugging Face's transformers writes it: config.json and safetensors, in one file or in several.
+
+The library checks a file's header against the file: types, shapes, no holes, no overlaps, nothing missing at the end.
+Rows are then views of the mapped file.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from gpulease.client.serve.decode.checked_file import (
+    MAX_JSON_BYTES,
+    Members,
+    json_object,
+    map_file,
+    read_bytes,
+    rejected,
+    shown,
+)
+from gpulease.client.serve.decode.checkpoint.hugging_face_config import hugging_face_config
+from gpulease.client.serve.decode.checkpoint.model_tensors import check_names, check_shape, model_tensors
+from gpulease.client.serve.decode.checkpoint.rotary import divisors_of
+from gpulease.client.serve.decode.checkpoint.tensors import Tensor, TensorType
+from gpulease.client.serve.decode.decode_errors import ModelRejected
+from gpulease.client.serve.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
+from gpulease.client.serve.decode.text.tokenizer import Tokenizer
+
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+
+MAX_FILES: Final = 512
+"""Most files of one model. Stops an index from opening more files than a process may."""
+
+TYPES: Final = {"F32": TensorType.F32, "F16": TensorType.F16, "BF16": TensorType.BF16}
+"""The types that are read, by safetensors' names."""
+
+
+class SafetensorsFolder:
+    """A model in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open and check all of it but the weights' values. Raises ModelRejected."""
+        self.name = str(folder)
+        self._folder = folder
+        said = self._members("config.json")
+        generation = self._members("generation_config.json") if self._has("generation_config.json") else None
+        self.config = hugging_face_config(said, generation, folder_begin_token(folder))
+        found: dict[str, tuple[Path, tuple[int, ...], str, NDArray[np.uint8]]] = {}
+        for path in self._files():
+            for name, shape, kind, data in _opened(path):
+                if name in found:
+                    raise ModelRejected(f"{path}: tensor {shown(name)} is in {found[name][0].name} too")
+                found[name] = (path, shape, kind, data)
+        check_names(self.config, found, self.name)
+        self._tensors = {}
+        for name, wanted in model_tensors(self.config):
+            path, shape, kind, data = found[name]
+            check_shape(self.config, name, shape, wanted, str(path))
+            if kind not in TYPES:
+                raise ModelRejected(f"{path}: tensor {name} is of type {kind}; the engine reads {', '.join(TYPES)}")
+            self._tensors[name] = _tensor(name, shape, TYPES[kind], data)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one of the config's tensors. Raises KeyError for a name that is none of theirs."""
+        return self._tensors[name]
+
+    def rotary_divisors(self) -> NDArray[np.float64]:
+        """Divisors [head_width / 2] of the rotary embeddings' frequencies."""
+        return divisors_of(self.config)
+
+    def tokenizer(self) -> Tokenizer:
+        """Make its tokenizer. Raises ModelRejected where there is none, or a broken one."""
+        return folder_tokenizer(self._folder, self.config.begin_token)
+
+    def _has(self, name: str) -> bool:
+        return (self._folder / name).exists()
+
+    def _members(self, name: str) -> Members:
+        path = self._folder / name
+        return Members(json_object(read_bytes(path, MAX_JSON_BYTES), path), str(path))
+
+    def _files(self) -> list[Path]:
+        if self._has(WEIGHTS) or not self._has(INDEX):
+            return [self._folder / WEIGHTS]
+        index = self._members(INDEX)
+        places = index.object("weight_map")
+        names = sorted(set(map(str, places.values.values()))) if places else []
+        if not 1 <= len(names) <= MAX_FILES:
+            raise ModelRejected(f"{index.where}: weight_map names {len(names)} files; there must be 1 to {MAX_FILES}")
+        for name in names:
+            # A name with a folder in it could be any file of the host.
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ModelRejected(f"{index.where}: {shown(name)} is no name of a safetensors file beside it")
+        return [self._folder / name for name in names]
+
+
+def _opened(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, NDArray[np.uint8]]]:
+    """Each tensor of a file: name, shape, type, bytes. Raises ModelRejected."""
+    mapped = map_file(path)
+    begin = 8 + int.from_bytes(mapped[:8], "little")
+    if begin > MAX_JSON_BYTES:
+        raise ModelRejected(f"{path}: broken: its header has {begin:,} bytes; it may have {MAX_JSON_BYTES:,}")
+    # The library reads the header alone, and compares it with the file's length.
+    with rejected(ModelRejected, f"{path}: broken or truncated"), safe_open(path, framework="numpy"):
+        pass
+    for name, entry in json_object(mapped[8:begin], path).items():
+        if name != "__metadata__":
+            first, last = entry["data_offsets"]
+            data = np.frombuffer(mapped, np.uint8, last - first, begin + first)
+            yield name, tuple(entry["shape"]), entry["dtype"], data
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind: TensorType, data: NDArray[np.uint8]) -> Tensor:
+    rows = data.reshape(shape[0] if len(shape) > 1 else 1, -1)
+    return Tensor(name, shape, kind, lambda begin, end: rows[begin:end])

@@ -1,0 +1,461 @@
+"""Serves prompts from one model on a lease of its own: a scheduler decides, an engine computes, one task drives both.
+
+    async with Decoder.open("model.gguf") as decoder:
+        async for piece in decoder.generate("The capital of France is", max_tokens=32):
+            print(piece, end="", flush=True)
+
+A tenant's region that ends takes the tenant's sequences with it, and nobody else's. The decoder opens a new one, and
+replays the prompts and what was emitted: their next tokens are those that would have come.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import numpy as np
+
+from gpulease.client.aio import GpuBuilder
+from gpulease.client.aio.events import KeepAlive
+from gpulease.client.errors import GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
+from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model, size_bytes
+from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
+from gpulease.client.serve.decode.decode_requests import (
+    MAX_WAIT_S,
+    AnyEvent,
+    CompletionReason,
+    PromptRequest,
+    SamplingParameters,
+    SchedulerEvent,
+    TenantConfig,
+)
+from gpulease.client.serve.decode.engine import MAX_STEPS, BlockPool, DecodeEngine
+from gpulease.client.serve.decode.forward_pass import StepLimits, block_bytes, buffer_sizes
+from gpulease.client.serve.decode.model_config import ModelConfig
+from gpulease.client.serve.decode.row_records import ROW, Results, Rows, log_probabilities
+from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
+from gpulease.client.serve.decode.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from gpulease.client.serve.decode.text.tokenizer import Tokenizer
+
+LEASE_S: Final = 120.0
+"""Seconds of the lease; renewed in time for as long as the decoder is open."""
+
+SPARE_BYTES: Final = 64 << 20
+"""Memory of the lease beyond what is counted: the kernels' code, and the scratch of regions that ended."""
+
+REGION_GRANULE_BYTES: Final = 2 << 20
+"""Regions take multiples of so many bytes on a card."""
+
+MAX_POSITIONS: Final = 4096
+"""Positions of a sequence where the caller does not say: of a model's 131,072, blocks for few would fill a card."""
+
+DEFAULT_TENANT: Final = "default"
+
+DEFAULT_SEQUENCES: Final = 4
+"""Sequences of full length that the blocks of a decoder's only tenant are enough for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A token of a sequence.
+
+    Attributes:
+        token: The token.
+        position: Its place in the sequence; the prompt's first token has 0.
+        log_probability: The natural logarithm of its probability, before temperature, top_p and top_k.
+    """
+
+    token: int
+    position: int
+    log_probability: float
+
+
+class Generation:
+    """A prompt being continued: iterate over its tokens as they come.
+
+    Attributes:
+        request: The request; that of its last replay if it was replayed.
+        reason: Why it ended; None while it goes on.
+        replays: How often it was replayed because its tenant's region had ended.
+    """
+
+    def __init__(self, decoder: "Decoder", request: PromptRequest) -> None:
+        """Use `Decoder.submit`."""
+        self.request = request
+        self.reason: CompletionReason | None = None
+        self.replays = 0
+        self._decoder = decoder
+        self._emitted: deque[Emitted] = deque()
+        self._error: GpuLeaseError | None = None
+        self._changed = asyncio.Event()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Emitted:
+        """Wait for the next token. Raises RequestRejected, or EngineDecodeFailed if the engine is lost."""
+        while not self._emitted:
+            if self._error is not None:
+                raise self._error
+            if self.reason is not None:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        return self._emitted.popleft()
+
+    def cancel(self) -> None:
+        """End it; its rows are free for others from the next step on."""
+        self._decoder.cancel(self)
+
+    def _emit(self, emitted: Emitted) -> None:
+        self._emitted.append(emitted)
+        self._changed.set()
+
+    def _replay(self, request_id: str) -> None:
+        self.request = replace(self.request, request_id=request_id)
+        self.replays += 1
+
+    def _end(self, reason: CompletionReason, error: GpuLeaseError | None = None) -> None:
+        self.reason, self._error = reason, error
+        self._changed.set()
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSettings:
+    """Limits of a decoder, which makes room for them at its start.
+
+    Attributes:
+        max_rows: Rows of a step.
+        prefill_rows: Rows of prompts beside decoding sequences.
+        max_sequences: Live sequences.
+        positions: Positions of a sequence; None: the model's, 4,096 at most.
+        packed: Whether quantised weights stay packed.
+    """
+
+    max_rows: int = 64
+    prefill_rows: int = 32
+    max_sequences: int = 64
+    positions: int | None = None
+    packed: bool = True
+
+
+class Decoder:
+    """A model that serves prompts. `async with Decoder.open(...) as decoder:` opens it.
+
+    Attributes:
+        engine: The engine.
+        scheduler: Who decides; only the decoder tells it anything.
+        steps: Steps that were computed.
+        rebinds: Regions that were opened in the place of others that had ended.
+    """
+
+    def __init__(self, engine: DecodeEngine, scheduler: ContinuousBatchScheduler, checkpoint: Checkpoint) -> None:
+        """Use `open`."""
+        self.engine = engine
+        self.scheduler = scheduler
+        self._checkpoint = checkpoint
+        self._tokenizer: asyncio.Future[Tokenizer] | None = None
+        self.steps = self.rebinds = 0
+        self._pools: dict[str, BlockPool] = {}
+        self._generations: dict[str, Generation] = {}
+        self._constants = np.zeros(engine.limits.tables, ROW)
+        self._pending: deque[StepPlan] = deque()
+        self._wake = asyncio.Event()
+        self._renewals: dict[str, KeepAlive] = {}
+        self._refusal: RegionFailed | None = None
+        self._rebinding: set[asyncio.Task[None]] = set()
+        self._numbers = count(1)
+        self._failure: GpuLeaseError | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        model: str | Path | Checkpoint,
+        tenants: Iterable[TenantConfig] = (),
+        settings: DecoderSettings = DecoderSettings(),  # it can't be changed
+        *,
+        address: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> AsyncIterator[Self]:
+        """Acquire a lease, load the model, open each tenant's region; end all of it with the block.
+
+        Args:
+            model: A folder with safetensors, a `.gguf` file, or an opened checkpoint.
+            tenants: Who may submit; without any, one tenant, "default", with the engine's whole room.
+            settings: What to make room for.
+            address: The daemon's address, as `GpuBuilder` takes it.
+            progress: Called with the bytes loaded and the bytes in all.
+
+        Raises ModelRejected, CapacityExceeded if no card has the room, and what `GpuBuilder.acquire` raises.
+        """
+        checkpoint = open_model(model) if isinstance(model, str | Path) else model
+        config = checkpoint.config
+        positions = settings.positions or min(config.context, MAX_POSITIONS)
+        limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
+        configs = tuple(tenants) or (_only_tenant(limits),)
+        pools = (_region_bytes(tenant.max_blocks * block_bytes(config)) for tenant in configs)
+        wanted = size_bytes(checkpoint, packed=settings.packed, positions=positions)
+        wanted += sum(buffer_sizes(config, limits).values()) + sum(pools) + SPARE_BYTES
+        scheduler = ContinuousBatchScheduler(_scheduler_settings(settings, config, positions), configs)
+        async with AsyncExitStack() as stack:
+            builder = GpuBuilder(address).min_vram(wanted).lease_secs(LEASE_S).regions_required()
+            lease = await stack.enter_async_context(builder.acquire())
+            await stack.enter_async_context(lease.keep_alive())
+            engine = await DecodeEngine.open(lease, checkpoint, limits, packed=settings.packed, progress=progress)
+            stack.push_async_callback(engine.close)
+            decoder = cls(engine, scheduler, checkpoint)
+            for tenant in configs:
+                await decoder._open_pool(tenant)
+            task = asyncio.create_task(decoder._run())
+            try:
+                yield decoder
+            finally:
+                await decoder._stop(task)
+
+    # --- requests ---
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        sampling: SamplingParameters = SamplingParameters(),  # noqa: B008  # it can't be changed
+        tenant_id: str = DEFAULT_TENANT,
+        wait_s: float = MAX_WAIT_S,
+    ) -> Generation:
+        """Submit a prompt's tokens. Returns the generation, whose tokens come as they are computed.
+
+        Args:
+            token_ids: The prompt.
+            max_tokens: Tokens to emit at most.
+            sampling: How they are chosen.
+            tenant_id: Whose it is.
+            wait_s: Seconds for which it may wait for room; 0 refuses it at once.
+
+        Raises RequestRejected for what can't be taken, NoModelLoaded or EngineDecodeFailed if the engine is gone.
+        """
+        if self._failure is not None:
+            raise self._failure
+        request_id = f"request-{next(self._numbers)}"
+        request = PromptRequest(tenant_id, request_id, tuple(token_ids), sampling, max_tokens, wait_s)
+        generation = self._generations[request_id] = Generation(self, request)
+        try:
+            self._tell(self.scheduler.submit(request, time.monotonic()))
+        except BaseException:
+            del self._generations[request_id]
+            raise
+        self._wake.set()
+        return generation
+
+    async def generate(
+        self,
+        text: str,
+        *,
+        max_tokens: int,
+        sampling: SamplingParameters = SamplingParameters(),  # noqa: B008  # it can't be changed
+        tenant_id: str = DEFAULT_TENANT,
+    ) -> AsyncGenerator[str, None]:
+        """Continue a text. Yields what comes behind it, in pieces of whole characters, as they are computed.
+
+        Closing the generator ends the sequence. Arguments are those of `submit`.
+
+        Raises ModelRejected for a model without a tokenizer, and what `submit` and the generation's iterator raise.
+        """
+        tokenizer = await self.tokenizer()
+        generation = self.submit(tokenizer.encode(text), max_tokens=max_tokens, sampling=sampling, tenant_id=tenant_id)
+        stream = tokenizer.stream()
+        try:
+            async for emitted in generation:
+                if piece := stream.add(emitted.token):
+                    yield piece
+            if rest := stream.end():
+                yield rest
+        finally:
+            generation.cancel()
+
+    async def tokenizer(self) -> "Tokenizer":
+        """Return the model's tokenizer. Raises ModelRejected where it has none, or a broken one.
+
+        The first call makes it, in a thread: that of a large vocabulary takes a second.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = asyncio.ensure_future(asyncio.to_thread(self._checkpoint.tokenizer))
+        return await asyncio.shield(self._tokenizer)
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation; one that has ended stays as it is."""
+        self._tell(self.scheduler.cancel(generation.request.request_id))
+        self._wake.set()
+
+    # --- the loop ---
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._wake.clear()
+                if self._refusal is None:
+                    await self._start_steps()
+                if self._pending:
+                    await self._finish_step()
+                elif self._refusal is not None:
+                    error, self._refusal = self._refusal, None
+                    self._lose(error)
+                else:
+                    await self._sleep()
+        except GpuLeaseError as error:
+            self._fail(EngineDecodeFailed(f"The engine is lost: {error}", "Open a decoder anew", error.failure))
+        except Exception as error:
+            self._fail(EngineDecodeFailed(f"The engine is lost: {type(error).__name__}: {error}"))
+            raise
+
+    async def _start_steps(self) -> None:
+        """Start what there is to compute, up to two steps."""
+        while self.scheduler.unanswered_steps < MAX_STEPS:
+            plan = self.scheduler.plan(time.monotonic())
+            self._tell(plan.events)
+            if not plan.sequences:
+                return
+            pools = [self._pools[tenant.config.id] for tenant in plan.tenants]
+            try:
+                await self.engine.start(self._rows_of(plan), pools)
+            except RegionFailed as error:
+                # Steps under way end first: the refusal may be one of theirs.
+                self._refusal = error
+                self._tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, time.monotonic()))
+                return
+            self._pending.append(plan)
+
+    async def _finish_step(self) -> None:
+        plan = self._pending[0]
+        try:
+            results = await self.engine.finish()
+        except RegionFailed as error:
+            self._pending.clear()
+            self._refusal = None
+            self._tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, time.monotonic()))
+            self._lose(error)
+            return
+        self._pending.popleft()
+        self.steps += 1
+        self._tell(self.scheduler.completed(plan, results["token"].tolist()), results)
+
+    async def _sleep(self) -> None:
+        deadline = self.scheduler.next_deadline
+        delay_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._wake.wait()
+
+    def _rows_of(self, plan: StepPlan) -> Rows:
+        """Write down a plan's rows: what is constant of a sequence, and what is the step's."""
+        for sequence in plan.joined:
+            pool, sampling = self._pools[sequence.tenant.config.id], sequence.request.sampling
+            constants = self._constants[sequence.table]
+            constants["base"], constants["blocks"] = pool.region.address, pool.blocks
+            constants["seed"], constants["top_k"], constants["top_p"] = sampling.seed, sampling.top_k, sampling.top_p
+            constants["inverse_temperature"] = sampling.inverse_temperature
+        rows: Rows = self._constants[plan.tables]
+        rows["token"], rows["source"], rows["position"] = plan.tokens, plan.sources, plan.positions
+        rows["table"], rows["block"] = plan.tables, plan.blocks
+        return rows
+
+    def _tell(self, events: Iterable[AnyEvent], results: Results | None = None) -> None:
+        """Pass events on to the generations that they are about."""
+        logs = None if results is None else log_probabilities(results)
+        for event in events:
+            generation = self._generations.get(event.request.request_id)
+            if generation is None:
+                continue
+            if isinstance(event, SchedulerEvent.Token):
+                assert logs is not None
+                generation._emit(Emitted(event.token, event.position, float(logs[event.row])))
+                continue
+            del self._generations[event.request.request_id]
+            if isinstance(event, SchedulerEvent.AdmissionRejected):
+                error = RequestRejected(f"{event.reason}: {event.detail}")
+                generation._end(CompletionReason.CANCELLED, error)
+            elif event.continued_by:
+                self._generations[event.continued_by] = generation
+                generation._replay(event.continued_by)
+            else:
+                generation._end(event.reason)
+
+    # --- regions that end ---
+
+    def _lose(self, error: RegionFailed) -> None:
+        """Take a tenant's region as gone: the tenant's sequences end, and wait for a new region."""
+        tenant_id = next((name for name, pool in self._pools.items() if pool.region.lease_id == error.lease_id), None)
+        if tenant_id is None:
+            raise error
+        reason = _REASONS.get(type(error), CompletionReason.REVOKED)
+        self._tell(self.scheduler.revoked(tenant_id, reason, time.monotonic()))
+        task = asyncio.create_task(self._rebind(tenant_id, self._pools.pop(tenant_id)))
+        self._rebinding.add(task)
+        task.add_done_callback(self._rebinding.discard)
+
+    async def _rebind(self, tenant_id: str, lost: BlockPool) -> None:
+        """Open a region in the place of one that ended, as soon as the tenant's limiter lets it."""
+        await self._renewals.pop(tenant_id).stop()
+        await self.engine.close_pool(lost)
+        await asyncio.sleep(self.scheduler.rebind_delay_s(tenant_id, time.monotonic()))
+        tenant = self.scheduler.tenants[tenant_id].config
+        await self._open_pool(tenant)
+        self.rebinds += 1
+        self._tell(self.scheduler.rebound(tenant_id, tenant.max_blocks, time.monotonic()))
+        self._wake.set()
+
+    async def _open_pool(self, tenant: TenantConfig) -> None:
+        """Open a tenant's region, and renew it in time for as long as it goes on."""
+        pool = await self.engine.open_pool(tenant.max_blocks, tenant=tenant.id, ttl_secs=LEASE_S)
+        self._pools[tenant.id] = pool
+        self._renewals[tenant.id] = pool.region.keep_alive()
+
+    # --- ends ---
+
+    def _fail(self, error: GpuLeaseError) -> None:
+        """End every generation: the engine is lost, or closed."""
+        self._failure = error
+        generations = list(self._generations.values())
+        self._generations.clear()
+        for generation in generations:
+            generation._end(CompletionReason.ENGINE_ERROR, error)
+
+    async def _stop(self, task: asyncio.Task[None]) -> None:
+        tasks = [task, *self._rebinding]
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for renewal in self._renewals.values():
+            await renewal.stop()
+        self._fail(NoModelLoaded("The decoder is closed", "Open one with Decoder.open"))
+
+
+_REASONS: Final = {RegionExpired: CompletionReason.EXPIRED, RegionCancelled: CompletionReason.CANCELLED}
+
+
+def _only_tenant(limits: StepLimits) -> TenantConfig:
+    """The tenant of a decoder that serves one."""
+    return TenantConfig(DEFAULT_TENANT, limits.tables, DEFAULT_SEQUENCES * limits.table_blocks)
+
+
+def _region_bytes(size_bytes: int) -> int:
+    return -(-size_bytes // REGION_GRANULE_BYTES) * REGION_GRANULE_BYTES
+
+
+def _scheduler_settings(settings: DecoderSettings, config: ModelConfig, positions: int) -> SchedulerSettings:
+    return SchedulerSettings(
+        max_sequences=settings.max_sequences,
+        max_rows=settings.max_rows,
+        prefill_rows=min(settings.prefill_rows, settings.max_rows),
+        context=positions,
+        vocabulary=config.vocabulary,
+        end_tokens=frozenset(config.end_tokens),
+    )

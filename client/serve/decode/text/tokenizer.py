@@ -1,0 +1,152 @@
+"""A model's tokenizer: the `tokenizers` library's, with the model's begin token, its chat template and streams.
+
+The library cuts texts. Tokens become text here, by the bytes that each stands for: a stream then costs a table's look a
+token, and holds back a character that is not whole. The library would decode a part of the text anew for every token.
+"""
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import tokenizers
+
+from gpulease.client.serve.decode.checked_file import rejected, shown
+from gpulease.client.serve.decode.decode_errors import ModelRejected, RequestRejected
+from gpulease.client.serve.decode.text.chat_template import ChatTemplate
+
+
+def _letters() -> dict[str, int]:
+    """The bytes of GPT-2's letters (bytes_to_unicode in its encoder): one for each byte, printable ones themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+LETTERS: Final = _letters()
+SPACE: Final = "▁"
+"""SentencePiece's mark of a space."""
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Attributes:
+        begin_token: The token that a prompt begins with; None if it begins without one.
+        chat_template: How a chat becomes a prompt; None for a model that is none for chats.
+        vocabulary: Number of tokens that texts can have; the model may have more.
+    """
+
+    def __init__(
+        self, library: tokenizers.Tokenizer, begin_token: int | None, chat_template: ChatTemplate | None, where: str
+    ) -> None:
+        """Take the library's tokenizer.
+
+        Args:
+            library: The library's.
+            begin_token: The attribute.
+            chat_template: The attribute.
+            where: The file that it is of, for errors.
+
+        Raises ModelRejected where its tokens are neither GPT-2's nor SentencePiece's.
+        """
+        self.begin_token = begin_token
+        self.chat_template = chat_template
+        self.vocabulary = int(library.get_vocab_size(with_added_tokens=True))
+        self._library = library
+        self._added = library.get_added_tokens_decoder()
+        steps = _decoder_steps(library)
+        if not {"ByteLevel", "ByteFallback"} & steps:
+            raise ModelRejected(f"{where}: the tokenizer's decoder {shown(', '.join(sorted(steps)))} is not known")
+        self._is_byte_level = "ByteLevel" in steps
+        # SentencePiece's texts begin with a space that is not theirs.
+        self._begins_with_space = "Strip" in steps
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, *, begins: bool = True) -> list[int]:
+        """Cut a text into tokens. The names of special tokens in it become those tokens.
+
+        Args:
+            text: The text.
+            begins: Put the model's begin token before it, where it has one and the text does not name it.
+
+        Raises RequestRejected for a text that is no UTF-8: one with half of a surrogate pair.
+        """
+        with rejected(RequestRejected, "the text can't be cut into tokens"):
+            tokens: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        if begins and self.begin_token is not None and tokens[:1] != [self.begin_token]:
+            return [self.begin_token, *tokens]
+        return tokens
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Put the tokens of a whole text together, without the special ones. Broken bytes become U+FFFD."""
+        text = b"".join(map(self.bytes_of, tokens)).decode(errors="replace")
+        return text.removeprefix(" ") if self._begins_with_space else text
+
+    def stream(self) -> "TextStream":
+        """Begin a text that grows by tokens, behind a prompt: a space at its begin is its own."""
+        return TextStream(self.bytes_of)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes that a token stands for; b"" for a special one and for one that texts don't have."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._find_bytes(token)
+        return known
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Cut a chat into the tokens of a prompt.
+
+        Args:
+            messages: Each with `role` and `content`, the first one first.
+            variables: What the template takes besides, such as `enable_thinking`.
+
+        Raises RequestRejected for a model without a chat template, and for messages that it does not take.
+        """
+        if self.chat_template is None:
+            raise RequestRejected("the model has no chat template", "Send the prompt as a text, for a completion")
+        return self.encode(self.chat_template.render(messages, **variables))
+
+    def _find_bytes(self, token: int) -> bytes:
+        if token in self._added:
+            added = self._added[token]
+            return b"" if added.special else str(added.content).encode()
+        if not 0 <= token < self.vocabulary:
+            return b""
+        piece = self._library.id_to_token(token) or ""
+        if self._is_byte_level:
+            return bytes(LETTERS[letter] for letter in piece) if LETTERS.keys() >= set(piece) else piece.encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace(SPACE, " ").encode()
+
+
+class TextStream:
+    """A text that grows by tokens: gives what is certain, and holds back a character that is not whole yet."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        """Args: bytes_of: Gives the bytes that a token stands for."""
+        self._bytes_of = bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        """Add a token, and return the text that is certain by now and was not given before; "" for none."""
+        return self._decoder.decode(self._bytes_of(token))
+
+    def end(self) -> str:
+        """Return the rest: U+FFFD for a character whose last bytes never came, mostly ""."""
+        return self._decoder.decode(b"", final=True)
+
+
+def library_tokenizer(text: str, where: str) -> tokenizers.Tokenizer:
+    """Make a tokenizer of a tokenizer.json's text. Raises ModelRejected."""
+    with rejected(ModelRejected, f"{where}: no tokenizer"):
+        return tokenizers.Tokenizer.from_str(text)
+
+
+def _decoder_steps(library: tokenizers.Tokenizer) -> set[str]:
+    """The kinds of what the library does to put tokens together."""
+    if library.decoder is None:
+        return set()
+    said = json.loads(library.decoder.__getstate__())
+    return {step["type"] for step in said.get("decoders", [said])}

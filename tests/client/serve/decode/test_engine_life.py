@@ -1,0 +1,53 @@
+"""An engine's end, and an engine that never was: neither leaves anything on its lease."""
+
+import asyncio
+
+import pytest
+
+from gpulease.client.aio import GpuBuilder, GpuSession
+from gpulease.client.errors import AllocFailed
+from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
+from gpulease.client.serve.decode.decode_errors import NoModelLoaded, RequestRejected
+from gpulease.client.serve.decode.engine import DecodeEngine
+from gpulease.client.serve.decode.forward_pass import StepLimits
+from helpers.daemon import Daemon
+from helpers.decode.engine_rig import GREEDY, opened
+from helpers.decode.random_models import TINY
+
+MIB = 1 << 20
+LIMITS = StepLimits(max_rows=2, tables=2, positions=64)
+
+
+def test_a_closed_engine_refuses_all_and_its_lease_goes_on(daemon: Daemon) -> None:
+    async def part() -> None:
+        async with opened(daemon.address, RandomCheckpoint(TINY, 1), LIMITS) as rig:
+            engine = rig.engine
+            await engine.start(rig.row(rig.seat(), GREEDY, 0, 7), [rig.pools[0]])
+            await engine.close()
+            await engine.close()
+            assert engine.steps_under_way == 0
+            with pytest.raises(NoModelLoaded):
+                await engine.start(rig.row(rig.seat(), GREEDY, 0, 7), [rig.pools[0]])
+            with pytest.raises(RequestRejected):
+                await engine.finish()
+            with pytest.raises(NoModelLoaded):
+                await engine.logits(1)
+            with pytest.raises(NoModelLoaded):
+                await engine.open_pool(1)
+            async with GpuSession(rig.lease) as session:
+                await session.mem_alloc(MIB)
+
+    asyncio.run(part())
+
+
+@pytest.mark.parametrize("size_bytes", [MIB // 2, 3 * MIB // 2], ids=["weights", "buffers"])
+def test_an_engine_that_its_lease_has_no_room_for_leaves_nothing(daemon: Daemon, size_bytes: int) -> None:
+    async def part() -> None:
+        builder = GpuBuilder(daemon.address).min_vram(size_bytes).lease_secs(60)
+        async with builder.acquire() as lease:
+            with pytest.raises(AllocFailed):
+                await DecodeEngine.open(lease, RandomCheckpoint(TINY, 1), LIMITS)
+            async with GpuSession(lease) as session:
+                await session.mem_alloc(size_bytes - MIB // 4)
+
+    asyncio.run(part())

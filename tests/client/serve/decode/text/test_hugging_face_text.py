@@ -1,0 +1,105 @@
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from gpulease.client.serve.decode.decode_errors import ModelRejected
+from gpulease.client.serve.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
+from gpulease.client.serve.decode.text.tokenizer import LETTERS
+
+CHATML: Final = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+
+
+def library(begins: str | None = None) -> LibraryTokenizer:
+    made = LibraryTokenizer(models.BPE(dict(LETTERS), []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<begin>", "<end>"])
+    template = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 256)])
+    if begins == "alone":
+        made.post_processor = template
+    if begins == "in a sequence":
+        made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    if begins == "at the end":
+        made.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[("<end>", 257)])
+    return made
+
+
+def write(folder: Path, made: LibraryTokenizer, says: dict[str, Any] | None = None) -> Path:
+    made.save(str(folder / "tokenizer.json"))
+    if says is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(says))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("begins", "token"), [("alone", 256), ("in a sequence", 256), ("at the end", None), (None, None)]
+)
+def test_the_begin_token_is_the_post_processor_s(tmp_path: Path, begins: str | None, token: int | None) -> None:
+    made = library(begins)
+    folder = write(tmp_path, made)
+    assert folder_begin_token(folder) == token
+    assert (made.encode("a").ids[0] == 256) == (token is not None)
+
+
+def test_a_folder_without_a_tokenizer_has_no_begin_token(tmp_path: Path) -> None:
+    assert folder_begin_token(tmp_path) is None
+
+
+def test_a_folder_s_tokenizer_is_the_library_s(tmp_path: Path) -> None:
+    tokenizer = folder_tokenizer(write(tmp_path, library("alone")), 256)
+    assert tokenizer.encode("aé<end>") == library("alone").encode("aé<end>").ids
+    assert tokenizer.chat_template is None
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"chat_template": CHATML, "bos_token": "<begin>", "eos_token": "<end>"},
+        {"chat_template": CHATML, "bos_token": {"content": "<begin>"}, "eos_token": {"content": "<end>"}},
+        {
+            "chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}],
+            "bos_token": "<begin>",
+            "eos_token": "<end>",
+        },
+    ],
+    ids=["texts", "objects", "templates by name"],
+)
+def test_a_chat_template_is_found_as_transformers_writes_it(tmp_path: Path, says: dict[str, Any]) -> None:
+    tokenizer = folder_tokenizer(write(tmp_path, library(), says), None)
+    assert tokenizer.encode_chat([{"role": "user", "content": "a"}]) == [256, ord("a"), 257]
+
+
+def test_a_template_in_a_file_of_its_own_goes_first(tmp_path: Path) -> None:
+    folder = write(tmp_path, library(), {"chat_template": "old", "bos_token": "<begin>"})
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}new")
+    template = folder_tokenizer(folder, None).chat_template
+    assert template is not None
+    assert template.render([]) == "<begin>new"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("tokenizer.json", b"{", "tokenizer.json: no tokenizer"),
+        ("tokenizer.json", b"\xff", "tokenizer.json: no UTF-8"),
+        ("tokenizer.json", b'{"model": {"type": "BPE"}}', "tokenizer.json: no tokenizer"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json: no JSON object"),
+        ("tokenizer_config.json", b'{"chat_template": 7}', "tokenizer_config.json: chat_template is no text"),
+        ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "tokenizer_config.json: the chat template is brok"),
+        ("chat_template.jinja", b"{% if %}", "chat_template.jinja: the chat template is broken"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, text: bytes, sentence: str) -> None:
+    folder = write(tmp_path, library())
+    (folder / name).write_bytes(text)
+    with pytest.raises(ModelRejected, match=sentence):
+        folder_tokenizer(folder, None)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelRejected, match=r"tokenizer.json: No such file or directory"):
+        folder_tokenizer(tmp_path, None)

@@ -1,0 +1,91 @@
+"""A first launch compiles its kernel: the broker sees since when, and a lease that ended meanwhile launches nothing."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.drivers.interface import Kernel, LaunchRejected
+from gpulease.daemon.session.operations import LeaseOver
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.framing import Frame, FrameReader
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.messages import GraphCreate, GraphNode, Launch
+from gpulease.protocol.opcodes import Opcode, Status
+from helpers.session_rig import LEASE, Rig, launch_of, rig
+
+
+def send(made: Rig, op: Opcode, body: Any) -> Frame:
+    reply = made.session.handle(Frame(op, 0, 0, 1, LEASE, memoryview(build_body(body))))
+    assert reply is not None
+    reader = FrameReader(MAX_PAYLOAD_BYTES)
+    reader.receive_data(reply)
+    frame = reader.next_frame()
+    assert frame is not None
+    return frame
+
+
+def graph_of(launch: Launch) -> GraphCreate:
+    return GraphCreate((GraphNode(Opcode.LAUNCH, build_body(launch)),), (), (), ())
+
+
+WAYS = pytest.mark.parametrize(
+    ("op", "of"), [(Opcode.LAUNCH, lambda launch: launch), (Opcode.GRAPH_CREATE, graph_of)], ids=["launch", "graph"]
+)
+
+
+@WAYS
+def test_the_broker_sees_since_when_it_compiles(op: Opcode, of: Callable[[Launch], Any]) -> None:
+    since: list[int] = []
+    with rig() as made:
+
+        def compile_kernel(kernel: Kernel) -> bool:
+            since.append(made.page.counter(Counter.COMPILING_SINCE_NS))
+            return True
+
+        made.context.compile_kernel = compile_kernel  # type: ignore[attr-defined]
+        before = time.monotonic_ns()
+        send(made, op, of(launch_of(made)))
+        assert before <= since[0] <= time.monotonic_ns()
+        assert made.page.counter(Counter.COMPILING_SINCE_NS) == 0
+        send(made, op, of(launch_of(made)))
+        assert len(since) == 1
+
+
+@WAYS
+def test_a_lease_that_ended_meanwhile_launches_nothing(op: Opcode, of: Callable[[Launch], Any]) -> None:
+    with rig() as made:
+
+        def compile_kernel(kernel: Kernel) -> bool:
+            made.page.refuse(Status.REVOKED)
+            return True
+
+        made.context.compile_kernel = compile_kernel  # type: ignore[attr-defined]
+        reply = send(made, op, of(launch_of(made)))
+        assert reply.status == Status.REVOKED
+        assert made.context.launches == []
+
+
+def test_a_kernel_that_can_not_be_compiled_is_a_launch_that_failed_and_charges_nothing() -> None:
+    with rig() as made:
+
+        def compile_kernel(kernel: Kernel) -> bool:
+            raise LaunchRejected("no way")
+
+        made.context.compile_kernel = compile_kernel  # type: ignore[attr-defined]
+        reply = send(made, Opcode.LAUNCH, launch_of(made))
+        assert reply.status == Status.LAUNCH_FAILED
+        assert b"scale: no way" in bytes(reply.payload)
+        assert made.page.counter(Counter.COMPILING_SINCE_NS) == 0
+
+
+def test_lease_over_is_what_a_compilation_raises_behind_the_end() -> None:
+    with rig() as made:
+        made.page.refuse(Status.REVOKED)
+        made.context.compile_kernel = lambda kernel: True  # type: ignore[attr-defined]
+        with pytest.raises(LeaseOver):
+            made.session._resources.compile_kernel(None)  # type: ignore[arg-type]
+        made.context.compile_kernel = lambda kernel: False  # type: ignore[attr-defined]
+        made.session._resources.compile_kernel(None)  # type: ignore[arg-type]

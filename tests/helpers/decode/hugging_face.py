@@ -1,0 +1,107 @@
+"""Hugging Face transformers in f32 as a reference for the decode engine, where torch is installed."""
+
+import importlib.util
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from gpulease.client.serve.decode.model_config import Family, ModelConfig
+from helpers.decode.agreement import Logits
+from helpers.decode.made_models import F32, write_bf16_tensors
+from helpers.decode.recorded import record
+
+CLASSES = {Family.LLAMA: "LlamaForCausalLM", Family.QWEN2: "Qwen2ForCausalLM", Family.QWEN3: "Qwen3ForCausalLM"}
+MAX_BATCH = 64
+IS_INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """A model's config.json."""
+    told: dict[str, Any] = {
+        "architectures": [CLASSES[config.family]],
+        "model_type": str(config.family),
+        "attention_bias": False,
+        "bos_token_id": config.begin_token,
+        "eos_token_id": config.end_tokens[0],
+        "head_dim": config.head_width,
+        "hidden_act": "silu",
+        "hidden_size": config.width,
+        "intermediate_size": config.inner_width,
+        "max_position_embeddings": config.context,
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": config.key_heads,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.is_tied,
+        "torch_dtype": "bfloat16",
+        "vocab_size": config.vocabulary,
+    }
+    if (scaling := config.rope_scaling) is not None:
+        told["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    return told
+
+
+def write_folder(folder: Path, config: ModelConfig, tensors: dict[str, F32]) -> None:
+    """Write config.json and model.safetensors; values are bf16's already, and kept so."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_json(config)))
+    write_bf16_tensors(folder / "model.safetensors", tensors)
+
+
+class Transformers:
+    """A model folder computed by transformers in f32, without TF32."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.backends.cuda.matmul.allow_tf32 = False
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self._model = model.to(self._device).eval()
+
+    def logits(self, token_ids: list[int]) -> Logits:
+        """Logits [tokens, vocabulary] of every position."""
+        logits: Logits = self._computed([token_ids]).logits[0].cpu().numpy()
+        return logits
+
+    def greedy(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        """The `count` likeliest next tokens of each prompt; those of one length are computed together."""
+        places = defaultdict(list)
+        for place, prompt in enumerate(prompts):
+            places[len(prompt)].append(place)
+        outputs: list[list[int]] = [[] for _ in prompts]
+        for together in places.values():
+            for first in range(0, len(together), MAX_BATCH):
+                batch = together[first : first + MAX_BATCH]
+                for place, output in zip(batch, self._decoded([prompts[at] for at in batch], count), strict=True):
+                    outputs[place] = output
+        return outputs
+
+    def _decoded(self, rows: list[list[int]], count: int) -> list[list[int]]:
+        found: list[list[int]] = []
+        result = self._computed(rows)
+        for _ in range(count):
+            chosen = result.logits[:, -1].argmax(-1)
+            found.append(chosen.tolist())
+            if len(found) < count:
+                result = self._computed(chosen[:, None].tolist(), result.past_key_values)
+        return [list(output) for output in zip(*found, strict=True)]
+
+    def _computed(self, rows: list[list[int]], cache: Any = None) -> Any:
+        import torch
+
+        with torch.no_grad():
+            return self._model(torch.tensor(rows, device=self._device), past_key_values=cache, use_cache=True)
+
+
+if __name__ == "__main__":
+    record(Transformers)

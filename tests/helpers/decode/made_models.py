@@ -1,0 +1,123 @@
+"""Models for tests of the decode engine: the tiny trained one, and random ones of every family."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+import gpulease.client.serve.decode
+from gpulease.client.serve.decode.model_config import Family, ModelConfig, RopeScaling
+from helpers.decode.reference import shapes_of
+
+TINY_FOLDER = Path(gpulease.client.serve.decode.__path__[0]) / "tiny"
+
+F32 = npt.NDArray[np.float32]
+
+
+def rounded_to_bf16(values: F32) -> F32:
+    """The nearest bf16 of each value, ties to even, as f32. Values are finite."""
+    words = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((words + 0x7FFF + ((words >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def bf16_tensors(path: Path) -> dict[str, F32]:
+    """Tensors of a safetensors file that holds bf16 alone, as f32."""
+    whole = path.read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    tensors = {}
+    for name, entry in json.loads(whole[8:begin]).items():
+        if name == "__metadata__":
+            continue
+        assert entry["dtype"] == "BF16", name
+        first, last = entry["data_offsets"]
+        words = np.frombuffer(whole[begin + first : begin + last], "<u2").astype(np.uint32)
+        tensors[name] = (words << 16).view(np.float32).reshape(entry["shape"])
+    return tensors
+
+
+def write_bf16_tensors(path: Path, tensors: Mapping[str, F32]) -> None:
+    """Write a safetensors file of values that are bf16's already."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    data: list[bytes] = []
+    size_bytes = 0
+    for name, tensor in tensors.items():
+        words = np.ascontiguousarray(tensor).view(np.uint32)
+        assert not (words & 0xFFFF).any(), name
+        data.append((words >> 16).astype("<u2").tobytes())
+        offsets = [size_bytes, size_bytes + len(data[-1])]
+        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": offsets}
+        size_bytes = offsets[1]
+    told = json.dumps(header).encode()
+    path.write_bytes(b"".join([len(told).to_bytes(8, "little"), told, *data]))
+
+
+def config_of(folder: Path) -> ModelConfig:
+    """The shape of a Llama without stretched embeddings, from its config.json."""
+    told = json.loads((folder / "config.json").read_text())
+    return ModelConfig(
+        family=Family.LLAMA,
+        layers=told["num_hidden_layers"],
+        width=told["hidden_size"],
+        heads=told["num_attention_heads"],
+        key_heads=told["num_key_value_heads"],
+        head_width=told["head_dim"],
+        inner_width=told["intermediate_size"],
+        vocabulary=told["vocab_size"],
+        context=told["max_position_embeddings"],
+        rope_theta=told["rope_theta"],
+        norm_epsilon=told["rms_norm_eps"],
+        is_tied=told["tie_word_embeddings"],
+        begin_token=told["bos_token_id"],
+        end_tokens=(told["eos_token_id"],),
+    )
+
+
+def tiny_model() -> tuple[ModelConfig, dict[str, F32]]:
+    """The trained model that ships with the engine."""
+    return config_of(TINY_FOLDER), bf16_tensors(TINY_FOLDER / "model.safetensors")
+
+
+SMALL_LLAMA = ModelConfig(
+    family=Family.LLAMA,
+    layers=2,
+    width=256,
+    heads=4,
+    key_heads=2,
+    head_width=64,
+    inner_width=512,
+    vocabulary=320,
+    context=256,
+    rope_theta=10_000.0,
+    norm_epsilon=1e-5,
+    is_tied=True,
+    end_tokens=(0,),
+)
+"""A Llama whose rows are whole superblocks of 256 values, as K-quants need them."""
+
+SMALL_MODELS = {
+    "llama": SMALL_LLAMA,
+    "llama3": replace(SMALL_LLAMA, rope_theta=500_000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64), is_tied=False),
+    "qwen2": replace(SMALL_LLAMA, family=Family.QWEN2, has_bias=True, norm_epsilon=1e-6),
+    "qwen3": replace(SMALL_LLAMA, family=Family.QWEN3, has_head_norm=True, head_width=128, is_tied=False),
+}
+"""A small shape of every family, and of Llama 3's stretched embeddings."""
+
+
+def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
+    """Weights whose values between layers stay near one, rounded to bf16; norms and biases are not ones and zeros."""
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in shapes_of(config).items():
+        values = random.standard_normal(shape)
+        if "norm" in name:
+            values = 1 + values / 4
+        elif name.endswith("bias"):
+            values /= 2
+        else:
+            values /= math.sqrt(shape[1])
+        tensors[name] = rounded_to_bf16(values.astype(np.float32))
+    return tensors

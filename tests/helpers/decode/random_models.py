@@ -1,0 +1,38 @@
+"""Shapes of models with random weights: each has what another kernel or another path of the engine computes."""
+
+from dataclasses import replace
+from typing import Final
+
+from gpulease.client.serve.decode.model_config import Family, ModelConfig
+
+TINY: Final = ModelConfig(
+    family=Family.LLAMA,
+    layers=2,
+    width=128,
+    heads=4,
+    key_heads=2,
+    head_width=32,
+    inner_width=384,
+    vocabulary=512,
+    context=256,
+    rope_theta=10_000.0,
+    norm_epsilon=1e-5,
+    is_tied=True,
+)
+
+SHARED_KEYS: Final = replace(
+    TINY, layers=1, width=192, heads=3, key_heads=1, head_width=64, inner_width=256, vocabulary=160
+)
+"""Three query heads a key head, 64 wide."""
+
+WIDE: Final = replace(TINY, layers=1, width=1056, heads=2, key_heads=1, inner_width=1024, vocabulary=96)
+"""Every linear but the attention's output has sums that are cut, most of them into unequal parts."""
+
+SMALL: Final = replace(TINY, layers=1, width=64, heads=2, key_heads=1, inner_width=96, vocabulary=64, is_tied=False)
+BIASED: Final = replace(SMALL, family=Family.QWEN2, has_bias=True)
+HEAD_NORMS: Final = replace(SMALL, family=Family.QWEN3, head_width=128, has_head_norm=True)
+
+MIDDLING: Final = replace(
+    TINY, layers=4, width=576, heads=9, key_heads=3, head_width=64, inner_width=1536, vocabulary=4096
+)
+"""Four layers of SmolLM2-135M's shape."""

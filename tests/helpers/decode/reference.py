@@ -1,0 +1,147 @@
+"""Forward passes of the decode engine's model families in numpy, written from the papers' formulas alone.
+
+Tensors have the names and layouts of Hugging Face's files. In f64 the same code measures the f32 reference's own error.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpulease.client.serve.decode.model_config import ModelConfig
+
+Array = npt.NDArray[np.floating[Any]]
+Tensors = Mapping[str, npt.NDArray[np.float32]]
+
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+def linears_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The linears of a layer, as [outputs, inputs]."""
+    queries, keys = config.heads * config.head_width, config.key_heads * config.head_width
+    return {
+        "self_attn.q_proj": (queries, config.width),
+        "self_attn.k_proj": (keys, config.width),
+        "self_attn.v_proj": (keys, config.width),
+        "self_attn.o_proj": (config.width, queries),
+        "mlp.gate_proj": (config.inner_width, config.width),
+        "mlp.up_proj": (config.inner_width, config.width),
+        "mlp.down_proj": (config.width, config.inner_width),
+    }
+
+
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's tensors by their names."""
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocabulary, config.width), NORM: (config.width,)}
+    if not config.is_tied:
+        shapes[HEAD] = (config.vocabulary, config.width)
+    for number in range(config.layers):
+        layer = f"model.layers.{number}"
+        shapes[f"{layer}.input_layernorm.weight"] = shapes[f"{layer}.post_attention_layernorm.weight"] = (config.width,)
+        for name, shape in linears_of(config).items():
+            shapes[f"{layer}.{name}.weight"] = shape
+            if config.has_bias and name[-6] in "qkv":
+                shapes[f"{layer}.{name}.bias"] = shape[:1]
+        if config.has_head_norm:
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (config.head_width,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (config.head_width,)
+    return shapes
+
+
+def frequencies(config: ModelConfig) -> npt.NDArray[np.float64]:
+    """Angles a position of each pair of a head's values, in radians; Llama 3's stretching included."""
+    plain = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain
+    turns = scaling.original_context * plain / (2 * np.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    stretched: npt.NDArray[np.float64] = kept * plain + (1 - kept) * plain / scaling.factor
+    return stretched
+
+
+def _normed(values: Array, weight: Array, epsilon: float) -> Array:
+    normed: Array = values / np.sqrt((values * values).mean(-1, keepdims=True) + values.dtype.type(epsilon)) * weight
+    return normed
+
+
+def _turned(heads: Array, config: ModelConfig) -> Array:
+    angles = np.outer(np.arange(len(heads)), frequencies(config))[:, None]
+    cosines, sines = np.cos(angles).astype(heads.dtype), np.sin(angles).astype(heads.dtype)
+    low, high = np.split(heads, 2, -1)
+    return np.concatenate([low * cosines - high * sines, high * cosines + low * sines], -1)
+
+
+class Reference:
+    """A model in numpy: `logits` and `greedy` of prompts. No cache, no blocks: each call computes every position.
+
+    Attributes:
+        kept: What becomes of values that an engine keeps in fewer bits: what goes into linears, q, k and v.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Tensors,
+        dtype: type[np.floating[Any]] = np.float32,
+        kept: Callable[[Array], Array] = lambda values: values,
+    ) -> None:
+        self.kept = kept
+        self._config = config
+        self._tensors: dict[str, Array] = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+
+    def logits(self, token_ids: Sequence[int]) -> Array:
+        """Logits [tokens, vocabulary] of every position."""
+        values = self._tensors[EMBEDDING][np.asarray(token_ids)]
+        for number in range(self._config.layers):
+            values = self._layer(f"model.layers.{number}", values)
+        head = self._tensors[EMBEDDING if self._config.is_tied else HEAD]
+        logits: Array = self.kept(_normed(values, self._tensors[NORM], self._config.norm_epsilon)) @ head.T
+        return logits
+
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """The `count` likeliest next tokens of each prompt, one after another; end tokens end nothing."""
+        outputs = []
+        for prompt in prompts:
+            tokens = list(prompt)
+            for _ in range(count):
+                tokens.append(int(self.logits(tokens)[-1].argmax()))
+            outputs.append(tokens[len(prompt) :])
+        return outputs
+
+    def _layer(self, layer: str, values: Array) -> Array:
+        epsilon = self._config.norm_epsilon
+        normed = _normed(values, self._tensors[f"{layer}.input_layernorm.weight"], epsilon)
+        values = values + self._attended(layer, normed)
+        normed = _normed(values, self._tensors[f"{layer}.post_attention_layernorm.weight"], epsilon)
+        gate, up = self._linear(f"{layer}.mlp.gate_proj", normed), self._linear(f"{layer}.mlp.up_proj", normed)
+        return values + self._linear(f"{layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+
+    def _linear(self, name: str, values: Array) -> Array:
+        projected: Array = self.kept(values) @ self._tensors[f"{name}.weight"].T
+        bias = self._tensors.get(f"{name}.bias")
+        return projected if bias is None else projected + bias
+
+    def _heads(self, layer: str, name: str, values: Array) -> Array:
+        """q, k or v as [positions, heads, head width], normalised where the family does."""
+        heads = self._linear(f"{layer}.self_attn.{name}_proj", values)
+        heads = heads.reshape(len(values), -1, self._config.head_width)
+        norm = self._tensors.get(f"{layer}.self_attn.{name}_norm.weight")
+        return heads if norm is None else _normed(heads, norm, self._config.norm_epsilon)
+
+    def _attended(self, layer: str, values: Array) -> Array:
+        count, group = len(values), self._config.heads // self._config.key_heads
+        q = self.kept(_turned(self._heads(layer, "q", values), self._config))
+        k = self.kept(_turned(self._heads(layer, "k", values), self._config)).repeat(group, 1)
+        v = self.kept(self._heads(layer, "v", values)).repeat(group, 1)
+        scores = np.einsum("ihd,jhd->hij", q, k) / values.dtype.type(math.sqrt(self._config.head_width))
+        scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        mixed = np.einsum("hij,jhd->ihd", shares, v).reshape(count, -1)
+        return self._linear(f"{layer}.self_attn.o_proj", mixed)

