@@ -17,16 +17,15 @@ from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.reports import first_card
 from gpulease.client.cli.tables import size_text
 from gpulease.client.serve.decode import (
-    TINY_MODEL,
     Checkpoint,
     CompletionReason,
     Decoder,
     DecoderSettings,
     RequestRejected,
     SamplingParameters,
-    find_smollm2,
     open_model,
 )
+from gpulease.client.serve.decode.sample_models import TINY_MODEL, find_smollm2
 
 if TYPE_CHECKING:
     # Needs the extra `decode`, without which `open_model` says what to install.
@@ -46,7 +45,7 @@ HARMLESS: Final = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """What to continue, by which model, and how."""
+    """A text to continue, by which model, and how."""
 
     checkpoint: Checkpoint
     tokenizer: "Tokenizer"
@@ -57,7 +56,7 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Answer:
-    """What came behind a prompt, and how long it took."""
+    """A prompt's continuation, and how long it took."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)

@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.cli.exit_status import CannotStart, die_by_signal
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
 
 START_TIMEOUT_S: Final = 90.0
@@ -24,6 +26,12 @@ STOP_TIMEOUT_S: Final = 15.0
 SOCKET_NAME_BYTES: Final = 40
 """Room kept for `/gpulease-xxxxxxxx/daemon.sock` behind the folder of temporary files."""
 
+UNWINDING: Final = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a program which takes none of its own, beside an interrupt."""
+
+CACHE_VARIABLE: Final = "GPULEASE_CPU_CACHE"
+"""Names the folder in which workers keep compiled kernels. Without it they compile them anew in each session."""
+
 _LOOK_S: Final = 0.01
 
 
@@ -34,6 +42,17 @@ def running_address() -> str | None:
         return named
     address = parse_address(DEFAULT_ADDRESS)
     return DEFAULT_ADDRESS if isinstance(address, UnixAddress) and _answers(address.path) else None
+
+
+def _cache() -> dict[str, str]:
+    """Name the folder in which the embedded driver keeps compiled kernels: the user's own, as the daemon is."""
+    above = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        folder = Path(above) if os.path.isabs(above) else Path.home() / ".cache"
+    except RuntimeError:
+        # The user has no home.
+        return {}
+    return {CACHE_VARIABLE: str(folder / "gpulease" / "cpu")}
 
 
 class PrivateDaemon:
@@ -57,7 +76,9 @@ class PrivateDaemon:
     def start(self) -> None:
         """Start the process, and wait until it answers. Raises CannotStart."""
         with self._log_path.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_cache() | os.environ
+            )
         _wait_until_it_answers(self._process, self._path, self._log_path)
 
     def kill(self) -> None:
@@ -97,7 +118,7 @@ def private_daemon(
         options += ["--warm-contexts", str(warm_contexts)]
     for size in vram:
         options += ["--vram", size]
-    with _folder() as folder:
+    with _unwound_by_signals(), _folder() as folder:
         daemon = PrivateDaemon(folder, options, settings)
         try:
             daemon.start()
@@ -109,13 +130,43 @@ def private_daemon(
 @contextlib.contextmanager
 def killable_daemon(driver: str) -> Iterator[PrivateDaemon]:
     """Start a daemon whose leases outlive its broker, until the block ends. Raises CannotStart."""
-    with _folder() as folder:
+    with _unwound_by_signals(), _folder() as folder:
         daemon = PrivateDaemon(folder, ["--driver", driver], f'state = "{folder / "state"}"\n')
         try:
             daemon.start()
             yield daemon
         finally:
             daemon.stop()
+
+
+@contextlib.contextmanager
+def _unwound_by_signals() -> Iterator[None]:
+    """Have SIGTERM and a lost terminal's SIGHUP end the block as an interrupt does, and then the process by them.
+
+    Either would otherwise end this process at once and leave the daemon behind.
+    """
+    came: list[signal.Signals] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if came:
+            return
+        came.append(signal.Signals(number))
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):  # interrupts are ignored: a shell does so for `&`
+            raise KeyboardInterrupt
+        handler(signal.SIGINT, frame)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [number for number in UNWINDING if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+        if came:
+            die_by_signal(came[0])
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from gpulease.daemon.capabilities.authority import CapabilityAuthority
 from gpulease.daemon.config import settings as daemon_settings
 from gpulease.daemon.contract.control_page import WorkerPage
 from gpulease.daemon.contract.guests import Guest
-from gpulease.daemon.drivers.ptx import image
+from gpulease.daemon.drivers.ptx import image, kernel_code
 from gpulease.daemon.native.compiler import BadIr
 from gpulease.daemon.record.audit.verification import Verifier
 from gpulease.daemon.session.ledger import Ledger
@@ -88,7 +88,7 @@ FAULTS: tuple[tuple[str, Any, str, Plant], ...] = (
     ("control", Runtime, "_answer", swallowing),
     ("frames", fastpath, "parse_mem_write", one_more),
     ("frames", FrameReader, "next_frame", raising(IndexError())),
-    ("images", image, "emit_object", raising(BadIr("no such thing"))),
+    ("images", kernel_code, "emit_object", raising(BadIr("no such thing"))),
     ("ptx", image, "parse", raising(KeyError("b1"))),
     ("rings", RingReader, "take", returning(3)),
     ("rings", RingWriter, "room", returning(1 << 20)),

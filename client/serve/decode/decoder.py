@@ -64,7 +64,7 @@ DEFAULT_SEQUENCES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """One token of a sequence.
+    """A token of a sequence.
 
     Attributes:
         token: The token.
@@ -129,7 +129,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSettings:
-    """What a decoder makes room for.
+    """Limits of a decoder, which makes room for them at its start.
 
     Attributes:
         max_rows: Rows of a step.

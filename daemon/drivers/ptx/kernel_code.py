@@ -19,7 +19,7 @@ _COMPRESSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """What a part is compiled from.
+    """Source of a part's code.
 
     Attributes:
         effort: The value of its Effort.
@@ -37,6 +37,14 @@ class PartSource:
         data = text.encode()
         key = key_of(b"part " + effort.value.encode(), data, ptx)
         return cls(effort.value, key, zlib.compress(data, _COMPRESSION))
+
+
+def compile_source(source: PartSource) -> bytes:
+    """The object code of a part. Raises LaunchRejected for IR that LLVM refuses."""
+    try:
+        return emit_object(zlib.decompress(source.packed).decode(), Effort(source.effort))
+    except BadIr as error:
+        raise LaunchRejected(f"the embedded driver failed to translate this kernel: {error}") from None
 
 
 class PartCode:
@@ -68,14 +76,8 @@ class PartCode:
         if self._native is None:
             data = read_kept(self._source.key)
             if data is None:
-                data = self._compile()
+                data = compile_source(self._source)
                 keep(self._source.key, data)
             self._native = load_object(data)
             self.size_bytes += len(data)
         return self._native
-
-    def _compile(self) -> bytes:
-        try:
-            return emit_object(zlib.decompress(self._source.packed).decode(), Effort(self._source.effort))
-        except BadIr as error:
-            raise LaunchRejected(f"the embedded driver failed to translate this kernel: {error}") from None

@@ -130,10 +130,14 @@ MAX_LIVE_REGISTERS = 2048
 # with thousands of live registers would be gigabytes. The largest kernels of nvcc stay under a tenth of this.
 MAX_SAVED_REGISTERS = 100_000
 
-# Kernels past these lengths, in instructions and in lines of IR, keep one thread's code: that for lanes takes two to
-# three times as long to compile. nvcc's loops, unrolled, stay under a third; the worst at this number take a second.
+# Kernels past these lengths, in instructions and in lines of IR, keep one thread's code: that for lanes takes up to
+# three times as long to compile, the worst at this number five seconds. nvcc's loops, unrolled, stay under a sixth;
+# Triton's products of matrices and its attention take most of it.
 MAX_LANE_INSTRUCTIONS = 2048
-MAX_LANE_LINES = 12_000
+MAX_LANE_LINES = 24_000
+
+# Accesses and waits of such a kernel: code for lanes is optimised without what takes time in their square.
+MAX_LANE_ACCESSES = 256
 
 # Blocks of a kernel whose threads run together. Each has a mask in every other's way: 64 made up of jumps back take
 # 0.2 s to compile, 250 take minutes. nvcc's kernels have tens, of which few part the lanes.

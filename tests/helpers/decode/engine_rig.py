@@ -248,10 +248,12 @@ class RunningRig:
 
 
 @contextmanager
-def running(address: str, checkpoint: Checkpoint, limits: StepLimits) -> Iterator[RunningRig]:
+def running(
+    address: str, checkpoint: Checkpoint, limits: StepLimits, *, size_bytes: int = LEASE_BYTES
+) -> Iterator[RunningRig]:
     """A rig for several tests."""
     with asyncio.Runner() as runner:
-        rig = opened(address, checkpoint, limits)
+        rig = opened(address, checkpoint, limits, size_bytes=size_bytes)
         try:
             yield RunningRig(runner, runner.run(rig.__aenter__()))
         finally:

@@ -4,7 +4,7 @@ Tensors have the names and layouts of Hugging Face's files. In f64 the same code
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,9 +78,20 @@ def _turned(heads: Array, config: ModelConfig) -> Array:
 
 
 class Reference:
-    """A model in numpy: `logits` and `greedy` of prompts. No cache, no blocks: each call computes every position."""
+    """A model in numpy: `logits` and `greedy` of prompts. No cache, no blocks: each call computes every position.
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, dtype: type[np.floating[Any]] = np.float32) -> None:
+    Attributes:
+        kept: What becomes of values that an engine keeps in fewer bits: what goes into linears, q, k and v.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Tensors,
+        dtype: type[np.floating[Any]] = np.float32,
+        kept: Callable[[Array], Array] = lambda values: values,
+    ) -> None:
+        self.kept = kept
         self._config = config
         self._tensors: dict[str, Array] = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
 
@@ -90,7 +101,7 @@ class Reference:
         for number in range(self._config.layers):
             values = self._layer(f"model.layers.{number}", values)
         head = self._tensors[EMBEDDING if self._config.is_tied else HEAD]
-        logits: Array = _normed(values, self._tensors[NORM], self._config.norm_epsilon) @ head.T
+        logits: Array = self.kept(_normed(values, self._tensors[NORM], self._config.norm_epsilon)) @ head.T
         return logits
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -112,7 +123,7 @@ class Reference:
         return values + self._linear(f"{layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
 
     def _linear(self, name: str, values: Array) -> Array:
-        projected: Array = values @ self._tensors[f"{name}.weight"].T
+        projected: Array = self.kept(values) @ self._tensors[f"{name}.weight"].T
         bias = self._tensors.get(f"{name}.bias")
         return projected if bias is None else projected + bias
 
@@ -125,9 +136,9 @@ class Reference:
 
     def _attended(self, layer: str, values: Array) -> Array:
         count, group = len(values), self._config.heads // self._config.key_heads
-        q = _turned(self._heads(layer, "q", values), self._config)
-        k = _turned(self._heads(layer, "k", values), self._config).repeat(group, 1)
-        v = self._heads(layer, "v", values).repeat(group, 1)
+        q = self.kept(_turned(self._heads(layer, "q", values), self._config))
+        k = self.kept(_turned(self._heads(layer, "k", values), self._config)).repeat(group, 1)
+        v = self.kept(self._heads(layer, "v", values)).repeat(group, 1)
         scores = np.einsum("ihd,jhd->hij", q, k) / values.dtype.type(math.sqrt(self._config.head_width))
         scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf
         shares = np.exp(scores - scores.max(-1, keepdims=True))

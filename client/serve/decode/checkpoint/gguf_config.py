@@ -38,6 +38,8 @@ def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
         raise ModelRejected(f"{said.where}: embedding_length {width} is no multiple of {heads} heads")
     head_width = said.whole(f"{at}attention.key_length", width // max(heads, 1))
     _check_computed(said, at, head_width)
+    if (parts := said.whole("split.count", 1)) > 1:
+        raise ModelRejected(f"{said.where}: it is one of {parts} files; merge them with llama-gguf-split --merge")
     config = ModelConfig(
         family=family,
         layers=said.whole(f"{at}block_count"),

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from gpulease.client.serve.decode.checked_file import Members, map_file
@@ -91,9 +92,9 @@ class GgufFile:
     def _tensor(self, name: str, entry: GgufTensor, wanted: tuple[int, ...]) -> Tensor:
         check_shape(self.config, name, entry.shape, wanted, self.name)
         if entry.kind is None:
-            known = ", ".join(TYPES.values())
-            what = f"tensor {name} is of GGML's type {entry.kind_number}"
-            raise ModelRejected(f"{self.name}: {what}; the engine reads {known}")
+            kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
+            what = f"tensor {name} is of type {kinds.get(entry.kind_number, entry.kind_number)}"
+            raise ModelRejected(f"{self.name}: {what}; the engine reads {', '.join(TYPES.values())}")
         rows = wanted[0] if len(wanted) > 1 else 1
         size = rows * row_bytes(entry.kind, wanted[-1], f"{self.name}: tensor {name}")
         data = self._data[entry.offset : entry.offset + size].reshape(rows, -1)

@@ -24,6 +24,7 @@ from gpulease.daemon.drivers.ptx.translate.access import (
 )
 from gpulease.daemon.drivers.ptx.translate.forms import Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import LIKELY, IrWriter, Value, constant
+from gpulease.daemon.drivers.ptx.translate.lane_copies import translate_copy
 from gpulease.daemon.drivers.ptx.translate.loads_stores import check_policy, elements
 from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT
 from gpulease.daemon.drivers.ptx.translate.vectors import NotWide, is_wide
@@ -36,6 +37,11 @@ _EACH_TIME = ("volatile", "relaxed", "acquire", "release")
 
 # What happens once for each lane, even if their operands are the same.
 _COUNTED = ("atom", "red", "cp")
+
+# What lanes may access in global memory together: three granules have a part of it at most.
+_MOST_BYTES = 2 * GRANULE_BYTES
+
+_WORD_BYTES = 4
 
 # In what a lane's function returns: no lane failed.
 _NONE = -1
@@ -61,6 +67,8 @@ def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
 
     Raises NotWide if it is to be done lane by lane.
     """
+    if i.opcode == "cp":
+        return translate_copy(t, i, m)
     if i.opcode in _COUNTED:
         raise NotWide
     if i.opcode not in ("ld", "st"):
@@ -79,9 +87,11 @@ def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
         return False
     check_policy(t, i, m, 2)
     moved = elements(t, m, i.operands[1 if i.opcode == "st" else 0])
-    if space not in _SPACES or t.ir.lanes * m.scalar().size * len(moved) > GRANULE_BYTES:
+    is_long = space is not Space.SHARED and t.ir.lanes * m.scalar().size * len(moved) > _MOST_BYTES
+    if space not in _SPACES or is_long:
         raise NotWide
-    _Access(t, operand, operand.base, (space, m.scalar(), len(moved))).translate(moved, stores=i.opcode == "st")
+    kind = _LongAccess if len(moved) > 1 and m.scalar().size >= _WORD_BYTES else _Access
+    kind(t, operand, operand.base, (space, m.scalar(), len(moved))).translate(moved, stores=i.opcode == "st")
     return True
 
 
@@ -98,6 +108,8 @@ class _Access:
             self._base, self._offset = add_wrapping(t.ir, self._base, operand.offset), 0
         self._kind = f"i{self._scalar.bits}"
         self._vector = f"<{t.ir.lanes * self._count} x {self._kind}>"
+        # Hosts of 256-bit vectors can't mask these; LLVM would write a branch for each lane.
+        self._is_narrow = self._scalar.bits < 32
 
     def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
         """Both ways, and which is taken."""
@@ -106,6 +118,8 @@ class _Access:
         value = self._interleave(values) if stores else None
         address = self._first_address()
         flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
+        if self._is_narrow:
+            flag = ir.binary("and", flag, ir.compare("icmp eq", t.mask, -1))
         together, apart, done = (ir.fresh(stem) for stem in ("together", "apart", "accessed"))
         ir.branch_if(flag, together, apart, extra=LIKELY)
         ir.block(together)
@@ -183,18 +197,28 @@ class _Access:
             limit = window_limit(self.t, self._space)
             ends = window_is_valid(ir, low, size, limit), window_is_valid(ir, high, size, limit)
             return ir.binary("and", *ends)
-        # Of a granule what comes first is there: the last access in the first granule decides for all in it.
+        # Of a granule what comes first is there: the last access in it decides for all in it.
         edge = ir.binary("sub", ir.binary("or", low, GRANULE_BYTES - 1), size - 1)
-        last_there = ir.intrinsic("llvm.umin.i64", "i64", edge, high)
-        return ir.binary("and", global_is_valid(ir, last_there, size), global_is_valid(ir, high, size))
+        valid = global_is_valid(ir, high, size)
+        for distance in range(0, ir.lanes * size, GRANULE_BYTES):
+            last_there = ir.intrinsic("llvm.umin.i64", "i64", ir.binary("add", edge, distance), high)
+            valid = ir.binary("and", valid, global_is_valid(ir, last_there, size))
+        return valid
+
+    def _pointer(self, address: Value) -> Value:
+        if self._space is Space.SHARED:
+            return self.ir.offset(window_base(self.t, self._space), address)
+        return self.ir.cast("inttoptr", address, "ptr")
 
     def _move_together(self, address: Value, value: Value | None) -> Value:
-        ir, vector, flags = self.ir, self._vector, self._flags()
-        if self._space is Space.SHARED:
-            pointer = ir.offset(window_base(self.t, self._space), address)
-        else:
-            pointer = ir.cast("inttoptr", address, "ptr")
+        ir, vector, pointer = self.ir, self._vector, self._pointer(address)
         place = f"ptr align {self._size} {pointer.text}"
+        if self._is_narrow:
+            if value is None:
+                return ir.wide_value(self._kind, f"load {vector}, {pointer}, align {self._size}")
+            ir.raw(f"store {vector} {value.text}, {pointer}, align {self._size}")
+            return value
+        flags = self._flags()
         flag_type = f"<{ir.lanes * self._count} x i1>"
         name = f"v{ir.lanes * self._count}{self._kind}.p0"
         if value is None:
@@ -218,14 +242,23 @@ class _Access:
         return ir.wide_value("i1", f"shufflevector {kind} {flags.text}, {kind} poison, <{width} x i32> <{order}>")
 
     def _move_each(self, value: Value | None) -> tuple[Value, str]:
-        """Through memory, by the function for all such accesses; what was loaded, and the block that is in."""
-        t, ir, vector = self.t, self.ir, self._vector
+        """Through memory; what was loaded, and the block that is in."""
+        values = self._values()
+        self.ir.raw(f"store {self._vector} {value.text if value else 'zeroinitializer'}, {values}")
+        last = self._call_each(values, is_store=value is not None)
+        return self.ir.wide_value(self._kind, f"load {self._vector}, {values}"), last
+
+    def _values(self) -> Value:
+        """Return memory for what the lanes load or store, each lane's parts together."""
+        return self.t.room(f"values.{self._kind}.{self._count}", self._vector)
+
+    def _call_each(self, values: Value, *, is_store: bool) -> str:
+        """Call the function for all such accesses, which moves one lane after another; the block behind it."""
+        t, ir = self.t, self.ir
         wide = ir.binary("add", ir.resize(self._base, "i64", signed=False), self._offset)
         addresses = t.room("addresses", ir.wide_type("i64"))
-        values = t.room(f"values.{self._kind}.{self._count}", vector)
         ir.raw(f"store {ir.whole(wide)}, {addresses}")
-        ir.raw(f"store {vector} {value.text if value else 'zeroinitializer'}, {values}")
-        name = self._require_function(is_store=value is not None)
+        name = self._require_function(is_store=is_store)
         line = constant("i32", t.instruction.line if t.instruction else 0)
         limit, base = constant("i64", 0), Value("ptr", "null")
         if self._space is Space.SHARED:
@@ -237,7 +270,7 @@ class _Access:
         ir.block(fault)
         t.fail_lane(failed)
         ir.block(fine)
-        return ir.wide_value(self._kind, f"load {vector}, {values}"), fine
+        return fine
 
     def _require_function(self, *, is_store: bool) -> str:
         name = f"{'store' if is_store else 'load'}_{self._space.value}_{self._size}_{self.ir.lanes}"
@@ -251,6 +284,77 @@ class _Access:
         for definition in (*declarations, "\n".join([signature, "entry:", *body.lines, "}", ""])):
             self.ir.require(definition)
         return name
+
+
+class _LongAccess(_Access):
+    """An access of two or four words for each lane: a function shuffles them, as vectors of all take LLVM long."""
+
+    def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
+        """Both ways: where all lanes lie side by side, and through memory of the function's."""
+        t, ir = self.t, self.ir
+        parts = t.room(f"parts.{self._kind}.{self._count}", f"[{self._count} x {ir.wide_type(self._kind)}]")
+        places = [ir.offset(parts, ir.lanes * self._scalar.size * number) for number in range(self._count)]
+        if stores:
+            for one, place in zip(moved, places, strict=True):
+                ir.raw(f"store {ir.whole(t.to_bits(t.read_wide(one, self._scalar), self._scalar))}, {place}")
+        address = self._first_address()
+        flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
+        flag = ir.binary("and", flag, ir.compare("icmp eq", t.mask, -1))
+        together, apart, done = (ir.fresh(stem) for stem in ("together", "apart", "accessed"))
+        ir.branch_if(flag, together, apart, extra=LIKELY)
+        ir.block(together)
+        self._move(self._pointer(address), parts, stores=stores)
+        ir.branch(done)
+        ir.block(apart)
+        values = self._values()
+        if stores:
+            self._move(values, parts, stores=True)
+        self._call_each(values, is_store=stores)
+        if not stores:
+            self._move(values, parts, stores=False)
+        ir.branch(done)
+        ir.block(done)
+        if not stores:
+            for one, place in zip(moved, places, strict=True):
+                value = ir.wide_value(self._kind, f"load {ir.wide_type(self._kind)}, {place}")
+                t.write_wide(one, self._scalar, t.from_bits(value, self._scalar))
+
+    def _move(self, lanes: Value, parts: Value, *, stores: bool) -> None:
+        """Between where a lane's values lie together and where those of all lanes do."""
+        ir = self.ir
+        name = f"{'join' if stores else 'spread'}_{self._count}_{self._kind}_{ir.lanes}"
+        body = IrWriter(set())
+        _move_eights(body, (self._count, self._scalar.size, ir.lanes), joins=stores)
+        signature = f"define internal void @{name}(ptr noalias %lanes, ptr noalias %parts) noinline {{"
+        ir.require("\n".join([signature, "entry:", *body.lines, "}", ""]))
+        ir.emit(f"call void @{name}({lanes}, {parts})")
+
+
+def _move_eights(ir: IrWriter, what: tuple[int, int, int], *, joins: bool) -> None:
+    """A function's body that moves the values of eight lanes at a time."""
+    count, size, lanes = what
+    one, all_ = f"<8 x i{8 * size}>", f"<{8 * count} x i{8 * size}>"
+    for eight in range(0, lanes, 8):
+        together = ir.offset(Value("ptr", "%lanes"), eight * count * size)
+        places = [ir.offset(Value("ptr", "%parts"), (lanes * part + eight) * size) for part in range(count)]
+        if not joins:
+            whole = ir.load(all_, together, extra=f", align {count * size}")
+            for part, place in enumerate(places):
+                order = ", ".join(f"i32 {lane * count + part}" for lane in range(8))
+                shuffle = f"shufflevector {whole}, {all_} poison, <8 x i32> <{order}>"
+                ir.emit(f"store {ir.value(one, shuffle)}, {place}, align 8")
+            continue
+        held, width = [ir.load(one, place, extra=", align 8") for place in places], 8
+        while len(held) > 1:
+            order = ", ".join(f"i32 {n}" for n in range(2 * width))
+            wide = f"<{2 * width} x i{8 * size}>"
+            pairs = zip(held[::2], held[1::2], strict=True)
+            held = [ir.value(wide, f"shufflevector {a}, {b}, <{2 * width} x i32> <{order}>") for a, b in pairs]
+            width *= 2
+        order = ", ".join(f"i32 {part * 8 + lane}" for lane in range(8) for part in range(count))
+        mixed = ir.value(all_, f"shufflevector {held[0]}, {all_} poison, <{width} x i32> <{order}>")
+        ir.emit(f"store {mixed}, {together}, align {count * size}")
+    ir.emit("ret void")
 
 
 def _access_each(ir: IrWriter, space: Space, size: int, mask_type: str, *, is_store: bool) -> None:

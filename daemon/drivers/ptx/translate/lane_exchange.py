@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.drivers.ptx.native.structures import Access, Launch
-from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Operand, Space
+from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Integer, Operand, Space
 from gpulease.daemon.drivers.ptx.translate.access import fail_unless
 from gpulease.daemon.drivers.ptx.translate.forms import Modifiers
-from gpulease.daemon.drivers.ptx.translate.ir import IrWriter, Value, constant
+from gpulease.daemon.drivers.ptx.translate.ir import TRUE, IrWriter, Value, constant
 from gpulease.daemon.drivers.ptx.translate.lane_access import is_private
 from gpulease.daemon.drivers.ptx.translate.lane_matrix import MATRICES, translate_matrices
+from gpulease.daemon.drivers.ptx.translate.specials import WARP_THREADS
 from gpulease.daemon.drivers.ptx.translate.uniformity import Kinds
 from gpulease.daemon.drivers.ptx.translate.vectors import NotTogether, VectorWriter, is_wide
 from gpulease.daemon.drivers.ptx.translate.wait_points import lane
@@ -153,6 +154,10 @@ def _await(t: "LaneTranslator", members: Value) -> Value:
 
 def _shuffle(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
     ir = t.ir
+    distance, bounds = i.operands[2:4]
+    if m["mode"] == "bfly" and isinstance(distance, Integer) and bounds == Integer(WARP_THREADS - 1):
+        _cross(t, i, distance.value % WARP_THREADS)
+        return
     own = t.read(i.operands[1], _WORD)
     source, inside = source_lane(t, m["mode"], t.read(i.operands[2], _WORD), t.read(i.operands[3], _WORD))
     group = _meet(t, i.operands[4])
@@ -168,6 +173,24 @@ def _shuffle(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
     t.write(result, _WORD, ir.wide_value("i32", f"call {kind} @{name}({given})"))
     if predicate is not None:
         t.write(predicate, PREDICATE, inside)
+
+
+def _cross(t: "LaneTranslator", i: Instruction, distance: int) -> None:
+    """Take a value from the lane whose number differs in some bits; of one that is not there, 0."""
+    ir = t.ir
+    own = t.read(i.operands[1], _WORD)
+    there = ir.flags_of(_meet(t, i.operands[4]))
+    order = ", ".join(f"i32 {lane ^ distance}" for lane in range(WARP_THREADS))
+
+    def crossed(value: Value) -> Value:
+        kind = ir.wide_type(value.type)
+        picked = f"shufflevector {ir.whole(value)}, {kind} poison, <{WARP_THREADS} x i32> <{order}>"
+        return ir.wide_value(value.type, picked)
+
+    result, predicate = two_results(i.operands[0])
+    t.write(result, _WORD, crossed(ir.select(there, own, constant("i32", 0))))
+    if predicate is not None:
+        t.write(predicate, PREDICATE, TRUE)
 
 
 def _vote(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:

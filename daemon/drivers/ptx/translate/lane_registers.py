@@ -42,6 +42,8 @@ class LaneRegisters(ThreadTranslator):
     # Whether none but ended lanes are missing; whether the instruction is under a guard that varies.
     _takes_all: bool
     _is_guarded: bool
+    # Whether a block is one group, which waits for nobody.
+    _is_alone: bool
 
     def _take(self, mask: Value) -> None:
         """From here on these lanes take part."""
@@ -142,6 +144,8 @@ class LaneRegisters(ThreadTranslator):
     def suspend(self, status: Status) -> None:
         """Return to the block's loop, and go on behind this when called again; none but ended lanes are missing."""
         self.carry = None
+        if self._is_alone:
+            return
         kept = self._kept_registers()
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)

@@ -11,11 +11,12 @@ take part keeps its part, if it can still need it. What can't be written for vec
 
 from collections.abc import Callable
 from ctypes import sizeof
+from math import prod
 
 from gpulease.daemon.drivers.ptx.limits import MAX_LANE_BLOCKS, MAX_LANE_LINES
 from gpulease.daemon.drivers.ptx.native.structures import PARAMETERS_OFFSET, Environment, Status
 from gpulease.daemon.drivers.ptx.parse.declarations import round_up
-from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, Function, Instruction, Target
+from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, Bounds, Function, Instruction, Target
 from gpulease.daemon.drivers.ptx.translate.callees import Callees
 from gpulease.daemon.drivers.ptx.translate.form_table import PURE_OPCODES, find_form
 from gpulease.daemon.drivers.ptx.translate.forms import Form, Modifiers
@@ -58,6 +59,7 @@ class LaneTranslator(LaneRegisters):
         self._kinds_of = kinds_of(body)
         self.is_warp = bool(self._kinds_of.exchanges)
         lanes = WARP_THREADS if self.is_warp else LANES
+        self._is_alone = self.is_warp and 0 < _most_threads(function.bounds) <= WARP_THREADS
         self.ir = VectorWriter(declarations, lanes)
         self._found = [find_form(instruction, function.name) for instruction in body]
         effects = [effect_of(i, writes_first=form.writes) for i, (form, _) in zip(body, self._found, strict=True)]
@@ -356,6 +358,11 @@ class LaneTranslator(LaneRegisters):
         else:
             opening.branch("start")
         return opening.lines[1:]
+
+
+def _most_threads(bounds: Bounds) -> int:
+    """The number of threads a block has at most, 0 if nothing is said about it."""
+    return prod(bounds.required) if bounds.required else bounds.max_threads
 
 
 def _is_known(i: Instruction) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from gpulease.daemon.drivers.ptx.limits import (
     MAX_IR_LINES,
+    MAX_LANE_ACCESSES,
     MAX_LANE_INSTRUCTIONS,
     MAX_OPTIMISED_ACCESSES,
     MAX_OPTIMISED_CALLING_ACCESSES,
@@ -54,7 +55,7 @@ class IrBudget:
 
 @dataclass(slots=True)
 class Part:
-    """One kernel, or several that share functions: what is compiled together, in the same way.
+    """Kernels that are compiled together, in the same way: one, or those that share functions.
 
     Attributes:
         budget: What its image may take.
@@ -164,7 +165,8 @@ def translate(image: Image) -> list[Part]:
         accesses = sum(accesses for accesses, _ in sizes)
         is_small = _fits(sizes, MAX_OPTIMISED_ACCESSES) and (not reached or accesses <= left)
         together = part(Effort.FEW)
-        if is_small and together.add_together(function, places):
+        is_short = max(count for count, _ in sizes) <= MAX_LANE_ACCESSES
+        if is_short and (not reached or accesses <= left) and together.add_together(function, places):
             parts.append(together)
             continue
         if reached:

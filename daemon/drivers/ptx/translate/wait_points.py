@@ -115,7 +115,7 @@ def _watching_branches(body: Sequence[Instruction], watching_functions: Set[str]
 
 def lane(t: "ThreadTranslator") -> Value:
     """The thread's number in its warp."""
-    return t.ir.binary("urem", flat_thread(t.ir), WARP_THREADS)
+    return t.ir.binary("and", flat_thread(t.ir), WARP_THREADS - 1)
 
 
 def wait_at_barrier(t: "ThreadTranslator", kind: Value, count: Value, flag: Value | None = None) -> tuple[Value, Value]:

@@ -123,6 +123,7 @@ def refused(path: Path, sentence: str) -> None:
         ({"qwen2.attention.sliding_window": 4096}, "sliding_window is 4096"),
         ({"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}, "stretched by yarn, 4.0 times"),
         ({"qwen2.rope.scale_linear": 2.0}, "stretched by linear, 2.0 times"),
+        ({"split.count": 3}, "it is one of 3 files"),
         ({"tokenizer.ggml.eos_token_id": 4}, "token 4 is none of the vocabulary's 4"),
     ],
 )
@@ -139,7 +140,7 @@ def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     # Behind the name: the number of dimensions, two of them, the type.
     content[content.index(name) + len(name) + 4 + 16] = 10
     path.write_bytes(content)
-    refused(path, "tensor model.layers.0.mlp.up_proj.weight is of GGML's type 10; the engine reads F32, F16, Q4_0")
+    refused(path, "tensor model.layers.0.mlp.up_proj.weight is of type Q2_K; the engine reads F32, F16, Q4_0")
 
 
 def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path) -> None:

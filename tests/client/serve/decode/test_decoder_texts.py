@@ -1,0 +1,64 @@
+"""`Decoder.generate`: texts continued by the tiny model."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from gpulease.client.serve.decode import (
+    TINY_MODEL,
+    Decoder,
+    DecoderSettings,
+    ModelRejected,
+    RandomCheckpoint,
+    RequestRejected,
+)
+from helpers.daemon import Daemon
+from helpers.decode.random_models import TINY
+
+PROMPT = "Changed in version"
+SETTINGS = DecoderSettings(max_rows=16, prefill_rows=16, max_sequences=4, positions=64)
+
+
+def test_pieces_are_the_tokens_text_whatever_becomes_of_the_region(daemon: Daemon) -> None:
+    async def part() -> None:
+        async with Decoder.open(TINY_MODEL, settings=SETTINGS, address=daemon.address) as decoder:
+            tokenizer = await decoder.tokenizer()
+            tokens = [each.token async for each in decoder.submit(tokenizer.encode(PROMPT), max_tokens=24)]
+            quiet = tokenizer.decode(tokens)
+            assert "".join([piece async for piece in decoder.generate(PROMPT, max_tokens=24)]) == quiet
+            pieces = []
+            async for piece in decoder.generate(PROMPT, max_tokens=24):
+                if not pieces:
+                    (region,) = [lease for lease in daemon.leases() if lease.get("parent")]
+                    await asyncio.to_thread(daemon.revoke, int(region["lease_id"], 16))
+                pieces.append(piece)
+            assert "".join(pieces) == quiet
+            # However late the revoke was, this one meets it.
+            assert "".join([piece async for piece in decoder.generate(PROMPT, max_tokens=24)]) == quiet
+            assert decoder.rebinds == 1
+
+    asyncio.run(part())
+
+
+def test_closing_a_text_ends_its_sequence(daemon: Daemon) -> None:
+    async def part() -> None:
+        async with Decoder.open(TINY_MODEL, settings=SETTINGS, address=daemon.address) as decoder:
+            async with aclosing(decoder.generate(PROMPT, max_tokens=40)) as text:
+                await anext(text)
+                assert decoder.scheduler.live_sequences == 1
+            assert decoder.scheduler.live_sequences == 0
+            with pytest.raises(RequestRejected, match="context"):
+                await anext(decoder.generate(PROMPT, max_tokens=1000))
+
+    asyncio.run(part())
+
+
+def test_a_model_without_a_tokenizer_takes_no_texts(daemon: Daemon) -> None:
+    async def part() -> None:
+        async with Decoder.open(RandomCheckpoint(TINY, 1), settings=SETTINGS, address=daemon.address) as decoder:
+            for _ in range(2):
+                with pytest.raises(ModelRejected, match="no tokenizer"):
+                    await anext(decoder.generate(PROMPT, max_tokens=1))
+
+    asyncio.run(part())

@@ -1,0 +1,71 @@
+"""The decode engine as a scorer, for its references: prefill in chunks, and sequences that are decoded together."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gpulease.client.serve.decode.row_records import PAGE, Rows
+from helpers.decode.agreement import Logits
+from helpers.decode.engine_rig import BLOCKS, GREEDY, EngineRig, RunningRig, Seat
+
+
+class EngineScorer:
+    """An engine's model. Sequences lie in the first pool of its rig, in blocks of their own."""
+
+    def __init__(self, running: RunningRig) -> None:
+        self._running = running
+
+    def logits(self, token_ids: list[int]) -> Logits:
+        """Logits [tokens, vocabulary] of every position, as many rows a step as the engine takes."""
+
+        async def part(rig: EngineRig) -> Logits:
+            return np.concatenate(await _prefilled(rig, rig.seat(), token_ids))
+
+        return self._running.run(part)
+
+    def greedy(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        """The `count` likeliest next tokens of each prompt; as many sequences at once as the pool has blocks for."""
+        limits = self._running.rig.engine.forward.limits
+        blocks = -(-(max(map(len, prompts)) + count) // PAGE)
+        lanes = min(limits.max_rows, limits.tables, BLOCKS // blocks)
+        seats = [Seat(0, 0, lane, tuple(range(lane * blocks, (lane + 1) * blocks))) for lane in range(lanes)]
+        outputs: list[list[int]] = []
+        for first in range(0, len(prompts), lanes):
+            together = prompts[first : first + lanes]
+
+            async def part(rig: EngineRig, together: list[list[int]] = together) -> list[list[int]]:
+                return await _decoded(rig, seats, together, count)
+
+            outputs += self._running.run(part)
+        return outputs
+
+
+def _rows(rig: EngineRig, places: Sequence[tuple[Seat, int, int]]) -> Rows:
+    """Rows of seats, positions and tokens."""
+    rows: Rows = np.concatenate([rig.row(seat, GREEDY, position, token) for seat, position, token in places])
+    return rows
+
+
+async def _prefilled(rig: EngineRig, seat: Seat, token_ids: list[int]) -> list[Logits]:
+    """Compute a prompt from its begin; logits of each step's rows."""
+    found: list[Logits] = []
+    most = rig.engine.forward.limits.max_rows
+    places = [(seat, position, token) for position, token in enumerate(token_ids)]
+    for first in range(0, len(places), most):
+        rows = _rows(rig, places[first : first + most])
+        await rig.compute(rows)
+        found.append(await rig.engine.logits(len(rows)))
+    return found
+
+
+async def _decoded(rig: EngineRig, seats: list[Seat], prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Prefill all but the last token of each prompt, then decode them together, a row each a step."""
+    sequences = [list(prompt) for prompt in prompts]
+    for seat, prompt in zip(seats, prompts, strict=False):
+        await _prefilled(rig, seat, prompt[:-1])
+    for _ in range(count):
+        places = [(seat, len(tokens) - 1, tokens[-1]) for seat, tokens in zip(seats, sequences, strict=False)]
+        results = await rig.compute(_rows(rig, places))
+        for tokens, token in zip(sequences, results["token"], strict=True):
+            tokens.append(int(token))
+    return [tokens[len(prompt) :] for tokens, prompt in zip(sequences, prompts, strict=True)]
