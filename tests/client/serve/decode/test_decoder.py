@@ -18,8 +18,10 @@ from helpers.decode.random_models import TINY
 from helpers.waiting import wait_until
 
 SETTINGS = DecoderSettings(max_rows=16, prefill_rows=8, max_sequences=8)
-PROMPTS = {"a": range(5), "b": range(100, 120), "c": range(300, 309), "d": range(40, 73)}
-TENANTS = [TenantConfig(name, 2, 12) for name in PROMPTS]
+PROMPTS = {"a": range(5), "b": range(100, 120), "c": range(300, 309), "d": range(40, 73), "a too": range(7, 24)}
+"""By the name of a request, whose first letter is its tenant."""
+
+TENANTS = [TenantConfig(name, 2, 12) for name in "abcd"]
 TOKENS = 20
 HOT = SamplingParameters(temperature=0.8, seed=3)
 Outputs = dict[str, list[Emitted]]
@@ -45,7 +47,7 @@ def play(daemon: Daemon, scene: Callable[[Decoder], Coroutine[Any, Any, None]]) 
 
 
 def submit(decoder: Decoder, name: str, max_tokens: int = TOKENS) -> Generation:
-    return decoder.submit(list(PROMPTS[name]), max_tokens=max_tokens, tenant_id=name, sampling=HOT)
+    return decoder.submit(list(PROMPTS[name]), max_tokens=max_tokens, tenant_id=name[0], sampling=HOT)
 
 
 async def read(generation: Generation) -> list[Emitted]:
@@ -140,13 +142,13 @@ async def interrupted(decoder: Decoder, name: str, after: int, end: Callable[[],
 
 
 async def lose_one(daemon: Daemon, decoder: Decoder, name: str, after: int, end: End) -> tuple[Told, Outputs]:
-    """The tenant's story, and the others' outputs."""
+    """A request's story, whose tenant loses its region, and the others' outputs: no other tenant's was replayed."""
     others = {other: submit(decoder, other) for other in PROMPTS if other != name}
-    told, *outputs = await asyncio.gather(
-        interrupted(decoder, name, after, lambda: end(daemon, decoder, name)), *map(read, others.values())
-    )
-    assert all(generation.replays == 0 for generation in others.values())
-    return told, dict(zip(others, outputs, strict=True))
+    reads = asyncio.gather(*map(read, others.values()))
+    told = await interrupted(decoder, name, after, lambda: end(daemon, decoder, name))
+    outputs = dict(zip(others, await reads, strict=True))
+    assert all(generation.replays == 0 for other, generation in others.items() if other[0] != name)
+    return told, outputs
 
 
 def check_recovery(daemon: Daemon, alone: Outputs, end: End, moments: list[tuple[str, int]]) -> None:
@@ -161,7 +163,7 @@ def check_recovery(daemon: Daemon, alone: Outputs, end: End, moments: list[tuple
             assert decoder.rebinds == count
         assert decoder.engine.session is session
         lost = {name for name, _ in moments}
-        assert {name for name in PROMPTS if decoder._pools[name] is not pools[name]} == lost
+        assert {name for name in pools if decoder._pools[name] is not pools[name]} == lost
 
     play(daemon, scene)
 
