@@ -53,6 +53,7 @@ def test_one_session_launches_with_little_and_much_in_turn(lease: GpuLease, most
             if size_bytes > most_bytes:
                 with pytest.raises(LaunchFailed):
                     session.launch(module, "reach", [1], [1], args, shared_bytes=size_bytes)
+                    session.sync()
                 continue
             for _ in range(TURNS):
                 session.launch(module, "reach", [1], [1], args, shared_bytes=size_bytes)
