@@ -40,7 +40,7 @@ _POINTERS: Final = {"b": "*bf16", "f": "*fp32", "h": "*fp16", "w": "*i32", "c": 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to compile: its function, its parameters' types by name, its constants, warps, stages."""
+    """A kernel to compile: its function, its parameters' types by name, its constants, warps, stages."""
 
     function: Any
     types: dict[str, str]
