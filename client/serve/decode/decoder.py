@@ -22,7 +22,7 @@ import numpy as np
 
 from gpulease.client.aio import GpuBuilder
 from gpulease.client.aio.events import KeepAlive
-from gpulease.client.errors import GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
+from gpulease.client.errors import CapacityExceeded, GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
 from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model, size_bytes
 from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
 from gpulease.client.serve.decode.decode_requests import (
@@ -55,6 +55,9 @@ REGION_GRANULE_BYTES: Final = 2 << 20
 
 MAX_POSITIONS: Final = 4096
 """Positions of a sequence where the caller does not say: of a model's 131,072, blocks for few would fill a card."""
+
+REGION_RETRY_S: Final = 0.1
+"""Seconds between two tries to open a region that the lease has no room for; its tenant's requests wait meanwhile."""
 
 DEFAULT_TENANT: Final = "default"
 
@@ -402,15 +405,28 @@ class Decoder:
         task.add_done_callback(self._rebinding.discard)
 
     async def _rebind(self, tenant_id: str, lost: BlockPool) -> None:
-        """Open a region in the place of one that ended, as soon as the tenant's limiter lets it."""
-        await self._renewals.pop(tenant_id).stop()
-        await self.engine.close_pool(lost)
-        await asyncio.sleep(self.scheduler.rebind_delay_s(tenant_id, time.monotonic()))
+        """Open a region in the place of one that ended, as soon as the tenant's limiter and the lease let it."""
         tenant = self.scheduler.tenants[tenant_id].config
-        await self._open_pool(tenant)
+        try:
+            await self._renewals.pop(tenant_id).stop()
+            await self.engine.close_pool(lost)
+            await asyncio.sleep(self.scheduler.rebind_delay_s(tenant_id, time.monotonic()))
+            while not await self._has_opened(tenant):
+                await asyncio.sleep(REGION_RETRY_S)
+        except GpuLeaseError as error:
+            self._fail(EngineDecodeFailed(f"The engine is lost: {error}", "Open a decoder anew", error.failure))
+            return
         self.rebinds += 1
         self._tell(self.scheduler.rebound(tenant_id, tenant.max_blocks, time.monotonic()))
         self._wake.set()
+
+    async def _has_opened(self, tenant: TenantConfig) -> bool:
+        """Open a tenant's region; False if the lease has no room for it now, as while another's bytes are proved."""
+        try:
+            await self._open_pool(tenant)
+        except CapacityExceeded:
+            return False
+        return True
 
     async def _open_pool(self, tenant: TenantConfig) -> None:
         """Open a tenant's region, and renew it in time for as long as it goes on."""

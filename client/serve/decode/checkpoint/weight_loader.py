@@ -28,6 +28,9 @@ from gpulease.client.serve.decode.weights import LayerWeights, Layout, Linear, M
 CHUNK_BYTES: Final = 8 << 20
 """Bytes of a chunk on the card: enough that a copy's beginning and end cost little, few enough for a progress bar."""
 
+MAPPED_CHUNK_BYTES: Final = 128 << 20
+"""The same for rows that are the file's own memory, which the session copies by several threads."""
+
 AHEAD: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 """Chunks computed ahead of the copies, each in a thread: their memory, and the cores they take from the copies."""
 
@@ -65,7 +68,7 @@ class _Target:
 
     def chunks(self, buffers: tuple[Buffer, ...]) -> Iterator["_Chunk"]:
         """Cut into chunks of whole rows."""
-        step = max(1, CHUNK_BYTES // sum(self.row_bytes))
+        step = max(1, (MAPPED_CHUNK_BYTES if self.is_mapped else CHUNK_BYTES) // sum(self.row_bytes))
         before = 0
         for tensor in self.tensors:
             for begin in range(0, tensor.rows, step):

@@ -143,7 +143,8 @@ def test_nothing_is_packed_where_that_is_not_wanted(daemon: Daemon, tmp_path: Pa
 
 
 def test_a_tensor_of_many_chunks_is_loaded_whole(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.client.serve.decode.checkpoint.weight_loader.CHUNK_BYTES", 3000)
+    for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES"):
+        monkeypatch.setattr(f"gpulease.client.serve.decode.checkpoint.weight_loader.{name}", 3000)
     load_and_check(daemon, RandomCheckpoint(QWEN2, 5))
 
 
