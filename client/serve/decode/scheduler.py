@@ -75,12 +75,12 @@ class ContinuousBatchScheduler:
     requests are admitted in their order. A tenant contends while the engine's lack of tables alone keeps its first
     request out. Of the tenants that contend, the one with the least weighted virtual counter is admitted (VTC, arXiv
     2401.00588). A counter grows by a prompt's tokens at its admission, and by each emitted token, over the weight. A
-    tenant that begins to contend is lifted to the least counter of those who do, or, if none does, to that of the last
-    admission: idle time earns nothing.
+    tenant that begins to contend is lifted to the least counter of those who do; if none does, to that of the last
+    admission. So neither idle time nor time behind its own limits earns it anything.
 
-    **Service bound.** While tenants f and g both contend, their services S, in tokens as above, differ by at most
-    |S_f / w_f - S_g / w_g| <= U_f + U_g. U = (PAGE * max_blocks + max_concurrent) / w is the most that a
-    tenant is charged for from one of its admissions to the next.
+    **Service bound.** S is a tenant's service in those tokens, and w its weight. While tenants f and g both contend,
+    |S_f / w_f - S_g / w_g| grows by U_f + U_g at most. U = (PAGE * max_blocks + max_concurrent) / w is the most that a
+    tenant is charged from one admission to the next.
 
     **Rows.** Each decoding sequence has a row a step. With more live sequences than rows they take turns: while none
     joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts get what would be their
