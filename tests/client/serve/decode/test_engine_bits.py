@@ -29,7 +29,7 @@ def lines(tiny: RunningRig) -> list[Line]:
     return tiny.run(lambda rig: rig.lines([*SHAPES, LONG]))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_rows_have_the_bits_that_they_have_alone(tiny: RunningRig, lines: list[Line], data: st.DataObject) -> None:
     tiny.mix(lines, data.draw(schedules(lines[: len(SHAPES)], TABLES, 16, 16)))
@@ -110,7 +110,7 @@ def large(shared_daemon: Daemon) -> Iterator[RunningRig]:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_rows_have_their_bits_in_tiles_of_64_rows(large: RunningRig, lines: list[Line], data: st.DataObject) -> None:
     large.mix(lines, data.draw(schedules(lines, TABLES, 64, 64)))
