@@ -34,10 +34,11 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "psycopg": "client/serve/gateway/postgres_store.py",
     "starlette": ("client/serve/http/", "client/serve/gateway/", "client/serve/models/model_server.py", "daemon/web/"),
     "uvicorn": ("client/serve/http/", "daemon/web/"),
-    # Models' files, and their text.
+    # Models' files, and their text; the program that made the tiny model.
     "gguf": "client/serve/decode/checkpoint/",
-    "safetensors": "client/serve/decode/checkpoint/",
-    "tokenizers": "client/serve/decode/text/",
+    "safetensors": ("client/serve/decode/checkpoint/", "client/serve/decode/tiny/train.py"),
+    "tokenizers": ("client/serve/decode/text/", "client/serve/decode/tiny/train.py"),
+    "jax": "client/serve/decode/tiny/train.py",
     "jinja2": "client/serve/decode/text/",
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/serve/models/example/digits.py",
@@ -227,7 +228,7 @@ SMALL_LINES = 120
 ENTRY_POINTS = {"__main__", "__init__", "start", "public"}
 """Modules that something outside imports or runs: a command, a package, an interpreter."""
 
-SINGLE = {"daemon/broker/fair_queue.py"}
+SINGLE = {"client/serve/decode/kernel_library.py", "daemon/broker/fair_queue.py"}
 """Small modules of one importer that are an idea by themselves."""
 
 SIBLINGS = (

@@ -51,8 +51,9 @@ def test_one_session_launches_with_little_and_much_in_turn(lease: GpuLease, most
             session.mem_write(out, 0, bytes(4))
             args = [out, np.uint32(size_bytes - 4)]
             if size_bytes > most_bytes:
+                session.launch(module, "reach", [1], [1], args, shared_bytes=size_bytes)
                 with pytest.raises(LaunchFailed):
-                    session.launch(module, "reach", [1], [1], args, shared_bytes=size_bytes)
+                    session.sync()
                 continue
             for _ in range(TURNS):
                 session.launch(module, "reach", [1], [1], args, shared_bytes=size_bytes)

@@ -1,4 +1,4 @@
-"""What goes into the scheduler and what comes out: tenants, requests, their sampling, events and reasons."""
+"""The scheduler's input and output: tenants, requests, their sampling, events and reasons."""
 
 import math
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ MAX_BLOCKS_PER_TENANT: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """How a request's tokens are chosen from their logits.
+    """Parameters of a request's sampling: how its tokens are chosen from their logits.
 
     Equal parameters give equal tokens for equal logits, in any batch: a token's random number depends on the seed and
     its position alone. Raises RequestRejected if a value can't be computed with.
@@ -71,7 +71,7 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class TenantConfig:
-    """What one tenant may use of the engine. Raises ValueError if a number is out of its range.
+    """Limits of one tenant's use of the engine. Raises ValueError if a number is out of its range.
 
     Attributes:
         id: The tenant's name.
@@ -172,7 +172,7 @@ class SchedulerEvent:
 
     @dataclass(slots=True)
     class Token:
-        """One token was emitted.
+        """A token was emitted.
 
         Attributes:
             request: The request.

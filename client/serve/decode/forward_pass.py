@@ -12,6 +12,7 @@ from typing import Final
 
 from gpulease.client.aio import GpuSession
 from gpulease.client.handles import Buffer
+from gpulease.client.serve.decode.decode_errors import RequestRejected
 from gpulease.client.serve.decode.kernel_library import KernelFacts, KernelLibrary, manifest
 from gpulease.client.serve.decode.model_config import ModelConfig
 from gpulease.client.serve.decode.row_records import PAGE, RESULT, ROW
@@ -28,6 +29,9 @@ LEAST_CHUNK: Final = 512
 
 _CHUNK_STEP: Final = 256
 """What the columns of a part are a multiple of: Q4_K's blocks, and every tile's depth."""
+
+MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
+"""Bytes of one buffer at most: kernels count its values, of two bytes at least, in 32 bits."""
 
 _TILES: Final = (16, 64, 128)
 """Rows of the tiles that linears are compiled for."""
@@ -54,7 +58,7 @@ def buckets_of(max_rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What the engine's buffers have room for.
+    """Numbers that the engine's buffers have room for.
 
     Attributes:
         max_rows: Rows of a step.
@@ -88,7 +92,10 @@ def layer_bytes(config: ModelConfig) -> int:
 
 
 def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
-    """Return the bytes of each of a step's buffers."""
+    """Return the bytes of each of a step's buffers.
+
+    Raises RequestRejected if one has more values than the kernels can index.
+    """
     rows, heads = limits.max_rows, config.heads
     linears = (
         ((heads + 2 * config.key_heads) * config.head_width, config.width),
@@ -97,7 +104,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         (config.width, config.inner_width),
     )
     attention = rows * heads * limits.splits * 4
-    return {
+    sizes = {
         "h": rows * config.width * 4,
         "x": rows * max(config.width, config.inner_width, heads * config.head_width) * 2,
         "q": rows * heads * config.head_width * 2,
@@ -110,6 +117,14 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         "results": rows * RESULT.itemsize,
         "tables": limits.tables * limits.table_blocks * 4,
     }
+    for name, size in sizes.items():
+        if size > MAX_BUFFER_BYTES:
+            raise RequestRejected(
+                f"{limits.max_rows} rows of {limits.positions} positions need {size:,} bytes for {name} alone; a buffer"
+                f" has {MAX_BUFFER_BYTES:,} at most",
+                "Make room for fewer rows or positions",
+            )
+    return sizes
 
 
 class ForwardPass:

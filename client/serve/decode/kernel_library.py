@@ -18,7 +18,7 @@ _SCRATCH_PARAMETERS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """What the manifest says of a kernel.
+    """Facts that the manifest tells of a kernel.
 
     Attributes:
         kernel: Its name in the PTX.
@@ -37,7 +37,7 @@ class KernelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the kernels were compiled with.
+    """Settings that the kernels were compiled with.
 
     Attributes:
         split: Positions in one part of a sequence's attention.

@@ -1,4 +1,4 @@
-"""One step of the engine as the scheduler plans it: columns of rows, and the live sequences they belong to."""
+"""A step of the engine as the scheduler plans it: columns of rows, and the live sequences they belong to."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING

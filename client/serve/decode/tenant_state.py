@@ -1,4 +1,4 @@
-"""What the scheduler knows of one tenant: its queue, its region's blocks, its counters, its limit of rebinds."""
+"""The scheduler's knowledge of one tenant: its queue, its region's blocks, its counters, its limit of rebinds."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class WaitingRequest:
 
 
 class TenantState:
-    """One tenant of a scheduler; others than the scheduler only read it.
+    """A tenant of a scheduler; others than the scheduler only read it.
 
     Attributes:
         config: Its limits.

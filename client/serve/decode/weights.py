@@ -8,7 +8,7 @@ from gpulease.client.serve.decode.model_config import ModelConfig
 
 
 class Layout(StrEnum):
-    """How a linear's weights lie in memory; the name is part of its kernels' names."""
+    """Layouts of a linear's weights in memory; the name is part of its kernels' names."""
 
     BF16 = "bf16"
     Q8_0 = "q8_0"
@@ -37,7 +37,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's weights. Norms and biases are f32.
+    """A layer's weights. Norms and biases are f32.
 
     Attributes:
         attention_norm: [width].

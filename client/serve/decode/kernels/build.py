@@ -40,7 +40,7 @@ _POINTERS: Final = {"b": "*bf16", "f": "*fp32", "h": "*fp16", "w": "*i32", "c": 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to compile: its function, its parameters' types by name, its constants, warps, stages."""
+    """A kernel to compile: its function, its parameters' types by name, its constants, warps, stages."""
 
     function: Any
     types: dict[str, str]
@@ -53,14 +53,10 @@ class Job:
 def jobs() -> dict[str, Job]:
     """Return every kernel of the package by the name of its file."""
     s = triton_source
+    norm = "x:b h:f parts:f weight:f splits stride D eps:fp32"
     found = {
         "embed": Job(s.embed, _types("h:f table:b rows:w results:w tables:w D table_blocks"), {"BLOCK_D": 1024}),
-        "add_rmsnorm": Job(
-            s.add_rmsnorm,
-            _types("x:b h:f parts:f weight:f splits stride D eps:fp32"),
-            {"BLOCK_D": 512},
-            divisible=("stride", "D"),
-        ),
+        "add_rmsnorm": Job(s.add_rmsnorm, _types(norm), {"BLOCK_D": 512}, divisible=("stride", "D")),
         "silu": Job(s.silu, _types("x:b parts:f splits stride F"), {"BLOCK_F": 512}, divisible=("stride", "F")),
         "sample": Job(s.sample, _types("results:w parts:f rows:w splits stride V"), {"BLOCK_V": 2048}, warps=8),
     }

@@ -186,7 +186,7 @@ def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN
 
 @triton.jit
 def normalised(low, high, weight, i, eps, HALF: tl.constexpr):
-    """One head's values, in two halves, over their root mean square (Qwen3's norm of q and k)."""
+    """A head's values, in two halves, over their root mean square (Qwen3's norm of q and k)."""
     squares = tl.div_rn(tl.sum(low * low + high * high, 0), 2.0 * HALF)
     scale = tl.div_rn(1.0, tl.sqrt_rn(squares + eps))
     first = tl.load(weight + i)

@@ -139,14 +139,8 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     ir.emit(f"store {ir.binary('and', value, mask)}, {pointer}, align {size}")
     ir.block("copied")
     ir.branch("next")
-    for label, where, at, what in (
-        ("outside", Space.SHARED, place, Access.STORE),
-        ("missing", Space.GLOBAL, address, Access.LOAD),
-    ):
-        ir.block(label)
-        details = ", ".join(f"i32 {number}" for number in (size, what, SPACE_NUMBERS[where]))
-        ir.emit(f"call void @{RECORD_FAULT}({ENVIRONMENT}, {at}, {details}, i32 %line)")
-        ir.ret_value(ir.resize(lane, "i32", signed=False))
+    _fail(ir, "outside", lane, place, (size, Access.STORE, SPACE_NUMBERS[Space.SHARED]))
+    _fail(ir, "missing", lane, address, (size, Access.LOAD, SPACE_NUMBERS[Space.GLOBAL]))
     ir.block("next")
     for kept, fresh in ((granule, own), (whole, found)):
         ways = f"[ {kept.text}, %known ], [ {kept.text}, %none ], [ {fresh.text}, %copied ]"
@@ -156,3 +150,11 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     ir.branch_if(ir.compare("icmp ne", Value(mask_type, "%rest"), 0), "head", "done")
     ir.block("done")
     ir.ret(_NONE)
+
+
+def _fail(ir: IrWriter, label: str, lane: Value, address: Value, what: tuple[int, Access, int]) -> None:
+    """The block in which a copy ends that may not be: it leaves the fault behind, and returns whose it is."""
+    ir.block(label)
+    details = ", ".join(f"i32 {number}" for number in what)
+    ir.emit(f"call void @{RECORD_FAULT}({ENVIRONMENT}, {address}, {details}, i32 %line)")
+    ir.ret_value(ir.resize(lane, "i32", signed=False))

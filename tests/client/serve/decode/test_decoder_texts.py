@@ -27,7 +27,7 @@ def test_pieces_are_the_tokens_text_whatever_becomes_of_the_region(daemon: Daemo
             tokens = [each.token async for each in decoder.submit(tokenizer.encode(PROMPT), max_tokens=24)]
             quiet = tokenizer.decode(tokens)
             assert "".join([piece async for piece in decoder.generate(PROMPT, max_tokens=24)]) == quiet
-            pieces = []
+            pieces: list[str] = []
             async for piece in decoder.generate(PROMPT, max_tokens=24):
                 if not pieces:
                     (region,) = [lease for lease in daemon.leases() if lease.get("parent")]

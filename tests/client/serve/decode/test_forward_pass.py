@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpulease.client.serve.decode.decode_errors import RequestRejected
 from gpulease.client.serve.decode.forward_pass import (
     MAX_PROGRAMS,
     MAX_SPLITS,
@@ -182,3 +183,10 @@ def test_buffers_grow_with_rows_and_tables_alone_and_logits_have_room_for_every_
     wide = replace(TINY, width=1056)
     assert parts_of(wide.vocabulary, wide.width)[0] == 2
     assert buffer_sizes(wide, StepLimits(1, 1, 16))["logits"] == 2 * wide.vocabulary * 4
+
+
+def test_buffers_that_kernels_can_t_index_are_refused() -> None:
+    config = replace(TINY, heads=32, key_heads=8, head_width=128)
+    assert buffer_sizes(config, StepLimits(256, 1, 4096))
+    with pytest.raises(RequestRejected, match="bytes for totals alone"):
+        buffer_sizes(config, StepLimits(512, 1, 131072))

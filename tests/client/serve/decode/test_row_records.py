@@ -11,7 +11,7 @@ from gpulease.client.serve.decode.row_records import PAGE, RESULT, ROW, log_prob
 
 
 def constants() -> dict[str, float]:
-    """The constants of client/serve/decode/kernels/triton_source.py by their names; Triton need not be there."""
+    """The constants that the Triton source gives its kernels, by their names; Triton need not be there."""
     tree = ast.parse((Path(kernels.__path__[0]) / "triton_source.py").read_text())
     assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
     return {ast.unparse(node.targets[0]): ast.literal_eval(node.value.args[0]) for node in assigned}  # type: ignore[attr-defined]

@@ -32,6 +32,13 @@ CONFIGS = (
     TenantConfig("c", max_concurrent=1, max_blocks=3, weight=0.5, max_waiting=1),
 )
 TENANTS = st.sampled_from([config.id for config in CONFIGS])
+REQUESTS = st.tuples(
+    TENANTS,
+    st.one_of(st.integers(1, 6), st.integers(1, 60)),  # tokens of the prompt
+    st.one_of(st.integers(1, 3), st.integers(1, 60)),  # tokens to emit
+    st.sampled_from([0.0, 2.0, 50.0, 50.0]),  # seconds to wait
+    st.integers(0, 5),  # first token
+)
 REPLAY_WAIT_S = 4.0
 AT_ONCE, INTERVAL_S = 2, 10.0
 LOSSES = [
@@ -66,9 +73,9 @@ class AnyOrder(RuleBasedStateMachine):
     """State machine that draws the next event."""
 
     @initialize(
-        sequences=st.sampled_from([2, 4, 16]),
-        rows=st.sampled_from([1, 3, 8, 40]),
-        prefill=st.sampled_from([1, 4, 17]),
+        sequences=st.sampled_from([16, 4, 2]),
+        rows=st.sampled_from([12, 5, 40, 3, 1]),
+        prefill=st.sampled_from([4, 17, 1]),
         replays=st.sampled_from([True, True, False]),
     )
     def begin(self, sequences: int, rows: int, prefill: int, replays: bool) -> None:
@@ -158,13 +165,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     # --- requests ---
 
-    @rule(
-        tenant=TENANTS,
-        prompt=st.one_of(st.integers(1, 6), st.integers(1, 60)),
-        most=st.one_of(st.integers(1, 3), st.integers(1, 60)),
-        wait_s=st.sampled_from([0.0, 0.0, 2.0, 50.0]),
-        first_token=st.integers(0, 5),
-    )
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=5))
+    def submit_some(self, requests: list[tuple[str, int, int, float, int]]) -> None:
+        for values in requests:
+            self.submit(*values)
+
     def submit(self, tenant: str, prompt: int, most: int, wait_s: float, first_token: int) -> None:
         request = prompt_request(tenant, f"r{next(self.names)}", prompt, most, wait_s, first_token)
         expected = continuation(request.token_ids, most)
@@ -180,14 +185,16 @@ class AnyOrder(RuleBasedStateMachine):
         elif could_wait and state.region_blocks:
             assert events == []
 
-    @rule(data=st.data(), reason=st.sampled_from([CompletionReason.CANCELLED, CompletionReason.DEADLINE_EXCEEDED]))
-    def cancel(self, data: st.DataObject, reason: CompletionReason) -> None:
+    @rule(data=st.data())
+    def cancel_or_hold(self, data: st.DataObject) -> None:
         names = [name for name, known in self.known.items() if not known.is_ended]
-        name = data.draw(st.sampled_from([*names, "nobody"]))
-        events = self.scheduler.cancel(name, CompletionReason.CANCELLED)
-        assert len(events) == (name != "nobody")
-        self.take(events)
-        assert self.scheduler.cancel(name, reason) == []
+        name = data.draw(st.sampled_from([*names, *(config.id for config in CONFIGS)]))
+        if name not in names:
+            self.hold_or_resume(name)
+            return
+        [event] = self.scheduler.cancel(name, CompletionReason.CANCELLED)
+        self.take([event])
+        assert self.scheduler.cancel(name, CompletionReason.CANCELLED) == []
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 11.0]))
     def pass_time(self, seconds: float) -> None:
@@ -273,6 +280,16 @@ class AnyOrder(RuleBasedStateMachine):
         for name, length in self.lengths().items():
             assert length == before[name] + rows.count(name)
 
+    @rule(steps=st.integers(1, 12))
+    def run_ahead(self, steps: int) -> None:
+        """Steps as a harness takes them: the next is planned before the last is answered."""
+        for _ in range(steps):
+            if len(self.under_way) == 2:
+                if self.under_way[0].results is None:
+                    return
+                self.complete()
+            self.plan()
+
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), reason=st.sampled_from(LOSSES), is_newest=st.booleans())
     def fail(self, data: st.DataObject, reason: CompletionReason, is_newest: bool) -> None:
@@ -281,7 +298,7 @@ class AnyOrder(RuleBasedStateMachine):
         failing = self.under_way[place]
         void, self.under_way = self.under_way[place:], self.under_way[:place]
         tenants = sorted(tenant.config.id for tenant in failing.step.tenants)
-        tenant = data.draw(st.sampled_from([None, *tenants]))
+        tenant = data.draw(st.sampled_from([None, None, *tenants]))
         before = self.lengths()
         if tenant is not None:
             self.lose(tenant)
@@ -309,19 +326,25 @@ class AnyOrder(RuleBasedStateMachine):
     def lose(self, tenant: str) -> None:
         self.owing.add(tenant)
 
-    @rule(tenant=TENANTS, reason=st.sampled_from(LOSSES))
-    def revoke(self, tenant: str, reason: CompletionReason) -> None:
+    @rule(tenant=TENANTS, reason=st.sampled_from([*LOSSES, None]))
+    def revoke(self, tenant: str, reason: CompletionReason | None) -> None:
+        """A region is gone, or with it the whole engine."""
+        if reason is None:
+            self.take(self.scheduler.engine_lost(self.now))
+            self.under_way = []
+            assert self.scheduler.live_sequences == 0
+            return
         self.lose(tenant)
         self.take(self.scheduler.revoked(tenant, reason, self.now))
         assert not self.scheduler.tenants[tenant].live
 
-    @rule()
-    def lose_engine(self) -> None:
-        self.take(self.scheduler.engine_lost(self.now))
-        self.under_way = []
-        assert self.scheduler.live_sequences == 0
+    @rule(fewer=st.sampled_from([0, 0, 2]), waits=st.booleans())
+    def rebind_all(self, fewer: int, waits: bool) -> None:
+        for config in CONFIGS:
+            if waits:
+                self.now += self.scheduler.rebind_delay_s(config.id, self.now)
+            self.rebind(config.id, fewer)
 
-    @rule(tenant=TENANTS, fewer=st.sampled_from([0, 0, 2]))
     def rebind(self, tenant: str, fewer: int) -> None:
         state = self.scheduler.tenants[tenant]
         if state.region_blocks:
@@ -348,11 +371,12 @@ class AnyOrder(RuleBasedStateMachine):
             assert len(within) <= AT_ONCE + (self.now - begin) / INTERVAL_S + 1e-6
         self.take(events)
 
-    @rule(tenant=TENANTS)
-    def hold(self, tenant: str) -> None:
-        self.scheduler.hold(tenant)
+    def hold_or_resume(self, tenant: str) -> None:
+        if self.scheduler.tenants[tenant].is_held:
+            self.resume(tenant)
+        else:
+            self.scheduler.hold(tenant)
 
-    @rule(tenant=TENANTS)
     def resume(self, tenant: str) -> None:
         """A held tenant's region has been copied to another place; its steps were over then."""
         if self.scheduler.tenants[tenant].is_held:
@@ -386,11 +410,13 @@ class AnyOrder(RuleBasedStateMachine):
             self.under_way = []
         queued = [waiting for tenant in self.scheduler.tenants.values() for waiting in tenant.waiting]
         unended = [known.request.positions for known in self.known.values() if not known.is_ended]
-        for _ in range(sum(unended)):
+        for _ in range(2 * sum(unended)):
+            before = len(self.under_way)
             self.plan()
-            if not self.under_way:
-                break
-            self.complete()
+            if len(self.under_way) in (before, 2):
+                if not self.under_way:
+                    break
+                self.complete()
         assert self.scheduler.live_sequences == 0, "a sequence that gets no rows"
         left = [waiting for waiting in queued if not self.known[waiting.request.request_id].is_ended]
         assert all(not self.scheduler.tenants[waiting.request.tenant_id].region_blocks for waiting in left)

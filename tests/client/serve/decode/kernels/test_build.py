@@ -22,7 +22,7 @@ def ptx(name: str) -> str:
 
 
 def inexact() -> re.Pattern[str]:
-    """The pattern of inexact instructions in client/serve/decode/kernels/build.py; Triton need not be there."""
+    """The build's pattern of instructions that are not exact, without importing it, and so Triton."""
     tree = ast.parse((FOLDER / "build.py").read_text())
     (call,) = [
         node.value

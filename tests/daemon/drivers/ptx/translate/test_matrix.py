@@ -160,8 +160,7 @@ def test_products_in_a_row_are_as_products_apart(run_block: RunBlock, seed: int)
 BYTES = [
     (shape, a, b, stops)
     for shape in ("m8n8k16", "m16n8k16", "m16n8k32")
-    for a, b in (("s8", "s8"), ("u8", "s8"), ("s8", "u8"), ("u8", "u8"))
-    for stops in ("", ".satfinite")
+    for a, b, stops in (("s8", "s8", ".satfinite"), ("u8", "s8", ""), ("s8", "u8", ".satfinite"), ("u8", "u8", ""))
 ]
 
 
@@ -240,8 +239,7 @@ def element(matrices: Matrix, g: int, t: int, n: int, half: int, trans: bool) ->
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("trans", ["", ".trans"])
-@pytest.mark.parametrize("space", ["", ".shared::cta"])
+@pytest.mark.parametrize(("trans", "space"), [("", ""), (".trans", ".shared::cta")])
 def test_matrices_are_loaded(run_block: RunBlock, count: int, trans: str, space: str) -> None:
     names = ", ".join(f"%r{n}" for n in range(count))
     place = "%r15" if space else "%d1"
@@ -256,9 +254,7 @@ def test_matrices_are_loaded(run_block: RunBlock, count: int, trans: str, space:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("trans", "space"), [("", ""), (".trans", ".shared"), ("", ".shared::cta"), (".trans", ".shared::cta")]
-)
+@pytest.mark.parametrize(("trans", "space"), [("", ""), (".trans", ".shared"), ("", ".shared::cta")])
 def test_matrices_are_stored(run_block: RunBlock, count: int, trans: str, space: str) -> None:
     rows = []
     for g, t in LANES:
