@@ -168,15 +168,14 @@ def check_recovery(daemon: Daemon, alone: Outputs, end: End, moments: list[tuple
     play(daemon, scene)
 
 
-@pytest.mark.parametrize("end", [revoke, free])
-def test_a_tenant_whose_region_ends_goes_on_with_the_same_tokens(daemon: Daemon, alone: Outputs, end: End) -> None:
-    check_recovery(daemon, alone, end, [("b", 7), ("d", 1)])
+def test_a_tenant_whose_region_ends_goes_on_with_the_same_tokens(daemon: Daemon, alone: Outputs) -> None:
+    check_recovery(daemon, alone, revoke, [("a", 7)])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("end", [revoke, revoke_as_the_lease_s_tenant, free, cancel])
 def test_a_region_may_end_at_any_step(daemon: Daemon, alone: Outputs, end: End) -> None:
-    check_recovery(daemon, alone, end, [("a", 0), ("b", 3), ("c", 8), ("d", 12)])
+    check_recovery(daemon, alone, end, [("a", 0), ("b", 3), ("d", 12)])
 
 
 @pytest.mark.exhaustive
@@ -198,6 +197,7 @@ def test_a_region_that_ends_behind_a_last_step_is_noticed_at_the_next_request(da
     play(daemon, scene)
 
 
+@pytest.mark.exhaustive
 def test_a_tenant_whose_region_expires_goes_on_with_the_same_tokens(
     daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
