@@ -410,9 +410,9 @@ class Decoder:
         try:
             await self._renewals.pop(tenant_id).stop()
             await self.engine.close_pool(lost)
-            await asyncio.sleep(self.scheduler.rebind_delay_s(tenant_id, time.monotonic()))
-            while not await self._has_opened(tenant):
-                await asyncio.sleep(REGION_RETRY_S)
+            delay_s = self.scheduler.rebind_delay_s(tenant_id, time.monotonic())
+            while not await self._has_opened(tenant, delay_s):
+                delay_s = REGION_RETRY_S
         except GpuLeaseError as error:
             self._fail(EngineDecodeFailed(f"The engine is lost: {error}", "Open a decoder anew", error.failure))
             return
@@ -420,8 +420,9 @@ class Decoder:
         self._tell(self.scheduler.rebound(tenant_id, tenant.max_blocks, time.monotonic()))
         self._wake.set()
 
-    async def _has_opened(self, tenant: TenantConfig) -> bool:
-        """Open a tenant's region; False if the lease has no room for it now, as while another's bytes are proved."""
+    async def _has_opened(self, tenant: TenantConfig, delay_s: float) -> bool:
+        """Open a region after a delay; False if the lease has no room for it, as while bytes are proved free."""
+        await asyncio.sleep(delay_s)
         try:
             await self._open_pool(tenant)
         except CapacityExceeded:

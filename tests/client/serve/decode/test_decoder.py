@@ -13,6 +13,7 @@ from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
 from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
 from gpulease.client.serve.decode.decode_requests import CompletionReason, SamplingParameters, TenantConfig
 from gpulease.client.serve.decode.decoder import Decoder, DecoderSettings, Emitted, Generation
+from gpulease.client.serve.decode.engine import BlockPool
 from helpers.daemon import Daemon
 from helpers.decode.random_models import TINY
 from helpers.waiting import wait_until
@@ -327,6 +328,26 @@ def test_leaving_the_block_while_a_region_is_opened_anew_leaves_nothing(
             await revoke(daemon, decoder, "b")
             break
         await is_opening.wait()
+
+    play(daemon, scene)
+
+
+def test_a_tenant_waits_for_its_region_while_the_lease_has_no_room(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, alone: Outputs
+) -> None:
+    async def scene(decoder: Decoder) -> None:
+        refusals = [CapacityExceeded("no room")] * 2
+        opened = decoder.engine.open_pool
+
+        async def open_pool(blocks: int, **how: Any) -> BlockPool:
+            if refusals:
+                raise refusals.pop()
+            return await opened(blocks, **how)
+
+        monkeypatch.setattr(decoder.engine, "open_pool", open_pool)
+        told, _ = await lose_one(daemon, decoder, "b", 2, revoke)
+        assert told == Told(alone["b"], CompletionReason.MAX_TOKENS_REACHED, 1)
+        assert not refusals
 
     play(daemon, scene)
 
