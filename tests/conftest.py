@@ -2,9 +2,7 @@
 
 import gc
 import os
-import shutil
 import signal
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -88,16 +86,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.line(f"{subsystem:22} {count[subsystem]:6} tests {seconds[subsystem]:8.1f} s")
 
 
-def _keep_kernels(config: pytest.Config) -> None:
-    """Let all daemons of a run keep compiled kernels in one folder: most tests launch the same ones."""
-    if "GPULEASE_CPU_CACHE" not in os.environ and not hasattr(config, "workerinput"):
-        folder = tempfile.mkdtemp(prefix="gpulease-kernels-")
-        os.environ["GPULEASE_CPU_CACHE"] = folder
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    _keep_kernels(config)
     # A shell starts what it runs in the background with interrupts ignored, nohup with hang-ups ignored: each process
     # would pass that on.
     signal.signal(signal.SIGINT, signal.default_int_handler)
