@@ -432,4 +432,4 @@ TestAnyOrder = AnyOrder.TestCase
 
 @pytest.mark.exhaustive
 class TestManyOrders(TestAnyOrder):  # type: ignore[valid-type, misc]
-    settings = settings(FEW, max_examples=150, stateful_step_count=120)
+    settings = settings(FEW, max_examples=60, stateful_step_count=120)

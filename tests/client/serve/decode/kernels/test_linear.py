@@ -52,7 +52,7 @@ def test_bf16_is_float64_s_within_rounding(rig: KernelRig, rows: int, columns: i
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["bf16", "q8_0", "q4_k"])
+@pytest.mark.parametrize("layout", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("q8_0", "q4_k"))])
 def test_all_tiles_give_equal_bits(rig: KernelRig, layout: str) -> None:
     """Rows, columns and the last part end inside a tile."""
     rng = np.random.default_rng(2)
@@ -132,7 +132,7 @@ def test_packed_weights_are_gguf_s_values_rounded_to_bf16(rig: KernelRig, layout
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", [16, *(pytest.param(rows, marks=pytest.mark.slow) for rows in TILES if rows > 16)])
 @pytest.mark.parametrize(("layout", "columns"), [("q8_0", 32), ("q8_0", 544), ("q4_k", 256), ("q4_k", 768)])
 def test_packed_weights_of_many_shapes_are_gguf_s_values(rig: KernelRig, layout: str, columns: int, tile: int) -> None:
     for count, rows in ((1, 1), (tile + 1, 65)):
