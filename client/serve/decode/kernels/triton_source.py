@@ -113,9 +113,16 @@ def add_rmsnorm(x, h, parts, weight, splits, stride, D, eps, BLOCK_D: tl.constex
 
 
 @triton.jit
-def bf16_tile(w, n, k, mask, K):
-    """A tile of bf16 weights [N, K], as [K, N]."""
-    return tl.load(w + n[None, :].to(tl.int64) * K + k[:, None], mask=mask, other=0.0)
+def rows_tile(x, r, k, R, K, end):
+    """A tile [rows, columns] of x [R, K], up to the column `end`."""
+    return tl.load(x + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & (k < end)[None, :], other=0.0)
+
+
+@triton.jit
+def store_part(parts, total, r, n, R, N):
+    """Store a tile of this program's part of the sums."""
+    at = tl.program_id(2).to(tl.int64) * R * N + r[:, None] * N + n[None, :]
+    tl.store(parts + at, total, mask=(r < R)[:, None] & (n < N)[None, :])
 
 
 @triton.jit
@@ -128,11 +135,11 @@ def linear_bf16(parts, x, w, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr,
     total = tl.zeros((BM, BN), tl.float32)
     for k0 in range(begin, end, BK):
         k = k0 + tl.arange(0, BK)
-        a = tl.load(x + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & (k < end)[None, :], other=0.0)
-        b = bf16_tile(w, n, k, (n < N)[None, :] & (k < end)[:, None], K)
+        a = rows_tile(x, r, k, R, K, end)
+        m = (n < N)[None, :] & (k < end)[:, None]
+        b = tl.load(w + n[None, :].to(tl.int64) * K + k[:, None], mask=m, other=0.0)
         total = tl.dot(a, b, total)
-    at = tl.program_id(2).to(tl.int64) * R * N + r[:, None] * N + n[None, :]
-    tl.store(parts + at, total, mask=(r < R)[:, None] & (n < N)[None, :])
+    store_part(parts, total, r, n, R, N)
 
 
 @triton.jit
@@ -147,12 +154,11 @@ def linear_q8_0(parts, x, w, scales, R, N, K, chunk, BM: tl.constexpr, BN: tl.co
     for k0 in range(begin, end, BK):
         k = k0 + tl.arange(0, BK)
         m = (n < N)[None, :] & (k < end)[:, None]
-        a = tl.load(x + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & (k < end)[None, :], other=0.0)
+        a = rows_tile(x, r, k, R, K, end)
         q = tl.load(w + wide * K + k[:, None], mask=m, other=0).to(tl.float32)
         d = tl.load(scales + wide * (K // 32) + (k // 32)[:, None], mask=m, other=0.0).to(tl.float32)
         total = tl.dot(a, (q * d).to(tl.bfloat16), total)
-    at = tl.program_id(2).to(tl.int64) * R * N + r[:, None] * N + n[None, :]
-    tl.store(parts + at, total, mask=(r < R)[:, None] & (n < N)[None, :])
+    store_part(parts, total, r, n, R, N)
 
 
 @triton.jit
@@ -171,7 +177,7 @@ def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN
     for k0 in range(begin, end, BK):
         k = k0 + tl.arange(0, BK)
         m = (n < N)[None, :] & (k < end)[:, None]
-        a = tl.load(x + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & (k < end)[None, :], other=0.0)
+        a = rows_tile(x, r, k, R, K, end)
         pair = tl.load(w + wide * (K // 2) + (k // 64 * 32 + k % 32)[:, None], mask=m, other=0).to(tl.int32)
         q = ((pair >> (k // 32 % 2 * 4)[:, None]) & 15).to(tl.float32)
         group = steps + (wide * (K // 32) + (k // 32)[:, None]) * 2
@@ -180,8 +186,7 @@ def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN
         least = tl.load(factors + 1, mask=m, other=0.0).to(tl.float32)
         least = least * tl.load(group + 1, mask=m, other=0).to(tl.float32)
         total = tl.dot(a, (d * q - least).to(tl.bfloat16), total)
-    at = tl.program_id(2).to(tl.int64) * R * N + r[:, None] * N + n[None, :]
-    tl.store(parts + at, total, mask=(r < R)[:, None] & (n < N)[None, :])
+    store_part(parts, total, r, n, R, N)
 
 
 @triton.jit
