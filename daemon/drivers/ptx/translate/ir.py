@@ -31,6 +31,9 @@ INVARIANT = ", !invariant.load !0"
 # The branch to the first label is nearly always taken.
 LIKELY = ", !prof !1"
 
+# In what a function for one lane after another returns: no lane failed.
+NO_LANE = -1
+
 METADATA = '!0 = !{}\n!1 = !{!"branch_weights", i32 1048576, i32 1}\n'
 
 

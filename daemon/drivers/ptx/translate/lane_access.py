@@ -23,7 +23,7 @@ from gpulease.daemon.drivers.ptx.translate.access import (
     window_limit,
 )
 from gpulease.daemon.drivers.ptx.translate.forms import Modifiers
-from gpulease.daemon.drivers.ptx.translate.ir import LIKELY, IrWriter, Value, constant
+from gpulease.daemon.drivers.ptx.translate.ir import LIKELY, NO_LANE, IrWriter, Value, constant
 from gpulease.daemon.drivers.ptx.translate.lane_copies import translate_copy
 from gpulease.daemon.drivers.ptx.translate.loads_stores import check_policy, elements
 from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT
@@ -42,9 +42,6 @@ _COUNTED = ("atom", "red", "cp")
 _MOST_BYTES = 2 * GRANULE_BYTES
 
 _WORD_BYTES = 4
-
-# In what a lane's function returns: no lane failed.
-_NONE = -1
 
 
 def is_private(i: Instruction) -> bool:
@@ -263,14 +260,7 @@ class _Access:
         limit, base = constant("i64", 0), Value("ptr", "null")
         if self._space is Space.SHARED:
             limit, base = window_limit(t, self._space), window_base(t, self._space)
-        given = ", ".join(map(str, (ENVIRONMENT, base, limit, addresses, values, t.mask, line)))
-        failed = ir.value("i32", f"call i32 @{name}({given})")
-        fault, fine = ir.fresh("fault"), ir.fresh("fine")
-        ir.branch_if(ir.compare("icmp eq", failed, _NONE), fine, fault, extra=LIKELY)
-        ir.block(fault)
-        t.fail_lane(failed)
-        ir.block(fine)
-        return fine
+        return t.call_each(name, (ENVIRONMENT, base, limit, addresses, values, t.mask, line))
 
     def _require_function(self, *, is_store: bool) -> str:
         name = f"{'store' if is_store else 'load'}_{self._space.value}_{self._size}_{self.ir.lanes}"
@@ -358,7 +348,7 @@ def _move_eights(ir: IrWriter, what: tuple[int, int, int], *, joins: bool) -> No
 
 
 def _access_each(ir: IrWriter, space: Space, size: int, mask_type: str, *, is_store: bool) -> None:
-    """A function's body that accesses for one lane after another; it returns the first that may not, or `_NONE`."""
+    """A function's body that accesses for one lane after another; it returns the first that may not, or `NO_LANE`."""
     kind = f"i{8 * size}"
     ir.block("head")
     left = Value(mask_type, "%left")
@@ -386,4 +376,4 @@ def _access_each(ir: IrWriter, space: Space, size: int, mask_type: str, *, is_st
     ir.emit(f"%rest = and {left}, %less")
     ir.branch_if(ir.compare("icmp ne", Value(mask_type, "%rest"), 0), "head", "done")
     ir.block("done")
-    ir.ret(_NONE)
+    ir.ret(NO_LANE)

@@ -19,15 +19,13 @@ from gpulease.daemon.drivers.ptx.translate.access import (
 )
 from gpulease.daemon.drivers.ptx.translate.async_copies import bytes_taken, copied_bytes
 from gpulease.daemon.drivers.ptx.translate.forms import Modifiers
-from gpulease.daemon.drivers.ptx.translate.ir import LIKELY, IrWriter, Value, constant
+from gpulease.daemon.drivers.ptx.translate.ir import LIKELY, NO_LANE, IrWriter, Value, constant
 from gpulease.daemon.drivers.ptx.translate.loads_stores import check_policy
 from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.ptx.translate.lanes import LaneTranslator
 
-# In what a function returns: no lane failed.
-_NONE = -1
 # No number of bytes that are taken: no granule has been checked.
 _NO_SIZE = -1
 
@@ -36,7 +34,7 @@ def translate_copy(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
     """Translate a copy that a thread's own instruction makes; False for any other instruction."""
     if i.opcode != "cp" or "into" not in m:
         return False
-    ir, size = t.ir, copied_bytes(t, i, m)
+    size = copied_bytes(t, i, m)
     count = len(i.operands) - ("policy" in m)
     check_policy(t, i, m, 3 if count == 3 else 4)
     taken = constant("i32", size) if count == 3 else bytes_taken(t, i.operands[3], size)
@@ -54,12 +52,7 @@ def translate_copy(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
         t.mask,
         line,
     ]
-    failed = ir.value("i32", f"call i32 @{name}({', '.join(map(str, given))})")
-    fault, fine = ir.fresh("fault"), ir.fresh("fine")
-    ir.branch_if(ir.compare("icmp eq", failed, _NONE), fine, fault, extra=LIKELY)
-    ir.block(fault)
-    t.fail_lane(failed)
-    ir.block(fine)
+    t.call_each(name, given)
     return True
 
 
@@ -95,7 +88,7 @@ def _require_function(t: "LaneTranslator", size: int) -> str:
 
 
 def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
-    """A function's body that copies for one lane after another; it returns the first that may not, or `_NONE`."""
+    """A function's body that copies for one lane after another; it returns the first that may not, or `NO_LANE`."""
     kind, shift = f"i{8 * size}", size.bit_length() - 1
     slots = ir.binary("lshr", Value("i64", "%limit"), shift)
     ir.block("head")
@@ -149,7 +142,7 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     ir.emit(f"%rest = and {left}, %less")
     ir.branch_if(ir.compare("icmp ne", Value(mask_type, "%rest"), 0), "head", "done")
     ir.block("done")
-    ir.ret(_NONE)
+    ir.ret(NO_LANE)
 
 
 def _fail(ir: IrWriter, label: str, lane: Value, address: Value, what: tuple[int, Access, int]) -> None:

@@ -1,13 +1,13 @@
 """A kernel's registers while its threads run as lanes (lanes.py): where they are, and who takes part in a write."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from gpulease.daemon.drivers.ptx.limits import MAX_LANE_FRAME_BYTES, MAX_LANE_SAVED_REGISTERS
 from gpulease.daemon.drivers.ptx.native.structures import SHORT_HEAD_BYTES, SLOT_BYTES, Status
 from gpulease.daemon.drivers.ptx.parse.declarations import round_up
 from gpulease.daemon.drivers.ptx.parse.syntax import Register
-from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
+from gpulease.daemon.drivers.ptx.translate.ir import LIKELY, NO_LANE, Value, constant
 from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator
 from gpulease.daemon.drivers.ptx.translate.uniformity import Uniformity
 from gpulease.daemon.drivers.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
@@ -69,6 +69,20 @@ class LaneRegisters(ThreadTranslator):
         before, self.ir.blamed = self.ir.blamed, lane
         self.ir.ret(Status.FAULT)
         self.ir.blamed = before
+
+    def call_each(self, name: str, given: Iterable[Value]) -> str:
+        """Call a function that acts for one lane after another, and end the kernel if one may not.
+
+        Such a function returns the lane that may not, or `NO_LANE`. Returns the block behind the call.
+        """
+        ir = self.ir
+        failed = ir.value("i32", f"call i32 @{name}({', '.join(map(str, given))})")
+        fault, fine = ir.fresh("fault"), ir.fresh("fine")
+        ir.branch_if(ir.compare("icmp eq", failed, NO_LANE), fine, fault, extra=LIKELY)
+        ir.block(fault)
+        self.fail_lane(failed)
+        ir.block(fine)
+        return fine
 
     def local_window(self) -> Value:
         """Return the address at which the lane's local memory begins."""
