@@ -314,7 +314,7 @@ class Decoder:
                 else:
                     await self._sleep()
         except GpuLeaseError as error:
-            self._fail(EngineDecodeFailed(f"The engine is lost: {error}", "Open a decoder anew", error.failure))
+            self._fail(_lost(error))
         except Exception as error:
             self._fail(EngineDecodeFailed(f"The engine is lost: {type(error).__name__}: {error}"))
             raise
@@ -414,7 +414,7 @@ class Decoder:
             while not await self._has_opened(tenant, delay_s):
                 delay_s = REGION_RETRY_S
         except GpuLeaseError as error:
-            self._fail(EngineDecodeFailed(f"The engine is lost: {error}", "Open a decoder anew", error.failure))
+            self._fail(_lost(error))
             return
         self.rebinds += 1
         self._tell(self.scheduler.rebound(tenant_id, tenant.max_blocks, time.monotonic()))
@@ -456,6 +456,10 @@ class Decoder:
 
 
 _REASONS: Final = {RegionExpired: CompletionReason.EXPIRED, RegionCancelled: CompletionReason.CANCELLED}
+
+
+def _lost(error: GpuLeaseError) -> EngineDecodeFailed:
+    return EngineDecodeFailed(f"The engine is lost: {error}", "Open a decoder anew", error.failure)
 
 
 def _only_tenant(limits: StepLimits) -> TenantConfig:

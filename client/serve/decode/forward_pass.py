@@ -6,7 +6,6 @@ never of R, so a row's bits are the same in every step (kernels/triton_source.py
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,9 +31,6 @@ _CHUNK_STEP: Final = 256
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
 """Bytes of one buffer at most: kernels count its values, of two bytes at least, in 32 bits."""
-
-_TILES: Final = (16, 64, 128)
-"""Rows of the tiles that linears are compiled for."""
 
 
 def parts_of(rows: int, columns: int) -> tuple[int, int]:
@@ -152,15 +148,11 @@ class ForwardPass:
         """The last step's logits, in parts: [splits, R, vocabulary] f32."""
         return self._buffers["logits"]
 
-    async def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
+    async def prepare(self) -> None:
         """Allocate the buffers and load the kernels. Raises AllocFailed, LoadFailed."""
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
-        names = self._kernel_names()
-        for done, name in enumerate(names):
-            await self._library.load(name)
-            if progress is not None:
-                progress(done + 1, len(names))
+        await self._library.load(*self._kernel_names())
 
     def _kernel_names(self) -> tuple[str, ...]:
         config, layers = self.weights.config, self.weights.layers
@@ -260,7 +252,8 @@ def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
 
 
 def _tile(rows: int) -> int:
-    return next((tile for tile in _TILES if tile >= rows), _TILES[-1])
+    tiles = manifest().tiles
+    return next((tile for tile in tiles if tile >= rows), tiles[-1])
 
 
 def _linear_name(layout: Layout, tile: int) -> str:

@@ -42,11 +42,13 @@ class Manifest:
     Attributes:
         split: Positions in one part of a sequence's attention.
         heads: Query heads of a key head at most.
+        tiles: Rows of the tiles of linears, ascending.
         kernels: Facts by the names of the files.
     """
 
     split: int
     heads: int
+    tiles: tuple[int, ...]
     kernels: dict[str, KernelFacts]
 
 
@@ -60,7 +62,8 @@ def manifest() -> Manifest:
         )
         for name, fact in found["kernels"].items()
     }
-    return Manifest(found["split"], found["heads"], kernels)
+    tiles = sorted({fact.constants["BM"] for fact in kernels.values() if "BM" in fact.constants})
+    return Manifest(found["split"], found["heads"], tuple(tiles), kernels)
 
 
 class KernelLibrary:

