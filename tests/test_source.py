@@ -228,7 +228,11 @@ SMALL_LINES = 120
 ENTRY_POINTS = {"__main__", "__init__", "start", "public"}
 """Modules that something outside imports or runs: a command, a package, an interpreter."""
 
-SINGLE = {"client/serve/decode/kernel_library.py", "daemon/broker/fair_queue.py"}
+SINGLE = {
+    "client/serve/decode/kernel_library.py",
+    "client/serve/decode/tenant_regions.py",
+    "daemon/broker/fair_queue.py",
+}
 """Small modules of one importer that are an idea by themselves."""
 
 SIBLINGS = (

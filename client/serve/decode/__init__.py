@@ -26,9 +26,10 @@ from gpulease.client.serve.decode.decode_requests import (
     SchedulerEvent,
     TenantConfig,
 )
-from gpulease.client.serve.decode.decoder import Decoder, DecoderSettings, Emitted, Generation
+from gpulease.client.serve.decode.decoder import Decoder, DecoderSettings
 from gpulease.client.serve.decode.engine import BlockPool, DecodeEngine
 from gpulease.client.serve.decode.forward_pass import StepLimits
+from gpulease.client.serve.decode.generation import Emitted, Generation
 from gpulease.client.serve.decode.model_config import Family, ModelConfig
 from gpulease.client.serve.decode.sample_models import TINY_MODEL, find_smollm2
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Final, Self
 import numpy as np
 
 from gpulease.client.aio import GpuBuilder
-from gpulease.client.aio.events import KeepAlive
-from gpulease.client.errors import CapacityExceeded, GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
+from gpulease.client.errors import GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
 from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model, size_bytes
 from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
 from gpulease.client.serve.decode.decode_requests import (
@@ -36,10 +35,12 @@ from gpulease.client.serve.decode.decode_requests import (
 )
 from gpulease.client.serve.decode.engine import MAX_STEPS, BlockPool, DecodeEngine
 from gpulease.client.serve.decode.forward_pass import StepLimits, block_bytes, buffer_sizes
+from gpulease.client.serve.decode.generation import Emitted, Generation
 from gpulease.client.serve.decode.model_config import ModelConfig
 from gpulease.client.serve.decode.row_records import ROW, Results, Rows, log_probabilities
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.serve.decode.step_plan import StepPlan
+from gpulease.client.serve.decode.tenant_regions import TenantRegions
 
 if TYPE_CHECKING:
     from gpulease.client.serve.decode.text.tokenizer import Tokenizer
@@ -56,78 +57,10 @@ REGION_GRANULE_BYTES: Final = 2 << 20
 MAX_POSITIONS: Final = 4096
 """Positions of a sequence where the caller does not say: of a model's 131,072, blocks for few would fill a card."""
 
-REGION_RETRY_S: Final = 0.1
-"""Seconds between two tries to open a region that the lease has no room for; its tenant's requests wait meanwhile."""
-
 DEFAULT_TENANT: Final = "default"
 
 DEFAULT_SEQUENCES: Final = 4
 """Sequences of full length that the blocks of a decoder's only tenant are enough for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Emitted:
-    """A token of a sequence.
-
-    Attributes:
-        token: The token.
-        position: Its place in the sequence; the prompt's first token has 0.
-        log_probability: The natural logarithm of its probability, before temperature, top_p and top_k.
-    """
-
-    token: int
-    position: int
-    log_probability: float
-
-
-class Generation:
-    """A prompt being continued: iterate over its tokens as they come.
-
-    Attributes:
-        request: The request; that of its last replay if it was replayed.
-        reason: Why it ended; None while it goes on.
-        replays: How often it was replayed because its tenant's region had ended.
-    """
-
-    def __init__(self, decoder: "Decoder", request: PromptRequest) -> None:
-        """Use `Decoder.submit`."""
-        self.request = request
-        self.reason: CompletionReason | None = None
-        self.replays = 0
-        self._decoder = decoder
-        self._emitted: deque[Emitted] = deque()
-        self._error: GpuLeaseError | None = None
-        self._changed = asyncio.Event()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Emitted:
-        """Wait for the next token. Raises RequestRejected, or EngineDecodeFailed if the engine is lost."""
-        while not self._emitted:
-            if self._error is not None:
-                raise self._error
-            if self.reason is not None:
-                raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-        return self._emitted.popleft()
-
-    def cancel(self) -> None:
-        """End it; its rows are free for others from the next step on."""
-        self._decoder.cancel(self)
-
-    def _emit(self, emitted: Emitted) -> None:
-        self._emitted.append(emitted)
-        self._changed.set()
-
-    def _replay(self, request_id: str) -> None:
-        self.request = replace(self.request, request_id=request_id)
-        self.replays += 1
-
-    def _end(self, reason: CompletionReason, error: GpuLeaseError | None = None) -> None:
-        self.reason, self._error = reason, error
-        self._changed.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +88,7 @@ class Decoder:
     Attributes:
         engine: The engine.
         scheduler: Who decides; only the decoder tells it anything.
+        regions: The tenants' regions.
         steps: Steps that were computed.
         rebinds: Regions that were opened in the place of others that had ended.
     """
@@ -166,14 +100,12 @@ class Decoder:
         self._checkpoint = checkpoint
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
         self.steps = self.rebinds = 0
-        self._pools: dict[str, BlockPool] = {}
+        self.regions = TenantRegions(engine, scheduler, self._rebound, lambda error: self._fail(_lost(error)))
         self._generations: dict[str, Generation] = {}
         self._constants = np.zeros(engine.limits.tables, ROW)
         self._pending: deque[StepPlan] = deque()
         self._wake = asyncio.Event()
-        self._renewals: dict[str, KeepAlive] = {}
         self._refusal: RegionFailed | None = None
-        self._rebinding: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
         self._failure: GpuLeaseError | None = None
 
@@ -216,7 +148,7 @@ class Decoder:
             stack.push_async_callback(engine.close)
             decoder = cls(engine, scheduler, checkpoint)
             for tenant in configs:
-                await decoder._open_pool(tenant)
+                await decoder.regions.open(tenant)
             task = asyncio.create_task(decoder._run())
             try:
                 yield decoder
@@ -249,7 +181,7 @@ class Decoder:
             raise self._failure
         request_id = f"request-{next(self._numbers)}"
         request = PromptRequest(tenant_id, request_id, tuple(token_ids), sampling, max_tokens, wait_s)
-        generation = self._generations[request_id] = Generation(self, request)
+        generation = self._generations[request_id] = Generation(request, self.cancel)
         try:
             self._tell(self.scheduler.submit(request, time.monotonic()))
         except BaseException:
@@ -326,7 +258,7 @@ class Decoder:
             self._tell(plan.events)
             if not plan.sequences:
                 return
-            pools = [self._pools[tenant.config.id] for tenant in plan.tenants]
+            pools = [self.regions.pools[tenant.config.id] for tenant in plan.tenants]
             try:
                 await self.engine.start(self._rows_of(plan), pools)
             except RegionFailed as error:
@@ -360,7 +292,7 @@ class Decoder:
     def _rows_of(self, plan: StepPlan) -> Rows:
         """Write down a plan's rows: what is constant of a sequence, and what is the step's."""
         for sequence in plan.joined:
-            pool, sampling = self._pools[sequence.tenant.config.id], sequence.request.sampling
+            pool, sampling = self.regions.pools[sequence.tenant.config.id], sequence.request.sampling
             constants = self._constants[sequence.table]
             constants["base"], constants["blocks"] = pool.region.address, pool.blocks
             constants["seed"], constants["top_k"], constants["top_p"] = sampling.seed, sampling.top_k, sampling.top_p
@@ -379,61 +311,33 @@ class Decoder:
                 continue
             if isinstance(event, SchedulerEvent.Token):
                 assert logs is not None
-                generation._emit(Emitted(event.token, event.position, float(logs[event.row])))
+                generation.emit(Emitted(event.token, event.position, float(logs[event.row])))
                 continue
             del self._generations[event.request.request_id]
             if isinstance(event, SchedulerEvent.AdmissionRejected):
                 error = RequestRejected(f"{event.reason}: {event.detail}")
-                generation._end(CompletionReason.CANCELLED, error)
+                generation.end(CompletionReason.CANCELLED, error)
             elif event.continued_by:
                 self._generations[event.continued_by] = generation
-                generation._replay(event.continued_by)
+                generation.replay(event.continued_by)
             else:
-                generation._end(event.reason)
+                generation.end(event.reason)
 
     # --- regions that end ---
 
     def _lose(self, error: RegionFailed) -> None:
         """Take a tenant's region as gone: the tenant's sequences end, and wait for a new region."""
-        tenant_id = next((name for name, pool in self._pools.items() if pool.region.lease_id == error.lease_id), None)
+        tenant_id = self.regions.tenant_of(error.lease_id)
         if tenant_id is None:
             raise error
         reason = _REASONS.get(type(error), CompletionReason.REVOKED)
         self._tell(self.scheduler.revoked(tenant_id, reason, time.monotonic()))
-        task = asyncio.create_task(self._rebind(tenant_id, self._pools.pop(tenant_id)))
-        self._rebinding.add(task)
-        task.add_done_callback(self._rebinding.discard)
+        self.regions.replace(tenant_id)
 
-    async def _rebind(self, tenant_id: str, lost: BlockPool) -> None:
-        """Open a region in the place of one that ended, as soon as the tenant's limiter and the lease let it."""
-        tenant = self.scheduler.tenants[tenant_id].config
-        try:
-            await self._renewals.pop(tenant_id).stop()
-            await self.engine.close_pool(lost)
-            delay_s = self.scheduler.rebind_delay_s(tenant_id, time.monotonic())
-            while not await self._has_opened(tenant, delay_s):
-                delay_s = REGION_RETRY_S
-        except GpuLeaseError as error:
-            self._fail(_lost(error))
-            return
+    def _rebound(self, tenant: TenantConfig, pool: BlockPool) -> None:
         self.rebinds += 1
-        self._tell(self.scheduler.rebound(tenant_id, tenant.max_blocks, time.monotonic()))
+        self._tell(self.scheduler.rebound(tenant.id, pool.blocks, time.monotonic()))
         self._wake.set()
-
-    async def _has_opened(self, tenant: TenantConfig, delay_s: float) -> bool:
-        """Open a region after a delay; False if the lease has no room for it, as while bytes are proved free."""
-        await asyncio.sleep(delay_s)
-        try:
-            await self._open_pool(tenant)
-        except CapacityExceeded:
-            return False
-        return True
-
-    async def _open_pool(self, tenant: TenantConfig) -> None:
-        """Open a tenant's region, and renew it in time for as long as it goes on."""
-        pool = await self.engine.open_pool(tenant.max_blocks, tenant=tenant.id, ttl_secs=LEASE_S)
-        self._pools[tenant.id] = pool
-        self._renewals[tenant.id] = pool.region.keep_alive()
 
     # --- ends ---
 
@@ -443,15 +347,12 @@ class Decoder:
         generations = list(self._generations.values())
         self._generations.clear()
         for generation in generations:
-            generation._end(CompletionReason.ENGINE_ERROR, error)
+            generation.end(CompletionReason.ENGINE_ERROR, error)
 
     async def _stop(self, task: asyncio.Task[None]) -> None:
-        tasks = [task, *self._rebinding]
-        for each in tasks:
-            each.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for renewal in self._renewals.values():
-            await renewal.stop()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await self.regions.close()
         self._fail(NoModelLoaded("The decoder is closed", "Open one with Decoder.open"))
 
 

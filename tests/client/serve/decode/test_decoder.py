@@ -12,8 +12,9 @@ from gpulease.client.errors import CapacityExceeded
 from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
 from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
 from gpulease.client.serve.decode.decode_requests import CompletionReason, SamplingParameters, TenantConfig
-from gpulease.client.serve.decode.decoder import Decoder, DecoderSettings, Emitted, Generation
+from gpulease.client.serve.decode.decoder import Decoder, DecoderSettings
 from gpulease.client.serve.decode.engine import BlockPool
+from gpulease.client.serve.decode.generation import Emitted, Generation
 from helpers.daemon import Daemon
 from helpers.decode.random_models import TINY
 from helpers.waiting import wait_until
@@ -90,25 +91,25 @@ def test_tenants_have_the_tokens_together_that_they_have_alone(daemon: Daemon, a
 
 
 async def revoke(daemon: Daemon, decoder: Decoder, name: str) -> None:
-    daemon.revoke(decoder._pools[name].region.lease_id)
+    daemon.revoke(decoder.regions.pools[name].region.lease_id)
 
 
 async def revoke_as_the_lease_s_tenant(_: Daemon, decoder: Decoder, name: str) -> None:
-    await decoder._pools[name].region.revoke("because")
+    await decoder.regions.pools[name].region.revoke("because")
 
 
 async def free(_: Daemon, decoder: Decoder, name: str) -> None:
-    await decoder._pools[name].region.free()
+    await decoder.regions.pools[name].region.free()
 
 
 async def cancel(_: Daemon, decoder: Decoder, name: str) -> None:
-    await decoder._pools[name].region.cancel()
+    await decoder.regions.pools[name].region.cancel()
 
 
 async def expire(daemon: Daemon, decoder: Decoder, name: str) -> None:
     """Let its time run out, which the tenant's renewals would prevent."""
-    await decoder._renewals[name].stop()
-    region = decoder._pools[name].region
+    await decoder.regions._renewals[name].stop()
+    region = decoder.regions.pools[name].region
     wait_until(lambda: daemon.query(region.lease_id)["state"] != "active", "the region has expired")
 
 
@@ -156,7 +157,7 @@ def check_recovery(daemon: Daemon, alone: Outputs, end: End, moments: list[tuple
     """End regions of a decoder's tenants, each behind so many tokens: all have the tokens that they have alone."""
 
     async def scene(decoder: Decoder) -> None:
-        session, pools = decoder.engine.session, dict(decoder._pools)
+        session, pools = decoder.engine.session, dict(decoder.regions.pools)
         for count, (name, after) in enumerate(moments, 1):
             told, others = await lose_one(daemon, decoder, name, after, end)
             assert told == Told(alone[name], CompletionReason.MAX_TOKENS_REACHED, 1)
@@ -164,7 +165,7 @@ def check_recovery(daemon: Daemon, alone: Outputs, end: End, moments: list[tuple
             assert decoder.rebinds == count
         assert decoder.engine.session is session
         lost = {name for name, _ in moments}
-        assert {name for name in pools if decoder._pools[name] is not pools[name]} == lost
+        assert {name for name in pools if decoder.regions.pools[name] is not pools[name]} == lost
 
     play(daemon, scene)
 
@@ -205,7 +206,7 @@ def test_a_tenant_whose_region_expires_goes_on_with_the_same_tokens(
     """Its first region is revoked, so that it gets one of a second, whose renewals then stop."""
 
     async def scene(decoder: Decoder) -> None:
-        monkeypatch.setattr("gpulease.client.serve.decode.decoder.LEASE_S", 1.0)
+        monkeypatch.setattr("gpulease.client.serve.decode.tenant_regions.REGION_TTL_S", 1.0)
         await lose_one(daemon, decoder, "b", 0, revoke)
         told, others = await lose_one(daemon, decoder, "b", 5, expire)
         assert (told.output, told.reason) == (alone["b"], CompletionReason.MAX_TOKENS_REACHED)

@@ -1,0 +1,80 @@
+"""A prompt being continued, as its caller sees it: `Generation` is an iterator over tokens."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.serve.decode.decode_requests import CompletionReason, PromptRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A token of a sequence.
+
+    Attributes:
+        token: The token.
+        position: Its place in the sequence; the prompt's first token has 0.
+        log_probability: The natural logarithm of its probability, before temperature, top_p and top_k.
+    """
+
+    token: int
+    position: int
+    log_probability: float
+
+
+class Generation:
+    """A prompt being continued: iterate over its tokens as they come.
+
+    Attributes:
+        request: The request; that of its last replay if it was replayed.
+        reason: Why it ended; None while it goes on.
+        replays: How often it was replayed because its tenant's region had ended.
+    """
+
+    def __init__(self, request: PromptRequest, cancel: Callable[["Generation"], None]) -> None:
+        """Use `Decoder.submit`."""
+        self.request = request
+        self.reason: CompletionReason | None = None
+        self.replays = 0
+        self._cancel = cancel
+        self._emitted: deque[Emitted] = deque()
+        self._error: GpuLeaseError | None = None
+        self._changed = asyncio.Event()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Emitted:
+        """Wait for the next token. Raises RequestRejected, or EngineDecodeFailed if the engine is lost."""
+        while not self._emitted:
+            if self._error is not None:
+                raise self._error
+            if self.reason is not None:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        return self._emitted.popleft()
+
+    def cancel(self) -> None:
+        """End it; its rows are free for others from the next step on."""
+        self._cancel(self)
+
+    # --- for the decoder ---
+
+    def emit(self, emitted: Emitted) -> None:
+        """Take a token."""
+        self._emitted.append(emitted)
+        self._changed.set()
+
+    def replay(self, request_id: str) -> None:
+        """Go on as another request of the scheduler."""
+        self.request = replace(self.request, request_id=request_id)
+        self.replays += 1
+
+    def end(self, reason: CompletionReason, error: GpuLeaseError | None = None) -> None:
+        """End: the iterator stops behind the last token, or raises the error there."""
+        self.reason, self._error = reason, error
+        self._changed.set()
