@@ -32,6 +32,9 @@ class BatchRunner:
 
     Inputs and outputs lie in memory that the session's worker shares (`session.empty`): a batch is put together where
     the card reads it.
+
+    Attributes:
+        is_warm: Whether a batch was computed. The first one also compiles or loads the kernel.
     """
 
     def __init__(self, session: GpuSession, settings: ModelSettings, module: Module, buffers: list[Buffer]) -> None:
@@ -41,6 +44,7 @@ class BatchRunner:
         self._out_of = session.empty(settings.max_batch * settings.output_bytes, np.uint8)
         self._in_view, self._out_view = self._into.data, self._out_of.data
         self._args: dict[int, KernelArgs] = {}
+        self.is_warm = False
 
     @classmethod
     async def open(cls, session: GpuSession, settings: ModelSettings) -> Self:
@@ -74,6 +78,7 @@ class BatchRunner:
             part = len(payload) // settings.input_bytes * settings.output_bytes
             outputs.append(bytes(self._out_view[at : at + part]))
             at += part
+        self.is_warm = True
         return outputs
 
     async def check(self) -> None:
@@ -300,7 +305,7 @@ class Instance:
                 await self._intake.changed_event.wait()
 
     async def _compute(self, runner: BatchRunner, batch: list[WaitingRequest]) -> None:
-        intake, began = self._intake, self._loop.time()
+        intake, began, was_warm = self._intake, self._loop.time(), runner.is_warm
         for request in batch:
             request.attempts += 1
         intake.is_running = True
@@ -322,7 +327,9 @@ class Instance:
         finally:
             intake.is_running = False
         now = self._loop.time()
-        intake.batches.add(now - began, now)
+        # The first batch says nothing of those that follow.
+        if was_warm:
+            intake.batches.add(now - began, now)
         self._pause.succeeded()
         for request, output in zip(batch, outputs, strict=True):
             request.settle(Answer(self.settings.method_id, output))
