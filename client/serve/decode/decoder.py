@@ -73,6 +73,8 @@ class DecoderSettings:
         max_sequences: Live sequences.
         positions: Positions of a sequence; None: the model's, 4,096 at most.
         packed: Whether quantised weights stay packed.
+        rebinds_at_once: How often a tenant's region may be opened anew at once; each time, its replays take rows.
+        rebind_interval_s: Seconds after which it may be opened one more time.
     """
 
     max_rows: int = 64
@@ -80,6 +82,8 @@ class DecoderSettings:
     max_sequences: int = 64
     positions: int | None = None
     packed: bool = True
+    rebinds_at_once: int = 3
+    rebind_interval_s: float = 10.0
 
 
 class Decoder:
@@ -390,4 +394,6 @@ def _scheduler_settings(settings: DecoderSettings, config: ModelConfig, position
         context=positions,
         vocabulary=config.vocabulary,
         end_tokens=frozenset(config.end_tokens),
+        rebinds_at_once=settings.rebinds_at_once,
+        rebind_interval_s=settings.rebind_interval_s,
     )
