@@ -126,7 +126,7 @@ class _Service:
     async def load(self, tenants: Sequence[str], each: int, length: int, tokens: int) -> AsyncIterator[Counter[str]]:
         """Keep so many requests of each tenant live, drawn from a few; yields counts, of outputs that differ, too."""
         known: dict[tuple[str, int], list[int]] = {}
-        counts: Counter[str] = Counter()
+        counts: Counter[str] = Counter(outputs=0, wrong_outputs=0)
 
         async def repeat(tenant: str, number: int) -> None:
             while True:
@@ -148,11 +148,12 @@ class _Service:
         return [sequence for tenant in self.decoder.scheduler.tenants.values() for sequence in tenant.live.values()]
 
     async def revoke(self, tenant: str) -> bool:
-        """Revoke a tenant's region, if it has one; whether it had."""
+        """Revoke a tenant's region; whether it had one."""
         pool = self.decoder.regions.pools.get(tenant)
-        if pool is not None:
-            await pool.region.revoke("bench")
-        return pool is not None
+        if pool is None or not pool.region.is_alive:
+            return False
+        await pool.region.revoke("bench")
+        return True
 
 
 async def measure(checkpoint: Checkpoint, address: str, for_s: float, most: int) -> None:
