@@ -145,7 +145,8 @@ def test_without_a_decoder_there_is_a_state() -> None:
 
 def test_state_and_acts_take_the_operator_s_key(scene: Scene) -> None:
     for wrong in ("", "Bearer ", f"Bearer {KEY}x", f"Basic {KEY}", "Bearer k\xe9y"):
-        client = TestClient(Starlette(routes=scene.page.routes()), headers={"Authorization": wrong.encode("latin-1")})
+        client = TestClient(Starlette(routes=scene.page.routes()))
+        client.headers = httpx.Headers({"Authorization": wrong}, encoding="latin-1")
         assert client.get("/page/events").status_code == 401
         assert client.delete("/page/tenants/ann/region").status_code == 401
         assert client.get("/").status_code == 200
@@ -200,6 +201,7 @@ def test_a_press_revokes_the_region_of_that_tenant(scene: Scene) -> None:
 # --- a real decoder ---
 
 
+@pytest.mark.exhaustive
 def test_a_demo_s_tenant_comes_back_and_the_others_go_on(daemon: Daemon) -> None:
     async def scene() -> None:
         tenants = [TenantConfig(name, 2, 16) for name in ("ann", "bob")]
