@@ -1,5 +1,7 @@
 """A text that ends before its stops: nothing depends on how it was cut, and nothing of a stop is given."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +25,7 @@ def test_it_is_the_whole_text_s_cut_however_it_comes(text: str, stops: list[str]
     places = sorted({0, len(text), *(place for place in at if place < len(text))})
     filtered = StopFilter(stops)
     given_text = ""
-    for begin, end in zip(places, places[1:], strict=False):
+    for begin, end in pairwise(places):
         given_text += filtered.add(text[begin:end])
         assert cut(text, stops).startswith(given_text)
     rest = filtered.end()
