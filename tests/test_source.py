@@ -37,6 +37,7 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
         "client/serve/gateway/",
         "client/serve/models/model_server.py",
         "client/serve/decode/openai_http/",
+        "client/serve/decode/decode_page.py",
         "daemon/web/",
     ),
     "uvicorn": ("client/serve/http/", "daemon/web/"),

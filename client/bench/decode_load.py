@@ -36,7 +36,7 @@ WORDS: Final = ("the", "import", "class", "a", "with", "statement", "is", "value
 
 @dataclass(slots=True)
 class Outcome:
-    """What a request got.
+    """Times and end of one request.
 
     Attributes:
         tenant: The number of its key.

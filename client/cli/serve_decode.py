@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,6 +15,7 @@ from gpulease.client.cli.decode import EMBEDDED_DRIVER, model_at_hand
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.errors import Unsupported
 from gpulease.client.serve.decode import Decoder, DecoderObserver, DecoderSettings, TenantConfig, open_model
+from gpulease.client.serve.decode.demo_traffic import DemoTraffic
 
 if TYPE_CHECKING:
     # Needs the extra `serve`, without which the command says what to install.
@@ -62,11 +63,30 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
             raise Unsupported("audit = true: this server writes no audit records", "Set audit = false")
         sock, url = stack.enter_context(listening(listen or (settings.listen if settings else DEFAULT_LISTEN)))
         known = known_hosts(sock, host_names)
-        key = ""
+        demo_keys = None
         if settings is None:
-            settings, key = _demo_settings(stack)
-        asyncio.run(_serve(settings, sock, url, known, key))
+            settings, demo_keys = _demo_settings(stack)
+        asyncio.run(_serve(settings, sock, url, known, demo_keys))
     click.echo("decode has stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class _DemoKeys:
+    """Keys that a demonstration prints: the first tenant's and the operator's."""
+
+    tenant: str
+    operator: str
+
+
+@contextlib.asynccontextmanager
+async def _going_on(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Do some work beside the block, and stop it with the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _serve(
@@ -74,37 +94,52 @@ async def _serve(
     sock: socket.socket,
     url: str,
     known: "KnownHosts",
-    demo_key: str,
+    demo: "_DemoKeys | None",
     observers: Sequence[DecoderObserver] = (),
 ) -> None:
     """Open the decoder, and serve until a signal; the lease ends with it."""
+    from gpulease.client.serve.decode.decode_metrics import DecodeMetrics
+    from gpulease.client.serve.decode.decode_page import DecodePage
     from gpulease.client.serve.decode.openai_http.openai_server import make_openai_application
-    from gpulease.client.serve.http.server_metrics import ServerMetrics
     from gpulease.client.serve.http.uvicorn_server import serve_within
 
+    serving: list[Decoder] = []
+    traffic: list[DemoTraffic] = []
+    names = [tenant.id for tenant in settings.tenants]
+    metrics = DecodeMetrics(names, lambda: next(iter(serving), None))
+    observers, routes = [*observers, metrics], []
+    if settings.operator_digest is not None:
+        page = DecodePage(
+            lambda: next(iter(serving), None), settings.operator_digest, lambda: next(iter(traffic), None)
+        )
+        observers, routes = [*observers, page.observer], page.routes()
     checkpoint = open_model(settings.model)
     click.echo(f"The model is {checkpoint.name}. Loading it ...")
     opened = Decoder.open(checkpoint, settings.tenants, settings.decoder, address=settings.address, observers=observers)
-    async with opened as decoder:
+    async with opened as decoder, contextlib.AsyncExitStack() as stack:
+        serving.append(decoder)
         app = make_openai_application(
             decoder,
             settings.keys,
             settings.name,
             wait_s=settings.wait_s,
-            metrics=ServerMetrics().text,
+            routes=routes,
+            metrics=metrics.text,
             health=lambda: {"steps": decoder.steps, "rebinds": decoder.rebinds},
         )
         # Before the first request, and not by it.
         await decoder.tokenizer()
-        tenants = ", ".join(tenant.id for tenant in settings.tenants)
-        click.echo(f"decode listens on {url}, serves {settings.name} to {tenants}")
-        if demo_key:
-            click.echo(_hint(url, demo_key))
+        click.echo(f"decode listens on {url}, serves {settings.name} to {', '.join(names)}")
+        if demo is not None:
+            click.echo(_hint(url, demo.tenant))
+            click.echo(f"Watch: {url}/#key={demo.operator}")
+            traffic.append(DemoTraffic(decoder, names))
+            await stack.enter_async_context(_going_on(traffic[0].run()))
         await serve_within(app, sock, known=known, stop_s=STOP_LIMIT_S)
 
 
-def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, str]":
-    """Make a demonstration's settings, with a daemon if none runs. Returns the first tenant's key, too."""
+def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoKeys]":
+    """Make a demonstration's settings and keys, with a daemon if none runs."""
     from gpulease.client.serve.decode.openai_http.api_keys import distinct_keys, key_digest
     from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_LISTEN, DEFAULT_WAIT_S, DecodeSettings
     from gpulease.client.serve.decode.row_records import PAGE
@@ -120,6 +155,7 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, str]":
     keys = {tenant: secrets.token_hex(16) for tenant in DEMO_TENANTS}
     for tenant, key in keys.items():
         click.echo(f"Key of {tenant}: {key}")
+    operator = secrets.token_hex(16)
     decoder = replace(DecoderSettings(DEMO_ROWS, DEMO_ROWS, DEMO_ROWS), positions=positions)
     settings = DecodeSettings(
         model=model,
@@ -131,8 +167,9 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, str]":
         wait_s=DEFAULT_WAIT_S,
         tenants=tuple(TenantConfig(tenant, DEMO_SEQUENCES, blocks) for tenant in DEMO_TENANTS),
         keys=distinct_keys({tenant: key_digest(key) for tenant, key in keys.items()}),
+        operator_digest=key_digest(operator),
     )
-    return settings, keys[DEMO_TENANTS[0]]
+    return settings, _DemoKeys(keys[DEMO_TENANTS[0]], operator)
 
 
 def _hint(url: str, key: str) -> str:

@@ -60,9 +60,6 @@ HEADERS: Final = {
     "Cache-Control": "no-store",
 }
 
-MIN_KEY_CHARACTERS: Final = 16
-"""Fewest characters of an operator's key: a shorter one could be guessed by asking."""
-
 MAX_STREAMS: Final = 16
 """Streams at a time; one more is refused for now. Each gets the whole state some times a second."""
 
@@ -210,7 +207,7 @@ class DecodePage:
 
     Args:
         decoder: Returns the decoder; None while there is none.
-        operator_key: The key of who may see and press. Raises ValueError if it is too short.
+        operator_digest: The sha256 of the key of who may see and press.
         demo: Returns the demonstration's traffic; None if there is none.
 
     Attributes:
@@ -220,16 +217,12 @@ class DecodePage:
     def __init__(
         self,
         decoder: Callable[[], Decoder | None],
-        operator_key: str,
+        operator_digest: bytes,
         demo: Callable[[], DemoTraffic | None] = lambda: None,
     ) -> None:
-        if len(operator_key) < MIN_KEY_CHARACTERS:
-            raise ValueError(
-                f"the operator's key has {len(operator_key)} characters; give {MIN_KEY_CHARACTERS} or more"
-            )
         self.observer = PageFeed(decoder, demo)
         self._decoder = decoder
-        self._digest = hashlib.sha256(operator_key.encode()).digest()
+        self._digest = operator_digest
         self._streams = 0
         self._encoded: tuple[float, bytes] = float("-inf"), b""
         folder = files(decode).joinpath("page")

@@ -37,7 +37,9 @@ _TOP: Final[dict[str, type[Any]]] = {
     "audit": bool,
     "engine": dict,
     "tenants": dict,
+    "operator": dict,
 }
+_OPERATOR: Final[dict[str, type[Any]]] = {"key_sha256": str, "key_file": str}
 _ENGINE: Final[dict[str, type[Any]]] = {
     "max_rows": int,
     "prefill_rows": int,
@@ -78,6 +80,7 @@ class DecodeSettings:
         wait_s: Seconds that a request may wait for its admission.
         tenants: Who may ask.
         keys: Their keys.
+        operator_digest: The sha256 of the key that the page takes; None for no page.
     """
 
     model: Path
@@ -89,6 +92,7 @@ class DecodeSettings:
     wait_s: float
     tenants: tuple[TenantConfig, ...]
     keys: ApiKeys
+    operator_digest: bytes | None = None
 
 
 def load_decode_settings(path: Path) -> DecodeSettings:
@@ -118,6 +122,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         wait_s=wait_s,
         tenants=tuple(config for config, _ in tenants),
         keys=distinct_keys({config.id: digest for config, digest in tenants}),
+        operator_digest=_operator_digest(path, said),
     )
 
 
@@ -162,6 +167,14 @@ def _tenant(path: Path, tenant_id: str, table: Any) -> tuple[TenantConfig, bytes
         return TenantConfig(tenant_id, table["max_concurrent"], blocks, **options), digest
     except ValueError as error:
         raise InvalidRequest(f"{path}: tenants: {error}") from None
+
+
+def _operator_digest(path: Path, said: Mapping[str, Any]) -> bytes | None:
+    if "operator" not in said:
+        return None
+    where = f"{path}: operator"
+    _check_kinds(where, said["operator"], _OPERATOR)
+    return _digest(path, where, said["operator"])
 
 
 def _digest(path: Path, where: str, table: Mapping[str, Any]) -> bytes:

