@@ -149,7 +149,7 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
         click.echo("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")
         address = stack.enter_context(private_daemon(EMBEDDED_DRIVER))
     model, why = model_at_hand(address)
-    click.echo(f"The demonstration's model is {model.stem}: {why}.")
+    click.echo(f"The demonstration's model is {model.stem}: {why.partition('. ')[0]}.")
     positions = min(open_model(model).config.context, DEMO_POSITIONS)
     blocks = DEMO_SEQUENCES * -(-positions // PAGE)
     keys = {tenant: secrets.token_hex(16) for tenant in DEMO_TENANTS}

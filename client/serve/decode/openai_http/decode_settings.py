@@ -192,7 +192,7 @@ def _digest(path: Path, where: str, table: Mapping[str, Any]) -> bytes:
 def _read_key(where: str, file: Path) -> str:
     """Read a key's file, which must be closed to everybody but its owner."""
     try:
-        with file.open("rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
+        with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
             found = os.fstat(opened.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise InvalidRequest(f"{where}: key_file {file} is no file")

@@ -320,7 +320,7 @@ def _refusal(error: ApiError) -> Response:
     return Response(json.dumps(error.body()), error.status, error.headers(), JSON)
 
 
-def _not_found(request: Request, error: Exception) -> Response:
+async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     code = "not_found" if status == 404 else "method_not_allowed"
     text = f"{request.method} {shown(request.url.path)} is not served here."

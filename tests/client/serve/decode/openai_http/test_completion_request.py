@@ -127,7 +127,8 @@ def test_what_changes_nothing_is_ignored() -> None:
         for value in (None, *values):
             assert parsed(is_chat=True, **{name: value}) == parsed(is_chat=True)
     for name in HARMLESS:
-        assert parsed(**{name: "x"}) == parsed()
+        ignored: dict[str, Any] = {name: "x"}
+        assert parsed(**ignored) == parsed()
 
 
 def test_a_parameter_that_nobody_knows_is_refused() -> None:
