@@ -1,4 +1,4 @@
-"""What ships for Prometheus and Grafana: every query is one, and asks for what the daemon tells."""
+"""What ships for Prometheus and Grafana: every query is one, and asks for what daemon and decode server tell."""
 
 import itertools
 import json
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import ProcessCollector
 
+from gpulease.client.serve.decode.decode_metrics import DecodeMetrics
 from gpulease.daemon.record.metrics.families import FAMILIES
 
 FOLDER = Path(__file__).parents[1] / "systemd" / "prometheus"
@@ -21,8 +22,14 @@ DASHBOARD: dict[str, Any] = json.loads((FOLDER / "gpulease.dashboard.json").read
 OF_PROMETHEUS = {"up"}
 """What Prometheus makes itself."""
 OF_THE_PROCESS = {sample.name for family in ProcessCollector(registry=None).collect() for sample in family.samples}
-TOLD = {name for family in FAMILIES for name in family.series_names} | OF_PROMETHEUS | OF_THE_PROCESS
-LABELS = {label for family in FAMILIES for label in family.labels} | {"le", "instance", "job"}
+ENDINGS = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("_total",), "gauge": ("",)}
+OF_DECODE_SERVERS = {
+    family.name + ending for family in DecodeMetrics(["ann"]).registry.collect() for ending in ENDINGS[family.type]
+}
+DECODE_LABELS = {"tenant", "kind", "scope", "reason"}
+TOLD = {name for family in FAMILIES for name in family.series_names}
+TOLD |= OF_DECODE_SERVERS | OF_PROMETHEUS | OF_THE_PROCESS
+LABELS = {label for family in FAMILIES for label in family.labels} | DECODE_LABELS | {"le", "instance", "job"}
 
 WORDS = {"and", "or", "unless", "bool", "offset", "group_left", "group_right", "inf", "nan"}
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -146,9 +153,9 @@ def test_the_dashboard_as_it_is_laid_out() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Now", "Tenants", "Cards", "Leases come and go", "The daemon"]
+    assert rows == ["Now", "Tenants", "Cards", "Leases come and go", "The daemon", "Decode servers"]
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
-    assert variables == {"datasource", "instance", "card", "tenant"}
+    assert variables == {"datasource", "instance", "card", "tenant", "server"}
     for panel in panels():
         assert panel["title"]
         assert panel["description"].endswith("."), panel["title"]
@@ -157,7 +164,7 @@ def test_the_dashboard_as_it_is_laid_out() -> None:
         for target in panel["targets"]:
             used = set(re.findall(r"\$(\w+)", target["expr"]))
             assert used <= variables | {"__rate_interval"}, panel["title"]
-            assert "instance" in used, f"{panel['title']} mixes nodes up"
+            assert used & {"instance", "server"}, f"{panel['title']} mixes nodes up"
             legend = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             assert legend <= LABELS, panel["title"]
 
@@ -167,3 +174,6 @@ def test_what_must_not_be_missed_is_on_it() -> None:
     families = {family.name for family in FAMILIES if shown & set(family.series_names)}
     assert families >= {family.name for family in FAMILIES if family.kind.value == "histogram"}
     assert families >= {"gpu_lease_leaked_bytes", "gpu_lease_fenced_slices", "gpulease_queue_length", "gpulease_ready"}
+    histograms = {name for name in OF_DECODE_SERVERS if name.endswith("_bucket")}
+    assert len(histograms) == 6
+    assert histograms <= shown

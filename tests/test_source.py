@@ -32,7 +32,14 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "biscuit_auth": ("daemon/capabilities/tokens.py", "client/narrowing.py"),
     # What a gateway alone needs.
     "psycopg": "client/serve/gateway/postgres_store.py",
-    "starlette": ("client/serve/http/", "client/serve/gateway/", "client/serve/models/model_server.py", "daemon/web/"),
+    "starlette": (
+        "client/serve/http/",
+        "client/serve/gateway/",
+        "client/serve/models/model_server.py",
+        "client/serve/decode/openai_http/",
+        "client/serve/decode/decode_page.py",
+        "daemon/web/",
+    ),
     "uvicorn": ("client/serve/http/", "daemon/web/"),
     # Models' files, and their text; the program that made the tiny model.
     "gguf": "client/serve/decode/checkpoint/",
@@ -239,6 +246,7 @@ SIBLINGS = (
     ("client/engine", "client/sync", "client/aio"),
     ("client/serve/gateway", "client/serve/models"),
     ("client/serve/decode/checkpoint",),
+    ("client/serve/decode/openai_http",),
     ("client/serve/decode/text",),
     ("client/cli", "client/cli/top"),
     ("client/bench",),

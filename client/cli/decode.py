@@ -113,7 +113,7 @@ def decode(
             address = stack.enter_context(private_daemon(EMBEDDED_DRIVER))
         why = ""
         if checkpoint is None:
-            chosen, why = _model_at_hand(address)
+            chosen, why = model_at_hand(address)
             checkpoint = open_model(chosen)
         say(f"The model is {checkpoint.name}{why and f': {why}'}.")
         tokenizer = checkpoint.tokenizer()
@@ -127,7 +127,7 @@ def decode(
         say(_summary(answer))
 
 
-def _model_at_hand(address: str) -> tuple[Path, str]:
+def model_at_hand(address: str) -> tuple[Path, str]:
     """Choose a model for the daemon there, where nobody names one. Returns its path, and why it is this one."""
     if first_card(address)["driver"] == EMBEDDED_DRIVER:
         return TINY_MODEL, "a tiny one, because the embedded driver is slow. Name a larger one with --model"

@@ -1,4 +1,4 @@
-"""`gpulease serve`: servers that lease for the requests of others: a gateway and a model server."""
+"""`gpulease serve`: servers that lease for the requests of others: a gateway, a model server, a decode server."""
 
 import contextlib
 import tempfile
@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.cli.serve_decode import serve_decode
 from gpulease.client.errors import InvalidRequest, Unsupported
 
 STOP_MARGIN_S = 10.0
@@ -19,6 +20,9 @@ _SECONDS = click.FloatRange(min=0)
 @click.group()
 def serve() -> None:
     """Serve others on leases."""
+
+
+serve.add_command(serve_decode)
 
 
 @serve.command(help="One lease per request, over HTTP: each request is done once, however often it is asked.")

@@ -22,6 +22,7 @@ PLACES: Final = {
     "gpulease-tls.socket": "etc/systemd/system/gpulease-tls.socket",
     "gpulease-http.socket": "etc/systemd/system/gpulease-http.socket",
     "gpulease-devices.service": "etc/systemd/system/gpulease-devices.service",
+    "gpulease-decode.service": "etc/systemd/system/gpulease-decode.service",
     "gpulease.tmpfiles": "etc/tmpfiles.d/gpulease.conf",
     "gpulease.sysusers": "etc/sysusers.d/gpulease.conf",
     "gpuleased.toml": "etc/gpulease/gpuleased.toml",
@@ -44,7 +45,11 @@ Then:
 
 _HIDDEN: Final = ("/tmp", "/var/tmp")
 _HOMES: Final = ("/home", "/root", "/run/user")
-_EXEC_START: Final = re.compile(r"^ExecStart=/usr/bin/gpuleased(?= )", re.MULTILINE)
+_EXEC_START: Final = {
+    "gpuleased.service": re.compile(r"^ExecStart=/usr/bin/gpuleased(?= )", re.MULTILINE),
+    "gpulease-decode.service": re.compile(r"^ExecStart=/usr/bin/gpulease(?= )", re.MULTILINE),
+}
+"""Services that run this Python's code, and the lines that start them."""
 _PROTECT_HOME: Final = re.compile(r"^ProtectHome=yes$", re.MULTILINE)
 _SPECIAL: Final = re.compile(r'([\\"])')
 
@@ -62,6 +67,14 @@ class Environment:
     command: tuple[str, ...]
     variables: tuple[str, ...]
     folders: tuple[Path, ...]
+
+    @property
+    def client_command(self) -> tuple[str, ...]:
+        """Return what starts `gpulease` of the same Python, before its options."""
+        program, *options = self.command
+        if not options:
+            return (str(Path(program).with_name("gpulease")),)
+        return (program, "-P", "-m", "gpulease.client.cli")
 
     def under(self, tops: Sequence[str]) -> Path | None:
         """Return the first folder that lies in one of these; None if none does."""
@@ -86,14 +99,14 @@ def this_environment() -> Environment:
 
 def filled_in(name: str, text: str, environment: Environment) -> str:
     """Return a packaged file with that environment's paths."""
-    if name != "gpuleased.service":
+    if name not in _EXEC_START:
         return text
     lines = [f"Environment={quoted(variable)}" for variable in environment.variables]
-    program, *options = environment.command
+    program, *options = environment.command if name == "gpuleased.service" else environment.client_command
     lines.append(f"ExecStart={' '.join([quoted(program), *(quoted(word, is_option=True) for word in options)])}")
-    text = _EXEC_START.sub(lambda _: "\n".join(lines), text)
+    text = _EXEC_START[name].sub(lambda _: "\n".join(lines), text)
     if environment.under(_HOMES) is not None:
-        text = _PROTECT_HOME.sub("# The daemon's Python lies in a home.\nProtectHome=read-only", text)
+        text = _PROTECT_HOME.sub("# Its Python lies in a home.\nProtectHome=read-only", text)
     return text
 
 

@@ -53,8 +53,9 @@ def test_they_are_well_formed(installed: Path) -> None:
 
 
 @needs_systemd
-def test_the_daemon_is_exposed_to_little(installed: Path) -> None:
-    unit = str(installed / PLACES["gpuleased.service"])
+@pytest.mark.parametrize("name", ["gpuleased.service", "gpulease-decode.service"])
+def test_services_are_exposed_to_little(installed: Path, name: str) -> None:
+    unit = str(installed / PLACES[name])
     done = analyze("security", "--offline=yes", "--no-pager", f"--threshold={MAX_EXPOSURE * 10:g}", unit)
     found = re.search(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)
     assert found, done.stderr

@@ -1,5 +1,6 @@
 """Run an ASGI application on uvicorn: its listening socket, the guard before it, its signals and its end."""
 
+import asyncio
 import ipaddress
 import json
 import logging
@@ -7,7 +8,8 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
@@ -162,6 +164,26 @@ def known_hosts(sock: socket.socket, host_names: Iterable[str]) -> KnownHosts:
 
 def serve(app: Any, sock: socket.socket, *, known: KnownHosts, stop_s: float) -> None:
     """Serve until SIGINT or SIGTERM; then accept nothing more, finish for up to `stop_s` seconds, and return."""
+    asyncio.run(serve_within(app, sock, known=known, stop_s=stop_s))
+
+
+async def serve_within(
+    app: Any,
+    sock: socket.socket,
+    *,
+    known: KnownHosts,
+    stop_s: float,
+    began: Callable[[uvicorn.Server], None] = lambda _: None,
+) -> None:
+    """Serve as `serve` does, in the running event loop, which has what the application needs.
+
+    Args:
+        app: The application.
+        sock: Where it listens.
+        known: The host names that it answers to.
+        stop_s: Seconds in which requests are finished.
+        began: Takes the server, which ends once its `should_exit` is true.
+    """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = uvicorn.Config(
@@ -183,7 +205,9 @@ def serve(app: Any, sock: socket.socket, *, known: KnownHosts, stop_s: float) ->
     def stop(*_: object) -> None:
         server.should_exit = True
 
-    # uvicorn has its own handlers while it runs. Afterwards it raises the signal again, for these.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    server.run(sockets=[sock])
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn has its own handlers while it runs. Afterwards it raises the signal again, for these.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
+    began(server)
+    await server.serve(sockets=[sock])

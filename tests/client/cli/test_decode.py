@@ -107,7 +107,7 @@ def test_the_model_without_a_name(
 ) -> None:
     monkeypatch.setattr(command, "first_card", lambda _: {"driver": driver})
     monkeypatch.setattr(command, "find_smollm2", lambda: installed)
-    path, said = command._model_at_hand(NOWHERE)
+    path, said = command.model_at_hand(NOWHERE)
     assert (path, why in said) == (chosen, True), said
 
 

@@ -121,6 +121,15 @@ def test_a_python_in_a_home_can_be_read() -> None:
     assert f'\nEnvironment="PYTHONPATH={HOME}/my code"\nExecStart={HOME}/bin/gpuleased --config' in filled
 
 
+def test_the_decode_server_is_started_by_the_daemon_s_python() -> None:
+    text = (UNITS / "gpulease-decode.service").read_text()
+    command = "serve decode /etc/gpulease/decode.toml"
+    assert f"\nExecStart=/opt/g/bin/gpulease {command}\n" in filled_in("gpulease-decode.service", text, IN_OPT)
+    checkout = Environment(("/usr/bin/python", "-P", "-m", "gpulease.daemon"), ("PYTHONPATH=/src",), ())
+    filled = filled_in("gpulease-decode.service", text, checkout)
+    assert f"\nEnvironment=PYTHONPATH=/src\nExecStart=/usr/bin/python -P -m gpulease.client.cli {command}\n" in filled
+
+
 def test_this_environment_starts_a_daemon() -> None:
     environment = this_environment()
     variables = dict(variable.split("=", 1) for variable in environment.variables)
@@ -141,7 +150,8 @@ def test_a_client_alone_has_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_systemd_finds_the_daemon_in_an_odd_place(tmp_path: Path) -> None:
     place = tmp_path / "50% of $HOME; and more"
     place.mkdir()
-    (place / "gpuleased").symlink_to(sys.executable)
+    for program in ("gpuleased", "gpulease"):
+        (place / program).symlink_to(sys.executable)
     odd = Environment((str(place / "gpuleased"),), (), ())
     units = [tmp_path / name for name in PLACES if name.endswith((".service", ".socket"))]
     for unit in units:

@@ -1,0 +1,254 @@
+"""A load on a decode server over HTTP: requests that arrive at random, of several tenants, and what they got.
+
+    python -m gpulease.client.bench.decode_load http://127.0.0.1:8082 --key K1 --key K2 --rate 20 --requests 2000
+
+Arrivals are a Poisson process: a server that is slow gets no fewer. A tenant's goodput is the tokens of its requests
+that were whole, a second. Standard library only, so that any host can be the client.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import click
+
+from gpulease.client.bench.figures import percentile
+from gpulease.client.cli.tables import table
+
+MAX_OPEN: Final = 400
+"""Requests that are open at a time: the server takes 512 connections, and a client has 1,024 descriptors. One that
+arrives beyond is counted as not sent."""
+
+LIMIT_S: Final = 300.0
+"""Seconds after which a request is given up."""
+
+MAX_LINE_BYTES: Final = 1 << 20
+"""Longest line of a reply. Stops a server that never ends one."""
+
+WORDS: Final = ("the", "import", "class", "a", "with", "statement", "is", "value", "of", "return", "method", "in")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Times and end of one request.
+
+    Attributes:
+        tenant: The number of its key.
+        sent_at: When it was sent, in monotonic seconds.
+        token_times: When each of its tokens came; tokens that came together have one time.
+        error: What went wrong; "" for a whole reply.
+        ended_at: When it ended.
+    """
+
+    tenant: int
+    sent_at: float
+    token_times: list[float] = field(default_factory=list)
+    error: str = ""
+    ended_at: float = 0.0
+
+
+def arrivals(rate: float, count: int, seed: int) -> Iterator[float]:
+    """Yield the times in seconds, from 0, at which so many requests arrive, `rate` a second on average."""
+    chance, at = random.Random(seed), 0.0
+    for _ in range(count):
+        yield at
+        at += chance.expovariate(rate)
+
+
+def prompt_of(words: int, seed: int) -> str:
+    """Return a prompt of so many words; each seed has its own."""
+    chance = random.Random(seed)
+    return " ".join(chance.choice(WORDS) for _ in range(words))
+
+
+def figures_of(outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """Return the figures of some requests; times in milliseconds, None where there is no sample."""
+    known = list(outcomes)
+    whole = [one for one in known if not one.error]
+    spent_s = max((one.ended_at for one in known), default=0.0) - min((one.sent_at for one in known), default=0.0)
+    first = [one.token_times[0] - one.sent_at for one in known if one.token_times]
+    gaps = [b - a for one in known for a, b in zip(one.token_times, one.token_times[1:], strict=False)]
+    tokens = sum(len(one.token_times) for one in whole)
+    return {
+        "requests": len(known),
+        "whole": len(whole),
+        "goodput_tokens_s": round(tokens / spent_s, 1) if spent_s > 0 else 0.0,
+        **_percentiles("first_token", first),
+        **_percentiles("inter_token", gaps),
+        "errors": dict(Counter(one.error for one in known if one.error).most_common()),
+    }
+
+
+def _percentiles(name: str, samples: Sequence[float]) -> dict[str, float | None]:
+    return {f"{name}_p{part}_ms": round(percentile(samples, part) * 1e3, 2) if samples else None for part in (50, 99)}
+
+
+def tokens_of(chunk: Any) -> int:
+    """Return how many tokens a stream's object has. Raises ReplyError for an error's object."""
+    if "error" in chunk:
+        raise ReplyError(f"stream: {chunk['error'].get('code')}")
+    return sum(len((choice.get("logprobs") or {}).get("tokens") or ()) for choice in chunk["choices"])
+
+
+class ReplyError(Exception):
+    """A reply that is no completion: its status and code, or how it broke off."""
+
+
+class DecodeClient:
+    """Sends completions to one server. HTTP/1.0, so that a reply ends with its connection and has no chunks.
+
+    Args:
+        url: The server's URL, `http://HOST:PORT`. Raises ValueError for another one.
+        max_tokens: Tokens that each request asks for.
+    """
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"{url!r} is no server's URL: write http://HOST:PORT")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._max_tokens = max_tokens
+
+    async def complete(self, key: str, prompt: str, seed: int, outcome: Outcome) -> None:
+        """Send one request, and note in `outcome` what comes."""
+        # With log-probabilities a reply tells its tokens; an object of a stream may have several.
+        asked = {"prompt": prompt, "max_tokens": self._max_tokens, "seed": seed, "stream": True, "logprobs": 0}
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await self._stream(key, json.dumps(asked).encode(), outcome)
+        except ReplyError as error:
+            outcome.error = str(error)
+        except TimeoutError:
+            outcome.error = "no end in time"
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+            outcome.error = f"no sound reply: {type(error).__name__}"
+        outcome.ended_at = time.monotonic()
+
+    async def _stream(self, key: str, body: bytes, outcome: Outcome) -> None:
+        reader, writer = await asyncio.open_connection(self._host, self._port, limit=MAX_LINE_BYTES)
+        try:
+            head = f"POST /v1/completions HTTP/1.0\r\nHost: {self._host}:{self._port}\r\nAuthorization: Bearer {key}"
+            head += f"\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(head.encode("latin-1") + body)
+            await writer.drain()
+            await _check_head(reader)
+            async for line in _lines(reader):
+                if line == b"data: [DONE]":
+                    return
+                if line.startswith(b"data: "):
+                    now = time.monotonic()
+                    outcome.token_times += [now] * tokens_of(json.loads(line.removeprefix(b"data: ")))
+        finally:
+            writer.close()
+        raise ReplyError("broken off")
+
+
+async def _check_head(reader: asyncio.StreamReader) -> None:
+    """Read a reply's head. Raises ReplyError, with the body's code, for a status that is not 200."""
+    status = (await reader.readline()).split(b" ")[1].decode("latin-1")
+    async for line in _lines(reader):
+        if not line:
+            break
+    if status != "200":
+        body = json.loads(await reader.read(MAX_LINE_BYTES))
+        raise ReplyError(f"{status} {body.get('error', body).get('code')}")
+
+
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while line := await reader.readline():
+        yield line.rstrip(b"\r\n")
+
+
+async def offer_load(client: DecodeClient, keys: Sequence[str], load: "Load") -> list[Outcome]:
+    """Send a load's requests as they arrive, each of a key by chance. Returns their outcomes at the last one's end."""
+    chance, began, found = random.Random(load.seed), time.monotonic(), list[Outcome]()
+    running = set[asyncio.Task[None]]()
+    for number, at_s in enumerate(arrivals(load.rate, load.requests, load.seed)):
+        await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
+        outcome = Outcome(chance.randrange(len(keys)), time.monotonic())
+        found.append(outcome)
+        if len(running) >= MAX_OPEN:
+            outcome.error, outcome.ended_at = "not sent", outcome.sent_at
+            continue
+        prompt = prompt_of(load.prompt_words, load.seed + number)
+        task = asyncio.create_task(client.complete(keys[outcome.tenant], prompt, number, outcome))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    await asyncio.gather(*running)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load: so many requests, `rate` a second on average, with prompts of so many words."""
+
+    rate: float
+    requests: int
+    prompt_words: int
+    seed: int
+
+
+_COLUMNS: Final = (
+    ("requests", "requests"),
+    ("whole", "whole"),
+    ("goodput_tokens_s", "tokens/s"),
+    ("first_token_p50_ms", "first p50 ms"),
+    ("first_token_p99_ms", "first p99 ms"),
+    ("inter_token_p50_ms", "next p50 ms"),
+    ("inter_token_p99_ms", "next p99 ms"),
+)
+
+
+def load_table(report: dict[str, Any]) -> str:
+    """Lay a report out for people."""
+    rows = [
+        [name, *("" if figures[key] is None else f"{figures[key]:g}" for key, _ in _COLUMNS)]
+        for name, figures in [*report["tenants"].items(), ("all", report["all"])]
+    ]
+    errors = [f"{count} x {error}" for error, count in report["all"]["errors"].items()]
+    return "\n\n".join([table(["key", *(head for _, head in _COLUMNS)], rows), *errors])
+
+
+def report_of(outcomes: Sequence[Outcome], keys: int) -> dict[str, Any]:
+    """Return the figures of each key, by its place from 1, and of all."""
+    tenants = {str(place + 1): figures_of(one for one in outcomes if one.tenant == place) for place in range(keys)}
+    return {"tenants": tenants, "all": figures_of(outcomes)}
+
+
+@click.command()
+@click.argument("url")
+@click.option("--key", "keys", multiple=True, required=True, help="A tenant's key. Repeatable: each is one tenant.")
+@click.option("--rate", type=click.FloatRange(min=0.001), default=10.0, show_default=True, help="Requests a second.")
+@click.option("--requests", type=click.IntRange(min=1), default=1000, show_default=True, help="In all.")
+@click.option("--prompt-words", type=click.IntRange(1, 100_000), default=24, show_default=True, help="Of each prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each reply.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of arrivals and prompts.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def main(
+    url: str,
+    keys: tuple[str, ...],
+    rate: float,
+    requests: int,
+    prompt_words: int,
+    max_tokens: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Offer a load to the decode server at URL, and print what its tenants got."""
+    try:
+        client = DecodeClient(url, max_tokens)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    load = Load(rate, requests, prompt_words, seed)
+    report = report_of(asyncio.run(offer_load(client, keys, load)), len(keys))
+    click.echo(json.dumps(report, indent=2) if as_json else load_table(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""`gpulease serve decode`: a server of a language model for many tenants, which OpenAI's clients speak to."""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from gpulease.client.cli.decode import EMBEDDED_DRIVER, model_at_hand
+from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.errors import Unsupported
+from gpulease.client.serve.decode import Decoder, DecoderObserver, DecoderSettings, TenantConfig, open_model
+from gpulease.client.serve.decode.demo_traffic import DemoTraffic
+
+if TYPE_CHECKING:
+    # Needs the extra `serve`, without which the command says what to install.
+    from gpulease.client.serve.decode.openai_http.decode_settings import DecodeSettings
+    from gpulease.protocol.http_origin import KnownHosts
+
+STOP_LIMIT_S: Final = 30.0
+"""Seconds in which a server that is told to stop ends the answers that it has begun."""
+
+DEMO_TENANTS: Final = ("ann", "bob", "cem", "dee")
+DEMO_POSITIONS: Final = 512
+"""Positions of a demonstration's sequences, or the model's: a region for few of them fits any card."""
+
+DEMO_SEQUENCES: Final = 4
+"""Sequences of full length that a demonstration's tenant may have at a time."""
+
+DEMO_ROWS: Final = 16
+"""Rows of a demonstration's step: more need kernels that the embedded driver compiles for seconds."""
+
+
+@click.command("decode", short_help="Serve a language model to many tenants, as OpenAI's servers are asked.")
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option("--listen", help="HTTP: tcp:127.0.0.1:PORT or unix:PATH. Without it, what CONFIG says: port 8082.")
+@click.option(
+    "--host-name", "host_names", multiple=True, help="A further name in Host and Origin: a proxy's. Repeatable."
+)
+@click.option("--demo", is_flag=True, help="A model that is at hand, four tenants, and a daemon if none runs.")
+def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str, ...], demo: bool) -> None:
+    """Serve the language model of a TOML file to its tenants: /v1/completions and /v1/chat/completions.
+
+    See client/serve/decode/openai_http/example/decode.toml for what the file says.
+    """
+    try:
+        from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_LISTEN, load_decode_settings
+        from gpulease.client.serve.http.uvicorn_server import known_hosts, listening
+    except ImportError as error:
+        raise Unsupported(
+            f"no decode server: {error}", "Install it: pip install '.[serve,decode]' in gpulease's repository"
+        ) from None
+    if (config is None) is not demo:
+        raise click.UsageError("say CONFIG, or try --demo")
+    with contextlib.ExitStack() as stack:
+        settings = None if config is None else load_decode_settings(config)
+        if settings is not None and settings.audit:
+            raise Unsupported("audit = true: this server writes no audit records", "Set audit = false")
+        sock, url = stack.enter_context(listening(listen or (settings.listen if settings else DEFAULT_LISTEN)))
+        known = known_hosts(sock, host_names)
+        demo_keys = None
+        if settings is None:
+            settings, demo_keys = _demo_settings(stack)
+        asyncio.run(_serve(settings, sock, url, known, demo_keys))
+    click.echo("decode has stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class _DemoKeys:
+    """Keys that a demonstration prints: the first tenant's and the operator's."""
+
+    tenant: str
+    operator: str
+
+
+@contextlib.asynccontextmanager
+async def _going_on(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Do some work beside the block, and stop it with the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _serve(
+    settings: "DecodeSettings",
+    sock: socket.socket,
+    url: str,
+    known: "KnownHosts",
+    demo: "_DemoKeys | None",
+    observers: Sequence[DecoderObserver] = (),
+) -> None:
+    """Open the decoder, and serve until a signal; the lease ends with it."""
+    from gpulease.client.serve.decode.decode_metrics import DecodeMetrics
+    from gpulease.client.serve.decode.decode_page import DecodePage
+    from gpulease.client.serve.decode.openai_http.openai_server import make_openai_application
+    from gpulease.client.serve.http.uvicorn_server import serve_within
+
+    serving: list[Decoder] = []
+    traffic: list[DemoTraffic] = []
+    names = [tenant.id for tenant in settings.tenants]
+    metrics = DecodeMetrics(names, lambda: next(iter(serving), None))
+    observers, routes = [*observers, metrics], []
+    if settings.operator_digest is not None:
+        page = DecodePage(
+            lambda: next(iter(serving), None), settings.operator_digest, lambda: next(iter(traffic), None)
+        )
+        observers, routes = [*observers, page.observer], page.routes()
+    checkpoint = open_model(settings.model)
+    click.echo(f"The model is {checkpoint.name}. Loading it ...")
+    opened = Decoder.open(checkpoint, settings.tenants, settings.decoder, address=settings.address, observers=observers)
+    async with opened as decoder, contextlib.AsyncExitStack() as stack:
+        serving.append(decoder)
+        app = make_openai_application(
+            decoder,
+            settings.keys,
+            settings.name,
+            wait_s=settings.wait_s,
+            routes=routes,
+            metrics=metrics.text,
+            health=lambda: {"steps": decoder.steps, "rebinds": decoder.rebinds},
+        )
+        # Before the first request, and not by it.
+        await decoder.tokenizer()
+        click.echo(f"decode listens on {url}, serves {settings.name} to {', '.join(names)}")
+        if demo is not None:
+            click.echo(_hint(url, demo.tenant))
+            click.echo(f"Watch: {url}/#key={demo.operator}")
+            traffic.append(DemoTraffic(decoder, names))
+            await stack.enter_async_context(_going_on(traffic[0].run()))
+        await serve_within(app, sock, known=known, stop_s=STOP_LIMIT_S)
+
+
+def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoKeys]":
+    """Make a demonstration's settings and keys, with a daemon if none runs."""
+    from gpulease.client.serve.decode.openai_http.api_keys import distinct_keys, key_digest
+    from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_LISTEN, DEFAULT_WAIT_S, DecodeSettings
+    from gpulease.client.serve.decode.row_records import PAGE
+
+    address = running_address()
+    if address is None:
+        click.echo("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")
+        address = stack.enter_context(private_daemon(EMBEDDED_DRIVER))
+    model, why = model_at_hand(address)
+    click.echo(f"The demonstration's model is {model.stem}: {why.partition('. ')[0]}.")
+    positions = min(open_model(model).config.context, DEMO_POSITIONS)
+    blocks = DEMO_SEQUENCES * -(-positions // PAGE)
+    keys = {tenant: secrets.token_hex(16) for tenant in DEMO_TENANTS}
+    for tenant, key in keys.items():
+        click.echo(f"Key of {tenant}: {key}")
+    operator = secrets.token_hex(16)
+    decoder = replace(DecoderSettings(DEMO_ROWS, DEMO_ROWS, DEMO_ROWS), positions=positions)
+    settings = DecodeSettings(
+        model=model,
+        name=model.stem,
+        listen=DEFAULT_LISTEN,
+        address=address,
+        audit=False,
+        decoder=decoder,
+        wait_s=DEFAULT_WAIT_S,
+        tenants=tuple(TenantConfig(tenant, DEMO_SEQUENCES, blocks) for tenant in DEMO_TENANTS),
+        keys=distinct_keys({tenant: key_digest(key) for tenant, key in keys.items()}),
+        operator_digest=key_digest(operator),
+    )
+    return settings, _DemoKeys(keys[DEMO_TENANTS[0]], operator)
+
+
+def _hint(url: str, key: str) -> str:
+    """Return a command that asks the server, ready to paste."""
+    where = f"{url}/v1/completions"
+    if url.startswith("http+unix://"):
+        where = f"--unix-socket {url.removeprefix('http+unix://')} http://localhost/v1/completions"
+    said = '{"prompt": "Changed in version", "max_tokens": 24, "temperature": 0, "stream": true}'
+    return f"Try: curl -N {where} -H 'Authorization: Bearer {key}' -d '{said}'"

@@ -1,0 +1,1 @@
+"""A decode engine's HTTP face: OpenAI's completions and chat completions."""

@@ -1,0 +1,44 @@
+"""Callers' keys: kept as their sha256 alone, compared in constant time."""
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Final
+
+from gpulease.client.errors import InvalidRequest
+
+MAX_KEY_CHARACTERS: Final = 512
+"""Longest key: what is longer is hashed for nothing."""
+
+
+class ApiKeys:
+    """The tenants' keys."""
+
+    def __init__(self, tenant_of: Mapping[bytes, str]) -> None:
+        """Args: tenant_of: The tenant's id by its key's sha256, 32 bytes."""
+        self._tenant_of = dict(tenant_of)
+
+    def tenant(self, key: str) -> str | None:
+        """Return whose key it is; None for nobody's."""
+        if not 0 < len(key) <= MAX_KEY_CHARACTERS:
+            return None
+        asked, found = key_digest(key), None
+        # Every key is compared, so that the time tells nothing.
+        for digest, tenant in self._tenant_of.items():
+            if hmac.compare_digest(digest, asked):
+                found = tenant
+        return found
+
+
+def key_digest(key: str) -> bytes:
+    """Return a key's sha256."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def distinct_keys(keys: Mapping[str, bytes]) -> ApiKeys:
+    """Return the keys of tenants whose digests these are. Raises InvalidRequest if two have one key."""
+    tenant_of: dict[bytes, str] = {}
+    for tenant, digest in keys.items():
+        if (other := tenant_of.setdefault(digest, tenant)) != tenant:
+            raise InvalidRequest(f"tenants {other} and {tenant} have one key", "Give each a key of its own")
+    return ApiKeys(tenant_of)

@@ -1,0 +1,289 @@
+"""Bodies of `/v1/completions` and `/v1/chat/completions`: what is asked, or why it is refused."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from gpulease.client.serve.decode.decode_errors import RequestRejected
+from gpulease.client.serve.decode.decode_requests import SamplingParameters
+from gpulease.client.serve.decode.openai_http.api_errors import invalid
+
+MAX_STOPS: Final = 4
+"""Most stops, as OpenAI's: every piece of text is searched for each."""
+
+MAX_STOP_CHARACTERS: Final = 1024
+"""Longest stop: so much of the text is held back and searched with every token."""
+
+MAX_MESSAGES: Final = 4096
+"""Most messages of a chat: the model's template runs over each, and nothing bounds the time that takes."""
+
+DEFAULT_COMPLETION_TOKENS: Final = 16
+"""Tokens of a completion whose request does not say, as OpenAI's."""
+
+SHOWN_CHARACTERS: Final = 60
+"""Characters of a wrong value that an error repeats."""
+
+ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles that are taken, and as what models' templates know them."""
+
+HARMLESS: Final = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Parameters that change no answer here: they are ignored."""
+
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Parameters that would change the answer and are not computed, with the values beside null that change nothing."""
+
+_TAKEN: Final = frozenset(
+    {"logprobs", "max_tokens", "model", "seed", "stop", "stream", "stream_options", "temperature", "top_k", "top_p"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A prompt to be continued, as its caller asks.
+
+    Attributes:
+        model: The model's name; "" for the one that is served.
+        prompt: A text, or its tokens; of a chat "".
+        messages: A chat's messages, each with `role` and `content`; of a completion none.
+        max_tokens: Tokens to emit at most; None if the caller does not say.
+        sampling: How tokens are chosen.
+        is_seed_chosen: Whether the caller left the seed to the server.
+        stops: Texts that end the answer.
+        has_logprobs: Whether the tokens' log-probabilities are sent.
+        is_stream: Whether the answer is sent as it is computed.
+        has_usage: Whether the stream's end tells the tokens' counts.
+    """
+
+    model: str
+    prompt: str | tuple[int, ...]
+    messages: tuple[Mapping[str, str], ...]
+    max_tokens: int | None
+    sampling: SamplingParameters
+    is_seed_chosen: bool
+    stops: tuple[str, ...]
+    has_logprobs: bool
+    is_stream: bool
+    has_usage: bool
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a chat."""
+        return bool(self.messages)
+
+
+def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionRequest:
+    """Read a body.
+
+    Args:
+        body: JSON.
+        is_chat: Whether it is a chat's.
+        fresh_seed: The seed to take where the caller names none.
+
+    Raises ApiError for what can't be taken: it names the parameter.
+    """
+    said = _object(body)
+    _check_names(said, is_chat=is_chat)
+    seed = _integer(said, "seed")
+    options = said.get("stream_options")
+    is_stream = _flag(said, "stream")
+    if options is not None and (not is_stream or not isinstance(options, dict)):
+        raise invalid("stream_options is an object, and taken with stream alone", "stream_options")
+    return CompletionRequest(
+        model=_text(said, "model"),
+        prompt="" if is_chat else _prompt(said.get("prompt")),
+        messages=_messages(said.get("messages")) if is_chat else (),
+        max_tokens=_max_tokens(said, is_chat=is_chat),
+        sampling=_sampling(said, fresh_seed if seed is None else seed % 2**64),
+        is_seed_chosen=seed is None,
+        stops=_stops(said.get("stop")),
+        has_logprobs=_flag(said, "logprobs") if is_chat else _wants_logprobs(said),
+        is_stream=is_stream,
+        has_usage=_flag(options or {}, "include_usage"),
+    )
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is no JSON: {error}", code="invalid_json") from None
+    if not isinstance(said, dict):
+        raise invalid("the body is no JSON object", code="invalid_json")
+    return said
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _check_names(said: Mapping[str, Any], *, is_chat: bool) -> None:
+    taken = _TAKEN | ({"messages", "max_completion_tokens"} if is_chat else {"prompt"})
+    for name, value in said.items():
+        if name in taken or name in HARMLESS or value is None:
+            continue
+        if name not in NEUTRAL:
+            raise invalid(f"{shown(name)} is no parameter that is known here", code="unknown_parameter")
+        # Types are compared, too: to Python, True is 1.
+        if not any(type(value) in _alike(one) and value == one for one in NEUTRAL[name]):
+            offered = ", ".join(["null", *(json.dumps(one) for one in NEUTRAL[name])])
+            raise invalid(
+                f"{name} = {shown(value)} is not supported; leave it out, or send {offered}",
+                name,
+                "unsupported_parameter",
+            )
+
+
+def _alike(value: Any) -> tuple[type, ...]:
+    return (int, float) if type(value) is int else (type(value),)
+
+
+def _flag(said: Mapping[str, Any], name: str) -> bool:
+    value = said.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise invalid(f"{name} = {shown(value)}; send true or false", name)
+
+
+def _integer(said: Mapping[str, Any], name: str) -> int | None:
+    value = said.get(name)
+    if value is None or type(value) is int:
+        return value
+    raise invalid(f"{name} = {shown(value)}; send an integer", name)
+
+
+def _text(said: Mapping[str, Any], name: str) -> str:
+    value = said.get(name)
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise invalid(f"{name} = {shown(value)}; send a text", name)
+
+
+def _max_tokens(said: Mapping[str, Any], *, is_chat: bool) -> int | None:
+    names = ["max_tokens", *(["max_completion_tokens"] if is_chat else [])]
+    found = {name: value for name in names if (value := _integer(said, name)) is not None}
+    if len(set(found.values())) > 1:
+        raise invalid("max_tokens and max_completion_tokens differ; send one of them", "max_tokens")
+    for name, value in found.items():
+        if value < 1:
+            raise invalid(f"{name} = {shown(value)}; send 1 or more", name)
+        return value
+    return None if is_chat else DEFAULT_COMPLETION_TOKENS
+
+
+def _sampling(said: Mapping[str, Any], seed: int) -> SamplingParameters:
+    values = {"temperature": 1.0} | {
+        name: value for name in ("temperature", "top_p", "top_k") if (value := said.get(name)) is not None
+    }
+    for name, value in values.items():
+        _made(lambda name=name, value=value: SamplingParameters(**{name: value}), name)  # type: ignore[misc]
+    return SamplingParameters(seed=seed, **values)
+
+
+def _made(make: Callable[[], SamplingParameters], name: str) -> None:
+    try:
+        make()
+    except (RequestRejected, OverflowError) as error:
+        raise invalid(str(error)[: 4 * SHOWN_CHARACTERS], name) from None
+
+
+def _wants_logprobs(said: Mapping[str, Any]) -> bool:
+    value = said.get("logprobs")
+    if value is None or (type(value) is int and value in (0, 1)):
+        return value is not None
+    raise invalid(f"logprobs = {shown(value)}; 0 or 1 is offered: the chosen token's alone", "logprobs")
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+        raise invalid(f"stop is a text, or a list of at most {MAX_STOPS} texts", "stop")
+    for stop in stops:
+        if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARACTERS:
+            raise invalid(f"stop {shown(stop)}; each is a text of 1 to {MAX_STOP_CHARACTERS} characters", "stop")
+    return tuple(stops)
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(type(token) is int for token in value):
+        return tuple(value)
+    if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
+        raise invalid("prompt has several prompts; send one a request", "prompt", "unsupported_parameter")
+    raise invalid("prompt is a text or a list of tokens, and not empty", "prompt")
+
+
+def _messages(value: Any) -> tuple[Mapping[str, str], ...]:
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
+        raise invalid(f"messages is a list of 1 to {MAX_MESSAGES} messages", "messages")
+    return tuple(_message(number, message) for number, message in enumerate(value))
+
+
+def _message(number: int, message: Any) -> Mapping[str, str]:
+    where = f"messages[{number}]"
+    if not isinstance(message, dict):
+        raise invalid(f"{where} is no object", "messages")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise invalid(f"{where}: role {shown(role)} is none of {', '.join(ROLES)}", "messages")
+    for name, item in message.items():
+        if name not in ("role", "content", "name") and item not in (None, []):
+            raise invalid(f"{where}: {shown(name)} is not supported", "messages", "unsupported_parameter")
+    return {"role": ROLES[role], "content": _content(where, message.get("content"))}
+
+
+def _content(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(f"{where}: content is a text, or a list of parts", "messages")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise invalid(f"{where}: each part of content has the type text, and a text", "messages")
+        texts.append(text)
+    return "".join(texts)
+
+
+def shown(value: Any) -> str:
+    """Return a caller's value for an error: in ASCII, and cut."""
+    try:
+        text = ascii(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits
+        return "a value that can't be shown"
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

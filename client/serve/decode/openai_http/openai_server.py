@@ -1,0 +1,327 @@
+"""The ASGI application of a decoder: OpenAI's completions and chat completions, for programs that speak them already.
+
+    POST /v1/completions, /v1/chat/completions   whole, or as server-sent events
+    GET  /v1/models, /v1/models/{id}             the model that is served
+    GET  /healthz                                200 while it serves
+    GET  /metrics                                Prometheus' text format
+
+Callers have keys (`Authorization: Bearer KEY`), and a key is a tenant's. A tenant's lost region shows in nothing but
+the member `gpulease` of the first object behind it.
+"""
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS
+from gpulease.client.serve.decode.decoder import Decoder
+from gpulease.client.serve.decode.generation import Generation
+from gpulease.client.serve.decode.openai_http.answer_text import AnswerText, Piece, pieces
+from gpulease.client.serve.decode.openai_http.api_errors import CLOSED_REQUEST, ApiError, api_error_of, invalid
+from gpulease.client.serve.decode.openai_http.api_keys import ApiKeys
+from gpulease.client.serve.decode.openai_http.completion_replies import DONE, ReplyHead, event
+from gpulease.client.serve.decode.openai_http.completion_request import CompletionRequest, parse_request, shown
+from gpulease.client.serve.http.application import read_body
+
+LOG: Final = logging.getLogger("gpulease.decode")
+
+MAX_BODY_BYTES: Final = 4 << 20
+"""Most bytes of a body: some 500,000 tokens as text or as numbers. Stops a caller from filling memory."""
+
+BODY_LIMIT_S: Final = 10.0
+"""Seconds for a body to arrive. Stops a caller from holding a connection by sending a byte at a time."""
+
+SEND_LIMIT_S: Final = 60.0
+"""Seconds for a caller to take a piece of a stream. Stops one that does not read from holding an answer in memory."""
+
+DEFAULT_CHAT_TOKENS: Final = 256
+"""Tokens of a chat's answer whose request does not say: blocks for all are reserved, so few is better than all."""
+
+WAIT_S: Final = 30.0
+"""Seconds that a request waits for its admission; clients give up, or ask again, at some minutes."""
+
+SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+"""X-Request-Id that is taken: it goes to logs, the audit log and replies."""
+
+JSON: Final = "application/json"
+EVENTS: Final = "text/event-stream"
+
+
+def make_openai_application(
+    decoder: Decoder,
+    keys: ApiKeys,
+    model: str,
+    *,
+    wait_s: float = WAIT_S,
+    routes: Sequence[Route] = (),
+    metrics: Callable[[], bytes] = lambda: b"",
+    health: Callable[[], Mapping[str, Any]] = dict,
+) -> Starlette:
+    """Make the application of an opened decoder.
+
+    Args:
+        decoder: The decoder; open for as long as the application serves.
+        keys: Who may ask.
+        model: The model's name.
+        wait_s: Seconds that a request may wait for its admission.
+        routes: Further routes.
+        metrics: Renders the metrics.
+        health: Members of the health report; a `status` other than "ok" makes it a 503.
+    """
+    face = OpenAiFace(decoder, keys, model, wait_s)
+
+    async def show_health(_: Request) -> Response:
+        told = {"status": "ok", "model": model} | dict(health())
+        return Response(json.dumps(told), 200 if told["status"] == "ok" else 503, media_type=JSON)
+
+    async def show_metrics(_: Request) -> Response:
+        return Response(metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    own = [
+        Route("/v1/completions", _Endpoint(face, is_chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", _Endpoint(face, is_chat=True), methods=["POST"]),
+        Route("/v1/models", face.list_models, methods=["GET"]),
+        Route("/v1/models/{model:path}", face.show_model, methods=["GET"]),
+        Route("/healthz", show_health, methods=["GET"]),
+        Route("/metrics", show_metrics, methods=["GET"]),
+    ]
+    return Starlette(routes=[*own, *routes], exception_handlers={404: _not_found, 405: _not_found})
+
+
+class OpenAiFace:
+    """A decoder behind OpenAI's requests."""
+
+    def __init__(self, decoder: Decoder, keys: ApiKeys, model: str, wait_s: float) -> None:
+        """Args are those of `make_openai_application`."""
+        self._decoder, self._keys, self._model, self._wait_s = decoder, keys, model, wait_s
+        self._began = int(time.time())
+
+    async def list_models(self, request: Request) -> Response:
+        """Answer `GET /v1/models`."""
+        return self._told(request, lambda: {"object": "list", "data": [self._described()]})
+
+    async def show_model(self, request: Request) -> Response:
+        """Answer `GET /v1/models/{model}`."""
+
+        def told() -> dict[str, Any]:
+            self._check_model(request.path_params["model"])
+            return self._described()
+
+        return self._told(request, told)
+
+    async def complete(self, request: Request, send: Send, *, is_chat: bool) -> None:
+        """Serve one request. Every failure is told in OpenAI's shape."""
+        reply = _Reply(send, _request_id(request))
+        try:
+            tenant = self._tenant(request)
+            body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+            reply.is_body_read = True
+            asked = parse_request(body, is_chat=is_chat, fresh_seed=secrets.randbits(31))
+            self._check_model(asked.model)
+            tokens = await self._tokens(asked)
+            generation = self._decoder.submit(
+                tokens,
+                max_tokens=self._max_tokens(asked, len(tokens)),
+                sampling=asked.sampling,
+                tenant_id=tenant,
+                wait_s=self._wait_s,
+                request_id=reply.request_id,
+            )
+            async with _ended_with(generation, request.receive):
+                await self._answer(asked, generation, reply, len(tokens))
+        except ClientDisconnect:
+            await reply.refuse(ApiError(CLOSED_REQUEST, "closed", "The caller hung up."))
+        except TimeoutError:
+            LOG.warning("request %s: its caller took nothing for %g s", reply.request_id, SEND_LIMIT_S)
+        except Exception as error:
+            known = api_error_of(error)
+            if known is None:
+                LOG.exception("request %s failed", reply.request_id)
+                known = ApiError(500, "internal_error", "The server failed; its log says more.")
+            await reply.refuse(known)
+
+    async def _answer(
+        self, asked: CompletionRequest, generation: Generation, reply: "_Reply", prompt_tokens: int
+    ) -> None:
+        head = ReplyHead(
+            request_id=reply.request_id,
+            model=self._model,
+            created=int(time.time()),
+            is_chat=asked.is_chat,
+            has_logprobs=asked.has_logprobs,
+            has_usage=asked.has_usage,
+            seed=asked.sampling.seed if asked.is_seed_chosen else None,
+        )
+        settings = self._decoder.scheduler.settings
+        answer = AnswerText(await self._decoder.tokenizer(), asked.stops, settings.end_tokens)
+        if not asked.is_stream:
+            whole = Piece()
+            async for piece in pieces(generation, answer):
+                whole.text += piece.text
+                whole.tokens += piece.tokens
+                whole.replays = whole.replays if piece.replays is None else piece.replays
+                whole.finish = piece.finish
+            await reply.whole(head.whole(whole, prompt_tokens, answer.completion_tokens))
+            return
+        async for piece in pieces(generation, answer):
+            is_first, last = not reply.is_begun, piece.finish
+            if last and (piece.text or is_first):
+                # Programs expect the end in an object of its own.
+                await reply.event(head.chunk(replace(piece, finish=""), is_first=is_first))
+                is_first, piece = False, Piece(finish=last)
+            await reply.event(head.chunk(piece, is_first=is_first))
+        if asked.has_usage:
+            await reply.event(head.usage_chunk(prompt_tokens, answer.completion_tokens))
+        await reply.end(DONE)
+
+    async def _tokens(self, asked: CompletionRequest) -> Sequence[int]:
+        """Return the prompt's tokens. A large text, or a slow template, takes its time in a thread."""
+        if isinstance(asked.prompt, tuple):
+            return asked.prompt
+        tokenizer = await self._decoder.tokenizer()
+        if asked.is_chat:
+            return await asyncio.to_thread(tokenizer.encode_chat, asked.messages)
+        return await asyncio.to_thread(tokenizer.encode, asked.prompt)
+
+    def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int) -> int:
+        if asked.max_tokens is not None:
+            if asked.max_tokens > MAX_POSITIONS:
+                raise invalid(f"max_tokens = {shown(asked.max_tokens)} is more than any model has", "max_tokens")
+            return asked.max_tokens
+        # A prompt that leaves no room is the scheduler's to refuse.
+        return max(1, min(DEFAULT_CHAT_TOKENS, self._decoder.scheduler.settings.context - prompt_tokens + 1))
+
+    def _told(self, request: Request, tell: Callable[[], dict[str, Any]]) -> Response:
+        try:
+            self._tenant(request)
+            return Response(json.dumps(tell()), media_type=JSON)
+        except ApiError as error:
+            return _refusal(error)
+
+    def _tenant(self, request: Request) -> str:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        tenant = self._keys.tenant(key.strip()) if scheme.lower() == "bearer" else None
+        if tenant is None:
+            raise ApiError(401, "invalid_api_key", "No such key. Send one as Authorization: Bearer KEY.")
+        return tenant
+
+    def _check_model(self, model: str) -> None:
+        if model and model != self._model:
+            text = f"There is no model {shown(model)}; {self._model} is served."
+            raise ApiError(404, "model_not_found", text, "model")
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": self._began, "owned_by": "gpulease"}
+
+
+class _Endpoint:
+    """The ASGI application of one path: it hears when the caller hangs up, which a function of Starlette does not."""
+
+    def __init__(self, face: OpenAiFace, *, is_chat: bool) -> None:
+        self._face, self._is_chat = face, is_chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._face.complete(Request(scope, receive), send, is_chat=self._is_chat)
+
+
+class _Reply:
+    """A reply on its way.
+
+    Attributes:
+        request_id: The request's id.
+        is_body_read: Whether the body was read; the connection can't go on if not.
+        is_begun: Whether a stream has begun: errors are events of it from then on.
+    """
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self.request_id = request_id
+        self.is_body_read = self.is_begun = False
+        self._send = send
+
+    async def whole(self, body: Mapping[str, Any]) -> None:
+        """Send a reply that is no stream."""
+        data = json.dumps(body, ensure_ascii=False).encode()
+        await self._begin(200, {"Content-Type": JSON, "Content-Length": str(len(data))})
+        await self._put(data, is_last=True)
+
+    async def event(self, body: dict[str, Any]) -> None:
+        """Send one event of a stream, which the first one begins."""
+        if not self.is_begun:
+            await self._begin(200, {"Content-Type": EVENTS, "Cache-Control": "no-store"})
+        await self._put(event(body))
+
+    async def end(self, data: bytes) -> None:
+        """End a stream."""
+        await self._put(data, is_last=True)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Tell an error: as the reply, or as a stream's last event."""
+        if self.is_begun:
+            await self.end(event(error.body()))
+            return
+        data = json.dumps(error.body()).encode()
+        headers = error.headers() | {"Content-Type": JSON, "Content-Length": str(len(data))}
+        await self._begin(error.status, headers | ({} if self.is_body_read else {"Connection": "close"}))
+        await self._put(data, is_last=True)
+
+    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self.is_begun = True
+        told = {"X-Request-Id": self.request_id, **headers}
+        pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in told.items()]
+        await self._timely({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _put(self, data: bytes, *, is_last: bool = False) -> None:
+        await self._timely({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def _timely(self, message: Message) -> None:
+        async with asyncio.timeout(SEND_LIMIT_S):
+            await self._send(message)
+
+
+@asynccontextmanager
+async def _ended_with(generation: Generation, receive: Receive) -> AsyncIterator[None]:
+    """End the generation with the block, and as soon as its caller hangs up."""
+
+    async def hear() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.cancel()
+
+    hearing = asyncio.create_task(hear())
+    try:
+        yield
+    finally:
+        hearing.cancel()
+        generation.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+
+
+def _request_id(request: Request) -> str:
+    """Return the caller's id of the request if it is sane, else a new one."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if SANE_ID.fullmatch(given) else secrets.token_hex(12)
+
+
+def _refusal(error: ApiError) -> Response:
+    return Response(json.dumps(error.body()), error.status, error.headers(), JSON)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    code = "not_found" if status == 404 else "method_not_allowed"
+    text = f"{request.method} {shown(request.url.path)} is not served here."
+    return _refusal(ApiError(status, code, text))

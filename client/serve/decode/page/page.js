@@ -1,0 +1,59 @@
+// The decode server's page: it takes states from /page/events and draws them.
+
+import { follow, keepKey, takeKey } from "./stream.js";
+import { arrange, by, copyOf, drawTenants, number, paint, say } from "./tenants.js";
+
+const events = new Map();
+
+function onState(state) {
+  lamp("live", state.serving ? "Live" : "There is no engine.");
+  say(by("total-rate"), number(state.tokens_s));
+  say(by("total-live"), number(state.live));
+  say(by("total-waiting"), number(state.waiting));
+  say(by("total-steps"), number(state.steps));
+  drawTenants(state.tenants);
+  drawEvents(state.events);
+}
+
+function drawEvents(items) {
+  by("no-events").hidden = items.length > 0;
+  arrange(by("events"), events, items, (event) => event.number, makeEvent);
+  for (const event of items) say(events.get(event.number).querySelector(".ago"), `${number(event.ago_s)} s ago`);
+}
+
+function makeEvent(event) {
+  const element = copyOf("event-template");
+  if (event.tenant) paint(element.querySelector(".key"), event.tenant);
+  else element.querySelector(".key").remove();
+  say(element.querySelector(".who"), event.tenant);
+  say(element.querySelector(".words"), event.text);
+  return element;
+}
+
+function lamp(kind, words) {
+  document.body.className = kind;
+  say(by("status"), words);
+}
+
+function onRefused(why) {
+  lamp("lost", "This page takes the operator's key.");
+  by("key-form").hidden = false;
+  say(by("key-error"), why);
+  by("key").focus();
+}
+
+function start() {
+  follow(onState, (why) => lamp("lost", `No connection to the server (${why}), trying again.`), onRefused);
+}
+
+by("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  keepKey(by("key").value.trim());
+  by("key").value = "";
+  by("key-form").hidden = true;
+  start();
+});
+
+addEventListener("hashchange", () => location.reload());
+takeKey();
+start();

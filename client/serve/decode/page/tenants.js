@@ -1,0 +1,108 @@
+// The tenants: a card and a slice of the bar for each. The server's texts become text nodes, never markup.
+
+import { revoke } from "./stream.js";
+
+const HUE_STEP = 137.5; // The golden angle: neighbours' colours differ, however many there are.
+const FIRST_HUE = 250;
+const integer = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+
+export const by = (id) => document.getElementById(id);
+
+/** Sets an element's text, as a text node, if it differs. */
+export const say = (element, text) => {
+  if (element.textContent !== text) element.textContent = text;
+};
+
+export const number = (value) => integer.format(value);
+
+const hues = new Map();
+
+/** Gives an element its tenant's colour, by the tenant's place. */
+export function paint(element, tenant) {
+  if (!hues.has(tenant)) hues.set(tenant, (FIRST_HUE + HUE_STEP * hues.size) % 360);
+  element.style.setProperty("--hue", hues.get(tenant));
+}
+
+export const copyOf = (id) => by(id).content.firstElementChild.cloneNode(true);
+
+/** Keeps an element for each item in `parent`, in order; `known` has them by key. */
+export function arrange(parent, known, items, keyOf, make) {
+  const keys = new Set(items.map(keyOf));
+  for (const [key, element] of known) {
+    if (keys.has(key)) continue;
+    element.remove();
+    known.delete(key);
+  }
+  items.forEach((item, place) => {
+    const key = keyOf(item);
+    if (!known.has(key)) known.set(key, make(item));
+    const element = known.get(key);
+    if (parent.children[place] !== element) parent.insertBefore(element, parent.children[place] ?? null);
+  });
+}
+
+const cards = new Map();
+const slices = new Map();
+const idOf = (tenant) => tenant.id;
+
+export function drawTenants(tenants) {
+  arrange(by("tenants"), cards, tenants, idOf, makeCard);
+  arrange(by("bar"), slices, tenants, idOf, makeSlice);
+  for (const tenant of tenants) {
+    drawCard(cards.get(tenant.id), tenant);
+    drawSlice(slices.get(tenant.id), tenant);
+  }
+}
+
+function makeCard(tenant) {
+  const card = copyOf("tenant-template");
+  paint(card.querySelector(".key"), tenant.id);
+  say(card.querySelector(".name"), tenant.id);
+  const button = card.querySelector(".revoke");
+  button.setAttribute("aria-label", `Revoke the region of ${tenant.id}`);
+  button.addEventListener("click", async () => {
+    const why = await revoke(tenant.id);
+    say(by("told"), why || `The region of ${tenant.id} is revoked.`);
+    button.title = why;
+  });
+  return card;
+}
+
+function stateOf(tenant) {
+  if (!tenant.blocks) return ["lost", "Its region is gone; another one is being opened."];
+  if (tenant.live) return ["", "Generates"];
+  return ["idle", tenant.waiting ? "Waits" : "Idle"];
+}
+
+function drawCard(card, tenant) {
+  const [kind, words] = stateOf(tenant);
+  card.classList.toggle("lost", kind === "lost");
+  card.classList.toggle("idle", kind === "idle");
+  const show = (name, text) => say(card.querySelector(name), text);
+  show(".state", words);
+  show(".rate strong", number(tenant.tokens_s));
+  show(".live", number(tenant.live));
+  show(".waiting", number(tenant.waiting));
+  show(".blocks", `${number(tenant.blocks_used)} of ${number(tenant.blocks_at_most)}`);
+  show(".tokens", number(tenant.tokens));
+  show(".rebinds", number(tenant.rebinds));
+  show(".latency", tenant.rebind_ms === null ? "–" : `${number(tenant.rebind_ms)} ms`);
+  const text = card.querySelector(".text");
+  text.hidden = tenant.text === null;
+  say(text, tenant.text ?? "");
+}
+
+function makeSlice(tenant) {
+  const slice = copyOf("slice-template");
+  paint(slice, tenant.id);
+  return slice;
+}
+
+function drawSlice(slice, tenant) {
+  slice.style.flexGrow = tenant.blocks_at_most;
+  slice.classList.toggle("lost", !tenant.blocks);
+  slice.querySelector(".fill").style.transform = `scaleX(${tenant.blocks_used / tenant.blocks_at_most})`;
+  say(slice.querySelector(".who"), tenant.id);
+  const words = tenant.blocks ? `${tenant.blocks_used} of ${tenant.blocks} blocks` : "no region";
+  slice.setAttribute("aria-label", `${tenant.id}: ${words}`);
+}

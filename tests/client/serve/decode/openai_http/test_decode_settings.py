@@ -1,0 +1,88 @@
+"""A decode server's settings: the example can be used, and mistakes are named."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.serve.decode import TINY_MODEL, TenantConfig
+from gpulease.client.serve.decode.openai_http.decode_settings import (
+    DEFAULT_LISTEN,
+    EXAMPLE,
+    DecodeSettings,
+    load_decode_settings,
+)
+
+KEY = "0123456789abcdef"
+DIGEST = "ab" * 32
+TENANT = f'[tenants.ann]\nkey_sha256 = "{DIGEST}"\nmax_concurrent = 2\nmax_blocks = 8\n'
+MODEL = 'model = "m.gguf"\n'
+
+
+def loaded(folder: Path, text: str) -> DecodeSettings:
+    path = folder / "decode.toml"
+    path.write_text(text)
+    return load_decode_settings(path)
+
+
+def test_the_example_can_be_used_as_it_is() -> None:
+    settings = load_decode_settings(EXAMPLE)
+    assert settings.model.resolve() == TINY_MODEL.resolve()
+    assert settings.listen == DEFAULT_LISTEN
+    assert settings.tenants == (TenantConfig("ann", 8, 64), TenantConfig("bob", 8, 64, weight=3.0))
+    assert settings.keys.tenant("replace-this-key") == "ann"
+    assert settings.keys.tenant("replace-this-key-too") == "bob"
+    assert settings.keys.tenant("another") is None
+
+
+def test_few_settings_are_enough(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, MODEL + TENANT)
+    assert (settings.model, settings.name, settings.address, settings.audit) == (tmp_path / "m.gguf", "m", None, False)
+    assert settings.tenants == (TenantConfig("ann", 2, 8),)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model = \n", "line 1"),
+        (MODEL, "tenants is missing"),
+        (TENANT, "model is missing"),
+        (MODEL + "colour = 1\n" + TENANT, "'colour' is no setting"),
+        ("model = 5\n" + TENANT, "model = 5 is no str"),
+        (MODEL + "[engine]\nmax_rows = 0\n" + TENANT, "engine: max_rows is 0; 1 to 1024"),
+        (MODEL + "[engine]\nrows = 8\n" + TENANT, "engine: 'rows' is no setting"),
+        (MODEL + "[tenants]\n", "1 to 256 tables"),
+        (MODEL + "[tenants]\nann = 1\n", "tenants.ann is no table"),
+        (MODEL + TENANT.replace("ann", '"a b"'), "tenants.a b: a name"),
+        (MODEL + TENANT.replace("max_blocks = 8", ""), "say max_blocks or context_tokens"),
+        (MODEL + TENANT + "context_tokens = 5\n", "say max_blocks or context_tokens"),
+        (MODEL + TENANT + "weight = 0\n", "weight is 0"),
+        (MODEL + TENANT + 'key_file = "k"\n', "say key_sha256 or key_file"),
+        (MODEL + TENANT + TENANT.replace("ann", "bob"), "ann and bob have one key"),
+        (MODEL + TENANT.replace("max_concurrent = 2", "max_concurrent = true"), "max_concurrent = True is no int"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(said)):
+        loaded(tmp_path, text)
+
+
+def test_a_key_in_the_place_of_its_hash_is_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        loaded(tmp_path, MODEL + TENANT.replace(DIGEST, KEY))
+    assert KEY not in str(refused.value)
+
+
+def test_a_key_s_file_is_its_owner_s_alone(tmp_path: Path) -> None:
+    text = MODEL + TENANT.replace(f'key_sha256 = "{DIGEST}"', 'key_file = "key"')
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    file.chmod(0o640)
+    with pytest.raises(InvalidRequest, match="chmod 600"):
+        loaded(tmp_path, text)
+    file.chmod(0o600)
+    assert loaded(tmp_path, text).keys.tenant(KEY) == "ann"
+    file.write_text("short")
+    with pytest.raises(InvalidRequest, match="has no key of 16"):
+        loaded(tmp_path, text)

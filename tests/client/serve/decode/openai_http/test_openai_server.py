@@ -1,0 +1,266 @@
+"""The decode server, asked by OpenAI's own client, unchanged."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gpulease.client.serve.decode import DecoderObserver, FinishedRequest
+from helpers.daemon import Daemon
+from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
+from helpers.waiting import wait_until
+
+PROMPT = "Changed in version"
+USER = [{"role": "user", "content": "What does the with statement do?"}]
+
+
+class Heard(DecoderObserver):
+    """Requests that ended."""
+
+    def __init__(self) -> None:
+        self.finished: list[FinishedRequest] = []
+
+    def on_finished(self, report: FinishedRequest) -> None:
+        self.finished.append(report)
+
+
+@pytest.fixture(scope="module")
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture(scope="module")
+def rig(shared_daemon: Daemon, heard: Heard) -> Iterator[OpenAiRig]:
+    with openai_rig(shared_daemon, [heard]) as running:
+        yield running
+
+
+@pytest.fixture
+def client(rig: OpenAiRig) -> Iterator[openai.OpenAI]:
+    with rig.client() as asked:
+        yield asked
+
+
+def complete(client: openai.OpenAI, **options: Any) -> Any:
+    given: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    return client.completions.create(**given | options)
+
+
+def chat(client: openai.OpenAI, **options: Any) -> Any:
+    given: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 8, "temperature": 0}
+    return client.chat.completions.create(**given | options)
+
+
+def text_of(stream: Any) -> str:
+    return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+
+
+def test_a_completion(client: openai.OpenAI) -> None:
+    done = complete(client)
+    assert done.object == "text_completion"
+    assert done.choices[0].text.startswith(" 3.")
+    assert done.choices[0].finish_reason == "length"
+    assert done.usage.completion_tokens == 12
+    assert done.usage.total_tokens == done.usage.prompt_tokens + 12
+    assert done.choices[0].logprobs is None
+
+
+def test_a_stream_has_the_whole_s_text_and_ends_with_the_counts(client: openai.OpenAI) -> None:
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
+    whole = complete(client)
+    assert text_of(chunks) == whole.choices[0].text
+    assert len(chunks) > 4
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].choices == []
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_chat_and_its_stream(client: openai.OpenAI) -> None:
+    whole = chat(client)
+    chunks = list(chat(client, stream=True))
+    assert whole.choices[0].message.role == chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert (whole.object, chunks[0].object) == ("chat.completion", "chat.completion.chunk")
+
+
+def test_a_prompt_in_tokens_is_the_text_s(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    async def tokens() -> list[int]:
+        return (await rig.decoder.tokenizer()).encode(PROMPT)
+
+    ids = rig.wait_for(tokens())
+    answers = [complete(client, prompt=prompt).choices[0].text for prompt in (PROMPT, [PROMPT], ids, [ids])]
+    assert len(set(answers)) == 1
+
+
+def test_a_seed_gives_its_tokens_again_and_a_chosen_one_is_told(client: openai.OpenAI) -> None:
+    first = complete(client, temperature=1.5, max_tokens=24)
+    seed = first.model_extra["gpulease"]["seed"]
+    again = complete(client, temperature=1.5, max_tokens=24, seed=seed)
+    assert again.choices[0].text == first.choices[0].text
+    assert "gpulease" not in again.model_extra
+    assert complete(client, temperature=1.5, max_tokens=24, seed=seed + 1).choices[0].text != first.choices[0].text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_stop_ends_the_text_before_it(client: openai.OpenAI, is_stream: bool) -> None:
+    whole = complete(client).choices[0].text
+    stop = whole[5:8]
+    done = complete(client, stop=[stop, "nowhere"], stream=is_stream)
+    if is_stream:
+        chunks = list(done)
+        assert text_of(chunks) == whole[: whole.index(stop)]
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    else:
+        assert done.choices[0].text == whole[: whole.index(stop)]
+        assert done.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_are_the_chosen_tokens(client: openai.OpenAI) -> None:
+    choice = complete(client, logprobs=1).choices[0]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert all(log <= 0 for log in choice.logprobs.token_logprobs)
+    assert choice.logprobs.text_offset[:2] == [0, len(choice.logprobs.tokens[0])]
+    told = [chunk.choices[0].logprobs for chunk in complete(client, logprobs=1, stream=True)]
+    streamed = [log for one in told if one for log in one.token_logprobs]
+    assert streamed == choice.logprobs.token_logprobs
+    of_chat = chat(client, logprobs=True).choices[0]
+    assert b"".join(bytes(one.bytes) for one in of_chat.logprobs.content).decode() == of_chat.message.content
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "gpulease"
+
+
+# --- Errors. ---
+
+
+def test_errors_are_the_client_s_own(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    with rig.client("nobody") as stranger, pytest.raises(openai.AuthenticationError) as unknown:
+        complete(stranger)
+    assert unknown.value.code == "invalid_api_key"
+    with pytest.raises(openai.NotFoundError) as missing:
+        complete(client, model="gpt-9")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+    with pytest.raises(openai.BadRequestError) as tools:
+        chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert (tools.value.param, tools.value.code) == ("tools", "unsupported_parameter")
+    with pytest.raises(openai.BadRequestError) as long:
+        complete(client, max_tokens=100_000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as strange:
+        complete(client, prompt=[10**9])
+    assert strange.value.type == "invalid_request_error"
+
+
+def test_a_quota_is_a_429_with_retry_after(rig: OpenAiRig) -> None:
+    with rig.client("bob") as bob, complete(bob, max_tokens=100, stream=True) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError) as refused:
+            complete(bob)
+    assert refused.value.code == "quota_exceeded"
+    assert int(refused.value.response.headers["Retry-After"]) >= 1
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"[" * 100_000, b'{"prompt": NaN}', b"\xff", b"1" * 5000])
+def test_a_body_that_is_no_request_is_refused_in_shape(rig: OpenAiRig, body: bytes) -> None:
+    with rig.http() as http:
+        reply = http.post("/v1/completions", content=body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_body_that_is_too_large_is_not_read(rig: OpenAiRig) -> None:
+    with rig.http() as http:
+        reply = http.post("/v1/completions", content=b" " * (4 << 20) + b"{}")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "too_large")
+
+
+def test_other_paths_and_methods_are_refused_in_shape(rig: OpenAiRig) -> None:
+    with rig.http() as http:
+        assert http.get("/v1/nothing").json()["error"]["code"] == "not_found"
+        assert http.get("/v1/completions").json()["error"]["code"] == "method_not_allowed"
+        assert http.get("/healthz").json()["status"] == "ok"
+        assert http.get("/metrics").status_code == 200
+
+
+def test_a_sane_request_id_is_the_request_s(rig: OpenAiRig, heard: Heard) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
+    with rig.http() as http:
+        reply = http.post("/v1/completions", json=asked, headers={"X-Request-Id": "mine-1"})
+        other = http.post("/v1/completions", json=asked, headers={"X-Request-Id": "not sane"})
+    assert (reply.headers["X-Request-Id"], reply.json()["id"]) == ("mine-1", "cmpl-mine-1")
+    assert "mine-1" in [report.request_id for report in heard.finished]
+    assert other.headers["X-Request-Id"] not in ("", "not sane")
+
+
+# --- Callers that go, regions that go. ---
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_caller_that_hangs_up_ends_its_sequence(rig: OpenAiRig, heard: Heard, is_stream: bool) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "stream": is_stream}
+    name = f"gone-{is_stream}"
+    with rig.http() as http:
+        if is_stream:
+            with http.stream("POST", "/v1/completions", json=asked, headers={"X-Request-Id": name}) as reply:
+                next(reply.iter_bytes())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=asked, headers={"X-Request-Id": name}, timeout=0.05)
+    found = wait_until(lambda: [one for one in heard.finished if one.request_id == name], "it has ended")
+    assert found[0].reason == "Cancelled"
+    assert len(found[0].emitted) < 120
+
+
+def test_a_lost_region_shows_in_the_extension_alone(
+    rig: OpenAiRig, client: openai.OpenAI, shared_daemon: Daemon
+) -> None:
+    asked: dict[str, Any] = {"max_tokens": 60, "temperature": 1.2, "seed": 5}
+    quiet = complete(client, **asked)
+    assert "gpulease" not in quiet.model_extra
+    chunks = []
+    for chunk in complete(client, stream=True, **asked):
+        chunks.append(chunk)
+        if len(chunks) == 3:
+            shared_daemon.revoke(rig.do(lambda: rig.decoder.regions.pools["ann"].region.lease_id))
+    assert text_of(chunks) == quiet.choices[0].text
+    extensions = [chunk.model_extra["gpulease"] for chunk in chunks if "gpulease" in (chunk.model_extra or {})]
+    assert extensions == [{"replays": 1}]
+
+
+def test_an_error_in_mid_stream_is_an_event(shared_daemon: Daemon) -> None:
+    """The whole lease is revoked behind the first tokens."""
+    with openai_rig(shared_daemon) as rig, rig.client() as client:
+        stream = iter(complete(client, stream=True, max_tokens=120))
+        next(stream)
+        rig.do(lambda: rig.decoder._fail(_lost()))
+        with pytest.raises(openai.APIError) as lost:
+            list(stream)
+        assert "lost" in str(lost.value)
+        assert lost.value.code == "engine_unavailable"
+        with pytest.raises(openai.InternalServerError) as refused:
+            complete(client)
+        assert refused.value.status_code == 503
+
+
+def _lost() -> Any:
+    from gpulease.client.serve.decode import EngineDecodeFailed
+
+    return EngineDecodeFailed("The engine is lost, for a test")
+
+
+def test_events_are_valid_json_of_one_line(rig: OpenAiRig) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "stream": True}
+    with rig.http() as http:
+        reply = http.post("/v1/completions", json=asked)
+    assert reply.headers["Content-Type"] == "text/event-stream"
+    events = reply.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert [json.loads(event.removeprefix("data: "))["object"] for event in events[:-2]]

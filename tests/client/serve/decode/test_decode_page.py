@@ -1,0 +1,296 @@
+"""The page of a decode server: its state, who may see it, and what a press does; in a browser at three widths."""
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.serve.decode import decode_page
+from gpulease.client.serve.decode.decode_page import MAX_EVENTS, MAX_STREAMS, SNAPSHOT_S, DecodePage, PageFeed
+from gpulease.client.serve.decode.decode_reports import EngineRebuilt, ForwardRevoked, RebindReport, StepReport
+from gpulease.client.serve.decode.decode_requests import (
+    CompletionReason,
+    PromptRequest,
+    SamplingParameters,
+    SchedulerEvent,
+    TenantConfig,
+)
+from gpulease.client.serve.decode.decoder import Decoder, DecoderSettings
+from gpulease.client.serve.decode.demo_traffic import TAIL_CHARACTERS, DemoText, DemoTraffic
+from gpulease.client.serve.decode.sample_models import TINY_MODEL
+from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
+from helpers.browser import Browser, lacks_browser
+from helpers.daemon import Daemon
+from helpers.screens import CONTRAST, CUT, look_at
+from helpers.waiting import wait_until
+
+KEY = "an-operator's-key-of-a-test"
+DIGEST = hashlib.sha256(KEY.encode()).digest()
+BEARER = {"Authorization": f"Bearer {KEY}"}
+HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>\n" + "x" * 300
+LONG = "a-tenant-with-a-name-as-long-as-names-may-be-" + "x" * 18
+
+
+class Pool:
+    """A region that counts who ends it."""
+
+    def __init__(self, scene: "Scene", tenant: str) -> None:
+        self._scene, self._tenant = scene, tenant
+        self.region = self
+        self.lease_id = 0xA1
+
+    async def revoke(self, reason: str) -> None:
+        if self._tenant == "dora":
+            raise InvalidRequest("It is ended already")
+        self._scene.revoked.append((self._tenant, reason))
+        self._scene.decoder.scheduler.revoked(self._tenant, CompletionReason.REVOKED, 1.0)
+        del self._scene.decoder.regions.pools[self._tenant]
+
+
+class Scene:
+    """What the page reads of a decoder and a demonstration, without either."""
+
+    def __init__(self) -> None:
+        tenants = [TenantConfig(name, 2, 12) for name in ("ann", "bob", LONG, "dora")]
+        scheduler = ContinuousBatchScheduler(SchedulerSettings(8, 16, 8, 160, 512), tenants)
+        self.revoked: list[tuple[str, str]] = []
+        pools = {tenant.id: Pool(self, tenant.id) for tenant in tenants}
+        self.decoder = SimpleNamespace(scheduler=scheduler, regions=SimpleNamespace(pools=pools))
+        self.demo = SimpleNamespace(texts={"ann": DemoText(HOSTILE), "bob": DemoText("It goes on.")})
+        self.page = DecodePage(lambda: cast(Decoder, self.decoder), DIGEST, lambda: cast(DemoTraffic, self.demo))
+
+    def client(self) -> TestClient:
+        return TestClient(Starlette(routes=self.page.routes()), headers=BEARER)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def request(tenant: str, name: str = "one") -> PromptRequest:
+    return PromptRequest(tenant, name, (1, 2, 3), SamplingParameters(), 40)
+
+
+def step(tenant: str, tokens: int) -> StepReport:
+    told = tuple(SchedulerEvent.Token(request(tenant, str(row)), 9, 3, row) for row in range(tokens))
+    return StepReport(tokens, tokens, told, 0.001)
+
+
+# --- the state ---
+
+
+def test_rates_are_means_of_the_last_seconds(scene: Scene) -> None:
+    now = [0.0]
+    feed = PageFeed(lambda: cast(Decoder, scene.decoder), clock=lambda: now[0])
+    feed.on_step(step("ann", 1000))
+    feed.state()
+    rates = []
+    for _ in range(12):
+        now[0] += 0.5
+        feed.on_step(step("ann", 10))
+        rates.append(feed.state()["tenants"][0]["tokens_s"])
+    assert rates == [20.0] * 12, "what came before somebody watched is in no rate"
+    now[0] += 60
+    assert feed.state()["tokens_s"] == 0
+
+
+def test_a_state_tells_blocks_queues_and_losses(scene: Scene) -> None:
+    feed, scheduler = scene.page.observer, scene.decoder.scheduler
+    scheduler.submit(request("ann"), 0.0)
+    scheduler.submit(request("bob", "of bob"), 0.0)
+    scheduler.plan(0.0)
+    scheduler.submit(PromptRequest("bob", "two", (1,), SamplingParameters(), 150, 60.0), 0.0)
+    feed.on_rebind(RebindReport("ann", "one", "one~1", 4, CompletionReason.REVOKED, False, 0.0312))
+    state = feed.state()
+    ann, bob = state["tenants"][:2]
+    assert (ann["live"], ann["blocks"], ann["blocks_used"], ann["blocks_at_most"]) == (1, 12, 3, 12)
+    assert (ann["rebinds"], ann["rebind_ms"], bob["rebind_ms"]) == (1, 31.2, None)
+    assert (bob["live"], bob["waiting"], state["waiting"], state["live"]) == (1, 1, 1, 2)
+    assert state["events"][0]["text"] == "goes on after 31 ms; 4 tokens computed again"
+
+
+def test_texts_are_those_of_the_demonstration_alone(scene: Scene) -> None:
+    assert [tenant["text"] for tenant in scene.page.observer.state()["tenants"]] == [HOSTILE, "It goes on.", None, None]
+
+
+def test_events_are_bounded_and_the_latest_are_first(scene: Scene) -> None:
+    feed = scene.page.observer
+    for _ in range(MAX_EVENTS):
+        feed.on_forward_revoked(ForwardRevoked(7, "ann", None, 3, 0.000123))
+    feed.on_engine_rebuilt(EngineRebuilt("the lease expired", True, False, 1.5))
+    texts = [event["text"] for event in feed.state()["events"]]
+    assert len(texts) == MAX_EVENTS
+    assert texts[:2] == [
+        "another engine serves, after 1,500 ms: the lease expired",
+        "a step did not begin, 123 us after the region's end",
+    ]
+
+
+def test_without_a_decoder_there_is_a_state() -> None:
+    assert PageFeed(lambda: None).state()["serving"] is False
+
+
+# --- who may see and press ---
+
+
+def test_state_and_acts_take_the_operator_s_key(scene: Scene) -> None:
+    for wrong in ("", "Bearer ", f"Bearer {KEY}x", f"Basic {KEY}"):
+        client = TestClient(Starlette(routes=scene.page.routes()))
+        client.headers["Authorization"] = wrong
+        assert client.get("/page/events").status_code == 401
+        assert client.delete("/page/tenants/ann/region").status_code == 401
+        assert client.get("/").status_code == 200
+    assert scene.revoked == []
+
+
+def test_every_answer_has_the_security_headers(scene: Scene) -> None:
+    client = scene.client()
+    paths = ("/", "/page/page.css", "/page/page.js", "/page/tenants.js", "/page/stream.js")
+    answers = [client.get(path) for path in paths] + [
+        client.head("/page/events"),
+        client.delete("/page/tenants/x/region"),
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 6 + [404]
+    for answer in answers:
+        assert "require-trusted-types-for 'script'" in answer.headers["Content-Security-Policy"]
+        assert answer.headers["Cache-Control"] == "no-store"
+    for path in ("/page/decode_page.py", "/page/..%2fdecoder.py", "/page/index.html"):
+        assert client.get(path).status_code == 404
+
+
+def test_a_stream_has_states_and_ends(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_page, "STREAM_S", SNAPSHOT_S / 2)
+    answer = scene.client().get("/page/events")
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    (event,) = answer.text.removesuffix("\n\n").split("\n\n")
+    assert json.loads(event.removeprefix("data: "))["tenants"][0]["id"] == "ann"
+    assert scene.page._streams == 0
+
+
+def test_one_stream_too_many_is_refused(scene: Scene) -> None:
+    scene.page._streams = MAX_STREAMS
+    answer = scene.client().get("/page/events")
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+
+
+def test_a_press_revokes_the_region_of_that_tenant(scene: Scene) -> None:
+    client = scene.client()
+    assert client.delete("/page/tenants/ann/region").status_code == 200
+    assert scene.revoked == [("ann", "revoked on the decode server's page")]
+    again, refused = client.delete("/page/tenants/ann/region"), client.delete("/page/tenants/dora/region")
+    assert (again.status_code, refused.status_code) == (409, 409)
+    assert "another one is being opened" in again.json()["detail"]
+    assert "It is ended already" in refused.json()["detail"]
+
+
+# --- a real decoder ---
+
+
+@pytest.mark.exhaustive
+def test_a_demo_s_tenant_comes_back_and_the_others_go_on(daemon: Daemon) -> None:
+    async def scene() -> None:
+        tenants = [TenantConfig(name, 2, 16) for name in ("ann", "bob")]
+        opened: list[Decoder] = []
+        demos: list[DemoTraffic] = []
+        page = DecodePage(lambda: opened[0], DIGEST, lambda: demos[0])
+        settings = DecoderSettings(max_rows=8, prefill_rows=4, max_sequences=4)
+        async with Decoder.open(
+            TINY_MODEL, tenants, settings, address=daemon.address, observers=[page.observer]
+        ) as decoder:
+            opened.append(decoder)
+            demos.append(DemoTraffic(decoder, ["ann", "bob"]))
+            task = asyncio.create_task(demos[0].run())
+
+            async def until(tenant: str, what: str, least: int) -> dict[str, Any]:
+                while True:
+                    state = page.observer.state()
+                    found: dict[str, Any] = next(one for one in state["tenants"] if one["id"] == tenant)
+                    if found[what] >= least:
+                        return found
+                    await asyncio.sleep(0.01)
+
+            await until("ann", "tokens", 5)
+            await until("bob", "tokens", 5)
+            transport = httpx.ASGITransport(Starlette(routes=page.routes()))
+            async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=BEARER) as client:
+                answer = await client.delete("/page/tenants/ann/region")
+            assert answer.status_code == 200, answer.text
+            ann = await until("ann", "rebinds", 1)
+            bob = await until("bob", "tokens", 30)
+            assert ann["blocks"] == 16
+            assert bob["rebinds"] == 0
+            assert 0 < len(ann["text"]) <= TAIL_CHARACTERS
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+# --- in a browser ---
+
+
+@contextmanager
+def served(page: DecodePage) -> Iterator[str]:
+    """The page's URL, with the key behind it."""
+    config = uvicorn.Config(
+        Starlette(routes=page.routes()), port=0, loop="asyncio", log_level="error", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started, "the server listens")
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(lacks_browser()), reason=lacks_browser())
+def test_the_page_in_a_browser(scene: Scene, tmp_path: Any) -> None:
+    scheduler = scene.decoder.scheduler
+    scheduler.submit(request("ann"), 0.0)
+    scheduler.plan(0.0)
+    scene.page.observer.on_rebind(RebindReport(LONG, "one", "one~1", 4, CompletionReason.REVOKED, False, 12.3456))
+    with served(scene.page) as url, Browser() as browser:
+        browser.open(url)
+        browser.wait_for("#status", "This page takes the operator's key.")
+        assert browser.text("#tenants") == ""
+        browser.open(f"{url}#key={KEY}")
+        browser.wait_for("#status", "Live")
+        assert browser.run("return location.href") == url, "no screen shows the key"
+        assert browser.text(".card .text").startswith(HOSTILE[:20])
+        assert browser.run("return document.querySelectorAll('img, body script').length") == 0
+        for width in (360, 768, 1280):
+            for scheme in ("light", "dark"):
+                look_at(browser, width, scheme)
+                assert browser.run("return document.documentElement.scrollWidth") <= width
+                assert (
+                    browser.run(CUT, ".name, .rate, .revoke, .figures dd, .state, .slice, .words, h1, .totals dd") == []
+                )
+                faint = browser.run(CONTRAST)
+                assert not faint, (width, scheme, faint)
+                browser.screenshot(tmp_path / f"decode-{width}-{scheme}.png")
+        browser.run("document.querySelector('.card .revoke').focus()")
+        browser.press("\ue007")
+        browser.wait_for(".card .state", "Its region is gone")
+        assert [tenant for tenant, _ in scene.revoked] == ["ann"]
+        browser.wait_for("#events", "its region is revoked, from this page")
+        scheduler.rebound("ann", 12, 2.0)
+        browser.wait_for(".card .state", "Waits")
+        complaints = [text for text in browser.complaints() if "401" not in text]
+        assert complaints == []

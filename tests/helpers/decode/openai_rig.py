@@ -1,0 +1,104 @@
+"""A decode server on the tiny model, in a thread, asked over a real socket by the official client."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import httpx
+import openai
+import uvicorn
+
+from gpulease.client.serve.decode import TINY_MODEL, Decoder, DecoderObserver, DecoderSettings, TenantConfig
+from gpulease.client.serve.decode.openai_http.api_keys import distinct_keys, key_digest
+from gpulease.client.serve.decode.openai_http.openai_server import make_openai_application
+from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve_within
+from helpers.daemon import Daemon
+
+MODEL: Final = "tiny"
+SETTINGS: Final = DecoderSettings(max_rows=8, prefill_rows=8, max_sequences=8, positions=160)
+TENANTS: Final = (TenantConfig("ann", 4, 32), TenantConfig("bob", 1, 10, max_waiting=0))
+START_LIMIT_S: Final = 120.0
+
+
+class OpenAiRig:
+    """A server that runs.
+
+    Attributes:
+        url: Where it listens.
+        decoder: Its decoder; only the server's loop may touch it.
+    """
+
+    def __init__(self, url: str, decoder: Decoder, loop: asyncio.AbstractEventLoop) -> None:
+        self.url, self.decoder, self._loop = url, decoder, loop
+
+    def client(self, tenant: str = "ann", **options: Any) -> openai.OpenAI:
+        """A tenant's official client, which asks once."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key_of(tenant), max_retries=0, timeout=60, **options)
+
+    def http(self, tenant: str = "ann") -> httpx.Client:
+        """A tenant's plain client."""
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key_of(tenant)}"}, timeout=60)
+
+    def do(self, act: Callable[[], Any]) -> Any:
+        """Do something in the server's loop."""
+
+        async def done() -> Any:
+            return act()
+
+        return self.wait_for(done())
+
+    def wait_for(self, part: Coroutine[Any, Any, Any]) -> Any:
+        """Return what a coroutine gives in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(part, self._loop).result(60)
+
+
+def key_of(tenant: str) -> str:
+    return f"key-of-{tenant}"
+
+
+@contextmanager
+def openai_rig(daemon: Daemon, observers: Sequence[DecoderObserver] = (), wait_s: float = 0.2) -> Iterator[OpenAiRig]:
+    """Serve until the block's end."""
+    servers: list[uvicorn.Server] = []
+    rigs: list[OpenAiRig] = []
+    failures: list[BaseException] = []
+    begun = threading.Event()
+
+    async def run() -> None:
+        keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in TENANTS})
+        with listening("tcp:127.0.0.1:0") as (sock, url):
+            async with Decoder.open(
+                TINY_MODEL, TENANTS, SETTINGS, address=daemon.address, observers=observers
+            ) as decoder:
+                app = make_openai_application(decoder, keys, MODEL, wait_s=wait_s)
+                rigs.append(OpenAiRig(url, decoder, asyncio.get_running_loop()))
+
+                def began(server: uvicorn.Server) -> None:
+                    servers.append(server)
+                    begun.set()
+
+                await serve_within(app, sock, known=known_hosts(sock, ()), stop_s=5, began=began)
+
+    def body() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    try:
+        assert begun.wait(START_LIMIT_S)
+        if failures:
+            raise failures[0]
+        yield rigs[0]
+    finally:
+        for server in servers:
+            server.should_exit = True
+        thread.join(60)
+    assert not thread.is_alive()
+    assert failures == []
