@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import click
 
@@ -39,7 +39,7 @@ EMBEDDED_DRIVER: Final = "cpu"
     "--prompt", "prompt_file", type=click.File("rb"), required=True, help="The prompt: a text, or a JSON array of ids."
 )
 @click.option("--model", "path", type=click.Path(path_type=Path), help="The model's path; else the tiny model.")
-def recompute(record: click.utils.LazyFile, prompt_file: click.utils.LazyFile, path: Path | None) -> None:
+def recompute(record: BinaryIO, prompt_file: BinaryIO, path: Path | None) -> None:
     """Decode what RECORD tells of again, and compare. RECORD is one line of `gpulease audit show --json`; -: stdin.
 
     Uses the daemon that runs; without one, a private one on the embedded driver, which needs no GPU.
@@ -57,16 +57,15 @@ def recompute(record: click.utils.LazyFile, prompt_file: click.utils.LazyFile, p
             address = running_address() or stack.enter_context(private_daemon(EMBEDDED_DRIVER))
             found = TokenDigest.of(asyncio.run(_decoded(address, checkpoint, prompt, said)))
     if found != said.output:
-        what = f"{found.count} tokens, sha256 {found.sha256}; the record has {said.output.count}, {said.output.sha256}"
-        fail(f"audit recompute: the output DIFFERS: {what}", EXIT_OUTPUT_DIFFERS)
-    click.echo(f"The output is equal: {found.count} tokens, sha256 {found.sha256}.")
+        fail(f"audit recompute: the output DIFFERS: {found}; the record has {said.output}", EXIT_OUTPUT_DIFFERS)
+    click.echo(f"The output is equal: {found}.")
 
 
 def _record_of(data: bytes) -> DecodeRecord:
     try:
         line = json.loads(data)
         return DecodeRecord.read(line["data"]["note"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fail(f"audit recompute: RECORD is no line of a decoder in an audit log: {error}", EXIT_NO_RECORD)
 
 
@@ -86,19 +85,15 @@ def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
 def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy) -> None:
     """Say everything that differs before anything is computed, and exit if something does."""
     pairs = (
-        ("the prompt", EXIT_PROMPT_DIFFERS, said.prompt, prompt),
-        ("the model", EXIT_MODEL_DIFFERS, said.by.model_sha256, here.model_sha256),
-        ("the kernels", EXIT_KERNELS_DIFFER, said.by.kernels_sha256, here.kernels_sha256),
+        ("prompt", EXIT_PROMPT_DIFFERS, str(said.prompt), str(prompt)),
+        ("model", EXIT_MODEL_DIFFERS, said.by.model_sha256, here.model_sha256),
+        ("set of kernels", EXIT_KERNELS_DIFFER, said.by.kernels_sha256, here.kernels_sha256),
     )
-    wrong = [
-        (f"{what} is not the record's: {found}, not {told}", status)
-        for what, status, told, found in pairs
-        if told != found
-    ]
-    for message, _ in wrong[:-1]:
-        click.echo(f"gpulease: audit recompute: {message}", err=True)
+    wrong = [(what, status, told, found) for what, status, told, found in pairs if told != found]
+    for what, _, told, found in wrong:
+        click.echo(f"gpulease: audit recompute: another {what} than the record's: {found}, not {told}", err=True)
     if wrong:
-        fail(f"audit recompute: {wrong[-1][0]}", wrong[0][1])
+        fail("audit recompute: nothing was computed", wrong[0][1])
 
 
 async def _decoded(address: str, checkpoint: Checkpoint, prompt: list[int], said: DecodeRecord) -> list[int]:

@@ -64,6 +64,9 @@ class TokenDigest:
             words.byteswap()
         return cls(len(tokens), hashlib.sha256(words.tobytes()).hexdigest())
 
+    def __str__(self) -> str:
+        return f"{self.count} tokens, sha256 {self.sha256}"
+
     def note(self) -> dict[str, Any]:
         """Return it as a part of a record."""
         return {"count": self.count, "sha256": self.sha256}
@@ -134,16 +137,16 @@ class DecodeRecord:
     @classmethod
     def read(cls, note: Mapping[str, Any]) -> Self:
         """Read a note. Raises ValueError for one that is no request's record."""
+        if note.get("event") != EVENT:
+            raise ValueError("it tells of no request")
         try:
-            if note["event"] != EVENT:
-                raise ValueError("it tells of no request")
             said, model = note["sampling"], note["model"]
             sampling = SamplingParameters(
                 float(said["temperature"]), float(said["top_p"]), int(said["top_k"]), int(said["seed"])
             )
             by = ComputedBy(model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]))
             return cls(TokenDigest(**note["prompt"]), TokenDigest(**note["output"]), sampling, by)
-        except (KeyError, TypeError, GpuLeaseError) as error:
+        except (KeyError, TypeError, ValueError, GpuLeaseError) as error:
             raise ValueError(f"it is not as a decoder writes it: {type(error).__name__}: {error}") from None
 
 
