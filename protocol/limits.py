@@ -26,6 +26,9 @@ MAX_DATA_BYTES: Final = 16 << 20
 MAX_TEXT_BYTES: Final = 1024
 """Longest text of a control message (agent, device, reason). Stops log flooding through names."""
 
+MAX_NOTE_BYTES: Final = 4096
+"""Longest note for the audit log. Bounds what waits for the disk, and stops a tenant from storing files in the log."""
+
 MAX_KERNEL_NAME_BYTES: Final = 4096
 """Longest kernel name. Mangled C++ template names run to a kilobyte or two."""
 

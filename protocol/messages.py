@@ -299,6 +299,14 @@ class LeaseResize:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseNote:
+    """Write a record about a lease or region to the node's audit log: `note` is one JSON object in canonical form."""
+
+    lease_id: int = wire(U128)
+    note: bytes = wire(sized_bytes(limits.MAX_NOTE_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
 class RegionEvent:
     """A launch was refused because a region that it named had ended or was cancelled.
 
@@ -660,6 +668,7 @@ Body = (
     | RegionGrant
     | RegionCancel
     | LeaseResize
+    | LeaseNote
     | RegionEvent
     | CapabilityIssue
     | CapabilityGrant
@@ -715,6 +724,7 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.LEASE_RESIZE: (LeaseResize, LeaseResize),
     Opcode.REGION_WATCH: (LeaseRef, Empty),
     Opcode.REGION_EVENT: (Empty, RegionEvent),
+    Opcode.LEASE_NOTE: (LeaseNote, Empty),
     Opcode.CAPABILITY_ISSUE: (CapabilityIssue, CapabilityGrant),
     Opcode.CAPABILITY_PRESENT: (CapabilityPresent, CapabilityHeld),
     Opcode.CAPABILITY_AUDIENCE: (Empty, Audience),

@@ -2,10 +2,10 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from gpulease.client.aio.driver import Opening, ask, drive, undisturbed
 from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
@@ -51,6 +51,10 @@ class GpuLease(LeaseView):
     async def free(self) -> None:
         """Give it back, like `gpulease.client.GpuLease.free`."""
         await self._run(self._state.free())
+
+    async def note(self, data: Mapping[str, Any]) -> None:
+        """Write a record about it to the node's audit log, like `gpulease.client.GpuLease.note`."""
+        await self._run(self._state.note(data))
 
     async def query(self) -> LeaseReport:
         """Ask the daemon about it, like `gpulease.client.GpuLease.query`."""

@@ -1,9 +1,9 @@
 """Regions of the asyncio face."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from gpulease.client.aio.driver import drive, undisturbed
 from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, keep_alive
@@ -40,6 +40,10 @@ class Region(RegionView):
     async def resume(self) -> None:
         """Take launches that name it again, like `gpulease.client.Region.resume`."""
         await self._run(self._state.cancel(is_cancelled=False))
+
+    async def note(self, data: Mapping[str, Any]) -> None:
+        """Write a record about it to the node's audit log, like `gpulease.client.Region.note`."""
+        await self._run(self._state.note(data))
 
     async def query(self) -> LeaseReport:
         """Ask the daemon about it, like `gpulease.client.Region.query`."""

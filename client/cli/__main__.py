@@ -14,7 +14,7 @@ from gpulease.client.cli.start import run
 PROGRAM: Final = "gpulease"
 
 COMMANDS: Final = {
-    "audit": ("daemon_modules:audit", "Read audit logs: verify, show, usage, head."),
+    "audit": ("daemon_modules:audit", "Read audit logs: verify, show, usage, head, recompute."),
     "bench": ("bench:bench", "Measure what a lease costs beside the driver called directly."),
     "completion": ("completion:completion", "Print what makes a shell complete commands and lease ids."),
     "decode": ("decode:decode", "Continue a prompt by a language model, on a lease of its own."),

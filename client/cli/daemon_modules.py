@@ -24,13 +24,21 @@ def become_module(module: str, words: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, module, *words])
 
 
+RECOMPUTE: Final = "recompute"
+
 AUDIT_MODULE: Final = "gpulease.daemon.record.audit"
 
 
 @click.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def audit(words: tuple[str, ...]) -> None:
-    """Read audit logs: verify, show, usage, head. `gpulease audit -h` says more."""
+    """Read audit logs: verify, show, usage, head, recompute. `gpulease audit -h` says more."""
+    if words[:1] == (RECOMPUTE,):
+        # The daemon imports no client, so its module can't decode.
+        from gpulease.client.cli.audit_recompute import recompute
+
+        recompute.main(list(words[1:]), f"gpulease audit {RECOMPUTE}", standalone_mode=False)
+        return
     become_module(AUDIT_MODULE, words)
 
 

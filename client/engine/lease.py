@@ -5,6 +5,7 @@ lease by a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ende
 `LeaseReport` types LEASE_QUERY's map.
 """
 
+import json
 import os
 import random
 import time
@@ -48,6 +49,7 @@ from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
+from gpulease.protocol.limits import MAX_NOTE_BYTES
 from gpulease.protocol.messages import (
     Body,
     CapabilityGrant,
@@ -57,6 +59,7 @@ from gpulease.protocol.messages import (
     CapabilityRevoke,
     LeaseAlloc,
     LeaseGrant,
+    LeaseNote,
     LeaseRef,
     LeaseRenew,
     LeaseRenewed,
@@ -335,6 +338,10 @@ class LeaseState:
         resized: LeaseResize = yield from self._control(Opcode.LEASE_RESIZE, body)
         self.grant = replace(self.grant, size_bytes=resized.size_bytes)
 
+    def note(self, data: Mapping[str, Any]) -> Procedure[None]:
+        """Write a record about it to the audit log."""
+        yield from self._control(Opcode.LEASE_NOTE, LeaseNote(self.grant.lease_id, _note_of(data)))
+
     def refusal_stream(self) -> RefusalStream:
         """A subscription to launches that its regions refuse, not opened yet."""
         if self.over is OF_PARENT:
@@ -400,6 +407,18 @@ class LeaseState:
             if is_refused and is_again and op is Opcode.LEASE_FREE and answer.status in _GIVEN_BACK:
                 return None
             return answer
+
+
+def _note_of(data: Mapping[str, Any]) -> bytes:
+    """Encode a note in the audit log's canonical form. Raises InvalidRequest for one that is too long, or no JSON."""
+    try:
+        text = json.dumps(dict(data), ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+        note = text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"note: it can't be written as JSON: {error}") from None
+    if len(note) > MAX_NOTE_BYTES:
+        raise InvalidRequest(f"note: it has {len(note)} bytes as JSON; {MAX_NOTE_BYTES} are the most")
+    return note
 
 
 class Renewed(Protocol):

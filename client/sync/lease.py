@@ -2,10 +2,10 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from gpulease.client.engine.events import OnWarning
 from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire
@@ -49,6 +49,20 @@ class GpuLease(LeaseView):
     def free(self) -> None:
         """Give it back: everything in its session is gone. Raises the error of its end if it had ended before."""
         drive(self._state.free())
+
+    def note(self, data: Mapping[str, Any]) -> None:
+        """Write a record about it to the node's audit log; returns when the record is on the disk.
+
+        Args:
+            data: An object of texts, integers, booleans, None, lists and such objects, without floats: 4,096 bytes at
+                most as JSON. Keys are ASCII letters, digits and underscores.
+
+        After a connection that broke the request is repeated, so the record may be there twice.
+
+        Raises Unsupported where the node keeps no audit log, Busy if the log takes no more now, InvalidRequest for
+        what can't be recorded.
+        """
+        drive(self._state.note(data))
 
     def query(self) -> LeaseReport:
         """Ask the daemon about it, whether it lives or not: `LeaseReport` has each member and its unit."""

@@ -1,9 +1,9 @@
 """Regions of the blocking face: leases inside a session, each ended by itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from gpulease.client.engine.lease import LeaseReport
 from gpulease.client.engine.regions import RegionView
@@ -50,6 +50,10 @@ class Region(RegionView):
     def resume(self) -> None:
         """Take launches that name it again."""
         drive(self._state.cancel(is_cancelled=False))
+
+    def note(self, data: Mapping[str, Any]) -> None:
+        """Write a record about it to the node's audit log, as `GpuLease.note` does."""
+        drive(self._state.note(data))
 
     def query(self) -> LeaseReport:
         """Ask the daemon about it, whether it lives or not, as `GpuLease.query` does."""

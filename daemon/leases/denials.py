@@ -170,6 +170,35 @@ def not_recorded(problem: str) -> Denial:
     )
 
 
+def not_noted(problem: str) -> Denial:
+    """Deny a tenant's note because the audit log does not take it now; `problem` says why."""
+    return Denial(
+        DenialReason.NOT_RECORDED,
+        f"The note may not be in the audit log: {problem}.",
+        "Send it again later; if it goes on, an operator must look after the log.",
+    )
+
+
+def no_note(problem: str) -> Denial:
+    """Deny a note that can't be a record; `problem` says why."""
+    return Denial(
+        DenialReason.INVALID_REQUEST,
+        f"The note is no canonical JSON object: {problem}.",
+        "Send one object of texts, integers, true, false and null, keys sorted, without white space.",
+    )
+
+
+def too_many_notes(what: str) -> Denial:
+    """Deny a note that is one too many; `what` says of which bound."""
+    return Denial(DenialReason.RATE, f"The audit log takes no more notes now: {what}.", "Send it again in a moment.")
+
+
+NO_AUDIT_LOG: Final = Denial(
+    DenialReason.UNSUPPORTED, "This daemon keeps no audit log.", "Its operator can set `audit` to a folder."
+)
+"""Denies notes."""
+
+
 def not_kept(problem: str) -> Denial:
     """Deny a grant because the journal can't be written, so a restart would not know it; `problem` says why."""
     return Denial(

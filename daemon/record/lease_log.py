@@ -21,7 +21,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event
 from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of
-from gpulease.daemon.record.audit.recorder import Budgets, Grant, OnOutcome, Recorder
+from gpulease.daemon.record.audit.recorder import Budgets, Grant, OnNoted, OnOutcome, Recorder
 from gpulease.daemon.record.audit.records import Kind
 from gpulease.daemon.record.lease_facts import Fact, FactKind, Lookup, end_under_earlier_daemon
 from gpulease.protocol.capabilities import names_of
@@ -165,6 +165,10 @@ class LeaseLog(Recorder):
         fields = {"operation": operation.lower(), "lease_id": lease_id, "denial": "refused", "reason": message}
         self._log(LogEvent.REQUEST_DENIED, tenant, **fields)
         self._inner.refused(operation, tenant, lease_id, message)
+
+    def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:
+        """Implement `Recorder.note`."""
+        self._inner.note(lease_id, tenant, note, on_noted)
 
     def forward_revoked(
         self, region: LeaseSnapshot, status: Status, kernel: str, site: int, position: int, seen_after_ns: int

@@ -84,6 +84,8 @@ def open_region(scene: Scene, draws: Draws) -> m.RegionOpen:
     return m.RegionOpen(lease(scene, draws), draws.pick((1, 100, 0, 2 << 20)), ttl_ms, owner)
 
 
+NOTES = (b'{"a":1}', b"{}", b"[1]", b"\xff")
+
 Build = Callable[[Scene, Draws], m.Body]
 REQUESTS: tuple[tuple[Opcode, Build], ...] = (
     (Opcode.LEASE_ALLOC, alloc),
@@ -108,6 +110,7 @@ REQUESTS: tuple[tuple[Opcode, Build], ...] = (
     (Opcode.REGION_OPEN, open_region),
     (Opcode.REGION_CANCEL, lambda scene, draws: m.RegionCancel(lease(scene, draws), draws.below(3))),
     (Opcode.REGION_WATCH, lambda scene, draws: m.LeaseRef(lease(scene, draws))),
+    (Opcode.LEASE_NOTE, lambda scene, draws: m.LeaseNote(lease(scene, draws), draws.pick(NOTES))),
     (Opcode.LEASE_RESIZE, lambda scene, draws: m.LeaseResize(lease(scene, draws), draws.pick((100, 200, 1, 0, 9000)))),
 )
 

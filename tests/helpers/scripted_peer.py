@@ -416,6 +416,7 @@ _DEFAULTS: dict[Opcode, Any] = {
     Opcode.LAUNCH_IN: ScriptedPeer._empty,
     Opcode.LEASE_REVOKE: ScriptedPeer._revoke,
     Opcode.LEASE_RESIZE: ScriptedPeer._resize,
+    Opcode.LEASE_NOTE: ScriptedPeer._empty,
     Opcode.STREAM_CREATE: ScriptedPeer._stream_create,
     Opcode.STREAM_DESTROY: ScriptedPeer._empty,
     Opcode.STREAM_SELECT: ScriptedPeer._empty,

@@ -19,7 +19,7 @@ from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.ring import Given, Wanted
 
 from .vector_messages import AUDIENCE, CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
-from .vector_regions import cancelled_region, regions, resized
+from .vector_regions import cancelled_region, noted, regions, resized
 from .vector_script import MODULE, SLICE, Script, X, Y, alloc, launch
 from .vector_submits import submit, typed_submit
 
@@ -447,6 +447,7 @@ SCRIPTS = (
     regions,
     cancelled_region,
     resized,
+    noted,
     drain,
     orphaned,
     health,

@@ -252,6 +252,11 @@ REGIONS: Cases = {
     ),
     "RegionCancel": (m.RegionCancel(0, 0), m.RegionCancel(REGION, 1), m.RegionCancel(U128, 255)),
     "LeaseResize": (m.LeaseResize(0, 0), m.LeaseResize(LEASE, 96 << 20), m.LeaseResize(U128, U64)),
+    "LeaseNote": (
+        m.LeaseNote(0, b""),
+        m.LeaseNote(REGION, b'{"request":"7","tokens":24}'),
+        m.LeaseNote(U128, b"\xff" * limits.MAX_NOTE_BYTES),
+    ),
     "RegionEvent": (
         m.RegionEvent(0, 0, 0, 0, "", 0, 0, 0, 0),
         m.RegionEvent(REGION, 2, 1, Status.REVOKED, "scale", 3, 4096, 1_000_000_000, 1_000_050_000),

@@ -94,6 +94,17 @@ def resized() -> Script:
     return script
 
 
+def noted() -> Script:
+    """A tenant's notes: one is recorded, one is refused."""
+    script = Script("A lease's tenant writes a record to the audit log; one with a float in it is refused.")
+    script.hello("control")
+    script.grant()
+    script.call("control", Opcode.LEASE_NOTE, m.LeaseNote(LEASE, b'{"request":"7","tokens":24}'), m.Empty())
+    refused = Failure(Status.INVALID_REQUEST, "the note is not canonical: 0.5 is not an integer", hint="write a text")
+    script.refuse("control", script.ask("control", Opcode.LEASE_NOTE, m.LeaseNote(LEASE, b'{"x":0.5}')), refused)
+    return script
+
+
 def launch_in(plain: m.Launch, region_set: int, position: int) -> m.LaunchIn:
     """A launch that names a region set."""
     same = {name: getattr(plain, name) for name in plain.__dataclass_fields__}

@@ -1,9 +1,10 @@
 """Reads JSON that strangers wrote: bounded, its members checked, every failure a sentence that names the file."""
 
+import hashlib
 import json
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -144,3 +145,15 @@ def _is_finite(value: float) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False
+
+
+def file_sha256(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal. Raises ModelRejected."""
+    with rejected(ModelRejected, f"{path}: can't be read"), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_sha256(paths: Iterable[Path]) -> str:
+    """Return the SHA-256 of lines `DIGEST  NAME`, as sha256sum prints them, sorted by name. Raises ModelRejected."""
+    lines = [f"{file_sha256(path)}  {path.name}\n" for path in sorted(paths, key=lambda path: path.name)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

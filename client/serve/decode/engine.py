@@ -52,6 +52,7 @@ class DecodeEngine:
     """A model on a lease. `await DecodeEngine.open(...)` makes it; `close` ends its session, and the lease goes on.
 
     Attributes:
+        lease: The lease that it is on.
         session: The engine's session.
         limits: Rows, sequences and positions that it has room for.
     """
@@ -60,7 +61,7 @@ class DecodeEngine:
         """Use `open`."""
         self.session = session
         self.limits = forward.limits
-        self._lease = lease
+        self.lease = lease
         self._forward: ForwardPass | None = forward
         self._buckets = buckets_of(self.limits.max_rows)
         self._graphs: dict[tuple[int, int], Graph] = {}
@@ -138,7 +139,7 @@ class DecodeEngine:
         Raises CapacityExceeded while the lease has no room, and what `GpuLease.region` raises.
         """
         size_bytes = blocks * block_bytes(self.forward.weights.config)
-        region = await self._lease.region(size_bytes, tenant=tenant, ttl_secs=ttl_secs)
+        region = await self.lease.region(size_bytes, tenant=tenant, ttl_secs=ttl_secs)
         return BlockPool(region, blocks)
 
     async def close_pool(self, pool: BlockPool) -> None:

@@ -1,5 +1,6 @@
 """The decode engine's kernels in a session: loaded as they are wanted, launched by the names of their parameters."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -64,6 +65,16 @@ def manifest() -> Manifest:
     }
     tiles = sorted({fact.constants["BM"] for fact in kernels.values() if "BM" in fact.constants})
     return Manifest(found["split"], found["heads"], tuple(tiles), kernels)
+
+
+@cache
+def kernels_sha256() -> str:
+    """Return the SHA-256 of the manifest and all PTX: bits of results depend on them."""
+    digest = hashlib.sha256()
+    names = sorted(f"{name}.ptx" for name in manifest().kernels)
+    for name in ("manifest.json", *names):
+        digest.update(hashlib.sha256(files(_FOLDER).joinpath(name).read_bytes()).digest())
+    return digest.hexdigest()
 
 
 class KernelLibrary:

@@ -1,4 +1,4 @@
-"""LEASE_ALLOC, LEASE_RENEW and LEASE_FREE: requests of tenants about their leases and regions."""
+"""LEASE_ALLOC, LEASE_RENEW, LEASE_FREE and LEASE_NOTE: requests of tenants about their leases and regions."""
 
 import secrets
 import time
@@ -11,6 +11,7 @@ from gpulease.daemon.broker.reports import expires_at_unix_s, remaining_ms
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.leases import (
     AcquireRequested,
+    Denial,
     Freed,
     FreeRequested,
     Granted,
@@ -22,6 +23,7 @@ from gpulease.daemon.leases import (
     RenewRequested,
     RequesterGone,
 )
+from gpulease.daemon.leases.denials import not_found
 from gpulease.protocol import messages
 from gpulease.protocol.capabilities import NODE_LEASE, Permission
 from gpulease.protocol.connection import Request
@@ -131,6 +133,20 @@ class LeaseHandler:
             self._runtime.post(GuestAttached(body.lease_id))
         number = self._caller.expect(on_outcome)
         self._runtime.post(FreeRequested(number, body.lease_id, tenant, self._peer.is_operator))
+
+    def lease_note(self, request: Request, body: messages.LeaseNote) -> None:
+        """Serve LEASE_NOTE: the tenant's of the lease or region, or of the lease that the region lies in."""
+
+        def on_noted(denial: Denial | None) -> None:
+            self._caller.answer(request, messages.Empty() if denial is None else failure_of(denial))
+
+        table = self._runtime.table
+        denial = table.denial_for(body.lease_id, time.monotonic_ns())
+        if table.get(body.lease_id) is None or self._peer.tenant not in table.parties(body.lease_id):
+            denial = not_found(body.lease_id)
+        if denial is not None:
+            raise Refused(failure_of(denial))
+        self._runtime.recorder.note(body.lease_id, self._peer.tenant, body.note, on_noted)
 
     def _acquire_event(self, body: messages.LeaseAlloc) -> Callable[[int], AcquireRequested]:
         parameters = body.parameters

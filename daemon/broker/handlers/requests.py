@@ -50,6 +50,7 @@ class RequestDispatcher:
             Opcode.LEASE_ALLOC: leases.lease_alloc,
             Opcode.LEASE_RENEW: leases.lease_renew,
             Opcode.LEASE_FREE: leases.lease_free,
+            Opcode.LEASE_NOTE: leases.lease_note,
             Opcode.ATTACH: self.attaching.attach,
             Opcode.GPU_SUBMIT: self.attaching.gpu_submit,
             Opcode.PING: queries.ping,

@@ -29,6 +29,9 @@ newline. A log that ends before its head, or has another record there, was cut.
 **Torn lines.** A crash can leave a piece of a line. It is never removed: the next record says so in `data.torn`
 (`offset` in the file, `size_bytes`, `sha256`), a newline stands between the two, and the piece is no part of the chain.
 
+**Notes.** The kind `note` has a tenant's own words: `lease`, `tenant`, and the object `note`. A reader passes over
+kinds that it does not know: the chain is the same for all.
+
 **Removed files.** The operator may keep a bounded number of files. Before the daemon removes one, a record of the kind
 `prune` holds the last sequence number and hash in it.
 """

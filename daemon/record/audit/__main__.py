@@ -36,7 +36,10 @@ class _Group(click.Group):
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Read audit logs: whether one is whole, what it tells, who used how much."""
+    """Read audit logs: whether one is whole, what it tells, who used how much.
+
+    `gpulease audit recompute` is the client's: it computes a decoder's output again and compares.
+    """
 
 
 @main.command()

@@ -91,7 +91,9 @@ MAX_QUEUED: Final = 32_768
 MAX_QUEUED_MINOR: Final = MAX_QUEUED // 2
 """The part of them for what tenants repeat at will; the rest is for grants and ends."""
 
-MINOR: Final = frozenset({Kind.DENY, Kind.ATTACH, Kind.SUBMIT, Kind.RENEW, Kind.RESIZE, Kind.ISSUE, Kind.WITHDRAW})
+MINOR: Final = frozenset(
+    {Kind.DENY, Kind.ATTACH, Kind.SUBMIT, Kind.RENEW, Kind.RESIZE, Kind.ISSUE, Kind.WITHDRAW, Kind.NOTE}
+)
 """Kinds of which a tenant can cause as many as it likes."""
 
 

@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from gpulease.daemon.capabilities.claims import Claims
 from gpulease.daemon.leases import Denial, Denied, Event, Granted, LeaseSnapshot, RegionGranted
-from gpulease.daemon.leases.denials import not_recorded
+from gpulease.daemon.leases.denials import NO_AUDIT_LOG, no_note, not_noted, not_recorded, too_many_notes
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.files import LastRecords
 from gpulease.daemon.record.audit.projector import Entry
 from gpulease.daemon.record.audit.record_writer import MINOR, AuditWriter
-from gpulease.daemon.record.audit.records import ENDS, Kind, clean_text
+from gpulease.daemon.record.audit.records import ENDS, Kind, NotCanonical, clean_text, value_of
 from gpulease.daemon.record.group_commit import DurableReplies, too_long
 from gpulease.protocol.capabilities import names_of
 from gpulease.protocol.lease_ids import lease_text
@@ -30,6 +30,7 @@ US_PER_MS: Final = 1000
 
 Grant = Granted | RegionGranted
 OnOutcome = Callable[[Grant | Denied], None]
+OnNoted = Callable[[Denial | None], None]
 
 
 class Recorder:
@@ -84,6 +85,10 @@ class Recorder:
         """Call `on_outcome` with a grant once its tenant may hear of it, or with a `Denied` in its place."""
         on_outcome(granted)
 
+    def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:
+        """Record what a tenant says about its lease. `on_noted` gets None once that is durable, or why it is not."""
+        on_noted(NO_AUDIT_LOG)
+
     async def stop(self) -> None:
         """Write the rest and close."""
 
@@ -103,6 +108,8 @@ class LogRecorder(Recorder):
         self._writer: AuditWriter | None = None
         self._replies = DurableReplies(lambda: 0 if self._writer is None else self._writer.durable, self.problem)
         self._budgets = Budgets()
+        self._note_budgets = Budgets(NOTE_BURST_BYTES, NOTE_BYTES_PER_S)
+        self._notes_waiting = 0
         # Of grants whose tenants are not told yet, by lease.
         self._tickets: dict[int, int] = {}
 
@@ -116,8 +123,8 @@ class LogRecorder(Recorder):
         self._writer = writer
 
     def on_change(self) -> None:
-        """Look again which grants are recorded. Called in the writer's thread."""
-        if self._is_required:
+        """Look again which grants and notes are recorded. Called in the writer's thread."""
+        if self._is_required or self._notes_waiting:
             self._replies.on_change()
 
     # --- records ---
@@ -213,6 +220,45 @@ class LogRecorder(Recorder):
         elif self._tickets and kind in ENDS:
             self._tickets.pop(int(data["lease"], 16), None)
 
+    # --- notes ---
+
+    def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:
+        """Implement `Recorder.note`."""
+        try:
+            value = value_of(note, NOTE_DEPTH)
+        except NotCanonical as error:
+            on_noted(no_note(str(error)))
+            return
+        if not isinstance(value, dict):
+            on_noted(no_note("it is none"))
+        elif denial := self._note_denial(tenant, len(note)):
+            on_noted(denial)
+        else:
+            self._put_note({"lease": lease_text(lease_id), "tenant": tenant, "note": value}, on_noted)
+
+    def _note_denial(self, tenant: str, size_bytes: int) -> Denial | None:
+        if problem := self.problem():
+            return not_noted(problem)
+        if self._notes_waiting >= MAX_NOTES_WAITING:
+            return too_many_notes(f"{MAX_NOTES_WAITING} wait for the disk")
+        cost_bytes = size_bytes + NOTE_FRAME_BYTES
+        if self._note_budgets.spend(tenant, time.monotonic_ns(), cost_bytes) is None:
+            return too_many_notes(f"a tenant may write {NOTE_BYTES_PER_S} bytes a second")
+        return None
+
+    def _put_note(self, data: dict[str, Any], on_noted: OnNoted) -> None:
+        def on_done(problem: str) -> None:
+            self._notes_waiting -= 1
+            on_noted(not_noted(problem) if problem else None)
+
+        # Counted first: the thread may be done with the record before this method is.
+        self._notes_waiting += 1
+        ticket = 0 if self._writer is None else self._writer.put(Kind.NOTE, data)
+        if ticket:
+            self._replies.hold(ticket, on_done)
+        else:
+            on_done("there is no room for it in memory")
+
     # --- grants ---
 
     def problem(self) -> str:
@@ -253,6 +299,21 @@ BURST_RECORDS: Final = 600
 RECORDS_PER_S: Final = 1
 """Records of one tenant from then on: 30 MB a day if it does nothing but be denied."""
 
+NOTE_BYTES_PER_S: Final = 1 << 20
+"""Bytes of one tenant's notes: 500 a second of 1.5 KB. Stops a tenant from filling the disk in minutes."""
+
+NOTE_BURST_BYTES: Final = 8 << 20
+"""Bytes of one tenant's notes that may come at once: what a server kept while the daemon was away."""
+
+NOTE_FRAME_BYTES: Final = 512
+"""Counted for a note besides its own bytes: the record around it, so that many small ones are bounded too."""
+
+NOTE_DEPTH: Final = 2
+"""Objects around a note in its record."""
+
+MAX_NOTES_WAITING: Final = 4096
+"""Notes of all tenants that wait for the disk: 16 MiB, and a quarter of the queue's room for what tenants repeat."""
+
 MAX_TENANTS: Final = 4096
 """Tenants with a budget of their own; more than a host has users. The others share one budget."""
 
@@ -265,18 +326,24 @@ class _Budget:
 
 
 class Budgets:
-    """A token bucket for each tenant, which also counts what was omitted."""
+    """A token bucket for each tenant, which also counts what was omitted.
 
-    def __init__(self) -> None:
+    Args:
+        burst: What a tenant may spend at once.
+        per_s: What it gets back in a second.
+    """
+
+    def __init__(self, burst: int = BURST_RECORDS, per_s: int = RECORDS_PER_S) -> None:
+        self._unit_ns = NS_PER_S // per_s
+        self._full_ns = burst * self._unit_ns
         self._budgets: dict[str, _Budget] = {}
 
-    def spend(self, tenant: str, now_ns: int) -> int | None:
-        """Take one record from a tenant's budget.
+    def spend(self, tenant: str, now_ns: int, cost: int = 1) -> int | None:
+        """Take a record's cost from a tenant's budget.
 
         Returns how many were omitted since the last one, or None if this one must be omitted too.
         """
-        cost_ns = NS_PER_S // RECORDS_PER_S
-        full_ns = BURST_RECORDS * cost_ns
+        cost_ns, full_ns = cost * self._unit_ns, self._full_ns
         if tenant not in self._budgets and len(self._budgets) >= MAX_TENANTS:
             tenant = ""
         budget = self._budgets.setdefault(tenant, _Budget(full_ns, now_ns))

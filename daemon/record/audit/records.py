@@ -39,13 +39,13 @@ def canonical_bytes(value: Any, depth: int = 0) -> bytes:
         raise NotCanonical("a text holds half of a surrogate pair") from None
 
 
-def value_of(data: bytes) -> Any:
-    """Decode canonical bytes. Raises NotCanonical for any others, even if they are JSON."""
+def value_of(data: bytes, depth: int = 0) -> Any:
+    """Decode canonical bytes, with `depth` objects around them. Raises NotCanonical for any others, JSON too."""
     try:
         value = json.loads(data, parse_float=_no_float, parse_constant=_no_float)
     except (ValueError, RecursionError) as error:
         raise NotCanonical(f"it is not JSON: {error}" if not isinstance(error, NotCanonical) else str(error)) from None
-    if canonical_bytes(value) != data:
+    if canonical_bytes(value, depth) != data:
         raise NotCanonical("it is not in canonical form")
     return value
 
@@ -126,6 +126,7 @@ class Kind(StrEnum):
     CLEAR = "clear"
     POOL = "pool"
     OPERATOR = "operator"
+    NOTE = "note"
     GAP = "gap"
     RESUME = "resume"
     PRUNE = "prune"

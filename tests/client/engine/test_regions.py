@@ -30,8 +30,10 @@ from gpulease.protocol import Failure, Opcode, RevokeOutcome, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.limits import MAX_NOTE_BYTES
 from gpulease.protocol.messages import (
     Empty,
+    LeaseNote,
     LeaseRenew,
     LeaseRevoke,
     LeaseRevoked,
@@ -129,6 +131,22 @@ async def cancelled_and_resumed(face: Face) -> None:
     await region.resume()
     assert heard(face, Opcode.REGION_CANCEL) == [RegionCancel(FIRST, 1), RegionCancel(FIRST, 0)]
     assert region.is_alive
+
+
+async def notes_about_a_lease_and_a_region(face: Face) -> None:
+    lease, _, region = await opened(face)
+    await lease.note({"b": [1, None], "a": "é\n"})
+    await region.note({})
+    told = [LeaseNote(LEASE_ID, '{"a":"é\\n","b":[1,null]}'.encode()), LeaseNote(FIRST, b"{}")]
+    assert heard(face, Opcode.LEASE_NOTE) == told
+    for wrong in ({"a": object()}, {"a": float("nan")}, {"a": "\ud800"}, {"a": "x" * MAX_NOTE_BYTES}):
+        with pytest.raises(InvalidRequest, match="note"):
+            await lease.note(wrong)
+    assert heard(face, Opcode.LEASE_NOTE) == told
+    face.peer.fail(Opcode.LEASE_NOTE, Status.UNSUPPORTED, "this daemon keeps no audit log")
+    with pytest.raises(Unsupported, match="no audit log"):
+        await lease.note({})
+    assert lease.is_alive
 
 
 async def a_lease_grows_and_shrinks(face: Face) -> None:
@@ -253,6 +271,7 @@ SCENARIOS: list[Scenario] = [
     a_newer_daemons_outcome_is_a_number,
     a_report_without_a_state_ends_no_wait,
     cancelled_and_resumed,
+    notes_about_a_lease_and_a_region,
     a_lease_grows_and_shrinks,
     it_is_a_buffer_of_every_session_of_its_lease,
     a_region_of_another_lease_is_refused,

@@ -32,5 +32,8 @@ class Checkpoint(Protocol):
     def rotary_divisors(self) -> NDArray[np.float64]:
         """Divisors [head_width / 2] of the rotary embeddings' frequencies; ones where they are not stretched."""
 
+    def sha256(self) -> str:
+        """Digest of the weights' files and the config, in hexadecimal. Reads all of them: call it in a thread."""
+
     def tokenizer(self) -> "Tokenizer":
         """Make its tokenizer. Raises ModelRejected where there is none, or one that is broken or of another kind."""

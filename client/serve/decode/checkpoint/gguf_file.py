@@ -7,7 +7,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from gpulease.client.serve.decode.checked_file import Members, map_file
+from gpulease.client.serve.decode.checked_file import Members, file_sha256, map_file
 from gpulease.client.serve.decode.checkpoint.gguf_config import gguf_config
 from gpulease.client.serve.decode.checkpoint.gguf_header import TYPES, GgufTensor, gguf_header
 from gpulease.client.serve.decode.checkpoint.model_tensors import (
@@ -75,6 +75,10 @@ class GgufFile:
     def rotary_divisors(self) -> NDArray[np.float64]:
         """Divisors [head_width / 2] of the rotary embeddings' frequencies: the file's own, or ones."""
         return self._divisors
+
+    def sha256(self) -> str:
+        """Digest of the file."""
+        return file_sha256(Path(self.name))
 
     def tokenizer(self) -> Tokenizer:
         """Make its tokenizer. Raises ModelRejected where there is none, or one of an unknown kind."""

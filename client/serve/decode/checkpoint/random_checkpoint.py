@@ -1,5 +1,6 @@
 """A model of random weights, for benchmarks and tests: any shape, no file."""
 
+import hashlib
 import zlib
 from typing import Final, NoReturn
 
@@ -51,6 +52,10 @@ class RandomCheckpoint:
     def rotary_divisors(self) -> NDArray[np.float64]:
         """Divisors [head_width / 2] of the rotary embeddings' frequencies."""
         return divisors_of(self.config)
+
+    def sha256(self) -> str:
+        """Digest of the shape and the seed, of which the weights are made."""
+        return hashlib.sha256(repr((self.config, self._seed)).encode()).hexdigest()
 
     def tokenizer(self) -> NoReturn:
         """Raise ModelRejected: random weights know no text."""

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from gpulease.client.serve.decode.checked_file import (
     MAX_JSON_BYTES,
     Members,
+    files_sha256,
     json_object,
     map_file,
     read_bytes,
@@ -71,6 +72,11 @@ class SafetensorsFolder:
     def rotary_divisors(self) -> NDArray[np.float64]:
         """Divisors [head_width / 2] of the rotary embeddings' frequencies."""
         return divisors_of(self.config)
+
+    def sha256(self) -> str:
+        """Digest of config.json, generation_config.json and the weights' files: of their sorted names and digests."""
+        names = ("config.json", "generation_config.json", INDEX)
+        return files_sha256([*(self._folder / name for name in names if self._has(name)), *self._files()])
 
     def tokenizer(self) -> Tokenizer:
         """Make its tokenizer. Raises ModelRejected where there is none, or a broken one."""

@@ -38,8 +38,10 @@ def another_life() -> list[Draft]:
     """A lease that another crash ends."""
     who = {"lease": f"{8:032x}", "tenant": "uid:1001", "size_bytes": 1 << 20}
     previous = {"boot": BOOT, "alive_us": 20_000_000}
+    said = {"lease": f"{8:032x}", "tenant": "uid:1001", "note": {"reason": "é", "sampling": {"top_p": "0.95"}}}
     return [
         draft(Kind.GRANT, 11_000_000, **who, note='"\\\b\f\n\r\t\x00\x1f\x7f/ é 日本 😀'),
+        draft(Kind.NOTE, 12_000_000, **said),
         draft(Kind.START, 30_000_000, format=1, previous=previous),
     ]
 

@@ -26,7 +26,7 @@ def test_the_whole_one_is_whole() -> None:
     assert WHOLE.head is not None
     verdict = verdict_of(FILES, WHOLE.head.link)
     assert verdict.is_whole, verdict.findings
-    assert (verdict.records, len(verdict.notes)) == (10, 1)
+    assert (verdict.records, len(verdict.notes)) == (11, 1)
 
 
 def test_its_sums() -> None:

@@ -1,0 +1,104 @@
+"""`gpulease audit recompute`: compute an audited request again, and compare what came out with its record."""
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import click
+
+from gpulease.client.cli.exit_status import EXIT_FAILED, fail
+from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.serve.decode import Checkpoint, Decoder, DecoderSettings, open_model
+from gpulease.client.serve.decode.decode_audit import ComputedBy, DecodeRecord, TokenDigest
+from gpulease.client.serve.decode.sample_models import TINY_MODEL
+
+EXIT_OUTPUT_DIFFERS: Final = EXIT_FAILED
+EXIT_PROMPT_DIFFERS: Final = 3
+EXIT_MODEL_DIFFERS: Final = 4
+EXIT_KERNELS_DIFFER: Final = 5
+EXIT_NO_RECORD: Final = 65
+"""EX_DATAERR of sysexits(3)."""
+
+MAX_RECORD_BYTES: Final = 1 << 20
+"""Bytes of a record's file: 32 times a line of the audit log. Stops a wrong file from filling the memory."""
+
+MAX_PROMPT_BYTES: Final = 64 << 20
+"""Bytes of a prompt's file, which no model's context holds."""
+
+ROWS: Final = 16
+"""Rows of a step: the output does not depend on them. More need kernels that the embedded driver compiles for long."""
+
+EMBEDDED_DRIVER: Final = "cpu"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("record", type=click.File("rb"))
+@click.option(
+    "--prompt", "prompt_file", type=click.File("rb"), required=True, help="The prompt: a text, or a JSON array of ids."
+)
+@click.option("--model", "path", type=click.Path(path_type=Path), help="The model's path; else the tiny model.")
+def recompute(record: BinaryIO, prompt_file: BinaryIO, path: Path | None) -> None:
+    """Decode what RECORD tells of again, and compare. RECORD is one line of `gpulease audit show --json`; -: stdin.
+
+    Uses the daemon that runs; without one, a private one on the embedded driver, which needs no GPU.
+
+    Exit status: 0 the output is equal, 1 it differs, 3 it is another prompt, 4 another model, 5 other kernels, 65
+    RECORD is no record of a decoder.
+    """
+    said = _record_of(record.read(MAX_RECORD_BYTES))
+    checkpoint = open_model(path or TINY_MODEL)
+    prompt = _prompt_of(prompt_file.read(MAX_PROMPT_BYTES), checkpoint)
+    _check(said, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)))
+    found = TokenDigest.of([])
+    if said.output.count:
+        with contextlib.ExitStack() as stack:
+            address = running_address() or stack.enter_context(private_daemon(EMBEDDED_DRIVER))
+            found = TokenDigest.of(asyncio.run(_decoded(address, checkpoint, prompt, said)))
+    if found != said.output:
+        fail(f"audit recompute: the output DIFFERS: {found}; the record has {said.output}", EXIT_OUTPUT_DIFFERS)
+    click.echo(f"The output is equal: {found}.")
+
+
+def _record_of(data: bytes) -> DecodeRecord:
+    try:
+        line = json.loads(data)
+        return DecodeRecord.read(line["data"]["note"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        fail(f"audit recompute: RECORD is no line of a decoder in an audit log: {error}", EXIT_NO_RECORD)
+
+
+def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
+    """Return the prompt's tokens."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(data)
+        if isinstance(found, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in found):
+            return found
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise click.UsageError("the prompt is neither UTF-8 nor a JSON array of token ids") from None
+    return checkpoint.tokenizer().encode(text)
+
+
+def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy) -> None:
+    """Say everything that differs before anything is computed, and exit if something does."""
+    pairs = (
+        ("prompt", EXIT_PROMPT_DIFFERS, str(said.prompt), str(prompt)),
+        ("model", EXIT_MODEL_DIFFERS, said.by.model_sha256, here.model_sha256),
+        ("set of kernels", EXIT_KERNELS_DIFFER, said.by.kernels_sha256, here.kernels_sha256),
+    )
+    wrong = [(what, status, told, found) for what, status, told, found in pairs if told != found]
+    for what, _, told, found in wrong:
+        click.echo(f"gpulease: audit recompute: another {what} than the record's: {found}, not {told}", err=True)
+    if wrong:
+        fail("audit recompute: nothing was computed", wrong[0][1])
+
+
+async def _decoded(address: str, checkpoint: Checkpoint, prompt: list[int], said: DecodeRecord) -> list[int]:
+    count = said.output.count
+    settings = DecoderSettings(ROWS, ROWS, 1, min(checkpoint.config.context, len(prompt) + count), said.by.packed)
+    async with Decoder.open(checkpoint, settings=settings, address=address) as decoder:
+        generation = decoder.submit(prompt, max_tokens=count, sampling=said.sampling)
+        return [emitted.token async for emitted in generation]

@@ -1,0 +1,242 @@
+"""A record on the daemon's audit log of each request that a decoder served, and what such a record says.
+
+    audit = await DecodeAudit.of(checkpoint)
+    async with Decoder.open(checkpoint, observers=[audit]) as decoder, audit.writing(lambda: decoder.engine.lease):
+        ...
+
+A record has digests and no text. Whoever has the prompt can compute the output again and compare
+(`gpulease audit recompute`).
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from sys import byteorder
+from typing import Any, Final, Self
+
+from gpulease.client.aio import GpuLease
+from gpulease.client.errors import GpuLeaseError, InvalidRequest
+from gpulease.client.serve.decode.checkpoint import Checkpoint
+from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest
+from gpulease.client.serve.decode.decode_requests import SamplingParameters
+from gpulease.client.serve.decode.kernel_library import kernels_sha256
+from gpulease.protocol.lease_ids import lease_text
+
+MAX_KEPT: Final = 16_384
+"""Records that wait for the daemon, some 30 MB. Stops a daemon that is away from filling the server's memory."""
+
+RETRY_S: Final = 1.0
+"""Seconds between two tries to write a record that the daemon did not take."""
+
+LAST_WRITES_S: Final = 10.0
+"""Seconds for the records that are left when the server stops. A daemon that hangs must not keep it."""
+
+MAX_NAME_CHARACTERS: Final = 128
+"""Characters of a name in a record, which must stay below the most bytes of a note."""
+
+US_PER_S: Final = 1_000_000
+
+EVENT: Final = "decode"
+START_EVENT: Final = "decode_start"
+
+_log: Final = logging.getLogger("gpulease.decode")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDigest:
+    """Tokens, by their number and the SHA-256 of their little-endian u32s."""
+
+    count: int
+    sha256: str
+
+    @classmethod
+    def of(cls, tokens: Sequence[int]) -> Self:
+        """Sum tokens up."""
+        words = array("I", tokens)
+        if byteorder == "big":
+            words.byteswap()
+        return cls(len(tokens), hashlib.sha256(words.tobytes()).hexdigest())
+
+    def __str__(self) -> str:
+        return f"{self.count} tokens, sha256 {self.sha256}"
+
+    def note(self) -> dict[str, Any]:
+        """Return it as a part of a record."""
+        return {"count": self.count, "sha256": self.sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBy:
+    """All that a request's output depends on, but its prompt and its sampling.
+
+    Attributes:
+        model: The model's name: the last part of its path.
+        model_sha256: Digest of its files (`Checkpoint.sha256`).
+        kernels_sha256: Digest of the kernels.
+        packed: Whether quantised weights stay packed.
+    """
+
+    model: str
+    model_sha256: str
+    kernels_sha256: str
+    packed: bool
+
+    @classmethod
+    async def of(cls, checkpoint: Checkpoint, *, packed: bool = True) -> Self:
+        """Read the model's files, in a thread. Raises ModelRejected."""
+        name = _text(Path(checkpoint.name).name)
+        return cls(name, await asyncio.to_thread(checkpoint.sha256), kernels_sha256(), packed)
+
+    def note(self) -> dict[str, Any]:
+        """Return it as a part of a record."""
+        model = {"name": self.model, "sha256": self.model_sha256, "packed": self.packed}
+        return {"model": model, "kernels_sha256": self.kernels_sha256}
+
+
+def note_of(finished: FinishedRequest, by: ComputedBy) -> dict[str, Any]:
+    """Return the record of a request, without floats: those of the sampling are their shortest texts."""
+    sampling = finished.sampling
+    return {
+        "event": EVENT,
+        "request": _text(finished.request_id),
+        "tenant": _text(finished.tenant_id),
+        "region": None if finished.region_id is None else lease_text(finished.region_id),
+        "prompt": TokenDigest.of(finished.prompt).note(),
+        "output": TokenDigest.of(finished.emitted).note(),
+        "sampling": {
+            "temperature": repr(float(sampling.temperature)),
+            "top_p": repr(float(sampling.top_p)),
+            "top_k": sampling.top_k,
+            # A seed may be larger than the integers that a record holds.
+            "seed": str(sampling.seed),
+        },
+        "reason": str(finished.reason),
+        "replays": finished.replays,
+        "compute_us": round(finished.compute_s * US_PER_S),
+        "wall_us": round((finished.ended_at - finished.submitted_at) * US_PER_S),
+        **by.note(),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRecord:
+    """A request's record as it was read: what its output was computed of, and the output's digest."""
+
+    prompt: TokenDigest
+    output: TokenDigest
+    sampling: SamplingParameters
+    by: ComputedBy
+
+    @classmethod
+    def read(cls, note: Mapping[str, Any]) -> Self:
+        """Read a note. Raises ValueError for one that is no request's record."""
+        if note.get("event") != EVENT:
+            raise ValueError("it tells of no request")
+        try:
+            said, model = note["sampling"], note["model"]
+            sampling = SamplingParameters(
+                float(said["temperature"]), float(said["top_p"]), int(said["top_k"]), int(said["seed"])
+            )
+            by = ComputedBy(model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]))
+            return cls(TokenDigest(**note["prompt"]), TokenDigest(**note["output"]), sampling, by)
+        except (KeyError, TypeError, ValueError, GpuLeaseError) as error:
+            raise ValueError(f"it is not as a decoder writes it: {type(error).__name__}: {error}") from None
+
+
+class DecodeAudit(DecoderObserver):
+    """Writes a record of every request that ended, by a task; none is lost without a word in the log.
+
+    Attributes:
+        written: Records that are in the audit log.
+        lost: Records that will never be: there was no room for them, or the daemon refused them for good.
+    """
+
+    def __init__(self, by: ComputedBy) -> None:
+        """Use `of`."""
+        self.by = by
+        self.written = self.lost = 0
+        self._kept: deque[dict[str, Any]] = deque()
+        self._wake = asyncio.Event()
+        self._is_failing = False
+
+    @classmethod
+    async def of(cls, checkpoint: Checkpoint, *, packed: bool = True) -> Self:
+        """Make one for a model, whose files are read for their digest. Raises ModelRejected."""
+        return cls(await ComputedBy.of(checkpoint, packed=packed))
+
+    def on_finished(self, report: FinishedRequest) -> None:
+        """Implement `DecoderObserver.on_finished`."""
+        if len(self._kept) >= MAX_KEPT:
+            self._lose(1, f"{MAX_KEPT} wait already")
+            return
+        self._kept.append(note_of(report, self.by))
+        self._wake.set()
+
+    @property
+    def kept(self) -> int:
+        """Records that wait to be written."""
+        return len(self._kept)
+
+    @asynccontextmanager
+    async def writing(self, lease: Callable[[], GpuLease]) -> AsyncIterator[None]:
+        """Write records until the block ends, and what is left then. `lease` returns the decoder's present lease.
+
+        Raises Unsupported where the daemon keeps no audit log, and what else keeps the first record from it.
+        """
+        await lease().note({"event": START_EVENT, **self.by.note()})
+        task = asyncio.create_task(self._write(lease))
+        try:
+            yield
+        finally:
+            last = time.monotonic() + LAST_WRITES_S
+            while self._kept and not task.done() and time.monotonic() < last:
+                await asyncio.wait([task], timeout=0.01)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            if self._kept:
+                self._lose(len(self._kept), "the server stops, and the daemon did not take them")
+                self._kept.clear()
+
+    async def _write(self, lease: Callable[[], GpuLease]) -> None:
+        while True:
+            self._wake.clear()
+            while self._kept:
+                if await self._is_done_with(self._kept[0], lease):
+                    self._kept.popleft()
+                else:
+                    await asyncio.sleep(RETRY_S)
+            await self._wake.wait()
+
+    async def _is_done_with(self, note: dict[str, Any], lease: Callable[[], GpuLease]) -> bool:
+        """Write a record. Returns whether it needs no other try."""
+        try:
+            await lease().note(note)
+        except GpuLeaseError as error:
+            # Its subclasses tell of leases that ended, and the decoder gets another.
+            if type(error) is InvalidRequest:
+                self._lose(1, str(error))
+                return True
+            if not self._is_failing:
+                _log.warning("decode records wait for the audit log: %s", error)
+            self._is_failing = True
+            return False
+        self.written += 1
+        self._is_failing = False
+        return True
+
+    def _lose(self, count: int, why: str) -> None:
+        self.lost += count
+        _log.error("%d decode records are not in the audit log, %d in all: %s", count, self.lost, why)
+
+
+def _text(name: str) -> str:
+    """Return a name as a record holds it: cut, and without halves of surrogate pairs."""
+    return name[:MAX_NAME_CHARACTERS].encode(errors="backslashreplace").decode()

@@ -1,0 +1,110 @@
+"""`gpulease audit recompute`: a request that a real decoder served, as it was recorded and as it was not."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gpulease.client.cli import audit_recompute as command
+from gpulease.client.cli.__main__ import main
+from gpulease.client.serve.decode import TINY_MODEL, Decoder, DecoderSettings, SamplingParameters, open_model
+from gpulease.client.serve.decode.decode_audit import DecodeAudit
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from helpers.audit_log import check_whole, config, records
+from helpers.daemon import Daemon
+
+PROMPT = "The with statement"
+TOKENS = 6
+CHOSEN = SamplingParameters(temperature=0.8, top_p=0.95, top_k=40, seed=7)
+
+
+class Recorded:
+    """A daemon with a log that has one request, which was cancelled before its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "log"
+        self.daemon = Daemon(config=config(self.log))
+        self.daemon.wait_until_it_answers()
+        asyncio.run(self._serve())
+        found = [record for record in records(self.log) if record["kind"] == "note"]
+        (self.record,) = (record for record in found if record["data"]["note"]["event"] == "decode")
+
+    async def _serve(self) -> None:
+        checkpoint = open_model(TINY_MODEL)
+        audit = await DecodeAudit.of(checkpoint)
+        settings = DecoderSettings(16, 16, 1, 64)
+        opened = Decoder.open(checkpoint, settings=settings, address=self.daemon.address, observers=[audit])
+        async with opened as decoder, audit.writing(lambda: decoder.engine.lease):
+            prompt = checkpoint.tokenizer().encode(PROMPT)
+            generation = decoder.submit(prompt, max_tokens=40, sampling=CHOSEN)
+            emitted = 0
+            async for _ in generation:
+                emitted += 1
+                if emitted == TOKENS:
+                    generation.cancel()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+    made = Recorded(tmp_path_factory.mktemp("recorded"))
+    try:
+        yield made
+    finally:
+        made.daemon.stop()
+
+
+def recompute(recorded: Recorded, record: Any, prompt: str, tmp_path: Path, *more: str) -> Result:
+    file = tmp_path / "prompt"
+    file.write_text(prompt)
+    words = ["audit", "recompute", "-", "--prompt", str(file), *more]
+    text = record if isinstance(record, str) else json.dumps(record)
+    return CliRunner().invoke(main, words, input=text, env={ADDRESS_VARIABLE: recorded.daemon.address})
+
+
+def changed(record: dict[str, Any], **parts: dict[str, Any]) -> dict[str, Any]:
+    """The record with parts of its note changed."""
+    copy: dict[str, Any] = json.loads(json.dumps(record))
+    for name, part in parts.items():
+        copy["data"]["note"][name].update(part)
+    return copy
+
+
+def test_a_cancelled_request_is_recorded_and_is_computed_equally(recorded: Recorded, tmp_path: Path) -> None:
+    check_whole(recorded.log)
+    note = recorded.record["data"]["note"]
+    assert (note["reason"], note["output"]["count"] >= TOKENS) == ("Cancelled", True)
+    done = recompute(recorded, recorded.record, PROMPT, tmp_path)
+    assert (done.exit_code, "The output is equal" in done.stdout) == (0, True), done.output
+    tokens = json.dumps(open_model(TINY_MODEL).tokenizer().encode(PROMPT))
+    assert recompute(recorded, recorded.record, tokens, tmp_path).exit_code == 0
+
+
+@pytest.mark.parametrize("parts", [{"output": {"sha256": "0" * 64}}, {"sampling": {"seed": "8"}}])
+def test_a_tampered_record_shows(recorded: Recorded, tmp_path: Path, parts: dict[str, Any]) -> None:
+    done = recompute(recorded, changed(recorded.record, **parts), PROMPT, tmp_path)
+    assert (done.exit_code, "DIFFERS" in done.stderr) == (command.EXIT_OUTPUT_DIFFERS, True)
+
+
+def test_what_differs_is_named_and_nothing_is_computed(recorded: Recorded, tmp_path: Path) -> None:
+    other = changed(recorded.record, model={"sha256": "1" * 64})
+    other["data"]["note"]["kernels_sha256"] = "2" * 64
+    done = recompute(recorded, recorded.record, PROMPT + "!", tmp_path)
+    assert (done.exit_code, "another prompt" in done.stderr) == (command.EXIT_PROMPT_DIFFERS, True)
+    done = recompute(recorded, other, PROMPT, tmp_path)
+    assert done.exit_code == command.EXIT_MODEL_DIFFERS
+    assert "another model" in done.stderr
+    assert "another set of kernels" in done.stderr
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{}", '{"data":{"note":{"event":"decode"}}}', "no JSON"])
+def test_what_is_no_record_is_said(recorded: Recorded, tmp_path: Path, record: str) -> None:
+    assert recompute(recorded, record, PROMPT, tmp_path).exit_code == command.EXIT_NO_RECORD
+
+
+def test_help_lists_it(recorded: Recorded) -> None:
+    assert "recompute" in CliRunner().invoke(main, ["--help"]).stdout
+    assert "--prompt" in CliRunner().invoke(main, ["audit", "recompute", "-h"]).stdout
