@@ -59,8 +59,6 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
         raise click.UsageError("say CONFIG, or try --demo")
     with contextlib.ExitStack() as stack:
         settings = None if config is None else load_decode_settings(config)
-        if settings is not None and settings.audit:
-            raise Unsupported("audit = true: this server writes no audit records", "Set audit = false")
         sock, url = stack.enter_context(listening(listen or (settings.listen if settings else DEFAULT_LISTEN)))
         known = known_hosts(sock, host_names)
         demo_keys = None
@@ -98,6 +96,7 @@ async def _serve(
     observers: Sequence[DecoderObserver] = (),
 ) -> None:
     """Open the decoder, and serve until a signal; the lease ends with it."""
+    from gpulease.client.serve.decode.decode_audit import DecodeAudit
     from gpulease.client.serve.decode.decode_metrics import DecodeMetrics
     from gpulease.client.serve.decode.decode_page import DecodePage
     from gpulease.client.serve.decode.openai_http.openai_server import make_openai_application
@@ -115,9 +114,14 @@ async def _serve(
         observers, routes = [*observers, page.observer], page.routes()
     checkpoint = open_model(settings.model)
     click.echo(f"The model is {checkpoint.name}. Loading it ...")
+    audit = await DecodeAudit.of(checkpoint, packed=settings.decoder.packed) if settings.audit else None
+    if audit is not None:
+        observers = [*observers, audit]
     opened = Decoder.open(checkpoint, settings.tenants, settings.decoder, address=settings.address, observers=observers)
     async with opened as decoder, contextlib.AsyncExitStack() as stack:
         serving.append(decoder)
+        if audit is not None:
+            await stack.enter_async_context(audit.writing(lambda: decoder.engine.lease))
         app = make_openai_application(
             decoder,
             settings.keys,

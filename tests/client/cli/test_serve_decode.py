@@ -7,7 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from gpulease.client.cli.__main__ import main
+from gpulease.client.serve.decode import TINY_MODEL
 from gpulease.client.serve.decode.openai_http.decode_settings import EXAMPLE
+from helpers.daemon import Daemon
 
 
 @pytest.mark.parametrize(
@@ -26,11 +28,12 @@ def test_what_it_refuses(words: list[str], status: int, said: str) -> None:
     assert "Traceback" not in done.output
 
 
-def test_audit_is_not_left_out_silently(tmp_path: Path) -> None:
+def test_a_daemon_without_an_audit_log_gets_no_audited_server(shared_daemon: Daemon, tmp_path: Path) -> None:
     config = tmp_path / "decode.toml"
-    config.write_text(EXAMPLE.read_text().replace("audit = false", "audit = true"))
-    done = CliRunner().invoke(main, ["serve", "decode", str(config)])
-    assert (done.exit_code, "audit = true" in done.output) == (1, True), done.output
+    text = EXAMPLE.read_text().replace("audit = false", f'audit = true\naddress = "{shared_daemon.address}"')
+    config.write_text(text.replace("../../tiny", str(TINY_MODEL)).replace("max_rows = 64", "max_rows = 32"))
+    done = CliRunner().invoke(main, ["serve", "decode", str(config), "--listen", f"unix:{tmp_path}/s"])
+    assert (done.exit_code, "keeps no audit log" in done.output) == (1, True), done.output
 
 
 def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
