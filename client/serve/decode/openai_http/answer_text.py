@@ -54,7 +54,7 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it tells nothing."""
+        """Return whether it tells nothing."""
         return not (self.text or self.tokens or self.finish)
 
 
@@ -76,7 +76,7 @@ class AnswerText:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop ended it."""
+        """Return whether a stop ended it."""
         return self._filter.is_stopped
 
     def add(self, emitted: Emitted) -> Piece:

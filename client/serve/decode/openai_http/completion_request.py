@@ -99,7 +99,7 @@ class CompletionRequest:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a chat."""
+        """Return whether it is a chat."""
         return bool(self.messages)
 
 

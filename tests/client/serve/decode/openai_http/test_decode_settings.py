@@ -79,7 +79,7 @@ def test_a_key_s_file_is_its_owner_s_alone(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
     file.chmod(0o640)
-    with pytest.raises(InvalidRequest, match="chmod 600"):
+    with pytest.raises(InvalidRequest, match="Chmod 600"):
         loaded(tmp_path, text)
     file.chmod(0o600)
     assert loaded(tmp_path, text).keys.tenant(KEY) == "ann"
