@@ -86,3 +86,11 @@ def test_a_key_s_file_is_its_owner_s_alone(tmp_path: Path) -> None:
     file.write_text("short")
     with pytest.raises(InvalidRequest, match="has no key of 16"):
         loaded(tmp_path, text)
+
+
+def test_the_page_s_key_is_the_operator_s(tmp_path: Path) -> None:
+    path = tmp_path / "decode.toml"
+    path.write_text(MODEL + TENANT)
+    assert load_decode_settings(path).operator_digest is None
+    path.write_text(f'{MODEL}{TENANT}\n[operator]\nkey_sha256 = "{"ab" * 32}"\n')
+    assert load_decode_settings(path).operator_digest == bytes.fromhex("ab" * 32)
