@@ -236,6 +236,7 @@ ENTRY_POINTS = {"__main__", "__init__", "start", "public"}
 """Modules that something outside imports or runs: a command, a package, an interpreter."""
 
 SINGLE = {
+    "client/serve/decode/engine_losses.py",
     "client/serve/decode/kernel_library.py",
     "client/serve/decode/tenant_regions.py",
     "daemon/broker/fair_queue.py",

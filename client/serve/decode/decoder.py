@@ -472,6 +472,17 @@ class Decoder:
         Raises what `open` raises, EngineDecodeFailed or NoModelLoaded if the decoder has ended. This engine serves on
         then, if it can.
         """
+        task = self._tasks.start(self._move(address))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and self._failure is not None:
+                raise self._failure from None  # the decoder is closed
+            task.cancel()
+            await asyncio.wait((task,))
+            raise
+
+    async def _move(self, address: str | None) -> None:
         async with self._changing:
             if self._failure is not None:
                 raise self._failure
