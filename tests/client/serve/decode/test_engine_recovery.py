@@ -282,8 +282,7 @@ def test_engines_that_are_lost_again_and_again_are_given_up(daemon: Daemon, monk
         with pytest.raises(EngineDecodeFailed):
             await read(submit(decoder, "a"))
         # The engine that was being opened closes again.
-        while decoder._tasks._tasks:
-            await asyncio.sleep(0.01)
+        await asyncio.gather(*decoder._tasks._tasks, return_exceptions=True)
 
     play(daemon, scene, heard)
     assert len(heard.rebuilt) <= engine_losses.MAX_LOSSES_IN_A_ROW
