@@ -139,6 +139,11 @@ class DecodeEngine:
 
     # --- the tenants' blocks ---
 
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the engine's lease ends, by this machine's monotonic clock."""
+        return self._lease.remaining_s
+
     async def open_pool(self, blocks: int, *, tenant: str | None = None, ttl_secs: float | None = None) -> BlockPool:
         """Open a region of so many blocks of keys and values, of 16 positions each.
 
@@ -152,7 +157,15 @@ class DecodeEngine:
         """End a pool's region and let go of its addresses. No step under way may name it."""
         for pools in [pools for pools in self._sets if pool in pools]:
             del self._sets[pools]
-        await pool.region.close()
+        for _ in range(MAX_COPY_TRIES):
+            try:
+                await pool.region.close()
+            except RegionFailed as error:
+                # A step's refusal, which the step hears of in its turn; the region is not closed yet.
+                if not self._keep(error):
+                    raise
+            else:
+                return
 
     async def save_pool(self, pool: BlockPool, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """Copy blocks of a pool to the host's memory. Returns them as [blocks, bytes of a block].
@@ -287,11 +300,13 @@ class DecodeEngine:
             # The first wait hears of a refusal, whichever step's it is; what began before that one ends.
             await self._streams[parity].sync()
 
-    def _keep(self, error: RegionFailed) -> None:
-        """Remember the refusal of a step under way until its turn to finish."""
+    def _keep(self, error: RegionFailed) -> bool:
+        """Remember the refusal of a step under way until its turn to finish. Returns whether it is one."""
         self._refusals += 1
-        if any(step.number == error.position for step in self._steps):
+        is_step_s = any(step.number == error.position for step in self._steps)
+        if is_step_s:
             self._refused = error
+        return is_step_s
 
     async def logits(self, rows: int) -> "NDArray[np.float32]":
         """Read the logits [rows, vocabulary] of the last step, which had so many rows; no step may be under way."""
