@@ -27,8 +27,10 @@ from gpulease.protocol.messages import Body, LeaseGrant, LeaseRef, LeaseRevoke, 
 RETURN_WAIT_S: Final = 30.0
 """Longest that closing a region waits for the launches that named it to end; the daemon's grace is shorter."""
 
-RETURN_POLL_S: Final = 0.01
-"""Pause between two looks at that."""
+FIRST_RETURN_POLL_S: Final = 0.0005
+LAST_RETURN_POLL_S: Final = 0.01
+"""Pauses between two looks at that: from the first one, each twice the one before, to the last one. A small region is
+back within a millisecond or two."""
 
 _KNOWN_OUTCOMES: Final = {int(outcome): outcome for outcome in RevokeOutcome}
 _HAS_MEMORY: Final = frozenset({"pending", "active", "draining"})
@@ -129,9 +131,10 @@ class RegionState(LeaseState):
         yield from operations.do("close", release)
 
     def _returned(self) -> Procedure[None]:
-        last = self.clock() + RETURN_WAIT_S
+        last, pause_s = self.clock() + RETURN_WAIT_S, FIRST_RETURN_POLL_S
         while (yield from self.query()).get("state") in _HAS_MEMORY and self.clock() < last:
-            yield Sleep(RETURN_POLL_S)
+            yield Sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_RETURN_POLL_S)
 
     def _control(self, op: Opcode, body: Body, *, waits_for_daemon: bool = True) -> Procedure[Any]:
         if self.over is None:

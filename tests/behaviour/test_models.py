@@ -104,7 +104,8 @@ def test_the_line_is_bounded(daemon: Daemon) -> None:
 def test_what_can_not_be_done_in_time_is_refused_at_once(daemon: Daemon) -> None:
     async def play() -> None:
         async with serving(daemon, obey(max_batch=1, lease_secs=60)) as rig:
-            assert await rig.ask(item(SLOW_STEPS, SLOW)) == right(SLOW_STEPS)
+            for steps in (1, SLOW_STEPS):  # the first batch, which compiles, is not an estimate's
+                assert await rig.ask(item(steps, SLOW)) == right(steps)
             launches = rig.counted("kernel_launch_total")
             outcome = await rig.ask(item(1), deadline_s=0.01)
             assert code_of(outcome) is CallErrorCode.TOO_LATE
@@ -124,7 +125,8 @@ def test_what_the_lease_can_not_outlast_is_refused(daemon: Daemon) -> None:
     async def play() -> None:
         # It is renewed in time while a batch runs for longer than it lasts; but that is nothing to count on.
         async with serving(daemon, obey(max_batch=1, lease_secs=0.6)) as rig:
-            assert await rig.ask(item(9 * SLOW_STEPS, SLOW)) == right(9 * SLOW_STEPS)
+            for steps in (1, 9 * SLOW_STEPS):
+                assert await rig.ask(item(steps, SLOW)) == right(steps)
             outcome = await rig.ask(item(1))
             assert code_of(outcome) is CallErrorCode.TOO_LATE
             assert "the lease ends in" in str(outcome)

@@ -46,7 +46,7 @@ def gpu(daemon: Daemon) -> Iterator[GpuLease]:
 def submit(daemon: Daemon, lease_id: int, *options: Tlv) -> Iterator[RawPeer]:
     """A raw connection whose submit is ready."""
     with RawPeer(daemon.address).hello() as peer:
-        reply = peer.request(Opcode.GPU_SUBMIT, GpuSubmit(10_000, options), lease_id)
+        reply = peer.request(Opcode.GPU_SUBMIT, GpuSubmit(100_000, options), lease_id)
         assert isinstance(reply, AttachReply)
         assert reply.slice_bytes == ROOM
         yield peer

@@ -11,12 +11,21 @@ the extra `decode`, and says so.
 
 from gpulease.client.serve.decode.checkpoint import Checkpoint, RandomCheckpoint, open_model
 from gpulease.client.serve.decode.decode_errors import (
+    AdmissionRefused,
     DecodeError,
     EngineDecodeFailed,
     ModelRejected,
     NoModelLoaded,
     RebindLimited,
     RequestRejected,
+)
+from gpulease.client.serve.decode.decode_reports import (
+    DecoderObserver,
+    EngineRebuilt,
+    FinishedRequest,
+    ForwardRevoked,
+    RebindReport,
+    StepReport,
 )
 from gpulease.client.serve.decode.decode_requests import (
     AdmissionReason,
@@ -37,6 +46,7 @@ from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, Sch
 __all__ = [
     "TINY_MODEL",
     "AdmissionReason",
+    "AdmissionRefused",
     "BlockPool",
     "Checkpoint",
     "CompletionReason",
@@ -44,10 +54,14 @@ __all__ = [
     "DecodeEngine",
     "DecodeError",
     "Decoder",
+    "DecoderObserver",
     "DecoderSettings",
     "Emitted",
     "EngineDecodeFailed",
+    "EngineRebuilt",
     "Family",
+    "FinishedRequest",
+    "ForwardRevoked",
     "Generation",
     "ModelConfig",
     "ModelRejected",
@@ -55,11 +69,13 @@ __all__ = [
     "PromptRequest",
     "RandomCheckpoint",
     "RebindLimited",
+    "RebindReport",
     "RequestRejected",
     "SamplingParameters",
     "SchedulerEvent",
     "SchedulerSettings",
     "StepLimits",
+    "StepReport",
     "TenantConfig",
     "find_smollm2",
     "open_model",

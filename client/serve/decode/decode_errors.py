@@ -5,11 +5,17 @@ GpuLeaseError
     ├── ModelRejected       a model's file is broken, or not one that the engine computes
     ├── NoModelLoaded       the engine has no model, or no longer
     ├── RequestRejected     a prompt or its sampling can't be taken
+    │   └── AdmissionRefused  there is no room for it (`reason`, `retry_after_s`)
     ├── RebindLimited       a tenant's region was rebuilt too often; again in `retry_after_s` seconds
     └── EngineDecodeFailed  a step failed for all of the engine's sequences
 """
 
+from typing import TYPE_CHECKING
+
 from gpulease.client.errors import GpuLeaseError
+
+if TYPE_CHECKING:
+    from gpulease.client.serve.decode.decode_requests import AdmissionReason
 
 
 class DecodeError(GpuLeaseError):
@@ -26,6 +32,19 @@ class NoModelLoaded(DecodeError):
 
 class RequestRejected(DecodeError):
     """A prompt or its sampling can't be taken: no token, one outside of the vocabulary, too many for the context."""
+
+
+class AdmissionRefused(RequestRejected):
+    """A request was refused at its admission, or its replay was: nothing more of it is computed.
+
+    Attributes:
+        reason: Why.
+        retry_after_s: Seconds after which it may be sent again; None if that can't be told.
+    """
+
+    def __init__(self, reason: "AdmissionReason", detail: str, retry_after_s: float | None) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.retry_after_s = reason, retry_after_s
 
 
 class RebindLimited(DecodeError):

@@ -23,21 +23,21 @@ import numpy as np
 from gpulease.client.aio import GpuBuilder
 from gpulease.client.errors import GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
 from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model, size_bytes
-from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
+from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded
+from gpulease.client.serve.decode.decode_reports import DecoderObserver, ForwardRevoked
 from gpulease.client.serve.decode.decode_requests import (
     MAX_WAIT_S,
-    AnyEvent,
     CompletionReason,
     PromptRequest,
     SamplingParameters,
-    SchedulerEvent,
     TenantConfig,
 )
 from gpulease.client.serve.decode.engine import MAX_STEPS, BlockPool, DecodeEngine
 from gpulease.client.serve.decode.forward_pass import StepLimits, block_bytes, buffer_sizes
-from gpulease.client.serve.decode.generation import Emitted, Generation
+from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.model_config import ModelConfig
-from gpulease.client.serve.decode.row_records import ROW, Results, Rows, log_probabilities
+from gpulease.client.serve.decode.request_ledger import RequestLedger
+from gpulease.client.serve.decode.row_records import ROW, Rows
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.serve.decode.step_plan import StepPlan
 from gpulease.client.serve.decode.tenant_regions import TenantRegions
@@ -73,6 +73,8 @@ class DecoderSettings:
         max_sequences: Live sequences.
         positions: Positions of a sequence; None: the model's, 4,096 at most.
         packed: Whether quantised weights stay packed.
+        rebinds_at_once: How often a tenant's region may be opened anew at once; each time, its replays take rows.
+        rebind_interval_s: Seconds after which it may be opened one more time.
     """
 
     max_rows: int = 64
@@ -80,6 +82,8 @@ class DecoderSettings:
     max_sequences: int = 64
     positions: int | None = None
     packed: bool = True
+    rebinds_at_once: int = 3
+    rebind_interval_s: float = 10.0
 
 
 class Decoder:
@@ -93,7 +97,13 @@ class Decoder:
         rebinds: Regions that were opened in the place of others that had ended.
     """
 
-    def __init__(self, engine: DecodeEngine, scheduler: ContinuousBatchScheduler, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        scheduler: ContinuousBatchScheduler,
+        checkpoint: Checkpoint,
+        observers: Sequence[DecoderObserver] = (),
+    ) -> None:
         """Use `open`."""
         self.engine = engine
         self.scheduler = scheduler
@@ -101,9 +111,11 @@ class Decoder:
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
         self.steps = self.rebinds = 0
         self.regions = TenantRegions(engine, scheduler, self._rebound, lambda error: self._fail(_lost(error)))
-        self._generations: dict[str, Generation] = {}
+        self._ledger = RequestLedger(observers)
         self._constants = np.zeros(engine.limits.tables, ROW)
         self._pending: deque[StepPlan] = deque()
+        self._begun_at = float("-inf")
+        self._shares_clock = False
         self._wake = asyncio.Event()
         self._refusal: RegionFailed | None = None
         self._numbers = count(1)
@@ -119,6 +131,7 @@ class Decoder:
         *,
         address: str | None = None,
         progress: Callable[[int, int], None] | None = None,
+        observers: Sequence[DecoderObserver] = (),
     ) -> AsyncIterator[Self]:
         """Acquire a lease, load the model, open each tenant's region; end all of it with the block.
 
@@ -128,6 +141,7 @@ class Decoder:
             settings: What to make room for.
             address: The daemon's address, as `GpuBuilder` takes it.
             progress: Called with the bytes loaded and the bytes in all.
+            observers: Who hears what the decoder does.
 
         Raises ModelRejected, CapacityExceeded if no card has the room, and what `GpuBuilder.acquire` raises.
         """
@@ -146,7 +160,8 @@ class Decoder:
             await stack.enter_async_context(lease.keep_alive())
             engine = await DecodeEngine.open(lease, checkpoint, limits, packed=settings.packed, progress=progress)
             stack.push_async_callback(engine.close)
-            decoder = cls(engine, scheduler, checkpoint)
+            decoder = cls(engine, scheduler, checkpoint, observers)
+            decoder._shares_clock = lease.address.startswith("unix:")
             for tenant in configs:
                 await decoder.regions.open(tenant)
             task = asyncio.create_task(decoder._run())
@@ -165,6 +180,7 @@ class Decoder:
         sampling: SamplingParameters = SamplingParameters(),  # noqa: B008  # it can't be changed
         tenant_id: str = DEFAULT_TENANT,
         wait_s: float = MAX_WAIT_S,
+        request_id: str | None = None,
     ) -> Generation:
         """Submit a prompt's tokens. Returns the generation, whose tokens come as they are computed.
 
@@ -174,18 +190,21 @@ class Decoder:
             sampling: How they are chosen.
             tenant_id: Whose it is.
             wait_s: Seconds for which it may wait for room; 0 refuses it at once.
+            request_id: Its id, of no other request that goes on; without one it gets one.
 
         Raises RequestRejected for what can't be taken, NoModelLoaded or EngineDecodeFailed if the engine is gone.
         """
         if self._failure is not None:
             raise self._failure
-        request_id = f"request-{next(self._numbers)}"
+        ledger, now = self._ledger, time.monotonic()
+        if request_id is None:
+            request_id = next(name for number in self._numbers if not ledger.has(name := f"request-{number}"))
         request = PromptRequest(tenant_id, request_id, tuple(token_ids), sampling, max_tokens, wait_s)
-        generation = self._generations[request_id] = Generation(request, self.cancel)
+        generation = ledger.open(request, self.cancel, now)
         try:
-            self._tell(self.scheduler.submit(request, time.monotonic()))
+            ledger.tell(self.scheduler.submit(request, now))
         except BaseException:
-            del self._generations[request_id]
+            ledger.forget(generation)
             raise
         self._wake.set()
         return generation
@@ -227,7 +246,7 @@ class Decoder:
 
     def cancel(self, generation: Generation) -> None:
         """End a generation; one that has ended stays as it is."""
-        self._tell(self.scheduler.cancel(generation.request.request_id))
+        self._ledger.tell(self.scheduler.cancel(generation.request.request_id))
         self._wake.set()
 
     # --- the loop ---
@@ -254,8 +273,9 @@ class Decoder:
     async def _start_steps(self) -> None:
         """Start what there is to compute, up to two steps."""
         while self.scheduler.unanswered_steps < MAX_STEPS:
-            plan = self.scheduler.plan(time.monotonic())
-            self._tell(plan.events)
+            now = time.monotonic()
+            plan = self.scheduler.plan(now)
+            self._ledger.tell(plan.events)
             if not plan.sequences:
                 return
             pools = [self.regions.pools[tenant.config.id] for tenant in plan.tenants]
@@ -263,9 +283,11 @@ class Decoder:
                 await self.engine.start(self._rows_of(plan), pools)
             except RegionFailed as error:
                 # Steps under way end first: the refusal may be one of theirs.
-                self._refusal = error
-                self._tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, time.monotonic()))
+                self._hear(error)
+                self._ledger.tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, time.monotonic()))
                 return
+            if not self._pending:
+                self._begun_at = now
             self._pending.append(plan)
 
     async def _finish_step(self) -> None:
@@ -274,13 +296,16 @@ class Decoder:
             results = await self.engine.finish()
         except RegionFailed as error:
             self._pending.clear()
+            self._hear(error)
             self._refusal = None
-            self._tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, time.monotonic()))
+            self._ledger.tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, time.monotonic()))
             self._lose(error)
             return
         self._pending.popleft()
         self.steps += 1
-        self._tell(self.scheduler.completed(plan, results["token"].tolist()), results)
+        begun_at, self._begun_at = self._begun_at, time.monotonic()
+        events = self.scheduler.completed(plan, results["token"].tolist())
+        self._ledger.computed(plan, events, results, self._begun_at - begun_at)
 
     async def _sleep(self) -> None:
         deadline = self.scheduler.next_deadline
@@ -293,6 +318,7 @@ class Decoder:
         """Write down a plan's rows: what is constant of a sequence, and what is the step's."""
         for sequence in plan.joined:
             pool, sampling = self.regions.pools[sequence.tenant.config.id], sequence.request.sampling
+            self._ledger.admitted(sequence, pool.region.lease_id)
             constants = self._constants[sequence.table]
             constants["base"], constants["blocks"] = pool.region.address, pool.blocks
             constants["seed"], constants["top_k"], constants["top_p"] = sampling.seed, sampling.top_k, sampling.top_p
@@ -302,28 +328,19 @@ class Decoder:
         rows["table"], rows["block"] = plan.tables, plan.blocks
         return rows
 
-    def _tell(self, events: Iterable[AnyEvent], results: Results | None = None) -> None:
-        """Pass events on to the generations that they are about."""
-        logs = None if results is None else log_probabilities(results)
-        for event in events:
-            generation = self._generations.get(event.request.request_id)
-            if generation is None:
-                continue
-            if isinstance(event, SchedulerEvent.Token):
-                assert logs is not None
-                generation.emit(Emitted(event.token, event.position, float(logs[event.row])))
-                continue
-            del self._generations[event.request.request_id]
-            if isinstance(event, SchedulerEvent.AdmissionRejected):
-                error = RequestRejected(f"{event.reason}: {event.detail}")
-                generation.end(CompletionReason.CANCELLED, error)
-            elif event.continued_by:
-                self._generations[event.continued_by] = generation
-                generation.replay(event.continued_by)
-            else:
-                generation.end(event.reason)
-
     # --- regions that end ---
+
+    def _hear(self, error: RegionFailed) -> None:
+        """Take a refusal of a step, and report it unless it was heard before."""
+        known, self._refusal = self._refusal, error
+        tenant_id = self.regions.tenant_of(error.lease_id)
+        if tenant_id is None or (known is not None and known.lease_id == error.lease_id):
+            return
+        delay_s = None
+        if self._shares_clock and error.flipped_ns is not None:
+            delay_s = (time.monotonic_ns() - error.flipped_ns) / 1e9
+        report = ForwardRevoked(error.lease_id, tenant_id, error.site, error.position, delay_s)
+        self._ledger.report(lambda observer: observer.on_forward_revoked(report))
 
     def _lose(self, error: RegionFailed) -> None:
         """Take a tenant's region as gone: the tenant's sequences end, and wait for a new region."""
@@ -331,12 +348,12 @@ class Decoder:
         if tenant_id is None:
             raise error
         reason = _REASONS.get(type(error), CompletionReason.REVOKED)
-        self._tell(self.scheduler.revoked(tenant_id, reason, time.monotonic()))
+        self._ledger.tell(self.scheduler.revoked(tenant_id, reason, time.monotonic()))
         self.regions.replace(tenant_id)
 
     def _rebound(self, tenant: TenantConfig, pool: BlockPool) -> None:
         self.rebinds += 1
-        self._tell(self.scheduler.rebound(tenant.id, pool.blocks, time.monotonic()))
+        self._ledger.tell(self.scheduler.rebound(tenant.id, pool.blocks, time.monotonic()))
         self._wake.set()
 
     # --- ends ---
@@ -344,10 +361,7 @@ class Decoder:
     def _fail(self, error: GpuLeaseError) -> None:
         """End every generation: the engine is lost, or closed."""
         self._failure = error
-        generations = list(self._generations.values())
-        self._generations.clear()
-        for generation in generations:
-            generation.end(CompletionReason.ENGINE_ERROR, error)
+        self._ledger.end_all(error)
 
     async def _stop(self, task: asyncio.Task[None]) -> None:
         task.cancel()
@@ -380,4 +394,6 @@ def _scheduler_settings(settings: DecoderSettings, config: ModelConfig, position
         context=positions,
         vocabulary=config.vocabulary,
         end_tokens=frozenset(config.end_tokens),
+        rebinds_at_once=settings.rebinds_at_once,
+        rebind_interval_s=settings.rebind_interval_s,
     )

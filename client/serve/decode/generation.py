@@ -3,14 +3,14 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.serve.decode.decode_requests import CompletionReason, PromptRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Emitted:
     """A token of a sequence.
 
@@ -18,27 +18,33 @@ class Emitted:
         token: The token.
         position: Its place in the sequence; the prompt's first token has 0.
         log_probability: The natural logarithm of its probability, before temperature, top_p and top_k.
+        attempt: How often the sequence had been replayed by then. Tokens are equal whatever this is.
     """
 
     token: int
     position: int
     log_probability: float
+    attempt: int = field(default=0, compare=False)
 
 
 class Generation:
     """A prompt being continued: iterate over its tokens as they come.
 
     Attributes:
+        request_id: Its id.
         request: The request; that of its last replay if it was replayed.
         reason: Why it ended; None while it goes on.
-        replays: How often it was replayed because its tenant's region had ended.
+        replays: How often it was replayed, because its tenant's region or the engine was lost.
+        tokens: All tokens that it has emitted.
     """
 
     def __init__(self, request: PromptRequest, cancel: Callable[["Generation"], None]) -> None:
         """Use `Decoder.submit`."""
+        self.request_id = request.request_id
         self.request = request
         self.reason: CompletionReason | None = None
         self.replays = 0
+        self.tokens: list[int] = []
         self._cancel = cancel
         self._emitted: deque[Emitted] = deque()
         self._error: GpuLeaseError | None = None
@@ -48,7 +54,11 @@ class Generation:
         return self
 
     async def __anext__(self) -> Emitted:
-        """Wait for the next token. Raises RequestRejected, or EngineDecodeFailed if the engine is lost."""
+        """Wait for the next token.
+
+        Raises AdmissionRefused if there is no room for the request or its replay, EngineDecodeFailed if the engine is
+        lost for good, NoModelLoaded if the decoder is closed.
+        """
         while not self._emitted:
             if self._error is not None:
                 raise self._error
@@ -64,9 +74,10 @@ class Generation:
 
     # --- for the decoder ---
 
-    def emit(self, emitted: Emitted) -> None:
+    def emit(self, token: int, position: int, log_probability: float) -> None:
         """Take a token."""
-        self._emitted.append(emitted)
+        self.tokens.append(token)
+        self._emitted.append(Emitted(token, position, log_probability, self.replays))
         self._changed.set()
 
     def replay(self, request_id: str) -> None:

@@ -98,7 +98,13 @@ def test_a_model_has_the_bits_that_it_has_alone(shared_daemon: Daemon, config: M
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("config", [SHARED_KEYS, HEAD_NORMS], ids=["64 wide, 3 a key", "128 wide, norms of heads"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(SHARED_KEYS, id="64 wide, 3 a key"),
+        pytest.param(HEAD_NORMS, id="128 wide, norms of heads", marks=pytest.mark.slow),
+    ],
+)
 def test_wider_heads_have_the_bits_that_they_have_alone(shared_daemon: Daemon, config: ModelConfig) -> None:
     try_model(shared_daemon, config)
 

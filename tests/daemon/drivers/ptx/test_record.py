@@ -51,7 +51,14 @@ def is_near(got: Array, expected: Array, result: Result) -> bool:
     return np.allclose(got.astype("f8"), expected, rtol=bound.relative + 2.0**-20, atol=bound.absolute + 2.0**-20)
 
 
-@pytest.mark.parametrize("image", [name for name in CASES if name != APPROXIMATE])
+SLOW = ("atomics", "matrices")
+"""Images that are compiled for half a minute; tests of their own try each of their instructions."""
+
+
+@pytest.mark.parametrize(
+    "image",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES if name != APPROXIMATE],
+)
 def test_an_image_gives_what_the_card_gave(resting: CpuContext, record: dict[str, Any], image: str) -> None:
     module = resting.module_load(ptx_of(image))
     wrong = [

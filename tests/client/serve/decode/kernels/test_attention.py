@@ -17,7 +17,7 @@ LAYERS = 2
 """Of a block; the kernels are tried on the second."""
 
 LENGTHS = (1, 15, 16, 17, 127, 128, 129, 300)
-EVERY_WIDTH = [32, *(pytest.param(width, marks=pytest.mark.exhaustive) for width in (64, 128))]
+EVERY_WIDTH = [32, pytest.param(64, marks=pytest.mark.exhaustive), pytest.param(128, marks=pytest.mark.slow)]
 GROUPS = [3, *(pytest.param(group, marks=pytest.mark.exhaustive) for group in (1, 8, 16))]
 
 

@@ -1,0 +1,347 @@
+"""Times of a decoder that serves tenants while regions of some are revoked, beside the engine alone.
+
+    python -m gpulease.client.bench.decode_service [MODEL | llama-1b [SECONDS [SEQUENCES]]]
+
+SECONDS are those of each figure, SEQUENCES the most that are live. Uses the daemon that runs, or a private one. Prints
+a JSON object for each figure.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import resource
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from gpulease.client.bench.figures import percentile
+from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.serve.decode import (
+    TINY_MODEL,
+    Checkpoint,
+    Decoder,
+    DecoderSettings,
+    Family,
+    ModelConfig,
+    RandomCheckpoint,
+    SamplingParameters,
+    TenantConfig,
+    open_model,
+)
+from gpulease.client.serve.decode.decode_reports import DecoderObserver, ForwardRevoked, RebindReport, StepReport
+from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW
+from gpulease.client.serve.decode.step_plan import LiveSequence
+
+LLAMA_1B: Final = ModelConfig(Family.LLAMA, 16, 2048, 32, 8, 64, 8192, 128256, 131072, 500000.0, 1e-5, is_tied=True)
+"""The shape of Llama-3.2-1B; its weights are random here."""
+
+TENANTS: Final = 8
+BATCHES: Final = (1, 8, 64, 256)
+POSITIONS: Final = 1024
+"""Positions of a sequence: prompts, replays and the measured steps fit in."""
+
+REVOKE_EVERY_S: Final = 1.0
+STORM_EVERY_S: Final = 0.05
+PROMPT: Final = 512
+"""Tokens of the prompts that are rebound."""
+
+
+class Times(DecoderObserver):
+    """What a decoder reported, since `clear`.
+
+    Attributes:
+        gaps: Seconds between two tokens of a sequence, by tenant.
+        tokens: Tokens, by tenant.
+        rebinds: Seconds from a request's loss to its next token.
+        flips: Seconds from the flip of a region's word to the report.
+        steps: Steps.
+    """
+
+    def __init__(self) -> None:
+        self.gaps: dict[str, list[float]] = defaultdict(list)
+        self.tokens: Counter[str] = Counter()
+        self.rebinds: list[float] = []
+        self.flips: list[float] = []
+        self.steps = 0
+        self._last: dict[str, float] = {}
+
+    def clear(self) -> None:
+        """Forget all figures; what is under way goes on being timed."""
+        self.gaps.clear()
+        self.tokens.clear()
+        self.rebinds.clear()
+        self.flips.clear()
+        self.steps = 0
+
+    def on_step(self, report: StepReport) -> None:
+        """Note when each sequence got its token."""
+        now, last = time.monotonic(), self._last
+        self.steps += 1
+        for event in report.tokens:
+            request = event.request
+            name = request.continues or request.request_id
+            self.tokens[request.tenant_id] += 1
+            if name in last:
+                self.gaps[request.tenant_id].append(now - last[name])
+            last[name] = now
+
+    def on_rebind(self, report: RebindReport) -> None:
+        """Note how long it took."""
+        self.rebinds.append(report.latency_s)
+
+    def on_forward_revoked(self, report: ForwardRevoked) -> None:
+        """Note how long it took."""
+        if report.flip_to_report_s is not None:
+            self.flips.append(report.flip_to_report_s)
+
+
+class _Service:
+    """A decoder under load."""
+
+    def __init__(self, decoder: Decoder, times: Times) -> None:
+        self.decoder, self.times = decoder, times
+        self._vocabulary = decoder.engine.forward.weights.config.vocabulary
+
+    def prompt(self, seed: int, length: int) -> list[int]:
+        """Return made-up tokens."""
+        rng = random.Random(seed)
+        return [rng.randrange(3, self._vocabulary) for _ in range(length)]
+
+    async def output(self, tenant: str, seed: int, length: int, tokens: int) -> list[int]:
+        """Return a request's whole output."""
+        sampling = SamplingParameters(temperature=0.8, seed=seed)
+        asked = self.decoder.submit(self.prompt(seed, length), max_tokens=tokens, tenant_id=tenant, sampling=sampling)
+        try:
+            return [emitted.token async for emitted in asked]
+        finally:
+            asked.cancel()
+
+    @contextlib.asynccontextmanager
+    async def load(self, tenants: Sequence[str], each: int, length: int, tokens: int) -> AsyncIterator[Counter[str]]:
+        """Keep so many requests of each tenant live, drawn from a few; yields counts, of outputs that differ, too."""
+        known: dict[tuple[str, int], list[int]] = {}
+        counts: Counter[str] = Counter(outputs=0, wrong_outputs=0)
+
+        async def repeat(tenant: str, number: int) -> None:
+            while True:
+                found = await self.output(tenant, number, length, tokens)
+                counts["outputs"] += 1
+                counts["wrong_outputs"] += known.setdefault((tenant, number), found) != found
+
+        tasks = [asyncio.create_task(repeat(tenant, number)) for tenant in tenants for number in range(each)]
+        try:
+            yield counts
+        finally:
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            counts["errors"] = sum(not isinstance(end, asyncio.CancelledError) for end in ends)
+
+    def live(self) -> list[LiveSequence]:
+        """Return the live sequences of all tenants."""
+        return [sequence for tenant in self.decoder.scheduler.tenants.values() for sequence in tenant.live.values()]
+
+    async def revoke(self, tenant: str) -> bool:
+        """Revoke a tenant's region; whether it had one."""
+        pool = self.decoder.regions.pools.get(tenant)
+        if pool is None or not pool.region.is_alive:
+            return False
+        await pool.region.revoke("bench")
+        return True
+
+
+async def measure(checkpoint: Checkpoint, address: str, for_s: float, most: int) -> None:
+    """Print all figures, of `for_s` seconds each, with at most `most` live sequences."""
+    names = [f"tenant-{number}" for number in range(TENANTS)]
+    blocks = most // TENANTS * POSITIONS // PAGE
+    weights = [1.0] * (TENANTS - 1) + [3.0]
+    tenants = [
+        TenantConfig(name, most, blocks, weight, max_waiting=2 * most)
+        for name, weight in zip(names, weights, strict=True)
+    ]
+    prefill_rows = min(128, most)
+    settings = DecoderSettings(most + prefill_rows, prefill_rows, most, POSITIONS, rebinds_at_once=1_000_000)
+    times = Times()
+    opened = Decoder.open(checkpoint, tenants, settings, address=address, observers=[times])
+    async with opened as decoder:
+        service = _Service(decoder, times)
+        for batch in (batch for batch in BATCHES if batch <= most):
+            _show(await throughput(service, names, batch, for_s / 4))
+        _show(await survivors(service, names, for_s))
+        _show(await rebinds(service, names, for_s))
+        _show(await shares(service, (names[0], names[-1]), for_s))
+        _show(await storm(service, names, for_s * 2))
+
+
+async def throughput(service: _Service, names: Sequence[str], batch: int, for_s: float) -> dict[str, Any]:
+    """Tokens a second of so many sequences of all tenants, and of the engine alone with as many rows."""
+    length, tokens = 16, POSITIONS - 32
+    each = max(1, batch // len(names))
+    async with service.load(names[: min(batch, len(names))], each, length, tokens):
+        await _until(lambda: service.decoder.scheduler.live_sequences == batch)
+        await asyncio.sleep(for_s / 4)
+        lengths = [sequence.length for sequence in service.live()]
+        service.times.clear()
+        began = time.monotonic()
+        await asyncio.sleep(for_s)
+        rate = sum(service.times.tokens.values()) / (time.monotonic() - began)
+        # Attention reads what is behind each row: the engine alone is to read as much.
+        lengths += [sequence.length for sequence in service.live()]
+    await _quiet(service)
+    context = sum(lengths) // len(lengths)
+    bare = await engine_alone(service, batch, context, for_s)
+    return {
+        "figure": "throughput",
+        "sequences": batch,
+        "tokens_per_s": rate,
+        "engine_alone": bare,
+        "ratio": rate / bare,
+    }
+
+
+async def engine_alone(service: _Service, batch: int, context: int, for_s: float) -> float:
+    """Tokens a second of the engine without a scheduler, two steps under way."""
+    engine, pools = service.decoder.engine, [*service.decoder.regions.pools.values()]
+    rows = np.zeros(batch, ROW)
+    rows["source"], rows["top_p"], rows["position"] = np.arange(batch), 1, context
+    rows["inverse_temperature"] = 1 / 0.8
+    for row in range(batch):
+        pool = pools[row % len(pools)]
+        rows["base"][row], rows["blocks"][row] = pool.region.address, pool.blocks
+        rows["table"][row], rows["block"][row] = row, row // len(pools)
+    first = rows.copy()
+    first["source"], first["token"] = NOBODY, 5
+    await engine.start(first, pools)
+    steps, began = 0, time.monotonic()
+    while time.monotonic() < began + for_s:
+        await engine.start(rows, pools)
+        await engine.finish()
+        steps += 1
+    took_s = time.monotonic() - began
+    await engine.finish()
+    return steps * batch / took_s
+
+
+async def survivors(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
+    """Gaps between two tokens of the others, quiet and while one tenant is revoked once a second, in turn."""
+    gaps: dict[str, list[float]] = {"quiet": [], "revoking": []}
+    async with service.load(names, _eighth(service), 64, POSITIONS - 64) as counts:
+        await asyncio.sleep(1)
+        for _ in range(2):
+            for name, found in gaps.items():
+                service.times.clear()
+                until = time.monotonic() + for_s / 2
+                while time.monotonic() < until:
+                    await asyncio.sleep(REVOKE_EVERY_S)
+                    if name == "revoking":
+                        await service.revoke(names[0])
+                for tenant in names[1:]:
+                    found += service.times.gaps[tenant]
+    await _quiet(service)
+    figures = {
+        f"{name}_{label}_ms": percentile(found, part) * 1e3
+        for name, found in gaps.items()
+        for label, part in (("p50", 50), ("p99", 99), ("worst", 100))
+    }
+    ratio = figures["revoking_p99_ms"] / figures["quiet_p99_ms"]
+    return {"figure": "survivors' inter-token"} | figures | {"p99_ratio": ratio} | counts
+
+
+async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
+    """Rebinds of a tenant with one sequence behind a long prompt, while the others decode."""
+    service.times.clear()
+    async with service.load(names[1:], _eighth(service), 64, POSITIONS - 64), service.load(names[:1], 1, PROMPT, 64):
+        until = time.monotonic() + for_s
+        while time.monotonic() < until:
+            await asyncio.sleep(random.uniform(0.1, 0.2))
+            await service.revoke(names[0])
+    await _quiet(service)
+    found = {"rebind_ms": service.times.rebinds, "flip_to_forward_revoked_ms": service.times.flips}
+    return {"figure": "rebinds", "prompt": PROMPT, "count": len(found["rebind_ms"])} | {
+        f"{name.removesuffix('_ms')}_p{part}_ms": percentile(values, part) * 1e3
+        for name, values in found.items()
+        if values
+        for part in (50, 99)
+    }
+
+
+async def shares(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
+    """Service of two tenants of weights 1 and 3 that always have requests waiting: prompts' and emitted tokens."""
+    settings = service.decoder.scheduler.settings
+    async with service.load(names, settings.max_sequences + 16, 32, 32):
+        await asyncio.sleep(1)
+        before = [service.decoder.scheduler.tenants[name].counter for name in names]
+        await asyncio.sleep(for_s)
+        tenants = [service.decoder.scheduler.tenants[name] for name in names]
+        served = [(tenant.counter - was) * tenant.config.weight for tenant, was in zip(tenants, before, strict=True)]
+    await _quiet(service)
+    return {"figure": "service of weights 1 : 3", "served": served, "ratio": served[1] / served[0]}
+
+
+async def storm(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
+    """One tenant's region after the other is revoked under load: outputs that differ, and memory."""
+    revoked, memory_kib, rng = 0, [], random.Random(1)
+    async with service.load(names, _eighth(service), 32, 96) as counts:
+        await asyncio.sleep(1)
+        until = time.monotonic() + for_s
+        while time.monotonic() < until:
+            await asyncio.sleep(STORM_EVERY_S)
+            revoked += await service.revoke(rng.choice(names))
+            memory_kib.append(_memory_kib())
+    await _quiet(service)
+    tenth = max(1, len(memory_kib) // 10)
+    return {
+        "figure": "storm",
+        "seconds": for_s,
+        "revoked": revoked,
+        "memory_mib_early": memory_kib[tenth] / 1024,
+        "memory_mib_late": memory_kib[-1] / 1024,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    } | counts
+
+
+def _eighth(service: _Service) -> int:
+    """Return how many sequences of each tenant are 64 in all, or as many as there is room for."""
+    return max(1, min(64, service.decoder.scheduler.settings.max_sequences) // TENANTS)
+
+
+def _memory_kib() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() // 1024
+
+
+async def _quiet(service: _Service) -> None:
+    """Wait until nothing is served, and every tenant has its region."""
+    scheduler, decoder = service.decoder.scheduler, service.decoder
+    await _until(lambda: not (scheduler.live_sequences or scheduler.waiting_requests or decoder.engine.steps_under_way))
+    await _until(lambda: len(decoder.regions.pools) == TENANTS)
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    """Look every 10 ms: a decoder tells nobody that it is idle."""
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def _show(figures: dict[str, Any]) -> None:
+    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+    print(json.dumps(rounded), flush=True)
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure, as the words say (see the module's docstring)."""
+    chosen, for_s, most = (*words, *(str(TINY_MODEL), "10", "256")[len(words) :])
+    checkpoint: Checkpoint = RandomCheckpoint(LLAMA_1B, 1) if chosen == "llama-1b" else open_model(chosen)
+    with contextlib.ExitStack() as stack:
+        address = running_address() or stack.enter_context(private_daemon("auto"))
+        asyncio.run(measure(checkpoint, address, float(for_s), int(most)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
