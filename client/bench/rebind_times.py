@@ -77,14 +77,14 @@ async def measure_rebinds(
     blocks = limits.table_blocks
     wanted = size_bytes(checkpoint, packed=True, positions=limits.positions) + SPARE_BYTES
     wanted += sum(buffer_sizes(checkpoint.config, limits).values()) + 2 * blocks * block_bytes(checkpoint.config)
-    async with GpuBuilder(address).min_vram(wanted).lease_secs(LEASE_S).regions_required().acquire() as lease:
-        async with lease.keep_alive():
-            engine = await DecodeEngine.open(lease, checkpoint, limits)
-            try:
-                old, new = await engine.open_pool(blocks), await engine.open_pool(blocks)
-                return [await _times(engine, old, new, prompt, rounds) for prompt in prompts]
-            finally:
-                await engine.close()
+    builder = GpuBuilder(address).min_vram(wanted).lease_secs(LEASE_S).regions_required()
+    async with builder.acquire() as lease, lease.keep_alive():
+        engine = await DecodeEngine.open(lease, checkpoint, limits)
+        try:
+            old, new = await engine.open_pool(blocks), await engine.open_pool(blocks)
+            return [await _times(engine, old, new, prompt, rounds) for prompt in prompts]
+        finally:
+            await engine.close()
 
 
 async def _times(engine: DecodeEngine, old: BlockPool, new: BlockPool, prompt: int, rounds: int) -> RebindTimes:

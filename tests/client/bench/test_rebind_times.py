@@ -11,6 +11,7 @@ from helpers.daemon import Daemon
 from helpers.decode.random_models import TINY
 
 
+@pytest.mark.exhaustive
 def test_each_length_is_measured_both_ways(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     # More rows need kernels that the embedded driver compiles for seconds.
     monkeypatch.setattr(rebind_times, "CHUNK_ROWS", 16)
