@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from gpulease.client.aio import GpuBuilder
-from gpulease.client.errors import GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
+from gpulease.client.errors import Drained, GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
+from gpulease.client.serve.decode import engine_losses
+from gpulease.client.serve.decode.background_tasks import BackgroundTasks
 from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model, size_bytes
 from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded
-from gpulease.client.serve.decode.decode_reports import DecoderObserver, ForwardRevoked
+from gpulease.client.serve.decode.decode_reports import DecoderObserver, EngineRebuilt, ForwardRevoked
 from gpulease.client.serve.decode.decode_requests import (
     MAX_WAIT_S,
     CompletionReason,
@@ -33,20 +34,22 @@ from gpulease.client.serve.decode.decode_requests import (
     TenantConfig,
 )
 from gpulease.client.serve.decode.engine import MAX_STEPS, BlockPool, DecodeEngine
+from gpulease.client.serve.decode.engine_losses import Suspects
 from gpulease.client.serve.decode.forward_pass import StepLimits, block_bytes, buffer_sizes
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.model_config import ModelConfig
-from gpulease.client.serve.decode.request_ledger import RequestLedger
+from gpulease.client.serve.decode.request_ledger import LOG, RequestLedger
 from gpulease.client.serve.decode.row_records import ROW, Rows
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
+from gpulease.client.serve.decode.serving_engine import EngineSpec, ServingEngine
 from gpulease.client.serve.decode.step_plan import StepPlan
 from gpulease.client.serve.decode.tenant_regions import TenantRegions
 
 if TYPE_CHECKING:
     from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
-LEASE_S: Final = 120.0
-"""Seconds of the lease; renewed in time for as long as the decoder is open."""
+ABANDON_S: Final = 2.0
+"""Seconds for which the remains of a lost engine may take to close before the next one is asked for."""
 
 SPARE_BYTES: Final = 64 << 20
 """Memory of the lease beyond what is counted: the kernels' code, and the scratch of regions that ended."""
@@ -90,36 +93,42 @@ class Decoder:
     """A model that serves prompts. `async with Decoder.open(...) as decoder:` opens it.
 
     Attributes:
-        engine: The engine.
         scheduler: Who decides; only the decoder tells it anything.
-        regions: The tenants' regions.
         steps: Steps that were computed.
         rebinds: Regions that were opened in the place of others that had ended.
     """
 
     def __init__(
         self,
-        engine: DecodeEngine,
+        spec: EngineSpec,
         scheduler: ContinuousBatchScheduler,
-        checkpoint: Checkpoint,
+        address: str | None,
         observers: Sequence[DecoderObserver] = (),
     ) -> None:
         """Use `open`."""
-        self.engine = engine
         self.scheduler = scheduler
-        self._checkpoint = checkpoint
-        self._tokenizer: asyncio.Future[Tokenizer] | None = None
         self.steps = self.rebinds = 0
-        self.regions = TenantRegions(engine, scheduler, self._rebound, lambda error: self._fail(_lost(error)))
+        self._spec, self._address = spec, address
+        self._serving: ServingEngine
+        self._tokenizer: asyncio.Future[Tokenizer] | None = None
         self._ledger = RequestLedger(observers)
-        self._constants = np.zeros(engine.limits.tables, ROW)
+        self._constants = np.zeros(spec.limits.tables, ROW)
         self._pending: deque[StepPlan] = deque()
         self._begun_at = float("-inf")
-        self._shares_clock = False
         self._wake = asyncio.Event()
         self._refusal: RegionFailed | None = None
         self._numbers = count(1)
         self._failure: GpuLeaseError | None = None
+        # What becomes of whole engines.
+        self._loss: _Loss | None = None
+        self._told_loss: Exception | None = None
+        self._starting: StepPlan | None = None
+        self._losses = 0
+        self._suspects = Suspects()
+        self._successor: ServingEngine | None = None
+        self._adopted: asyncio.Future[None] | None = None
+        self._changing = asyncio.Lock()
+        self._tasks = BackgroundTasks()
 
     @classmethod
     @asynccontextmanager
@@ -146,29 +155,30 @@ class Decoder:
         Raises ModelRejected, CapacityExceeded if no card has the room, and what `GpuBuilder.acquire` raises.
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
-        config = checkpoint.config
-        positions = settings.positions or min(config.context, MAX_POSITIONS)
-        limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
-        configs = tuple(tenants) or (_only_tenant(limits),)
-        pools = (_region_bytes(tenant.max_blocks * block_bytes(config)) for tenant in configs)
-        wanted = size_bytes(checkpoint, packed=settings.packed, positions=positions)
-        wanted += sum(buffer_sizes(config, limits).values()) + sum(pools) + SPARE_BYTES
-        scheduler = ContinuousBatchScheduler(_scheduler_settings(settings, config, positions), configs)
-        async with AsyncExitStack() as stack:
-            builder = GpuBuilder(address).min_vram(wanted).lease_secs(LEASE_S).regions_required()
-            lease = await stack.enter_async_context(builder.acquire())
-            await stack.enter_async_context(lease.keep_alive())
-            engine = await DecodeEngine.open(lease, checkpoint, limits, packed=settings.packed, progress=progress)
-            stack.push_async_callback(engine.close)
-            decoder = cls(engine, scheduler, checkpoint, observers)
-            decoder._shares_clock = lease.address.startswith("unix:")
-            for tenant in configs:
-                await decoder.regions.open(tenant)
-            task = asyncio.create_task(decoder._run())
-            try:
-                yield decoder
-            finally:
+        spec = _engine_spec(checkpoint, tuple(tenants), settings)
+        scheduler = ContinuousBatchScheduler(
+            _scheduler_settings(settings, checkpoint.config, spec.limits.positions), spec.tenants
+        )
+        decoder = cls(spec, scheduler, address, observers)
+        decoder._serving = await ServingEngine.open(spec, decoder, address, progress)
+        task = asyncio.create_task(decoder._run())
+        try:
+            yield decoder
+        except BaseException:
+            with suppress(GpuLeaseError):
                 await decoder._stop(task)
+            raise
+        await decoder._stop(task)
+
+    @property
+    def engine(self) -> DecodeEngine:
+        """The engine; while it is lost, and another is opened, the lost one."""
+        return self._serving.engine
+
+    @property
+    def regions(self) -> TenantRegions:
+        """The tenants' regions in the engine's lease."""
+        return self._serving.regions
 
     # --- requests ---
 
@@ -198,7 +208,7 @@ class Decoder:
             raise self._failure
         ledger, now = self._ledger, time.monotonic()
         if request_id is None:
-            request_id = next(name for number in self._numbers if not ledger.has(name := f"request-{number}"))
+            request_id = next(name for number in self._numbers if not ledger.find(name := f"request-{number}"))
         request = PromptRequest(tenant_id, request_id, tuple(token_ids), sampling, max_tokens, wait_s)
         generation = ledger.open(request, self.cancel, now)
         try:
@@ -241,7 +251,7 @@ class Decoder:
         The first call makes it, in a thread: that of a large vocabulary takes a second.
         """
         if self._tokenizer is None:
-            self._tokenizer = asyncio.ensure_future(asyncio.to_thread(self._checkpoint.tokenizer))
+            self._tokenizer = asyncio.ensure_future(asyncio.to_thread(self._spec.checkpoint.tokenizer))
         return await asyncio.shield(self._tokenizer)
 
     def cancel(self, generation: Generation) -> None:
@@ -253,22 +263,33 @@ class Decoder:
 
     async def _run(self) -> None:
         try:
-            while True:
+            while self._failure is None:
                 self._wake.clear()
-                if self._refusal is None:
-                    await self._start_steps()
-                if self._pending:
-                    await self._finish_step()
-                elif self._refusal is not None:
-                    error, self._refusal = self._refusal, None
-                    self._lose(error)
-                else:
-                    await self._sleep()
-        except GpuLeaseError as error:
-            self._fail(_lost(error))
+                try:
+                    await self._go_on()
+                except Exception as error:
+                    self._lose_engine(error)
         except Exception as error:
-            self._fail(EngineDecodeFailed(f"The engine is lost: {type(error).__name__}: {error}"))
-            raise
+            LOG.exception("the decoder failed")
+            self._fail(_lost(error))
+
+    async def _go_on(self) -> None:
+        """Start and finish steps; between two steps, take what ended a region, or another engine."""
+        if self._told_loss is not None:
+            raise self._told_loss
+        if self._refusal is None and not self._is_break_due:
+            await self._start_steps()
+        if self._pending:
+            await self._finish_step()
+        elif self._refusal is not None:
+            error, self._refusal = self._refusal, None
+            self._lose(error)
+        elif self._successor is not None:
+            self._adopt(self._successor)
+        elif self._is_suspect_cleared:
+            self._compute_next_suspect()
+        else:
+            await self._sleep()
 
     async def _start_steps(self) -> None:
         """Start what there is to compute, up to two steps."""
@@ -278,17 +299,20 @@ class Decoder:
             self._ledger.tell(plan.events)
             if not plan.sequences:
                 return
+            self._starting = plan
             pools = [self.regions.pools[tenant.config.id] for tenant in plan.tenants]
             try:
                 await self.engine.start(self._rows_of(plan), pools)
             except RegionFailed as error:
                 # Steps under way end first: the refusal may be one of theirs.
+                self._starting = None
                 self._hear(error)
                 self._ledger.tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, time.monotonic()))
                 return
             if not self._pending:
                 self._begun_at = now
             self._pending.append(plan)
+            self._starting = None
 
     async def _finish_step(self) -> None:
         plan = self._pending[0]
@@ -303,6 +327,7 @@ class Decoder:
             return
         self._pending.popleft()
         self.steps += 1
+        self._losses = 0
         begun_at, self._begun_at = self._begun_at, time.monotonic()
         events = self.scheduler.completed(plan, results["token"].tolist())
         self._ledger.computed(plan, events, results, self._begun_at - begun_at)
@@ -337,7 +362,7 @@ class Decoder:
         if tenant_id is None or (known is not None and known.lease_id == error.lease_id):
             return
         delay_s = None
-        if self._shares_clock and error.flipped_ns is not None:
+        if self._serving.shares_clock and error.flipped_ns is not None:
             delay_s = (time.monotonic_ns() - error.flipped_ns) / 1e9
         report = ForwardRevoked(error.lease_id, tenant_id, error.site, error.position, delay_s)
         self._ledger.report(lambda observer: observer.on_forward_revoked(report))
@@ -351,30 +376,226 @@ class Decoder:
         self._ledger.tell(self.scheduler.revoked(tenant_id, reason, time.monotonic()))
         self.regions.replace(tenant_id)
 
-    def _rebound(self, tenant: TenantConfig, pool: BlockPool) -> None:
-        self.rebinds += 1
-        self._ledger.tell(self.scheduler.rebound(tenant.id, pool.blocks, time.monotonic()))
+    def region_opened(self, serving: ServingEngine, tenant: TenantConfig, pool: BlockPool) -> None:
+        """Take a region in the place of one that ended; the engine's regions call this."""
+        if serving is self._serving and self._loss is None:
+            self.rebinds += 1
+            self._ledger.tell(self.scheduler.rebound(tenant.id, pool.blocks, time.monotonic()))
+            self._wake.set()
+
+    # --- engines that end ---
+
+    def engine_failed(self, serving: ServingEngine, error: Exception) -> None:
+        """Hear of a lease that is lost, outside of any step; the lease's renewals and the regions call this."""
+        if serving is not self._serving or self._loss is not None:
+            return
+        if isinstance(error, Drained) and serving.lease.is_alive:
+            LOG.warning("the decoder's node is drained; `move` takes its load to another: %s", error)
+            return
+        self._told_loss = error
         self._wake.set()
+
+    def _lose_engine(self, error: Exception) -> None:
+        """Take the engine as gone: all sequences end, and wait for another engine."""
+        now = time.monotonic()
+        is_fault = engine_losses.is_fault(error)
+        log = LOG.warning if engine_losses.is_known(error) else LOG.exception
+        log("the decoder's engine is lost, another is opened: %s: %s", type(error).__name__, error)
+        under_way = self._callers_under_way()
+        self._pending.clear()
+        self._refusal = self._told_loss = self._starting = None
+        self._losses += 1
+        events = self.scheduler.engine_lost(now, wait_s=engine_losses.GIVE_UP_S)
+        self._ledger.tell(events, is_engine_scoped=True)
+        if is_fault and self._suspects.current in under_way:
+            self._losses = 0
+            self._give_up_request(self._suspects.current)
+        elif is_fault:
+            self._suspects.add(under_way)
+        if self._losses > engine_losses.MAX_LOSSES_IN_A_ROW:
+            self._fail(_lost(error))
+        elif self._loss is None:
+            self._loss = _Loss(error, now)
+            self._tasks.start(self._recover(self._serving))
+
+    def _callers_under_way(self) -> list[str]:
+        """Return the callers' ids of the requests that have rows in steps under way."""
+        plans = [*self._pending, *([self._starting] if self._starting is not None else [])]
+        sequences = dict.fromkeys(sequence for plan in plans for sequence in plan.sequences if not sequence.is_ended)
+        return [sequence.request.continues or sequence.request.request_id for sequence in sequences]
+
+    def _give_up_request(self, request_id: str) -> None:
+        """End a request that ended an engine while nobody else was computed."""
+        if generation := self._ledger.find(request_id):
+            LOG.error("request %s ended the engine while it was computed alone; it is not tried again", request_id)
+            self._ledger.tell(self.scheduler.cancel(generation.request.request_id, CompletionReason.ENGINE_ERROR))
+
+    async def _recover(self, lost: ServingEngine) -> None:
+        """Open another engine in the place of one that is lost."""
+        async with self._changing:
+            if self._loss is None:
+                return  # A move had another engine ready.
+            closing = self._tasks.start(lost.abandon())
+            await asyncio.wait((closing,), timeout=ABANDON_S)
+            try:
+                await self._take_over(await self._next_engine(self._loss))
+            except GpuLeaseError as error:
+                self._fail(_lost(error))
+            except Exception as error:
+                LOG.exception("no engine can be opened")
+                self._fail(_lost(error))
+
+    async def _next_engine(self, loss: "_Loss") -> ServingEngine:
+        """Open an engine, with pauses, for as long as it takes. Raises the last error if that is too long."""
+        for attempt in count():
+            try:
+                return await ServingEngine.open(self._spec, self, self._address)
+            except engine_losses.FINAL_REFUSALS:
+                raise
+            except GpuLeaseError as error:
+                pause_s = engine_losses.pause_s(attempt)
+                if time.monotonic() + pause_s > loss.at + engine_losses.GIVE_UP_S:
+                    raise
+                LOG.warning("no engine yet, the next try is in %.1f s: %s", pause_s, error)
+                await asyncio.sleep(pause_s)
+        raise AssertionError("unreachable")
+
+    async def move(self, address: str | None = None) -> None:
+        """Open an engine on another lease while this one serves; then move the whole load there between two steps.
+
+        Nothing is lost: sequences are replayed there, and go on with the same tokens. The old lease is given back.
+
+        Args:
+            address: The daemon's address; None: the one of this engine, which then has room for both.
+
+        Raises what `open` raises, EngineDecodeFailed or NoModelLoaded if the decoder has ended. This engine serves on
+        then, if it can.
+        """
+        async with self._changing:
+            if self._failure is not None:
+                raise self._failure
+            old, address = self._serving, address or self._address
+            await self._take_over(await ServingEngine.open(self._spec, self, address))
+            self._address = address
+            await old.abandon()
+
+    async def _take_over(self, serving: ServingEngine) -> None:
+        """Let the loop adopt an engine; it is closed if the loop ends before."""
+        self._successor, self._adopted = serving, asyncio.get_running_loop().create_future()
+        self._wake.set()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            await self._adopted
+        except BaseException:
+            if self._serving is not serving:
+                self._successor = None
+                await serving.abandon()
+            raise
+
+    def _adopt(self, serving: ServingEngine) -> None:
+        """Go on with another engine; no step is under way."""
+        now, loss = time.monotonic(), self._loss
+        if loss is None:
+            events = self.scheduler.engine_lost(now, CompletionReason.PREEMPTED, engine_losses.GIVE_UP_S)
+            self._ledger.tell(events, is_engine_scoped=True)
+        self._serving, self._successor, self._loss, self._told_loss = serving, None, None, None
+        self._rebind_all(now)
+        self._compute_next_suspect()
+        if self._adopted is not None and not self._adopted.done():
+            self._adopted.set_result(None)
+        cause = "the load was moved" if loss is None else f"{type(loss.error).__name__}: {loss.error}"
+        is_known, took_s = (
+            loss is None or engine_losses.is_known(loss.error),
+            time.monotonic() - (loss.at if loss else now),
+        )
+        LOG.info("another engine took over after %.3f s: %s", took_s, cause)
+        report = EngineRebuilt(cause, is_known, is_planned=loss is None, took_s=took_s)
+        self._ledger.report(lambda observer: observer.on_engine_rebuilt(report))
+
+    def _rebind_all(self, now: float) -> None:
+        """Give every tenant its region of the engine; one that lost too many of late gets it later."""
+        for tenant_id, pool in list(self.regions.pools.items()):
+            if self.scheduler.rebind_delay_s(tenant_id, now):
+                self.regions.replace(tenant_id)
+            else:
+                self._ledger.tell(self.scheduler.rebound(tenant_id, pool.blocks, now))
+
+    # --- suspects ---
+
+    @property
+    def _is_suspect_cleared(self) -> bool:
+        """Whether the request that is computed alone has got past where the engine was lost, or has ended."""
+        suspects = self._suspects
+        if not suspects.current:
+            return False
+        generation = self._ledger.find(suspects.current)
+        return generation is None or len(generation.tokens) >= suspects.tokens + MAX_STEPS
+
+    @property
+    def _is_break_due(self) -> bool:
+        """Whether steps under way are to end before the next one starts."""
+        return self._successor is not None or self._is_suspect_cleared
+
+    def _compute_next_suspect(self) -> None:
+        """Compute the next suspect alone, from its prompt on; without any, compute everybody. No step is under way."""
+        now = time.monotonic()
+        request_id = self._suspects.next()
+        while request_id and not (generation := self._ledger.find(request_id)):
+            request_id = self._suspects.next()
+        if request_id and generation:
+            self._suspects.tokens = len(generation.tokens)
+            if self.scheduler.live_sequences:
+                events = self.scheduler.engine_lost(now, CompletionReason.PREEMPTED, engine_losses.GIVE_UP_S)
+                self._ledger.tell(events, is_engine_scoped=True)
+                self._rebind_all(now)
+        self.scheduler.isolate(request_id or None)
 
     # --- ends ---
 
     def _fail(self, error: GpuLeaseError) -> None:
-        """End every generation: the engine is lost, or closed."""
+        """End every generation: the engine is lost for good, or closed."""
         self._failure = error
         self._ledger.end_all(error)
+        if self._adopted is not None and not self._adopted.done():
+            self._adopted.set_exception(error)
+        self._wake.set()
 
     async def _stop(self, task: asyncio.Task[None]) -> None:
+        self._failure = self._failure or NoModelLoaded("The decoder is closed", "Open one with Decoder.open")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await self.regions.close()
-        self._fail(NoModelLoaded("The decoder is closed", "Open one with Decoder.open"))
+        await self._tasks.stop()
+        self._fail(self._failure)
+        await (self._serving.close() if self._loss is None else self._serving.abandon())
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A lost engine, until another takes its place."""
+
+    error: Exception
+    at: float
 
 
 _REASONS: Final = {RegionExpired: CompletionReason.EXPIRED, RegionCancelled: CompletionReason.CANCELLED}
 
 
-def _lost(error: GpuLeaseError) -> EngineDecodeFailed:
-    return EngineDecodeFailed(f"The engine is lost: {error}", "Open a decoder anew", error.failure)
+def _lost(error: Exception) -> EngineDecodeFailed:
+    failure = error.failure if isinstance(error, GpuLeaseError) else None
+    return EngineDecodeFailed(f"The engine is lost: {type(error).__name__}: {error}", "Open a decoder anew", failure)
+
+
+def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], settings: DecoderSettings) -> EngineSpec:
+    """Sum up what an engine of these settings needs."""
+    config = checkpoint.config
+    positions = settings.positions or min(config.context, MAX_POSITIONS)
+    limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
+    tenants = tenants or (_only_tenant(limits),)
+    pools = (_region_bytes(tenant.max_blocks * block_bytes(config)) for tenant in tenants)
+    wanted = size_bytes(checkpoint, packed=settings.packed, positions=positions)
+    wanted += sum(buffer_sizes(config, limits).values()) + sum(pools) + SPARE_BYTES
+    return EngineSpec(checkpoint, limits, settings.packed, wanted, tenants)
 
 
 def _only_tenant(limits: StepLimits) -> TenantConfig:

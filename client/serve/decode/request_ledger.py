@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.serve.decode.decode_errors import AdmissionRefused, RequestRejected
+from gpulease.client.serve.decode.decode_errors import AdmissionRefused, EngineDecodeFailed, RequestRejected
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
 from gpulease.client.serve.decode.decode_requests import (
     AdmissionReason,
@@ -57,28 +57,28 @@ class RequestLedger:
     def __init__(self, observers: Sequence[DecoderObserver] = ()) -> None:
         self.observers = tuple(observers)
         self._entries: dict[str, _Entry] = {}
-        self._ids: set[str] = set()
+        self._generations: dict[str, Generation] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def has(self, request_id: str) -> bool:
-        """Return whether a request with this id, as its caller knows it, goes on."""
-        return request_id in self._ids
+    def find(self, request_id: str) -> Generation | None:
+        """Return the generation that goes on with this id, as its caller knows it; None if none does."""
+        return self._generations.get(request_id)
 
     def open(self, request: PromptRequest, cancel: Callable[[Generation], None], now: float) -> Generation:
         """Enter a request that is about to be submitted. Raises RequestRejected if its id is in use."""
-        if request.request_id in self._ids or request.request_id in self._entries:
+        if request.request_id in self._generations or request.request_id in self._entries:
             raise RequestRejected(f"request {request.request_id!r} goes on already", "Give another id")
         generation = Generation(request, cancel)
         self._entries[request.request_id] = _Entry(generation, now)
-        self._ids.add(request.request_id)
+        self._generations[request.request_id] = generation
         return generation
 
     def forget(self, generation: Generation) -> None:
         """Strike out a request that the scheduler did not take."""
         self._entries.pop(generation.request_id, None)
-        self._ids.discard(generation.request_id)
+        self._generations.pop(generation.request_id, None)
 
     def admitted(self, sequence: LiveSequence, region_id: int) -> None:
         """Note the region of a sequence whose first rows are about to be computed."""
@@ -133,7 +133,7 @@ class RequestLedger:
             if entry is None:
                 continue
             if isinstance(event, SchedulerEvent.AdmissionRejected):
-                error = AdmissionRefused(event.reason, event.detail, event.retry_after_s)
+                error: GpuLeaseError | None = AdmissionRefused(event.reason, event.detail, event.retry_after_s)
                 self._end(entry, CompletionReason.CANCELLED, error, event.reason, event.detail, now)
             elif event.continued_by:
                 self._entries[event.continued_by] = entry
@@ -142,7 +142,8 @@ class RequestLedger:
                     entry.loss = _Loss(event.request.request_id, event.reason, is_engine_scoped, now)
                 entry.loss.is_engine_scoped |= is_engine_scoped
             else:
-                self._end(entry, event.reason, None, event.reason, "", now)
+                error = _alone(event.request) if event.reason is CompletionReason.ENGINE_ERROR else None
+                self._end(entry, event.reason, error, event.reason, str(error or ""), now)
 
     def end_all(self, error: GpuLeaseError) -> None:
         """End every request: there is no engine any more."""
@@ -161,7 +162,7 @@ class RequestLedger:
         now: float,
     ) -> None:
         generation = entry.generation
-        self._ids.discard(generation.request_id)
+        self._generations.pop(generation.request_id, None)
         generation.end(reason, error)
         if not self.observers:
             return
@@ -194,3 +195,9 @@ class RequestLedger:
             latency_s=now - loss.at,
         )
         self.report(lambda observer: observer.on_rebind(report))
+
+
+def _alone(request: PromptRequest) -> EngineDecodeFailed:
+    """The error of a request that is not replayed although its engine was."""
+    name = request.continues or request.request_id
+    return EngineDecodeFailed(f"The engine failed while it computed request {name} alone", "Do not send it again")

@@ -125,6 +125,7 @@ class ContinuousBatchScheduler:
         self._virtual_counter = self._virtual_prefilled = 0.0
         self._next_deadline = float("inf")
         self._has_room = self._has_ended = False
+        self._isolated: str | None = None
         for tenant in tenants:
             self.add_tenant(tenant)
 
@@ -307,16 +308,32 @@ class ContinuousBatchScheduler:
         tenant.owes_permit = True
         return self._unbind(tenant, reason, now)
 
-    def engine_lost(self, now: float) -> list[AnyEvent]:
+    def engine_lost(
+        self, now: float, reason: CompletionReason = CompletionReason.ENGINE_ERROR, wait_s: float = 0.0
+    ) -> list[AnyEvent]:
         """Take the loss of the engine: no step under way counts, every tenant's sequences end and are replayed.
 
-        No tenant pays with its limiter's permits for this.
+        No tenant pays with its limiter's permits for this. Replays may wait for `wait_s` seconds at least, those of
+        earlier losses likewise.
         """
         self._void(0)
+        for waiting in self._waiting.values():
+            if waiting.request.attempt:
+                waiting.deadline = max(waiting.deadline, now + wait_s)
         events: list[AnyEvent] = []
         for tenant in self.tenants.values():
-            events += self._unbind(tenant, CompletionReason.ENGINE_ERROR, now)
+            events += self._unbind(tenant, reason, now, wait_s)
         return events
+
+    def isolate(self, request_id: str | None) -> None:
+        """Admit nobody but this request, by its caller's id, until `isolate(None)`. Who lives goes on."""
+        self._isolated = request_id
+        self._has_room = True
+        for waiting in list(self._waiting.values()):
+            if request_id in (waiting.request.request_id, waiting.request.continues):
+                queue = self.tenants[waiting.request.tenant_id].waiting
+                queue.remove(waiting)
+                queue.appendleft(waiting)
 
     def rebound(self, tenant_id: str, blocks: int, now: float) -> list[AnyEvent]:
         """Give a tenant a new region of so many blocks; its replays are admitted as any request.
@@ -477,7 +494,7 @@ class ContinuousBatchScheduler:
         old: list[TenantState] = []
         new: list[TenantState] = []
         for tenant in self.tenants.values():
-            if tenant.waiting and tenant.fits(tenant.waiting[0].request):
+            if tenant.waiting and self._may_enter(tenant, tenant.waiting[0].request):
                 (old if tenant.is_contending else new).append(tenant)
             else:
                 tenant.is_contending = False
@@ -486,6 +503,10 @@ class ContinuousBatchScheduler:
             tenant.counter = max(tenant.counter, least)
             tenant.is_contending = True
         return old + new
+
+    def _may_enter(self, tenant: TenantState, request: PromptRequest) -> bool:
+        is_isolated = self._isolated is None or self._isolated in (request.request_id, request.continues)
+        return is_isolated and tenant.fits(request)
 
     # --- Rows. ---
 
@@ -607,9 +628,10 @@ class ContinuousBatchScheduler:
             self._enter_prefill(tenant)
         self._decoding = [sequence for sequence in decoding if not sequence.tenant.is_held] + self._decoding
 
-    def _unbind(self, tenant: TenantState, reason: CompletionReason, now: float) -> list[AnyEvent]:
+    def _unbind(self, tenant: TenantState, reason: CompletionReason, now: float, wait_s: float = 0.0) -> list[AnyEvent]:
         """End a tenant's sequences and its region, and enqueue the replays."""
         tenant.unbind()
+        least_s = max(wait_s, self.settings.replay_wait_s)
         events: list[AnyEvent] = []
         replays: list[tuple[PromptRequest, int]] = []
         taken = self._live.keys() | self._waiting.keys()
@@ -617,13 +639,13 @@ class ContinuousBatchScheduler:
             replay = self._replay_of(sequence, taken)
             taken.add(replay.request_id)
             events.append(self._finish(sequence, reason, replay.request_id))
-            limited = self._limited(tenant, replay, max(replay.wait_s, self.settings.replay_wait_s), now)
+            limited = self._limited(tenant, replay, max(replay.wait_s, least_s), now)
             if limited:
                 events.append(limited)
             else:
                 replays.append((replay, sequence.preemptions))
         for replay, preemptions in reversed(replays):
-            deadline = now + max(replay.wait_s, self.settings.replay_wait_s)
+            deadline = now + max(replay.wait_s, least_s)
             self._enqueue_replay(replay, deadline, preemptions)
             self._next_deadline = min(self._next_deadline, deadline)
         return events

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Final
 
 from gpulease.client.aio.events import KeepAlive
-from gpulease.client.errors import CapacityExceeded, GpuLeaseError
+from gpulease.client.errors import CapacityExceeded
+from gpulease.client.serve.decode.background_tasks import BackgroundTasks
 from gpulease.client.serve.decode.decode_requests import TenantConfig
 from gpulease.client.serve.decode.engine import BlockPool, DecodeEngine
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
@@ -30,7 +31,7 @@ class TenantRegions:
         engine: DecodeEngine,
         scheduler: ContinuousBatchScheduler,
         on_opened: Callable[[TenantConfig, BlockPool], None],
-        on_failure: Callable[[GpuLeaseError], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
         """Serve a decoder, which calls `open` for each tenant.
 
@@ -44,7 +45,7 @@ class TenantRegions:
         self._engine, self._scheduler = engine, scheduler
         self._on_opened, self._on_failure = on_opened, on_failure
         self._renewals: dict[str, KeepAlive] = {}
-        self._rebinding: set[asyncio.Task[None]] = set()
+        self._rebinding = BackgroundTasks()
 
     async def open(self, tenant: TenantConfig) -> BlockPool:
         """Open a tenant's region, and renew it in time for as long as it goes on.
@@ -62,9 +63,7 @@ class TenantRegions:
 
     def replace(self, tenant_id: str) -> None:
         """Take a tenant's region as gone, and begin to open another: as soon as limiter and lease let it."""
-        task = asyncio.create_task(self._rebind(tenant_id, self.pools.pop(tenant_id)))
-        self._rebinding.add(task)
-        task.add_done_callback(self._rebinding.discard)
+        self._rebinding.start(self._rebind(tenant_id, self.pools.pop(tenant_id)))
 
     async def _rebind(self, tenant_id: str, lost: BlockPool) -> None:
         tenant = self._scheduler.tenants[tenant_id].config
@@ -74,7 +73,7 @@ class TenantRegions:
             delay_s = self._scheduler.rebind_delay_s(tenant_id, time.monotonic())
             while (pool := await self._opened(tenant, delay_s)) is None:
                 delay_s = REGION_RETRY_S
-        except GpuLeaseError as error:
+        except Exception as error:
             self._on_failure(error)
             return
         self._on_opened(tenant, pool)
@@ -89,9 +88,7 @@ class TenantRegions:
 
     async def close(self) -> None:
         """Stop to renew and to open regions; they end with their lease."""
-        tasks = list(self._rebinding)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._rebinding.stop()
+        self.pools.clear()
         for renewal in self._renewals.values():
             await renewal.stop()

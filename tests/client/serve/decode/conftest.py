@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -5,6 +6,7 @@ import pytest
 from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
 from gpulease.client.serve.decode.forward_pass import StepLimits
 from helpers.daemon import Daemon
+from helpers.decode.decoder_rig import Outputs, one_by_one, opened
 from helpers.decode.engine_rig import RunningRig, running
 from helpers.decode.random_models import TINY
 
@@ -16,3 +18,14 @@ def tiny(shared_daemon: Daemon) -> Iterator[RunningRig]:
     """An engine for a whole file's tests: each leaves it without steps under way, whatever its pools hold."""
     with running(shared_daemon.address, RandomCheckpoint(TINY, 1), TINY_LIMITS) as rig:
         yield rig
+
+
+@pytest.fixture(scope="session")
+def alone(shared_daemon: Daemon) -> Outputs:
+    """The decoder rig's outputs, each computed with nobody beside it."""
+
+    async def part() -> Outputs:
+        async with opened(shared_daemon) as decoder:
+            return await one_by_one(decoder)
+
+    return asyncio.run(part())

@@ -1,8 +1,7 @@
 """The decoder: tenants share its steps, and each has the tokens that it has alone, whatever becomes of the others."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,67 +9,25 @@ import pytest
 
 from gpulease.client.errors import CapacityExceeded
 from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
-from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
-from gpulease.client.serve.decode.decode_requests import CompletionReason, SamplingParameters, TenantConfig
-from gpulease.client.serve.decode.decoder import Decoder, DecoderSettings
+from gpulease.client.serve.decode.decode_errors import NoModelLoaded, RequestRejected
+from gpulease.client.serve.decode.decode_requests import CompletionReason, TenantConfig
+from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.engine import BlockPool
-from gpulease.client.serve.decode.generation import Emitted, Generation
+from gpulease.client.serve.decode.generation import Emitted
 from helpers.daemon import Daemon
+from helpers.decode.decoder_rig import (
+    PROMPTS,
+    SETTINGS,
+    TOKENS,
+    Outputs,
+    opened,
+    play,
+    read,
+    submit,
+    together,
+)
 from helpers.decode.random_models import TINY
 from helpers.waiting import wait_until
-
-SETTINGS = DecoderSettings(max_rows=16, prefill_rows=8, max_sequences=8)
-PROMPTS = {"a": range(5), "b": range(100, 120), "c": range(300, 309), "d": range(40, 73), "a too": range(7, 24)}
-"""By the name of a request, whose first letter is its tenant."""
-
-TENANTS = [TenantConfig(name, 2, 12) for name in "abcd"]
-TOKENS = 20
-HOT = SamplingParameters(temperature=0.8, seed=3)
-Outputs = dict[str, list[Emitted]]
-
-
-@asynccontextmanager
-async def opened(daemon: Daemon) -> AsyncIterator[Decoder]:
-    """A decoder of four tenants; afterwards no task of it is left."""
-    before = asyncio.all_tasks()
-    async with Decoder.open(RandomCheckpoint(TINY, 1), TENANTS, SETTINGS, address=daemon.address) as decoder:
-        yield decoder
-    assert asyncio.all_tasks() == before
-
-
-def play(daemon: Daemon, scene: Callable[[Decoder], Coroutine[Any, Any, None]]) -> None:
-    """Play a scene with a decoder of its own."""
-
-    async def part() -> None:
-        async with opened(daemon) as decoder:
-            await scene(decoder)
-
-    asyncio.run(part())
-
-
-def submit(decoder: Decoder, name: str, max_tokens: int = TOKENS) -> Generation:
-    return decoder.submit(list(PROMPTS[name]), max_tokens=max_tokens, tenant_id=name[0], sampling=HOT)
-
-
-async def read(generation: Generation) -> list[Emitted]:
-    return [emitted async for emitted in generation]
-
-
-async def together(decoder: Decoder) -> Outputs:
-    """Every tenant's output, computed beside the others'."""
-    generations = [submit(decoder, name) for name in PROMPTS]
-    return dict(zip(PROMPTS, await asyncio.gather(*map(read, generations)), strict=True))
-
-
-@pytest.fixture(scope="module")
-def alone(shared_daemon: Daemon) -> Outputs:
-    """Every tenant's output, computed with nobody beside it."""
-
-    async def part() -> Outputs:
-        async with opened(shared_daemon) as decoder:
-            return {name: await read(submit(decoder, name)) for name in PROMPTS}
-
-    return asyncio.run(part())
 
 
 def test_tenants_have_the_tokens_together_that_they_have_alone(daemon: Daemon, alone: Outputs) -> None:
@@ -281,22 +238,6 @@ def test_a_request_that_may_not_wait_is_refused_while_there_is_no_room(daemon: D
 
 
 # --- Ends. ---
-
-
-def test_a_lost_lease_ends_every_generation(daemon: Daemon) -> None:
-    async def scene(decoder: Decoder) -> None:
-        generations = [submit(decoder, name) for name in PROMPTS]
-        async for _ in generations[0]:
-            daemon.revoke(decoder.engine._lease.lease_id)
-            break
-        for generation in generations:
-            with pytest.raises(EngineDecodeFailed):
-                await read(generation)
-            assert generation.reason is CompletionReason.ENGINE_ERROR
-        with pytest.raises(EngineDecodeFailed):
-            submit(decoder, "a")
-
-    play(daemon, scene)
 
 
 def test_leaving_the_block_ends_the_generations_that_run(daemon: Daemon) -> None:

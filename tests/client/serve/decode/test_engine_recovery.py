@@ -1,0 +1,379 @@
+"""A decoder whose whole engine is lost, or moves: everybody goes on with the same tokens on another lease."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from gpulease.client.errors import CapacityExceeded, Denied, Disconnected, GpuSessionFailed
+from gpulease.client.serve.decode import engine_losses
+from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded
+from gpulease.client.serve.decode.decode_requests import CompletionReason, SamplingParameters
+from gpulease.client.serve.decode.decoder import Decoder
+from gpulease.client.serve.decode.engine import DecodeEngine
+from gpulease.client.serve.decode.generation import Generation
+from gpulease.client.serve.decode.row_records import Rows
+from gpulease.client.serve.decode.serving_engine import ServingEngine
+from helpers.daemon import Daemon
+from helpers.decode.decoder_rig import (
+    PROMPTS,
+    TOKENS,
+    Outputs,
+    Recorder,
+    one_by_one,
+    opened,
+    play,
+    read,
+    submit,
+)
+
+Loss = Callable[[Daemon, Decoder], Awaitable[None]]
+
+
+async def revoke_lease(daemon: Daemon, decoder: Decoder) -> None:
+    daemon.revoke(decoder._serving.lease.lease_id)
+
+
+async def free_lease(_: Daemon, decoder: Decoder) -> None:
+    await decoder._serving.lease.free()
+
+
+async def kill_worker(daemon: Daemon, decoder: Decoder) -> None:
+    """End the process that has the context, as a fault of a kernel would."""
+    daemon.allowed_trouble.append("worker")
+    os.kill(daemon.worker_pid(decoder._serving.lease.lease_id), signal.SIGKILL)
+
+
+async def outputs_around(decoder: Decoder, event: Callable[[], Awaitable[None]], after: int = 4) -> Outputs:
+    """Everybody's outputs; the event happens behind so many tokens of the first."""
+    generations = {name: submit(decoder, name) for name in PROMPTS}
+    first, *others = generations.values()
+    reads = asyncio.gather(*map(read, others))
+    output = []
+    async for emitted in first:
+        output.append(emitted)
+        if len(output) == after:
+            await event()
+    outputs = dict(zip(PROMPTS, [output, *await reads], strict=True))
+    assert all(generation.reason is CompletionReason.MAX_TOKENS_REACHED for generation in generations.values())
+    return outputs
+
+
+@pytest.mark.parametrize("lose", [revoke_lease, free_lease, kill_worker])
+def test_everybody_goes_on_with_the_same_tokens_after_the_loss_of_the_engine(
+    daemon: Daemon, alone: Outputs, lose: Loss
+) -> None:
+    heard = Recorder()
+
+    async def scene(decoder: Decoder) -> None:
+        lost = decoder._serving
+        assert await outputs_around(decoder, lambda: lose(daemon, decoder)) == alone
+        assert decoder._serving.lease.lease_id != lost.lease.lease_id
+        assert await one_by_one(decoder) == alone
+
+    play(daemon, scene, heard)
+    (rebuilt,) = heard.rebuilt
+    assert (rebuilt.is_known, rebuilt.is_planned) == (True, False)
+    assert rebuilt.took_s > 0
+    assert heard.rebinds
+    assert all(report.is_engine_scoped for report in heard.rebinds)
+    assert len(heard.finished) == 2 * len(PROMPTS)
+
+
+def test_an_idle_decoder_notices_that_its_lease_is_lost_and_serves_the_next_request(
+    daemon: Daemon, alone: Outputs
+) -> None:
+    async def scene(decoder: Decoder) -> None:
+        await revoke_lease(daemon, decoder)
+        assert await read(submit(decoder, "a")) == alone["a"]
+
+    play(daemon, scene)
+
+
+def test_an_unknown_error_of_the_engine_is_taken_for_its_loss_and_said_to_be_unknown(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, start, calls = Recorder(), DecodeEngine.start, []
+
+    async def broken(engine: DecodeEngine, rows: Rows, pools: Any) -> int:
+        calls.append(engine)
+        if len(calls) == 7:
+            raise KeyError("a mistake of ours")
+        return await start(engine, rows, pools)
+
+    async def scene(decoder: Decoder) -> None:
+        assert await outputs_around(decoder, lambda: asyncio.sleep(0)) == alone
+        assert decoder.engine is not calls[0]
+
+    monkeypatch.setattr(DecodeEngine, "start", broken)
+    play(daemon, scene, heard)
+    assert [(report.is_known, report.cause) for report in heard.rebuilt] == [(False, "KeyError: 'a mistake of ours'")]
+
+
+# --- A request that ends engines. ---
+
+POISON = 666
+"""The seed of a request whose rows end the engine that computes them."""
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, position: int) -> list[int]:
+    """Let rows of poisoned requests from a position on end the engine. Returns the rows of the steps that did."""
+    start, fatal = DecodeEngine.start, []
+
+    async def poisoned(engine: DecodeEngine, rows: Rows, pools: Any) -> int:
+        if ((rows["seed"] == POISON) & (rows["position"] >= position)).any():
+            fatal.append(len(set(rows["table"].tolist())))
+            raise GpuSessionFailed("a kernel failed")
+        return await start(engine, rows, pools)
+
+    monkeypatch.setattr(DecodeEngine, "start", poisoned)
+    return fatal
+
+
+def submit_poison(decoder: Decoder, tenant: str) -> Generation:
+    return decoder.submit([1, 2, 3], max_tokens=12, tenant_id=tenant, sampling=SamplingParameters(seed=POISON))
+
+
+@pytest.mark.parametrize("position", [0, 8])
+def test_a_request_that_ends_an_engine_alone_is_given_up_and_everybody_else_goes_on(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch, position: int
+) -> None:
+    heard, fatal = Recorder(), poison(monkeypatch, position)
+
+    async def scene(decoder: Decoder) -> None:
+        generations = {name: submit(decoder, name) for name in PROMPTS if name != "a too"}
+        fatal_one = submit_poison(decoder, "a")
+        outputs = await asyncio.gather(*map(read, generations.values()))
+        assert dict(zip(generations, outputs, strict=True)) == {name: alone[name] for name in generations}
+        with pytest.raises(EngineDecodeFailed, match="alone"):
+            await read(fatal_one)
+        assert fatal_one.reason is CompletionReason.ENGINE_ERROR
+
+    play(daemon, scene, heard)
+    assert len(fatal) == len(heard.rebuilt) == 2
+    assert fatal[0] > 1
+    assert fatal[1] == 1
+    assert sorted(report.reason for report in heard.finished) == sorted(
+        [CompletionReason.ENGINE_ERROR] + [CompletionReason.MAX_TOKENS_REACHED] * (len(PROMPTS) - 1)
+    )
+
+
+@pytest.mark.exhaustive
+def test_each_of_several_requests_that_end_engines_is_given_up(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, 0)
+
+    async def scene(decoder: Decoder) -> None:
+        fatal = [submit_poison(decoder, tenant) for tenant in "abcd"]
+        assert await read(submit(decoder, "a")) == alone["a"]
+        for generation in fatal:
+            with pytest.raises(EngineDecodeFailed):
+                await read(generation)
+
+    play(daemon, scene)
+
+
+# --- While there is no engine. ---
+
+
+class Gate:
+    """Lets the opening of engines wait, or fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_asked, self.may_open = asyncio.Event(), asyncio.Event()
+        self.errors: list[Exception] = []
+        self._open = ServingEngine.open
+        monkeypatch.setattr(ServingEngine, "open", self.open)
+
+    async def open(self, *arguments: Any) -> ServingEngine:
+        """Stand in for `ServingEngine.open`."""
+        self.is_asked.set()
+        if self.errors:
+            raise self.errors.pop()
+        await self.may_open.wait()
+        return await self._open(*arguments)
+
+
+async def lose(daemon: Daemon, decoder: Decoder, gate: Gate) -> dict[str, Generation]:
+    """Requests whose engine is lost as they run; the next one waits at the gate."""
+    generations = {name: submit(decoder, name) for name in PROMPTS}
+    await anext(generations["a"])
+    await revoke_lease(daemon, decoder)
+    await gate.is_asked.wait()
+    return generations
+
+
+def test_requests_are_taken_and_cancelled_while_there_is_no_engine(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(decoder: Decoder) -> None:
+        gate = Gate(monkeypatch)
+        generations = await lose(daemon, decoder, gate)
+        generations["b"].cancel()
+        late = decoder.submit([1], max_tokens=1, tenant_id="c")
+        assert generations["b"].reason is CompletionReason.CANCELLED
+        gate.may_open.set()
+        assert await read(generations["c"]) == alone["c"]
+        assert await read(generations["a"]) == alone["a"][1:]
+        assert len(await read(late)) == 1
+
+    play(daemon, scene)
+
+
+def test_an_engine_is_asked_for_again_while_the_daemon_is_away_or_has_no_room(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_losses, "FIRST_PAUSE_S", 0.001)
+
+    async def scene(decoder: Decoder) -> None:
+        gate = Gate(monkeypatch)
+        gate.may_open.set()
+        gate.errors = [Disconnected("it is away"), CapacityExceeded("it is full")]
+        generations = await lose(daemon, decoder, gate)
+        assert await read(generations["b"]) == alone["b"]
+        assert not gate.errors
+
+    play(daemon, scene)
+
+
+@pytest.mark.parametrize("error", [Denied("not you"), Disconnected("it is away"), OSError("the file is gone")])
+def test_every_request_ends_if_no_engine_can_be_had(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """At once if asking again can't help, otherwise when it took too long."""
+    heard = Recorder()
+    monkeypatch.setattr(engine_losses, "GIVE_UP_S", 0.0)
+
+    async def scene(decoder: Decoder) -> None:
+        gate = Gate(monkeypatch)
+        gate.errors = [error]
+        generations = await lose(daemon, decoder, gate)
+        for generation in generations.values():
+            with pytest.raises(EngineDecodeFailed, match=str(error)):
+                await read(generation)
+        with pytest.raises(EngineDecodeFailed):
+            submit(decoder, "a")
+        with pytest.raises(EngineDecodeFailed):
+            await decoder.move()
+
+    play(daemon, scene, heard)
+    assert [report.reason for report in heard.finished] == [CompletionReason.ENGINE_ERROR] * len(PROMPTS)
+
+
+def test_engines_that_are_lost_again_and_again_are_given_up(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here nobody is to blame: no request has a row in any step."""
+    heard = Recorder()
+
+    async def scene(decoder: Decoder) -> None:
+        def broken(_: float) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(decoder.scheduler, "plan", broken)
+        with pytest.raises(EngineDecodeFailed):
+            await read(submit(decoder, "a"))
+
+    play(daemon, scene, heard)
+    assert len(heard.rebuilt) == engine_losses.MAX_LOSSES_IN_A_ROW
+    assert not any(report.is_known for report in heard.rebuilt)
+
+
+def test_leaving_the_block_while_there_is_no_engine_leaves_nothing(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def part() -> None:
+        async with opened(daemon) as decoder:
+            generations = await lose(daemon, decoder, Gate(monkeypatch))
+        with pytest.raises(NoModelLoaded):
+            await read(generations["b"])
+
+    asyncio.run(part())
+
+
+# --- Moves. ---
+
+
+def test_the_load_moves_to_another_lease_and_nobody_notices(daemon: Daemon, alone: Outputs) -> None:
+    heard = Recorder()
+
+    async def scene(decoder: Decoder) -> None:
+        old = decoder._serving
+        assert await outputs_around(decoder, decoder.move) == alone
+        assert decoder._serving is not old
+        assert not old.lease.is_alive
+        assert len([lease for lease in daemon.leases() if not lease.get("parent")]) == 1
+
+    play(daemon, scene, heard)
+    assert [(report.is_known, report.is_planned) for report in heard.rebuilt] == [(True, True)]
+    assert {report.reason for report in heard.rebinds} == {CompletionReason.PREEMPTED}
+    assert all(len(report.emitted) == TOKENS for report in heard.finished)
+
+
+@pytest.mark.exhaustive
+def test_the_load_moves_to_another_daemon_and_stays_there(daemon: Daemon, alone: Outputs) -> None:
+    other = Daemon()
+    try:
+        other.wait_until_it_answers()
+
+        async def scene(decoder: Decoder) -> None:
+            assert await outputs_around(decoder, lambda: decoder.move(other.address)) == alone
+            assert daemon.leases() == []
+            # The next loss is met where the load is now.
+            assert await outputs_around(decoder, lambda: revoke_lease(other, decoder)) == alone
+            assert decoder._serving.lease.address == other.address
+
+        play(daemon, scene)
+    finally:
+        other.stop()
+
+
+def test_a_move_that_finds_no_room_changes_nothing(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(decoder: Decoder) -> None:
+        gate, old = Gate(monkeypatch), decoder._serving
+        gate.errors = [CapacityExceeded("it is full")]
+
+        async def fail_to_move() -> None:
+            with pytest.raises(CapacityExceeded):
+                await decoder.move()
+
+        assert await outputs_around(decoder, fail_to_move) == alone
+        assert decoder._serving is old
+
+    play(daemon, scene)
+
+
+def test_an_engine_that_is_lost_while_the_load_is_about_to_move_is_replaced_by_the_new_one(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Recorder()
+
+    async def scene(decoder: Decoder) -> None:
+        gate = Gate(monkeypatch)
+        move = asyncio.create_task(decoder.move())
+        generations = await lose(daemon, decoder, gate)
+        gate.may_open.set()
+        await move
+        assert await read(generations["b"]) == alone["b"]
+
+    play(daemon, scene, heard)
+    assert [report.is_planned for report in heard.rebuilt] == [False]
+
+
+def test_leaving_the_block_while_the_load_is_about_to_move_leaves_nothing(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def part() -> None:
+        async with opened(daemon) as decoder:
+            gate = Gate(monkeypatch)
+            move = asyncio.create_task(decoder.move())
+            await gate.is_asked.wait()
+            gate.may_open.set()
+        with pytest.raises(NoModelLoaded):
+            await move
+
+    asyncio.run(part())

@@ -1,0 +1,95 @@
+"""A decoder of four tenants on a daemon, their prompts, and an observer that keeps what it hears."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
+from gpulease.client.serve.decode.decode_reports import (
+    DecoderObserver,
+    EngineRebuilt,
+    FinishedRequest,
+    ForwardRevoked,
+    RebindReport,
+    StepReport,
+)
+from gpulease.client.serve.decode.decode_requests import SamplingParameters, TenantConfig
+from gpulease.client.serve.decode.decoder import Decoder, DecoderSettings
+from gpulease.client.serve.decode.generation import Emitted, Generation
+from helpers.daemon import Daemon
+from helpers.decode.random_models import TINY
+
+SETTINGS = DecoderSettings(max_rows=16, prefill_rows=8, max_sequences=8)
+PROMPTS = {"a": range(5), "b": range(100, 120), "c": range(300, 309), "d": range(40, 73), "a too": range(7, 24)}
+"""By the name of a request, whose first letter is its tenant."""
+
+TENANTS = [TenantConfig(name, 2, 12) for name in "abcd"]
+TOKENS = 20
+HOT = SamplingParameters(temperature=0.8, seed=3)
+Outputs = dict[str, list[Emitted]]
+
+
+@asynccontextmanager
+async def opened(daemon: Daemon, *observers: DecoderObserver) -> AsyncIterator[Decoder]:
+    """A decoder of four tenants; afterwards no task of it is left."""
+    before = asyncio.all_tasks()
+    model, address = RandomCheckpoint(TINY, 1), daemon.address
+    async with Decoder.open(model, TENANTS, SETTINGS, address=address, observers=observers) as decoder:
+        yield decoder
+    assert asyncio.all_tasks() == before
+
+
+def play(daemon: Daemon, scene: Callable[[Decoder], Coroutine[Any, Any, None]], *observers: DecoderObserver) -> None:
+    """Play a scene with a decoder of its own."""
+
+    async def part() -> None:
+        async with opened(daemon, *observers) as decoder:
+            await scene(decoder)
+
+    asyncio.run(part())
+
+
+def submit(decoder: Decoder, name: str, max_tokens: int = TOKENS) -> Generation:
+    return decoder.submit(list(PROMPTS[name]), max_tokens=max_tokens, tenant_id=name[0], sampling=HOT)
+
+
+async def read(generation: Generation) -> list[Emitted]:
+    return [emitted async for emitted in generation]
+
+
+async def together(decoder: Decoder) -> Outputs:
+    """Every tenant's output, computed beside the others'."""
+    generations = [submit(decoder, name) for name in PROMPTS]
+    return dict(zip(PROMPTS, await asyncio.gather(*map(read, generations)), strict=True))
+
+
+async def one_by_one(decoder: Decoder) -> Outputs:
+    """Every tenant's output, computed with nobody beside it."""
+    return {name: await read(submit(decoder, name)) for name in PROMPTS}
+
+
+class Recorder(DecoderObserver):
+    """An observer that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepReport] = []
+        self.revoked: list[ForwardRevoked] = []
+        self.rebinds: list[RebindReport] = []
+        self.finished: list[FinishedRequest] = []
+        self.rebuilt: list[EngineRebuilt] = []
+
+    def on_step(self, report: StepReport) -> None:
+        self.steps.append(report)
+
+    def on_forward_revoked(self, report: ForwardRevoked) -> None:
+        self.revoked.append(report)
+
+    def on_rebind(self, report: RebindReport) -> None:
+        self.rebinds.append(report)
+
+    def on_finished(self, report: FinishedRequest) -> None:
+        self.finished.append(report)
+
+    def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
+        self.rebuilt.append(report)
