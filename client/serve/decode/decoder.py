@@ -466,7 +466,7 @@ class Decoder:
         now = time.monotonic()
         is_fault = engine_losses.is_fault(error)
         log = LOG.warning if engine_losses.is_known(error) else LOG.exception
-        log("the decoder's engine is lost, another is opened: %s: %s", type(error).__name__, error)
+        log("the decoder's engine is lost, another is opened: %s: %s", type(error).__name__, str(error))
         under_way = self._callers_under_way()
         self._pending.clear()
         self._refusal = self._told_loss = self._starting = None

@@ -14,19 +14,8 @@ from gpulease.client.serve.decode.engine import BlockPool
 from gpulease.client.serve.decode.generation import Emitted, Generation
 from gpulease.client.serve.decode.tenant_regions import TenantRegions
 from helpers.daemon import Daemon
-from helpers.decode.decoder_rig import PROMPTS, SETTINGS, TENANTS, Outputs, opened, play, read, submit
+from helpers.decode.decoder_rig import PROMPTS, SETTINGS, TENANTS, Outputs, play, read, submit
 from helpers.decode.random_models import TINY
-
-
-@pytest.fixture(scope="module")
-def alone(shared_daemon: Daemon) -> Outputs:
-    """Every tenant's output, computed with nobody beside it."""
-
-    async def part() -> Outputs:
-        async with opened(shared_daemon) as decoder:
-            return {name: await read(submit(decoder, name)) for name in PROMPTS}
-
-    return asyncio.run(part())
 
 
 async def begin(decoder: Decoder, tokens: int = 3) -> tuple[dict[str, Generation], Outputs]:
