@@ -10,6 +10,7 @@ replays the prompts and what was emitted: their next tokens are those that would
 
 import asyncio
 import time
+import traceback
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -287,7 +288,7 @@ class Decoder:
                     self._lose_engine(error)
                 self.moves.step_answered()
         except Exception as error:
-            LOG.exception("the decoder failed")
+            LOG.error("the decoder failed: %s", _told(error))
             self._fail(_lost(error))
 
     async def _go_on(self) -> None:
@@ -456,7 +457,7 @@ class Decoder:
         if serving is not self._serving or self._loss is not None:
             return
         if isinstance(error, Drained) and serving.lease.is_alive:
-            LOG.warning("the decoder's node is drained; `move` takes its load to another: %s", error)
+            LOG.warning("the decoder's node is drained; `move` takes its load to another: %s", _told(error))
             return
         self._told_loss = error
         self._wake.set()
@@ -465,8 +466,8 @@ class Decoder:
         """Take the engine as gone: all sequences end, and wait for another engine."""
         now = time.monotonic()
         is_fault = engine_losses.is_fault(error)
-        log = LOG.warning if engine_losses.is_known(error) else LOG.exception
-        log("the decoder's engine is lost, another is opened: %s: %s", type(error).__name__, str(error))
+        log = LOG.warning if engine_losses.is_known(error) else LOG.error
+        log("the decoder's engine is lost, another is opened: %s", _told(error))
         under_way = self._callers_under_way()
         self._pending.clear()
         self._refusal = self._told_loss = self._starting = None
@@ -508,7 +509,7 @@ class Decoder:
             except GpuLeaseError as error:
                 self._fail(_lost(error))
             except Exception as error:
-                LOG.exception("no engine can be opened")
+                LOG.error("no engine can be opened: %s", _told(error))
                 self._fail(_lost(error))
 
     async def _next_engine(self, loss: "_Loss") -> ServingEngine:
@@ -522,7 +523,7 @@ class Decoder:
                 pause_s = engine_losses.pause_s(attempt)
                 if time.monotonic() + pause_s > loss.at + engine_losses.GIVE_UP_S:
                     raise
-                LOG.warning("no engine yet, the next try is in %.1f s: %s", pause_s, error)
+                LOG.warning("no engine yet, the next try is in %.1f s: %s", pause_s, _told(error))
                 await asyncio.sleep(pause_s)
         raise AssertionError("unreachable")
 
@@ -649,6 +650,13 @@ _REASONS: Final[dict[type[BaseException], CompletionReason]] = {
     RegionExpired: CompletionReason.EXPIRED,
     RegionCancelled: CompletionReason.CANCELLED,
 }
+
+
+def _told(error: Exception) -> str:
+    """An error for the log, as a text: a record that keeps the error would keep the lost engine with it."""
+    if isinstance(error, GpuLeaseError):
+        return f"{type(error).__name__}: {error}"
+    return "".join(traceback.format_exception(error))
 
 
 def _lost(error: Exception) -> EngineDecodeFailed:

@@ -600,6 +600,39 @@ def test_a_tenant_without_a_region_yet_waits_for_its_first(scheduler: Continuous
     assert [sequence.request.request_id for sequence in scheduler.plan(0.0).sequences] == ["r"]
 
 
+def test_replays_wait_as_long_as_an_engine_may_be_away(scheduler: ContinuousBatchScheduler) -> None:
+    """The replay of a loss before it, too; not so a request that waits for its first admission."""
+    for name in ("r1", "r2"):
+        scheduler.submit(prompt_request("a", name, 3, 20), 0.0)
+    scheduler.submit(prompt_request("a", "late", 3, 20, wait_s=9.0), 0.0)
+    scheduler.revoked("a", CompletionReason.REVOKED, 0.0)
+    scheduler.submit(prompt_request("b", "r3", 3, 20), 0.0)
+    events = scheduler.engine_lost(1.0, CompletionReason.PREEMPTED, wait_s=60.0)
+    assert ends(events) == [("r3", "Preempted")]
+    assert ends(scheduler.plan(60.9).events) == [("late", "DeadlineExceeded")]
+    for tenant in ("a", "b"):
+        scheduler.rebound(tenant, 4, 60.9)
+    scheduler.plan(60.9)
+    assert [*scheduler.tenants["a"].live, *scheduler.tenants["b"].live] == ["r1.1", "r2.1", "r3.1"]
+
+
+def test_an_isolated_request_is_admitted_alone_and_before_its_tenant_s_others(
+    scheduler: ContinuousBatchScheduler,
+) -> None:
+    for tenant, name in [("a", "r1"), ("a", "r2"), ("b", "r3")]:
+        scheduler.submit(prompt_request(tenant, name, 3, 20), 0.0)
+    scheduler.step(results, 0.0)
+    scheduler.engine_lost(0.0)
+    for tenant in ("a", "b"):
+        scheduler.rebound(tenant, 4, 0.0)
+    scheduler.isolate("r2")
+    assert scheduler.submit(prompt_request("b", "late", 3, 20, wait_s=9.0), 0.0) == []
+    assert {sequence.request.request_id for sequence in scheduler.plan(0.0).sequences} == {"r2.1"}
+    scheduler.isolate(None)
+    scheduler.plan(0.0)
+    assert scheduler.live_sequences == 4
+
+
 # --- held tenants ---
 
 
