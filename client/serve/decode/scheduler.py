@@ -196,8 +196,8 @@ class ContinuousBatchScheduler:
         self._enqueue(tenant, request, now + request.wait_s)
         self._has_room = True
         events = self._admit()
-        if request.request_id in self._live:
-            return events
+        if request.request_id not in self._waiting:
+            return events  # It was admitted, and perhaps made room for another at once.
         is_queue_full = len(tenant.waiting) > tenant.config.max_waiting
         if request.wait_s and not is_queue_full:
             self._next_deadline = min(self._next_deadline, now + request.wait_s)
@@ -228,6 +228,8 @@ class ContinuousBatchScheduler:
         if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
             raise ValueError(f"step {self._unanswered[0].number} is to be answered first")
         events = self._expire(now) if now >= self._next_deadline else []
+        # Emitted tokens change whose turn it is, and so who may preempt.
+        self._has_room |= self.settings.preempts
         events += self._admit()
         if self._has_ended:
             self._has_ended = False

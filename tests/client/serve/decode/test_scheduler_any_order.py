@@ -188,7 +188,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert isinstance(events[0], SchedulerEvent.AdmissionRejected)
             assert events[0].reason is AdmissionReason.TOO_LARGE
         elif could_wait and state.region_blocks:
-            assert request not in [event.request for event in events]
+            own = [event for event in events if event.request == request]
+            assert all(isinstance(event, SchedulerEvent.Completed) and event.continued_by for event in own)
 
     @rule(data=st.data())
     def cancel_or_hold(self, data: st.DataObject) -> None:
