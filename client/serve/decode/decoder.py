@@ -44,6 +44,7 @@ from gpulease.client.serve.decode.row_records import ROW, Rows
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.serve.decode.serving_engine import EngineSpec, ServingEngine
 from gpulease.client.serve.decode.step_plan import StepPlan
+from gpulease.client.serve.decode.tenant_moves import TenantMoves
 from gpulease.client.serve.decode.tenant_regions import TenantRegions
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ REGION_GRANULE_BYTES: Final = 2 << 20
 
 MAX_POSITIONS: Final = 4096
 """Positions of a sequence where the caller does not say: of a model's 131,072, blocks for few would fill a card."""
+
+MIN_REGION_LIFE_S: Final = 0.1
+"""Shortest life of a region: in less, moves would take the time of steps."""
 
 DEFAULT_TENANT: Final = "default"
 
@@ -79,6 +83,9 @@ class DecoderSettings:
         packed: Whether quantised weights stay packed.
         rebinds_at_once: How often a tenant's region may be opened anew at once; each time, its replays take rows.
         rebind_interval_s: Seconds after which it may be opened one more time.
+        preempts: Whether tenants of a higher weight get the room of those of a lower one (SchedulerSettings).
+        region_life_s: Seconds of a tenant's region, for operators who let no grant get older: the tenant's sequences
+            move into a fresh one before. The lease has room for one region more. None: regions are renewed.
     """
 
     max_rows: int = 64
@@ -88,6 +95,12 @@ class DecoderSettings:
     packed: bool = True
     rebinds_at_once: int = 3
     rebind_interval_s: float = 10.0
+    preempts: bool = False
+    region_life_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.region_life_s is not None and not self.region_life_s >= MIN_REGION_LIFE_S:
+            raise ValueError(f"region_life_s is {self.region_life_s}; give {MIN_REGION_LIFE_S:g} or more, or None")
 
 
 class Decoder:
@@ -97,6 +110,7 @@ class Decoder:
         scheduler: Who decides; only the decoder tells it anything.
         steps: Steps that were computed.
         rebinds: Regions that were opened in the place of others that had ended.
+        moves: The moves of tenants' sequences from region to region.
     """
 
     def __init__(
@@ -130,6 +144,7 @@ class Decoder:
         self._adopted: asyncio.Future[None] | None = None
         self._changing = asyncio.Lock()
         self._tasks = BackgroundTasks()
+        self.moves = TenantMoves(self)
 
     @classmethod
     @asynccontextmanager
@@ -163,6 +178,7 @@ class Decoder:
         decoder = cls(spec, scheduler, address, observers)
         decoder._serving = await ServingEngine.open(spec, decoder, address, progress)
         task = asyncio.create_task(decoder._run())
+        decoder._tasks.start(decoder.moves.watch())
         try:
             yield decoder
         except BaseException:
@@ -270,6 +286,7 @@ class Decoder:
                     await self._go_on()
                 except Exception as error:
                     self._lose_engine(error)
+                self.moves.step_answered()
         except Exception as error:
             LOG.error("the decoder failed: %s", _told(error))
             self._fail(_lost(error))
@@ -373,9 +390,58 @@ class Decoder:
         tenant_id = self.regions.tenant_of(error.lease_id)
         if tenant_id is None:
             raise error
+        self.region_lost(tenant_id, error)
+
+    def region_lost(self, tenant_id: str, error: BaseException) -> None:
+        """Have a tenant's sequences replayed in another region; its moves call this, too."""
         reason = _REASONS.get(type(error), CompletionReason.REVOKED)
         self._ledger.tell(self.scheduler.revoked(tenant_id, reason, time.monotonic()))
         self.regions.replace(tenant_id)
+        self.wake()
+
+    # --- regions that sequences leave ---
+
+    async def suspend(self, tenant_id: str) -> None:
+        """Copy a tenant's keys and values to the host's memory and close its region: its bytes are free for others.
+
+        Its requests wait until `resume`, as long as they may. Other tenants go on. If the engine is lost meanwhile,
+        the tenant's sequences are replayed behind `resume`, in a region of the next engine.
+
+        Raises RequestRejected if it is suspended or has no region now, RegionFailed if that ends before it is copied:
+        its sequences are replayed then.
+        """
+        await self.moves.suspend(tenant_id)
+
+    async def resume(self, tenant_id: str) -> None:
+        """Open a region for a suspended tenant, and go on with the very same tokens.
+
+        Raises RequestRejected if it is not suspended, CapacityExceeded while the lease has no room: try again then.
+        """
+        await self.moves.resume(tenant_id)
+
+    async def move_tenant(self, tenant_id: str) -> None:
+        """Move a tenant's sequences into a new region, whose time begins now, and end the old one.
+
+        Raises RequestRejected if it is suspended or has no region now, RegionFailed if that ends before it is copied:
+        its sequences are replayed then.
+        """
+        await self.moves.move(tenant_id)
+
+    def check_alive(self) -> None:
+        """Raise what ended the decoder, if it ended; its moves call this."""
+        if self._failure is not None:
+            raise self._failure
+
+    def moved(self, tenant_id: str, pool: BlockPool) -> None:
+        """Compute the tenant's sequences in this pool from now on; its moves call this."""
+        for sequence in self.scheduler.tenants[tenant_id].live.values():
+            constants = self._constants[sequence.table]
+            constants["base"], constants["blocks"] = pool.region.address, pool.blocks
+            self._ledger.admitted(sequence, pool.region.lease_id)
+
+    def wake(self) -> None:
+        """Look for what there is to compute; its moves call this."""
+        self._wake.set()
 
     def region_opened(self, serving: ServingEngine, tenant: TenantConfig, pool: BlockPool) -> None:
         """Take a region in the place of one that ended; the engine's regions call this."""
@@ -569,6 +635,7 @@ class Decoder:
         """End every generation: the engine is lost for good, or closed."""
         self._failure = error
         self._ledger.end_all(error)
+        self.moves.step_answered()
         if self._adopted is not None and not self._adopted.done():
             self._adopted.set_exception(error)
         self._wake.set()
@@ -590,7 +657,10 @@ class _Loss:
     at: float
 
 
-_REASONS: Final = {RegionExpired: CompletionReason.EXPIRED, RegionCancelled: CompletionReason.CANCELLED}
+_REASONS: Final[dict[type[BaseException], CompletionReason]] = {
+    RegionExpired: CompletionReason.EXPIRED,
+    RegionCancelled: CompletionReason.CANCELLED,
+}
 
 
 def _told(error: Exception) -> str:
@@ -611,10 +681,12 @@ def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], sett
     positions = settings.positions or min(config.context, MAX_POSITIONS)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
     tenants = tenants or (_only_tenant(limits),)
-    pools = (_region_bytes(tenant.max_blocks * block_bytes(config)) for tenant in tenants)
+    pools = [_region_bytes(tenant.max_blocks * block_bytes(config)) for tenant in tenants]
+    if settings.region_life_s is not None:
+        pools.append(max(pools))  # A tenant has two of them for as long as its sequences move.
     wanted = size_bytes(checkpoint, packed=settings.packed, positions=positions)
     wanted += sum(buffer_sizes(config, limits).values()) + sum(pools) + SPARE_BYTES
-    return EngineSpec(checkpoint, limits, settings.packed, wanted, tenants)
+    return EngineSpec(checkpoint, limits, settings.packed, wanted, tenants, settings.region_life_s)
 
 
 def _only_tenant(limits: StepLimits) -> TenantConfig:
@@ -634,6 +706,7 @@ def _scheduler_settings(settings: DecoderSettings, config: ModelConfig, position
         context=positions,
         vocabulary=config.vocabulary,
         end_tokens=frozenset(config.end_tokens),
+        preempts=settings.preempts,
         rebinds_at_once=settings.rebinds_at_once,
         rebind_interval_s=settings.rebind_interval_s,
     )

@@ -6,7 +6,7 @@ does not know yet takes it from the step before, on the card.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -18,7 +18,7 @@ from gpulease.client.aio.graphs import Graph
 from gpulease.client.aio.streams import Stream
 from gpulease.client.errors import RegionFailed
 from gpulease.client.serve.decode.checkpoint import Checkpoint, load_weights
-from gpulease.client.serve.decode.decode_errors import NoModelLoaded, RequestRejected
+from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
 from gpulease.client.serve.decode.forward_pass import ForwardPass, StepLimits, block_bytes, buckets_of, parts_of
 from gpulease.client.serve.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
 
@@ -27,6 +27,12 @@ MAX_STEPS: Final = 2
 
 MAX_REGION_SETS: Final = 256
 """Compositions of tenants whose region sets are kept; a worker has room for more, and older ones are made anew."""
+
+COPY_BYTES: Final = 8 << 20
+"""Bytes of blocks that are copied at once: the next step waits for one such copy at most, 0.2 ms on a card's bus."""
+
+MAX_COPY_TRIES: Final = 100
+"""Tries to copy blocks. Each fails only if a region ended meanwhile; more would be regions that end without a pause."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +78,7 @@ class DecodeEngine:
         self._steps: deque[_Step] = deque()
         self._next = 1
         self._refused: RegionFailed | None = None
+        self._refusals = 0
 
     @classmethod
     async def open(
@@ -133,6 +140,11 @@ class DecodeEngine:
 
     # --- the tenants' blocks ---
 
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the engine's lease ends, by this machine's monotonic clock."""
+        return self._lease.remaining_s
+
     async def open_pool(self, blocks: int, *, tenant: str | None = None, ttl_secs: float | None = None) -> BlockPool:
         """Open a region of so many blocks of keys and values, of 16 positions each.
 
@@ -146,7 +158,72 @@ class DecodeEngine:
         """End a pool's region and let go of its addresses. No step under way may name it."""
         for pools in [pools for pools in self._sets if pool in pools]:
             del self._sets[pools]
-        await pool.region.close()
+        for _ in range(MAX_COPY_TRIES):
+            try:
+                await pool.region.close()
+            except RegionFailed as error:
+                # A step's refusal, which the step hears of in its turn; the region is not closed yet.
+                if not self._keep(error):
+                    raise
+            else:
+                return
+
+    async def save_pool(self, pool: BlockPool, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Copy blocks of a pool to the host's memory. Returns them as [blocks, bytes of a block].
+
+        Steps that name other pools go on meanwhile; none that names this one may be under way. Raises RegionFailed if
+        the pool ended, RequestRejected for a block that it has not, EngineDecodeFailed if other pools end again and
+        again meanwhile, and what a session's end raises.
+        """
+        kept = np.empty((len(blocks), block_bytes(self.forward.weights.config)), np.uint8)
+        session = self.session
+
+        async def read(offset: int, rows: NDArray[np.uint8]) -> None:
+            await session.mem_read(pool.region, offset, rows.nbytes, into=rows)
+
+        await self._copy(pool, blocks, kept, read)
+        return kept
+
+    async def load_pool(self, pool: BlockPool, blocks: Sequence[int], kept: NDArray[np.uint8]) -> None:
+        """Copy what `save_pool` returned into blocks of a pool. Raises what it raises."""
+        expected = len(blocks), block_bytes(self.forward.weights.config)
+        if kept.shape != expected or kept.dtype != np.uint8 or not kept.flags.c_contiguous:
+            raise RequestRejected(f"Blocks are {kept.dtype} {kept.shape}, not uint8 {expected}", "Give saved blocks")
+        session = self.session
+
+        async def write(offset: int, rows: NDArray[np.uint8]) -> None:
+            await session.mem_write(pool.region, offset, rows)
+
+        await self._copy(pool, blocks, kept, write)
+
+    async def _copy(
+        self,
+        pool: BlockPool,
+        blocks: Sequence[int],
+        kept: NDArray[np.uint8],
+        copy: Callable[[int, NDArray[np.uint8]], Awaitable[None]],
+    ) -> None:
+        """Copy blocks, in runs of those that lie together.
+
+        The worker skips quiet requests from a step's refusal on until somebody is told of it. So if any refusal is
+        heard meanwhile, all is copied again.
+        """
+        if blocks and not 0 <= min(blocks) <= max(blocks) < pool.blocks:
+            raise RequestRejected(f"A block is not one of the pool's {pool.blocks}", "Give blocks from 0 on")
+        size_bytes = kept.shape[1]
+        for _ in range(MAX_COPY_TRIES):
+            refusals = self._refusals
+            try:
+                for first, last in _runs(blocks, max(1, COPY_BYTES // size_bytes)):
+                    await copy(blocks[first] * size_bytes, kept[first:last])
+                await self.session.default_stream.sync()
+            except RegionFailed as error:
+                if error.lease_id == pool.region.lease_id:
+                    raise
+                self._keep(error)
+            if refusals == self._refusals:
+                return
+        raise EngineDecodeFailed(f"Blocks could not be copied in {MAX_COPY_TRIES} tries: regions ended in each")
 
     # --- steps ---
 
@@ -178,14 +255,17 @@ class DecodeEngine:
         given[:count] = rows
         given["position"][count:bucket] = NOBODY
         given["source"][count:bucket] = NOBODY
+        # Under way from here on: a copy of blocks in another task may be told of its refusal.
+        self._steps.append(_Step(number, count))
         try:
             named = await self._region_set(frozenset(pools))
             await stream.wait_for(self._streams[1 - parity])
             await self._graphs[bucket, parity].launch(stream=stream, regions=named, position=number)
-        except RegionFailed as error:
-            self._keep(error)
+        except BaseException as error:
+            self._steps.pop()
+            if isinstance(error, RegionFailed):
+                self._keep(error)
             raise
-        self._steps.append(_Step(number, count))
         self._next += 1
         return number
 
@@ -221,10 +301,13 @@ class DecodeEngine:
             # The first wait hears of a refusal, whichever step's it is; what began before that one ends.
             await self._streams[parity].sync()
 
-    def _keep(self, error: RegionFailed) -> None:
-        """Remember the refusal of a step under way until its turn to finish."""
-        if any(step.number == error.position for step in self._steps):
+    def _keep(self, error: RegionFailed) -> bool:
+        """Remember the refusal of a step under way until its turn to finish. Returns whether it is one."""
+        self._refusals += 1
+        is_step_s = any(step.number == error.position for step in self._steps)
+        if is_step_s:
             self._refused = error
+        return is_step_s
 
     async def logits(self, rows: int) -> "NDArray[np.float32]":
         """Read the logits [rows, vocabulary] of the last step, which had so many rows; no step may be under way."""
@@ -256,3 +339,12 @@ class DecodeEngine:
                 del self._sets[next(iter(self._sets))]
             found = self._sets[pools] = await self.session.region_set(pool.region for pool in pools)
         return found
+
+
+def _runs(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Cut blocks into runs of up to `most` that lie together. Yields each one's first and last place, exclusive."""
+    first = 0
+    for place in range(1, len(blocks) + 1):
+        if place == len(blocks) or blocks[place] != blocks[place - 1] + 1 or place - first == most:
+            yield first, place
+            first = place

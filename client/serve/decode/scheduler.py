@@ -28,6 +28,10 @@ MAX_UNANSWERED_STEPS: Final = 2
 PREFILL_GRAIN: Final = PAGE
 """Rows of prompts that one tenant gets before the next one's turn."""
 
+MAX_PREEMPTIONS: Final = 2
+"""How often a request makes room for others at most: one more time, and a stream of heavier tenants' requests could
+keep it from its end for ever."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
@@ -44,6 +48,8 @@ class SchedulerSettings:
         replay_wait_s: Seconds for which a replay may wait for its region and its admission, at least.
         rebinds_at_once: How often a tenant's region may be rebuilt at once.
         rebind_interval_s: Seconds after which it may be rebuilt one more time.
+        preempts: Whether tenants of a higher weight get the tables of those of a lower one. Off, for what is preempted
+            is computed again; on where a heavier tenant's first token matters more than that.
     """
 
     max_sequences: int
@@ -56,6 +62,7 @@ class SchedulerSettings:
     replay_wait_s: float = 5.0
     rebinds_at_once: int = 3
     rebind_interval_s: float = 10.0
+    preempts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_rows", "context", "vocabulary", "rebinds_at_once"):
@@ -90,6 +97,11 @@ class ContinuousBatchScheduler:
     **Steps.** A step is a transaction: lengths move when it is answered as good. A sequence that turns out to have
     ended loses the row that ran ahead. Steps run one after another, so blocks and tables are free again at once: a row
     that ran ahead for nothing has written before whoever gets them.
+
+    **Preemption**, if the settings say so. Where the one whose turn it is finds no table, the youngest sequence of the
+    tenant with the least weight ends, if that weight is less than its own. A replay waits in its place: first in its
+    tenant's queue, without a deadline, and it is not charged again. Turns stay as they are, so the service bound holds.
+    Nobody starves: a request is preempted MAX_PREEMPTIONS times at most, and then keeps its table to its end.
 
     **Rebinds.** A revoked tenant's sequences end. Each is replayed by a request of its own, first in the tenant's
     queue, that waits for the new region.
@@ -136,8 +148,13 @@ class ContinuousBatchScheduler:
 
     @property
     def next_deadline(self) -> float | None:
-        """Return the time at which `plan` may have to end a waiting request; None if nothing waits."""
-        return self._next_deadline if self._waiting else None
+        """Return the time at which `plan` may have to end a waiting request; None if none has a deadline."""
+        return self._next_deadline if self._waiting and self._next_deadline < float("inf") else None
+
+    def is_under_way(self, tenant_id: str) -> bool:
+        """Return whether a step that is not answered has rows of the tenant; of a held one, no later step has any."""
+        tenant = self.tenants[tenant_id]
+        return any(tenant in step.tenants for step in self._unanswered)
 
     def rebind_delay_s(self, tenant_id: str, now: float) -> float:
         """Return the seconds until the tenant may get a region, 0 if it may now."""
@@ -178,15 +195,15 @@ class ContinuousBatchScheduler:
             return [limited]
         self._enqueue(tenant, request, now + request.wait_s)
         self._has_room = True
-        self._admit()
-        if request.request_id in self._live:
-            return []
+        events = self._admit()
+        if request.request_id not in self._waiting:
+            return events  # It was admitted, and perhaps made room for another at once.
         is_queue_full = len(tenant.waiting) > tenant.config.max_waiting
         if request.wait_s and not is_queue_full:
             self._next_deadline = min(self._next_deadline, now + request.wait_s)
-            return []
+            return events
         self._dequeue(tenant, self._waiting[request.request_id])
-        return [self._refusal(tenant, request, is_queue_full and request.wait_s > 0)]
+        return [*events, self._refusal(tenant, request, is_queue_full and request.wait_s > 0)]
 
     def cancel(self, request_id: str, reason: CompletionReason = CompletionReason.CANCELLED) -> list[AnyEvent]:
         """End a request for a reason of the harness's; an id that neither lives nor waits changes nothing.
@@ -211,7 +228,9 @@ class ContinuousBatchScheduler:
         if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
             raise ValueError(f"step {self._unanswered[0].number} is to be answered first")
         events = self._expire(now) if now >= self._next_deadline else []
-        self._admit()
+        # Emitted tokens change whose turn it is, and so who may preempt.
+        self._has_room |= self.settings.preempts
+        events += self._admit()
         if self._has_ended:
             self._has_ended = False
             self._decoding = [sequence for sequence in self._decoding if not sequence.is_ended]
@@ -402,14 +421,20 @@ class ContinuousBatchScheduler:
         detail = f"tenant {config.id}: {detail}; send it later, or let it wait"
         return SchedulerEvent.AdmissionRejected(request, reason, detail)
 
-    def _enqueue(self, tenant: TenantState, request: PromptRequest, deadline: float, is_first: bool = False) -> None:
+    def _enqueue(self, tenant: TenantState, request: PromptRequest, deadline: float) -> WaitingRequest:
         waiting = WaitingRequest(request, deadline, self._arrivals)
         self._arrivals += 1
         self._waiting[request.request_id] = waiting
-        if is_first:
-            tenant.waiting.appendleft(waiting)
-        else:
-            tenant.waiting.append(waiting)
+        tenant.waiting.append(waiting)
+        return waiting
+
+    def _enqueue_replay(self, replay: PromptRequest, deadline: float, preemptions: int) -> WaitingRequest:
+        """Enqueue a replay as its tenant's first."""
+        tenant = self.tenants[replay.tenant_id]
+        waiting = self._enqueue(tenant, replay, deadline)
+        waiting.preemptions = preemptions
+        tenant.waiting.rotate()
+        return waiting
 
     def _dequeue(self, tenant: TenantState, waiting: WaitingRequest) -> None:
         tenant.waiting.remove(waiting)
@@ -425,25 +450,46 @@ class ContinuousBatchScheduler:
         reason = CompletionReason.DEADLINE_EXCEEDED
         return [SchedulerEvent.Completed(waiting.request, reason) for waiting in late]
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[AnyEvent]:
         """Admit whom there is room for, by their counters. Runs only when something made room, or came."""
+        events: list[AnyEvent] = []
         while self._has_room:
             contenders = self._contenders()
-            if not contenders or not self._tables:
+            tenant = min(contenders, key=lambda tenant: (tenant.counter, tenant.waiting[0].number), default=None)
+            if tenant is not None and not self._tables:
+                events += self._preempt(tenant)
+            if tenant is None or not self._tables:
                 self._has_room = False
-                return
-            tenant = min(contenders, key=lambda tenant: (tenant.counter, tenant.waiting[0].number))
+                break
             self._virtual_counter = tenant.counter
             waiting = tenant.waiting.popleft()
             request = waiting.request
             del self._waiting[request.request_id]
             blocks = [tenant.free_blocks.pop() for _ in range(request.blocks)]
             sequence = LiveSequence(request, tenant, self._tables.pop(), blocks, self._admissions)
+            sequence.preemptions = waiting.preemptions
             self._admissions += 1
             self._live[request.request_id] = tenant.live[request.request_id] = sequence
-            tenant.counter += len(request.token_ids) * tenant.price
+            if not waiting.is_paid:
+                tenant.counter += len(request.token_ids) * tenant.price
             tenant.prefilling.append(sequence)
             self._enter_prefill(tenant)
+        return events
+
+    def _preempt(self, heavier: TenantState) -> list[AnyEvent]:
+        """End the youngest sequence of the lightest tenant for one of a higher weight, and enqueue its replay."""
+        weight = heavier.config.weight
+        victims = [
+            sequence
+            for sequence in self._live.values()
+            if sequence.tenant.config.weight < weight and sequence.preemptions < MAX_PREEMPTIONS
+        ]
+        if not self.settings.preempts or not victims:
+            return []
+        victim = min(victims, key=lambda sequence: (sequence.tenant.config.weight, -sequence.number))
+        replay = self._replay_of(victim, self._live.keys() | self._waiting.keys())
+        self._enqueue_replay(replay, float("inf"), victim.preemptions + 1).is_paid = True
+        return [self._finish(victim, CompletionReason.PREEMPTED, replay.request_id)]
 
     def _contenders(self) -> list[TenantState]:
         """Return the tenants whose first request their own limits let in; lift those that were not among them."""
@@ -589,7 +635,7 @@ class ContinuousBatchScheduler:
         tenant.unbind()
         least_s = max(wait_s, self.settings.replay_wait_s)
         events: list[AnyEvent] = []
-        replays = []
+        replays: list[tuple[PromptRequest, int]] = []
         taken = self._live.keys() | self._waiting.keys()
         for sequence in list(tenant.live.values()):
             replay = self._replay_of(sequence, taken)
@@ -599,10 +645,10 @@ class ContinuousBatchScheduler:
             if limited:
                 events.append(limited)
             else:
-                replays.append(replay)
-        for replay in reversed(replays):
+                replays.append((replay, sequence.preemptions))
+        for replay, preemptions in reversed(replays):
             deadline = now + max(replay.wait_s, least_s)
-            self._enqueue(tenant, replay, deadline, is_first=True)
+            self._enqueue_replay(replay, deadline, preemptions)
             self._next_deadline = min(self._next_deadline, deadline)
         return events
 

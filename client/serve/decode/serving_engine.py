@@ -31,6 +31,7 @@ class EngineSpec:
         packed: Whether quantised weights stay packed.
         size_bytes: Memory of the lease.
         tenants: Whose regions to open.
+        region_life_s: Seconds of a region; None: regions are renewed.
     """
 
     checkpoint: Checkpoint
@@ -38,6 +39,7 @@ class EngineSpec:
     packed: bool
     size_bytes: int
     tenants: tuple[TenantConfig, ...]
+    region_life_s: float | None = None
 
 
 class EngineUser(Protocol):
@@ -66,7 +68,14 @@ class ServingEngine:
         shares_clock: Whether the daemon is on this host, so that its monotonic times are those of here.
     """
 
-    def __init__(self, lease: GpuLease, engine: DecodeEngine, user: EngineUser, stack: AsyncExitStack) -> None:
+    def __init__(
+        self,
+        lease: GpuLease,
+        engine: DecodeEngine,
+        user: EngineUser,
+        stack: AsyncExitStack,
+        region_life_s: float | None = None,
+    ) -> None:
         """Use `open`."""
         self.lease, self.engine = lease, engine
         self.regions = TenantRegions(
@@ -74,6 +83,7 @@ class ServingEngine:
             user.scheduler,
             lambda tenant, pool: user.region_opened(self, tenant, pool),
             lambda error: user.engine_failed(self, error),
+            region_life_s,
         )
         self.shares_clock = lease.address.startswith("unix:")
         self._stack = stack
@@ -103,7 +113,7 @@ class ServingEngine:
             await stack.enter_async_context(lease.keep_alive(lose))
             engine = await DecodeEngine.open(lease, spec.checkpoint, spec.limits, packed=spec.packed, progress=progress)
             stack.push_async_callback(engine.close)
-            opened = cls(lease, engine, user, stack)
+            opened = cls(lease, engine, user, stack, spec.region_life_s)
             stack.push_async_callback(opened.regions.close)
             for tenant in spec.tenants:
                 await opened.regions.open(tenant)

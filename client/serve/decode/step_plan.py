@@ -25,6 +25,7 @@ class LiveSequence:
         filled: Positions of the prompt that answered steps have computed.
         next: The first position that no step has a row for yet.
         row: The row, in the last step that has one of this sequence, whose result is the token at `next`.
+        preemptions: How often it made room for others.
         is_ended: Whether the request ended; rows of it that are under way count for nothing.
     """
 
@@ -35,6 +36,7 @@ class LiveSequence:
         "last",
         "next",
         "number",
+        "preemptions",
         "prompt",
         "request",
         "row",
@@ -52,6 +54,7 @@ class LiveSequence:
         self.last = request.positions - 1
         self.filled = self.next = 0
         self.row = NOBODY
+        self.preemptions = 0
         self.is_ended = False
 
     @property

@@ -15,6 +15,9 @@ from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
 REGION_TTL_S: Final = 120.0
 """Seconds of a region; renewed in time for as long as it serves."""
 
+MOVE_BEFORE_S: Final = 5.0
+"""Seconds before a region's end at which its tenant moves on: renewals that work come long before."""
+
 REGION_RETRY_S: Final = 0.1
 """Seconds between two tries to open a region that the lease has no room for; its tenant's requests wait meanwhile."""
 
@@ -23,7 +26,9 @@ class TenantRegions:
     """The regions of one engine.
 
     Attributes:
-        pools: The tenants' blocks by the tenants' ids; a tenant whose region is being opened anew has none.
+        pools: The tenants' blocks by the tenants' ids; a tenant that is suspended, or whose region is being opened
+            anew, has none.
+        move_before_s: Seconds before a region's end at which its tenant is to move on.
     """
 
     def __init__(
@@ -32,6 +37,7 @@ class TenantRegions:
         scheduler: ContinuousBatchScheduler,
         on_opened: Callable[[TenantConfig, BlockPool], None],
         on_failure: Callable[[Exception], None],
+        life_s: float | None = None,
     ) -> None:
         """Serve a decoder, which calls `open` for each tenant.
 
@@ -40,10 +46,13 @@ class TenantRegions:
             scheduler: Asked for limits, and never told anything.
             on_opened: Called when a lost region has its successor.
             on_failure: Called when one can't be had, because the engine is lost.
+            life_s: Seconds of a region, which is not renewed then; None: it is, for as long as it serves.
         """
         self.pools: dict[str, BlockPool] = {}
         self._engine, self._scheduler = engine, scheduler
         self._on_opened, self._on_failure = on_opened, on_failure
+        self._life_s = life_s
+        self.move_before_s = min(MOVE_BEFORE_S, (life_s or REGION_TTL_S) / 4)
         self._renewals: dict[str, KeepAlive] = {}
         self._rebinding = BackgroundTasks()
 
@@ -52,10 +61,50 @@ class TenantRegions:
 
         Raises CapacityExceeded while the lease has no room, and what `GpuLease.region` raises.
         """
-        pool = await self._engine.open_pool(tenant.max_blocks, tenant=tenant.id, ttl_secs=REGION_TTL_S)
-        self.pools[tenant.id] = pool
-        self._renewals[tenant.id] = pool.region.keep_alive()
+        pool = await self.open_beside(tenant)
+        self._take(tenant.id, pool)
         return pool
+
+    async def open_beside(self, tenant: TenantConfig) -> BlockPool:
+        """Open another region for a tenant, for `exchange` or `let_go`. Raises what `open` raises."""
+        return await self._engine.open_pool(tenant.max_blocks, tenant=tenant.id, ttl_secs=self._life_s or REGION_TTL_S)
+
+    def exchange(self, tenant_id: str, pool: BlockPool) -> None:
+        """Give a tenant another region, and end the one that it had. No step under way may name that."""
+        old, renewal = self.pools[tenant_id], self._renewals.pop(tenant_id, None)
+        self._take(tenant_id, pool)
+        self._rebinding.start(self._end(old, renewal))
+
+    def let_go(self, pool: BlockPool) -> None:
+        """End a region that no tenant has."""
+        self._rebinding.start(self._end(pool, None))
+
+    async def release(self, tenant_id: str) -> None:
+        """End a tenant's region, and open no other. No step under way may name it."""
+        pool, renewal = self.pools.pop(tenant_id), self._renewals.pop(tenant_id, None)
+        await self._close(pool, renewal)
+
+    def ending(self) -> list[str]:
+        """Return the tenants whose regions are about to end, while their lease goes on."""
+        if self._engine.remaining_s <= self.move_before_s:
+            return []
+        return [name for name, pool in self.pools.items() if 0 < pool.region.remaining_s <= self.move_before_s]
+
+    def _take(self, tenant_id: str, pool: BlockPool) -> None:
+        self.pools[tenant_id] = pool
+        if self._life_s is None:
+            self._renewals[tenant_id] = pool.region.keep_alive()
+
+    async def _end(self, pool: BlockPool, renewal: KeepAlive | None) -> None:
+        try:
+            await self._close(pool, renewal)
+        except Exception as error:
+            self._on_failure(error)
+
+    async def _close(self, pool: BlockPool, renewal: KeepAlive | None) -> None:
+        if renewal is not None:
+            await renewal.stop()
+        await self._engine.close_pool(pool)
 
     def tenant_of(self, lease_id: int | None) -> str | None:
         """Return the tenant whose region has this id; None if no tenant's has."""
@@ -63,13 +112,13 @@ class TenantRegions:
 
     def replace(self, tenant_id: str) -> None:
         """Take a tenant's region as gone, and begin to open another: as soon as limiter and lease let it."""
-        self._rebinding.start(self._rebind(tenant_id, self.pools.pop(tenant_id)))
+        self._rebinding.start(self._rebind(tenant_id, self.pools.pop(tenant_id, None)))
 
-    async def _rebind(self, tenant_id: str, lost: BlockPool) -> None:
+    async def _rebind(self, tenant_id: str, lost: BlockPool | None) -> None:
         tenant = self._scheduler.tenants[tenant_id].config
         try:
-            await self._renewals.pop(tenant_id).stop()
-            await self._engine.close_pool(lost)
+            if lost is not None:
+                await self._close(lost, self._renewals.pop(tenant_id, None))
             delay_s = self._scheduler.rebind_delay_s(tenant_id, time.monotonic())
             while (pool := await self._opened(tenant, delay_s)) is None:
                 delay_s = REGION_RETRY_S

@@ -6,6 +6,7 @@ from typing import Final
 
 from gpulease.client.serve.decode.decode_errors import RebindLimited
 from gpulease.client.serve.decode.decode_requests import PromptRequest, TenantConfig
+from gpulease.client.serve.decode.row_records import PAGE
 from gpulease.client.serve.decode.step_plan import LiveSequence
 
 ROUNDING_S: Final = 1e-6
@@ -42,11 +43,15 @@ class WaitingRequest:
         request: The request.
         deadline: When it has waited long enough, in monotonic seconds.
         number: Its place in the order of arrivals.
+        preemptions: How often it made room for others.
+        is_paid: Whether its tenant was charged for its prompt at an earlier admission.
     """
 
     request: PromptRequest
     deadline: float
     number: int
+    preemptions: int = 0
+    is_paid: bool = False
 
 
 class TenantState:
@@ -94,6 +99,12 @@ class TenantState:
         """Lose the region."""
         self.region_blocks = 0
         self.free_blocks = []
+
+    @property
+    def written_blocks(self) -> list[int]:
+        """Return the blocks with keys and values of live sequences, while no step of it is under way."""
+        live = self.live.values()
+        return sorted(block for sequence in live for block in sequence.blocks[: -(-sequence.next // PAGE)])
 
     @property
     def prompt_rows(self) -> int:

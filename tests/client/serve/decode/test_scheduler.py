@@ -687,3 +687,66 @@ def test_a_prompt_that_failed_of_a_tenant_held_since_is_a_prompt_again(scheduler
     scheduler.failed(step, None, CompletionReason.ENGINE_ERROR, 0.0)
     scheduler.resume("a")
     assert rows_of(scheduler.plan(0.0)) == rows_of(step)
+
+
+def test_a_tenant_s_steps_are_under_way_until_they_are_answered(scheduler: ContinuousBatchScheduler) -> None:
+    scheduler.submit(prompt_request("a", "r", 3, 20), 0.0)
+    step = scheduler.plan(0.0)
+    scheduler.hold("a")
+    assert scheduler.is_under_way("a")
+    assert not scheduler.is_under_way("b")
+    scheduler.completed(step, results(step))
+    assert not scheduler.is_under_way("a")
+
+
+@pytest.mark.parametrize(("computed", "written"), [(0, 0), (16, 1), (17, 2)])
+def test_the_blocks_that_steps_wrote_are_those_of_a_sequence_s_positions(
+    scheduler: ContinuousBatchScheduler, computed: int, written: int
+) -> None:
+    scheduler.submit(prompt_request("a", "r", prompt=1, most=40), 0.0)
+    for _ in range(computed):
+        scheduler.step(results, 0.0)
+    tenant = scheduler.tenants["a"]
+    assert tenant.written_blocks == sorted(tenant.live["r"].blocks[:written])
+
+
+# --- Preemption. ---
+
+
+def crowded(weight: float, *, preempts: bool = True) -> ContinuousBatchScheduler:
+    """Two tables, both of them "a"'s, of weight 1; tenant "b" has another weight."""
+    tenants = TenantConfig("a", 2, 4), TenantConfig("b", 2, 4, weight=weight)
+    scheduler = ContinuousBatchScheduler(replace(LIMITS, max_sequences=2, preempts=preempts), tenants)
+    for name in ("old", "young"):
+        scheduler.submit(prompt_request("a", name, 3, 6), 0.0)
+        scheduler.step(results, 0.0)
+    return scheduler
+
+
+def test_the_lightest_tenant_s_youngest_sequence_makes_room_and_goes_on_later() -> None:
+    scheduler = crowded(weight=2)
+    [event] = scheduler.submit(prompt_request("b", "heavy", 3, 6), 0.0)
+    assert ends([event]) == [("young", "Preempted")]
+    assert isinstance(event, SchedulerEvent.Completed)
+    assert event.continued_by == "young.1"
+    assert set(scheduler.tenants["b"].live) == {"heavy"}
+    events = run_out(scheduler, now=1e6)
+    positions = [event.position for event in token_events(events) if event.request.request_id == "young.1"]
+    assert positions == [4, 5, 6, 7, 8]
+    assert ends(events)[-1] == ("young.1", "MaxTokensReached")
+
+
+def test_what_was_preempted_is_charged_once() -> None:
+    scheduler = crowded(weight=2)
+    scheduler.submit(prompt_request("b", "heavy", 3, 1), 0.0)
+    run_out(scheduler)
+    assert scheduler.tenants["a"].counter == 2 * (3 + 6)
+
+
+@pytest.mark.parametrize(("weight", "preempts"), [(1.0, True), (0.5, True), (2.0, False)])
+def test_nobody_makes_room_for_a_tenant_that_is_no_heavier_or_where_preemption_is_off(
+    weight: float, preempts: bool
+) -> None:
+    scheduler = crowded(weight, preempts=preempts)
+    assert ends(scheduler.submit(prompt_request("b", "r", 3, 6), 0.0)) == [("r", "PoolExhausted")]
+    assert set(scheduler.tenants["a"].live) == {"old", "young"}

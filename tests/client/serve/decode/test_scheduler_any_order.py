@@ -21,7 +21,7 @@ from gpulease.client.serve.decode.decode_requests import (
     SchedulerEvent,
     TenantConfig,
 )
-from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
+from gpulease.client.serve.decode.scheduler import MAX_PREEMPTIONS, ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.serve.decode.step_plan import StepPlan
 
 from .simulated_engine import END_TOKEN, VOCABULARY, SimulatedEngine, check_books, continuation, prompt_request
@@ -41,12 +41,7 @@ REQUESTS = st.tuples(
 )
 REPLAY_WAIT_S = 4.0
 AT_ONCE, INTERVAL_S = 2, 10.0
-LOSSES = [
-    CompletionReason.REVOKED,
-    CompletionReason.EXPIRED,
-    CompletionReason.PREEMPTED,
-    CompletionReason.ENGINE_ERROR,
-]
+LOSSES = [CompletionReason.REVOKED, CompletionReason.EXPIRED, CompletionReason.ENGINE_ERROR]
 
 
 @dataclass
@@ -58,6 +53,7 @@ class Known:
     deadline: float
     emitted: int = 0
     is_ended: bool = False
+    preemptions: int = 0
 
 
 @dataclass
@@ -77,8 +73,9 @@ class AnyOrder(RuleBasedStateMachine):
         rows=st.sampled_from([12, 5, 40, 3, 1]),
         prefill=st.sampled_from([4, 17, 1]),
         replays=st.sampled_from([True, True, False]),
+        preempts=st.booleans(),
     )
-    def begin(self, sequences: int, rows: int, prefill: int, replays: bool) -> None:
+    def begin(self, sequences: int, rows: int, prefill: int, replays: bool, preempts: bool) -> None:
         limits = SchedulerSettings(
             sequences,
             rows,
@@ -90,6 +87,7 @@ class AnyOrder(RuleBasedStateMachine):
             replay_wait_s=REPLAY_WAIT_S,
             rebinds_at_once=AT_ONCE,
             rebind_interval_s=INTERVAL_S,
+            preempts=preempts,
         )
         self.scheduler = ContinuousBatchScheduler(limits, CONFIGS)
         self.engine = SimulatedEngine()
@@ -132,7 +130,7 @@ class AnyOrder(RuleBasedStateMachine):
         if event.reason is CompletionReason.DEADLINE_EXCEEDED:
             assert known.emitted == 0
             assert known.deadline <= self.now
-        assert bool(event.continued_by) == (event.reason in LOSSES)
+        assert bool(event.continued_by) == (event.reason in [*LOSSES, CompletionReason.PREEMPTED])
         if event.continued_by:
             self.expect_replay(event, known)
 
@@ -161,7 +159,14 @@ class AnyOrder(RuleBasedStateMachine):
             len(emitted),
         )
         assert event.continued_by not in self.known
-        self.known[event.continued_by] = Known(replay, expected, self.now + max(REPLAY_WAIT_S, request.wait_s))
+        found = self.known[event.continued_by] = Known(replay, expected, self.now + max(REPLAY_WAIT_S, request.wait_s))
+        found.preemptions = known.preemptions
+        if event.reason is CompletionReason.PREEMPTED:
+            assert self.scheduler.settings.preempts
+            assert self.scheduler.tenants[request.tenant_id].config.weight < max(config.weight for config in CONFIGS)
+            found.preemptions += 1
+            found.deadline = float("inf")
+        assert found.preemptions <= MAX_PREEMPTIONS
 
     # --- requests ---
 
@@ -183,7 +188,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert isinstance(events[0], SchedulerEvent.AdmissionRejected)
             assert events[0].reason is AdmissionReason.TOO_LARGE
         elif could_wait and state.region_blocks:
-            assert events == []
+            own = [event for event in events if event.request == request]
+            assert all(isinstance(event, SchedulerEvent.Completed) and event.continued_by for event in own)
 
     @rule(data=st.data())
     def cancel_or_hold(self, data: st.DataObject) -> None:
@@ -229,11 +235,19 @@ class AnyOrder(RuleBasedStateMachine):
     def check_admission(self) -> None:
         """Nobody waits whom there is room for."""
         has_tables = self.scheduler.live_sequences < self.scheduler.settings.max_sequences
+        contenders = []
         for tenant in self.scheduler.tenants.values():
-            if tenant.waiting and has_tables:
+            if tenant.waiting:
                 request = tenant.waiting[0].request
                 has_blocks = len(tenant.free_blocks) >= request.blocks
-                assert not has_blocks or len(tenant.live) == tenant.config.max_concurrent
+                if has_blocks and len(tenant.live) < tenant.config.max_concurrent:
+                    contenders.append(tenant)
+        if contenders and self.scheduler.settings.preempts:
+            turn = min(contenders, key=lambda tenant: (tenant.counter, tenant.waiting[0].number))
+            lighter = [tenant for tenant in self.scheduler.tenants.values() if tenant.price > turn.price]
+            names = [name for tenant in lighter for name in tenant.live]
+            assert all(self.known[name].preemptions == MAX_PREEMPTIONS for name in names)
+        assert not (contenders and has_tables)
 
     def check_plan(self, step: StepPlan, lengths: dict[str, int]) -> None:
         """Every row is one that is due, and no row that could be there is missing."""
@@ -402,6 +416,9 @@ class AnyOrder(RuleBasedStateMachine):
             return
         for config in CONFIGS:
             self.resume(config.id)
+            if self.scheduler.settings.preempts:
+                # What was preempted waits without a deadline, so its region has to come.
+                self.now += self.scheduler.rebind_delay_s(config.id, self.now)
             self.rebind(config.id, 0)
         while self.under_way and self.under_way[0].results is not None:
             self.complete()
@@ -410,7 +427,8 @@ class AnyOrder(RuleBasedStateMachine):
             self.under_way = []
         queued = [waiting for tenant in self.scheduler.tenants.values() for waiting in tenant.waiting]
         unended = [known.request.positions for known in self.known.values() if not known.is_ended]
-        for _ in range(2 * sum(unended)):
+        again = 1 + MAX_PREEMPTIONS * self.scheduler.settings.preempts
+        for _ in range(2 * again * sum(unended)):
             before = len(self.under_way)
             self.plan()
             if len(self.under_way) in (before, 2):

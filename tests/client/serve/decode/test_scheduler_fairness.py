@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease.client.serve.decode.decode_requests import SchedulerEvent, TenantConfig
-from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
+from gpulease.client.serve.decode.decode_requests import AnyEvent, CompletionReason, SchedulerEvent, TenantConfig
+from gpulease.client.serve.decode.scheduler import MAX_PREEMPTIONS, ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.serve.decode.step_plan import StepPlan
 
 from .simulated_engine import prompt_request
@@ -17,9 +17,9 @@ ENDLESS = 100_000
 
 
 def scheduler_of(
-    *tenants: TenantConfig, sequences: int = 4, rows: int = 8, prefill_rows: int = 4
+    *tenants: TenantConfig, sequences: int = 4, rows: int = 8, prefill_rows: int = 4, preempts: bool = False
 ) -> ContinuousBatchScheduler:
-    limits = SchedulerSettings(sequences, rows, prefill_rows, context=2 * ENDLESS, vocabulary=100)
+    limits = SchedulerSettings(sequences, rows, prefill_rows, context=2 * ENDLESS, vocabulary=100, preempts=preempts)
     return ContinuousBatchScheduler(limits, tenants)
 
 
@@ -36,15 +36,18 @@ class Service:
         self._admitted: set[str] = set()
         self._numbers = count()
 
-    def backlog(self, tenant: str, prompt: int, most: int) -> None:
-        self.scheduler.submit(prompt_request(tenant, f"r{next(self._numbers)}", prompt, most, wait_s=3600), 0.0)
+    def backlog(self, tenant: str, prompt: int, most: int) -> list[AnyEvent]:
+        request = prompt_request(tenant, f"r{next(self._numbers)}", prompt, most, wait_s=3600)
+        return self.scheduler.submit(request, 0.0)
 
     def step(self) -> None:
         step = self.scheduler.plan(0.0)
         for tenant in self.scheduler.tenants.values():
-            for name in tenant.live.keys() - self._admitted:
-                self._admitted.add(name)
-                self.tokens[tenant.config.id] += tenant.live[name].prompt
+            for name, sequence in tenant.live.items():
+                first = sequence.request.continues or name
+                if first not in self._admitted:
+                    self._admitted.add(first)
+                    self.tokens[tenant.config.id] += sequence.prompt - sequence.request.replayed_tokens
         for event in self.scheduler.completed(step, ones(step)):
             if isinstance(event, SchedulerEvent.Token):
                 self.tokens[event.request.tenant_id] += 1
@@ -71,13 +74,14 @@ def test_backlogged_tenants_of_weights_1_and_3_are_served_1_to_3() -> None:
     sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=2, max_size=4),
     sequences=st.integers(1, 6),
     late=st.integers(0, 150),
+    preempts=st.booleans(),
 )
 def test_no_two_contending_tenants_differ_by_more_than_the_service_bound(
-    weights: list[float], sizes: list[tuple[int, int]], sequences: int, late: int
+    weights: list[float], sizes: list[tuple[int, int]], sequences: int, late: int, preempts: bool
 ) -> None:
     # Their own limits let in more than there are tables, and more wait than a step can admit: all contend, always.
     tenants = [TenantConfig(str(i), sequences + 1, 5 * (sequences + 1), weight) for i, weight in enumerate(weights)]
-    service = Service(scheduler_of(*tenants, sequences=sequences))
+    service = Service(scheduler_of(*tenants, sequences=sequences, preempts=preempts))
     spreads: dict[tuple[str, str], list[float]] = {}
     for step in range(400):
         present = tenants[: 1 if step < late else len(tenants)]
@@ -190,3 +194,20 @@ def test_a_tenant_whose_prompts_were_many_is_not_behind_one_that_comes_later() -
         scheduler.step(ones, 0.0)
     third, second = scheduler.tenants["old"].live["third"], scheduler.tenants["new"].live["second"]
     assert third.filled == pytest.approx(second.filled, abs=16)
+
+
+def test_a_light_tenant_s_requests_end_however_many_heavy_ones_come() -> None:
+    light, heavy = TenantConfig("light", 4, 64, weight=1), TenantConfig("heavy", 4, 64, weight=5)
+    service = Service(scheduler_of(light, heavy, sequences=2, preempts=True))
+    events: list[AnyEvent] = []
+    for _ in range(3):
+        service.backlog("light", 10, 30)
+    for _ in range(1_000):
+        while len(service.scheduler.tenants["heavy"].waiting) < 3:
+            events += service.backlog("heavy", 2, 3)
+        plan = service.scheduler.plan(0.0)
+        events += [*plan.events, *service.scheduler.completed(plan, ones(plan))]
+    ends = [event for event in events if isinstance(event, SchedulerEvent.Completed)]
+    reasons = [event.reason for event in ends if event.request.tenant_id == "light"]
+    assert reasons.count(CompletionReason.MAX_TOKENS_REACHED) == 3
+    assert 0 < reasons.count(CompletionReason.PREEMPTED) <= 3 * MAX_PREEMPTIONS

@@ -1,0 +1,154 @@
+"""Times of two ways for a tenant's sequence to go on in another region: computed again, or copied out and in.
+
+    python -m gpulease.client.bench.rebind_times [MODEL | llama-1b [PROMPT...]]
+
+PROMPT is a number of tokens. Uses the daemon that runs, or a private one. Prints a table, with medians of ROUNDS. The
+opening of the region is not in the times: it takes as long either way.
+"""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from gpulease.client.aio import GpuBuilder
+from gpulease.client.bench.decode_service import LLAMA_1B
+from gpulease.client.bench.figures import percentile
+from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.serve.decode import (
+    TINY_MODEL,
+    BlockPool,
+    Checkpoint,
+    DecodeEngine,
+    RandomCheckpoint,
+    StepLimits,
+    open_model,
+)
+from gpulease.client.serve.decode.checkpoint import size_bytes
+from gpulease.client.serve.decode.engine import MAX_STEPS
+from gpulease.client.serve.decode.forward_pass import block_bytes, buffer_sizes
+from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW, Rows
+
+PROMPTS: Final = (64, 128, 256, 512, 1024)
+ROUNDS: Final = 5
+CHUNK_ROWS: Final = 64
+"""Rows of a prompt in a step, as many as a decoder's step has at most."""
+
+SPARE_BYTES: Final = 64 << 20
+LEASE_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class RebindTimes:
+    """Median times for one length of the prompt, in milliseconds.
+
+    Attributes:
+        prompt: The prompt's tokens.
+        replay_ms: To compute it again, with nobody beside it.
+        out_ms: To copy its blocks to the host's memory.
+        in_ms: To copy them back.
+        copied_bytes: Their size.
+    """
+
+    prompt: int
+    replay_ms: float
+    out_ms: float
+    in_ms: float
+    copied_bytes: int
+
+    @property
+    def stateful_ms(self) -> float:
+        """Both copies."""
+        return self.out_ms + self.in_ms
+
+
+async def measure_rebinds(
+    address: str, checkpoint: Checkpoint, prompts: Sequence[int] = PROMPTS, rounds: int = ROUNDS
+) -> list[RebindTimes]:
+    """Measure each length of the prompt on an engine of its own. Raises what the engine's opening raises."""
+    longest = max(prompts)
+    limits = StepLimits(min(CHUNK_ROWS, longest), 1, longest + PAGE)
+    blocks = limits.table_blocks
+    wanted = size_bytes(checkpoint, packed=True, positions=limits.positions) + SPARE_BYTES
+    wanted += sum(buffer_sizes(checkpoint.config, limits).values()) + 2 * blocks * block_bytes(checkpoint.config)
+    builder = GpuBuilder(address).min_vram(wanted).lease_secs(LEASE_S).regions_required()
+    async with builder.acquire() as lease, lease.keep_alive():
+        engine = await DecodeEngine.open(lease, checkpoint, limits)
+        try:
+            old, new = await engine.open_pool(blocks), await engine.open_pool(blocks)
+            return [await _times(engine, old, new, prompt, rounds) for prompt in prompts]
+        finally:
+            await engine.close()
+
+
+async def _times(engine: DecodeEngine, old: BlockPool, new: BlockPool, prompt: int, rounds: int) -> RebindTimes:
+    used = list(range(-(-prompt // PAGE)))
+    await _compute(engine, old, prompt)
+    kept = await engine.save_pool(old, used)
+    replay_ms = await _median_ms(rounds, lambda: _compute(engine, new, prompt))
+    if not np.array_equal(await engine.save_pool(new, used), kept):
+        raise AssertionError("what was computed again has other bits")
+    out_ms = await _median_ms(rounds, lambda: engine.save_pool(old, used))
+    in_ms = await _median_ms(rounds, lambda: engine.load_pool(new, used, kept))
+    return RebindTimes(prompt, replay_ms, out_ms, in_ms, kept.nbytes)
+
+
+async def _compute(engine: DecodeEngine, pool: BlockPool, prompt: int) -> None:
+    """Compute a prompt in chunks, with two steps under way."""
+    most = engine.limits.max_rows
+    for begin in range(0, prompt, most):
+        if engine.steps_under_way == MAX_STEPS:
+            await engine.finish()
+        await engine.start(_rows(engine, pool, range(begin, min(begin + most, prompt))), [pool])
+    while engine.steps_under_way:
+        await engine.finish()
+
+
+def _rows(engine: DecodeEngine, pool: BlockPool, positions: range) -> Rows:
+    rows: Rows = np.zeros(len(positions), ROW)
+    at = np.array(positions)
+    rows["position"], rows["block"], rows["source"] = at, at // PAGE, NOBODY
+    rows["token"] = 1 + at % (engine.forward.weights.config.vocabulary - 1)
+    rows["base"], rows["blocks"] = pool.region.address, pool.blocks
+    return rows
+
+
+async def _median_ms(rounds: int, work: Callable[[], Awaitable[object]]) -> float:
+    took_ms = []
+    await work()
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        await work()
+        took_ms.append(1e3 * (time.perf_counter() - begun))
+    return percentile(took_ms, 50)
+
+
+def table_of(found: Sequence[RebindTimes]) -> str:
+    """Return the times as a table."""
+    lines = ["prompt   replay ms   stateful ms   (out + in)        MiB"]
+    for times in found:
+        parts = f"({times.out_ms:.2f} + {times.in_ms:.2f})"
+        size = f"{times.copied_bytes / 2**20:.2f}"
+        lines.append(f"{times.prompt:6}   {times.replay_ms:9.2f}   {times.stateful_ms:11.2f}   {parts:14} {size:>6}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure the model that the arguments name."""
+    name = arguments[0] if arguments else str(TINY_MODEL)
+    checkpoint = RandomCheckpoint(LLAMA_1B, 1) if name == "llama-1b" else open_model(Path(name))
+    prompts = [int(argument) for argument in arguments[1:]] or PROMPTS
+    fitting = [prompt for prompt in prompts if prompt + PAGE <= checkpoint.config.context]
+    with contextlib.ExitStack() as stack:
+        address = running_address() or stack.enter_context(private_daemon("auto"))
+        print(table_of(asyncio.run(measure_rebinds(address, checkpoint, fitting))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
