@@ -53,7 +53,7 @@ PROMPT: Final = 512
 
 
 class Times(DecoderObserver):
-    """What a decoder reported, since `clear`.
+    """Figures of a decoder's reports, since `clear`.
 
     Attributes:
         gaps: Seconds between two tokens of a sequence, by tenant.
@@ -285,7 +285,7 @@ async def shares(service: _Service, names: Sequence[str], for_s: float) -> dict[
 
 
 async def storm(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
-    """One tenant's region after the other is revoked under load: outputs that differ, and memory."""
+    """Revoke one tenant's region after the other, under load: outputs that differ, and memory."""
     revoked, memory_kib, rng = 0, [], random.Random(1)
     async with service.load(names, _eighth(service), 32, 96) as counts:
         await asyncio.sleep(1)

@@ -603,7 +603,7 @@ class Decoder:
 
     @property
     def _is_suspect_cleared(self) -> bool:
-        """Whether the request that is computed alone has got past where the engine was lost, or has ended."""
+        """Return whether the request that is computed alone has got past where the engine was lost, or has ended."""
         suspects = self._suspects
         if not suspects.current:
             return False
@@ -612,7 +612,7 @@ class Decoder:
 
     @property
     def _is_break_due(self) -> bool:
-        """Whether steps under way are to end before the next one starts."""
+        """Return whether steps under way are to end before the next one starts."""
         return self._successor is not None or self._is_suspect_cleared
 
     def _compute_next_suspect(self) -> None:

@@ -143,7 +143,7 @@ class DecodeEngine:
     @property
     def remaining_s(self) -> float:
         """Seconds until the engine's lease ends, by this machine's monotonic clock."""
-        return self._lease.remaining_s
+        return self.lease.remaining_s
 
     async def open_pool(self, blocks: int, *, tenant: str | None = None, ttl_secs: float | None = None) -> BlockPool:
         """Open a region of so many blocks of keys and values, of 16 positions each.

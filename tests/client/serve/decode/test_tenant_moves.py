@@ -148,7 +148,7 @@ def test_a_tenant_suspended_as_the_engine_was_lost_is_replayed_behind_its_resume
     async def scene(decoder: Decoder) -> None:
         generations, outputs = await begin(decoder)
         await decoder.suspend("a")
-        daemon.revoke(decoder.engine._lease.lease_id)
+        daemon.revoke(decoder.engine.lease.lease_id)
         others = {name: generation for name, generation in generations.items() if name[0] != "a"}
         assert await rest(others, outputs) == {name: alone[name] for name in others}
         await decoder.resume("a")
