@@ -302,12 +302,17 @@ class DecodeEngine:
             await self._streams[parity].sync()
 
     def _keep(self, error: RegionFailed) -> bool:
-        """Remember the refusal of a step under way until its turn to finish. Returns whether it is one."""
+        """Remember the refusal of a step under way until its turn to finish. Returns whether it is one.
+
+        Of two, the earlier step's counts: once that was told of, to whomever, the step behind it is refused for itself.
+        """
         self._refusals += 1
-        is_step_s = any(step.number == error.position for step in self._steps)
-        if is_step_s:
+        number = error.position
+        if number is None or all(step.number != number for step in self._steps):
+            return False
+        if self._refused is None or number < (self._refused.position or 0):
             self._refused = error
-        return is_step_s
+        return True
 
     async def logits(self, rows: int) -> "NDArray[np.float32]":
         """Read the logits [rows, vocabulary] of the last step, which had so many rows; no step may be under way."""

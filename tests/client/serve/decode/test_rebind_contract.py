@@ -144,7 +144,9 @@ def test_a_tenant_is_recovered_at_every_step(daemon: Daemon, end: End) -> None:
 
 @pytest.mark.exhaustive
 def test_a_tenant_is_recovered_whose_time_is_up(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.client.serve.decode.tenant_regions.REGION_TTL_S", 1.0)
+    monkeypatch.setattr("gpulease.client.serve.decode.tenant_regions.REGION_TTL_S", 2.0)
+    # Otherwise its sequences move before that.
+    monkeypatch.setattr("gpulease.client.serve.decode.tenant_regions.MOVE_BEFORE_S", 0.0)
     check(daemon, [1, 9, 30], [by_ttl])
 
 
