@@ -40,7 +40,11 @@ LIMIT_S: Final = 240.0
 SERVER: Final = re.compile(r"(pip install '\S+' && )?gpulease serve ")
 """How a block begins whose only command serves until it is interrupted: it runs beside those that follow."""
 
-USUAL_HTTP: Final = {"serve gateway": "127.0.0.1:8080", "serve models": "127.0.0.1:8081"}
+USUAL_HTTP: Final = {
+    "serve gateway": "127.0.0.1:8080",
+    "serve models": "127.0.0.1:8081",
+    "serve decode": "127.0.0.1:8082",
+}
 """Where they listen if nobody says otherwise."""
 
 RUN: Final = {"python", "sh"}
@@ -168,7 +172,7 @@ class Stage:
     def serving_http(self, block: Block) -> Iterator[None]:
         """The same for one of `gpulease serve`, whose usual port may be somebody else's."""
         with self.serving(block, "--listen", "tcp:127.0.0.1:0"):
-            (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)", (self._folder / f"{block.line}.log").read_text())
+            (port,) = set(re.findall(r"http://127\.0\.0\.1:(\d+)", (self._folder / f"{block.line}.log").read_text()))
             self._moved[USUAL_HTTP[" ".join(block.text.split("gpulease ")[1].split()[:2])]] = f"127.0.0.1:{port}"
             yield
 

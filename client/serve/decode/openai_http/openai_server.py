@@ -139,7 +139,8 @@ class OpenAiFace:
                 sampling=asked.sampling,
                 tenant_id=tenant,
                 wait_s=self._wait_s,
-                request_id=reply.request_id,
+                # Two tenants may use one id, and can't tell that the other does.
+                request_id=f"{tenant}/{reply.request_id}",
             )
             async with _ended_with(generation, request.receive):
                 await self._answer(asked, generation, reply, len(tokens))

@@ -196,7 +196,7 @@ def test_a_sane_request_id_is_the_request_s(rig: OpenAiRig, heard: Heard) -> Non
         reply = http.post("/v1/completions", json=asked, headers={"X-Request-Id": "mine-1"})
         other = http.post("/v1/completions", json=asked, headers={"X-Request-Id": "not sane"})
     assert (reply.headers["X-Request-Id"], reply.json()["id"]) == ("mine-1", "cmpl-mine-1")
-    assert "mine-1" in [report.request_id for report in heard.finished]
+    assert "ann/mine-1" in [report.request_id for report in heard.finished]
     assert other.headers["X-Request-Id"] not in ("", "not sane")
 
 
@@ -214,7 +214,7 @@ def test_a_caller_that_hangs_up_ends_its_sequence(rig: OpenAiRig, heard: Heard, 
         else:
             with pytest.raises(httpx.ReadTimeout):
                 http.post("/v1/completions", json=asked, headers={"X-Request-Id": name}, timeout=0.05)
-    found = wait_until(lambda: [one for one in heard.finished if one.request_id == name], "it has ended")
+    found = wait_until(lambda: [one for one in heard.finished if one.request_id == f"ann/{name}"], "it has ended")
     assert found[0].reason == "Cancelled"
     assert len(found[0].emitted) < 120
 
