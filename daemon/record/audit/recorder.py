@@ -329,13 +329,13 @@ class Budgets:
     """A token bucket for each tenant, which also counts what was omitted.
 
     Args:
-        burst: What a tenant may spend at once.
+        burst: What a tenant may spend at once; None: BURST_RECORDS.
         per_s: What it gets back in a second.
     """
 
-    def __init__(self, burst: int = BURST_RECORDS, per_s: int = RECORDS_PER_S) -> None:
+    def __init__(self, burst: int | None = None, per_s: int = RECORDS_PER_S) -> None:
         self._unit_ns = NS_PER_S // per_s
-        self._full_ns = burst * self._unit_ns
+        self._full_ns = (BURST_RECORDS if burst is None else burst) * self._unit_ns
         self._budgets: dict[str, _Budget] = {}
 
     def spend(self, tenant: str, now_ns: int, cost: int = 1) -> int | None:
