@@ -334,10 +334,15 @@ def _show(figures: dict[str, Any]) -> None:
     print(json.dumps(rounded), flush=True)
 
 
+def checkpoint_named(name: str) -> Checkpoint:
+    """Return the model at a path, or for "llama-1b" random weights of that shape. Raises ModelRejected."""
+    return RandomCheckpoint(LLAMA_1B, 1) if name == "llama-1b" else open_model(name)
+
+
 def main(words: Sequence[str]) -> None:
     """Measure, as the words say (see the module's docstring)."""
     chosen, for_s, most = (*words, *(str(TINY_MODEL), "10", "256")[len(words) :])
-    checkpoint: Checkpoint = RandomCheckpoint(LLAMA_1B, 1) if chosen == "llama-1b" else open_model(chosen)
+    checkpoint = checkpoint_named(chosen)
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon("auto"))
         asyncio.run(measure(checkpoint, address, float(for_s), int(most)))

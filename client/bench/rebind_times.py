@@ -12,13 +12,12 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from gpulease.client.aio import GpuBuilder
-from gpulease.client.bench.decode_service import LLAMA_1B
+from gpulease.client.bench.decode_service import checkpoint_named
 from gpulease.client.bench.figures import percentile
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.serve.decode import (
@@ -26,9 +25,7 @@ from gpulease.client.serve.decode import (
     BlockPool,
     Checkpoint,
     DecodeEngine,
-    RandomCheckpoint,
     StepLimits,
-    open_model,
 )
 from gpulease.client.serve.decode.checkpoint import size_bytes
 from gpulease.client.serve.decode.engine import MAX_STEPS
@@ -141,8 +138,7 @@ def table_of(found: Sequence[RebindTimes]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure the model that the arguments name."""
-    name = arguments[0] if arguments else str(TINY_MODEL)
-    checkpoint = RandomCheckpoint(LLAMA_1B, 1) if name == "llama-1b" else open_model(Path(name))
+    checkpoint = checkpoint_named(arguments[0] if arguments else str(TINY_MODEL))
     prompts = [int(argument) for argument in arguments[1:]] or PROMPTS
     fitting = [prompt for prompt in prompts if prompt + PAGE <= checkpoint.config.context]
     with contextlib.ExitStack() as stack:

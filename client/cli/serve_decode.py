@@ -105,12 +105,14 @@ async def _serve(
     serving: list[Decoder] = []
     traffic: list[DemoTraffic] = []
     names = [tenant.id for tenant in settings.tenants]
-    metrics = DecodeMetrics(names, lambda: next(iter(serving), None))
+
+    def decoder_now() -> Decoder | None:
+        return next(iter(serving), None)
+
+    metrics = DecodeMetrics(names, decoder_now)
     observers, routes = [*observers, metrics], []
     if settings.operator_digest is not None:
-        page = DecodePage(
-            lambda: next(iter(serving), None), settings.operator_digest, lambda: next(iter(traffic), None)
-        )
+        page = DecodePage(decoder_now, settings.operator_digest, lambda: next(iter(traffic), None))
         observers, routes = [*observers, page.observer], page.routes()
     checkpoint = open_model(settings.model)
     click.echo(f"The model is {checkpoint.name}. Loading it ...")

@@ -95,7 +95,7 @@ class TenantGauges(Collector):
             "waiting": ("Requests that wait.", lambda state: len(state.waiting)),
             "live_sequences": ("Sequences that are computed.", lambda state: len(state.live)),
             "blocks": ("Blocks of the region.", lambda state: state.region_blocks),
-            "blocks_used": ("Blocks that are reserved.", lambda state: state.region_blocks - len(state.free_blocks)),
+            "blocks_used": ("Blocks that are reserved.", lambda state: state.used_blocks),
         }
         for name, (about, value) in values.items():
             family = GaugeMetricFamily(f"gpulease_decode_{name}", about, labels=["tenant"])

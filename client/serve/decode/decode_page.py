@@ -169,7 +169,7 @@ class PageFeed(DecoderObserver):
             "live": len(state.live),
             "waiting": len(state.waiting),
             "blocks": state.region_blocks,
-            "blocks_used": state.region_blocks - len(state.free_blocks),
+            "blocks_used": state.used_blocks,
             "blocks_at_most": state.config.max_blocks,
             "rebinds": self._rebinds[tenant_id],
             "rebind_ms": None if latency_s is None else round(latency_s * 1e3, 1),

@@ -583,10 +583,8 @@ class Decoder:
         if self._adopted is not None and not self._adopted.done():
             self._adopted.set_result(None)
         cause = "the load was moved" if loss is None else f"{type(loss.error).__name__}: {loss.error}"
-        is_known, took_s = (
-            loss is None or engine_losses.is_known(loss.error),
-            time.monotonic() - (loss.at if loss else now),
-        )
+        is_known = loss is None or engine_losses.is_known(loss.error)
+        took_s = time.monotonic() - (now if loss is None else loss.at)
         LOG.info("another engine took over after %.3f s: %s", took_s, cause)
         report = EngineRebuilt(cause, is_known, is_planned=loss is None, took_s=took_s)
         self._ledger.report(lambda observer: observer.on_engine_rebuilt(report))

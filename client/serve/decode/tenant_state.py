@@ -101,6 +101,11 @@ class TenantState:
         self.free_blocks = []
 
     @property
+    def used_blocks(self) -> int:
+        """Return how many blocks of its region live sequences have."""
+        return self.region_blocks - len(self.free_blocks)
+
+    @property
     def written_blocks(self) -> list[int]:
         """Return the blocks with keys and values of live sequences, while no step of it is under way."""
         live = self.live.values()
