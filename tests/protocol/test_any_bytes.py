@@ -17,6 +17,7 @@ from gpulease.protocol import (
     StreamBroken,
 )
 from gpulease.protocol.codec import build_body
+from gpulease.protocol.connection import TRANSITIONS, request_trigger
 from gpulease.protocol.framing import build_frame
 
 from . import strategies
@@ -27,10 +28,11 @@ ENDINGS = (StreamBroken, EndOfStream, Goodbye)
 
 
 def connection_in(role: Role, state: State, limit: int) -> Connection:
-    """A connection with something asked, so that replies can be right."""
+    """A connection with what its state allows asked, so that replies can be right."""
     connection = Connection(role, max_payload_bytes=limit, state=state)
     if role is Role.CLIENT:
-        connection._in_flight = {1: Opcode.PING, 2: Opcode.SYNC, 3: Opcode.LEASE_QUERY}
+        asked = {1: Opcode.PING, 2: Opcode.SYNC, 3: Opcode.LEASE_QUERY}
+        connection._in_flight = {at: op for at, op in asked.items() if (state, request_trigger(op)) in TRANSITIONS}
     return connection
 
 

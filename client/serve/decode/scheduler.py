@@ -193,12 +193,14 @@ class ContinuousBatchScheduler:
             raise RequestRejected(f"a token is not in the vocabulary; give 0 to {self.settings.vocabulary - 1}")
         if limited := self._limited(tenant, request, request.wait_s, now):
             return [limited]
+        was_queue_full = len(tenant.waiting) >= tenant.config.max_waiting
         self._enqueue(tenant, request, now + request.wait_s)
         self._has_room = True
         events = self._admit()
         if request.request_id not in self._waiting:
             return events  # It was admitted, and perhaps made room for another at once.
-        is_queue_full = len(tenant.waiting) > tenant.config.max_waiting
+        # A replay of what was preempted just now joins the queue, but takes nobody's place in it.
+        is_queue_full = was_queue_full and len(tenant.waiting) > tenant.config.max_waiting
         if request.wait_s and not is_queue_full:
             self._next_deadline = min(self._next_deadline, now + request.wait_s)
             return events
