@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.serve.decode.decode_errors import RequestRejected
 from gpulease.client.serve.decode.decode_requests import CompletionReason, PromptRequest
 
 
@@ -48,7 +49,7 @@ class Generation:
         self._cancel = cancel
         self._emitted: deque[Emitted] = deque()
         self._error: GpuLeaseError | None = None
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -57,15 +58,18 @@ class Generation:
         """Wait for the next token.
 
         Raises AdmissionRefused if there is no room for the request or its replay, EngineDecodeFailed if the engine is
-        lost for good, NoModelLoaded if the decoder is closed.
+        lost for good, NoModelLoaded if the decoder is closed, RequestRejected if another task waits here already.
         """
         while not self._emitted:
             if self._error is not None:
                 raise self._error
             if self.reason is not None:
                 raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
+            if self._waiter is not None and not self._waiter.done():
+                raise RequestRejected("another task waits for this generation's next token", "Let one task iterate")
+            # An asyncio.Event would cost half as much again, at every token of every sequence.
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         return self._emitted.popleft()
 
     def cancel(self) -> None:
@@ -78,7 +82,7 @@ class Generation:
         """Take a token."""
         self.tokens.append(token)
         self._emitted.append(Emitted(token, position, log_probability, self.replays))
-        self._changed.set()
+        self._wake()
 
     def replay(self, request_id: str) -> None:
         """Go on as another request of the scheduler."""
@@ -88,4 +92,8 @@ class Generation:
     def end(self, reason: CompletionReason, error: GpuLeaseError | None = None) -> None:
         """End: the iterator stops behind the last token, or raises the error there."""
         self.reason, self._error = reason, error
-        self._changed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
