@@ -6,13 +6,14 @@ never of R, so a row's bits are the same in every step (kernels/triton_source.py
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from gpulease.client.aio import GpuSession
 from gpulease.client.handles import Buffer
 from gpulease.client.serve.decode.decode_errors import RequestRejected
-from gpulease.client.serve.decode.kernel_library import KernelFacts, KernelLibrary, manifest
+from gpulease.client.serve.decode.kernel_library import KernelFacts, KernelLaunch, KernelLibrary, manifest
 from gpulease.client.serve.decode.model_config import ModelConfig
 from gpulease.client.serve.decode.row_records import PAGE, RESULT, ROW
 from gpulease.client.serve.decode.weights import LayerWeights, Layout, Linear, ModelWeights
@@ -165,62 +166,73 @@ class ForwardPass:
 
     async def launch(self, rows: int) -> None:
         """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
-        config, b, launch = self.weights.config, self._buffers, self._library.launch
+        for launch in self.launches(rows):
+            await self._library.launch(launch)
+
+    def launches(self, rows: int) -> Iterator[KernelLaunch]:
+        """Yield the launches of a step of `rows` rows, in their order."""
+        config, b = self.weights.config, self._buffers
         width, limits = config.width, self.limits
-        await launch(
+        yield KernelLaunch(
             "embed", (rows,), h=b["h"], table=self.weights.embedding, rows=b["rows"], results=b["results"],
             tables=b["tables"], D=width, table_blocks=limits.table_blocks,
         )  # fmt: skip
-        splits = 0
+        before: Linear | None = None
         for index, layer in enumerate(self.weights.layers):
-            await self._normalise(rows, layer.attention_norm, splits)
-            await self._attend(rows, index, layer)
-            splits = await self._linear(layer.output, rows, b["parts"])
-            await self._normalise(rows, layer.inner_norm, splits)
-            splits = await self._linear(layer.gate_up, rows, b["parts"])
+            yield self._normalise(rows, layer.attention_norm, before)
+            yield from self._attend(rows, index, layer)
+            yield self._linear(layer.output, rows, b["parts"])
+            yield self._normalise(rows, layer.inner_norm, layer.output)
+            yield self._linear(layer.gate_up, rows, b["parts"])
             inner = config.inner_width
             grid = (rows, -(-inner // manifest().kernels["silu"].constants["BLOCK_F"]))
-            await launch("silu", grid, x=b["x"], parts=b["parts"], splits=splits, stride=rows * 2 * inner, F=inner)
-            splits = await self._linear(layer.down, rows, b["parts"])
-        await self._normalise(rows, self.weights.norm, splits)
-        splits = await self._linear(self.weights.head, rows, b["logits"])
-        await launch(
-            "sample", (rows,), results=b["results"], parts=b["logits"], rows=b["rows"], splits=splits,
-            stride=rows * config.vocabulary, V=config.vocabulary,
+            splits = _splits(layer.gate_up)
+            yield KernelLaunch(
+                "silu", grid, x=b["x"], parts=b["parts"], splits=splits, stride=rows * 2 * inner, F=inner
+            )
+            yield self._linear(layer.down, rows, b["parts"])
+            before = layer.down
+        yield self._normalise(rows, self.weights.norm, before)
+        yield self._linear(self.weights.head, rows, b["logits"])
+        yield KernelLaunch(
+            "sample", (rows,), results=b["results"], parts=b["logits"], rows=b["rows"],
+            splits=_splits(self.weights.head), stride=rows * config.vocabulary, V=config.vocabulary,
         )  # fmt: skip
 
-    async def _normalise(self, rows: int, weight: Buffer, splits: int) -> None:
+    def _normalise(self, rows: int, weight: Buffer, before: Linear | None) -> KernelLaunch:
+        """Add the parts of the linear before to h, and turn h's norm into x."""
         b, width = self._buffers, self.weights.config.width
-        await self._library.launch(
-            "add_rmsnorm", (rows,), x=b["x"], h=b["h"], parts=b["parts"], weight=weight, splits=splits,
-            stride=rows * width, D=width, eps=self.weights.config.norm_epsilon,
+        return KernelLaunch(
+            "add_rmsnorm", (rows,), x=b["x"], h=b["h"], parts=b["parts"], weight=weight,
+            splits=_splits(before) if before else 0, stride=rows * width, D=width,
+            eps=self.weights.config.norm_epsilon,
         )  # fmt: skip
 
-    async def _attend(self, rows: int, index: int, layer: LayerWeights) -> None:
+    def _attend(self, rows: int, index: int, layer: LayerWeights) -> Iterator[KernelLaunch]:
         """Turn h's norm in x into the attention's output in x."""
-        config, b, launch, limits = self.weights.config, self._buffers, self._library.launch, self.limits
+        config, b, limits = self.weights.config, self._buffers, self.limits
         heads, key_heads, width = config.heads, config.key_heads, config.head_width
         place = {"layer_bytes": index * layer_bytes(config), "block_bytes": block_bytes(config)}
-        splits = await self._linear(layer.qkv, rows, b["parts"])
-        await launch(
+        yield self._linear(layer.qkv, rows, b["parts"])
+        yield KernelLaunch(
             f"rope_append_{width}", (rows, heads + 2 * key_heads), q=b["q"], parts=b["parts"], bias=layer.qkv_bias,
             q_norm=layer.q_norm, k_norm=layer.k_norm, cosines=self.weights.cosines, sines=self.weights.sines,
-            rows=b["rows"], splits=splits, stride=rows * layer.qkv.rows, **place, H=heads, G=key_heads,
+            rows=b["rows"], splits=_splits(layer.qkv), stride=rows * layer.qkv.rows, **place, H=heads, G=key_heads,
             has_bias=int(layer.qkv_bias is not None), has_norm=int(layer.q_norm is not None),
             eps=config.norm_epsilon,
         )  # fmt: skip
         parts = {name: b[name] for name in ("totals", "tops", "sums")}
-        await launch(
+        yield KernelLaunch(
             f"attend_{width}", (rows, key_heads, limits.splits), **parts, q=b["q"], rows=b["rows"], tables=b["tables"],
             **place, table_blocks=limits.table_blocks, H=heads, G=key_heads, splits=limits.splits,
             scale=math.log2(math.e) / math.sqrt(width),
         )  # fmt: skip
-        await launch(
+        yield KernelLaunch(
             f"combine_{width}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, splits=limits.splits
         )
 
-    async def _linear(self, linear: Linear, rows: int, parts: Buffer) -> int:
-        """Multiply x. Returns into how many parts the sums are cut."""
+    def _linear(self, linear: Linear, rows: int, parts: Buffer) -> KernelLaunch:
+        """Multiply x; the sums are cut into `_splits` parts."""
         name = _linear_name(linear.layout, _tile(rows))
         facts = manifest().kernels[name]
         tile = facts.constants
@@ -228,18 +240,13 @@ class ForwardPass:
         # Tiles of the same weights run side by side, so that these are read once.
         grid = (-(-rows // tile["BM"]), -(-linear.rows // tile["BN"]), splits)
         planes = dict(zip(_planes(facts), linear.planes, strict=True))
-        await self._library.launch(
-            name,
-            grid,
-            parts=parts,
-            x=self._buffers["x"],
-            **planes,
-            R=rows,
-            N=linear.rows,
-            K=linear.columns,
-            chunk=chunk,
-        )
-        return splits
+        shape = {"R": rows, "N": linear.rows, "K": linear.columns}
+        return KernelLaunch(name, grid, parts=parts, x=self._buffers["x"], **planes, **shape, chunk=chunk)
+
+
+def _splits(linear: Linear) -> int:
+    """Into how many parts a linear's sums are cut."""
+    return parts_of(linear.rows, linear.columns)[0]
 
 
 def _planes(facts: KernelFacts) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Final
+from typing import Final
 
 from gpulease.client.aio import GpuSession
 from gpulease.client.handles import Buffer, Module
@@ -77,6 +77,21 @@ def kernels_sha256() -> str:
     return digest.hexdigest()
 
 
+class KernelLaunch:
+    """A launch of a kernel.
+
+    Attributes:
+        name: The kernel's name in the manifest.
+        grid: Its programs.
+        values: Its parameters by name: a Buffer, an int, a float, or None: a null pointer, of which it reads nothing.
+    """
+
+    __slots__ = ("grid", "name", "values")
+
+    def __init__(self, name: str, grid: tuple[int, ...], **values: Buffer | int | float | None) -> None:
+        self.name, self.grid, self.values = name, grid, values
+
+
 class KernelLibrary:
     """The kernels of one session."""
 
@@ -91,15 +106,14 @@ class KernelLibrary:
                 ptx = files(_FOLDER).joinpath(f"{name}.ptx").read_bytes()
                 self._modules[name] = await self._session.module_load(ptx)
 
-    async def launch(self, name: str, grid: tuple[int, ...], **values: Any) -> None:
-        """Launch, or record, a loaded kernel. `values` has its parameters by name: a Buffer, an int, a float, or None.
-
-        None is a null pointer, of which the kernel reads nothing.
-        """
-        facts = manifest().kernels[name]
+    async def launch(self, launch: KernelLaunch) -> None:
+        """Launch, or record, a loaded kernel."""
+        facts, values = manifest().kernels[launch.name], launch.values
+        if set(values) != set(facts.parameters):
+            raise TypeError(f"{launch.name} takes {', '.join(facts.parameters)}, not {', '.join(values)}")
         args = KernelArgs()
         for parameter in facts.parameters:
-            value = values.pop(parameter)
+            value = values[parameter]
             if isinstance(value, Buffer):
                 args.push_buffer(value)
             elif isinstance(value, float):
@@ -108,11 +122,7 @@ class KernelLibrary:
                 args.push_u64(0)
             else:
                 args.push_i32(value)
-        if values:
-            raise TypeError(f"{name} has no parameter {', '.join(values)}")
         for _ in range(_SCRATCH_PARAMETERS):
             args.push_u64(0)
-        session = self._session
-        await session.launch(
-            self._modules[name], facts.kernel, grid, (facts.threads, 1, 1), args, None, facts.shared_bytes
-        )
+        module, block = self._modules[launch.name], (facts.threads, 1, 1)
+        await self._session.launch(module, facts.kernel, launch.grid, block, args, None, facts.shared_bytes)
