@@ -125,12 +125,18 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
 
 
 class ForwardPass:
-    """A model's kernels over a step's rows."""
+    """A model's kernels over a step's rows.
+
+    Attributes:
+        weights: The model.
+        limits: What the buffers have room for.
+        library: The kernels, loaded by `prepare`.
+    """
 
     def __init__(self, session: GpuSession, weights: ModelWeights, limits: StepLimits) -> None:
         self.weights = weights
         self.limits = limits
-        self._library = KernelLibrary(session)
+        self.library = KernelLibrary(session)
         self._session = session
         self._buffers: dict[str, Buffer] = {}
 
@@ -145,6 +151,11 @@ class ForwardPass:
         return self._buffers["results"]
 
     @property
+    def tables(self) -> Buffer:
+        """The block tables: [tables, table_blocks] i32."""
+        return self._buffers["tables"]
+
+    @property
     def logits(self) -> Buffer:
         """The last step's logits, in parts: [splits, R, vocabulary] f32."""
         return self._buffers["logits"]
@@ -153,7 +164,7 @@ class ForwardPass:
         """Allocate the buffers and load the kernels. Raises AllocFailed, LoadFailed."""
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
-        await self._library.load(*self._kernel_names())
+        await self.library.load(*self._kernel_names())
 
     def _kernel_names(self) -> tuple[str, ...]:
         config, layers = self.weights.config, self.weights.layers
@@ -167,7 +178,7 @@ class ForwardPass:
     async def launch(self, rows: int) -> None:
         """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
         for launch in self.launches(rows):
-            await self._library.launch(launch)
+            await self.library.launch(launch)
 
     def launches(self, rows: int) -> Iterator[KernelLaunch]:
         """Yield the launches of a step of `rows` rows, in their order."""

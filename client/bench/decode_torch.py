@@ -1,0 +1,109 @@
+"""Times of a plain loop of torch over a model's shape, recorded as a CUDA graph.
+
+    python -m gpulease.client.bench.decode_torch SHAPE BATCH,... CONTEXT,...
+
+Linears are cuBLAS's, attention is torch's; the keys and values of each sequence lie together. A loop like this is what
+a user without an engine would write. Its sampling takes the highest logit.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from gpulease.client.bench.decode_shapes import SHAPES
+from gpulease.client.serve.decode import ModelConfig
+
+WARM_STEPS: Final = 3
+STEPS: Final = 20
+
+
+def _weights(*shape: int) -> Any:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / math.sqrt(shape[-1])
+
+
+class TorchModel:
+    """Random weights of a shape."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        width, heads = config.width, config.heads * config.head_width
+        columns = heads + 2 * config.key_heads * config.head_width
+        shapes = ((columns, width), (width, heads), (2 * config.inner_width, width), (width, config.inner_width))
+        self.layers = [[_weights(*shape) for shape in shapes] for _ in range(config.layers)]
+        self.embedding = _weights(config.vocabulary, width)
+        self.norm = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+        half = config.head_width // 2
+        self.cosines, self.sines = _weights(half), _weights(half)
+
+    def rotate(self, x: Any) -> Any:
+        """Apply the rotary embedding of one position."""
+        half = self.config.head_width // 2
+        left, right = x[..., :half], x[..., half:]
+        return torch.cat([left * self.cosines - right * self.sines, right * self.cosines + left * self.sines], -1)
+
+    def normalise(self, x: Any) -> Any:
+        """Return the RMS norm."""
+        return F.rms_norm(x, (self.config.width,), self.norm, self.config.norm_epsilon)
+
+    def step(self, tokens: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        """Compute the next token of each sequence, at the last position of `keys` and `values`, in place."""
+        config, batch = self.config, len(tokens)
+        heads, key_heads, inner = config.heads, config.key_heads, config.inner_width
+        h = self.embedding[tokens]
+        for (qkv, output, gate_up, down), key, value in zip(self.layers, keys, values, strict=True):
+            y = F.linear(self.normalise(h), qkv).view(batch, heads + 2 * key_heads, 1, config.head_width)
+            q, k = self.rotate(y[:, :heads]), self.rotate(y[:, heads : heads + key_heads])
+            key[:, :, -1:], value[:, :, -1:] = k, y[:, heads + key_heads :]
+            attended = F.scaled_dot_product_attention(q, key, value, enable_gqa=True)
+            h = h + F.linear(attended.reshape(batch, -1), output)
+            gates = F.linear(self.normalise(h), gate_up)
+            h = h + F.linear(F.silu(gates[:, :inner]) * gates[:, inner:], down)
+        tokens.copy_(F.linear(self.normalise(h), self.embedding).argmax(-1))
+
+
+def step_s(model: TorchModel, batch: int, context: int) -> float:
+    """Return the seconds a step."""
+    config = model.config
+    shape = (batch, config.key_heads, context, config.head_width)
+    caches = [
+        [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(config.layers)] for _ in range(2)
+    ]
+    tokens = torch.zeros(batch, dtype=torch.long, device="cuda")
+    graph = _recorded(lambda: model.step(tokens, *caches))
+    for _ in range(WARM_STEPS):
+        graph.replay()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        graph.replay()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / STEPS
+
+
+def _recorded(step: Callable[[], None]) -> Any:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+if __name__ == "__main__":
+    name, batches, contexts = sys.argv[1:]
+    with torch.no_grad():
+        model = TorchModel(SHAPES[name])
+        for context in map(int, contexts.split(",")):
+            for batch in map(int, batches.split(",")):
+                took_s = step_s(model, batch, context)
+                figure = {"figure": "torch", "shape": name, "batch": batch, "context": context}
+                print(json.dumps(figure | {"ms": took_s * 1e3, "tokens_per_s": batch / took_s}), flush=True)
