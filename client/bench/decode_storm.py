@@ -102,7 +102,7 @@ class _Request:
 
 
 class _Heard(DecoderObserver):
-    """What the decoder reports, counted.
+    """Counts of what the decoder reports.
 
     Attributes:
         tokens: Tokens, by tenant.
