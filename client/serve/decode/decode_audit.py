@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from sys import byteorder
 from typing import Any, Final, Self
@@ -32,6 +33,9 @@ from gpulease.protocol.lease_ids import lease_text
 
 MAX_KEPT: Final = 16_384
 """Records that wait for the daemon, some 30 MB. Stops a daemon that is away from filling the server's memory."""
+
+AT_ONCE: Final = 64
+"""Records in flight together, which wait for the disk once. A lease's renewal waits for them."""
 
 RETRY_S: Final = 1.0
 """Seconds between two tries to write a record that the daemon did not take."""
@@ -221,28 +225,37 @@ class DecodeAudit(DecoderObserver):
         while True:
             self._wake.clear()
             while self._kept:
-                if await self._is_done_with(self._kept[0], lease):
+                batch = list(islice(self._kept, AT_ONCE))
+                undone = await self._undone(batch, lease)
+                for _ in batch:
                     self._kept.popleft()
-                else:
+                self._kept.extendleft(reversed(undone))
+                if undone:
                     await asyncio.sleep(RETRY_S)
             await self._wake.wait()
 
-    async def _is_done_with(self, note: dict[str, Any], lease: Callable[[], GpuLease]) -> bool:
-        """Write a record. Returns whether it needs no other try."""
+    async def _undone(self, batch: Sequence[dict[str, Any]], lease: Callable[[], GpuLease]) -> list[dict[str, Any]]:
+        """Write records. Returns those that need another try."""
+        outcomes: Sequence[GpuLeaseError | None]
         try:
-            await lease().note(note)
+            outcomes = await lease().notes(batch)
         except GpuLeaseError as error:
+            outcomes = [error] * len(batch)
+        undone = []
+        for note, failure in zip(batch, outcomes, strict=True):
             # Its subclasses tell of leases that ended, and the decoder gets another.
-            if type(error) is InvalidRequest:
-                self._lose(1, str(error))
-                return True
-            if not self._is_failing:
-                _log.warning("decode records wait for the audit log: %s", error)
-            self._is_failing = True
-            return False
-        self.written += 1
-        self._is_failing = False
-        return True
+            if type(failure) is InvalidRequest:
+                self._lose(1, str(failure))
+            elif failure is None:
+                self.written += 1
+            else:
+                undone.append(note)
+                if not self._is_failing:
+                    _log.warning("decode records wait for the audit log: %s", failure)
+                self._is_failing = True
+        if not undone:
+            self._is_failing = False
+        return undone
 
     def _lose(self, count: int, why: str) -> None:
         self.lost += count

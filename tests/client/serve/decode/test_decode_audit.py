@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -46,12 +46,17 @@ class MadeLease:
 
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)
-        self.notes: list[Any] = []
+        self.taken: list[Any] = []
 
     async def note(self, data: Any) -> None:
         if self.failures:
             raise self.failures.pop(0)
-        self.notes.append(data)
+        self.taken.append(data)
+
+    async def notes(self, several: Sequence[Any]) -> list[Exception | None]:
+        outcomes = [self.failures.pop(0) if self.failures else None for _ in several]
+        self.taken += [data for data, outcome in zip(several, outcomes, strict=True) if outcome is None]
+        return outcomes
 
 
 def of(lease: MadeLease) -> Callable[[], GpuLease]:
@@ -117,8 +122,8 @@ def test_records_are_kept_while_the_daemon_is_away_and_go_to_the_next_lease(monk
         assert (audit.written, audit.lost) == (3, 0)
 
     asyncio.run(play())
-    assert first.notes[0]["event"] == "decode_start"
-    assert sorted(note["request"] for note in [*first.notes[1:], *second.notes]) == ["0", "1", "2"]
+    assert first.taken[0]["event"] == "decode_start"
+    assert sorted(note["request"] for note in [*first.taken[1:], *second.taken]) == ["0", "1", "2"]
 
 
 def test_what_can_t_be_written_is_counted_and_told(
@@ -155,10 +160,10 @@ def test_records_are_numbered_and_a_lost_one_leaves_a_gap(monkeypatch: pytest.Mo
                 audit.on_finished(DONE)
             await until(lambda: audit.kept == 0)
             audit.on_finished(DONE)
-        assert {note["server"] for note in lease.notes} == {audit.server}
+        assert {note["server"] for note in lease.taken} == {audit.server}
 
     asyncio.run(play())
-    assert [note.get("number") for note in lease.notes] == [None, 1, 2, 4]
+    assert [note.get("number") for note in lease.taken] == [None, 1, 2, 4]
 
 
 def test_records_that_are_left_are_written_before_the_end() -> None:
