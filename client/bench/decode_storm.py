@@ -70,6 +70,13 @@ GROWTH_KIB: Final = 4096.0
 
 KIB: Final = 1024
 
+# Few tombstones, so that their table is full before the second half begins.
+_SETTINGS: Final = """\
+audit = "{audit}"
+[limits]
+max_tombstones = 256
+"""
+
 RIGHT_ENDS: Final = frozenset({CompletionReason.MAX_TOKENS_REACHED, CompletionReason.END_OF_SEQUENCE})
 
 
@@ -417,7 +424,7 @@ def measure_storm(
         if address is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-")))
             audit = folder / "audit"
-            address = stack.enter_context(private_daemon(driver, settings=f'audit = "{audit}"\n'))
+            address = stack.enter_context(private_daemon(driver, settings=_SETTINGS.format(audit=audit)))
         return asyncio.run(run_storm(address, StormPlan(checkpoint, minutes * 60, sequences, audit), say))
 
 
