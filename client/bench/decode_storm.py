@@ -232,7 +232,7 @@ async def run_storm(address: str, plan: StormPlan, say: Callable[[str], object])
         say("each request while nothing is revoked")
         await storm.hear_quiet_outputs()
         say(f"the storm, for {plan.for_s:g} s")
-        memory = await _rage(storm, each, plan.for_s, address)
+        memory = await _load_and_revoke(storm, each, plan.for_s, address)
     report = {
         "seconds": plan.for_s,
         "outputs": storm.outputs,
@@ -250,7 +250,7 @@ async def run_storm(address: str, plan: StormPlan, say: Callable[[str], object])
     return report
 
 
-async def _rage(storm: _Storm, each: int, for_s: float, address: str) -> dict[str, Any]:
+async def _load_and_revoke(storm: _Storm, each: int, for_s: float, address: str) -> dict[str, Any]:
     """Load and revoke for some seconds; returns what the memory did. The last requests end."""
     until = time.monotonic() + for_s
     loads = [
@@ -384,6 +384,8 @@ def storm_table(report: dict[str, Any]) -> str:
     if audit := report.get("audit"):
         rows = [[name.replace("_", " "), str(value)] for name, value in audit.items()]
         parts.append(table(["the audit log", ""], rows))
+    else:
+        parts.append("No audit log was named (--audit), so none was looked at.")
     return "\n\n".join([*parts, "sound" if is_sound(report) else "NOT SOUND"])
 
 
