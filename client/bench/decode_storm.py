@@ -277,12 +277,13 @@ async def _memory(address: str, for_s: float) -> dict[str, Any]:
 
 
 def memory_figures(at_s: Sequence[float], kib: Sequence[float]) -> dict[str, float | bool]:
-    """Return the means of the first and the last quarter, and whether the second half is flat."""
-    quarter = max(1, len(kib) // 4)
+    """Return the means of the first and the last quarter, the second half's growth, and whether that is flat."""
+    quarter, trend = max(1, len(kib) // 4), trend_of(at_s, kib, GROWTH_KIB)
     return {
         "first_quarter_mib": sum(kib[:quarter]) / quarter / KIB,
         "last_quarter_mib": sum(kib[-quarter:]) / quarter / KIB,
-        "is_flat": trend_of(at_s, kib, GROWTH_KIB).is_flat,
+        "growth_mib": trend.growth / KIB,
+        "is_flat": trend.is_flat,
     }
 
 
@@ -372,6 +373,7 @@ def storm_table(report: dict[str, Any]) -> str:
             name,
             f"{figures['first_quarter_mib']:.1f}",
             f"{figures['last_quarter_mib']:.1f}",
+            f"{figures['growth_mib']:+.2f}",
             "flat" if figures["is_flat"] else "GROWS",
         ]
         for name, figures in report["memory"].items()
@@ -379,7 +381,7 @@ def storm_table(report: dict[str, Any]) -> str:
     parts = [
         table([f"a storm of {report['seconds']:g} s", ""], counted),
         *(f"{count} requests failed: {error}" for error, count in report["errors"].items()),
-        table(["memory, MiB", "first quarter", "last quarter", ""], memory),
+        table(["memory, MiB", "first quarter", "last quarter", "growth, 2nd half", ""], memory),
     ]
     if audit := report.get("audit"):
         rows = [[name.replace("_", " "), str(value)] for name, value in audit.items()]
