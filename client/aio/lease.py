@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -55,6 +55,10 @@ class GpuLease(LeaseView):
     async def note(self, data: Mapping[str, Any]) -> None:
         """Write a record about it to the node's audit log, like `gpulease.client.GpuLease.note`."""
         await self._run(self._state.note(data))
+
+    async def notes(self, several: Sequence[Mapping[str, Any]]) -> list[GpuLeaseError | None]:
+        """Write several records about it at once, like `gpulease.client.GpuLease.notes`."""
+        return await self._run(self._state.notes(several))
 
     async def query(self) -> LeaseReport:
         """Ask the daemon about it, like `gpulease.client.GpuLease.query`."""

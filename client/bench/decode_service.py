@@ -1,21 +1,19 @@
 """Times of a decoder that serves tenants while regions of some are revoked, beside the engine alone.
 
-    python -m gpulease.client.bench.decode_service [MODEL | llama-1b [SECONDS [SEQUENCES]]]
+    python -m gpulease.client.bench.decode_service [MODEL | llama-1b [SECONDS [SEQUENCES [FIGURE...]]]]
 
-SECONDS are those of each figure, SEQUENCES the most that are live. Uses the daemon that runs, or a private one. Prints
-a JSON object for each figure.
+SECONDS are those of each figure, SEQUENCES the most that are live, 8 or more. Without a FIGURE all are measured:
+throughput, survivors, rebinds, shares. Uses the daemon that runs, or a private one. Prints a JSON object for each.
 """
 
 import asyncio
 import contextlib
 import json
 import random
-import resource
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -47,7 +45,6 @@ POSITIONS: Final = 1024
 """Positions of a sequence: prompts, replays and the measured steps fit in."""
 
 REVOKE_EVERY_S: Final = 1.0
-STORM_EVERY_S: Final = 0.05
 PROMPT: Final = 512
 """Tokens of the prompts that are rebound."""
 
@@ -156,8 +153,13 @@ class _Service:
         return True
 
 
-async def measure(checkpoint: Checkpoint, address: str, for_s: float, most: int) -> None:
-    """Print all figures, of `for_s` seconds each, with at most `most` live sequences."""
+FIGURES: Final = ("throughput", "survivors", "rebinds", "shares")
+
+
+async def measure(
+    checkpoint: Checkpoint, address: str, for_s: float, most: int, wanted: Collection[str] = FIGURES
+) -> None:
+    """Print the wanted figures, of `for_s` seconds each, with at most `most` live sequences."""
     names = [f"tenant-{number}" for number in range(TENANTS)]
     blocks = most // TENANTS * POSITIONS // PAGE
     weights = [1.0] * (TENANTS - 1) + [3.0]
@@ -171,12 +173,14 @@ async def measure(checkpoint: Checkpoint, address: str, for_s: float, most: int)
     opened = Decoder.open(checkpoint, tenants, settings, address=address, observers=[times])
     async with opened as decoder:
         service = _Service(decoder, times)
-        for batch in (batch for batch in BATCHES if batch <= most):
+        for batch in (batch for batch in BATCHES if batch <= most and "throughput" in wanted):
             _show(await throughput(service, names, batch, for_s / 4))
-        _show(await survivors(service, names, for_s))
-        _show(await rebinds(service, names, for_s))
-        _show(await shares(service, (names[0], names[-1]), for_s))
-        _show(await storm(service, names, for_s * 2))
+        if "survivors" in wanted:
+            _show(await survivors(service, names, for_s))
+        if "rebinds" in wanted:
+            _show(await rebinds(service, names, for_s))
+        if "shares" in wanted:
+            _show(await shares(service, (names[0], names[-1]), for_s))
 
 
 async def throughput(service: _Service, names: Sequence[str], batch: int, for_s: float) -> dict[str, Any]:
@@ -284,36 +288,9 @@ async def shares(service: _Service, names: Sequence[str], for_s: float) -> dict[
     return {"figure": "service of weights 1 : 3", "served": served, "ratio": served[1] / served[0]}
 
 
-async def storm(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
-    """Revoke one tenant's region after the other, under load: outputs that differ, and memory."""
-    revoked, memory_kib, rng = 0, [], random.Random(1)
-    async with service.load(names, _eighth(service), 32, 96) as counts:
-        await asyncio.sleep(1)
-        until = time.monotonic() + for_s
-        while time.monotonic() < until:
-            await asyncio.sleep(STORM_EVERY_S)
-            revoked += await service.revoke(rng.choice(names))
-            memory_kib.append(_memory_kib())
-    await _quiet(service)
-    tenth = max(1, len(memory_kib) // 10)
-    return {
-        "figure": "storm",
-        "seconds": for_s,
-        "revoked": revoked,
-        "memory_mib_early": memory_kib[tenth] / 1024,
-        "memory_mib_late": memory_kib[-1] / 1024,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    } | counts
-
-
 def _eighth(service: _Service) -> int:
     """Return how many sequences of each tenant are 64 in all, or as many as there is room for."""
     return max(1, min(64, service.decoder.scheduler.settings.max_sequences) // TENANTS)
-
-
-def _memory_kib() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() // 1024
 
 
 async def _quiet(service: _Service) -> None:
@@ -341,11 +318,14 @@ def checkpoint_named(name: str) -> Checkpoint:
 
 def main(words: Sequence[str]) -> None:
     """Measure, as the words say (see the module's docstring)."""
-    chosen, for_s, most = (*words, *(str(TINY_MODEL), "10", "256")[len(words) :])
+    chosen, for_s, most = (*words[:3], *(str(TINY_MODEL), "10", "256")[len(words) :])
+    wanted = words[3:] or FIGURES
+    if unknown := set(wanted) - set(FIGURES):
+        sys.exit(f"there is no figure {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
     checkpoint = checkpoint_named(chosen)
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon("auto"))
-        asyncio.run(measure(checkpoint, address, float(for_s), int(most)))
+        asyncio.run(measure(checkpoint, address, float(for_s), int(most), wanted))
 
 
 if __name__ == "__main__":

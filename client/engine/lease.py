@@ -11,7 +11,7 @@ import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Literal, NotRequired, Protocol, TypedDict, cast
@@ -28,6 +28,8 @@ from gpulease.client.engine.exchange import (
     dial,
     disconnected,
     doing_of,
+    receive,
+    send,
 )
 from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, milliseconds
 from gpulease.client.engine.tokens import Grant
@@ -205,6 +207,9 @@ restart takes seconds; a daemon that is not back by then is more than restarted.
 END_MARGIN_S: Final = 5.0
 """Time that LEASE_QUERY and LEASE_FREE wait longer than the lease lasts: they make sense just after its end, too."""
 
+MAX_NOTES: Final = 256
+"""Notes in flight together: more come no faster, and the daemon takes only so many requests of one connection."""
+
 FIRST_RECONNECT_PAUSE_S: Final = 0.05
 """Pause before the first new connection after one that broke; it doubles with each that fails."""
 
@@ -342,6 +347,34 @@ class LeaseState:
         """Write a record about it to the audit log."""
         yield from self._control(Opcode.LEASE_NOTE, LeaseNote(self.grant.lease_id, _note_of(data)))
 
+    def notes(self, several: Sequence[Mapping[str, Any]]) -> Procedure[list[GpuLeaseError | None]]:
+        """Write records about it, all in flight together; returns for each None, or why it may not be there."""
+        doing = doing_of(Opcode.LEASE_NOTE)
+        if len(several) > MAX_NOTES:
+            raise InvalidRequest(f"notes: {len(several)} at once; {MAX_NOTES} are the most")
+        if self.over is not None:
+            raise error_of(self.over, doing)
+        bodies: dict[int, LeaseNote] = {}
+        outcomes: list[GpuLeaseError | None] = [None] * len(several)
+        for number, data in enumerate(several):
+            try:
+                bodies[number] = LeaseNote(self.grant.lease_id, _note_of(data))
+            except InvalidRequest as error:
+                outcomes[number] = error
+        answers: dict[int, Body | Failure] = {}
+        lost: GpuLeaseError | None = None
+        try:
+            yield Locked(self.lock, self._ask_all(Opcode.LEASE_NOTE, bodies, answers, doing))
+        except GpuLeaseError as error:
+            lost = error
+        for number in bodies:
+            answer = answers.get(number)
+            if answer is None:
+                outcomes[number] = lost
+            elif isinstance(answer, Failure):
+                outcomes[number] = error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), doing)
+        return outcomes
+
     def refusal_stream(self) -> RefusalStream:
         """A subscription to launches that its regions refuse, not opened yet."""
         if self.over is OF_PARENT:
@@ -379,6 +412,31 @@ class LeaseState:
             yield Sleep(min(pause_s, left_s))
             pause_s, is_again = min(2 * pause_s, MAX_RECONNECT_PAUSE_S), True
 
+    def _ask_all(
+        self, op: Opcode, bodies: Mapping[int, Body], answers: dict[int, Body | Failure], doing: str
+    ) -> Procedure[None]:
+        """Ask several requests, none of them twice; `answers` gets what is answered before the connection ends."""
+        yield from self._reconnect_if_stale(doing)
+        link, limit = self.channel.link, TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
+        try:
+            asked = {number: link.request(op, body) for number, body in bodies.items()}
+            yield from send(self.channel, [frame for _, frame in asked.values()], limit)
+            for number, (request_id, _) in asked.items():
+                answers[number] = yield from receive(self.channel, request_id, limit)
+        except LinkEnded as ended:
+            self.channel.close()
+            raise disconnected(ended, self.channel, doing) from None
+
+    def _reconnect_if_stale(self, doing: str) -> Procedure[bool]:
+        """Connect anew if the connection is dead; returns whether it was."""
+        is_stale = self.channel.link.end is not None
+        if is_stale:
+            # The connection may have ended right behind an answer, unseen until now.
+            self.channel.close()
+            self.channel, _ = yield from dial(self.address, TimeLimit(CONNECT_LIMIT_S, doing, self.address))
+        self.channel.link.forget()
+        return is_stale
+
     def _ask_again_if_stale(self, op: Opcode, body: Body, doing: str, *, is_again: bool) -> Procedure[Any]:
         """Ask on the connection that the lease came on; if that is dead, ask once more on a new one.
 
@@ -386,12 +444,7 @@ class LeaseState:
         REGION_OPEN could leave a region that nobody here knows.
         """
         while True:
-            fresh = self.channel.link.end is not None
-            if fresh:
-                # The connection may have ended right behind an answer, unseen until now.
-                self.channel.close()
-                self.channel, _ = yield from dial(self.address, TimeLimit(CONNECT_LIMIT_S, doing, self.address))
-            self.channel.link.forget()
+            fresh = yield from self._reconnect_if_stale(doing)
             try:
                 limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
                 answer = yield from answer_to(self.channel, op, body, limit)

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -63,6 +63,14 @@ class GpuLease(LeaseView):
         what can't be recorded.
         """
         drive(self._state.note(data))
+
+    def notes(self, several: Sequence[Mapping[str, Any]]) -> list[GpuLeaseError | None]:
+        """Write up to 256 records like `note`, all in flight together; none is sent twice.
+
+        Returns for each None if it is on the disk; else the error, Disconnected where the record may be there or not.
+        Raises the error of the lease's end if it is over, InvalidRequest for too many.
+        """
+        return drive(self._state.notes(several))
 
     def query(self) -> LeaseReport:
         """Ask the daemon about it, whether it lives or not: `LeaseReport` has each member and its unit."""

@@ -11,12 +11,14 @@ A record has digests and no text. Whoever has the prompt can compute the output 
 import asyncio
 import hashlib
 import logging
+import os
 import time
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from sys import byteorder
 from typing import Any, Final, Self
@@ -32,6 +34,9 @@ from gpulease.protocol.lease_ids import lease_text
 MAX_KEPT: Final = 16_384
 """Records that wait for the daemon, some 30 MB. Stops a daemon that is away from filling the server's memory."""
 
+AT_ONCE: Final = 64
+"""Records in flight together, which wait for the disk once. A lease's renewal waits for them."""
+
 RETRY_S: Final = 1.0
 """Seconds between two tries to write a record that the daemon did not take."""
 
@@ -40,6 +45,9 @@ LAST_WRITES_S: Final = 10.0
 
 MAX_NAME_CHARACTERS: Final = 128
 """Characters of a name in a record, which must stay below the most bytes of a note."""
+
+SERVER_BYTES: Final = 8
+"""Random bytes of a server's name in its records: no two servers of a log have one name."""
 
 US_PER_S: Final = 1_000_000
 
@@ -100,11 +108,16 @@ class ComputedBy:
         return {"model": model, "kernels_sha256": self.kernels_sha256}
 
 
-def note_of(finished: FinishedRequest, by: ComputedBy) -> dict[str, Any]:
-    """Return the record of a request, without floats: those of the sampling are their shortest texts."""
+def note_of(finished: FinishedRequest, by: ComputedBy, server: str, number: int) -> dict[str, Any]:
+    """Return the record of a request, without floats: those of the sampling are their shortest texts.
+
+    `server` and `number` name the record: the same one may be written again behind a connection that broke.
+    """
     sampling = finished.sampling
     return {
         "event": EVENT,
+        "server": server,
+        "number": number,
         "request": _text(finished.request_id),
         "tenant": _text(finished.tenant_id),
         "region": None if finished.region_id is None else lease_text(finished.region_id),
@@ -154,6 +167,7 @@ class DecodeAudit(DecoderObserver):
     """Writes a record of every request that ended, by a task; none is lost without a word in the log.
 
     Attributes:
+        server: A random name, in all of its records.
         written: Records that are in the audit log.
         lost: Records that will never be: there was no room for them, or the daemon refused them for good.
     """
@@ -161,7 +175,8 @@ class DecodeAudit(DecoderObserver):
     def __init__(self, by: ComputedBy) -> None:
         """Use `of`."""
         self.by = by
-        self.written = self.lost = 0
+        self.server = os.urandom(SERVER_BYTES).hex()
+        self.written = self.lost = self._finished = 0
         self._kept: deque[dict[str, Any]] = deque()
         self._wake = asyncio.Event()
         self._is_failing = False
@@ -172,11 +187,12 @@ class DecodeAudit(DecoderObserver):
         return cls(await ComputedBy.of(checkpoint, packed=packed))
 
     def on_finished(self, report: FinishedRequest) -> None:
-        """Implement `DecoderObserver.on_finished`."""
+        """Implement `DecoderObserver.on_finished`. A lost record has its number, too: the log shows a gap."""
+        self._finished += 1
         if len(self._kept) >= MAX_KEPT:
             self._lose(1, f"{MAX_KEPT} wait already")
             return
-        self._kept.append(note_of(report, self.by))
+        self._kept.append(note_of(report, self.by, self.server, self._finished))
         self._wake.set()
 
     @property
@@ -190,7 +206,7 @@ class DecodeAudit(DecoderObserver):
 
         Raises Unsupported where the daemon keeps no audit log, and what else keeps the first record from it.
         """
-        await lease().note({"event": START_EVENT, **self.by.note()})
+        await lease().note({"event": START_EVENT, "server": self.server, **self.by.note()})
         task = asyncio.create_task(self._write(lease))
         try:
             yield
@@ -209,28 +225,37 @@ class DecodeAudit(DecoderObserver):
         while True:
             self._wake.clear()
             while self._kept:
-                if await self._is_done_with(self._kept[0], lease):
+                batch = list(islice(self._kept, AT_ONCE))
+                undone = await self._undone(batch, lease)
+                for _ in batch:
                     self._kept.popleft()
-                else:
+                self._kept.extendleft(reversed(undone))
+                if undone:
                     await asyncio.sleep(RETRY_S)
             await self._wake.wait()
 
-    async def _is_done_with(self, note: dict[str, Any], lease: Callable[[], GpuLease]) -> bool:
-        """Write a record. Returns whether it needs no other try."""
+    async def _undone(self, batch: Sequence[dict[str, Any]], lease: Callable[[], GpuLease]) -> list[dict[str, Any]]:
+        """Write records. Returns those that need another try."""
+        outcomes: Sequence[GpuLeaseError | None]
         try:
-            await lease().note(note)
+            outcomes = await lease().notes(batch)
         except GpuLeaseError as error:
+            outcomes = [error] * len(batch)
+        undone = []
+        for note, failure in zip(batch, outcomes, strict=True):
             # Its subclasses tell of leases that ended, and the decoder gets another.
-            if type(error) is InvalidRequest:
-                self._lose(1, str(error))
-                return True
-            if not self._is_failing:
-                _log.warning("decode records wait for the audit log: %s", error)
-            self._is_failing = True
-            return False
-        self.written += 1
-        self._is_failing = False
-        return True
+            if type(failure) is InvalidRequest:
+                self._lose(1, str(failure))
+            elif failure is None:
+                self.written += 1
+            else:
+                undone.append(note)
+                if not self._is_failing:
+                    _log.warning("decode records wait for the audit log: %s", failure)
+                self._is_failing = True
+        if not undone:
+            self._is_failing = False
+        return undone
 
     def _lose(self, count: int, why: str) -> None:
         self.lost += count

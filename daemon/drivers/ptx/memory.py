@@ -274,6 +274,11 @@ class Arena:
             self.shadow.discard(inner, inner_end - inner)
         self.shadow.view[first:inner] = bytes(inner - first)
         self.shadow.view[inner_end:end] = bytes(end - inner_end)
+        for page in {at // mmap.PAGESIZE * mmap.PAGESIZE for at in (first, end)}:
+            # Neighbours' entries may lie there, too; it goes with the last of them.
+            entries = bytes(self.shadow.view[page : page + mmap.PAGESIZE])
+            if entries == bytes(len(entries)):
+                self.shadow.discard(page, len(entries))
         self.memory.discard(offset, size_bytes)
 
     def close(self) -> None:

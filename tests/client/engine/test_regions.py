@@ -9,7 +9,9 @@ import pytest
 
 from gpulease.client import (
     AllocFailed,
+    Busy,
     Denied,
+    Disconnected,
     GpuLeaseError,
     InvalidHandle,
     InvalidRequest,
@@ -26,12 +28,13 @@ from gpulease.client import (
 )
 from gpulease.client.engine.events import ForwardRevoked
 from gpulease.client.errors import PERMANENT_ERRORS
-from gpulease.protocol import Failure, Opcode, RevokeOutcome, Status
+from gpulease.protocol import Failure, Opcode, Request, RevokeOutcome, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.limits import MAX_NOTE_BYTES
 from gpulease.protocol.messages import (
+    Body,
     Empty,
     LeaseNote,
     LeaseRenew,
@@ -44,7 +47,7 @@ from gpulease.protocol.messages import (
 )
 from gpulease.protocol.opcodes import REGIONS_REQUIRED_TAG, Flag
 from helpers.client_faces import Face, Scenario, real
-from helpers.scripted_peer import GRANULE, LEASE_ID, REGION_ID, Refusal, ScriptedPeer, SendRaw
+from helpers.scripted_peer import GRANULE, LEASE_ID, REGION_ID, HangUp, Refusal, ScriptedPeer, SendRaw
 
 Run = Callable[[Scenario], None]
 
@@ -147,6 +150,50 @@ async def notes_about_a_lease_and_a_region(face: Face) -> None:
     with pytest.raises(Unsupported, match="no audit log"):
         await lease.note({})
     assert lease.is_alive
+
+
+async def several_notes_at_once_each_with_its_outcome(face: Face) -> None:
+    lease = await face.acquire()
+
+    def take(request: Request) -> Body:
+        if request.body == LeaseNote(LEASE_ID, b'{"n":2}'):
+            raise Refusal(Failure(Status.BUSY, "one too many"))
+        return Empty()
+
+    face.peer.script[Opcode.LEASE_NOTE] = take
+    outcomes = await lease.notes([{"n": 0}, {"n": 0.1j}, {"n": 2}, {"n": 3}])
+    assert [type(outcome) for outcome in outcomes] == [type(None), InvalidRequest, Busy, type(None)]
+    assert [body.note for body in heard(face, Opcode.LEASE_NOTE)] == [b'{"n":0}', b'{"n":2}', b'{"n":3}']
+    with pytest.raises(InvalidRequest, match="256 are the most"):
+        await lease.notes([{}] * 257)
+    assert await lease.notes([]) == []
+
+
+async def notes_that_lost_their_connection_are_told_and_not_repeated(face: Face) -> None:
+    lease = await face.acquire()
+    notes = [{"n": number} for number in range(5)]
+
+    def take(request: Request) -> Body:
+        if request.body == LeaseNote(LEASE_ID, b'{"n":2}'):
+            del face.peer.script[Opcode.LEASE_NOTE]
+            raise HangUp
+        return Empty()
+
+    face.peer.script[Opcode.LEASE_NOTE] = take
+    outcomes = await lease.notes(notes)
+    assert [type(outcome) for outcome in outcomes] == [type(None)] * 2 + [Disconnected] * 3
+    assert [body.note for body in heard(face, Opcode.LEASE_NOTE)] == [b'{"n":%d}' % number for number in range(3)]
+    assert await lease.notes(notes[2:]) == [None] * 3
+    assert lease.is_alive
+
+
+async def notes_about_a_lease_that_is_over(face: Face) -> None:
+    lease = await face.acquire()
+    face.peer.fail(Opcode.LEASE_NOTE, Status.LEASE_EXPIRED)
+    assert [type(outcome) for outcome in await lease.notes([{}, {}])] == [LeaseExpired] * 2
+    with pytest.raises(LeaseExpired):
+        await lease.notes([{}])
+    assert len(heard(face, Opcode.LEASE_NOTE)) == 2
 
 
 async def a_lease_grows_and_shrinks(face: Face) -> None:
@@ -272,6 +319,9 @@ SCENARIOS: list[Scenario] = [
     a_report_without_a_state_ends_no_wait,
     cancelled_and_resumed,
     notes_about_a_lease_and_a_region,
+    several_notes_at_once_each_with_its_outcome,
+    notes_that_lost_their_connection_are_told_and_not_repeated,
+    notes_about_a_lease_that_is_over,
     a_lease_grows_and_shrinks,
     it_is_a_buffer_of_every_session_of_its_lease,
     a_region_of_another_lease_is_refused,

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from gpulease.daemon.record.audit.records import canonical_bytes
 from gpulease.protocol.limits import MAX_NOTE_BYTES
 
 BY = ComputedBy("tiny", "ab" * 32, "cd" * 32, packed=True)
+SERVER = "0f" * 8
 DONE = FinishedRequest(
     tenant_id="ann",
     request_id="request-1",
@@ -45,12 +46,17 @@ class MadeLease:
 
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)
-        self.notes: list[Any] = []
+        self.taken: list[Any] = []
 
     async def note(self, data: Any) -> None:
         if self.failures:
             raise self.failures.pop(0)
-        self.notes.append(data)
+        self.taken.append(data)
+
+    async def notes(self, several: Sequence[Any]) -> list[Exception | None]:
+        outcomes = [self.failures.pop(0) if self.failures else None for _ in several]
+        self.taken += [data for data, outcome in zip(several, outcomes, strict=True) if outcome is None]
+        return outcomes
 
 
 def of(lease: MadeLease) -> Callable[[], GpuLease]:
@@ -64,7 +70,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_record_says_what_was_computed_of_what() -> None:
-    note = note_of(DONE, BY)
+    note = note_of(DONE, BY, SERVER, 3)
+    assert (note["server"], note["number"]) == (SERVER, 3)
     assert (note["request"], note["tenant"], note["region"]) == ("request-1", "ann", f"{7:032x}")
     assert note["prompt"] == {"count": 2, "sha256": hashlib.sha256(bytes.fromhex("1100000004000000")).hexdigest()}
     assert note["output"] == {"count": 2, "sha256": hashlib.sha256(bytes.fromhex("05000000ffffffff")).hexdigest()}
@@ -83,7 +90,7 @@ def test_a_record_says_what_was_computed_of_what() -> None:
     name=st.text(st.characters(exclude_categories=()), max_size=300),
 )
 def test_a_record_is_canonical_fits_and_is_read_back_whole(sampling: SamplingParameters, name: str) -> None:
-    note = note_of(replace(DONE, sampling=sampling, request_id=name, tenant_id=name), BY)
+    note = note_of(replace(DONE, sampling=sampling, request_id=name, tenant_id=name), BY, SERVER, 2**53 - 1)
     data = canonical_bytes(note, depth=2)
     assert len(data) <= MAX_NOTE_BYTES
     said = DecodeRecord.read(json.loads(data))
@@ -96,7 +103,7 @@ def test_a_record_is_canonical_fits_and_is_read_back_whole(sampling: SamplingPar
 )
 def test_what_no_decoder_wrote_is_no_record(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="it "):
-        DecodeRecord.read(note_of(DONE, BY) | change)
+        DecodeRecord.read(note_of(DONE, BY, SERVER, 3) | change)
 
 
 def test_records_are_kept_while_the_daemon_is_away_and_go_to_the_next_lease(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +122,8 @@ def test_records_are_kept_while_the_daemon_is_away_and_go_to_the_next_lease(monk
         assert (audit.written, audit.lost) == (3, 0)
 
     asyncio.run(play())
-    assert first.notes[0]["event"] == "decode_start"
-    assert sorted(note["request"] for note in [*first.notes[1:], *second.notes]) == ["0", "1", "2"]
+    assert first.taken[0]["event"] == "decode_start"
+    assert sorted(note["request"] for note in [*first.taken[1:], *second.taken]) == ["0", "1", "2"]
 
 
 def test_what_can_t_be_written_is_counted_and_told(
@@ -140,6 +147,23 @@ def test_what_can_t_be_written_is_counted_and_told(
     with caplog.at_level(logging.ERROR, "gpulease.decode"):
         asyncio.run(play())
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
+
+
+def test_records_are_numbered_and_a_lost_one_leaves_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_audit, "MAX_KEPT", 2)
+    lease = MadeLease()
+
+    async def play() -> None:
+        audit = DecodeAudit(BY)
+        async with audit.writing(of(lease)):
+            for _ in range(3):
+                audit.on_finished(DONE)
+            await until(lambda: audit.kept == 0)
+            audit.on_finished(DONE)
+        assert {note["server"] for note in lease.taken} == {audit.server}
+
+    asyncio.run(play())
+    assert [note.get("number") for note in lease.taken] == [None, 1, 2, 4]
 
 
 def test_records_that_are_left_are_written_before_the_end() -> None:

@@ -303,6 +303,17 @@ def test_the_pages_of_a_region_go_back_to_the_host(context: CpuContext) -> None:
     assert before - resident_bytes() > SLICE_BYTES * 3 // 4
 
 
+def test_many_regions_leave_less_than_a_page_each(context: CpuContext) -> None:
+    held = [context.region_open(GRANULE) for _ in range(4)]
+    before = resident_bytes()
+    for _ in range(2000):
+        held.append(context.region_open(GRANULE))
+        address = held.pop(1)
+        context.region_end(address)
+        context.region_release(address)
+    assert resident_bytes() - before < 1000 * 4096
+
+
 def test_no_address_is_given_twice_and_they_come_to_an_end(context: CpuContext) -> None:
     ordered = []
     for _ in range(1024):
