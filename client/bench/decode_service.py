@@ -1,6 +1,6 @@
 """Times of a decoder that serves tenants while regions of some are revoked, beside the engine alone.
 
-    python -m gpulease.client.bench.decode_service [MODEL | llama-1b [SECONDS [SEQUENCES [FIGURE...]]]]
+    python -m gpulease.client.bench.decode_service [MODEL | SHAPE [SECONDS [SEQUENCES [FIGURE...]]]]
 
 SECONDS are those of each figure, SEQUENCES the most that are live, 8 or more. Without a FIGURE all are measured:
 throughput, survivors, rebinds, shares. Uses the daemon that runs, or a private one. Prints a JSON object for each.
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.figures import percentile
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.serve.decode import (
@@ -25,8 +26,6 @@ from gpulease.client.serve.decode import (
     Checkpoint,
     Decoder,
     DecoderSettings,
-    Family,
-    ModelConfig,
     RandomCheckpoint,
     SamplingParameters,
     TenantConfig,
@@ -35,9 +34,6 @@ from gpulease.client.serve.decode import (
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, ForwardRevoked, RebindReport, StepReport
 from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW
 from gpulease.client.serve.decode.step_plan import LiveSequence
-
-LLAMA_1B: Final = ModelConfig(Family.LLAMA, 16, 2048, 32, 8, 64, 8192, 128256, 131072, 500000.0, 1e-5, is_tied=True)
-"""The shape of Llama-3.2-1B; its weights are random here."""
 
 TENANTS: Final = 8
 BATCHES: Final = (1, 8, 64, 256)
@@ -312,8 +308,8 @@ def _show(figures: dict[str, Any]) -> None:
 
 
 def checkpoint_named(name: str) -> Checkpoint:
-    """Return the model at a path, or for "llama-1b" random weights of that shape. Raises ModelRejected."""
-    return RandomCheckpoint(LLAMA_1B, 1) if name == "llama-1b" else open_model(name)
+    """Return the model at a path, or random weights of a shape that `decode_shapes` names. Raises ModelRejected."""
+    return RandomCheckpoint(SHAPES[name], 1) if name in SHAPES else open_model(name)
 
 
 def main(words: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from typing import Final
 from gpulease.client.serve.decode import Family, ModelConfig
 
 SHAPES: Final = {
-    "tiny": ModelConfig(Family.LLAMA, 2, 64, 4, 2, 32, 128, 512, 2048, 10_000.0, 1e-5, is_tied=True),
+    "two-layers": ModelConfig(Family.LLAMA, 2, 64, 4, 2, 32, 128, 512, 2048, 10_000.0, 1e-5, is_tied=True),
     "llama-1b": ModelConfig(Family.LLAMA, 16, 2048, 32, 8, 64, 8192, 128256, 131072, 500_000.0, 1e-5, is_tied=True),
     "qwen3-0.6b": ModelConfig(
         Family.QWEN3, 28, 1024, 16, 8, 128, 3072, 151936, 40960, 1e6, 1e-6, is_tied=True, has_head_norm=True

@@ -17,12 +17,12 @@ def test_every_launch_of_a_step_is_timed(
 ) -> None:
     for name in ("PREFILL", "STEPS", "KERNEL_LAUNCHES", "KERNEL_GRAPHS"):
         monkeypatch.setattr(decode_speed, name, 4)
-    asyncio.run(measure(daemon.address, "tiny", (1, 4), (20, 40)))
+    asyncio.run(measure(daemon.address, "two-layers", (1, 4), (20, 40)))
     figures = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     steps = [(figure["batch"], figure["context"]) for figure in figures if figure["figure"] == "step"]
     assert steps == [(1, 20), (4, 20), (1, 40), (4, 40)]
     kernels = [figure for figure in figures if figure["figure"] == "kernel" and figure["batch"] == 4]
-    layers = SHAPES["tiny"].layers
+    layers = SHAPES["two-layers"].layers
     assert sum(figure["launches"] for figure in kernels) == 10 * layers + 4
     assert all(figure["us"] > 0 for figure in kernels)
 
