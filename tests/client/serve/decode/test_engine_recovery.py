@@ -181,6 +181,44 @@ def test_each_of_several_requests_that_end_engines_is_given_up(
     play(daemon, scene)
 
 
+@pytest.mark.parametrize("is_current", [True, False], ids=["computed alone", "waiting for its turn"])
+def test_a_suspended_tenant_s_suspect_keeps_nobody_waiting_and_is_computed_alone_later(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch, is_current: bool
+) -> None:
+    fatal, has_begun = poison(monkeypatch, 8), asyncio.Event()
+
+    async def scene(decoder: Decoder) -> None:
+        compute_next = decoder._compute_next_suspect
+
+        def compute_next_suspect() -> None:
+            compute_next()
+            if not has_begun.is_set():
+                # Nothing is computed until the tenant is suspended.
+                decoder.scheduler.hold("a")
+                decoder.scheduler.hold("b")
+                has_begun.set()
+
+        monkeypatch.setattr(decoder, "_compute_next_suspect", compute_next_suspect)
+        if is_current:
+            fatal_one, honest = submit_poison(decoder, "b"), submit(decoder, "a")
+        else:
+            honest, fatal_one = submit(decoder, "a"), submit_poison(decoder, "b")
+        await has_begun.wait()
+        assert (decoder._suspects.current == fatal_one.request_id) == is_current
+        await decoder.suspend("b")
+        decoder.scheduler.resume("a")
+        decoder.wake()
+        assert await read(honest) == alone["a"]
+        assert await read(submit(decoder, "c")) == alone["c"]
+        assert len(fatal) == 1
+        await decoder.resume("b")
+        with pytest.raises(EngineDecodeFailed, match="alone"):
+            await read(fatal_one)
+
+    play(daemon, scene)
+    assert fatal[1:] == [1]
+
+
 # --- While there is no engine. ---
 
 
