@@ -304,7 +304,7 @@ class Decoder:
             self._lose(error)
         elif self._successor is not None:
             self._adopt(self._successor)
-        elif self._is_suspect_cleared:
+        elif self._is_suspect_due:
             self._compute_next_suspect()
         else:
             await self._sleep()
@@ -600,27 +600,41 @@ class Decoder:
     # --- suspects ---
 
     @property
-    def _is_suspect_cleared(self) -> bool:
-        """Return whether the request that is computed alone has got past where the engine was lost, or has ended."""
+    def _is_suspect_due(self) -> bool:
+        """Return whether somebody else is to be computed than now: the next suspect, or everybody."""
         suspects = self._suspects
-        if not suspects.current:
+        if self._loss is not None or not suspects:
             return False
+        if not suspects.current:
+            return suspects.has_next(self._is_ready)
         generation = self._ledger.find(suspects.current)
-        return generation is None or len(generation.tokens) >= suspects.tokens + MAX_STEPS
+        # It has got past where the engine was lost, or has ended, or can't go on.
+        return (
+            generation is None
+            or len(generation.tokens) >= suspects.tokens + MAX_STEPS
+            or self.moves.is_suspended(generation.request.tenant_id)
+        )
+
+    def _is_ready(self, request_id: str) -> bool:
+        """Return whether a suspect can be computed: a suspended tenant's would keep everybody waiting."""
+        generation = self._ledger.find(request_id)
+        return generation is None or not self.moves.is_suspended(generation.request.tenant_id)
 
     @property
     def _is_break_due(self) -> bool:
         """Return whether steps under way are to end before the next one starts."""
-        return self._successor is not None or self._is_suspect_cleared
+        return self._successor is not None or self._is_suspect_due
 
     def _compute_next_suspect(self) -> None:
         """Compute the next suspect alone, from its prompt on; without any, compute everybody. No step is under way."""
-        now = time.monotonic()
-        request_id = self._suspects.next()
+        now, suspects = time.monotonic(), self._suspects
+        if suspects.current and not self._is_ready(suspects.current):
+            suspects.put_off()
+        request_id = suspects.next(self._is_ready)
         while request_id and not (generation := self._ledger.find(request_id)):
-            request_id = self._suspects.next()
+            request_id = suspects.next(self._is_ready)
         if request_id and generation:
-            self._suspects.tokens = len(generation.tokens)
+            suspects.tokens = len(generation.tokens)
             if self.scheduler.live_sequences:
                 events = self.scheduler.engine_lost(now, CompletionReason.PREEMPTED, engine_losses.GIVE_UP_S)
                 self._ledger.tell(events, is_engine_scoped=True)

@@ -7,6 +7,7 @@ does not know yet takes it from the step before, on the card.
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -101,18 +102,18 @@ class DecodeEngine:
 
         Raises ModelRejected, AllocFailed, or what the lease's end raises. Nothing stays open then.
         """
-        session = await GpuSession(lease)
-        try:
+        async with AsyncExitStack() as stack:
+            session = await GpuSession(lease)
+            stack.push_async_callback(session.close)
             weights = await load_weights(
                 session, checkpoint, packed=packed, positions=limits.positions, progress=progress
             )
             forward = ForwardPass(session, weights, limits)
             await forward.prepare()
             engine = cls(lease, session, forward)
+            stack.push_async_callback(engine.close)
             await engine._record()
-        except BaseException:
-            await session.close()
-            raise
+            stack.pop_all()
         return engine
 
     @property
@@ -332,6 +333,10 @@ class DecodeEngine:
         if self._forward is not None:
             self._forward = None
             self._steps.clear()
+            # Each of them holds arrays of the arena, and so its memory and descriptor.
+            self._graphs.clear()
+            self._rows.clear()
+            self._results.clear()
             await self.session.close()
 
     def _bucket(self, rows: int) -> int:

@@ -4,7 +4,7 @@ An error that is not of a known kind is taken for a loss, too. A fault of the co
 in the steps under way are computed again one by one, and a request that ends an engine alone is not tried again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from gpulease.client.errors import (
@@ -80,8 +80,17 @@ class Suspects:
         """Suspect those that had rows under way as an engine was lost."""
         self._queue.update(dict.fromkeys(request_ids))
 
-    def next(self) -> str:
-        """Go on with the next one, and return it; "" if none is left."""
-        self.current = next(iter(self._queue), "")
+    def put_off(self) -> None:
+        """Let the one that is computed alone wait for another turn: its tenant was suspended."""
+        self.add([self.current])
+        self.current = ""
+
+    def has_next(self, is_ready: Callable[[str], bool]) -> bool:
+        """Return whether one that is ready waits for its turn."""
+        return any(map(is_ready, self._queue))
+
+    def next(self, is_ready: Callable[[str], bool] = bool) -> str:
+        """Go on with the next one that is ready, and return it; "" if there is none. The others keep their places."""
+        self.current = next(filter(is_ready, self._queue), "")
         self._queue.pop(self.current, None)
         return self.current

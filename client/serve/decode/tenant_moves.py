@@ -93,6 +93,10 @@ class TenantMoves:
         """Bytes in the host's memory of each suspended tenant, by the tenants' ids."""
         return {tenant_id: saved.contents.nbytes for tenant_id, saved in self._saved.items()}
 
+    def is_suspended(self, tenant_id: str) -> bool:
+        """Return whether a tenant waits for `resume`."""
+        return tenant_id in self._saved
+
     def step_answered(self) -> None:
         """Hear that a step was answered, or that there will be no answer."""
         self._answered.set()
@@ -119,8 +123,10 @@ class TenantMoves:
             if saved is None:
                 raise RequestRejected(f"Tenant {tenant_id} is not suspended")
             if not self._is_current(tenant_id, saved):
-                # Another engine took over: the sequences are replayed, and have a region already.
+                # The sequences are replayed. If another engine took over, they have a region there already.
                 del self._saved[tenant_id]
+                if saved.regions is self._user.regions:
+                    saved.regions.replace(tenant_id)
                 async with self._held(tenant_id):
                     return
             pool = await saved.regions.open(self._user.scheduler.tenants[tenant_id].config)
@@ -218,7 +224,7 @@ class TenantMoves:
         finally:
             if tenant_id not in self._saved:
                 scheduler.resume(tenant_id)
-                self._user.wake()
+            self._user.wake()
 
     async def _save(self, tenant_id: str, pool: BlockPool) -> _Saved:
         """Copy what a held tenant's steps wrote, as soon as they are answered."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Final
 
 from gpulease.client.aio.events import KeepAlive
@@ -136,8 +137,9 @@ class TenantRegions:
             return None
 
     async def close(self) -> None:
-        """Stop to renew and to open regions; they end with their lease."""
-        await self._rebinding.stop()
+        """Stop to renew and to open regions, even if this is cancelled in the midst; they end with their lease."""
         self.pools.clear()
-        for renewal in self._renewals.values():
-            await renewal.stop()
+        async with AsyncExitStack() as stack:
+            for renewal in self._renewals.values():
+                stack.push_async_callback(renewal.stop)
+            await self._rebinding.stop()

@@ -274,6 +274,19 @@ def test_leaving_the_block_while_a_region_is_opened_anew_leaves_nothing(
     play(daemon, scene)
 
 
+def test_closing_regions_ends_every_renewal_though_it_is_cancelled(daemon: Daemon) -> None:
+    async def scene(decoder: Decoder) -> None:
+        renewals = [renewal._task for renewal in decoder.regions._renewals.values()]
+        closing = asyncio.create_task(decoder.regions.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait((closing,))
+        _, going_on = await asyncio.wait(renewals, timeout=1)
+        assert (closing.cancelled(), going_on) == (True, set())
+
+    play(daemon, scene)
+
+
 def test_a_tenant_waits_for_its_region_while_the_lease_has_no_room(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, alone: Outputs
 ) -> None:

@@ -11,6 +11,7 @@ from gpulease.client.errors import (
     RegionCancelled,
     RegionExpired,
     RegionFailed,
+    RegionFenced,
     RegionFreed,
     RegionRevoked,
 )
@@ -131,6 +132,29 @@ def test_a_step_that_names_an_ended_region_does_not_begin(
         assert (await rig.compute(row(rig))).tobytes() == expected.tobytes()
 
     in_a_pool(tiny, scene, ttl_s)
+
+
+def test_steps_that_name_a_revoked_region_again_are_fenced_for_ever(tiny: RunningRig, shared_daemon: Daemon) -> None:
+    """Nor does the tenant's next region open the way for steps that name the last one."""
+
+    async def scene(rig: EngineRig, pool: BlockPool) -> None:
+        stale = np.concatenate([row(rig, 1), row(rig, 0, pool)]), [rig.pools[0], pool]
+        before = await rig.memory(0)
+        await revoke(shared_daemon, pool)
+        assert isinstance(await refused(rig, *stale), RegionRevoked)
+        fresh = await rig.engine.open_pool(2, tenant="c")
+        await rig.engine.start(row(rig, 0, fresh), [fresh])
+        await rig.engine.finish()
+        for _ in range(3):
+            error = await refused(rig, *stale)
+            assert isinstance(error, RegionFenced)
+            assert error.lease_id == pool.region.lease_id
+        with pytest.raises(RegionFenced):
+            await rig.engine.save_pool(pool, [0])
+        assert await rig.memory(0) == before
+        await rig.engine.close_pool(fresh)
+
+    in_a_pool(tiny, scene)
 
 
 async def clear(rig: EngineRig, tenant: int) -> None:

@@ -13,6 +13,7 @@ from gpulease.client.serve.decode.forward_pass import StepLimits
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, opened
 from helpers.decode.random_models import TINY
+from helpers.processes import open_files
 
 MIB = 1 << 20
 LIMITS = StepLimits(max_rows=2, tables=2, positions=64)
@@ -36,6 +37,22 @@ def test_a_closed_engine_refuses_all_and_its_lease_goes_on(daemon: Daemon) -> No
                 await engine.open_pool(1)
             async with GpuSession(rig.lease) as session:
                 await session.mem_alloc(MIB)
+
+    asyncio.run(part())
+
+
+def arenas() -> set[int]:
+    """This process's descriptors of memory that it shares with workers."""
+    return {fd for fd, path in open_files().items() if "gpulease-arena" in path}
+
+
+def test_a_closed_engine_that_is_still_held_shares_no_memory(daemon: Daemon) -> None:
+    async def part() -> None:
+        before = arenas()
+        async with opened(daemon.address, RandomCheckpoint(TINY, 1), LIMITS) as rig:
+            assert arenas() > before
+            await rig.engine.close()
+            assert arenas() == before
 
     asyncio.run(part())
 

@@ -43,3 +43,26 @@ def test_each_suspect_has_one_turn_in_order() -> None:
     suspects.add(["y", "z"])
     assert [suspects.next() for _ in range(4)] == ["x", "y", "z", ""]
     assert suspects.current == ""
+
+
+def test_a_suspect_that_is_not_ready_keeps_its_place() -> None:
+    suspects = Suspects()
+    suspects.add("xyz")
+    held = {"x"}
+
+    def is_ready(name: str) -> bool:
+        return name not in held
+
+    assert [suspects.next(is_ready) for _ in range(3)] == ["y", "z", ""]
+    assert not suspects.has_next(is_ready)
+    held.clear()
+    assert suspects.has_next(is_ready)
+    assert suspects.next(is_ready) == "x"
+
+
+def test_a_suspect_that_is_put_off_comes_behind_the_others() -> None:
+    suspects = Suspects()
+    suspects.add("xy")
+    suspects.next()
+    suspects.put_off()
+    assert [suspects.next() for _ in range(3)] == ["y", "x", ""]

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ import pytest
 from gpulease.client.errors import CapacityExceeded, Denied, Disconnected, GpuSessionFailed
 from gpulease.client.serve.decode import engine_losses
 from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
+from gpulease.client.serve.decode.decode_audit import ComputedBy, DecodeAudit
 from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded
+from gpulease.client.serve.decode.decode_page import DecodePage
 from gpulease.client.serve.decode.decode_requests import CompletionReason, SamplingParameters
 from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.engine import DecodeEngine
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.row_records import Rows
 from gpulease.client.serve.decode.serving_engine import ServingEngine
+from helpers.audit_log import check_whole, config, records, stop
 from helpers.daemon import Daemon
 from helpers.decode.decoder_rig import (
     PROMPTS,
@@ -33,6 +37,7 @@ from helpers.decode.decoder_rig import (
     submit,
 )
 from helpers.decode.random_models import TINY
+from helpers.lasting import LastingDaemon
 
 Loss = Callable[[Daemon, Decoder], Awaitable[None]]
 
@@ -179,6 +184,113 @@ def test_each_of_several_requests_that_end_engines_is_given_up(
                 await read(generation)
 
     play(daemon, scene)
+
+
+@pytest.mark.parametrize("is_current", [True, False], ids=["computed alone", "waiting for its turn"])
+def test_a_suspended_tenant_s_suspect_keeps_nobody_waiting_and_is_computed_alone_later(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch, is_current: bool
+) -> None:
+    fatal, has_begun = poison(monkeypatch, 8), asyncio.Event()
+
+    async def scene(decoder: Decoder) -> None:
+        compute_next = decoder._compute_next_suspect
+
+        def compute_next_suspect() -> None:
+            compute_next()
+            if not has_begun.is_set():
+                # Nothing is computed until the tenant is suspended.
+                decoder.scheduler.hold("a")
+                decoder.scheduler.hold("b")
+                has_begun.set()
+
+        monkeypatch.setattr(decoder, "_compute_next_suspect", compute_next_suspect)
+        if is_current:
+            fatal_one, honest = submit_poison(decoder, "b"), submit(decoder, "a")
+        else:
+            honest, fatal_one = submit(decoder, "a"), submit_poison(decoder, "b")
+        await has_begun.wait()
+        assert (decoder._suspects.current == fatal_one.request_id) == is_current
+        await decoder.suspend("b")
+        decoder.scheduler.resume("a")
+        decoder.wake()
+        assert await read(honest) == alone["a"]
+        assert await read(submit(decoder, "c")) == alone["c"]
+        assert len(fatal) == 1
+        await decoder.resume("b")
+        with pytest.raises(EngineDecodeFailed, match="alone"):
+            await read(fatal_one)
+
+    play(daemon, scene)
+    assert fatal[1:] == [1]
+
+
+# --- A daemon that is killed. ---
+
+
+def test_a_daemon_that_is_killed_and_comes_back_gives_a_fresh_lease_and_the_audit_goes_on(
+    start_daemon: Callable[..., Daemon], alone: Outputs, tmp_path: Path
+) -> None:
+    folder = tmp_path / "log"
+    first = start_daemon(config=config(folder))
+    first.allowed_trouble.append("worker")
+    heard, audit = Recorder(), DecodeAudit(ComputedBy("tiny", "0" * 64, "1" * 64, True))
+    decoders: list[Decoder] = []
+    page = DecodePage(lambda: decoders[0], bytes(32))
+
+    async def part() -> None:
+        async with (
+            opened(first, heard, audit, page.observer) as decoder,
+            audit.writing(lambda: decoder._serving.lease),
+        ):
+            decoders.append(decoder)
+            lost = decoder._serving.lease.lease_id
+
+            async def restart() -> None:
+                first.kill()
+                again.append(start_daemon(config=config(folder), folder=first.folder))
+
+            assert await outputs_around(decoder, restart) == alone
+            assert decoder._serving.lease.lease_id != lost
+            while audit.written < len(PROMPTS):  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0.01)
+            state = page.observer.state()
+            assert {tenant["id"]: tenant["rebinds"] > 0 for tenant in state["tenants"]} == dict.fromkeys("abcd", True)
+
+    again: list[Daemon] = []
+    asyncio.run(part())
+    (rebuilt,) = heard.rebuilt
+    assert (rebuilt.is_known, rebuilt.is_planned) == (True, False)
+    assert {report.tenant_id for report in heard.rebinds} == set("abcd")
+    assert all(report.is_engine_scoped for report in heard.rebinds)
+    assert audit.lost == 0
+    stop(again[0])
+    check_whole(folder)
+    notes = [record["data"]["note"] for record in records(folder) if record["kind"] == "note"]
+    ended = {note["request"]: note for note in notes if "output" in note}
+    assert len(ended) == len(PROMPTS)
+    assert all(note["output"]["count"] == TOKENS for note in ended.values())
+
+
+@pytest.mark.exhaustive
+def test_a_daemon_that_keeps_its_leases_is_killed_and_nobody_is_replayed(
+    start_lasting: Callable[..., LastingDaemon], alone: Outputs
+) -> None:
+    lasting, heard = start_lasting(), Recorder()
+
+    async def scene(decoder: Decoder) -> None:
+        lease = decoder._serving.lease.lease_id
+
+        async def restart() -> None:
+            lasting.restart()
+
+        assert await outputs_around(decoder, restart) == alone
+        assert decoder._serving.lease.lease_id == lease
+        lasting.now.revoke(decoder.regions.pools["b"].region.lease_id)
+        assert await read(submit(decoder, "b")) == alone["b"]
+
+    play(lasting.now, scene, heard)
+    assert heard.rebuilt == []
+    assert {report.tenant_id for report in heard.rebinds} == {"b"}
 
 
 # --- While there is no engine. ---

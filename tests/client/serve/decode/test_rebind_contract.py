@@ -74,6 +74,11 @@ async def by_tenant_s_free(_: Daemon, decoder: Decoder, name: str) -> None:
     await decoder.regions.pools[name].region.free()
 
 
+async def by_quota(_: Daemon, decoder: Decoder, name: str) -> None:
+    """Whoever holds the engine's lease ends what is over the tenant's quota; a daemon's quotas bound new leases."""
+    await decoder.regions.pools[name].region.revoke("over its quota")
+
+
 async def by_cancel(_: Daemon, decoder: Decoder, name: str) -> None:
     """A limit's holder stops the tenant, whose region has not ended."""
     await decoder.regions.pools[name].region.cancel()
@@ -118,14 +123,13 @@ async def check_moment(
             assert missed_steps(heard, generation) == 0
 
 
-def check(daemon: Daemon, moments: Iterable[int], ends: Iterable[End]) -> None:
+def check(daemon: Daemon, moments: Iterable[tuple[int, End]]) -> None:
     async def part() -> None:
         heard = Recorder()
         async with unlimited(daemon, heard) as decoder:
             quiet = await outputs_of(submit_all(decoder))
-            for number in moments:
-                for end in ends:
-                    await check_moment(daemon, decoder, heard, quiet, number, end)
+            for number, end in moments:
+                await check_moment(daemon, decoder, heard, quiet, number, end)
         assert len(heard.revoked) >= len(heard.rebinds) > 0
         assert all(report.flip_to_report_s is None or report.flip_to_report_s > 0 for report in heard.revoked)
 
@@ -133,13 +137,15 @@ def check(daemon: Daemon, moments: Iterable[int], ends: Iterable[End]) -> None:
 
 
 def test_continuous_batch_scheduler_recovers_one_tenant_under_revocation(daemon: Daemon) -> None:
-    check(daemon, [1, 4, 17], [by_operator])
+    check(daemon, [(1, by_operator), (4, by_quota), (6, by_tenant_s_free), (17, by_operator)])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("end", [by_operator, by_tenant_s_free, by_cancel])
+@pytest.mark.parametrize(
+    "end", [by_operator, by_tenant_s_free, by_cancel, pytest.param(by_quota, marks=pytest.mark.slow)]
+)
 def test_a_tenant_is_recovered_at_every_step(daemon: Daemon, end: End) -> None:
-    check(daemon, STEPS, [end])
+    check(daemon, [(number, end) for number in STEPS])
 
 
 @pytest.mark.exhaustive
@@ -147,7 +153,7 @@ def test_a_tenant_is_recovered_whose_time_is_up(daemon: Daemon, monkeypatch: pyt
     monkeypatch.setattr("gpulease.client.serve.decode.tenant_regions.REGION_TTL_S", 2.0)
     # Otherwise its sequences move before that.
     monkeypatch.setattr("gpulease.client.serve.decode.tenant_regions.MOVE_BEFORE_S", 0.0)
-    check(daemon, [1, 9, 30], [by_ttl])
+    check(daemon, [(number, by_ttl) for number in (1, 9, 30)])
 
 
 # --- Reports. ---
