@@ -235,6 +235,20 @@ def test_a_lost_region_shows_in_the_extension_alone(
     assert extensions == [{"replays": 1}]
 
 
+def test_the_health_is_503_until_another_engine_serves(
+    rig: OpenAiRig, client: openai.OpenAI, shared_daemon: Daemon
+) -> None:
+    with rig.http() as http:
+        # No other engine is opened while it is held.
+        rig.wait_for(rig.decoder._changing.acquire())
+        shared_daemon.revoke(rig.do(lambda: rig.decoder.engine.lease.lease_id))
+        lost = wait_until(lambda: (reply := http.get("/healthz")).status_code == 503 and reply, "the engine is lost")
+        assert lost.json()["status"] == "engine_lost"
+        rig.do(rig.decoder._changing.release)
+        wait_until(lambda: http.get("/healthz").status_code == 200, "another engine serves")
+    assert complete(client).choices[0].text.startswith(" 3.")
+
+
 def test_an_error_in_mid_stream_is_an_event(shared_daemon: Daemon) -> None:
     """The whole lease is revoked behind the first tokens."""
     with openai_rig(shared_daemon) as rig, rig.client() as client:
