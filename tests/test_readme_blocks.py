@@ -172,7 +172,11 @@ class Stage:
     def serving_http(self, block: Block) -> Iterator[None]:
         """The same for one of `gpulease serve`, whose usual port may be somebody else's."""
         with self.serving(block, "--listen", "tcp:127.0.0.1:0"):
-            (port,) = set(re.findall(r"http://127\.0\.0\.1:(\d+)", (self._folder / f"{block.line}.log").read_text()))
+            log = (self._folder / f"{block.line}.log").read_text()
+            (port,) = set(re.findall(r"http://127\.0\.0\.1:(\d+)", log))
+            self._moved |= {
+                f"KEY_OF_{name.upper()}": key for name, key in re.findall(r"^Key of (\w+): (\w+)$", log, re.M)
+            }
             self._moved[USUAL_HTTP[" ".join(block.text.split("gpulease ")[1].split()[:2])]] = f"127.0.0.1:{port}"
             yield
 

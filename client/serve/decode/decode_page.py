@@ -10,7 +10,6 @@ which no browser sends. Texts are shown of the demonstration's own requests alon
 """
 
 import asyncio
-import hashlib
 import hmac
 import json
 import time
@@ -35,6 +34,7 @@ from gpulease.client.serve.decode.decode_reports import (
 )
 from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.demo_traffic import DemoTraffic
+from gpulease.client.serve.decode.openai_http.api_keys import bearer_digest
 from gpulease.client.serve.decode.tenant_state import TenantState
 
 FILES: Final = {
@@ -294,9 +294,8 @@ class DecodePage:
         return JSONResponse({"tenant": tenant_id, "region": f"{pool.region.lease_id:032x}"}, headers=HEADERS)
 
     def _refused(self, request: Request) -> Response | None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        found = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        if scheme.lower() == "bearer" and hmac.compare_digest(found, self._digest):
+        found = bearer_digest(request.headers.get("authorization", ""))
+        if found is not None and hmac.compare_digest(found, self._digest):
             return None
         return _problem(401, "This takes the operator's key.", {"WWW-Authenticate": "Bearer"})
 

@@ -193,6 +193,11 @@ class Decoder:
         return self._serving.engine
 
     @property
+    def is_serving(self) -> bool:
+        """Return whether there is an engine: False from its loss until another serves, and once the decoder ended."""
+        return self._failure is None and self._loss is None and self._told_loss is None
+
+    @property
     def regions(self) -> TenantRegions:
         """The tenants' regions in the engine's lease."""
         return self._serving.regions

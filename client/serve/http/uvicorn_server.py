@@ -1,6 +1,7 @@
 """Run an ASGI application on uvicorn: its listening socket, the guard before it, its signals and its end."""
 
 import asyncio
+import errno
 import ipaddress
 import json
 import logging
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.serve.http.problems import MEDIA_TYPE, Problem
@@ -37,6 +39,10 @@ MAX_HEAD_BYTES: Final = 16 << 10
 
 KEEP_ALIVE_S: Final = 5
 """Seconds that an idle connection stays open."""
+
+HEAD_LIMIT_S: Final = 10.0
+"""Seconds for a connection's next line and headers to arrive; then it is closed. Stops a peer from holding all of
+MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own limit begins behind the first answer."""
 
 BACKLOG: Final = 128
 
@@ -76,7 +82,8 @@ def _bound(where: UnixAddress | TcpAddress) -> socket.socket:
     except OSError as error:
         # socket.create_server() adds the address to its message; this message names it already.
         about = (error.strerror or str(error)).partition(" (while attempting")[0]
-        raise InvalidRequest(f"can't listen at {where}: {about}") from None
+        todo = "Stop what listens there, or say another --listen" if error.errno == errno.EADDRINUSE else ""
+        raise InvalidRequest(f"can't listen at {where}: {about}", todo) from None
 
 
 def _bound_to_path(path: str) -> socket.socket:
@@ -118,6 +125,38 @@ def _url(sock: socket.socket, where: UnixAddress | TcpAddress) -> str:
         return f"http+unix://{where.path}"
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class TimelyProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which closes a connection whose next request does not begin in HEAD_LIMIT_S."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's is
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self._await_head_behind(None)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, which may be here already."""
+        answered = self.cycle
+        super().on_response_complete()
+        self._await_head_behind(answered)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the wait."""
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def _await_head_behind(self, answered: RequestResponseCycle | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(HEAD_LIMIT_S, self._close_behind, answered)
+
+    def _close_behind(self, answered: RequestResponseCycle | None) -> None:
+        if self.cycle is answered:
+            self.transport.close()
 
 
 class GuardedApp:
@@ -188,7 +227,7 @@ async def serve_within(
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = uvicorn.Config(
         GuardedApp(app, known),
-        http="h11",
+        http=TimelyProtocol,
         loop="asyncio",
         ws="none",
         lifespan="on",

@@ -7,7 +7,7 @@ from typing import Final
 
 from gpulease.client.errors import InvalidRequest
 
-MAX_KEY_CHARACTERS: Final = 512
+MAX_KEY_BYTES: Final = 512
 """Longest key: what is longer is hashed for nothing."""
 
 
@@ -18,11 +18,11 @@ class ApiKeys:
         """Args: tenant_of: The tenant's id by its key's sha256, 32 bytes."""
         self._tenant_of = dict(tenant_of)
 
-    def tenant(self, key: str) -> str | None:
-        """Return whose key it is; None for nobody's."""
-        if not 0 < len(key) <= MAX_KEY_CHARACTERS:
+    def tenant(self, authorization: str) -> str | None:
+        """Return whose key is in a header `Authorization`; None for nobody's."""
+        asked, found = bearer_digest(authorization), None
+        if asked is None:
             return None
-        asked, found = key_digest(key), None
         # Every key is compared, so that the time tells nothing.
         for digest, tenant in self._tenant_of.items():
             if hmac.compare_digest(digest, asked):
@@ -31,8 +31,24 @@ class ApiKeys:
 
 
 def key_digest(key: str) -> bytes:
-    """Return a key's sha256."""
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+    """Return a key's sha256, which is that of its UTF-8."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def bearer_digest(authorization: str) -> bytes | None:
+    """Return the sha256 of the key in a header `Authorization: Bearer KEY` (RFC 6750, 2.1).
+
+    Args:
+        authorization: The header's value, its bytes as Latin-1, as ASGI frameworks have it.
+
+    Returns None if there is no key, or one that is too long.
+    """
+    scheme, _, said = authorization.partition(" ")
+    # White space of HTTP alone: others' codes are parts of characters in UTF-8.
+    key = said.strip(" \t").encode("latin-1")
+    if scheme.lower() != "bearer" or not 0 < len(key) <= MAX_KEY_BYTES:
+        return None
+    return hashlib.sha256(key).digest()
 
 
 def distinct_keys(keys: Mapping[str, bytes]) -> ApiKeys:

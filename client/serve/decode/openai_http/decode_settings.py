@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.serve.decode.decode_requests import MAX_WAIT_S, TenantConfig
-from gpulease.client.serve.decode.decoder import DecoderSettings
-from gpulease.client.serve.decode.openai_http.api_keys import MAX_KEY_CHARACTERS, ApiKeys, distinct_keys, key_digest
+from gpulease.client.serve.decode.decoder import MIN_REGION_LIFE_S, DecoderSettings
+from gpulease.client.serve.decode.openai_http.api_keys import MAX_KEY_BYTES, ApiKeys, distinct_keys, key_digest
 from gpulease.client.serve.decode.row_records import PAGE
 from gpulease.client.serve.model_file import check_complete, check_kind, check_table, kind_of
 
@@ -21,6 +21,9 @@ MAX_TENANTS: Final = 256
 
 MAX_SETTINGS_BYTES: Final = 1 << 20
 """Most bytes of the file. Stops a wrong path from filling memory."""
+
+MAX_REGION_LIFE_S: Final = 86_400.0
+"""Longest life of a region that is not renewed: daemons' own bound of a lease's time, unless they say another."""
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
@@ -47,6 +50,8 @@ _ENGINE: Final[dict[str, type[Any]]] = {
     "positions": int,
     "packed": bool,
     "wait_secs": float,
+    "preempts": bool,
+    "region_life_secs": float,
 }
 _TENANT: Final[dict[str, type[Any]]] = {
     "key_sha256": str,
@@ -63,6 +68,7 @@ _ENGINE_RANGES: Final = {
     "max_sequences": (1, 4096),
     "positions": (1, 1 << 20),
     "wait_secs": (0, MAX_WAIT_S),
+    "region_life_secs": (MIN_REGION_LIFE_S, MAX_REGION_LIFE_S),
 }
 
 
@@ -108,6 +114,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
     engine = said.get("engine", {})
     _check_engine(f"{where}: engine", engine)
     wait_s = float(engine.pop("wait_secs", DEFAULT_WAIT_S))
+    region_life_s = engine.pop("region_life_secs", None)
     tables = said["tenants"]
     if not 0 < len(tables) <= MAX_TENANTS:
         raise InvalidRequest(f"{where}: there must be 1 to {MAX_TENANTS} tables [tenants.NAME]")
@@ -118,7 +125,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         listen=said.get("listen", DEFAULT_LISTEN),
         address=said.get("address"),
         audit=said.get("audit", False),
-        decoder=DecoderSettings(**engine),
+        decoder=DecoderSettings(**engine, region_life_s=region_life_s),
         wait_s=wait_s,
         tenants=tuple(config for config, _ in tenants),
         keys=distinct_keys({config.id: digest for config, digest in tenants}),
@@ -198,11 +205,11 @@ def _read_key(where: str, file: Path) -> str:
                 raise InvalidRequest(f"{where}: key_file {file} is no file")
             if found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
                 raise InvalidRequest(f"{where}: key_file {file} is open to others", f"chmod 600 {file}")
-            key = opened.read(MAX_KEY_CHARACTERS + 2).decode("ascii").strip()
+            key = opened.read(MAX_KEY_BYTES + 2).decode("ascii").strip()
     except OSError as error:
         raise InvalidRequest(f"{where}: key_file {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         key = ""
-    if not 16 <= len(key) <= MAX_KEY_CHARACTERS or not key.isprintable():
-        raise InvalidRequest(f"{where}: key_file {file} has no key of 16 to {MAX_KEY_CHARACTERS} characters")
+    if not 16 <= len(key) <= MAX_KEY_BYTES or not key.isprintable():
+        raise InvalidRequest(f"{where}: key_file {file} has no key of 16 to {MAX_KEY_BYTES} characters")
     return key

@@ -2,7 +2,7 @@
 
     POST /v1/completions, /v1/chat/completions   whole, or as server-sent events
     GET  /v1/models, /v1/models/{id}             the model that is served
-    GET  /healthz                                200 while it serves
+    GET  /healthz                                200 while it serves, 503 while its engine is lost
     GET  /metrics                                Prometheus' text format
 
 Callers have keys (`Authorization: Bearer KEY`), and a key is a tenant's. A tenant's lost region shows in nothing but
@@ -31,7 +31,13 @@ from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS
 from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.openai_http.answer_text import AnswerText, Piece, pieces
-from gpulease.client.serve.decode.openai_http.api_errors import CLOSED_REQUEST, ApiError, api_error_of, invalid
+from gpulease.client.serve.decode.openai_http.api_errors import (
+    CLOSED_REQUEST,
+    OVERLOADED,
+    ApiError,
+    api_error_of,
+    invalid,
+)
 from gpulease.client.serve.decode.openai_http.api_keys import ApiKeys
 from gpulease.client.serve.decode.openai_http.completion_replies import DONE, ReplyHead, event
 from gpulease.client.serve.decode.openai_http.completion_request import CompletionRequest, parse_request, shown
@@ -80,13 +86,14 @@ def make_openai_application(
         wait_s: Seconds that a request may wait for its admission.
         routes: Further routes.
         metrics: Renders the metrics.
-        health: Members of the health report; a `status` other than "ok" makes it a 503.
+        health: Further members of the health report.
     """
     face = OpenAiFace(decoder, keys, model, wait_s)
 
     async def show_health(_: Request) -> Response:
-        told = {"status": "ok", "model": model} | dict(health())
-        return Response(json.dumps(told), 200 if told["status"] == "ok" else 503, media_type=JSON)
+        is_serving = decoder.is_serving
+        told = {"status": "ok" if is_serving else "engine_lost", "model": model} | dict(health())
+        return Response(json.dumps(told), 200 if is_serving else OVERLOADED, media_type=JSON)
 
     async def show_metrics(_: Request) -> Response:
         return Response(metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -214,8 +221,7 @@ class OpenAiFace:
             return _refusal(error)
 
     def _tenant(self, request: Request) -> str:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        tenant = self._keys.tenant(key.strip()) if scheme.lower() == "bearer" else None
+        tenant = self._keys.tenant(request.headers.get("Authorization", ""))
         if tenant is None:
             raise ApiError(401, "invalid_api_key", "No such key. Send one as Authorization: Bearer KEY.")
         return tenant

@@ -1,14 +1,21 @@
-"""Addresses at which a server listens, and sockets that it replaces."""
+"""Addresses at which a server listens, sockets that it replaces, and connections that it closes."""
 
+import asyncio
 import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from gpulease.client import InvalidRequest
-from gpulease.client.serve.http.uvicorn_server import listening
+from gpulease.client.serve.http import uvicorn_server
+from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve_within
 
 
 @pytest.fixture
@@ -47,3 +54,41 @@ def test_what_is_no_socket_stays(path: Path) -> None:
     with pytest.raises(InvalidRequest), listening(f"unix:{path}"):
         pass
     assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nG"],
+    ids=["nothing", "a part", "a second's part"],
+)
+def test_a_connection_whose_next_request_does_not_come_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_server, "HEAD_LIMIT_S", 0.1)
+    assert asyncio.run(_read_to_the_end(sent)).count(b"late") == sent.count(b"\r\n\r\n")
+
+
+def test_an_answer_takes_longer_than_a_request_s_head_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_server, "HEAD_LIMIT_S", 0.02)
+    asked = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert asyncio.run(_read_to_the_end(asked * 2, answer_s=0.2)).count(b"late") == 2
+
+
+async def _read_to_the_end(sent: bytes, answer_s: float = 0.0) -> bytes:
+    """What a server sends until it closes the connection."""
+
+    async def answer(_: Request) -> Response:
+        await asyncio.sleep(answer_s)
+        return Response("late")
+
+    app = Starlette(routes=[Route("/", answer)])
+    servers: list[uvicorn.Server] = []
+    with listening("tcp:127.0.0.1:0") as (sock, _):
+        serving = asyncio.create_task(
+            serve_within(app, sock, known=known_hosts(sock, ()), stop_s=5, began=servers.append)
+        )
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        writer.write(sent)
+        got = await reader.read()
+        writer.close()
+        servers[0].should_exit = True
+        await serving
+    return got

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.decode import TINY_MODEL, TenantConfig
+from gpulease.client.serve.decode import TINY_MODEL, DecoderSettings, TenantConfig
 from gpulease.client.serve.decode.openai_http.decode_settings import (
     DEFAULT_LISTEN,
     EXAMPLE,
@@ -31,15 +31,22 @@ def test_the_example_can_be_used_as_it_is() -> None:
     assert settings.model.resolve() == TINY_MODEL.resolve()
     assert settings.listen == DEFAULT_LISTEN
     assert settings.tenants == (TenantConfig("ann", 8, 64), TenantConfig("bob", 8, 64, weight=3.0))
-    assert settings.keys.tenant("replace-this-key") == "ann"
-    assert settings.keys.tenant("replace-this-key-too") == "bob"
-    assert settings.keys.tenant("another") is None
+    assert settings.keys.tenant("Bearer replace-this-key") == "ann"
+    assert settings.keys.tenant("Bearer replace-this-key-too") == "bob"
+    assert settings.keys.tenant("Bearer another") is None
 
 
 def test_few_settings_are_enough(tmp_path: Path) -> None:
     settings = loaded(tmp_path, MODEL + TENANT)
     assert (settings.model, settings.name, settings.address, settings.audit) == (tmp_path / "m.gguf", "m", None, False)
     assert settings.tenants == (TenantConfig("ann", 2, 8),)
+
+
+def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
+    text = "[engine]\nmax_rows = 5\npreempts = true\nregion_life_secs = 90\n"
+    wanted = DecoderSettings(max_rows=5, preempts=True, region_life_s=90)
+    assert loaded(tmp_path, MODEL + text + TENANT).decoder == wanted
+    assert loaded(tmp_path, MODEL + TENANT).decoder == DecoderSettings()
 
 
 @pytest.mark.parametrize(
@@ -51,6 +58,9 @@ def test_few_settings_are_enough(tmp_path: Path) -> None:
         (MODEL + "colour = 1\n" + TENANT, "'colour' is no setting"),
         ("model = 5\n" + TENANT, "model = 5 is no str"),
         (MODEL + "[engine]\nmax_rows = 0\n" + TENANT, "engine: max_rows is 0; 1 to 1024"),
+        (MODEL + "[engine]\npreempts = 1\n" + TENANT, "preempts = 1 is no bool"),
+        (MODEL + "[engine]\nregion_life_secs = 0.05\n" + TENANT, "region_life_secs is 0.05; 0.1 to 86400 is taken"),
+        (MODEL + "[engine]\nregion_life_secs = nan\n" + TENANT, "region_life_secs is nan; 0.1 to 86400 is taken"),
         (MODEL + "[engine]\nrows = 8\n" + TENANT, "engine: 'rows' is no setting"),
         (MODEL + "[tenants]\n", "1 to 256 tables"),
         (MODEL + "[tenants]\nann = 1\n", "tenants.ann is no table"),
@@ -82,7 +92,7 @@ def test_a_key_s_file_is_its_owner_s_alone(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="Chmod 600"):
         loaded(tmp_path, text)
     file.chmod(0o600)
-    assert loaded(tmp_path, text).keys.tenant(KEY) == "ann"
+    assert loaded(tmp_path, text).keys.tenant(f"Bearer {KEY}") == "ann"
     file.write_text("short")
     with pytest.raises(InvalidRequest, match="has no key of 16"):
         loaded(tmp_path, text)
