@@ -55,14 +55,21 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave exhaustive and slow tests out, unless some files or names are asked for; everything has no slow ones."""
+    """Leave exhaustive and slow tests out, unless some files or names are asked for; everything has no slow ones.
+
+    Of a test and the one that does all of it and more, the latter runs alone.
+    """
     if not is_default(config):
         return
     marks = ["slow"] if config.option.everything else ["slow", "exhaustive"]
-    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+    left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
+    classes = {item: cls for item in items if (cls := getattr(item, "cls", None)) and item not in left_out}
+    # A class that runs its base's test with more examples runs instead of it.
+    bases = {base for cls in classes.values() for base in cls.__mro__[1:]}
+    left_out |= {item for item, cls in classes.items() if cls in bases}
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not any(item.get_closest_marker(mark) for mark in marks)]
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def is_default(config: pytest.Config) -> bool:

@@ -27,9 +27,7 @@ from gpulease.client.serve.decode import (
     DecodeEngine,
     StepLimits,
 )
-from gpulease.client.serve.decode.checkpoint import size_bytes
-from gpulease.client.serve.decode.engine import MAX_STEPS
-from gpulease.client.serve.decode.forward_pass import block_bytes, buffer_sizes
+from gpulease.client.serve.decode.engine import MAX_STEPS, lease_bytes
 from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW, Rows
 
 PROMPTS: Final = (64, 128, 256, 512, 1024)
@@ -37,7 +35,6 @@ ROUNDS: Final = 5
 CHUNK_ROWS: Final = 64
 """Rows of a prompt in a step, as many as a decoder's step has at most."""
 
-SPARE_BYTES: Final = 64 << 20
 LEASE_S: Final = 120.0
 
 
@@ -72,8 +69,7 @@ async def measure_rebinds(
     longest = max(prompts)
     limits = StepLimits(min(CHUNK_ROWS, longest), 1, longest + PAGE)
     blocks = limits.table_blocks
-    wanted = size_bytes(checkpoint, packed=True, positions=limits.positions) + SPARE_BYTES
-    wanted += sum(buffer_sizes(checkpoint.config, limits).values()) + 2 * blocks * block_bytes(checkpoint.config)
+    wanted = lease_bytes(checkpoint, limits, [blocks, blocks])
     builder = GpuBuilder(address).min_vram(wanted).lease_secs(LEASE_S).regions_required()
     async with builder.acquire() as lease, lease.keep_alive():
         engine = await DecodeEngine.open(lease, checkpoint, limits)

@@ -173,7 +173,7 @@ class Tenant(threading.Thread):
             pass
 
 
-KILLS = 4
+KILLS = 2
 
 
 @pytest.mark.exhaustive

@@ -24,7 +24,7 @@ import numpy as np
 from gpulease.client.errors import Drained, GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
 from gpulease.client.serve.decode import engine_losses
 from gpulease.client.serve.decode.background_tasks import BackgroundTasks
-from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model, size_bytes
+from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model
 from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, EngineRebuilt, ForwardRevoked
 from gpulease.client.serve.decode.decode_requests import (
@@ -34,9 +34,9 @@ from gpulease.client.serve.decode.decode_requests import (
     SamplingParameters,
     TenantConfig,
 )
-from gpulease.client.serve.decode.engine import MAX_STEPS, BlockPool, DecodeEngine
+from gpulease.client.serve.decode.engine import MAX_STEPS, BlockPool, DecodeEngine, lease_bytes
 from gpulease.client.serve.decode.engine_losses import Suspects
-from gpulease.client.serve.decode.forward_pass import StepLimits, block_bytes, buffer_sizes
+from gpulease.client.serve.decode.forward_pass import StepLimits
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.model_config import ModelConfig
 from gpulease.client.serve.decode.request_ledger import LOG, RequestLedger
@@ -52,12 +52,6 @@ if TYPE_CHECKING:
 
 ABANDON_S: Final = 2.0
 """Seconds for which the remains of a lost engine may take to close before the next one is asked for."""
-
-SPARE_BYTES: Final = 64 << 20
-"""Memory of the lease beyond what is counted: the kernels' code, and the scratch of regions that ended."""
-
-REGION_GRANULE_BYTES: Final = 2 << 20
-"""Regions take multiples of so many bytes on a card."""
 
 MAX_POSITIONS: Final = 4096
 """Positions of a sequence where the caller does not say: of a model's 131,072, blocks for few would fill a card."""
@@ -694,25 +688,19 @@ def _lost(error: Exception) -> EngineDecodeFailed:
 
 def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], settings: DecoderSettings) -> EngineSpec:
     """Sum up what an engine of these settings needs."""
-    config = checkpoint.config
-    positions = settings.positions or min(config.context, MAX_POSITIONS)
+    positions = settings.positions or min(checkpoint.config.context, MAX_POSITIONS)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
     tenants = tenants or (_only_tenant(limits),)
-    pools = [_region_bytes(tenant.max_blocks * block_bytes(config)) for tenant in tenants]
+    pools = [tenant.max_blocks for tenant in tenants]
     if settings.region_life_s is not None:
         pools.append(max(pools))  # A tenant has two of them for as long as its sequences move.
-    wanted = size_bytes(checkpoint, packed=settings.packed, positions=positions)
-    wanted += sum(buffer_sizes(config, limits).values()) + sum(pools) + SPARE_BYTES
+    wanted = lease_bytes(checkpoint, limits, pools, packed=settings.packed)
     return EngineSpec(checkpoint, limits, settings.packed, wanted, tenants, settings.region_life_s)
 
 
 def _only_tenant(limits: StepLimits) -> TenantConfig:
     """The tenant of a decoder that serves one."""
     return TenantConfig(DEFAULT_TENANT, limits.tables, DEFAULT_SEQUENCES * limits.table_blocks)
-
-
-def _region_bytes(size_bytes: int) -> int:
-    return -(-size_bytes // REGION_GRANULE_BYTES) * REGION_GRANULE_BYTES
 
 
 def _scheduler_settings(settings: DecoderSettings, config: ModelConfig, positions: int) -> SchedulerSettings:

@@ -18,9 +18,16 @@ from gpulease.client.aio import GpuLease, GpuSession, Region, RegionSet
 from gpulease.client.aio.graphs import Graph
 from gpulease.client.aio.streams import Stream
 from gpulease.client.errors import RegionFailed
-from gpulease.client.serve.decode.checkpoint import Checkpoint, load_weights
+from gpulease.client.serve.decode.checkpoint import Checkpoint, load_weights, size_bytes
 from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
-from gpulease.client.serve.decode.forward_pass import ForwardPass, StepLimits, block_bytes, buckets_of, parts_of
+from gpulease.client.serve.decode.forward_pass import (
+    ForwardPass,
+    StepLimits,
+    block_bytes,
+    buckets_of,
+    buffer_sizes,
+    parts_of,
+)
 from gpulease.client.serve.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
 
 MAX_STEPS: Final = 2
@@ -34,6 +41,24 @@ COPY_BYTES: Final = 8 << 20
 
 MAX_COPY_TRIES: Final = 100
 """Tries to copy blocks. Each fails only if a region ended meanwhile; more would be regions that end without a pause."""
+
+
+SPARE_BYTES: Final = 64 << 20
+"""Memory of the lease beyond what is counted: the kernels' code, and the scratch of regions that ended."""
+
+REGION_GRANULE_BYTES: Final = 2 << 20
+"""Regions take multiples of so many bytes on a card."""
+
+
+def lease_bytes(checkpoint: Checkpoint, limits: StepLimits, pools: Iterable[int], *, packed: bool = True) -> int:
+    """Return the memory that an engine's lease needs, with regions of so many blocks each.
+
+    Raises RequestRejected if the kernels can't index as many values as a step of these limits has.
+    """
+    granules = [-(-blocks * block_bytes(checkpoint.config) // REGION_GRANULE_BYTES) for blocks in pools]
+    weights = size_bytes(checkpoint, packed=packed, positions=limits.positions)
+    buffers = sum(buffer_sizes(checkpoint.config, limits).values())
+    return weights + buffers + sum(granules) * REGION_GRANULE_BYTES + SPARE_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -63,10 +63,12 @@ class Parent:
                 env=python_environment() | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
         self.born: list[Born] = []
+        self.exits = 0
 
     def hear(self) -> dict[str, Any]:
         message, fds = receive_message(self.channel)
         assert not fds
+        self.exits += message["op"] == "exited"
         return {key: value for key, value in message.items() if key != "serial"}
 
     def spawn(self, lease_id: int, size_bytes: int = SIZE) -> Born:
@@ -83,27 +85,44 @@ class Parent:
         self.born.append(born)
         return born
 
+    def end_workers(self) -> None:
+        """End all workers, and hear of each end that was not heard of: the next test finds an idle zygote."""
+        self._let_go()
+        while self.exits < len(self.born):
+            assert self.hear()["op"] == "exited"
+        self.born, self.exits = [], 0
+
     def close(self) -> None:
         self.channel.close()
-        for born in self.born:
-            born.channel.close()
-            born.page.close()
-            os.close(born.pidfd)
+        self._let_go()
         try:
             self.process.wait(60)
         finally:
             self.process.kill()
             self.process.wait()
 
+    def _let_go(self) -> None:
+        for born in self.born:
+            born.channel.close()
+            born.page.close()
+            os.close(born.pidfd)
 
-@pytest.fixture
-def parent() -> Iterator[Parent]:
+
+@pytest.fixture(scope="module")
+def of_module() -> Iterator[Parent]:
+    """One zygote for all tests that leave it alive."""
     parent = Parent("cpu")
     try:
         assert parent.hear()["op"] == "preloaded"
         yield parent
     finally:
         parent.close()
+
+
+@pytest.fixture
+def parent(of_module: Parent) -> Iterator[Parent]:
+    yield of_module
+    of_module.end_workers()
 
 
 @pytest.mark.exhaustive
@@ -201,12 +220,17 @@ def test_many_at_once(parent: Parent) -> None:
 
 
 @pytest.mark.exhaustive
-def test_it_ends_with_its_parents_channel_and_its_workers_with_it(parent: Parent) -> None:
-    born = parent.spawn(1)
-    receive_message(born.channel)
-    parent.channel.close()
-    assert parent.process.wait(60) == 0
-    wait_until(lambda: not is_running(born.pid), "the worker ends with its zygote")
+def test_it_ends_with_its_parents_channel_and_its_workers_with_it() -> None:
+    parent = Parent("cpu")
+    try:
+        assert parent.hear()["op"] == "preloaded"
+        born = parent.spawn(1)
+        receive_message(born.channel)
+        parent.channel.close()
+        assert parent.process.wait(60) == 0
+        wait_until(lambda: not is_running(born.pid), "the worker ends with its zygote")
+    finally:
+        parent.close()
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.drivers.cuda.region_pages import MAX_RESERVED_BYTES, Regions
+from gpulease.daemon.drivers.cuda.region_pages import Regions
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory, Poll, RegionReturn, keep_waiting
 
 MIB = 1 << 20
@@ -302,15 +302,18 @@ def test_a_card_that_is_full_says_so(card: Card, regions: Regions) -> None:
     assert (card.taken, regions.reserved_bytes) == (0, 0)
 
 
-def test_addresses_are_used_once_and_their_number_is_bounded(card: Card, regions: Regions) -> None:
-    size = 32 * GIB
+def test_addresses_are_used_once_and_their_number_is_bounded(
+    card: Card, regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, places = 32 * GIB, 20
+    monkeypatch.setattr("gpulease.daemon.drivers.cuda.region_pages.MAX_RESERVED_BYTES", places * size)
     seen = set()
-    for _ in range(MAX_RESERVED_BYTES // size):
+    for _ in range(places):
         address = regions.open(size)
         seen.add(address)
         regions.end(address, keep_waiting)
         regions.release(address)
-    assert len(seen) == MAX_RESERVED_BYTES // size
+    assert len(seen) == places
     with pytest.raises(OutOfMemory, match="addresses"):
         regions.open(PAGE)
 
