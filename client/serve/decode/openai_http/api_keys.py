@@ -19,7 +19,7 @@ class ApiKeys:
         self._tenant_of = dict(tenant_of)
 
     def tenant(self, authorization: str) -> str | None:
-        """Return whose key is in a header `Authorization`; None for nobody's."""
+        """Return whose key a header `Authorization: Bearer KEY` has; None for nobody's."""
         asked, found = bearer_digest(authorization), None
         if asked is None:
             return None
