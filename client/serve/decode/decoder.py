@@ -271,9 +271,10 @@ class Decoder:
         return await asyncio.shield(self._tokenizer)
 
     def cancel(self, generation: Generation) -> None:
-        """End a generation; one that has ended stays as it is."""
-        self._ledger.tell(self.scheduler.cancel(generation.request.request_id))
-        self._wake.set()
+        """End a generation; one that has ended stays as it is, though another may have its id now."""
+        if generation.reason is None:
+            self._ledger.tell(self.scheduler.cancel(generation.request.request_id))
+            self._wake.set()
 
     # --- the loop ---
 

@@ -150,7 +150,7 @@ def test_an_interrupt_on_a_terminal(alone: dict[str, str]) -> None:
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE], ids=lambda end: end.name)
 def test_the_ends_of_a_command_with_a_daemon_of_its_own(end: signal.Signals, alone: dict[str, str]) -> None:
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "gpulease.client.serve.decode", *LONG[1:]],
+        [sys.executable, "-P", "-m", "gpulease.client.cli.__main__", *LONG],
         env=alone,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

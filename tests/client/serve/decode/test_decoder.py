@@ -201,6 +201,12 @@ def test_a_cancelled_generation_ends_and_the_others_do_not_change(daemon: Daemon
                 generation.cancel()
         assert generation.reason is CompletionReason.CANCELLED
         assert output[:3] == alone["a"][:3]
+        asked = generation.request
+        namesake = decoder.submit(
+            asked.token_ids, max_tokens=3, sampling=asked.sampling, tenant_id="a", request_id=generation.request_id
+        )
+        generation.cancel()
+        assert await read(namesake) == alone["a"][:3]
         # It had nearly all of its tenant's blocks.
         assert await read(submit(decoder, "a")) == alone["a"]
         assert await read(other) == alone["b"]
