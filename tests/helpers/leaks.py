@@ -1,13 +1,19 @@
-"""Comparing what a process holds before and after: descriptors, threads, children."""
+"""Comparing what a process holds before and after: descriptors, threads, children, handlers of signals."""
 
 import gc
+import signal
 from dataclasses import dataclass, field
+from typing import Any
 
 from helpers.processes import open_files, own_descendants, own_threads
 from helpers.waiting import wait_until
 
 SETTLE_S = 60.0
 """For threads that were told to end, and for children that were killed, to be gone."""
+
+
+def _handlers() -> dict[str, Any]:
+    return {number.name: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,7 @@ class Holdings:
     files: dict[int, str] = field(default_factory=open_files)
     threads: dict[int, str] = field(default_factory=own_threads)
     children: frozenset[int] = field(default_factory=own_descendants)
+    handlers: dict[str, Any] = field(default_factory=_handlers)
 
     def excess_over(self, before: "Holdings") -> str:
         """What is held now and was not held before, in words; "" if nothing is."""
@@ -26,7 +33,8 @@ class Holdings:
             # The loop of a fixture of the whole file may add a worker to its pool at any request.
             threads = {number: name for number, name in threads.items() if not _is_pooled(name)}
         children = self.children - before.children
-        parts = [("descriptors", files), ("threads", threads), ("children", children)]
+        handlers = {name: handler for name, handler in self.handlers.items() if before.handlers[name] != handler}
+        parts = [("descriptors", files), ("threads", threads), ("children", children), ("handlers", handlers)]
         return "; ".join(f"{what} left: {left}" for what, left in parts if left)
 
 

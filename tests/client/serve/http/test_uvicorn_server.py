@@ -1,6 +1,7 @@
 """Addresses at which a server listens, sockets that it replaces, and connections that it closes."""
 
 import asyncio
+import signal
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -56,6 +57,17 @@ def test_what_is_no_socket_stays(path: Path) -> None:
     assert path.read_text() == "mine"
 
 
+@pytest.fixture
+def _own_signals() -> Iterator[None]:
+    """A server has its process to itself, and leaves its handlers of signals."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_own_signals")
 @pytest.mark.parametrize(
     "sent",
     [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nG"],
@@ -66,6 +78,7 @@ def test_a_connection_whose_next_request_does_not_come_is_closed(sent: bytes, mo
     assert asyncio.run(_read_to_the_end(sent)).count(b"late") == sent.count(b"\r\n\r\n")
 
 
+@pytest.mark.usefixtures("_own_signals")
 def test_an_answer_takes_longer_than_a_request_s_head_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn_server, "HEAD_LIMIT_S", 0.02)
     asked = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
