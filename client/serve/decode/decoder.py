@@ -612,7 +612,7 @@ class Decoder:
         return (
             generation is None
             or len(generation.tokens) >= suspects.tokens + MAX_STEPS
-            or self.moves.is_suspended(generation.request.tenant_id)
+            or not self._is_ready(suspects.current)
         )
 
     def _is_ready(self, request_id: str) -> bool:
