@@ -8,7 +8,6 @@ throughput, survivors, rebinds, shares. Uses the daemon that runs, or a private 
 
 import asyncio
 import contextlib
-import json
 import random
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from gpulease.client.bench.decode_shapes import SHAPES
-from gpulease.client.bench.figures import percentile
+from gpulease.client.bench.figures import percentile, print_figures
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.serve.decode import (
     TINY_MODEL,
@@ -170,13 +169,13 @@ async def measure(
     async with opened as decoder:
         service = _Service(decoder, times)
         for batch in (batch for batch in BATCHES if batch <= most and "throughput" in wanted):
-            _show(await throughput(service, names, batch, for_s / 4))
+            print_figures(await throughput(service, names, batch, for_s / 4))
         if "survivors" in wanted:
-            _show(await survivors(service, names, for_s))
+            print_figures(await survivors(service, names, for_s))
         if "rebinds" in wanted:
-            _show(await rebinds(service, names, for_s))
+            print_figures(await rebinds(service, names, for_s))
         if "shares" in wanted:
-            _show(await shares(service, (names[0], names[-1]), for_s))
+            print_figures(await shares(service, (names[0], names[-1]), for_s))
 
 
 async def throughput(service: _Service, names: Sequence[str], batch: int, for_s: float) -> dict[str, Any]:
@@ -300,11 +299,6 @@ async def _until(is_so: Callable[[], bool]) -> None:
     """Look every 10 ms: a decoder tells nobody that it is idle."""
     while not is_so():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-
-
-def _show(figures: dict[str, Any]) -> None:
-    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
-    print(json.dumps(rounded), flush=True)
 
 
 def checkpoint_named(name: str) -> Checkpoint:

@@ -9,7 +9,6 @@ figure. Where torch is installed, its loop (cuBLAS and its attention, in a CUDA 
 import asyncio
 import contextlib
 import importlib.util
-import json
 import subprocess
 import sys
 import time
@@ -21,12 +20,13 @@ import numpy as np
 
 from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession
 from gpulease.client.bench.decode_shapes import SHAPES
+from gpulease.client.bench.figures import print_figures
 from gpulease.client.bench.kernel_times import kernels_ptx
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.handles import Buffer
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.serve.decode import ModelConfig, RandomCheckpoint
-from gpulease.client.serve.decode.engine import BlockPool, DecodeEngine
+from gpulease.client.serve.decode.engine import BlockPool, DecodeEngine, lease_bytes
 from gpulease.client.serve.decode.forward_pass import StepLimits, block_bytes
 from gpulease.client.serve.decode.kernel_library import KernelLaunch
 from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW, Rows
@@ -48,8 +48,6 @@ MAX_COPIED_BYTES: Final = 1 << 30
 """Bytes of each of two arrays that are read to measure the memory's rate: those of the weights, or fewer."""
 
 LEASE_S: Final = 600
-SPARE_BYTES: Final = 2 << 30
-"""Room of a lease beside the weights and the sequences: the step's buffers and the kernels."""
 
 Figure = dict[str, Any]
 
@@ -59,13 +57,12 @@ async def measure(address: str, shape: str, batches: Sequence[int], contexts: Se
     config, most, positions = SHAPES[shape], max(*batches, PREFILL), max(contexts) + WARM_STEPS + STEPS
     limits = StepLimits(most, max(batches), positions)
     blocks = max(batches) * limits.table_blocks
-    weights = weight_bytes(config)
-    embedding = 0 if config.is_tied else config.vocabulary * config.width * 2
-    size_bytes = weights + embedding + blocks * block_bytes(config) + SPARE_BYTES
+    checkpoint, copied = RandomCheckpoint(config, 1), min(weight_bytes(config), MAX_COPIED_BYTES)
+    size_bytes = lease_bytes(checkpoint, limits, [blocks]) + 2 * copied
     async with GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S).acquire() as lease:
-        rate = await memory_rate(lease, min(weights, MAX_COPIED_BYTES))
-        show(figure="memory", shape=shape, bytes_per_s=rate)
-        engine = await DecodeEngine.open(lease, RandomCheckpoint(config, 1), limits)
+        rate = await memory_rate(lease, copied)
+        print_figures({"figure": "memory", "shape": shape, "bytes_per_s": rate})
+        engine = await DecodeEngine.open(lease, checkpoint, limits)
         try:
             pool = await engine.open_pool(blocks)
             await write_tables(engine, limits)
@@ -73,18 +70,17 @@ async def measure(address: str, shape: str, batches: Sequence[int], contexts: Se
                 for batch in batches:
                     floor_s = moved_bytes(engine, batch, context) / rate
                     took_s = await step_s(engine, pool, decode_rows(pool, limits, batch, context))
-                    show(
-                        figure="step", shape=shape, batch=batch, context=context, ms=took_s * 1e3,
-                        tokens_per_s=batch / took_s, floor_ms=floor_s * 1e3, share=floor_s / took_s,
-                    )  # fmt: skip
+                    step = {"figure": "step", "shape": shape, "batch": batch, "context": context, "ms": took_s * 1e3}
+                    floor = {"floor_ms": floor_s * 1e3, "share": floor_s / took_s}
+                    print_figures(step | {"tokens_per_s": batch / took_s} | floor)
             prompt = prompt_rows(pool, limits)
             took_s = await step_s(engine, pool, prompt)
-            show(
-                figure="prefill", shape=shape, rows=len(prompt), ms=took_s * 1e3, tokens_per_s=len(prompt) / took_s
-            )  # fmt: skip
+            prefill = {"figure": "prefill", "shape": shape, "rows": len(prompt), "ms": took_s * 1e3}
+            print_figures(prefill | {"tokens_per_s": len(prompt) / took_s})
             for batch in batches:
                 async for figure in kernel_figures(engine, pool, limits, batch, max(contexts)):
-                    show(figure="kernel", shape=shape, batch=batch, context=max(contexts), **figure)
+                    kernel = {"figure": "kernel", "shape": shape, "batch": batch, "context": max(contexts)}
+                    print_figures(kernel | figure)
         finally:
             await engine.close()
 
@@ -218,11 +214,6 @@ def torch_figures(shape: str, batches: Sequence[int], contexts: Sequence[int]) -
     lists = [",".join(map(str, values)) for values in (batches, contexts)]
     command = [sys.executable, "-P", "-m", "gpulease.client.bench.decode_torch", shape, *lists]
     subprocess.run(command, check=True)
-
-
-def show(**figure: object) -> None:
-    """Print a figure."""
-    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in figure.items()}), flush=True)
 
 
 def main(shapes: Sequence[str], batches: Sequence[int], contexts: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ import click
 
 from gpulease.client.bench.decode_service import checkpoint_named
 from gpulease.client.bench.figures import trend_of
-from gpulease.client.bench.footprint import broker_pid, footprints_of
+from gpulease.client.bench.footprint import broker_pid, footprints_of, rss_kib
 from gpulease.client.cli.daemon_modules import AUDIT_MODULE
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.tables import table
@@ -289,16 +289,11 @@ def memory_figures(at_s: Sequence[float], kib: Sequence[float]) -> dict[str, flo
 
 def _memory_kib(address: str) -> dict[str, float]:
     """Read KiB by process; only this one's where the daemon is on another host or another user's."""
-    found = {"bench": float(_own_kib())}
+    found = {"bench": float(rss_kib(os.getpid()))}
     with contextlib.suppress(ValueError, OSError):
         daemon = footprints_of(broker_pid(address))
         found |= {"broker": float(daemon.broker.rss_kib), "worker": daemon.worker_pss_kib * daemon.workers}
     return found
-
-
-def _own_kib() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") // KIB
 
 
 def _digests(storm: _Storm) -> dict[int, str]:

@@ -6,7 +6,6 @@ Linears are cuBLAS's, attention is torch's; the keys and values of each sequence
 a user without an engine would write. Its sampling takes the highest logit.
 """
 
-import json
 import math
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from gpulease.client.bench.decode_shapes import SHAPES
+from gpulease.client.bench.figures import print_figures
 from gpulease.client.serve.decode import ModelConfig
 
 WARM_STEPS: Final = 3
@@ -106,4 +106,4 @@ if __name__ == "__main__":
             for batch in map(int, batches.split(",")):
                 took_s = step_s(model, batch, context)
                 figure = {"figure": "torch", "shape": name, "batch": batch, "context": context}
-                print(json.dumps(figure | {"ms": took_s * 1e3, "tokens_per_s": batch / took_s}), flush=True)
+                print_figures(figure | {"ms": took_s * 1e3, "tokens_per_s": batch / took_s})

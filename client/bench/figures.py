@@ -1,7 +1,8 @@
 """Figures from samples: percentiles, rates, and the trend of a series."""
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -9,6 +10,12 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     """Return the nearest-rank percentile."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def print_figures(figures: Mapping[str, object]) -> None:
+    """Print figures as one JSON object on a line, numbers to four places, at once."""
+    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+    print(json.dumps(rounded), flush=True)
 
 
 def timed_us(action: Callable[[], object], count: int) -> list[float]:

@@ -83,7 +83,7 @@ def _footprint(pid: int) -> Footprint:
         time.sleep(LOOK_S if look else 0)
         looks.append((len(os.listdir(_PROC / str(pid) / "fd")), len(os.listdir(_PROC / str(pid) / "task"))))
     fds, threads = map(min, zip(*looks, strict=True))
-    return Footprint(_field_kib(pid, "status", "VmRSS"), _pss_kib(pid), fds, threads)
+    return Footprint(rss_kib(pid), _pss_kib(pid), fds, threads)
 
 
 def _children(parent: int) -> list[tuple[int, str]]:
@@ -97,6 +97,11 @@ def _children(parent: int) -> list[tuple[int, str]]:
             if int(rest.split()[1]) == parent:
                 found.append((int(entry), name))
     return found
+
+
+def rss_kib(pid: int) -> int:
+    """Return a process's resident memory in KiB. Raises OSError if it is gone or another user's."""
+    return _field_kib(pid, "status", "VmRSS")
 
 
 def _pss_kib(pid: int) -> int:

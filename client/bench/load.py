@@ -74,12 +74,6 @@ def main(leases: int, minutes: float, life_s: float, looks: int, address: str, a
     sys.exit(0 if report["is_flat"] and not report["surprises"] else 1)
 
 
-def run_load(leases: int | None, minutes: float, as_json: bool) -> None:
-    """Run this module's command for `gpulease bench --load`."""
-    options = ["--minutes", str(minutes)] + (["--leases", str(leases)] if leases else []) + ["--json"] * as_json
-    main.main(options, standalone_mode=False)
-
-
 def measure(
     leases: int, minutes: float, life_s: float, looks: int, address: str, say: Callable[[str], object]
 ) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import click
 
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import measure_core, reaches_all_goals
-from gpulease.client.bench.load import run_load
+from gpulease.client.bench.load import main as measure_load
 from gpulease.client.bench.region_times import keeps_the_pin, measure_regions
 from gpulease.client.bench.suite import Figures, Plan, Say, measure_beside_direct_calls, measure_requests
 from gpulease.client.cli.demo import transform_ptx
@@ -92,7 +92,8 @@ def bench(
         raise click.UsageError("--core takes --leases, not --quick")
     minutes = minutes or (QUICK_MINUTES if quick else LOAD_MINUTES)
     if load:
-        run_load(leases, minutes, as_json)
+        given = {"leases": leases} if leases else {}
+        click.get_current_context().invoke(measure_load, minutes=minutes, as_json=as_json, **given)
         return
     if storm:
         _run_storm(minutes, driver, as_json)
@@ -123,8 +124,7 @@ def _run_storm(minutes: float, driver: str, as_json: bool) -> None:
     # Only here: a decoder is of an extra, which the other figures do without.
     from gpulease.client.bench import decode_storm
 
-    words = ["--minutes", str(minutes), "--driver", driver, *["--json"] * as_json]
-    decode_storm.main.main(words, standalone_mode=False)
+    click.get_current_context().invoke(decode_storm.main, minutes=minutes, driver=driver, as_json=as_json)
 
 
 def _run_core(leases: int, as_json: bool) -> NoReturn:
