@@ -110,6 +110,9 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         "totals": attention * config.head_width,
         "tops": attention,
         "sums": attention,
+        "bests": rows * _scanned_blocks(config) * 4,
+        "best_tokens": rows * _scanned_blocks(config) * 4,
+        "block_totals": rows * _scanned_blocks(config) * 4,
         "rows": rows * ROW.itemsize,
         "results": rows * RESULT.itemsize,
         "tables": limits.tables * limits.table_blocks * 4,
@@ -173,7 +176,7 @@ class ForwardPass:
         by_width = [f"{name}_{config.head_width}" for name in ("rope_append", "attend", "combine")]
         layouts = sorted({linear.layout for linear in linears})
         names = [_linear_name(layout, tile) for layout in layouts for tile in tiles]
-        return ("embed", "add_rmsnorm", *names, *by_width, "silu", "sample")
+        return ("embed", _norm_name(config), *names, *by_width, "silu", "scan", "sample")
 
     async def launch(self, rows: int) -> None:
         """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
@@ -205,16 +208,23 @@ class ForwardPass:
             before = layer.down
         yield self._normalise(rows, self.weights.norm, before)
         yield self._linear(self.weights.head, rows, b["logits"])
-        yield KernelLaunch(
-            "sample", (rows,), results=b["results"], parts=b["logits"], rows=b["rows"],
-            splits=_splits(self.weights.head), stride=rows * config.vocabulary, V=config.vocabulary,
-        )  # fmt: skip
+        yield from self._sample(rows)
+
+    def _sample(self, rows: int) -> Iterator[KernelLaunch]:
+        """Choose each row's token from the logits."""
+        b, vocabulary, blocks = self._buffers, self.weights.config.vocabulary, _scanned_blocks(self.weights.config)
+        scanned = {"bests": b["bests"], "tokens": b["best_tokens"], "totals": b["block_totals"]}
+        logits = {
+            "parts": b["logits"], "splits": _splits(self.weights.head), "stride": rows * vocabulary, "V": vocabulary,
+        }  # fmt: skip
+        yield KernelLaunch("scan", (rows, blocks), **scanned, **logits, blocks=blocks)
+        yield KernelLaunch("sample", (rows,), results=b["results"], rows=b["rows"], **scanned, **logits, blocks=blocks)
 
     def _normalise(self, rows: int, weight: Buffer, before: Linear | None) -> KernelLaunch:
         """Add the parts of the linear before to h, and turn h's norm into x."""
         b, width = self._buffers, self.weights.config.width
         return KernelLaunch(
-            "add_rmsnorm", (rows,), x=b["x"], h=b["h"], parts=b["parts"], weight=weight,
+            _norm_name(self.weights.config), (rows,), x=b["x"], h=b["h"], parts=b["parts"], weight=weight,
             splits=_splits(before) if before else 0, stride=rows * width, D=width,
             eps=self.weights.config.norm_epsilon,
         )  # fmt: skip
@@ -253,6 +263,21 @@ class ForwardPass:
         planes = dict(zip(_planes(facts), linear.planes, strict=True))
         shape = {"R": rows, "N": linear.rows, "K": linear.columns}
         return KernelLaunch(name, grid, parts=parts, x=self._buffers["x"], **planes, **shape, chunk=chunk)
+
+
+def _scanned_blocks(config: ModelConfig) -> int:
+    """Blocks of the vocabulary that are scanned side by side."""
+    return -(-config.vocabulary // manifest().kernels["scan"].constants["BLOCK_V"])
+
+
+def _norm_name(config: ModelConfig) -> str:
+    """The norm that reads a row in the fewest blocks, without a larger one's idle lanes."""
+    blocks = sorted(
+        (facts.constants["BLOCK_D"], name)
+        for name, facts in manifest().kernels.items()
+        if name.startswith("add_rmsnorm_")
+    )
+    return next((name for block, name in blocks if block >= config.width), blocks[-1][1])
 
 
 def _splits(linear: Linear) -> int:

@@ -32,6 +32,9 @@ SPLIT: Final = 128
 TILES: Final = {16: (64, 64, 5, 4), 64: (64, 64, 5, 4), 128: (64, 64, 4, 4)}
 """Rows of linear's tile: its columns, its depth, stages of its pipeline, warps."""
 
+NORM_BLOCKS: Final = {512: 4, 2048: 8}
+"""Columns that a norm reads at once, and its warps: few blocks for a card, and few idle lanes for small models."""
+
 INEXACT: Final = re.compile(r"\b(?:\w+\.approx\S*|div\.full\S*|(?:add|sub|mul)\.f32|fma\.\S*f32|\w+\.ftz\S*)")
 """Instructions whose results the PTX ISA leaves open, or that ptxas may fuse."""
 
@@ -53,13 +56,23 @@ class Job:
 def jobs() -> dict[str, Job]:
     """Return every kernel of the package by the name of its file."""
     s = triton_source
+    scanned = "bests:f tokens:w totals:f"
     norm = "x:b h:f parts:f weight:f splits stride D eps:fp32"
     found = {
         "embed": Job(s.embed, _types("h:f table:b rows:w results:w tables:w D table_blocks"), {"BLOCK_D": 1024}),
-        "add_rmsnorm": Job(s.add_rmsnorm, _types(norm), {"BLOCK_D": 512}, divisible=("stride", "D")),
         "silu": Job(s.silu, _types("x:b parts:f splits stride F"), {"BLOCK_F": 512}, divisible=("stride", "F")),
-        "sample": Job(s.sample, _types("results:w parts:f rows:w splits stride V"), {"BLOCK_V": 2048}, warps=8),
+        "scan": Job(s.scan, _types(f"{scanned} parts:f splits stride V blocks"), {"BLOCK_V": 2048}, warps=4),
+        "sample": Job(
+            s.sample,
+            _types(f"results:w parts:f rows:w {scanned} splits stride V blocks"),
+            {"BLOCK_V": 2048, "LANES": 128},
+            warps=8,
+        ),
     }
+    for block, warps in NORM_BLOCKS.items():
+        found[f"add_rmsnorm_{block}"] = Job(
+            s.add_rmsnorm, _types(norm), {"BLOCK_D": block}, warps, divisible=("stride", "D")
+        )
     for rows, (columns, depth, stages, warps) in TILES.items():
         tile = {"BM": rows, "BN": columns, "BK": depth}
         for name, function, weights in (

@@ -355,18 +355,42 @@ def uniform(seed, position):
 
 
 @triton.jit
-def highest(parts, splits, stride, row, V, BLOCK_V: tl.constexpr):
-    """Return the lowest token of the highest logit, and that logit."""
-    best = tl.full((BLOCK_V,), -float("inf"), tl.float32)
-    token = tl.zeros((BLOCK_V,), tl.int32)
-    for v in range(0, V, BLOCK_V):
-        c = v + tl.arange(0, BLOCK_V)
-        logits = added(parts, splits, stride, row * V + c, c < V)
-        better = (c < V) & (logits > best)
-        token = tl.where(better, c, token)
-        best = tl.where(better, logits, best)
+def scan(bests, tokens, totals, parts, splits, stride, V, blocks, BLOCK_V: tl.constexpr):
+    """Find each block's highest logit, the lowest token that has it, and the sum of e^(logit - highest) over the block.
+
+    The three are [R, blocks]. A block without a number has -infinity, token 0 and 0.
+    """
+    row, block = tl.program_id(0), tl.program_id(1)
+    c = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    logits = added(parts, splits, stride, row * V + c, c < V)
+    numbers = tl.where((c < V) & (logits == logits), logits, -float("inf"))
+    best = tl.max(numbers, 0)
+    token = tl.min(tl.where((numbers == best) & (c < V), c, 2147483647), 0)
+    weights = exp2((numbers - best) * LOG2_E)
+    at = row * blocks + block
+    tl.store(bests + at, best)
+    tl.store(tokens + at, tl.where(best > -float("inf"), token, 0))
+    tl.store(totals + at, tl.sum(tl.where(c < V, weights, 0.0), 0))
+
+
+@triton.jit
+def merged(bests, tokens, totals, row, blocks, LANES: tl.constexpr):
+    """Return what `scan` found of a row: the lowest token of the highest logit, that logit, the sum over all tokens."""
+    lanes = tl.arange(0, LANES)
+    best = tl.full((LANES,), -float("inf"), tl.float32)
+    for b in range(0, blocks, LANES):
+        best = tl.maximum(best, tl.load(bests + row * blocks + b + lanes, mask=b + lanes < blocks, other=-float("inf")))
     top = tl.max(best, 0)
-    return tl.min(tl.where(best == top, token, 2147483647), 0), top
+    token = tl.full((LANES,), 2147483647, tl.int32)
+    total = tl.zeros((LANES,), tl.float32)
+    for b in range(0, blocks, LANES):
+        at = row * blocks + b + lanes
+        mask = b + lanes < blocks
+        own = tl.load(bests + at, mask=mask, other=-float("inf"))
+        found = tl.load(tokens + at, mask=mask, other=2147483647)
+        token = tl.minimum(token, tl.where(own == top, found, 2147483647))
+        total += tl.load(totals + at, mask=mask, other=0.0) * exp2((own - top) * LOG2_E)
+    return tl.min(token, 0), top, tl.sum(total, 0)
 
 
 @triton.jit
@@ -462,8 +486,10 @@ def choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK
 
 
 @triton.jit
-def sample(results, parts, rows, splits, stride, V, BLOCK_V: tl.constexpr):
-    """Choose each row's token from its logits [splits, R, V].
+def sample(
+    results, parts, rows, bests, tokens, totals, splits, stride, V, blocks, BLOCK_V: tl.constexpr, LANES: tl.constexpr
+):
+    """Choose each row's token from its logits [splits, R, V], and from what `scan` found of them.
 
     A temperature of 0 (INVERSE_TEMPERATURE 0) takes the highest logit, of equal ones the lowest token. Otherwise the
     TOP_K highest are kept (0: all), of those the fewest that have TOP_P of their probability, and a number that depends
@@ -475,8 +501,7 @@ def sample(results, parts, rows, splits, stride, V, BLOCK_V: tl.constexpr):
     position = tl.load(record + POSITION)
     inverse = tl.load((record + INVERSE_TEMPERATURE).to(tl.pointer_type(tl.float32)))
     least = tl.full((), -2147483648, tl.int32)
-    token, top = highest(parts, splits, stride, row, V, BLOCK_V)
-    everything, _ = total_kept(parts, splits, stride, row, V, least, top, 1.0, BLOCK_V)
+    token, top, everything = merged(bests, tokens, totals, row, blocks, LANES)
     if (inverse > 0.0) & (position >= 0):
         threshold = least
         count = V

@@ -38,8 +38,9 @@ def test_embed_looks_up_tokens_and_results_and_writes_blocks(rig: KernelRig, wid
     assert tables.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(("width", "splits"), [(32, 0), (160, 1), (1024, 4), (1504, 3)])
-def test_add_rmsnorm(rig: KernelRig, width: int, splits: int) -> None:
+@pytest.mark.parametrize("block", [512, 2048])
+@pytest.mark.parametrize(("width", "splits"), [(32, 0), (160, 1), (1024, 4), (2400, 3)])
+def test_add_rmsnorm(rig: KernelRig, width: int, splits: int, block: int) -> None:
     rng = np.random.default_rng(width)
     h = rng.normal(0, 3, (4, width)).astype(np.float32)
     h[3] *= 1e-6
@@ -49,8 +50,9 @@ def test_add_rmsnorm(rig: KernelRig, width: int, splits: int) -> None:
     x = np.zeros((4, width), np.uint16)
     expected = h + added(parts) if splits else h.copy()
     rig.launch(
-        "add_rmsnorm", (4,), x=x, h=h, parts=parts, weight=weight, splits=splits, stride=4 * width, D=width, eps=1e-6
-    )
+        f"add_rmsnorm_{block}", (4,), x=x, h=h, parts=parts, weight=weight, splits=splits, stride=4 * width, D=width,
+        eps=1e-6,
+    )  # fmt: skip
     assert h.tobytes() == expected.tobytes()
     exact = expected.astype(np.float64)
     exact = exact / np.sqrt((exact**2).mean(1, keepdims=True) + 1e-6) * weight
@@ -72,13 +74,13 @@ def test_silu(rig: KernelRig, inner: int, splits: int) -> None:
     assert (abs(floats(x) - exact) <= HALF_PLACE * abs(exact) + 2.0**-125 * abs(gate * up)).all()
 
 
-@pytest.mark.parametrize("kernel", ["add_rmsnorm", "silu"])
+@pytest.mark.parametrize("kernel", ["add_rmsnorm_512", "silu"])
 def test_parts_are_added_in_ascending_order(rig: KernelRig, kernel: str) -> None:
     """1 is lost beside 1e8, and stays where that was taken away before."""
     parts = np.zeros((3, 1, 64), np.float32)
     parts[:, 0, 0] = 1e8, -1e8, 1
     parts[:, 0, 1] = 1, 1e8, -1e8
-    if kernel == "add_rmsnorm":
+    if kernel == "add_rmsnorm_512":
         h = np.zeros((1, 64), np.float32)
         x = np.zeros((1, 64), np.uint16)
         weight = np.ones(64, np.float32)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from gpulease.client.serve.decode.kernel_library import manifest
 from gpulease.client.serve.decode.row_records import RESULT, log_probabilities
 from helpers.decode_kernels import Array, KernelRig, step_rows
 
@@ -19,10 +20,14 @@ def sampled(rig: KernelRig, logits: Array, rows: Array) -> Array:
     parts = np.ascontiguousarray(logits if logits.ndim == 3 else logits[None], np.float32)
     splits, count, vocabulary = parts.shape
     results = np.zeros(count, RESULT)
-    rig.launch(
-        "sample", (count,), results=results, parts=parts, rows=rows, splits=splits, stride=count * vocabulary,
-        V=vocabulary,
-    )  # fmt: skip
+    blocks = -(-vocabulary // manifest().kernels["scan"].constants["BLOCK_V"])
+    scanned = {
+        name: np.full((count, blocks), -1, dtype)
+        for name, dtype in (("bests", np.float32), ("tokens", np.int32), ("totals", np.float32))
+    }
+    shape = {"splits": splits, "stride": count * vocabulary, "V": vocabulary, "blocks": blocks}
+    rig.launch("scan", (count, blocks), parts=parts, **scanned, **shape)
+    rig.launch("sample", (count,), results=results, rows=rows, parts=parts, **scanned, **shape)
     return results
 
 
