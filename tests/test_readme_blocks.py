@@ -62,6 +62,9 @@ NOT_RUN: Final = {
 }
 """Shell blocks that are only parsed, by their beginning, and what their section tells the reader of what they need."""
 
+NEEDED: Final = {"client/kernels/README.md": ("triton", "cuda.bindings")}
+"""Compilers that a document's programs use, and that the tests' own extras do not install."""
+
 PROGRAMS: Final = {"curl", "od", "pip", "printf", "pytest", "python", "python3"}
 """What shell blocks run besides our own commands."""
 
@@ -229,6 +232,8 @@ def test_there_are_blocks() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("document", sorted({block.document for block in BLOCKS if block.language in RUN}))
 def test_what_is_run_in_the_documents_order(stage: Stage, document: str) -> None:
+    for module in NEEDED.get(document, ()):
+        pytest.importorskip(module, reason=f"{document} is not run: it needs {module}")
     missing = {}
     with ExitStack() as stack:
         paste: Callable[[Block], None] | None = None

@@ -2,12 +2,13 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
 from gpulease.client.aio.driver import Opening, drive, undisturbed
 from gpulease.client.aio.graphs import Recorder
+from gpulease.client.aio.kernels import Kernel
 from gpulease.client.aio.lease import GpuLease, GpuSharedLease
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.streams import Stream, fence
@@ -21,6 +22,8 @@ from gpulease.client.engine.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, Module
+from gpulease.client.kernels.cuda_c import ptx_of
+from gpulease.client.kernels.triton_kernel import TritonKernel
 
 T = TypeVar("T")
 
@@ -103,6 +106,14 @@ class GpuSession(SessionView):
     async def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
         """Load PTX text or a cubin, like `gpulease.client.GpuSession.module_load`."""
         return await self._run(self._session.resources.load(image))
+
+    async def compile(self, source: str, *, options: Sequence[str] = (), arch: int | None = None) -> Module:
+        """Compile CUDA C and load it, like `gpulease.client.GpuSession.compile`; the loop goes on meanwhile."""
+        return await self.module_load(await asyncio.to_thread(ptx_of, source, options, arch))
+
+    def kernel(self, function: Any, types: Mapping[str, str] | None = None, *, arch: int | None = None) -> Kernel:
+        """Take a `@triton.jit` function: `await kernel[grid](...)`, like `gpulease.client.GpuSession.kernel`."""
+        return Kernel(self, TritonKernel(function, types, arch))
 
     async def module_unload(self, module: Module) -> None:
         """Unload a module now, like `gpulease.client.GpuSession.module_unload`."""

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
@@ -15,8 +15,11 @@ from gpulease.client.engine.session import Session, SessionView
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, Module
+from gpulease.client.kernels.cuda_c import ptx_of
+from gpulease.client.kernels.triton_kernel import TritonKernel
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
+from gpulease.client.sync.kernels import Kernel
 from gpulease.client.sync.lease import GpuLease, GpuSharedLease
 from gpulease.client.sync.regions import Region
 from gpulease.client.sync.streams import Stream, fence
@@ -151,6 +154,32 @@ class GpuSession(SessionView):
     def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
         """Load PTX text or a cubin. Raises LoadFailed with the compiler's log."""
         return drive(self._session.resources.load(image))
+
+    def compile(self, source: str, *, options: Sequence[str] = (), arch: int | None = None) -> Module:
+        """Compile CUDA C and load it: a module as `module_load` returns it, by NVRTC (the extra `cuda-c`).
+
+        Args:
+            source: The text. Kernels are `extern "C" __global__`, or have the names that C++ makes of them.
+            options: NVRTC's options, `--use_fast_math` for example.
+            arch: The compute capability to compile for, 90 for 9.0; 80 if None, which newer cards take, too.
+
+        Raises:
+            LoadFailed: The source does not compile: `log` and `line` say where and why.
+            Unsupported: NVRTC is not installed.
+        """
+        return self.module_load(ptx_of(source, options, arch))
+
+    def kernel(self, function: Any, types: Mapping[str, str] | None = None, *, arch: int | None = None) -> Kernel:
+        """Take a `@triton.jit` function: `kernel[grid](...)` compiles it for its arguments and launches it.
+
+        Compiled kernels are kept in Triton's cache on the disk. Raises Unsupported where Triton is not installed.
+
+        Args:
+            function: The function.
+            types: By parameter, the type that a plain buffer's elements have: `{"x": "*fp32"}`. Arrays tell theirs.
+            arch: The compute capability to compile for; 80 if None.
+        """
+        return Kernel(self, TritonKernel(function, types, arch))
 
     def module_unload(self, module: Module) -> None:
         """Unload a module now rather than when its last reference goes."""

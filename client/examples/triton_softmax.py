@@ -1,0 +1,33 @@
+"""Take the softmax of each row in Triton: `python -m gpulease.client.examples.triton_softmax`."""
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from gpulease.client import GpuBuilder, GpuSession
+
+
+@triton.jit
+def softmax(y, x, columns, BLOCK: tl.constexpr):
+    """Take one row's softmax in one program; BLOCK is a power of two that holds the row."""
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    given = tl.load(x + row * columns + at, mask=at < columns, other=-float("inf"))
+    powers = tl.exp(given - tl.max(given, axis=0))
+    tl.store(y + row * columns + at, powers / tl.sum(powers, axis=0), mask=at < columns)
+
+
+def run(rows: int = 5, columns: int = 100) -> float:
+    """Return the largest error against numpy."""
+    given = np.random.default_rng(1).standard_normal((rows, columns), np.float32)
+    with GpuBuilder().min_vram("16MiB").acquire() as lease, GpuSession(lease) as session:
+        x, y = session.mem_alloc(given.nbytes), session.mem_alloc(given.nbytes)
+        session.mem_write(x, 0, given)
+        kernel = session.kernel(softmax, types={"x": "*fp32", "y": "*fp32"})
+        kernel[(rows,)](y, x, columns, BLOCK=triton.next_power_of_2(columns), num_warps=2)
+        found = session.mem_read(y, 0, given.nbytes, into=np.empty_like(given))
+    powers = np.exp(given - given.max(axis=1, keepdims=True))
+    return float(np.abs(found - powers / powers.sum(axis=1, keepdims=True)).max())
+
+
+if __name__ == "__main__":
+    print(f"largest error {run():.1e}")

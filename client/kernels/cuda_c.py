@@ -1,0 +1,88 @@
+"""CUDA C to PTX, by NVRTC from its wheel (`pip install '.[cuda-c]'`)."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing
+from gpulease.client.texts import quoted
+
+MAX_SOURCE_BYTES: Final = 16 << 20
+"""Longest source, in bytes: a file of another kind given by mistake is refused before the compiler reads it."""
+
+_NAME: Final = b"kernel.cu"
+
+
+def ptx_of(source: str, options: Sequence[str] = (), arch: int | None = None) -> bytes:
+    """Compile CUDA C.
+
+    Args:
+        source: The text. Kernels are `extern "C" __global__`, or have the names that C++ makes of them.
+        options: NVRTC's options, `--use_fast_math` or `-DN=4` for example, but none of the architecture's.
+        arch: The compute capability to compile for, 90 for 9.0; DEFAULT_ARCH if None.
+
+    Returns:
+        PTX text.
+
+    Raises:
+        LoadFailed: The source does not compile; `log` has the compiler's words, `line` the first error's line.
+        InvalidRequest: An argument makes no sense.
+        Unsupported: NVRTC is not installed.
+    """
+    given = _checked(source, options, arch)
+    nvrtc = _nvrtc()
+    result, program = nvrtc.nvrtcCreateProgram(source.encode(), _NAME, 0, None, None)
+    _check(nvrtc, result)
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
+        if result == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
+            raise InvalidRequest(f"compile: an option is unknown to NVRTC: {_log(nvrtc, program)}")
+        if result == nvrtc.nvrtcResult.NVRTC_ERROR_COMPILATION:
+            raise compile_error("the CUDA C source", _log(nvrtc, program))
+        _check(nvrtc, result)
+        result, size = nvrtc.nvrtcGetPTXSize(program)
+        _check(nvrtc, result)
+        ptx = bytearray(size)
+        _check(nvrtc, *nvrtc.nvrtcGetPTX(program, ptx))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return bytes(ptx).rstrip(b"\0")
+
+
+def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
+    """Every option of the compiler. Raises InvalidRequest."""
+    if not isinstance(source, str):
+        raise InvalidRequest(f"compile: {quoted(source)} is not a text of CUDA C")
+    if len(source) > MAX_SOURCE_BYTES or "\0" in source:
+        raise InvalidRequest(f"compile: the source has a zero byte, or more than {MAX_SOURCE_BYTES} bytes")
+    if isinstance(options, str) or not all(isinstance(option, str) for option in options):
+        raise InvalidRequest(f"compile: options {quoted(options)} are not a sequence of texts")
+    for option in options:
+        if option.startswith(("-arch", "--gpu-architecture")):
+            raise InvalidRequest(f"compile: option {quoted(option)}", "Say it as arch=90, for example")
+    return [f"--gpu-architecture=compute_{checked_arch(arch)}".encode(), *(option.encode() for option in options)]
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        raise missing("cuda-bindings", "cuda-c") from None
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError:
+        raise missing("NVRTC", "cuda-c") from None
+    return nvrtc
+
+
+def _log(nvrtc: Any, program: Any) -> str:
+    result, size = nvrtc.nvrtcGetProgramLogSize(program)
+    _check(nvrtc, result)
+    log = bytearray(size)
+    _check(nvrtc, *nvrtc.nvrtcGetProgramLog(program, log))
+    return log.decode(errors="replace").rstrip("\0\n")
+
+
+def _check(nvrtc: Any, result: Any) -> None:
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise compile_error("the CUDA C source", f"NVRTC says {getattr(result, 'name', result)}")

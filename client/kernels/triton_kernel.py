@@ -1,0 +1,257 @@
+"""Triton's functions as launches: the signature of a call's arguments, the PTX for it, and the packed arguments.
+
+Triton's own binder, compiler and disk cache do the work, for a named target instead of the process's card. So no driver
+is needed. The cache's folder is Triton's (TRITON_CACHE_DIR).
+"""
+
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from gpulease.client.errors import InvalidRequest, LaunchFailed, Unsupported
+from gpulease.client.handles import Buffer
+from gpulease.client.kernel_args import KEYWORDS, KernelArgs
+from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing
+from gpulease.client.texts import quoted
+from gpulease.protocol import Failure, Status
+
+Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
+
+MAX_VARIANTS: Final = 256
+"""Compiled forms of one kernel that are kept. A constant that differs at every call would fill memory otherwise; past
+this they are dropped, and come back from Triton's cache."""
+
+SCRATCH_PARAMETERS: Final = 2
+"""Pointers that Triton 3.9 puts behind every kernel's parameters: to scratch memory, which no launch here has."""
+
+FUSION_VARIABLE: Final = "TRITON_DEFAULT_FP_FUSION"
+"""Says whether a*b + c is one rounding. Without it Triton 3.9 fuses, and warns that the next version will not."""
+
+_PACKED_AS: Final = {
+    "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q",
+    "u1": "<B", "i1": "<B", "fp16": "<e", "fp32": "<f", "fp64": "<d",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """A kernel compiled for one signature.
+
+    Attributes:
+        image: Its PTX.
+        name: Its name there.
+        threads: Threads of a block.
+        shared_bytes: Dynamic shared memory.
+    """
+
+    image: str
+    name: str
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLaunch:
+    """A call as a session launches it."""
+
+    compiled: CompiledKernel
+    grid: tuple[int, ...]
+    args: KernelArgs
+
+
+class _Pointer:
+    """Stands for device memory where Triton's binder wants a tensor."""
+
+    def __init__(self, buffer: Buffer, offset: int, dtype: str) -> None:
+        self.buffer, self.offset, self.dtype = buffer, offset, dtype
+
+    def data_ptr(self) -> int:
+        """The device address: a multiple of 16 is compiled as one."""
+        return self.buffer.handle + self.offset
+
+
+class TritonKernel:
+    """A `@triton.jit` function, compiled for each signature that its calls have."""
+
+    def __init__(self, function: Any, types: Mapping[str, str] | None = None, arch: int | None = None) -> None:
+        """Check the function.
+
+        Args:
+            function: What `@triton.jit` made.
+            types: By parameter, Triton's type of what a plain buffer holds: `{"x": "*fp32"}`. Arrays tell theirs.
+            arch: The compute capability to compile for; DEFAULT_ARCH if None.
+
+        Raises:
+            InvalidRequest: That is no such function, or it has no such parameters.
+            Unsupported: Triton is not installed.
+        """
+        try:
+            from triton.backends.compiler import GPUTarget
+            from triton.compiler import make_backend
+            from triton.runtime.jit import JITFunction, create_function_from_signature
+        except ImportError:
+            raise missing("Triton", "triton") from None
+        if not isinstance(function, JITFunction):
+            hint = "Text of CUDA C goes to session.compile; of an autotuned function give .fn and choose one config"
+            raise InvalidRequest(f"kernel: {quoted(function)} is not a @triton.jit function", hint)
+        self.function: Any = function
+        self.name: str = function.__name__
+        self._types = dict(types or {})
+        self._check_names()
+        self._target = GPUTarget("cuda", checked_arch(arch), 32)
+        self._backend = make_backend(self._target)
+        self._bind = create_function_from_signature(function.signature, function.params, self._backend)
+        self._annotated = {param.name: param.annotation_type for param in function.params}
+        self._variants: dict[Any, CompiledKernel] = {}
+
+    def _check_names(self) -> None:
+        names = set(self.function.arg_names)
+        if taken := names & KEYWORDS:
+            raise InvalidRequest(f"kernel {self.name}: a parameter's name is a keyword of launches: {sorted(taken)}")
+        if unknown := set(self._types) - names:
+            raise InvalidRequest(f"kernel {self.name}: it has no parameter {', '.join(sorted(unknown))}")
+        for name, kind in self._types.items():
+            if not isinstance(kind, str) or not kind.startswith("*"):
+                raise InvalidRequest(f"kernel {self.name}: {name}'s type {quoted(kind)} is no pointer's", 'Say "*fp32"')
+
+    def prepared(self, grid: Grid, args: Sequence[Any], keywords: Mapping[str, Any]) -> PreparedLaunch:
+        """Compile for a call's arguments, if none like it was before, and pack them.
+
+        Args:
+            grid: One to three numbers of programs, or a function from the arguments by name to these.
+            args: Positional arguments.
+            keywords: Arguments, constants and Triton's options (num_warps, num_stages) by name.
+
+        Raises:
+            LaunchFailed: The arguments do not fit the function.
+            LoadFailed: It does not compile for these types.
+            Unsupported: It wants what no launch here has.
+        """
+        given = [self._stand_in(index, value) for index, value in enumerate(args)]
+        named = {name: self._stand_in(name, value) for name, value in keywords.items()}
+        named.setdefault("debug", self.function.debug)
+        if FUSION_VARIABLE not in os.environ:
+            named.setdefault("enable_fp_fusion", True)
+        try:
+            bound, specialization, options = self._bind(*given, **named)
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise self._failed(f"{error}".replace("dynamic_func", self.name)) from None
+        values = self._originals(args, keywords)
+        kinds = [self._typed(kind, values.get(name)) for name, kind in zip(bound, specialization, strict=True)]
+        compiled = self._compiled(bound, kinds, named, options)
+        found = grid(bound) if callable(grid) else grid
+        try:
+            sizes = tuple(size.__index__() for size in found)
+        except (TypeError, AttributeError):
+            raise self._failed(
+                f"grid {quoted(found)} is not a sequence of integers", "Write kernel[(n,)](...)"
+            ) from None
+        return PreparedLaunch(compiled, sizes, self._packed(bound, kinds))
+
+    def _originals(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(zip(self.function.arg_names, args, strict=False)) | dict(keywords)
+
+    def _stand_in(self, place: int | str, value: Any) -> Any:
+        """Make of a value an object that Triton's binder takes: a tensor's stand-in, or a Python number."""
+        names = self.function.arg_names
+        name = place if isinstance(place, str) else names[place] if place < len(names) else ""
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, np.ndarray):
+            raise self._failed(f"{name} is an array of the host's memory", "Copy it to the card and give that")
+        offset = 0
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Buffer):
+            value, offset = value
+        dtype = getattr(value, "dtype", None)
+        buffer = value if isinstance(value, Buffer) else getattr(value, "buffer", None)
+        if not isinstance(buffer, Buffer):
+            return value
+        if buffer is not value:
+            offset = value.address - buffer.handle
+        declared = (self._annotated.get(name) or self._types.get(name) or "").removeprefix("*").removeprefix("k")
+        told = self._element(name, dtype) if dtype is not None else declared
+        if not told:
+            hint = f'Give an array, which has a dtype, or say session.kernel(fn, types={{"{name}": "*fp32"}})'
+            raise self._failed(f"{name} is a buffer, whose elements have no type", hint)
+        if declared and told != declared:
+            raise self._failed(f"{name} has elements of {told}, the kernel's parameter is *{declared}")
+        return _Pointer(buffer, offset, told)
+
+    def _element(self, name: str, dtype: Any) -> str:
+        from triton.runtime.jit import type_canonicalisation_dict
+
+        found = type_canonicalisation_dict.get(str(np.dtype(dtype)))
+        if found is None:
+            raise self._failed(f"{name}: Triton has no elements of {dtype}")
+        return str(found)
+
+    def _typed(self, kind: tuple[str, Any], value: Any) -> tuple[str, Any]:
+        """Correct a number's type: a numpy scalar has its own, which Triton's binder would not see."""
+        if not isinstance(value, np.generic) or kind[0] == "constexpr":
+            return kind
+        letter = {"i": "i", "u": "u", "f": "fp", "b": "u"}.get(value.dtype.kind)
+        if letter is None:
+            raise self._failed(f"{quoted(value)} is no argument of a kernel")
+        name = "u1" if value.dtype.kind == "b" else f"{letter}{8 * value.itemsize}"
+        return name, kind[1]
+
+    def _compiled(
+        self, bound: Mapping[str, Any], kinds: list[tuple[str, Any]], keywords: dict[str, Any], options: Any
+    ) -> CompiledKernel:
+        constants = [repr(value) for value, kind in zip(bound.values(), kinds, strict=True) if kind[0] == "constexpr"]
+        key = (tuple(map(repr, kinds)), tuple(constants), repr(sorted(options.items())))
+        found = self._variants.get(key)
+        if found is None:
+            if len(self._variants) >= MAX_VARIANTS:
+                self._variants.clear()
+            found = self._variants[key] = self._compile(bound, kinds, keywords, options)
+        return found
+
+    def _compile(
+        self, bound: Mapping[str, Any], kinds: list[tuple[str, Any]], keywords: dict[str, Any], options: Any
+    ) -> CompiledKernel:
+        import triton
+        from triton.compiler import ASTSource
+
+        try:
+            settings, signature, constants, attributes = self.function._pack_args(
+                self._backend, keywords, bound, kinds, options
+            )
+        except (KeyError, TypeError, ValueError, AssertionError) as error:
+            raise self._failed(str(error)) from None
+        source = ASTSource(self.function, signature, constants, attributes)
+        try:
+            made = triton.compile(source, target=self._target, options=settings.__dict__)
+        except Exception as error:
+            # Triton's passes raise whatever they please; the user gets one kind of error with all that was said.
+            raise compile_error(f"Triton's kernel {self.name}", f"{type(error).__name__}: {error}") from None
+        told = made.metadata
+        if told.global_scratch_size or told.profile_scratch_size:
+            raise Unsupported(f"kernel {self.name} wants scratch memory, which no launch gives it")
+        if settings.num_ctas > 1 or settings.launch_cooperative_grid:
+            raise Unsupported(f"kernel {self.name} wants a cluster or a cooperative launch")
+        return CompiledKernel(made.asm["ptx"], told.name, 32 * told.num_warps, told.shared)
+
+    def _packed(self, bound: Mapping[str, Any], kinds: list[tuple[str, Any]]) -> KernelArgs:
+        args = KernelArgs()
+        for (name, value), (kind, _) in zip(bound.items(), kinds, strict=True):
+            if kind == "constexpr":
+                continue
+            if isinstance(value, _Pointer):
+                args.push_buffer(value.buffer, value.offset)
+                continue
+            try:
+                args.push_raw(struct.pack(_PACKED_AS[kind], value))
+            except (KeyError, struct.error, OverflowError):
+                raise self._failed(f"{name}: {quoted(value)} is no {kind} that a launch takes") from None
+        for _ in range(SCRATCH_PARAMETERS):
+            args.push_u64(0)
+        return args
+
+    def _failed(self, why: str, hint: str = "") -> LaunchFailed:
+        message = f"launch of {self.name!r}: {why}"
+        return LaunchFailed(message, hint, Failure(Status.LAUNCH_FAILED, message, hint, kernel=self.name))

@@ -1,0 +1,78 @@
+"""Triton's kernels in a blocking session."""
+
+from typing import TYPE_CHECKING, Any
+
+from gpulease.client.engine.region_sets import RegionSet
+from gpulease.client.handles import Module
+from gpulease.client.kernels.triton_kernel import MAX_VARIANTS, CompiledKernel, Grid, TritonKernel
+from gpulease.client.sync.streams import Stream
+
+if TYPE_CHECKING:
+    from gpulease.client.sync.session import GpuSession
+
+
+class Kernel:
+    """A `@triton.jit` function in a session; made by `GpuSession.kernel`, called as Triton's users do."""
+
+    def __init__(self, session: "GpuSession", kernel: TritonKernel) -> None:
+        self._session, self._kernel = session, kernel
+        self._modules: dict[CompiledKernel, Module] = {}
+
+    def __getitem__(self, grid: Grid) -> "KernelOnGrid":
+        return KernelOnGrid(self, grid)
+
+    def launch(
+        self,
+        grid: Grid,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        stream: Stream | None = None,
+        regions: RegionSet | None = None,
+        position: int = 0,
+    ) -> int:
+        """Do what `kernel[grid](*args, **keywords)` does; the rest is that of `GpuSession.launch`."""
+        ready = self._kernel.prepared(grid, args, keywords)
+        made = ready.compiled
+        module = self._modules.get(made)
+        if module is None:
+            if len(self._modules) >= MAX_VARIANTS:
+                self._modules.clear()
+            module = self._modules[made] = self._session.module_load(made.image)
+        return self._session.launch(
+            module,
+            made.name,
+            ready.grid,
+            (made.threads,),
+            ready.args,
+            None,
+            made.shared_bytes,
+            stream,
+            regions,
+            position,
+        )
+
+
+class KernelOnGrid:
+    """A kernel with its grid: `kernel[grid]`."""
+
+    def __init__(self, kernel: Kernel, grid: Grid) -> None:
+        self._kernel, self._grid = kernel, grid
+
+    def __call__(
+        self,
+        *args: Any,
+        stream: Stream | None = None,
+        regions: RegionSet | None = None,
+        position: int = 0,
+        **keywords: Any,
+    ) -> int:
+        """Start it; do not wait. Returns the launch's number, as `GpuSession.launch`.
+
+        Args:
+            args: Arrays, buffers whose types were told, numpy scalars and Python's numbers.
+            stream: The stream to launch in; the default stream if None.
+            regions: The regions that it touches.
+            position: Any number, as in `GpuSession.launch`.
+            keywords: Arguments, constants, num_warps and num_stages by name.
+        """
+        return self._kernel.launch(self._grid, args, keywords, stream, regions, position)

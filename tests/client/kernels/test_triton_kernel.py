@@ -1,0 +1,141 @@
+"""Triton's functions are compiled for the arguments of a call, without a driver, and launched."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpulease.client import GpuSession, InvalidRequest, LaunchFailed, LoadFailed, aio
+from helpers.daemon import Daemon
+
+triton = pytest.importorskip("triton", reason="Triton's kernels are not tried: pip install '.[triton]'")
+
+import triton.language as tl  # noqa: E402
+
+from gpulease.client.examples import triton_matmul, triton_softmax  # noqa: E402
+from gpulease.client.kernels.triton_kernel import TritonKernel  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("_own_cache")
+
+
+@pytest.fixture(scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+@triton.jit
+def fill(x, value, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, value, mask=at < n)
+
+
+@triton.jit
+def wrong(x):
+    tl.store(x, missing)  # type: ignore[name-defined]  # noqa: F821
+
+
+class Array:
+    """As an array on the card shows itself."""
+
+    def __init__(self, buffer: Any, dtype: Any, offset: int = 0) -> None:
+        self.buffer, self.dtype, self.address = buffer, np.dtype(dtype), buffer.handle + offset
+
+
+@pytest.fixture
+def session(daemon: Daemon) -> Any:
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        yield session
+
+
+def test_softmax(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPULEASE_ADDRESS", daemon.address)
+    assert triton_softmax.run() < 1e-6
+
+
+def test_matmul(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPULEASE_ADDRESS", daemon.address)
+    assert triton_matmul.run() < 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("f4", 1.5), ("i4", 7), ("f8", np.float64(0.1)), ("i8", np.int64(2**40))])
+def test_an_array_tells_its_type_and_a_scalar_its_own(session: Any, dtype: str, value: Any) -> None:
+    buffer = session.mem_alloc(64)
+    size = np.dtype(dtype).itemsize
+    session.kernel(fill)[(1,)](Array(buffer, dtype, size), value, 2, BLOCK=4)
+    found = np.frombuffer(session.mem_read(buffer, 0, 4 * size), dtype)
+    assert found.tolist() == [0, value, value, 0]
+
+
+def test_a_stream_and_a_graph_take_it(session: Any) -> None:
+    array = Array(session.mem_alloc(16), "f4")
+    kernel = session.kernel(fill)
+    with session.stream() as stream:
+        kernel[(1,)](array, 1.0, 4, BLOCK=4, stream=stream)
+    with session.record() as graph:
+        kernel[(1,)](array, 2.0, 4, BLOCK=4)
+    assert session.mem_read(array.buffer, 0, 16) == np.full(4, 1, "f4").tobytes()
+    graph.launch()
+    assert session.mem_read(array.buffer, 0, 16) == np.full(4, 2, "f4").tobytes()
+
+
+def test_the_asyncio_face(daemon: Daemon) -> None:
+    async def main() -> bytes:
+        async with (
+            await aio.GpuBuilder(daemon.address).min_vram(1 << 20).acquire() as lease,
+            aio.GpuSession(lease) as session,
+        ):
+            buffer = await session.mem_alloc(16)
+            await session.kernel(fill, {"x": "*i32"})[(1,)](buffer, 5, 4, BLOCK=4)
+            return bytes(await session.mem_read(buffer, 0, 16))
+
+    assert asyncio.run(main()) == np.full(4, 5, "i4").tobytes()
+
+
+def test_a_call_like_one_before_is_not_compiled_again(session: Any) -> None:
+    kernel, array = TritonKernel(fill), Array(session.mem_alloc(16), "f4")
+    first = kernel.prepared((1,), (array, 1.0, 4), {"BLOCK": 4}).compiled
+    assert kernel.prepared((1,), (array, 2.0, 3), {"BLOCK": 4}).compiled is first
+    assert kernel.prepared((1,), (array, 2.0, 3), {"BLOCK": 4, "num_warps": 2}).compiled.threads == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "said"),
+    [
+        (("buffer", 1.0, 4), {"BLOCK": 4}, "elements have no type"),
+        (("array", 1.0), {"BLOCK": 4}, "missing 1 required positional argument: 'n'"),
+        (("array", 1.0, 4), {"BLOCK": 4, "warps": 2}, "warps"),
+        ((np.zeros(4), 1.0, 4), {"BLOCK": 4}, "host's memory"),
+        (("array", 2**70, 4), {"BLOCK": 4}, "fill"),
+        (("array", np.complex64(1), 4), {"BLOCK": 4}, "fill"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(session: Any, arguments: Any, keywords: Any, said: str) -> None:
+    buffer = session.mem_alloc(16)
+    known = {"buffer": buffer, "array": Array(buffer, "f4")}
+    given = [known[value] if isinstance(value, str) else value for value in arguments]
+    with pytest.raises(LaunchFailed, match=said):
+        session.kernel(fill)[(1,)](*given, **keywords)
+
+
+def test_an_array_of_another_type_than_was_told_is_refused(session: Any) -> None:
+    with pytest.raises(LaunchFailed, match=r"elements of fp64, the kernel's parameter is \*fp32"):
+        session.kernel(fill, {"x": "*fp32"})[(1,)](Array(session.mem_alloc(16), "f8"), 1.0, 4, BLOCK=4)
+
+
+def test_what_does_not_compile_says_why(session: Any) -> None:
+    with pytest.raises(LoadFailed, match="missing is not defined") as caught:
+        session.kernel(wrong, {"x": "*fp32"})[(1,)](session.mem_alloc(16))
+    assert caught.value.line == 2
+    assert "tl.store(x, missing)" in caught.value.log
+
+
+@pytest.mark.parametrize(
+    ("function", "types", "said"),
+    [("source", {}, "session.compile"), (fill, {"y": "*fp32"}, "no parameter y"), (fill, {"x": "fp32"}, "no pointer")],
+)
+def test_what_is_no_kernel_is_refused(function: Any, types: dict[str, str], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        TritonKernel(function, types)
