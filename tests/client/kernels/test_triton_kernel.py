@@ -81,6 +81,12 @@ def test_a_stream_and_a_graph_take_it(session: Any) -> None:
     assert session.mem_read(array.buffer, 0, 16) == np.full(4, 2, "f4").tobytes()
 
 
+def test_a_recording_loads_no_module(session: Any) -> None:
+    array = Array(session.mem_alloc(16), "f4")
+    with pytest.raises(InvalidRequest, match="module_load"), session.record():
+        session.kernel(fill)[(1,)](array, 2.0, 4, BLOCK=4)
+
+
 def test_the_asyncio_face(daemon: Daemon) -> None:
     async def main() -> bytes:
         async with (
