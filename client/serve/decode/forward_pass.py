@@ -13,7 +13,8 @@ from typing import Final
 from gpulease.client.aio import GpuSession
 from gpulease.client.handles import Buffer
 from gpulease.client.serve.decode.decode_errors import RequestRejected
-from gpulease.client.serve.decode.kernel_library import KernelFacts, KernelLaunch, KernelLibrary, manifest
+from gpulease.client.serve.decode.kernel_library import KernelFacts, KernelLaunch, KernelLibrary, Value, manifest
+from gpulease.client.serve.decode.linear_tiles import SM_80, tile_of
 from gpulease.client.serve.decode.model_config import ModelConfig
 from gpulease.client.serve.decode.row_records import PAGE, RESULT, ROW
 from gpulease.client.serve.decode.weights import LayerWeights, Layout, Linear, ModelWeights
@@ -29,6 +30,9 @@ LEAST_CHUNK: Final = 512
 
 _CHUNK_STEP: Final = 256
 """What the columns of a part are a multiple of: Q4_K's blocks, and every tile's depth."""
+
+MAX_ATTENTION_PROGRAMS: Final = 8 * 132
+"""Programs that attend to a step's sequences, more or less: eight for each of an H100's multiprocessors."""
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
 """Bytes of one buffer at most: kernels count its values, of two bytes at least, in 32 bits."""
@@ -100,10 +104,11 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         (2 * config.inner_width, config.width),
         (config.width, config.inner_width),
     )
-    attention = rows * heads * limits.splits * 4
+    attention = _split_rows(rows, config) * heads * limits.splits * 4
     sizes = {
         "h": rows * config.width * 4,
-        "x": rows * max(config.width, config.inner_width, heads * config.head_width) * 2,
+        "x": rows * max(config.width, heads * config.head_width) * 2,
+        "gated": rows * config.inner_width * 2,
         "q": rows * heads * config.head_width * 2,
         "parts": rows * 4 * max(parts_of(*shape)[0] * shape[0] for shape in linears),
         "logits": rows * 4 * parts_of(config.vocabulary, config.width)[0] * config.vocabulary,
@@ -133,12 +138,14 @@ class ForwardPass:
     Attributes:
         weights: The model.
         limits: What the buffers have room for.
+        target: The architecture of the card's own kernels (linear_tiles).
         library: The kernels, loaded by `prepare`.
     """
 
-    def __init__(self, session: GpuSession, weights: ModelWeights, limits: StepLimits) -> None:
+    def __init__(self, session: GpuSession, weights: ModelWeights, limits: StepLimits, target: str = SM_80) -> None:
         self.weights = weights
         self.limits = limits
+        self.target = target
         self.library = KernelLibrary(session)
         self._session = session
         self._buffers: dict[str, Buffer] = {}
@@ -167,16 +174,8 @@ class ForwardPass:
         """Allocate the buffers and load the kernels. Raises AllocFailed, LoadFailed."""
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
-        await self.library.load(*self._kernel_names())
-
-    def _kernel_names(self) -> tuple[str, ...]:
-        config, layers = self.weights.config, self.weights.layers
-        linears = [self.weights.head, *(part for layer in layers for part in _linears(layer))]
-        tiles = sorted({_tile(bucket) for bucket in buckets_of(self.limits.max_rows)})
-        by_width = [f"{name}_{config.head_width}" for name in ("rope_append", "attend", "combine")]
-        layouts = sorted({linear.layout for linear in linears})
-        names = [_linear_name(layout, tile) for layout in layouts for tile in tiles]
-        return ("embed", _norm_name(config), *names, *by_width, "silu", "scan", "sample")
+        launches = (launch for rows in buckets_of(self.limits.max_rows) for launch in self.launches(rows))
+        await self.library.load(*dict.fromkeys(launch.name for launch in launches))
 
     async def launch(self, rows: int) -> None:
         """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
@@ -195,26 +194,20 @@ class ForwardPass:
         for index, layer in enumerate(self.weights.layers):
             yield self._normalise(rows, layer.attention_norm, before)
             yield from self._attend(rows, index, layer)
-            yield self._linear(layer.output, rows, b["parts"])
+            yield self._linear(layer.output, rows, "x")
             yield self._normalise(rows, layer.inner_norm, layer.output)
-            yield self._linear(layer.gate_up, rows, b["parts"])
-            inner = config.inner_width
-            grid = (rows, -(-inner // manifest().kernels["silu"].constants["BLOCK_F"]))
-            splits = _splits(layer.gate_up)
-            yield KernelLaunch(
-                "silu", grid, x=b["x"], parts=b["parts"], splits=splits, stride=rows * 2 * inner, F=inner
-            )
-            yield self._linear(layer.down, rows, b["parts"])
+            yield from self._gate(rows, layer.gate_up)
+            yield self._linear(layer.down, rows, "gated")
             before = layer.down
         yield self._normalise(rows, self.weights.norm, before)
-        yield self._linear(self.weights.head, rows, b["logits"])
+        yield self._linear(self.weights.head, rows, "x", "logits")
         yield from self._sample(rows)
 
     def _sample(self, rows: int) -> Iterator[KernelLaunch]:
         """Choose each row's token from the logits."""
         b, vocabulary, blocks = self._buffers, self.weights.config.vocabulary, _scanned_blocks(self.weights.config)
-        scanned = {"bests": b["bests"], "tokens": b["best_tokens"], "totals": b["block_totals"]}
-        logits = {
+        scanned: dict[str, Value] = {"bests": b["bests"], "tokens": b["best_tokens"], "totals": b["block_totals"]}
+        logits: dict[str, Value] = {
             "parts": b["logits"], "splits": _splits(self.weights.head), "stride": rows * vocabulary, "V": vocabulary,
         }  # fmt: skip
         yield KernelLaunch("scan", (rows, blocks), **scanned, **logits, blocks=blocks)
@@ -233,36 +226,63 @@ class ForwardPass:
         """Turn h's norm in x into the attention's output in x."""
         config, b, limits = self.weights.config, self._buffers, self.limits
         heads, key_heads, width = config.heads, config.key_heads, config.head_width
-        place = {"layer_bytes": index * layer_bytes(config), "block_bytes": block_bytes(config)}
-        yield self._linear(layer.qkv, rows, b["parts"])
+        place: dict[str, Value] = {"layer_bytes": index * layer_bytes(config), "block_bytes": block_bytes(config)}
+        yield self._linear(layer.qkv, rows, "x")
+        rope = f"rope_append_{width}"
+        programs = -(-(heads + 2 * key_heads) // manifest().kernels[rope].constants["HEADS"])
         yield KernelLaunch(
-            f"rope_append_{width}", (rows, heads + 2 * key_heads), q=b["q"], parts=b["parts"], bias=layer.qkv_bias,
+            rope, (rows, programs), q=b["q"], parts=b["parts"], bias=layer.qkv_bias,
             q_norm=layer.q_norm, k_norm=layer.k_norm, cosines=self.weights.cosines, sines=self.weights.sines,
             rows=b["rows"], splits=_splits(layer.qkv), stride=rows * layer.qkv.rows, **place, H=heads, G=key_heads,
             has_bias=int(layer.qkv_bias is not None), has_norm=int(layer.q_norm is not None),
             eps=config.norm_epsilon,
         )  # fmt: skip
-        parts = {name: b[name] for name in ("totals", "tops", "sums")}
-        yield KernelLaunch(
-            f"attend_{width}", (rows, key_heads, limits.splits), **parts, q=b["q"], rows=b["rows"], tables=b["tables"],
-            **place, table_blocks=limits.table_blocks, H=heads, G=key_heads, splits=limits.splits,
-            scale=math.log2(math.e) / math.sqrt(width),
-        )  # fmt: skip
-        yield KernelLaunch(
-            f"combine_{width}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, splits=limits.splits
-        )
+        read: dict[str, Value] = {
+            "q": b["q"], "rows": b["rows"], "tables": b["tables"], **place, "table_blocks": limits.table_blocks,
+            "H": heads, "G": key_heads, "scale": math.log2(math.e) / math.sqrt(width),
+        }  # fmt: skip
+        if limits.splits == 1 or rows > _split_rows(rows, config):
+            yield KernelLaunch(f"attend_whole_{width}", (rows, key_heads), x=b["x"], **read)
+            return
+        parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
+        parts["splits"] = limits.splits
+        programs = min(limits.splits, -(-MAX_ATTENTION_PROGRAMS // (rows * key_heads)))
+        yield KernelLaunch(f"attend_{width}", (rows, key_heads, programs), **parts, **read)
+        yield KernelLaunch(f"combine_{width}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads)
 
-    def _linear(self, linear: Linear, rows: int, parts: Buffer) -> KernelLaunch:
-        """Multiply x; the sums are cut into `_splits` parts."""
-        name = _linear_name(linear.layout, _tile(rows))
-        facts = manifest().kernels[name]
-        tile = facts.constants
+    def _gate(self, rows: int, gate_up: Linear) -> Iterator[KernelLaunch]:
+        """Turn h's norm in x into the gated values: in one kernel where the sums are not cut."""
+        b, inner, splits = self._buffers, self.weights.config.inner_width, _splits(gate_up)
+        if gate_up.layout is Layout.BF16 and splits == 1:
+            name = tile_of("linear_silu_bf16", self.target, rows, inner, 1)
+            (plane,) = gate_up.planes
+            shape = {"R": rows, "F": inner, "K": gate_up.columns}
+            yield KernelLaunch(name, _grid(name, rows, inner), y=b["gated"], x=b["x"], w=plane, **shape)
+            return
+        yield self._linear(gate_up, rows, "x")
+        grid = (rows, -(-inner // manifest().kernels["silu"].constants["BLOCK_F"]))
+        stride = rows * 2 * inner
+        yield KernelLaunch("silu", grid, x=b["gated"], parts=b["parts"], splits=splits, stride=stride, F=inner)
+
+    def _linear(self, linear: Linear, rows: int, x: str, parts: str = "parts") -> KernelLaunch:
+        """Multiply the values in buffer `x`; the sums are cut into `_splits` parts."""
         splits, chunk = parts_of(linear.rows, linear.columns)
-        # Tiles of the same weights run side by side, so that these are read once.
-        grid = (-(-rows // tile["BM"]), -(-linear.rows // tile["BN"]), splits)
-        planes = dict(zip(_planes(facts), linear.planes, strict=True))
+        name = tile_of(f"linear_{linear.layout}", self.target, rows, linear.rows, splits)
+        planes: dict[str, Value] = dict(zip(_planes(manifest().kernels[name]), linear.planes, strict=True))
         shape = {"R": rows, "N": linear.rows, "K": linear.columns}
-        return KernelLaunch(name, grid, parts=parts, x=self._buffers["x"], **planes, **shape, chunk=chunk)
+        grid, b = (*_grid(name, rows, linear.rows), splits), self._buffers
+        return KernelLaunch(name, grid, parts=b[parts], x=b[x], **planes, **shape, chunk=chunk)
+
+
+def _grid(name: str, rows: int, columns: int) -> tuple[int, int]:
+    """A linear's programs. Tiles of the same weights run side by side, so that these are read once."""
+    tile = manifest().kernels[name].constants
+    return -(-rows // tile["BM"]), -(-columns // tile["BN"])
+
+
+def _split_rows(rows: int, config: ModelConfig) -> int:
+    """Rows of a step at most whose sequences several programs attend to, part by part: more have programs enough."""
+    return min(rows, (MAX_PROGRAMS - 1) // config.key_heads)
 
 
 def _scanned_blocks(config: ModelConfig) -> int:
@@ -288,16 +308,3 @@ def _splits(linear: Linear) -> int:
 def _planes(facts: KernelFacts) -> tuple[str, ...]:
     """The names of a linear's weights among its kernel's parameters."""
     return facts.parameters[2 : facts.parameters.index("R")]
-
-
-def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
-    return layer.qkv, layer.output, layer.gate_up, layer.down
-
-
-def _tile(rows: int) -> int:
-    tiles = manifest().tiles
-    return next((tile for tile in tiles if tile >= rows), tiles[-1])
-
-
-def _linear_name(layout: Layout, tile: int) -> str:
-    return f"linear_{layout}_{tile}"

@@ -23,6 +23,7 @@ class KernelFacts:
 
     Attributes:
         kernel: Its name in the PTX.
+        target: Architecture that it is compiled for: `sm_80`, for all later cards, too, or `sm_90a`, for its own alone.
         threads: Threads of a block.
         shared_bytes: Dynamic shared memory.
         parameters: Names of its parameters, in order.
@@ -30,6 +31,7 @@ class KernelFacts:
     """
 
     kernel: str
+    target: str
     threads: int
     shared_bytes: int
     parameters: tuple[str, ...]
@@ -43,13 +45,11 @@ class Manifest:
     Attributes:
         split: Positions in one part of a sequence's attention.
         heads: Query heads of a key head at most.
-        tiles: Rows of the tiles of linears, ascending.
         kernels: Facts by the names of the files.
     """
 
     split: int
     heads: int
-    tiles: tuple[int, ...]
     kernels: dict[str, KernelFacts]
 
 
@@ -59,12 +59,16 @@ def manifest() -> Manifest:
     found = json.loads(files(_FOLDER).joinpath("manifest.json").read_text())
     kernels = {
         name: KernelFacts(
-            fact["kernel"], fact["threads"], fact["shared_bytes"], tuple(fact["parameters"]), fact["constants"]
+            fact["kernel"],
+            fact["target"],
+            fact["threads"],
+            fact["shared_bytes"],
+            tuple(fact["parameters"]),
+            fact["constants"],
         )
         for name, fact in found["kernels"].items()
     }
-    tiles = sorted({fact.constants["BM"] for fact in kernels.values() if "BM" in fact.constants})
-    return Manifest(found["split"], found["heads"], tuple(tiles), kernels)
+    return Manifest(found["split"], found["heads"], kernels)
 
 
 @cache
@@ -77,18 +81,22 @@ def kernels_sha256() -> str:
     return digest.hexdigest()
 
 
+Value = Buffer | int | float | None
+"""A kernel's parameter; None is a null pointer, of which it reads nothing."""
+
+
 class KernelLaunch:
     """A launch of a kernel.
 
     Attributes:
         name: The kernel's name in the manifest.
         grid: Its programs.
-        values: Its parameters by name: a Buffer, an int, a float, or None: a null pointer, of which it reads nothing.
+        values: Its parameters by name.
     """
 
     __slots__ = ("grid", "name", "values")
 
-    def __init__(self, name: str, grid: tuple[int, ...], **values: Buffer | int | float | None) -> None:
+    def __init__(self, name: str, grid: tuple[int, ...], **values: Value) -> None:
         self.name, self.grid, self.values = name, grid, values
 
 

@@ -17,8 +17,12 @@ from triton.compiler import ASTSource
 
 from gpulease.client.serve.decode.kernels import triton_source
 
-TARGET: Final = GPUTarget("cuda", 80, 32)
-"""sm_80 has mma, ldmatrix and cp.async, which every later card and the embedded driver take."""
+TARGETS: Final = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90a": GPUTarget("cuda", 90, 32)}
+"""sm_80 has mma, ldmatrix and cp.async, which every later card and the embedded driver take. sm_90a has wgmma, which a
+card of compute capability 9.0 takes, and gives mma's bits."""
+
+PTX_VERSION: Final = 88
+"""PTX ISA 8.8, which drivers of CUDA 12.9 and later take."""
 
 HEAD_WIDTHS: Final = (32, 64, 128)
 """Widths of attention heads that have kernels."""
@@ -26,11 +30,35 @@ HEAD_WIDTHS: Final = (32, 64, 128)
 HEADS: Final = 16
 """Query heads of a key head at most: the rows of one matrix instruction."""
 
+ATTEND_TILES: Final = {32: (32, 1, 2), 64: (128, 4, 2), 128: (64, 4, 3)}
+"""By the heads' width: positions that attention reads at once, a divisor of SPLIT; warps; stages of its pipeline."""
+
+ROPE_HEADS: Final = 8
+"""Heads that one program turns: the most that leave enough programs for one row."""
+
 SPLIT: Final = 128
 """Positions of a sequence in one part of its attention."""
 
-TILES: Final = {16: (64, 64, 5, 4), 64: (64, 64, 5, 4), 128: (64, 64, 4, 4)}
-"""Rows of linear's tile: its columns, its depth, stages of its pipeline, warps."""
+Tile = tuple[int, int, int, int, int]
+"""Rows, columns and depth of a tile, stages of its pipeline, warps."""
+
+LINEAR_TILES: Final[dict[str, Tile]] = {"16": (16, 64, 128, 4, 4), "64": (64, 64, 64, 5, 4), "128": (128, 64, 64, 4, 4)}
+QUANTISED_TILES: Final[dict[str, Tile]] = LINEAR_TILES | {"16": (16, 64, 64, 5, 4)}
+LINEAR_SILU_TILES: Final[dict[str, Tile]] = {
+    "16": (16, 32, 64, 5, 4),
+    "64": (64, 32, 64, 5, 4),
+    "128": (128, 32, 64, 4, 4),
+}
+LINEAR_TILES_SM_90A: Final[dict[str, Tile]] = {
+    "64x64": (64, 64, 64, 5, 4),
+    "64x128": (64, 128, 64, 4, 4),
+    "128x256": (128, 256, 64, 4, 8),
+}
+LINEAR_SILU_TILES_SM_90A: Final[dict[str, Tile]] = {
+    "64x32": (64, 32, 128, 3, 4),
+    "64x64": (64, 64, 64, 4, 4),
+    "128x128": (128, 128, 64, 4, 8),
+}
 
 NORM_BLOCKS: Final = {512: 4, 2048: 8}
 """Columns that a norm reads at once, and its warps: few blocks for a card, and few idle lanes for small models."""
@@ -51,6 +79,7 @@ class Job:
     warps: int = 4
     stages: int = 3
     divisible: tuple[str, ...] = field(default=())
+    target: str = "sm_80"
 
 
 def jobs() -> dict[str, Job]:
@@ -73,39 +102,61 @@ def jobs() -> dict[str, Job]:
         found[f"add_rmsnorm_{block}"] = Job(
             s.add_rmsnorm, _types(norm), {"BLOCK_D": block}, warps, divisible=("stride", "D")
         )
-    for rows, (columns, depth, stages, warps) in TILES.items():
-        tile = {"BM": rows, "BN": columns, "BK": depth}
-        for name, function, weights in (
-            ("bf16", s.linear_bf16, "w:b"),
-            ("q8_0", s.linear_q8_0, "w:c scales:h"),
-            ("q4_k", s.linear_q4_k, "w:u scales:h steps:u"),
-        ):
-            types = _types(f"parts:f x:b {weights} R N K chunk")
-            found[f"linear_{name}_{rows}"] = Job(function, types, tile, warps, stages, ("K", "chunk"))
+    for target, linear, silu in (
+        ("sm_80", LINEAR_TILES, LINEAR_SILU_TILES),
+        ("sm_90a", LINEAR_TILES_SM_90A, LINEAR_SILU_TILES_SM_90A),
+    ):
+        suffix = "" if target == "sm_80" else f"_{target}"
+        found |= {
+            f"linear_bf16_{name}{suffix}": _linear(s.linear_bf16, "w:b", tile, target) for name, tile in linear.items()
+        }
+        found |= {f"linear_silu_bf16_{name}{suffix}": _linear_silu(tile, target) for name, tile in silu.items()}
+    for name, tile in QUANTISED_TILES.items():
+        found[f"linear_q8_0_{name}"] = _linear(s.linear_q8_0, "w:c scales:h", tile, "sm_80")
+        found[f"linear_q4_k_{name}"] = _linear(s.linear_q4_k, "w:u scales:h steps:u", tile, "sm_80")
     for width in HEAD_WIDTHS:
-        cache = "layer_bytes block_bytes"
-        found[f"rope_append_{width}"] = Job(
-            s.rope_append,
-            _types(
-                "q:b parts:f bias:f q_norm:f k_norm:f cosines:f sines:f rows:w splits stride"
-                f" {cache} H G has_bias has_norm eps:fp32"
-            ),
-            {"HALF": width // 2},
-            warps=1,
-            divisible=("layer_bytes", "block_bytes"),
-        )
-        found[f"attend_{width}"] = Job(
-            s.attend,
-            _types(f"totals:f tops:f sums:f q:b rows:w tables:w {cache} table_blocks H G splits scale:fp32"),
-            {"DH": width, "HEADS": HEADS, "SPLIT": SPLIT, "BT": 32 if width == 32 else 64},
-            warps=1 if width == 32 else 2,
-            stages=2,
-            divisible=("layer_bytes", "block_bytes"),
-        )
-        found[f"combine_{width}"] = Job(
-            s.combine, _types("x:b totals:f tops:f sums:f rows:w H splits"), {"DH": width, "SPLIT": SPLIT}, warps=1
-        )
+        found |= _attention_jobs(width)
     return found
+
+
+def _linear(function: Any, weights: str, tile: Tile, target: str) -> Job:
+    rows, columns, depth, stages, warps = tile
+    types = _types(f"parts:f x:b {weights} R N K chunk")
+    return Job(function, types, {"BM": rows, "BN": columns, "BK": depth}, warps, stages, ("K", "chunk"), target)
+
+
+def _linear_silu(tile: Tile, target: str) -> Job:
+    rows, columns, depth, stages, warps = tile
+    constants = {"BM": rows, "BN": columns, "BK": depth}
+    types = _types("y:b x:b w:b R F K")
+    return Job(triton_source.linear_silu_bf16, types, constants, warps, stages, ("F", "K"), target)
+
+
+def _attention_jobs(width: int) -> dict[str, Job]:
+    """Return the kernels of attention for heads of this width."""
+    s, cache, places = triton_source, "layer_bytes block_bytes", ("layer_bytes", "block_bytes")
+    norms = "bias:f q_norm:f k_norm:f cosines:f sines:f"
+    positions, warps, stages = ATTEND_TILES[width]
+    attention = {"DH": width, "HEADS": HEADS, "SPLIT": SPLIT, "BT": positions}
+    splits, read = "totals:f tops:f sums:f", f"q:b rows:w tables:w {cache} table_blocks H G"
+    return {
+        f"rope_append_{width}": Job(
+            s.rope_append,
+            _types(f"q:b parts:f {norms} rows:w splits stride {cache} H G has_bias has_norm eps:fp32"),
+            {"HALF": width // 2, "HEADS": ROPE_HEADS},
+            warps=min(4, width // 16),
+            divisible=places,
+        ),
+        f"attend_{width}": Job(
+            s.attend, _types(f"{splits} {read} splits scale:fp32"), attention, warps, stages, places
+        ),
+        f"attend_whole_{width}": Job(
+            s.attend_whole, _types(f"x:b {read} scale:fp32"), attention, warps, stages, places
+        ),
+        f"combine_{width}": Job(
+            s.combine, _types(f"x:b {splits} rows:w H splits"), {"DH": width, "SPLIT": SPLIT}, warps=1
+        ),
+    }
 
 
 def _types(text: str) -> dict[str, str]:
@@ -124,8 +175,8 @@ def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
         constexprs={(names.index(n),): value for n, value in job.constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
-    options = {"num_warps": job.warps, "num_stages": job.stages, "enable_fp_fusion": False}
-    kernel = triton.compile(source, target=TARGET, options=options)
+    options = {"num_warps": job.warps, "num_stages": job.stages, "enable_fp_fusion": False, "ptx_version": PTX_VERSION}
+    kernel = triton.compile(source, target=TARGETS[job.target], options=options)
     ptx = _without_debug(kernel.asm["ptx"])
     if inexact := sorted(set(INEXACT.findall(ptx))):
         raise SystemExit(f"{name}: inexact instructions: {', '.join(inexact)}")
@@ -134,6 +185,7 @@ def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
         raise SystemExit(f"{name}: the kernel wants scratch memory, which no launch gives it")
     entry = {
         "kernel": metadata.name,
+        "target": job.target,
         "threads": 32 * metadata.num_warps,
         "shared_bytes": metadata.shared,
         "parameters": list(job.types),

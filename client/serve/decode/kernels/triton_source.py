@@ -68,6 +68,12 @@ def added(parts, splits, stride, offsets, mask):
 
 
 @triton.jit
+def gated(gate, up):
+    """Return bf16(gate / (1 + e^-gate) * up)."""
+    return (tl.div_rn(gate, 1.0 + exp2(gate * -LOG2_E)) * up).to(tl.bfloat16)
+
+
+@triton.jit
 def embed(h, table, rows, results, tables, D, table_blocks, BLOCK_D: tl.constexpr):
     """Look up each row's token, and write its block into its sequence's block table.
 
@@ -143,6 +149,26 @@ def linear_bf16(parts, x, w, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr,
 
 
 @triton.jit
+def linear_silu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Multiply by gate and up, the halves of w [2 F, K], and gate the products, in one pass; y [R, F] bf16.
+
+    Its bits are those of linear_bf16 in one part, and of `silu` behind it.
+    """
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    gate = tl.zeros((BM, BN), tl.float32)
+    up = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        a = rows_tile(x, r, k, R, K, K)
+        m = (n < F)[None, :] & (k < K)[:, None]
+        at = n[None, :].to(tl.int64) * K + k[:, None]
+        gate = tl.dot(a, tl.load(w + at, mask=m, other=0.0), gate)
+        up = tl.dot(a, tl.load(w + F.to(tl.int64) * K + at, mask=m, other=0.0), up)
+    tl.store(y + r[:, None] * F + n[None, :], gated(gate, up), mask=(r < R)[:, None] & (n < F)[None, :])
+
+
+@triton.jit
 def linear_q8_0(parts, x, w, scales, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """linear_bf16 on weights of GGML's Q8_0: w [N, K] int8 in blocks of 32, scales [N, K / 32] f16."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -190,59 +216,97 @@ def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN
 
 
 @triton.jit
-def normalised(low, high, weight, i, eps, HALF: tl.constexpr):
-    """A head's values, in two halves, over their root mean square (Qwen3's norm of q and k)."""
-    squares = tl.div_rn(tl.sum(low * low + high * high, 0), 2.0 * HALF)
-    scale = tl.div_rn(1.0, tl.sqrt_rn(squares + eps))
-    first = tl.load(weight + i)
-    second = tl.load(weight + HALF + i)
+def normalised(low, high, weight, i, valid, eps, HALF: tl.constexpr):
+    """Heads' values [heads, HALF], in two halves, over their root mean square (Qwen3's norm of q and k)."""
+    squares = tl.div_rn(tl.sum(low * low + high * high, 1), 2.0 * HALF)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(squares + eps))[:, None]
+    weight = weight.to(tl.pointer_type(tl.float32))
+    first = tl.load(weight + i, mask=valid, other=0.0)
+    second = tl.load(weight + HALF + i, mask=valid, other=0.0)
     return low * scale * first, high * scale * second
 
 
 @triton.jit
 def rope_append(
     q, parts, bias, q_norm, k_norm, cosines, sines, rows, splits, stride, layer_bytes, block_bytes, H, G,
-    has_bias, has_norm, eps, HALF: tl.constexpr,
+    has_bias, has_norm, eps, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Add qkv's parts and bias, turn q and k by their position, write k and v into the row's block of its region.
 
-    A program has one head of one row. A block outside of the row's region, of BLOCKS blocks from BASE, is not written.
+    A program has some heads of one row. A block outside of the row's region, of BLOCKS blocks from BASE, is not
+    written.
     """
     row = tl.program_id(0)
-    head = tl.program_id(1)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    valid = (head < H + 2 * G) & (i < HALF)
     record = rows + row * WORDS
     position = tl.load(record + POSITION)
     block = tl.load(record + BLOCK)
-    i = tl.arange(0, HALF)
-    at = row * ((H + 2 * G) * 2 * HALF) + head * 2 * HALF
-    low = added(parts, splits, stride, at + i, i < HALF)
-    high = added(parts, splits, stride, at + HALF + i, i < HALF)
+    base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
+    inside = (position >= 0) & (block >= 0) & (block < tl.load(record + BLOCKS))
+    columns = head * 2 * HALF + i
+    at = row * ((H + 2 * G) * 2 * HALF) + columns
+    low = added(parts, splits, stride, at, valid)
+    high = added(parts, splits, stride, at + HALF, valid)
     if has_bias > 0:
-        low += tl.load(bias + head * 2 * HALF + i)
-        high += tl.load(bias + head * 2 * HALF + HALF + i)
-    if head < H + G:
-        if has_norm > 0:
-            weight = k_norm
-            if head < H:
-                weight = q_norm
-            low, high = normalised(low, high, weight, i, eps, HALF)
-        place = tl.maximum(position, 0) * HALF + i
-        c = tl.load(cosines + place)
-        s = tl.load(sines + place)
-        turned = low * c - high * s
-        high = high * c + low * s
-        low = turned
-    if head < H:
-        out = q + row * H * 2 * HALF + head * 2 * HALF
-        tl.store(out + i, low.to(tl.bfloat16))
-        tl.store(out + HALF + i, high.to(tl.bfloat16))
-    else:
-        if (position >= 0) & (block >= 0) & (block < tl.load(record + BLOCKS)):
-            base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
-            to = (base + block.to(tl.int64) * block_bytes + layer_bytes).to(tl.pointer_type(tl.bfloat16))
-            to += ((head - H) * PAGE + position % PAGE) * 2 * HALF
-            tl.store(to + i, low.to(tl.bfloat16))
-            tl.store(to + HALF + i, high.to(tl.bfloat16))
+        low += tl.load(bias + columns, mask=valid, other=0.0)
+        high += tl.load(bias + columns + HALF, mask=valid, other=0.0)
+    turned = valid & (head < H + G)
+    if has_norm > 0:
+        weight = tl.where(head < H, q_norm.to(tl.int64), k_norm.to(tl.int64))
+        low_norm, high_norm = normalised(low, high, weight, i, turned, eps, HALF)
+        low = tl.where(turned, low_norm, low)
+        high = tl.where(turned, high_norm, high)
+    place = tl.maximum(position, 0) * HALF + i
+    c = tl.load(cosines + place)
+    s = tl.load(sines + place)
+    first = tl.where(turned, low * c - high * s, low)
+    second = tl.where(turned, high * c + low * s, high)
+    query = q.to(tl.int64) + (row * H + head) * (4 * HALF)
+    cached = base + block.to(tl.int64) * block_bytes + layer_bytes + ((head - H) * PAGE + position % PAGE) * (4 * HALF)
+    to = tl.where(head < H, query, cached).to(tl.pointer_type(tl.bfloat16))
+    written = valid & ((head < H) | inside)
+    tl.store(to + i, first.to(tl.bfloat16), mask=written)
+    tl.store(to + HALF + i, second.to(tl.bfloat16), mask=written)
+
+
+@triton.jit
+def query_tile(q, row, H, G, g, DH: tl.constexpr, HEADS: tl.constexpr):
+    """Load the query heads [HEADS, DH] of a row that share the key head g; those beyond its share are 0."""
+    heads = tl.arange(0, HEADS)
+    share = H // G
+    d = tl.arange(0, DH)
+    at = row * H * DH + (g * share + heads)[:, None] * DH + d[None, :]
+    return tl.load(q + at, mask=(heads < share)[:, None], other=0.0)
+
+
+@triton.jit
+def attend_tile(
+    total, top, weights, query, table, base, blocks, j, length, layer_bytes, block_bytes, g, G, scale,
+    DH: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Add what BT positions from j on give the heads: totals [HEADS, DH], the highest scores, the sums of weights.
+
+    An entry of the block table outside of the row's region reads as nothing.
+    """
+    d = tl.arange(0, DH)
+    p = j + tl.arange(0, BT)
+    block = tl.load(table + p // PAGE, mask=p < length, other=-1)
+    seen = (block >= 0) & (block < blocks)
+    place = base + block.to(tl.int64) * block_bytes + layer_bytes
+    place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
+    keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
+    k = tl.load(keys[None, :] + d[:, None], mask=seen[None, :], other=0.0)
+    values = keys + G * PAGE * DH
+    v = tl.load(values[:, None] + d[None, :], mask=seen[:, None], other=0.0)
+    score = tl.where(seen[None, :], tl.dot(query, k) * scale, -1e30)
+    higher = tl.maximum(top, tl.max(score, 1))
+    e = tl.where(seen[None, :], exp2(score - higher[:, None]), 0.0)
+    shrink = exp2(top - higher)
+    total = tl.dot(e.to(tl.bfloat16), v, total * shrink[:, None])
+    weights = weights * shrink + tl.sum(e, 1)
+    return total, higher, weights
 
 
 @triton.jit
@@ -250,48 +314,32 @@ def attend(
     totals, tops, sums, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, splits, scale,
     DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one row's heads that share a key head, over one split of its sequence (flash-decoding).
+    """Attention of one row's heads that share a key head, split by split of its sequence (flash-decoding).
 
-    Splits begin at multiples of SPLIT positions, so where they begin depends on nothing but the sequence. An entry of
-    the block table outside of the row's region reads as nothing.
+    Splits begin at multiples of SPLIT positions, so where they begin depends on nothing but the sequence. The programs
+    of a row and key head take turns at its splits.
     """
     row = tl.program_id(0)
     g = tl.program_id(1)
-    begin = tl.program_id(2) * SPLIT
     record = rows + row * WORDS
     length = tl.load(record + POSITION) + 1
     heads = tl.arange(0, HEADS)
-    share = H // G
     d = tl.arange(0, DH)
-    t = tl.arange(0, BT)
-    if begin < length:
-        base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
-        blocks = tl.load(record + BLOCKS)
-        table = tables + tl.load(record + TABLE) * table_blocks
-        head = g * share + heads
-        valid = heads < share
-        query = tl.load(q + row * H * DH + head[:, None] * DH + d[None, :], mask=valid[:, None], other=0.0)
+    valid = heads < H // G
+    base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
+    blocks = tl.load(record + BLOCKS)
+    table = tables + tl.load(record + TABLE) * table_blocks
+    query = query_tile(q, row, H, G, g, DH, HEADS)
+    for split in range(tl.program_id(2), tl.cdiv(length, SPLIT), tl.num_programs(2)):
+        total = tl.zeros((HEADS, DH), tl.float32)
         top = tl.full((HEADS,), -1e30, tl.float32)
         weights = tl.zeros((HEADS,), tl.float32)
-        total = tl.zeros((HEADS, DH), tl.float32)
-        for j in range(begin, tl.minimum(begin + SPLIT, length), BT):
-            p = j + t
-            block = tl.load(table + p // PAGE, mask=p < length, other=-1)
-            seen = (block >= 0) & (block < blocks)
-            place = base + block.to(tl.int64) * block_bytes + layer_bytes
-            place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
-            keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
-            k = tl.load(keys[None, :] + d[:, None], mask=seen[None, :], other=0.0)
-            values = keys + G * PAGE * DH
-            v = tl.load(values[:, None] + d[None, :], mask=seen[:, None], other=0.0)
-            score = tl.where(seen[None, :], tl.dot(query, k) * scale, -1e30)
-            higher = tl.maximum(top, tl.max(score, 1))
-            e = tl.where(seen[None, :], exp2(score - higher[:, None]), 0.0)
-            shrink = exp2(top - higher)
-            total = tl.dot(e.to(tl.bfloat16), v, total * shrink[:, None])
-            weights = weights * shrink + tl.sum(e, 1)
-            top = higher
-        at = (row * H + head) * splits + tl.program_id(2)
+        for j in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length), BT):
+            total, top, weights = attend_tile(
+                total, top, weights, query, table, base, blocks, j, length, layer_bytes, block_bytes, g, G, scale,
+                DH, BT,
+            )  # fmt: skip
+        at = (row * H + g * (H // G) + heads) * splits + split
         tl.store(totals + at[:, None] * DH + d[None, :], total, mask=valid[:, None])
         tl.store(tops + at, top, mask=valid)
         tl.store(sums + at, weights, mask=valid)
@@ -321,14 +369,56 @@ def combine(x, totals, tops, sums, rows, H, splits, DH: tl.constexpr, SPLIT: tl.
 
 
 @triton.jit
+def attend_whole(
+    x, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, scale,
+    DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Compute what `attend` and `combine` do, to the bit, in one program for all splits: x [R, H, DH] bf16.
+
+    Steps of many rows have programs enough without dividing a sequence among several.
+    """
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    record = rows + row * WORDS
+    length = tl.load(record + POSITION) + 1
+    heads = tl.arange(0, HEADS)
+    d = tl.arange(0, DH)
+    base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
+    blocks = tl.load(record + BLOCKS)
+    table = tables + tl.load(record + TABLE) * table_blocks
+    query = query_tile(q, row, H, G, g, DH, HEADS)
+    all_total = tl.zeros((HEADS, DH), tl.float32)
+    all_top = tl.full((HEADS,), -1e30, tl.float32)
+    all_weights = tl.zeros((HEADS,), tl.float32)
+    total, top, weights = all_total, all_top, all_weights
+    for j in range(0, length, BT):
+        total, top, weights = attend_tile(
+            total, top, weights, query, table, base, blocks, j, length, layer_bytes, block_bytes, g, G, scale, DH, BT
+        )
+        if ((j + BT) % SPLIT == 0) | (j + BT >= length):
+            higher = tl.maximum(all_top, top)
+            shrink = exp2(all_top - higher)
+            its = exp2(top - higher)
+            all_total = all_total * shrink[:, None] + total * its[:, None]
+            all_weights = all_weights * shrink + weights * its
+            all_top = higher
+            total = tl.zeros((HEADS, DH), tl.float32)
+            top = tl.full((HEADS,), -1e30, tl.float32)
+            weights = tl.zeros((HEADS,), tl.float32)
+    result = tl.div_rn(all_total, tl.where(all_weights > 0.0, all_weights, 1.0)[:, None])
+    at = (row * H + g * (H // G) + heads)[:, None] * DH + d[None, :]
+    tl.store(x + at, result.to(tl.bfloat16), mask=(heads < H // G)[:, None])
+
+
+@triton.jit
 def silu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
-    """Add gate_up's parts; x = bf16(gate / (1 + e^-gate) * up). parts [splits, R, 2 F], gate first; x [R, F]."""
+    """Add gate_up's parts, and gate them. parts [splits, R, 2 F], gate first; x [R, F]."""
     row = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     m = c < F
     gate = added(parts, splits, stride, row * 2 * F + c, m)
     up = added(parts, splits, stride, row * 2 * F + F + c, m)
-    tl.store(x + row * F + c, (tl.div_rn(gate, 1.0 + exp2(gate * -LOG2_E)) * up).to(tl.bfloat16), mask=m)
+    tl.store(x + row * F + c, gated(gate, up), mask=m)
 
 
 @triton.jit

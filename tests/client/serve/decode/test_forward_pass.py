@@ -185,8 +185,14 @@ def test_buffers_grow_with_rows_and_tables_alone_and_logits_have_room_for_every_
     assert buffer_sizes(wide, StepLimits(1, 1, 16))["logits"] == 2 * wide.vocabulary * 4
 
 
+def test_attention_s_parts_have_room_for_the_rows_that_are_few_enough_to_be_cut() -> None:
+    sizes = [buffer_sizes(TINY, StepLimits(rows, 6, 1000))["totals"] for rows in (1, 131, 132, 500)]
+    assert TINY.key_heads == 2
+    assert sizes == [sizes[0] * rows for rows in (1, 131, 131, 131)]
+
+
 def test_buffers_that_kernels_can_t_index_are_refused() -> None:
     config = replace(TINY, heads=32, key_heads=8, head_width=128)
     assert buffer_sizes(config, StepLimits(256, 1, 4096))
     with pytest.raises(RequestRejected, match="bytes for totals alone"):
-        buffer_sizes(config, StepLimits(512, 1, 131072))
+        buffer_sizes(config, StepLimits(512, 1, 1 << 20))

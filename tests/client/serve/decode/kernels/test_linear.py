@@ -137,3 +137,20 @@ def test_packed_weights_are_gguf_s_values_rounded_to_bf16(rig: KernelRig, layout
 def test_packed_weights_of_many_shapes_are_gguf_s_values(rig: KernelRig, layout: str, columns: int, tile: int) -> None:
     for count, rows in ((1, 1), (tile + 1, 65)):
         check_packed(rig, layout, tile, count, rows, columns)
+
+
+@pytest.mark.parametrize("tile", [16, *(pytest.param(tile, marks=pytest.mark.exhaustive) for tile in (64, 128))])
+def test_gated_values_have_the_bits_of_linear_and_silu(rig: KernelRig, tile: int) -> None:
+    """Rows, columns and depth end inside a tile."""
+    rng = np.random.default_rng(5)
+    count, inner, columns = 20, 40, 176
+    x, w = random_bf16(rng, count, columns), random_bf16(rng, 2 * inner, columns)
+    parts = multiplied(rig, "bf16", 16, x, {"w": w}, 2 * inner)
+    expected, found = np.zeros((2, count, inner), np.uint16)
+    rig.launch("silu", (count, 1), x=expected, parts=parts, splits=1, stride=count * 2 * inner, F=inner)
+    name = f"linear_silu_bf16_{tile}"
+    constants = manifest().kernels[name].constants
+    grid = (-(-count // constants["BM"]), -(-inner // constants["BN"]))
+    rig.launch(name, grid, y=found, x=x, w=w, R=count, F=inner, K=columns)
+    assert expected.any()
+    assert found.tobytes() == expected.tobytes()

@@ -21,11 +21,11 @@ def sampled(rig: KernelRig, logits: Array, rows: Array) -> Array:
     splits, count, vocabulary = parts.shape
     results = np.zeros(count, RESULT)
     blocks = -(-vocabulary // manifest().kernels["scan"].constants["BLOCK_V"])
-    scanned = {
+    scanned: dict[str, Any] = {
         name: np.full((count, blocks), -1, dtype)
         for name, dtype in (("bests", np.float32), ("tokens", np.int32), ("totals", np.float32))
     }
-    shape = {"splits": splits, "stride": count * vocabulary, "V": vocabulary, "blocks": blocks}
+    shape: dict[str, Any] = {"splits": splits, "stride": count * vocabulary, "V": vocabulary, "blocks": blocks}
     rig.launch("scan", (count, blocks), parts=parts, **scanned, **shape)
     rig.launch("sample", (count,), results=results, rows=rows, parts=parts, **scanned, **shape)
     return results
