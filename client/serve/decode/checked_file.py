@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import mmap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,17 +43,6 @@ def read_bytes(path: Path, most: int) -> bytes:
     if len(data) > most:
         raise ModelRejected(f"{path}: more than {most:,} bytes, the most that such a file may have")
     return data
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """Map a file to be read. Raises ModelRejected where there is none, or an empty one."""
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelRejected(f"{path}: {error.strerror}") from None
-    except ValueError:
-        raise ModelRejected(f"{path}: truncated: it is empty") from None
 
 
 def json_object(data: bytes, path: Path) -> dict[str, Any]:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class Checkpoint(Protocol):
     """A model's files, opened and checked: its shape, and every tensor that `model_tensors` names.
 
-    A checkpoint maps its files. A file that becomes shorter while it is mapped ends the process with SIGBUS.
+    A checkpoint maps its files. Rows of a file that became shorter raise ModelRejected; one that becomes shorter in the
+    very moment of a copy ends the process with SIGBUS.
     """
 
     @property

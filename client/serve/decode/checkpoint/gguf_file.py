@@ -7,7 +7,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from gpulease.client.serve.decode.checked_file import Members, file_sha256, map_file
+from gpulease.client.serve.decode.checked_file import Members, file_sha256
 from gpulease.client.serve.decode.checkpoint.gguf_config import gguf_config
 from gpulease.client.serve.decode.checkpoint.gguf_header import TYPES, GgufTensor, gguf_header
 from gpulease.client.serve.decode.checkpoint.model_tensors import (
@@ -19,6 +19,7 @@ from gpulease.client.serve.decode.checkpoint.model_tensors import (
     layer_prefix,
     model_tensors,
 )
+from gpulease.client.serve.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.serve.decode.checkpoint.tensors import RowReader, Tensor, row_bytes
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.model_config import Family
@@ -53,9 +54,8 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Open and check all of it but the weights' values. Raises ModelRejected."""
         self.name = str(path)
-        mapped = map_file(path)
-        header = gguf_header(mapped, path)
-        self._data = np.frombuffer(mapped, np.uint8)
+        self._file = TensorFile(path)
+        header = gguf_header(self._file.mapped, path)
         entries = {_canonical(name): entry for name, entry in header.tensors.items()}
         if len(entries) < len(header.tensors):
             raise ModelRejected(f"{path}: a layer's tensor is in it twice")
@@ -99,12 +99,10 @@ class GgufFile:
             kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
             what = f"tensor {name} is of type {kinds.get(entry.kind_number, entry.kind_number)}"
             raise ModelRejected(f"{self.name}: {what}; the engine reads {', '.join(TYPES.values())}")
-        rows = wanted[0] if len(wanted) > 1 else 1
-        size = rows * row_bytes(entry.kind, wanted[-1], f"{self.name}: tensor {name}")
-        data = self._data[entry.offset : entry.offset + size].reshape(rows, -1)
+        rows = FileRows(self._file, entry.offset, row_bytes(entry.kind, wanted[-1], f"{self.name}: tensor {name}"))
         if self.config.family is Family.LLAMA and name.endswith(PERMUTED):
-            return Tensor(name, wanted, entry.kind, _paired_rows(data, self.config.head_width // 2))
-        return Tensor(name, wanted, entry.kind, lambda begin, end: data[begin:end])
+            return Tensor(name, wanted, entry.kind, _paired_rows(rows, self.config.head_width // 2))
+        return Tensor(name, wanted, entry.kind, rows)
 
 
 def _canonical(name: str) -> str:
@@ -118,7 +116,7 @@ def _canonical(name: str) -> str:
     return name
 
 
-def _paired_rows(data: NDArray[np.uint8], half: int) -> RowReader:
+def _paired_rows(rows: FileRows, half: int) -> RowReader:
     """Give q's or k's rows in Hugging Face's order.
 
     The converter writes a llama's rows i and i + half of each head one behind the other, because ggml turns pairs of
@@ -126,9 +124,11 @@ def _paired_rows(data: NDArray[np.uint8], half: int) -> RowReader:
     """
 
     def read(begin: int, end: int) -> NDArray[np.uint8]:
-        rows = np.arange(begin, end)
-        place = rows % (2 * half)
-        ordered: NDArray[np.uint8] = data[rows - place + place % half * 2 + place // half]
+        wanted = np.arange(begin, end)
+        place = wanted % (2 * half)
+        # Rows change places within a head, so those of whole heads are read.
+        first, last = begin // (2 * half) * 2 * half, -(-end // (2 * half)) * 2 * half
+        ordered: NDArray[np.uint8] = rows(first, last)[wanted - place + place % half * 2 + place // half - first]
         return ordered
 
     return read

@@ -17,7 +17,6 @@ from gpulease.client.serve.decode.checked_file import (
     Members,
     files_sha256,
     json_object,
-    map_file,
     read_bytes,
     rejected,
     shown,
@@ -25,7 +24,8 @@ from gpulease.client.serve.decode.checked_file import (
 from gpulease.client.serve.decode.checkpoint.hugging_face_config import hugging_face_config
 from gpulease.client.serve.decode.checkpoint.model_tensors import check_names, check_shape, model_tensors
 from gpulease.client.serve.decode.checkpoint.rotary import divisors_of
-from gpulease.client.serve.decode.checkpoint.tensors import Tensor, TensorType
+from gpulease.client.serve.decode.checkpoint.tensor_file import FileRows, TensorFile
+from gpulease.client.serve.decode.checkpoint.tensors import Tensor, TensorType, row_bytes
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
@@ -50,20 +50,23 @@ class SafetensorsFolder:
         said = self._members("config.json")
         generation = self._members("generation_config.json") if self._has("generation_config.json") else None
         self.config = hugging_face_config(said, generation, folder_begin_token(folder))
-        found: dict[str, tuple[Path, tuple[int, ...], str, NDArray[np.uint8]]] = {}
+        found: dict[str, tuple[TensorFile, tuple[int, ...], str, int]] = {}
         for path in self._files():
-            for name, shape, kind, data in _opened(path):
+            file = TensorFile(path)
+            for name, shape, kind, offset in _entries(file):
                 if name in found:
-                    raise ModelRejected(f"{path}: tensor {shown(name)} is in {found[name][0].name} too")
-                found[name] = (path, shape, kind, data)
+                    raise ModelRejected(f"{path}: tensor {shown(name)} is in {found[name][0].path.name} too")
+                found[name] = (file, shape, kind, offset)
         check_names(self.config, found, self.name)
         self._tensors = {}
         for name, wanted in model_tensors(self.config):
-            path, shape, kind, data = found[name]
-            check_shape(self.config, name, shape, wanted, str(path))
+            file, shape, kind, offset = found[name]
+            check_shape(self.config, name, shape, wanted, str(file.path))
             if kind not in TYPES:
-                raise ModelRejected(f"{path}: tensor {name} is of type {kind}; the engine reads {', '.join(TYPES)}")
-            self._tensors[name] = _tensor(name, shape, TYPES[kind], data)
+                raise ModelRejected(
+                    f"{file.path}: tensor {name} is of type {kind}; the engine reads {', '.join(TYPES)}"
+                )
+            self._tensors[name] = _tensor(name, shape, TYPES[kind], file, offset)
 
     def tensor(self, name: str) -> Tensor:
         """Return one of the config's tensors. Raises KeyError for a name that is none of theirs."""
@@ -104,9 +107,9 @@ class SafetensorsFolder:
         return [self._folder / name for name in names]
 
 
-def _opened(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, NDArray[np.uint8]]]:
-    """Each tensor of a file: name, shape, type, bytes. Raises ModelRejected."""
-    mapped = map_file(path)
+def _entries(file: TensorFile) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+    """Each tensor of a file: name, shape, type, place. Raises ModelRejected."""
+    path, mapped = file.path, file.mapped
     begin = 8 + int.from_bytes(mapped[:8], "little")
     if begin > MAX_JSON_BYTES:
         raise ModelRejected(f"{path}: broken: its header has {begin:,} bytes; it may have {MAX_JSON_BYTES:,}")
@@ -115,11 +118,9 @@ def _opened(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, NDArray[np.
         pass
     for name, entry in json_object(mapped[8:begin], path).items():
         if name != "__metadata__":
-            first, last = entry["data_offsets"]
-            data = np.frombuffer(mapped, np.uint8, last - first, begin + first)
-            yield name, tuple(entry["shape"]), entry["dtype"], data
+            yield name, tuple(entry["shape"]), entry["dtype"], begin + entry["data_offsets"][0]
 
 
-def _tensor(name: str, shape: tuple[int, ...], kind: TensorType, data: NDArray[np.uint8]) -> Tensor:
-    rows = data.reshape(shape[0] if len(shape) > 1 else 1, -1)
-    return Tensor(name, shape, kind, lambda begin, end: rows[begin:end])
+def _tensor(name: str, shape: tuple[int, ...], kind: TensorType, file: TensorFile, offset: int) -> Tensor:
+    rows = FileRows(file, offset, row_bytes(kind, shape[-1], f"{file.path}: tensor {name}"))
+    return Tensor(name, shape, kind, rows)

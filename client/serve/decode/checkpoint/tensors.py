@@ -49,7 +49,10 @@ SLICE_VALUES: Final = 1 << 17
 """Values that are rounded at a time: they stay in a core's cache between the steps."""
 
 RowReader = Callable[[int, int], NDArray[np.uint8]]
-"""Gives the bytes of rows [begin, end) as [end - begin, bytes of a row]: a view where it can."""
+"""Gives the bytes of rows [begin, end) as [end - begin, bytes of a row]: a view where it can.
+
+A `FileRows` can copy them to given memory, too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Tensor:
     def bf16(self, begin: int, end: int) -> NDArray[np.uint16]:
         """Rows [begin, end) as bf16 [end - begin, columns], rounded to the nearest, ties to even.
 
-        Of a tensor that is bf16 already, it is the file's own memory.
+        Of a tensor that is bf16 already, they are what `read` gives.
         """
         if self.kind is TensorType.BF16:
             return self.read(begin, end).view(np.uint16)

@@ -1,9 +1,9 @@
 """Loads a checkpoint into a session's memory, in the layouts that the kernels read.
 
 Theory of operation. First every tensor is looked at and the sizes are added up, then all buffers are allocated, then
-rows are copied in chunks. A chunk of bf16 rows is the file's own mapped memory: the session copies it through the
-arena's pinned slots, and nothing else of the model is in host memory. Rows of other types are computed in threads, a
-few chunks ahead of the copies.
+rows are copied in chunks. Threads make the next few chunks while one is copied. Rows that are bf16 in a file are
+copied to windows, arrays of the session's arena, which the card reads itself. Rows of other types are computed. So a
+few chunks of the model are in the host's memory at a time, beside the page cache, and its faults are several threads'.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from gpulease.client.aio import GpuSession
@@ -22,17 +23,19 @@ from gpulease.client.handles import Buffer
 from gpulease.client.serve.decode.checkpoint.contract import Checkpoint
 from gpulease.client.serve.decode.checkpoint.model_tensors import EMBEDDING, HEAD, NORM, layer_prefix
 from gpulease.client.serve.decode.checkpoint.rotary import rotary_tables
+from gpulease.client.serve.decode.checkpoint.tensor_file import FileRows
 from gpulease.client.serve.decode.checkpoint.tensors import PACKED, Tensor, TensorType
 from gpulease.client.serve.decode.weights import LayerWeights, Layout, Linear, ModelWeights
 
 CHUNK_BYTES: Final = 8 << 20
 """Bytes of a chunk on the card: enough that a copy's beginning and end cost little, few enough for a progress bar."""
 
-MAPPED_CHUNK_BYTES: Final = 128 << 20
-"""The same for rows that are the file's own memory, which the session copies by several threads."""
+WINDOW_BYTES: Final = 16 << 20
+"""The same for rows that are copied as a file has them: a card's bus copies such a chunk in some 0.3 ms, and to ask for
+it takes a tenth of that."""
 
 AHEAD: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-"""Chunks computed ahead of the copies, each in a thread: their memory, and the cores they take from the copies."""
+"""Chunks read or computed ahead of the copies, each in a thread: their memory, and the cores they take."""
 
 PAGE_BYTES: Final = 2 << 20
 SHARING_BYTES: Final = 1 << 20
@@ -50,13 +53,13 @@ class _Target:
         row_bytes: Bytes of a row in each buffer.
         tensors: Whose rows they are.
         planes: Gives a tensor's rows [begin, end) as each buffer's values.
-        is_mapped: Whether `planes` costs nothing: the values are a view of the file.
+        is_as_read: Whether these are the bytes that the tensors' files have.
     """
 
     row_bytes: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     planes: Callable[[Tensor, int, int], Planes]
-    is_mapped: bool
+    is_as_read: bool
 
     @property
     def rows(self) -> int:
@@ -66,11 +69,16 @@ class _Target:
     def sizes(self) -> list[int]:
         return [self.rows * nbytes for nbytes in self.row_bytes]
 
+    def rows_of(self, tensor: Tensor) -> FileRows | None:
+        """A tensor's rows in its file, where they are copied as they are there."""
+        return tensor.read if self.is_as_read and isinstance(tensor.read, FileRows) else None
+
     def chunks(self, buffers: tuple[Buffer, ...]) -> Iterator["_Chunk"]:
         """Cut into chunks of whole rows."""
-        step = max(1, (MAPPED_CHUNK_BYTES if self.is_mapped else CHUNK_BYTES) // sum(self.row_bytes))
         before = 0
         for tensor in self.tensors:
+            most = CHUNK_BYTES if self.rows_of(tensor) is None else WINDOW_BYTES
+            step = max(1, most // sum(self.row_bytes))
             for begin in range(0, tensor.rows, step):
                 end = min(begin + step, tensor.rows)
                 offsets = tuple((before + begin) * nbytes for nbytes in self.row_bytes)
@@ -87,8 +95,25 @@ class _Chunk:
     begin: int
     end: int
 
+    @property
+    def file_rows(self) -> FileRows | None:
+        return self.target.rows_of(self.tensor)
+
+    @property
+    def size_bytes(self) -> int:
+        return (self.end - self.begin) * sum(self.target.row_bytes)
+
     def planes(self) -> Planes:
         return self.target.planes(self.tensor, self.begin, self.end)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """A chunk whose values a thread makes, and the window that they are in, if any."""
+
+    chunk: _Chunk
+    planes: asyncio.Future[Planes]
+    window: NDArray[np.uint8] | None
 
 
 def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -> int:
@@ -122,7 +147,8 @@ async def load_weights(
         positions: Positions that the tables of cosines and sines have.
         progress: Called with the bytes that are on the card and those that will be, after every chunk.
 
-    Raises AllocFailed where the lease has no room for the model, and the session's errors.
+    Raises AllocFailed where the lease has no room for the model, ModelRejected for a file that became shorter, and the
+    session's errors.
     """
     wanted = size_bytes(checkpoint, packed=packed, positions=positions)
     if wanted > session.slice_bytes:
@@ -148,6 +174,8 @@ class _Loader:
         self._progress = progress
         self._buffers: list[Buffer] = []
         self._chunks: list[Iterator[_Chunk]] = []
+        # Of WINDOW_BYTES each; as many as are read ahead, and one that is copied.
+        self._windows: list[NDArray[np.uint8]] = []
         self._total_bytes = self._done_bytes = 0
 
     async def load(self, checkpoint: Checkpoint, packed: bool, positions: int, size: int) -> ModelWeights:
@@ -165,20 +193,22 @@ class _Loader:
         return ModelWeights(config, embedding, layers, norm, head, cosines, sines, size)
 
     async def fill(self) -> None:
-        """Copy all chunks, those that must be computed a few ahead."""
-        ahead: deque[tuple[_Chunk, asyncio.Future[Planes] | None]] = deque()
+        """Copy all chunks, a few of which are read or computed ahead."""
+        ahead: deque[_Made] = deque()
         try:
             for chunk in (chunk for chunks in self._chunks for chunk in chunks):
-                is_mapped = chunk.target.is_mapped
-                ahead.append((chunk, None if is_mapped else asyncio.ensure_future(asyncio.to_thread(chunk.planes))))
+                ahead.append(self._begin(chunk))
                 if len(ahead) > AHEAD:
-                    await self._write(*ahead.popleft())
+                    await self._write(ahead.popleft())
             while ahead:
-                await self._write(*ahead.popleft())
+                await self._write(ahead.popleft())
         finally:
-            for _, planes in ahead:
-                if planes is not None:
-                    planes.cancel()
+            for made in ahead:
+                # Threads that failed, too, have said nothing that the first one did not.
+                if not made.planes.cancel() and not made.planes.cancelled():
+                    made.planes.exception()
+            # The arena has room for other arrays again.
+            self._windows.clear()
 
     async def free(self) -> None:
         """Free all buffers. A session that is lost has freed them."""
@@ -227,10 +257,27 @@ class _Loader:
 
     # --- copies ---
 
-    async def _write(self, chunk: _Chunk, planes: asyncio.Future[Planes] | None) -> None:
-        values = chunk.planes() if planes is None else await planes
-        for buffer, offset, plane in zip(chunk.buffers, chunk.offsets, values, strict=True):
+    def _begin(self, chunk: _Chunk) -> "_Made":
+        """Have a thread make a chunk's values: in a window, where they are read as they are."""
+        rows = chunk.file_rows
+        if rows is None:
+            return _Made(chunk, asyncio.ensure_future(asyncio.to_thread(chunk.planes)), None)
+        size = chunk.size_bytes
+        has_room = self._windows and self._windows[-1].nbytes >= size
+        window = self._windows.pop() if has_room else self._session.empty(max(size, WINDOW_BYTES), np.uint8)
+
+        def read() -> Planes:
+            rows.fill(chunk.begin, window[:size])
+            return (window[:size],)
+
+        return _Made(chunk, asyncio.ensure_future(asyncio.to_thread(read)), window)
+
+    async def _write(self, made: "_Made") -> None:
+        chunk = made.chunk
+        for buffer, offset, plane in zip(chunk.buffers, chunk.offsets, await made.planes, strict=True):
             await self._copy(buffer, offset, plane)
+        if made.window is not None:
+            self._windows.append(made.window)
 
     async def _write_tables(self, checkpoint: Checkpoint, positions: int, cosines: Buffer, sines: Buffer) -> None:
         divisors = checkpoint.rotary_divisors()
@@ -292,18 +339,18 @@ def _linear_of(tensors: tuple[Tensor, ...], packed: bool) -> _Target:
         row_bytes: tuple[int, ...] = (columns, columns // 16)
     else:
         row_bytes = (columns // 2, columns // 64, columns // 16)
-    return _Target(row_bytes, tensors, _packed, is_mapped=False)
+    return _Target(row_bytes, tensors, _packed, is_as_read=False)
 
 
 def _bf16_of(*tensors: Tensor) -> _Target:
-    is_mapped = all(tensor.kind is TensorType.BF16 for tensor in tensors)
-    return _Target((tensors[0].columns * 2,), tensors, _bf16, is_mapped)
+    is_as_read = all(tensor.kind is TensorType.BF16 for tensor in tensors)
+    return _Target((tensors[0].columns * 2,), tensors, _bf16, is_as_read)
 
 
 def _f32_of(*tensors: Tensor) -> _Target:
     """Vectors one after the other: each value is a row, so that those of other lengths fit behind."""
     as_rows = tuple(Tensor(t.name, (t.columns, 1), t.kind, t.read) for t in tensors)
-    return _Target((4,), as_rows, _f32_vector, is_mapped=False)
+    return _Target((4,), as_rows, _f32_vector, is_as_read=False)
 
 
 def _packed(tensor: Tensor, begin: int, end: int) -> Planes:

@@ -10,8 +10,8 @@ from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease.client.serve.decode.checked_file import map_file
 from gpulease.client.serve.decode.checkpoint.gguf_header import MAX_ITEMS, GgufHeader, gguf_header
+from gpulease.client.serve.decode.checkpoint.tensor_file import TensorFile
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from helpers.made_models import QWEN2, random_weights, write_gguf
 
@@ -56,7 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_header_is_what_the_library_reads(whole: Path) -> None:
     """Every key and every tensor."""
-    header, library = gguf_header(map_file(whole), whole), GGUFReader(whole)
+    header, library = gguf_header(TensorFile(whole).mapped, whole), GGUFReader(whole)
     fields = {key: field.contents() for key, field in library.fields.items() if not key.startswith("GGUF.")}
     assert header.metadata == fields
     assert list(header.tensors) == [tensor.name for tensor in library.tensors]
@@ -126,7 +126,7 @@ def test_a_header_with_changed_bytes_is_read_or_refused(whole: Path, data: st.Da
 def test_a_truncated_file_is_refused(whole: Path, data: st.DataObject) -> None:
     content = whole.read_bytes()
     # The library pads the last tensor.
-    padding = -int(np.prod(list(gguf_header(map_file(whole), whole).tensors.values())[-1].shape)) * 4 % 32
+    padding = -int(np.prod(list(gguf_header(TensorFile(whole).mapped, whole).tensors.values())[-1].shape)) * 4 % 32
     length = data.draw(st.integers(1, len(content) - padding - 1) | st.integers(1, 2000))
     with pytest.raises(ModelRejected, match="truncated"):
         header_of(content[:length])

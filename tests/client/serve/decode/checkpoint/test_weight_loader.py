@@ -1,4 +1,6 @@
 import asyncio
+import gc
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -23,6 +25,7 @@ from gpulease.client.serve.decode.checkpoint import (
 )
 from gpulease.client.serve.decode.checkpoint.rotary import rotary_tables
 from gpulease.client.serve.decode.checkpoint.tensors import rounded_to_bf16
+from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.model_config import ModelConfig
 from gpulease.client.serve.decode.weights import Layout, Linear, ModelWeights
 from helpers.daemon import Daemon, python_environment
@@ -142,10 +145,18 @@ def test_nothing_is_packed_where_that_is_not_wanted(daemon: Daemon, tmp_path: Pa
     load_and_check(daemon, open_model(path), packed=False)
 
 
-def test_a_tensor_of_many_chunks_is_loaded_whole(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES"):
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHUNK_BYTES", "WINDOW_BYTES"):
         monkeypatch.setattr(f"gpulease.client.serve.decode.checkpoint.weight_loader.{name}", 3000)
+
+
+def test_a_tensor_of_many_chunks_is_loaded_whole(daemon: Daemon, small_chunks: None) -> None:
     load_and_check(daemon, RandomCheckpoint(QWEN2, 5))
+
+
+def test_a_file_s_tensor_of_many_windows_is_loaded_whole(daemon: Daemon, tmp_path: Path, small_chunks: None) -> None:
+    load_and_check(daemon, open_model(write_folder(tmp_path / "model", QWEN2, random_weights(QWEN2))))
 
 
 def test_f32_weights_are_rounded_as_they_are_loaded(daemon: Daemon, tmp_path: Path) -> None:
@@ -176,6 +187,23 @@ def test_progress_ends_at_all_bytes(daemon: Daemon) -> None:
 # --- What fails leaves nothing. ---
 
 
+@pytest.mark.parametrize("kind", ["BF16", "F32"])
+def test_a_file_that_became_shorter_is_named_and_nothing_stays(
+    daemon: Daemon, tmp_path: Path, kind: str, small_chunks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = open_model(write_folder(tmp_path / "model", QWEN2, random_weights(QWEN2), kind=kind))
+    file = tmp_path / "model" / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+
+    async def begin(session: aio.GpuSession, _: Checkpoint) -> None:
+        with pytest.raises(ModelRejected, match=f"{file}: truncated: it became shorter while it was read"):
+            await load_weights(session, checkpoint, positions=POSITIONS)
+
+    failing(daemon, begin, checkpoint)
+    gc.collect()
+    assert caplog.records == []
+
+
 async def check_all_is_free(session: aio.GpuSession) -> None:
     await session.mem_free(await session.mem_alloc(session.slice_bytes))
 
@@ -197,8 +225,10 @@ class _Stop(Exception):
     pass
 
 
-def failing(daemon: Daemon, begin: Callable[[aio.GpuSession, Checkpoint], Awaitable[None]]) -> None:
-    checkpoint = RandomCheckpoint(LLAMA, 1)
+def failing(
+    daemon: Daemon, begin: Callable[[aio.GpuSession, Checkpoint], Awaitable[None]], checkpoint: Checkpoint | None = None
+) -> None:
+    checkpoint = checkpoint or RandomCheckpoint(LLAMA, 1)
 
     async def scenario() -> None:
         async with session_of(daemon, size_bytes(checkpoint, positions=POSITIONS)) as session:

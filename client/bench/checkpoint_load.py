@@ -1,0 +1,195 @@
+"""Rates at which a model's files come to the card: from the page cache, and cold, beside copies of memory.
+
+    python -m gpulease.client.bench.checkpoint_load PATH|SHAPE
+
+PATH is a model's folder or GGUF file. A SHAPE of decode_shapes has a folder of random weights written for it, into the
+folder for temporary files, and deleted afterwards. Uses the daemon that runs, or a private one. Prints a JSON object
+for each figure; `cpu_s` is this process's. A cold file is one that the kernel was asked to drop from its cache
+(posix_fadvise(2), POSIX_FADV_DONTNEED); it may decline, and on a file system in memory it does.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession
+from gpulease.client.aio.driver import Opening
+from gpulease.client.bench.decode_shapes import SHAPES
+from gpulease.client.bench.figures import print_figures
+from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.serve.decode import ModelConfig, RandomCheckpoint, open_model
+from gpulease.client.serve.decode.checkpoint import Checkpoint, load_weights, size_bytes
+from gpulease.client.serve.decode.checkpoint.model_tensors import model_tensors
+from gpulease.client.serve.decode.checkpoint.tensor_file import TensorFile
+from gpulease.client.serve.decode.checkpoint.weight_loader import WINDOW_BYTES
+
+COPIED_BYTES: Final = 1 << 30
+ARENA_BYTES: Final = 1 << 28
+"""Bytes of an array of the arena, which has 1 GiB for all of them."""
+
+READERS: Final = (1, 4, 8)
+ROUNDS: Final = 3
+LEASE_S: Final = 600
+POSITIONS: Final = 128
+ROWS_AT_ONCE: Final = 4096
+
+FAMILIES: Final = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+async def measure(address: str, path: Path) -> None:
+    """Print the figures of a model's files."""
+    checkpoint = open_model(path)
+    await _print_copies(address)
+    for state in ("warm", "cold"):
+        for _ in range(ROUNDS):
+            for file in _files(path):
+                _prepare(file, is_cold=state == "cold")
+            await _print_load(address, checkpoint, path, state)
+    # Last, because a file that was just written may lie in the cache in larger pieces than one that was read.
+    largest = max(_files(path), key=lambda file: file.stat().st_size)
+    if largest.stat().st_size >= WINDOW_BYTES:
+        print_reads(largest)
+
+
+def _lease(address: str, size: int) -> Opening[GpuLease]:
+    return GpuBuilder(address).min_vram(size).lease_secs(LEASE_S).acquire()
+
+
+async def _print_copies(address: str) -> None:
+    """Print the rates of copies of memory, through the arena and in it."""
+    async with _lease(address, COPIED_BYTES) as lease, GpuSession(lease) as session:
+        buffer = await session.mem_alloc(COPIED_BYTES)
+        ordinary, shared = np.ones(COPIED_BYTES, np.uint8), session.empty(ARENA_BYTES, np.uint8)
+        shared[:] = 1
+        for name, values in (("ordinary memory", ordinary), ("the arena", shared)):
+
+            async def write(values: "np.typing.NDArray[np.uint8]" = values) -> None:
+                await session.mem_write(buffer, 0, values)
+                await session.sync()
+
+            await write()
+            figure = {"figure": "mem_write", "of": name, "bytes": values.nbytes}
+            print_figures(figure | await _rate(write, values.nbytes))
+
+
+def print_reads(path: Path) -> None:
+    """Print the rates at which threads bring a file in the page cache to windows: no card has a part in it."""
+    _prepare(path, is_cold=False)
+    file, size = TensorFile(path), path.stat().st_size // WINDOW_BYTES * WINDOW_BYTES
+
+    def mapped(at: int, window: "np.typing.NDArray[np.uint8]") -> None:
+        file.fill(at, window)
+
+    def read(at: int, window: "np.typing.NDArray[np.uint8]") -> None:
+        os.preadv(descriptor.fileno(), [window.data], at)
+
+    with path.open("rb", buffering=0) as descriptor:
+        for threads in READERS:
+            for fill in (mapped, read):
+                windows = [np.ones(WINDOW_BYTES, np.uint8) for _ in range(threads)]
+                places = range(0, size, WINDOW_BYTES)
+                began = time.perf_counter()
+                with ThreadPoolExecutor(threads) as pool:
+                    list(pool.map(lambda at: fill(at, windows[at // WINDOW_BYTES % threads]), places))  # noqa: B023
+                rate = size / (time.perf_counter() - began) / 1e9
+                print_figures({"figure": "read", "way": fill.__name__, "threads": threads, "gb_per_s": rate})
+
+
+async def _print_load(address: str, checkpoint: Checkpoint, path: Path, state: str) -> None:
+    """Print the rate of one load, on a lease of its own."""
+    size = size_bytes(checkpoint, positions=POSITIONS)
+    async with _lease(address, size) as lease, GpuSession(lease) as session:
+
+        async def load() -> None:
+            await load_weights(session, checkpoint, positions=POSITIONS)
+            await session.sync()
+
+        moved = sum(file.stat().st_size for file in _files(path))
+        print_figures({"figure": "load", "state": state, "bytes": moved} | await _rate(load, moved))
+
+
+async def _rate(work: Callable[[], Awaitable[None]], size: int) -> dict[str, float]:
+    began, cpu_began = time.perf_counter(), time.process_time()
+    await work()
+    took_s = time.perf_counter() - began
+    return {"s": took_s, "gb_per_s": size / took_s / 1e9, "cpu_s": time.process_time() - cpu_began}
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
+def _prepare(path: Path, *, is_cold: bool) -> None:
+    """Bring a file into the page cache, or have the kernel drop it."""
+    with path.open("rb", buffering=0) as file:
+        if is_cold:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return
+        into = bytearray(16 << 20)
+        while file.readinto(into):
+            pass
+
+
+@contextlib.contextmanager
+def _written(shape: str) -> Iterator[Path]:
+    """Write a folder of random weights of a shape."""
+    checkpoint = RandomCheckpoint(SHAPES[shape], 1)
+    with tempfile.TemporaryDirectory(prefix="gpulease-") as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(_said(checkpoint.config)))
+        entries, at = {}, 0
+        for tensor, sizes in model_tensors(checkpoint.config):
+            end = at + int(np.prod(sizes)) * 2
+            entries[tensor] = {"dtype": "BF16", "shape": sizes, "data_offsets": (at, end)}
+            at = end
+        header = json.dumps(entries).encode()
+        header += b" " * (-len(header) % 8)
+        with (folder / "model.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for tensor, _ in model_tensors(checkpoint.config):
+                rows = checkpoint.tensor(tensor)
+                for begin in range(0, rows.rows, ROWS_AT_ONCE):
+                    file.write(rows.bf16(begin, min(begin + ROWS_AT_ONCE, rows.rows)).data)
+        yield folder
+
+
+def _said(config: ModelConfig) -> dict[str, object]:
+    """Return a shape as config.json says it."""
+    return {
+        "architectures": [FAMILIES[config.family]],
+        "model_type": str(config.family),
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.width,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.key_heads,
+        "head_dim": config.head_width,
+        "intermediate_size": config.inner_width,
+        "vocab_size": config.vocabulary,
+        "max_position_embeddings": config.context,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.is_tied,
+    }
+
+
+def main(words: Sequence[str]) -> None:
+    """Print the figures of the model that the one word names."""
+    with contextlib.ExitStack() as stack:
+        path = stack.enter_context(_written(words[0])) if words[0] in SHAPES else Path(words[0])
+        address = running_address() or stack.enter_context(private_daemon("auto"))
+        asyncio.run(measure(address, path))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
