@@ -4,8 +4,8 @@
 
 `gpulease bench --decode` does it with the shapes, batches and contexts for a card, or for the embedded driver. Weights
 are random, of real models' shapes. Each figure is a JSON object. In the same run, each in a process of its own: the
-same engine and kernels on the driver without a daemon (decode_direct), and torch's loop (decode_torch). Of what is not
-there, one figure says so.
+same engine and kernels on the driver without a daemon (decode_direct), torch's loop (decode_torch), and transformers
+with a static cache (decode_transformers). Of what is not there, one figure says so.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ LEASE_S: Final = 600
 CHILD_TIMEOUT_S: Final = 900
 """Seconds for all figures of one way to decode; a hung driver must not hang the benchmark."""
 
-OTHER_WAYS: Final = ("decode_torch",)
+OTHER_WAYS: Final = ("decode_torch", "decode_transformers")
 """Modules beside this one that time other ways to decode, given a shape, batches and contexts."""
 
 Tell = Callable[[Mapping[str, object]], object]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from gpulease.client.bench import decode_speed
+from gpulease.client.bench.decode_speed import DecodePlan
 from gpulease.client.cli.__main__ import main
 from gpulease.client.cli.bench import _kernel_table
 from gpulease.client.cli.demo import transform_ptx
@@ -186,6 +188,21 @@ def test_bench(gpulease: Gpulease, daemon: Daemon) -> None:
     assert "computes with cpu, not cuda" in wrong.stderr
     assert gpulease("bench", "--rounds", "0").exit_code == 2
     assert gpulease("bench", "--core", "--quick").exit_code == 2
+
+
+def test_bench_of_the_decode_engine(gpulease: Gpulease, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(address: str, plan: DecodePlan, tell: Callable[..., object], say: Callable[..., object]) -> None:
+        say(f"{plan.shapes[0]}: measured")
+        tell({"figure": "step", "ms": 1.23456})
+
+    monkeypatch.setattr(decode_speed, "measure_decode", measured)
+    done = gpulease("bench", "--decode", "--quick")
+    title, step = map(json.loads, done.stdout.splitlines())
+    assert "embedded" in title["title"]
+    assert step == {"figure": "step", "ms": 1.2346}
+    assert "two-layers: measured" in done.stderr
+    report = json.loads(gpulease("bench", "--decode", "--json").stdout)
+    assert (report["title"], report["figures"]) == (title["title"], [{"figure": "step", "ms": 1.23456}])
 
 
 def test_tables() -> None:

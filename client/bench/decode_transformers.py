@@ -1,0 +1,121 @@
+"""Times of transformers' own models with a static cache, one forward call a step.
+
+    python -m gpulease.client.bench.decode_transformers SHAPE BATCH,... CONTEXT,...
+
+Weights are random, in bf16; attention is torch's. Steps are first called one by one, as `generate` calls them where
+nothing is compiled. Then all are measured again as a CUDA graph of such a call. Sampling takes the highest logit.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, StaticCache
+
+from gpulease.client.bench.decode_shapes import SHAPES
+from gpulease.client.bench.figures import print_figures
+from gpulease.client.serve.decode import Family, ModelConfig
+
+WARM_STEPS: Final = 3
+STEPS: Final = 20
+
+SPARE_STEPS: Final = 8
+"""Positions of the cache beyond those of timed steps: for the first one, and for recording."""
+
+FAMILIES: Final = {Family.LLAMA: (LlamaConfig, LlamaForCausalLM), Family.QWEN3: (Qwen3Config, Qwen3ForCausalLM)}
+
+
+def model_of(config: ModelConfig, device: str) -> Any:
+    """Return transformers' model of a shape."""
+    settings, model = FAMILIES[config.family]
+    said = settings(
+        vocab_size=config.vocabulary,
+        hidden_size=config.width,
+        intermediate_size=config.inner_width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.key_heads,
+        head_dim=config.head_width,
+        max_position_embeddings=config.context,
+        rms_norm_eps=config.norm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=config.is_tied,
+        attn_implementation="sdpa",
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        return model(said).eval()
+
+
+class StaticSteps:
+    """Steps of a batch, each at the position behind the one before, from `context` on."""
+
+    def __init__(self, model: Any, batch: int, context: int) -> None:
+        """Make a cache with room for the steps, and say that it is filled as far as `context`."""
+        device = model.device
+        self._model = model
+        self.cache = StaticCache(config=model.config, max_cache_len=context + WARM_STEPS + STEPS + SPARE_STEPS)
+        self.tokens = torch.zeros((batch, 1), dtype=torch.long, device=device)
+        self._position = torch.full((1, 1), context, dtype=torch.long, device=device)
+        # The cache makes its tensors with the first step. What is in them does not change a step's time.
+        self.step()
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(context)
+
+    def step(self) -> None:
+        """Compute the next token of each sequence, in place."""
+        found = self._model(
+            input_ids=self.tokens, past_key_values=self.cache, position_ids=self._position, use_cache=True
+        )
+        self.tokens.copy_(found.logits[:, -1].argmax(-1, keepdim=True))
+
+
+def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
+    """Return the seconds a step."""
+    for _ in range(WARM_STEPS):
+        step()
+    fence()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    fence()
+    return (time.perf_counter() - began) / STEPS
+
+
+def recorded(steps: StaticSteps) -> Callable[[], object]:
+    """Return a step's replay as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        steps.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps.step()
+    replay: Callable[[], object] = graph.replay
+    return replay
+
+
+def measure(shape: str, batches: Sequence[int], contexts: Sequence[int]) -> None:
+    """Print the figures of a shape; those of graphs last, as a recording that fails ends torch's use of the card."""
+    model = model_of(SHAPES[shape], "cuda")
+    ways: dict[str, Callable[[StaticSteps], Callable[[], object]]] = {
+        "transformers": lambda steps: steps.step,
+        "transformers_graph": recorded,
+    }
+    for name, way in ways.items():
+        for context in contexts:
+            for batch in batches:
+                took_s = step_s(way(StaticSteps(model, batch, context)), torch.cuda.synchronize)
+                print_figures({"figure": name, "shape": shape, "batch": batch, "context": context, "ms": took_s * 1e3})
+
+
+if __name__ == "__main__":
+    shape, *lists = sys.argv[1:]
+    if torch.cuda.is_available():
+        with torch.no_grad():
+            measure(shape, *([int(number) for number in numbers.split(",")] for numbers in lists))
+    else:
+        print_figures({"figure": "transformers", "shape": shape, "skipped": "torch sees no card"})
