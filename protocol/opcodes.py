@@ -173,11 +173,14 @@ class SessionOption(IntEnum):
     """The types of the options in ATTACH's reply that name the session's abilities.
 
     PARAMETER_TYPES, without a value: the session serves MODULE_PARAMETERS. REGIONS, a u32: the session serves the
-    REGION operations and LAUNCH_IN, and regions begin and end at multiples of so many bytes.
+    REGION operations and LAUNCH_IN, and regions begin and end at multiples of so many bytes. CARD, a u16 and a u32: the
+    card's compute capability, 90 for 9.0, and the version of CUDA that its driver has, 13000 for 13.0; 0 for no CUDA
+    driver.
     """
 
     PARAMETER_TYPES = 33
     REGIONS = 35
+    CARD = 36
 
 
 class ParameterType(IntEnum):

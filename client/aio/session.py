@@ -109,11 +109,11 @@ class GpuSession(SessionView):
 
     async def compile(self, source: str, *, options: Sequence[str] = (), arch: int | None = None) -> Module:
         """Compile CUDA C and load it, like `gpulease.client.GpuSession.compile`; the loop goes on meanwhile."""
-        return await self.module_load(await asyncio.to_thread(ptx_of, source, options, arch))
+        return await self.module_load(await asyncio.to_thread(ptx_of, source, options, arch or self._arch))
 
     def kernel(self, function: Any, types: Mapping[str, str] | None = None, *, arch: int | None = None) -> Kernel:
         """Take a `@triton.jit` function: `await kernel[grid](...)`, like `gpulease.client.GpuSession.kernel`."""
-        return Kernel(self, TritonKernel(function, types, arch))
+        return Kernel(self, TritonKernel(function, types, arch or self._arch))
 
     async def module_unload(self, module: Module) -> None:
         """Unload a module now, like `gpulease.client.GpuSession.module_unload`."""

@@ -161,13 +161,14 @@ class GpuSession(SessionView):
         Args:
             source: The text. Kernels are `extern "C" __global__`, or have the names that C++ makes of them.
             options: NVRTC's options, `--use_fast_math` for example.
-            arch: The compute capability to compile for, 90 for 9.0; 80 if None, which newer cards take, too.
+            arch: The compute capability to compile for, 90 for 9.0; the card's if None, 80 on the
+                embedded driver.
 
         Raises:
             LoadFailed: The source does not compile: `log` and `line` say where and why.
             Unsupported: NVRTC is not installed.
         """
-        return self.module_load(ptx_of(source, options, arch))
+        return self.module_load(ptx_of(source, options, arch or self._arch))
 
     def kernel(self, function: Any, types: Mapping[str, str] | None = None, *, arch: int | None = None) -> Kernel:
         """Take a `@triton.jit` function: `kernel[grid](...)` compiles it for its arguments and launches it.
@@ -177,9 +178,9 @@ class GpuSession(SessionView):
         Args:
             function: The function.
             types: By parameter, the type that a plain buffer's elements have: `{"x": "*fp32"}`. Arrays tell theirs.
-            arch: The compute capability to compile for; 80 if None.
+            arch: As in `compile`.
         """
-        return Kernel(self, TritonKernel(function, types, arch))
+        return Kernel(self, TritonKernel(function, types, arch or self._arch))
 
     def module_unload(self, module: Module) -> None:
         """Unload a module now rather than when its last reference goes."""

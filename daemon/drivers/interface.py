@@ -289,6 +289,14 @@ class Context(Protocol):
         """Size of the card's pages: an allocation may take up to one page more than its size."""
 
     @property
+    def compute_capability(self) -> int:
+        """The capability that images are compiled for: 90 for 9.0."""
+
+    @property
+    def cuda_version(self) -> int:
+        """The version of CUDA that the card's driver has, 13000 for 13.0; 0 for no CUDA driver."""
+
+    @property
     def rounding_bytes(self) -> int:
         """Bytes that all allocations together take of the card beyond their sizes."""
 

@@ -415,6 +415,16 @@ class Session:
     # --- regions ---
 
     @property
+    def compute_capability(self) -> int:
+        """The capability that images are compiled for: 90 for 9.0."""
+        return self._context.compute_capability
+
+    @property
+    def cuda_version(self) -> int:
+        """The version of CUDA that the card's driver has, 13000 for 13.0; 0 for no CUDA driver."""
+        return self._context.cuda_version
+
+    @property
     def region_granule_bytes(self) -> int:
         """Regions begin and end at multiples of so many bytes; 0 if the session can have none."""
         return self._context.region_granule_bytes

@@ -192,6 +192,7 @@ class CpuContext:
     """
 
     page_bytes = 1
+    cuda_version = 0
 
     def __init__(self, slice_bytes: int, *, hosts: int | None = None, architecture: Architecture = SM_90) -> None:
         self._slice_bytes = slice_bytes
@@ -219,6 +220,11 @@ class CpuContext:
         self._is_closed = False
         # A kernel may still run when the interpreter ends and frees what it can: only `close` lets go of this.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    @property
+    def compute_capability(self) -> int:
+        """The capability of its architecture."""
+        return self._architecture.number
 
     # --- Memory ------------------------------------------------------------------------------------------------
 
