@@ -61,7 +61,7 @@ LINEAR_SILU_TILES_SM_90A: Final[dict[str, Tile]] = {
     "128x128": (128, 128, 64, 4, 8),
 }
 
-NORM_BLOCKS: Final = {512: 4, 2048: 8}
+NORM_BLOCKS: Final = {512: 4, 2048: 8, 4096: 16}
 """Columns that a norm reads at once, and its warps: few blocks for a card, and few idle lanes for small models."""
 
 INEXACT: Final = re.compile(r"\b(?:\w+\.approx\S*|div\.full\S*|(?:add|sub|mul)\.f32|fma\.\S*f32|\w+\.ftz\S*)")
