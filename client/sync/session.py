@@ -14,13 +14,14 @@ from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session, SessionView
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.fork_guard import register
-from gpulease.client.handles import Buffer, Module
+from gpulease.client.handles import Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of
 from gpulease.client.kernels.triton_kernel import TritonKernel
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
 from gpulease.client.sync.kernels import Kernel
 from gpulease.client.sync.lease import GpuLease, GpuSharedLease
+from gpulease.client.sync.modules import Module
 from gpulease.client.sync.regions import Region
 from gpulease.client.sync.streams import Stream, fence
 
@@ -153,7 +154,7 @@ class GpuSession(SessionView):
 
     def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
         """Load PTX text or a cubin. Raises LoadFailed with the compiler's log."""
-        return drive(self._session.resources.load(image))
+        return drive(self._session.resources.load(image, Module))
 
     def compile(self, source: str, *, options: Sequence[str] = (), arch: int | None = None) -> Module:
         """Compile CUDA C and load it: a module as `module_load` returns it, by NVRTC (the extra `cuda-c`).
@@ -182,13 +183,13 @@ class GpuSession(SessionView):
         """
         return Kernel(self, TritonKernel(function, types, arch or self._arch))
 
-    def module_unload(self, module: Module) -> None:
+    def module_unload(self, module: ModuleHandle) -> None:
         """Unload a module now rather than when its last reference goes."""
         drive(self._session.resources.unload(module))
 
     def launch(
         self,
-        module: Module,
+        module: ModuleHandle,
         kernel: str,
         grid: Sequence[int],
         block: Sequence[int],

@@ -155,6 +155,8 @@ class Session:
             Opcode.MODULE_LOAD: self._modules.load,
             Opcode.MODULE_UNLOAD: self._modules.unload,
             Opcode.MODULE_PARAMETERS: self._modules.parameters,
+            Opcode.MODULE_VARIABLE: self._modules.variable,
+            Opcode.MODULE_FIGURES: self._modules.figures,
             Opcode.LAUNCH: self._launches.launch,
             Opcode.SYNC: self._launches.sync,
             Opcode.STREAM_CREATE: self.streams.create,

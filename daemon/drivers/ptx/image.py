@@ -19,6 +19,7 @@ from gpulease.daemon.drivers import ptx
 from gpulease.daemon.drivers.interface import (
     Admit,
     Dim3,
+    Figures,
     ImageRejected,
     OutOfMemory,
     Parameter,
@@ -28,7 +29,13 @@ from gpulease.daemon.drivers.interface import (
 )
 from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
 from gpulease.daemon.drivers.ptx.kernel_code import PartCode, PartSource
-from gpulease.daemon.drivers.ptx.limits import MAX_HELD_CODE_BYTES, MAX_IMAGE_BYTES, MAX_THREADS_PER_BLOCK, rejected
+from gpulease.daemon.drivers.ptx.limits import (
+    MAX_HELD_CODE_BYTES,
+    MAX_IMAGE_BYTES,
+    MAX_SHARED_BYTES,
+    MAX_THREADS_PER_BLOCK,
+    rejected,
+)
 from gpulease.daemon.drivers.ptx.memory import Arena, Needs
 from gpulease.daemon.drivers.ptx.native.library import bind_library
 from gpulease.daemon.drivers.ptx.parse.parser import parse
@@ -295,6 +302,14 @@ class CpuKernel:
         """Return the host address of its runner, which the first use compiles. Raises LaunchRejected."""
         return self.code.address(self.symbol)
 
+    def figures(self) -> Figures:
+        """Return what its shared variables leave of a block's shared memory, and its local windows."""
+        return Figures(
+            self.static_shared_bytes,
+            MAX_SHARED_BYTES - self.dynamic_shared_offset,
+            local_bytes=self.needs.local_bytes_per_thread,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuModule:
@@ -308,6 +323,13 @@ class CpuModule:
     tables: tuple[Any, Any]
     shared_bytes: int = 0
     kept_bytes: int = 0
+
+    def variable(self, name: str) -> tuple[int, int]:
+        """Return where `_place` put it."""
+        for variable, address in zip(self.code.image.variables, self.variable_addresses, strict=True):
+            if variable.name == name:
+                return address, variable.size
+        return 0, 0
 
 
 def load(
