@@ -384,7 +384,7 @@ class CpuContext:
 
     def compile_kernel(self, kernel: Kernel) -> bool:
         """Compile a kernel that was not launched yet, and those that share functions with it."""
-        if not isinstance(kernel, CpuKernel) or kernel.code.is_compiled:
+        if not isinstance(kernel, CpuKernel) or kernel.refusal is not None or kernel.code.is_compiled:
             return False
         return kernel.entry != 0
 
@@ -430,6 +430,9 @@ class CpuContext:
         """A launch's head, and whether several threads are to run its blocks. Raises LaunchRejected."""
         if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
             raise LaunchRejected("this kernel's module is not loaded")
+        if kernel.refusal is not None:
+            why, hint = kernel.refusal
+            raise LaunchRejected(f"kernel {kernel.name} can't run on the embedded driver: {why}", hint=hint)
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
         _check_shape(kernel, grid, block)

@@ -28,8 +28,11 @@ MAX_BLOCK_DEPTH = 64
 # `%r<999999999>`: ranges are never spelled out in memory, but a number past any real kernel's is an attack.
 MAX_REGISTERS_PER_RANGE = 1 << 20
 
-# Bounds the compile time and memory of one image: generic accesses, the worst, take 13 s and 1.7 GB at this number.
+# Bounds the compile time and memory of one kernel: generic accesses, the worst, take 13 s and 1.7 GB at this number.
 MAX_INSTRUCTIONS = 1 << 15
+
+# Of all kernels and functions of an image: each is an object of some 700 bytes while the image is loaded.
+MAX_IMAGE_INSTRUCTIONS = 1 << 17
 
 # Of a kernel that gets functions put into it whose loops watch memory, though it might call them: each loop in it keeps
 # the registers that live there, and what a larger one keeps could have an image refused that calls let load.
@@ -60,9 +63,12 @@ MAX_LIVENESS_VISITS = 1 << 20
 # with 1000 registers that live everywhere in 1000 blocks make a million of them; large real kernels, some 10,000.
 MAX_MERGES = 1 << 18
 
-# Lines of IR of one image's kernels and functions: a generic access has 54, an addition of a vector to memory 267.
-# Leaves room for MAX_INSTRUCTIONS generic accesses.
+# Lines of IR of a kernel and its functions, or of kernels with functions in common: a generic access has 54, an
+# addition of a vector to memory 267. Leaves room for MAX_INSTRUCTIONS generic accesses.
 MAX_IR_LINES = 1_800_000
+
+# The same of an image's kernels altogether, which takes memory and time when it is loaded.
+MAX_IMAGE_IR_LINES = 2 * MAX_IR_LINES
 
 # Optimising costs time in the square of the checked accesses of a kernel: 256 in a loop take 2 s, 4000 took minutes
 # and gigabytes. Kernels past these numbers are compiled without, in linear time. So are those of an image past the sum
