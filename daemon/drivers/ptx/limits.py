@@ -113,8 +113,10 @@ MAX_FRAME_BYTES = 8 << 20
 
 # --- A kernel's resources --------------------------------------------------------------------------------------
 
-# PTX ISA, "Kernel Function Parameters": 4352 bytes before PTX 8.1; the queue has this much room in each slot.
-MAX_PARAMETER_BYTES = 4352
+# PTX ISA section 5.1.6.1, "Kernel Function Parameters": 32764 bytes in PTX 8.1 for sm_70, 4352 before either. The queue
+# has room for that many in each slot, of which only the pages that are written take memory.
+MAX_PARAMETER_BYTES = 32_764
+MAX_OLD_PARAMETER_BYTES = 4352
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 MAX_THREADS_PER_BLOCK = 1024
@@ -133,8 +135,9 @@ MAX_LOCAL_BYTES = 64 * 1024
 MAX_LIVE_REGISTERS = 2048
 
 # Registers saved and brought back at all waits of a kernel together: each is four lines of IR, so thousands of barriers
-# with thousands of live registers would be gigabytes. The largest kernels of nvcc stay under a tenth of this.
-MAX_SAVED_REGISTERS = 100_000
+# with thousands of live registers would be gigabytes: so many take 15 s to compile. Kernels that are one product of
+# matrices after another have up to 256 at each of hundreds.
+MAX_SAVED_REGISTERS = 250_000
 
 # Kernels past these lengths, in instructions and in lines of IR, keep one thread's code: that for lanes takes up to
 # three times as long to compile, the worst at this number five seconds. nvcc's loops, unrolled, stay under a sixth;

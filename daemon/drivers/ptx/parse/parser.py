@@ -8,8 +8,13 @@ from dataclasses import replace
 from math import prod
 
 from gpulease.daemon.drivers.interface import ImageRejected
-from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
-from gpulease.daemon.drivers.ptx.limits import MAX_FUNCTIONS, MAX_IMAGE_INSTRUCTIONS
+from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture, takes_long_parameters
+from gpulease.daemon.drivers.ptx.limits import (
+    MAX_FUNCTIONS,
+    MAX_IMAGE_INSTRUCTIONS,
+    MAX_OLD_PARAMETER_BYTES,
+    MAX_PARAMETER_BYTES,
+)
 from gpulease.daemon.drivers.ptx.parse.bodies import BodyParser
 from gpulease.daemon.drivers.ptx.parse.declarations import (
     parse_parameters,
@@ -51,10 +56,13 @@ class _ImageParser:
         self._aliases: dict[str, tuple[str, Token]] = {}
         self._instructions_left = MAX_IMAGE_INSTRUCTIONS
         self._dynamic_alignment = 1
+        self._most_parameter_bytes = MAX_PARAMETER_BYTES
 
     def parse(self) -> Image:
         version, at = self._parse_version(), self.cursor.peek
         target = self._parse_target()
+        if not takes_long_parameters(version, target):
+            self._most_parameter_bytes = MAX_OLD_PARAMETER_BYTES
         if why := self._architecture.why_not(version, target):
             hint = f"Compile it for this device with a toolkit that it knows: nvcc -ptx -arch={self._architecture}."
             raise self.cursor.problem(why, at, hint=hint)
@@ -150,7 +158,7 @@ class _ImageParser:
         cursor.kernel = name[:60]
         if name in self.functions or name in self.signatures:
             raise NameTaken(name)
-        parameters, size = parse_parameters(cursor, Space.PARAM)
+        parameters, size = parse_parameters(cursor, Space.PARAM, self._most_parameter_bytes)
         self.functions[name] = self._parse_function(name, at, Signature(parameters, size), is_kernel=True)
 
     def _parse_func(self, at: Token) -> None:

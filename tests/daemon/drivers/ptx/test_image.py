@@ -114,3 +114,31 @@ def test_instructions_of_an_image_are_bounded_a_kernel(context: CpuContext, monk
     kernels = context.module_load(HEAD + GOOD + b".entry bad() { ret; ret; ret; ret; ret; ret; ret; }").kernels
     with pytest.raises(LaunchRejected, match="more than 8 instructions"):
         context.launch(kernels["bad"], ONE, ONE, 0, b"", 1)
+
+
+LONG = "{head}.entry long(.param .u64 out, .param .b8 x[{size}]) {{ .reg .b64 %p; .reg .b32 %v; ld.param.u64 %p, [out];"
+LONG += "ld.param.u32 %v, [x+{last}]; st.global.u32 [%p], %v; ret; }}"
+
+
+def test_parameters_take_up_to_32764_bytes(context: CpuContext) -> None:
+    text = LONG.format(head=".version 8.1\n.target sm_70\n", size=32_756, last=32_752)
+    kernel = context.module_load(text.encode()).kernels["long"]
+    out, found = context.mem_alloc(4), bytearray(4)
+    for launch in range(3):
+        params = out.to_bytes(8, "little") + bytes(32_752) + launch.to_bytes(4, "little")
+        context.launch(kernel, ONE, ONE, 0, params, launch)
+        context.mem_read(out, memoryview(found))
+        assert found == params[-4:]
+
+
+@pytest.mark.parametrize(
+    ("head", "size"),
+    [
+        (".version 8.1\n.target sm_70\n", 32_760),
+        (".version 8.0\n.target sm_70\n", 4348),
+        (".version 8.1\n.target sm_61\n", 4348),
+    ],
+)
+def test_longer_parameters_are_refused(context: CpuContext, head: str, size: int) -> None:
+    with pytest.raises(ImageRejected, match="the parameters take more than"):
+        context.module_load(LONG.format(head=head, size=size, last=0).encode())

@@ -77,6 +77,15 @@ def test_kernels_that_call_functions_are_one_part_and_share_its_optimising(monke
 
 
 @pytest.mark.exhaustive
+def test_a_kernel_of_hundreds_of_waits_may_keep_hundreds_of_registers(context: CpuContext) -> None:
+    count, waits = 250, 450
+    adds = "".join(f"add.u32 %r{n}, %r{n}, {n};\n" for n in range(count))
+    stores = "".join(f"st.shared.u32 [0], %r{n};\n" for n in range(count))
+    text = f"{HEAD}.entry k() {{ .reg .b32 %r<{count}>; .shared .u32 x; {adds} {'bar.sync 1;' * waits} {stores} }}"
+    assert context.module_load(text.encode()).kernels["k"].refusal is None
+
+
+@pytest.mark.exhaustive
 def test_what_all_waits_together_keep_is_bounded(context: CpuContext) -> None:
     """Each wait saves what is live there: many waits with many live registers would be gigabytes of code."""
     count, waits = 400, 800
