@@ -76,8 +76,15 @@ _EVENTS: dict[int, str] = {
 _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 
 
-def describe(fault: Fault, text_at: Callable[[int], str], *, kernel: str, tag: int) -> KernelFault:
-    """The error for a fault record; `text_at` reads what an assertion's addresses mean."""
+def describe(
+    fault: Fault, text_at: Callable[[int], str], beside: Callable[[int, int], str], *, kernel: str, tag: int
+) -> KernelFault:
+    """The error for a fault record.
+
+    Args:
+        text_at: Reads what an assertion's addresses mean.
+        beside: Names the allocation that an access of so many bytes at an address misses, or "".
+    """
     place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
     where = f"{place} in kernel {kernel}, PTX line {fault.line}"
     if fault.access == Access.ASSERTION:
@@ -90,8 +97,9 @@ def describe(fault: Fault, text_at: Callable[[int], str], *, kernel: str, tag: i
     what = "misaligned" if fault.address % fault.size else "illegal"
     kind = what if space in _UNNAMED else f"{what} {space.value}"
     access = Access(fault.access).name.lower()
+    missed = beside(fault.address, fault.size) if what == "illegal" and space in _UNNAMED else ""
     return KernelFault(
-        f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {where}",
+        f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {where}{missed and ': '}{missed}",
         tag=tag,
         kernel=kernel,
         address=fault.address,
@@ -492,7 +500,11 @@ class CpuContext:
         self._flush()
         state = self._stream.state
         error = describe(
-            Fault.from_address(state.fault), self._text_at, kernel=self._kernel_names[state.kernel], tag=state.tag
+            Fault.from_address(state.fault),
+            self._text_at,
+            self._arena.beside,
+            kernel=self._kernel_names[state.kernel],
+            tag=state.tag,
         )
         self._stream.forget_fault()
         return error
