@@ -24,7 +24,7 @@ MAY_IMPORT = {"protocol": {"protocol"}, "client": {"client", "protocol"}, "daemo
 # Who may import what is slow to load, needs hardware, or would be a second definition of the wire format.
 ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "pycuda": "daemon/drivers/cuda/",
-    "cuda": ("daemon/drivers/cuda/", "client/kernels/cuda_c.py"),
+    "cuda": ("daemon/drivers/cuda/", "client/kernels/cuda_c.py", "client/bench/decode_direct.py"),
     "llvmlite": "daemon/native/",
     "construct": "protocol/",
     "cryptography": "daemon/remote/pki/",

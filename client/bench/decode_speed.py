@@ -1,93 +1,209 @@
-"""Times of the decode engine's steps and kernels beside the time to read their bytes, and beside torch.
+"""Times of the decode engine's steps and kernels beside the time to read their bytes, and beside other ways to decode.
 
     python -m gpulease.client.bench.decode_speed [SHAPE,... [BATCH,... [CONTEXT,...]]]
 
-Weights are random, of real models' shapes. Uses the daemon that runs, or a private one. Prints a JSON object for each
-figure. Where torch is installed, its loop (cuBLAS and its attention, in a CUDA graph) follows in the same run.
+`gpulease bench --decode` does it with the shapes, batches and contexts for a card, or for the embedded driver. Weights
+are random, of real models' shapes. Each figure is a JSON object. In the same run, each in a process of its own: the
+same engine and kernels on the driver without a daemon (decode_direct), and torch's loop (decode_torch). Of what is not
+there, one figure says so.
 """
 
 import asyncio
 import contextlib
-import importlib.util
+import json
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession
+from gpulease.client.bench.decode_kernels import kernel_figures, tile_figures
 from gpulease.client.bench.decode_shapes import SHAPES
+from gpulease.client.bench.decode_steps import (
+    Blocks,
+    StepTime,
+    block_tables,
+    decode_rows,
+    limits_of,
+    prompt_rows,
+    step_time,
+)
 from gpulease.client.bench.figures import print_figures
 from gpulease.client.bench.kernel_times import kernels_ptx
 from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.handles import Buffer
+from gpulease.client.cli.reports import first_card
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.serve.decode import ModelConfig, RandomCheckpoint
-from gpulease.client.serve.decode.engine import BlockPool, DecodeEngine, lease_bytes
-from gpulease.client.serve.decode.forward_pass import StepLimits, block_bytes
-from gpulease.client.serve.decode.kernel_library import KernelLaunch
-from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW, Rows
+from gpulease.client.serve.decode.engine import DecodeEngine, lease_bytes
+from gpulease.client.serve.decode.forward_pass import block_bytes
+from gpulease.client.serve.decode.row_records import PAGE
 
-BATCHES: Final = (1, 8, 64, 256)
-CONTEXTS: Final = (128, 1024)
-PREFILL: Final = 512
-"""Rows of the step that computes a prompt at once."""
+SEED: Final = 1
+COPIES: Final = 10
 
-WARM_STEPS: Final = 5
-STEPS: Final = 40
-"""Steps of each figure: two are under way at a time, as under a decoder."""
-
-KERNEL_LAUNCHES: Final = 32
-"""Launches in a graph that times one kernel, at least."""
-
-KERNEL_GRAPHS: Final = 10
 MAX_COPIED_BYTES: Final = 1 << 30
 """Bytes of each of two arrays that are read to measure the memory's rate: those of the weights, or fewer."""
 
+SHEET_BYTES_PER_S: Final = 4.8e12
+"""Rate of an H200's memory as its data sheet says it. No kernel reaches it; a copy reaches some nine tenths."""
+
 LEASE_S: Final = 600
+CHILD_TIMEOUT_S: Final = 900
+"""Seconds for all figures of one way to decode; a hung driver must not hang the benchmark."""
+
+OTHER_WAYS: Final = ("decode_torch",)
+"""Modules beside this one that time other ways to decode, given a shape, batches and contexts."""
+
+Tell = Callable[[Mapping[str, object]], object]
+"""Is given each figure as soon as it is there."""
 
 Figure = dict[str, Any]
 
 
-async def measure(address: str, shape: str, batches: Sequence[int], contexts: Sequence[int]) -> None:
-    """Print the figures of a shape."""
-    config, most, positions = SHAPES[shape], max(*batches, PREFILL), max(contexts) + WARM_STEPS + STEPS
-    limits = StepLimits(most, max(batches), positions)
-    blocks = max(batches) * limits.table_blocks
-    checkpoint, copied = RandomCheckpoint(config, 1), min(weight_bytes(config), MAX_COPIED_BYTES)
-    size_bytes = lease_bytes(checkpoint, limits, [blocks]) + 2 * copied
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Sizes of one run.
+
+    Attributes:
+        shapes: Names of SHAPES.
+        batches: Sequences of a step.
+        contexts: Positions of the sequences.
+    """
+
+    shapes: tuple[str, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+
+FULL: Final = DecodePlan(("qwen3-0.6b", "llama-1b", "llama-8b"), (1, 8, 64, 256), (128, 1024))
+QUICK: Final = DecodePlan(("llama-1b",), (1, 64), (128,))
+EMBEDDED: Final = DecodePlan(("two-layers",), (1, 8), (64,))
+QUICK_EMBEDDED: Final = DecodePlan(("two-layers",), (1,), (32,))
+
+
+def plan_for(driver: str, *, quick: bool) -> DecodePlan:
+    """Return the plan for a daemon's driver: real models' shapes are for a card."""
+    if driver == "cuda":
+        return QUICK if quick else FULL
+    return QUICK_EMBEDDED if quick else EMBEDDED
+
+
+def measure_decode(address: str, plan: DecodePlan, tell: Tell, say: Callable[[str], object]) -> None:
+    """Tell all figures of a plan, on the daemon at this address and beside it."""
+    for shape in plan.shapes:
+        say(f"{shape}: the decode engine on a lease")
+        target, steps = asyncio.run(measure(address, shape, plan.batches, plan.contexts, tell))
+        say(f"{shape}: the same engine and kernels on the driver in a process of its own")
+        for figure in _told_by("decode_direct", shape, target, plan):
+            tell(_beside(figure, steps))
+        for module in OTHER_WAYS:
+            say(f"{shape}: {module.removeprefix('decode_')}")
+            for figure in _told_by(module, shape, "", plan):
+                tell(_beside(figure, steps))
+
+
+Steps = dict[tuple[int, int], StepTime]
+"""Leased steps by batch and context."""
+
+
+def _beside(figure: Figure, steps: Steps) -> Figure:
+    """Add how many times as many tokens the lease gives in the same time, and whether its results are the same."""
+    leased = steps.get((figure.get("batch", 0), figure.get("context", 0)))
+    if leased is None or "ms" not in figure:
+        return figure
+    beside = {"tokens_per_s": figure["batch"] / figure["ms"] * 1e3, "leased_ratio": figure["ms"] / leased.took_s / 1e3}
+    if "results" in figure:
+        beside["same_results"] = figure["results"] == leased.results
+    return {name: value for name, value in figure.items() if name != "results"} | beside
+
+
+def _told_by(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator[Figure]:
+    """Yield the figures that a module prints in a process of its own; one that tells why there are none, or no more."""
+    lists = [",".join(map(str, values)) for values in (plan.batches, plan.contexts)]
+    words = [word for word in (shape, target, *lists) if word]
+    command = [sys.executable, "-P", "-m", f"gpulease.client.bench.{module}", *words]
+    why = {"figure": module.removeprefix("decode_"), "shape": shape}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        yield why | {"skipped": f"no end within {CHILD_TIMEOUT_S} s"}
+        return
+    for line in done.stdout.splitlines():
+        with contextlib.suppress(ValueError):
+            if isinstance(figure := json.loads(line), dict):
+                yield figure
+    if done.returncode:
+        yield why | {"skipped": (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]}
+
+
+async def measure(
+    address: str, shape: str, batches: Sequence[int], contexts: Sequence[int], tell: Tell = print_figures
+) -> tuple[str, Steps]:
+    """Tell the figures of a shape on a lease. Returns the architecture whose kernels ran, and the steps' times."""
+    config, limits = SHAPES[shape], limits_of(batches, contexts)
+    count = max(batches) * limits.table_blocks
+    checkpoint, copied = RandomCheckpoint(config, SEED), min(weight_bytes(config), MAX_COPIED_BYTES)
+    size_bytes = lease_bytes(checkpoint, limits, [count]) + 2 * copied
     async with GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S).acquire() as lease:
         rate = await memory_rate(lease, copied)
-        print_figures({"figure": "memory", "shape": shape, "bytes_per_s": rate})
+        tell({"figure": "memory", "shape": shape, "bytes_per_s": rate})
         engine = await DecodeEngine.open(lease, checkpoint, limits)
         try:
-            pool = await engine.open_pool(blocks)
-            await write_tables(engine, limits)
+            pool = await engine.open_pool(count)
+            blocks = Blocks(pool.region.address, pool.blocks)
+            await engine.session.mem_write(engine.forward.tables, 0, block_tables(limits))
+            steps: Steps = {}
             for context in contexts:
                 for batch in batches:
-                    floor_s = moved_bytes(engine, batch, context) / rate
-                    took_s = await step_s(engine, pool, decode_rows(pool, limits, batch, context))
-                    step = {"figure": "step", "shape": shape, "batch": batch, "context": context, "ms": took_s * 1e3}
-                    floor = {"floor_ms": floor_s * 1e3, "share": floor_s / took_s}
-                    print_figures(step | {"tokens_per_s": batch / took_s} | floor)
-            prompt = prompt_rows(pool, limits)
-            took_s = await step_s(engine, pool, prompt)
+                    found = await step_time(engine, decode_rows(blocks, limits, batch, context), [pool])
+                    steps[batch, context] = found
+                    step = {"figure": "step", "shape": shape, "batch": batch, "context": context}
+                    moved = moved_bytes(config, batch, context)
+                    tell(step | step_figure(batch, found.took_s, moved, rate))
+            prompt = prompt_rows(blocks, limits)
+            took_s = (await step_time(engine, prompt, [pool])).took_s
             prefill = {"figure": "prefill", "shape": shape, "rows": len(prompt), "ms": took_s * 1e3}
-            print_figures(prefill | {"tokens_per_s": len(prompt) / took_s})
-            for batch in batches:
-                async for figure in kernel_figures(engine, pool, limits, batch, max(contexts)):
-                    kernel = {"figure": "kernel", "shape": shape, "batch": batch, "context": max(contexts)}
-                    print_figures(kernel | figure)
+            tell(prefill | {"tokens_per_s": len(prompt) / took_s})
+            await _tell_kernels(engine, blocks, shape, steps, tell)
+            return engine.forward.target, steps
         finally:
             await engine.close()
 
 
-def moved_bytes(engine: DecodeEngine, batch: int, context: int) -> int:
+async def _tell_kernels(engine: DecodeEngine, blocks: Blocks, shape: str, steps: Steps, tell: Tell) -> None:
+    """Tell the times of kernels, and of linears by other tiles, in the steps of the longest context."""
+    context = max(context for _, context in steps)
+    for batch, at in steps:
+        if at == context:
+            about = {"shape": shape, "batch": batch, "context": context}
+            async for figure in kernel_figures(engine, blocks, batch, context):
+                tell({"figure": "kernel"} | about | figure)
+            async for figure in tile_figures(engine, blocks, batch, context, steps[batch, at].took_s):
+                tell({"figure": "invariance"} | about | figure)
+
+
+def step_figure(batch: int, took_s: float, moved: int, rate: float) -> Figure:
+    """Return a step's figures: its time, and its share of the time to read its bytes.
+
+    Args:
+        batch: Tokens of the step.
+        took_s: Seconds.
+        moved: Bytes that it reads at least.
+        rate: Bytes a second that a kernel here was measured to read.
+    """
+    return {
+        "ms": took_s * 1e3,
+        "tokens_per_s": batch / took_s,
+        "floor_ms": moved / rate * 1e3,
+        "share": moved / rate / took_s,
+        "share_of_4_8_tb_per_s": moved / SHEET_BYTES_PER_S / took_s,
+    }
+
+
+def moved_bytes(config: ModelConfig, batch: int, context: int) -> int:
     """Return the bytes that a step has to read at least: every weight once, and what its rows attend to."""
-    config = engine.forward.weights.config
     return weight_bytes(config) + batch * context * block_bytes(config) // PAGE
 
 
@@ -102,7 +218,7 @@ async def memory_rate(lease: GpuLease, size_bytes: int) -> float:
         args.push_buffer(x)
         args.push_u32(count)
         args.push_f32(0.5)
-        for _ in range(KERNEL_GRAPHS):
+        for _ in range(COPIES):
             began = time.perf_counter()
             await session.launch(module, "saxpy", (-(-count // 256),), (256,), args)
             await session.sync()
@@ -117,123 +233,20 @@ def weight_bytes(config: ModelConfig) -> int:
     return (config.layers * layer + config.vocabulary * config.width) * 2
 
 
-async def write_tables(engine: DecodeEngine, limits: StepLimits) -> None:
-    """Give each sequence blocks of its own, one after the other."""
-    tables = np.arange(limits.tables * limits.table_blocks, dtype=np.int32)
-    await engine.session.mem_write(engine.forward.tables, 0, tables)
-
-
-def decode_rows(pool: BlockPool, limits: StepLimits, batch: int, context: int) -> Rows:
-    """Return the rows of a step of `batch` sequences, at the position `context`."""
-    rows = _rows(pool, batch)
-    rows["position"], rows["table"] = context, np.arange(batch)
-    rows["block"] = rows["table"] * limits.table_blocks + context // PAGE
-    return rows
-
-
-def prompt_rows(pool: BlockPool, limits: StepLimits) -> Rows:
-    """Return the rows of a step of one prompt, as far as a sequence has positions."""
-    rows = _rows(pool, min(PREFILL, limits.positions))
-    rows["position"] = np.arange(len(rows))
-    rows["block"] = rows["position"] // PAGE
-    return rows
-
-
-def _rows(pool: BlockPool, count: int) -> Rows:
-    rows = np.zeros(count, ROW)
-    rows["token"], rows["source"], rows["top_p"] = np.arange(count) + 5, NOBODY, 1
-    rows["base"], rows["blocks"] = pool.region.address, pool.blocks
-    return rows
-
-
-async def step_s(engine: DecodeEngine, pool: BlockPool, rows: Rows) -> float:
-    """Return the seconds a step, two under way."""
-    await engine.start(rows, [pool])
-    for _ in range(WARM_STEPS):
-        await engine.start(rows, [pool])
-        await engine.finish()
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        await engine.start(rows, [pool])
-        await engine.finish()
-    took_s = (time.perf_counter() - began) / STEPS
-    await engine.finish()
-    return took_s
-
-
-async def kernel_figures(
-    engine: DecodeEngine, pool: BlockPool, limits: StepLimits, batch: int, context: int
-) -> AsyncIterator[Figure]:
-    """Yield each kernel's microseconds a launch and a step, alone in graphs, those of the longest share first."""
-    forward, session = engine.forward, engine.session
-    await session.mem_write(forward.rows, 0, decode_rows(pool, limits, batch, context))
-    kinds: dict[str, list[KernelLaunch]] = defaultdict(list)
-    for launch in forward.launches(batch):
-        kinds[_kind(launch)].append(launch)
-    found: list[Figure] = []
-    for kind, launches in kinds.items():
-        repeats = -(-KERNEL_LAUNCHES // len(launches))
-        async with session.record() as graph:
-            for _ in range(repeats):
-                for launch in launches:
-                    await forward.library.launch(launch)
-        await graph.launch()
-        await session.sync()
-        began = time.perf_counter()
-        for _ in range(KERNEL_GRAPHS):
-            await graph.launch()
-        await session.sync()
-        took_us = (time.perf_counter() - began) * 1e6 / (KERNEL_GRAPHS * repeats * len(launches))
-        moved = _weight_bytes(launches[0])
-        rate = {"gb_per_s": moved / took_us / 1e3} if moved else {}
-        found.append(
-            {"kernel": kind, "us": took_us, "launches": len(launches), "step_us": took_us * len(launches)} | rate
-        )
-    for figure in sorted(found, key=lambda figure: -figure["step_us"]):
-        yield figure
-
-
-def _kind(launch: KernelLaunch) -> str:
-    """Name a kernel by what it computes: linears of different shapes are different kinds."""
-    shape = [str(launch.values[name]) for name in ("N", "K") if name in launch.values]
-    return f"{launch.name} [{' x '.join(shape)}]" if shape else launch.name
-
-
-def _weight_bytes(launch: KernelLaunch) -> int:
-    """Return the bytes of a linear's weights, 0 for another kernel."""
-    values = launch.values
-    if not launch.name.startswith("linear"):
-        return 0
-    return sum(
-        value.size_bytes for name, value in values.items() if isinstance(value, Buffer) and name not in ("parts", "x")
-    )
-
-
-def torch_figures(shape: str, batches: Sequence[int], contexts: Sequence[int]) -> None:
-    """Print the figures of torch's loop, in a process of its own. Its card is the one that torch sees first."""
-    lists = [",".join(map(str, values)) for values in (batches, contexts)]
-    command = [sys.executable, "-P", "-m", "gpulease.client.bench.decode_torch", shape, *lists]
-    subprocess.run(command, check=True)
-
-
-def main(shapes: Sequence[str], batches: Sequence[int], contexts: Sequence[int]) -> None:
-    """Print the figures of all shapes, and torch's."""
-    with contextlib.ExitStack() as stack:
-        address = running_address() or stack.enter_context(private_daemon("auto"))
-        for shape in shapes:
-            asyncio.run(measure(address, shape, batches, contexts))
-            if importlib.util.find_spec("torch"):
-                torch_figures(shape, batches, contexts)
-
-
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
+def main(words: Sequence[str]) -> None:
+    """Print the figures of the shapes, batches and contexts that the words name, or of all."""
+    with contextlib.ExitStack() as stack:
+        address = running_address() or stack.enter_context(private_daemon("auto"))
+        plan = plan_for(first_card(address)["driver"], quick=False)
+        shapes = tuple(words[0].split(",")) if words else plan.shapes
+        batches = _numbers(words[1]) if len(words) > 1 else plan.batches
+        contexts = _numbers(words[2]) if len(words) > 2 else plan.contexts
+        measure_decode(address, DecodePlan(shapes, batches, contexts), print_figures, lambda text: None)
+
+
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    main(
-        given[0].split(",") if given else ("qwen3-0.6b", "llama-1b", "llama-8b"),
-        _numbers(given[1]) if len(given) > 1 else BATCHES,
-        _numbers(given[2]) if len(given) > 2 else CONTEXTS,
-    )
+    main(sys.argv[1:])

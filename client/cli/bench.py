@@ -4,17 +4,20 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
 import click
 
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import measure_core, reaches_all_goals
+from gpulease.client.bench.figures import print_figures
 from gpulease.client.bench.load import main as measure_load
 from gpulease.client.bench.region_times import keeps_the_pin, measure_regions
 from gpulease.client.bench.suite import Figures, Plan, Say, measure_beside_direct_calls, measure_requests
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.cli.reports import first_card
 from gpulease.client.cli.tables import seconds_text, table
 from gpulease.client.verify.scene import Scene
 
@@ -68,6 +71,11 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option(
     "--storm", is_flag=True, help="Instead, a decoder whose tenants' regions are revoked; fails on one wrong token."
 )
+@click.option(
+    "--decode",
+    is_flag=True,
+    help="Instead, the decode engine's steps and kernels, a JSON object a figure, a line each.",
+)
 @click.option("--minutes", type=click.FloatRange(min=0.01), help="Of --load or --storm: 10, or 1 with --quick.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(
@@ -83,6 +91,7 @@ def bench(
     load: bool,
     regions: bool,
     storm: bool,
+    decode: bool,
     minutes: float | None,
     as_json: bool,
 ) -> None:
@@ -97,6 +106,9 @@ def bench(
         return
     if storm:
         _run_storm(minutes, driver, as_json)
+        return
+    if decode:
+        _run_decode(driver, quick, say, as_json)
         return
     if core:
         say("the lease core alone")
@@ -125,6 +137,22 @@ def _run_storm(minutes: float, driver: str, as_json: bool) -> None:
     from gpulease.client.bench import decode_storm
 
     click.get_current_context().invoke(decode_storm.main, minutes=minutes, driver=driver, as_json=as_json)
+
+
+def _run_decode(driver: str, quick: bool, say: Say, as_json: bool) -> None:
+    # Only here: a decoder is of an extra, which the other figures do without.
+    from gpulease.client.bench.decode_speed import measure_decode, plan_for
+
+    figures: list[Mapping[str, object]] = []
+    with contextlib.ExitStack() as stack:
+        address = running_address() or stack.enter_context(private_daemon(driver))
+        title = Scene.at(address).title()
+        plan = plan_for(first_card(address)["driver"], quick=quick)
+        if not as_json:
+            print_figures({"figure": "title", "title": title})
+        measure_decode(address, plan, figures.append if as_json else print_figures, say)
+    if as_json:
+        click.echo(json.dumps({"title": title, "figures": figures}, indent=2))
 
 
 def _run_core(leases: int, as_json: bool) -> NoReturn:

@@ -1,0 +1,260 @@
+"""Times of the decode engine's steps on the CUDA driver in this process: no daemon, no lease.
+
+    python -m gpulease.client.bench.decode_direct SHAPE TARGET BATCH,... CONTEXT,...
+
+The kernels, their order, the weights and the rows are the decode engine's own. Each step is a CUDA graph that was
+captured from a stream; two are under way. Prints a JSON object for each figure, or one that tells why there is none.
+"""
+
+import asyncio
+import ctypes
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+
+from gpulease.client.bench.decode_shapes import SHAPES
+from gpulease.client.bench.decode_steps import (
+    Blocks,
+    block_tables,
+    decode_rows,
+    limits_of,
+    step_time,
+)
+from gpulease.client.bench.figures import print_figures
+from gpulease.client.handles import Buffer, Module
+from gpulease.client.kernel_args import KernelArgs
+from gpulease.client.serve.decode import ModelConfig, RandomCheckpoint
+from gpulease.client.serve.decode.checkpoint import load_weights
+from gpulease.client.serve.decode.forward_pass import ForwardPass, StepLimits, block_bytes
+from gpulease.client.serve.decode.row_records import RESULT, ROW, Results, Rows
+from gpulease.protocol import Opcode
+
+STREAMS: Final = 2
+"""Steps under way."""
+
+SHARED_BYTES: Final = 48 << 10
+"""Dynamic shared memory that a kernel has without asking for more (CUDA C++ Programming Guide, Shared Memory)."""
+
+SEED: Final = 1
+"""Seed of the random weights: that of the leased engine, so that results are the same."""
+
+
+class NoDriver(Exception):
+    """No CUDA driver is there, or no card; the message says which."""
+
+
+class DriverFailed(Exception):
+    """A call of the CUDA driver failed."""
+
+
+def cuda_driver() -> Any:
+    """Return the CUDA driver's calls, with a context current in this thread. Raises NoDriver."""
+    try:
+        from cuda.bindings import driver
+
+        _check(driver, driver.cuInit(0))
+        card = _check(driver, driver.cuDeviceGet(0))
+        _check(driver, driver.cuCtxSetCurrent(_check(driver, driver.cuDevicePrimaryCtxRetain(card))))
+    except ImportError as error:
+        raise NoDriver(f"cuda-bindings is not installed: {error}") from None
+    except (RuntimeError, DriverFailed) as error:
+        raise NoDriver(f"no CUDA driver: {error}") from None
+    return driver
+
+
+def _check(api: Any, answer: tuple[Any, ...]) -> Any:
+    if answer[0]:
+        name = api.cuGetErrorString(answer[0])[1]
+        raise DriverFailed(name.decode() if isinstance(name, bytes) else str(answer[0]))
+    return answer[1] if len(answer) > 1 else None
+
+
+class DirectSession:
+    """The calls of a session that loading a model and recording a step make, on the driver itself.
+
+    A buffer's handle is its address.
+
+    Attributes:
+        api: The driver's calls.
+        stream: Stream that launches go into.
+        dropped: Handles without a reference; all end with the process.
+        is_alive: True, as of a session that lives.
+        slice_bytes: Bytes of the card.
+    """
+
+    def __init__(self, api: Any) -> None:
+        self.api = api
+        self.stream: Any = 0
+        self.dropped: deque[tuple[Opcode, int]] = deque()
+        self.is_alive = True
+        self.slice_bytes: int = self.call("cuDeviceTotalMem", self.call("cuCtxGetDevice"))
+        self._modules: list[Any] = []
+        self._functions: dict[tuple[int, str], Any] = {}
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call the driver. Raises DriverFailed."""
+        return _check(self.api, getattr(self.api, name)(*args))
+
+    async def mem_alloc(self, size_bytes: int) -> Buffer:
+        """Allocate device memory, zeroed."""
+        address = self.call("cuMemAlloc", size_bytes)
+        self.call("cuMemsetD8", address, 0, size_bytes)
+        return Buffer(self, int(address), size_bytes)
+
+    async def mem_free(self, buffer: Buffer) -> None:
+        """Give a buffer back."""
+        self.call("cuMemFree", buffer.handle)
+
+    async def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
+        """Copy bytes to the card."""
+        source = np.frombuffer(memoryview(data).cast("B"), np.uint8)
+        self.call("cuMemcpyHtoD", buffer.handle + offset, source.ctypes.data, source.nbytes)
+
+    async def module_load(self, image: bytes) -> Module:
+        """Load PTX."""
+        text = ctypes.create_string_buffer(image)
+        self._modules.append(self.call("cuModuleLoadData", ctypes.addressof(text)))
+        return Module(self, len(self._modules) - 1, ())
+
+    async def launch(
+        self,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArgs,
+        arg_sizes: None,
+        shared_bytes: int,
+    ) -> None:
+        """Put a launch into the stream."""
+        start = ctypes.create_string_buffer(args.data, len(args.data))
+        places = np.cumsum([0, *args.sizes[:-1]], dtype=np.uint64) + np.uint64(ctypes.addressof(start))
+        shape = (*grid, *(1,) * (3 - len(grid)), *block)
+        function = self._function(module, kernel, shared_bytes)
+        self.call("cuLaunchKernel", function, *shape, shared_bytes, self.stream, places.ctypes.data, 0)
+
+    def _function(self, module: Module, kernel: str, shared_bytes: int) -> Any:
+        found = self._functions.get((module.handle, kernel))
+        if found is None:
+            found = self.call("cuModuleGetFunction", self._modules[module.handle], kernel.encode())
+            if shared_bytes > SHARED_BYTES:
+                most = self.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self.call("cuFuncSetAttribute", found, most, shared_bytes)
+            self._functions[module.handle, kernel] = found
+        return found
+
+    @contextmanager
+    def captured(self, stream: Any) -> Iterator[list[Any]]:
+        """Capture what the block puts into a stream; the list has the executable graph behind it."""
+        made: list[Any] = []
+        self.stream = stream
+        mode = self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self.call("cuStreamBeginCapture", stream, mode)
+        yield made
+        made.append(self.call("cuGraphInstantiate", self.call("cuStreamEndCapture", stream), 0))
+
+    def pinned(self, count: int, dtype: Any) -> "np.typing.NDArray[Any]":
+        """Return an array in pinned memory of the host."""
+        size = count * dtype.itemsize
+        address = self.call("cuMemAllocHost", size)
+        return np.frombuffer((ctypes.c_ubyte * size).from_address(int(address)), dtype)
+
+
+class DirectEngine:
+    """A model in this process, with `start` and `finish` like `DecodeEngine`.
+
+    Attributes:
+        blocks: The keys' and values' blocks.
+    """
+
+    def __init__(self, session: DirectSession, forward: ForwardPass, pool: Buffer, buckets: Sequence[int]) -> None:
+        """Use `open`."""
+        self.blocks = Blocks(pool.handle, pool.size_bytes // block_bytes(forward.weights.config))
+        self._session = session
+        self._forward = forward
+        self._buckets = buckets
+        most = forward.limits.max_rows
+        self._streams = [session.call("cuStreamCreate", 1) for _ in range(STREAMS)]
+        self._events = [session.call("cuEventCreate", 2) for _ in range(STREAMS)]
+        self._rows = [session.pinned(most, ROW) for _ in range(STREAMS)]
+        self._results = [session.pinned(most, RESULT) for _ in range(STREAMS)]
+        self._graphs: dict[tuple[int, int], Any] = {}
+        self._steps: deque[tuple[int, int]] = deque()
+        self._next = 0
+
+    @classmethod
+    async def open(
+        cls, api: Any, config: ModelConfig, limits: StepLimits, blocks: int, buckets: Sequence[int], target: str
+    ) -> "DirectEngine":
+        """Load random weights and the kernels, and capture a graph for each number of rows in `buckets`."""
+        session: Any = DirectSession(api)
+        weights = await load_weights(session, RandomCheckpoint(config, SEED), positions=limits.positions)
+        forward = ForwardPass(session, weights, limits, target)
+        await forward.prepare()
+        await session.mem_write(forward.tables, 0, block_tables(limits))
+        pool = await session.mem_alloc(blocks * block_bytes(config))
+        engine = cls(session, forward, pool, buckets)
+        await engine._capture()
+        return engine
+
+    async def _capture(self) -> None:
+        session, forward = self._session, self._forward
+        self._session.call("cuCtxSynchronize")
+        for parity, stream in enumerate(self._streams):
+            given, found = self._rows[parity].ctypes.data, self._results[parity].ctypes.data
+            for bucket in self._buckets:
+                with session.captured(stream) as made:
+                    session.call("cuMemcpyHtoDAsync", forward.rows.handle, given, bucket * ROW.itemsize, stream)
+                    await forward.launch(bucket)
+                    session.call("cuMemcpyDtoHAsync", found, forward.results.handle, bucket * RESULT.itemsize, stream)
+                self._graphs[bucket, parity] = made[0]
+
+    async def start(self, rows: Rows, pools: Iterable[Any] = ()) -> int:
+        """Start a step behind those under way, and do not wait for it. `rows` are as many as a bucket has."""
+        session, number = self._session, self._next
+        parity = number % STREAMS
+        stream = self._streams[parity]
+        self._rows[parity][: len(rows)] = rows
+        if self._steps:
+            session.call("cuStreamWaitEvent", stream, self._events[1 - parity], 0)
+        session.call("cuGraphLaunch", self._graphs[len(rows), parity], stream)
+        session.call("cuEventRecord", self._events[parity], stream)
+        self._steps.append((parity, len(rows)))
+        self._next += 1
+        return number
+
+    async def finish(self) -> Results:
+        """Wait for the oldest step under way. Returns RESULT records."""
+        parity, rows = self._steps.popleft()
+        self._session.call("cuStreamSynchronize", self._streams[parity])
+        return self._results[parity][:rows].copy()
+
+
+async def measure(api: Any, shape: str, target: str, batches: Sequence[int], contexts: Sequence[int]) -> None:
+    """Print the figures of a shape."""
+    config, limits = SHAPES[shape], limits_of(batches, contexts)
+    count = max(batches) * limits.table_blocks
+    engine = await DirectEngine.open(api, config, limits, count, batches, target)
+    for context in contexts:
+        for batch in batches:
+            found = await step_time(engine, decode_rows(engine.blocks, limits, batch, context), ())
+            figure = {"figure": "direct", "shape": shape, "batch": batch, "context": context}
+            print_figures(figure | {"ms": found.took_s * 1e3, "results": found.results})
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+if __name__ == "__main__":
+    shape, target, batches, contexts = sys.argv[1:]
+    try:
+        api = cuda_driver()
+    except NoDriver as error:
+        print_figures({"figure": "direct", "shape": shape, "skipped": str(error)})
+    else:
+        asyncio.run(measure(api, shape, target, _numbers(batches), _numbers(contexts)))

@@ -1,0 +1,185 @@
+"""Times of the decode engine's kernels, each alone in launch graphs, and of each linear by other tiles and splits.
+
+The engine cuts a linear's sums into parts by the weight's shape alone, so that a row's bits are the same in every step.
+`tile_figures` tells what that costs: every tile and number of parts that the kernels have, beside the ones in use.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Final
+
+from gpulease.client.bench.decode_steps import Blocks, decode_rows
+from gpulease.client.handles import Buffer
+from gpulease.client.serve.decode.engine import DecodeEngine
+from gpulease.client.serve.decode.kernel_library import KernelLaunch, manifest
+from gpulease.client.serve.decode.linear_tiles import SM_80, tiles_of
+
+KERNEL_LAUNCHES: Final = 32
+"""Launches in a graph that times one kernel, at least."""
+
+KERNEL_GRAPHS: Final = 10
+
+MOST_SPLITS: Final = 16
+"""Parts of a sum that are tried at most."""
+
+CHUNK_STEP: Final = 256
+"""Columns that a part has a multiple of: every tile's depth divides it."""
+
+Figure = dict[str, Any]
+
+
+async def kernel_figures(engine: DecodeEngine, blocks: Blocks, batch: int, context: int) -> AsyncIterator[Figure]:
+    """Yield each kernel's microseconds a launch and a step, alone in graphs, those of the longest share first."""
+    await _give_rows(engine, blocks, batch, context)
+    found: list[Figure] = []
+    for kind, launches in _kinds(engine, batch).items():
+        took_us = await _launch_us(engine, launches)
+        moved = _weight_bytes(launches[0])
+        rate = {"gb_per_s": moved / took_us / 1e3} if moved else {}
+        found.append(
+            {"kernel": kind, "us": took_us, "launches": len(launches), "step_us": took_us * len(launches)} | rate
+        )
+    for figure in sorted(found, key=lambda figure: -figure["step_us"]):
+        yield figure
+
+
+async def tile_figures(
+    engine: DecodeEngine, blocks: Blocks, batch: int, context: int, step_s: float
+) -> AsyncIterator[Figure]:
+    """Yield for each linear the time of its best tile and splits beside those in use, at last all of a step's.
+
+    Args:
+        engine: The engine.
+        blocks: Blocks of keys and values that the rows name.
+        batch: Rows of the step.
+        context: Their position.
+        step_s: Seconds of such a step, which the cost of all linears is a share of.
+    """
+    await _give_rows(engine, blocks, batch, context)
+    linears = {
+        kind: launches for kind, launches in _kinds(engine, batch).items() if launches[0].name.startswith("linear")
+    }
+    target = engine.forward.target
+    tried = {kind: list(variants(launches[0], target)) for kind, launches in linears.items()}
+    await engine.forward.library.load(*{one.name for others in tried.values() for one in others})
+    chosen_us = best_us = 0.0
+    for kind, launches in linears.items():
+        times = {
+            described(other): await _launch_us(engine, [varied(one, other) for one in launches])
+            for other in tried[kind]
+        }
+        chosen, best = described(launches[0]), min(times, key=times.__getitem__)
+        chosen_us += times[chosen] * len(launches)
+        best_us += times[best] * len(launches)
+        yield {
+            "linear": f"{_count(launches[0])} x {_whole(launches[0], 'K')}",
+            "launches": len(launches),
+            "chosen": chosen,
+            "best": best,
+            "chosen_us": times[chosen],
+            "best_us": times[best],
+            "cost": times[chosen] / times[best] - 1,
+        }
+    best_step_us = step_s * 1e6 - (chosen_us - best_us)
+    share = {"step_cost": (chosen_us - best_us) / best_step_us} if best_step_us > 0 else {}
+    yield {"linear": "all", "chosen_us": chosen_us, "best_us": best_us, "cost": chosen_us / best_us - 1} | share
+
+
+def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
+    """Yield a linear's launch by each tile that a card has, and by each number of parts that its buffer has room for.
+
+    Args:
+        launch: The launch as the engine chose it.
+        target: The card's architecture, whose tiles are tried beside those that every card takes.
+    """
+    kernels, values = manifest().kernels, launch.values
+    rows, count, columns = _whole(launch, "R"), _count(launch), _whole(launch, "K")
+    function = kernels[launch.name].kernel
+    for name in dict.fromkeys((*tiles_of(function, SM_80), *tiles_of(function, target))):
+        tile = kernels[name].constants
+        grid = (-(-rows // tile["BM"]), -(-count // tile["BN"]))
+        if "chunk" not in values:
+            yield KernelLaunch(name, grid, **values)
+            continue
+        parts = values["parts"]
+        assert isinstance(parts, Buffer)
+        for chunk in _chunks(columns, _whole(launch, "chunk")):
+            splits = -(-columns // chunk)
+            if splits * rows * count * 4 <= parts.size_bytes:
+                yield KernelLaunch(name, (*grid, splits), **values | {"chunk": chunk})
+
+
+def _chunks(columns: int, chosen: int) -> list[int]:
+    """Columns of a part: those in use, and those of every number of parts."""
+    steps = -(-columns // CHUNK_STEP)
+    return sorted({chosen} | {-(-steps // splits) * CHUNK_STEP for splits in range(1, MOST_SPLITS + 1)})
+
+
+def varied(launch: KernelLaunch, other: KernelLaunch) -> KernelLaunch:
+    """Return a launch on the weights of one, by the tile and splits of the other."""
+    cut = {"chunk": other.values["chunk"]} if "chunk" in other.values else {}
+    return KernelLaunch(other.name, other.grid, **launch.values | cut)
+
+
+def described(launch: KernelLaunch) -> str:
+    """Name a linear's kernel and its number of parts."""
+    parts = -(-_whole(launch, "K") // _whole(launch, "chunk")) if "chunk" in launch.values else 1
+    return f"{launch.name}, {parts} part{'s' * (parts > 1)}"
+
+
+def _count(launch: KernelLaunch) -> int:
+    """Values of a row of the result."""
+    return _whole(launch, "N" if "N" in launch.values else "F")
+
+
+def _whole(launch: KernelLaunch, name: str) -> int:
+    value = launch.values[name]
+    assert isinstance(value, int)
+    return value
+
+
+async def _give_rows(engine: DecodeEngine, blocks: Blocks, batch: int, context: int) -> None:
+    rows = decode_rows(blocks, engine.limits, batch, context)
+    await engine.session.mem_write(engine.forward.rows, 0, rows)
+
+
+def _kinds(engine: DecodeEngine, batch: int) -> dict[str, list[KernelLaunch]]:
+    kinds: dict[str, list[KernelLaunch]] = defaultdict(list)
+    for launch in engine.forward.launches(batch):
+        kinds[_kind(launch)].append(launch)
+    return kinds
+
+
+async def _launch_us(engine: DecodeEngine, launches: Sequence[KernelLaunch]) -> float:
+    """Return the microseconds of one of these launches, in graphs of all of them."""
+    session, repeats = engine.session, -(-KERNEL_LAUNCHES // len(launches))
+    async with session.record() as graph:
+        for _ in range(repeats):
+            for launch in launches:
+                await engine.forward.library.launch(launch)
+    await graph.launch()
+    await session.sync()
+    began = time.perf_counter()
+    for _ in range(KERNEL_GRAPHS):
+        await graph.launch()
+    await session.sync()
+    return (time.perf_counter() - began) * 1e6 / (KERNEL_GRAPHS * repeats * len(launches))
+
+
+def _kind(launch: KernelLaunch) -> str:
+    """Name a kernel by what it computes: linears of different shapes are different kinds."""
+    shape = [str(launch.values[name]) for name in ("N", "F", "K") if name in launch.values]
+    return f"{launch.name} [{' x '.join(shape)}]" if shape else launch.name
+
+
+def _weight_bytes(launch: KernelLaunch) -> int:
+    """Return the bytes of a linear's weights, 0 for another kernel."""
+    values = launch.values
+    if not launch.name.startswith("linear"):
+        return 0
+    return sum(
+        value.size_bytes
+        for name, value in values.items()
+        if isinstance(value, Buffer) and name not in ("parts", "x", "y")
+    )
