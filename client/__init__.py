@@ -71,6 +71,7 @@ __all__ = [  # noqa: F405
     "TimedOut",
     "Unsupported",
     "Untrusted",
+    "Variable",
     "inspect_token",
     "keep_alive",
     "my_audience",

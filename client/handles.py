@@ -139,6 +139,41 @@ class Module(Handle):
         return f"<Module {self.handle:#x} [{', '.join(self.kernels)}]{'' if self.is_alive else ', gone'}>"
 
 
+ModuleHandle = Module
+"""The base of both faces' modules, under a name that neither has."""
+
+
+class Variable(BorrowedBuffer):
+    """Bytes that a module declares in device or constant memory; made by `Module.variable`.
+
+    It ends with its module, which it keeps from being dropped. `mem_write`, `mem_read` and launches take it.
+
+    Attributes:
+        module: Its module.
+        name: Its name, as PTX spells it.
+    """
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: Module, name: str, handle: int, size_bytes: int) -> None:
+        assert module.owner is not None
+        super().__init__(module.owner, handle, size_bytes)
+        self.module, self.name = module, name
+
+    @property
+    def is_alive(self) -> bool:
+        """True while its module can be used."""
+        return self.module.is_alive
+
+    def check(self, session: HandleOwner, what: str) -> None:
+        """Raises InvalidHandle, naming the operation `what`, if its module can't be used in `session`."""
+        self.module.check(session, what)
+
+    def mark_freed(self) -> tuple[Opcode, int]:
+        """Raises InvalidHandle: nobody can free a part of a module."""
+        raise InvalidHandle(f"mem_free: {self.name} is a variable", "It ends with its module: unload that")
+
+
 def _type_of(byte: int) -> ParameterType:
     try:
         return ParameterType(byte)

@@ -61,6 +61,8 @@ _NEEDED: Final[dict[int, Permission]] = {
     Opcode.MODULE_LOAD: _SUBMIT,
     Opcode.MODULE_UNLOAD: _SUBMIT,
     Opcode.MODULE_PARAMETERS: _SUBMIT,
+    Opcode.MODULE_VARIABLE: _SUBMIT,
+    Opcode.MODULE_FIGURES: _SUBMIT,
     Opcode.LAUNCH: _SUBMIT,
     Opcode.STREAM_CREATE: _SUBMIT,
     Opcode.STREAM_DESTROY: _SUBMIT,

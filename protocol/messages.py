@@ -484,6 +484,48 @@ class ModuleParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class VariableName:
+    """A variable that a module declares in device or constant memory, as PTX names it."""
+
+    module: int = wire(U64)
+    name: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """The bytes of a module's variable: copies and launches take its address as an allocation's handle."""
+
+    handle: int = wire(U64)
+    size_bytes: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFigures:
+    """The resources of a kernel.
+
+    Attributes:
+        shared_bytes: Shared memory of a block that its variables take.
+        max_dynamic_shared_bytes: Most dynamic shared memory that a launch may ask for.
+        registers: Registers of a thread; 0 where the driver has none.
+        local_bytes: Local memory of a thread.
+        constant_bytes: Constant memory that its module's code declares; 0 where the driver does not count it.
+    """
+
+    shared_bytes: int = wire(U32)
+    max_dynamic_shared_bytes: int = wire(U32)
+    registers: int = wire(U32)
+    local_bytes: int = wire(U32)
+    constant_bytes: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFigures:
+    """The resources of a module's kernels, in ModuleLoaded's order."""
+
+    kernels: tuple[KernelFigures, ...] = wire(list_of(Record(KernelFigures), limits.MAX_KERNELS))
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Queue a kernel. `args` are the arguments' little-endian bytes without gaps, `arg_sizes` their sizes."""
 
@@ -687,6 +729,9 @@ Body = (
     | ModuleLoad
     | ModuleLoaded
     | ModuleParameters
+    | VariableName
+    | Variable
+    | ModuleFigures
     | Launch
     | GraphCreate
     | GraphLaunch
@@ -754,6 +799,8 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.REGION_RELEASE: (Handle, Empty),
     Opcode.LAUNCH_IN: (LaunchIn, Empty),
     Opcode.GRAPH_LAUNCH_IN: (GraphLaunchIn, Empty),
+    Opcode.MODULE_VARIABLE: (VariableName, Variable),
+    Opcode.MODULE_FIGURES: (Handle, ModuleFigures),
 }
 """Request and reply of each operation. Three operations have no request. GOODBYE is an error reply to request 0; the
 daemon sends it before it closes the connection. LEASE_EVENT is a further reply to a LEASE_SUBSCRIBE, one for each

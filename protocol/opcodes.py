@@ -83,6 +83,8 @@ class Opcode(IntEnum):
     REGION_RELEASE = 0x0617
     LAUNCH_IN = 0x0618
     GRAPH_LAUNCH_IN = 0x0619
+    MODULE_VARIABLE = 0x061A
+    MODULE_FIGURES = 0x061B
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
@@ -173,11 +175,15 @@ class SessionOption(IntEnum):
     """The types of the options in ATTACH's reply that name the session's abilities.
 
     PARAMETER_TYPES, without a value: the session serves MODULE_PARAMETERS. REGIONS, a u32: the session serves the
-    REGION operations and LAUNCH_IN, and regions begin and end at multiples of so many bytes.
+    REGION operations and LAUNCH_IN, and regions begin and end at multiples of so many bytes. CARD, a u16 and a u32: the
+    card's compute capability, 90 for 9.0, and the version of CUDA that its driver has, 13000 for 13.0; 0 for no CUDA
+    driver. MODULE_DETAILS, without a value: the session serves MODULE_VARIABLE and MODULE_FIGURES.
     """
 
     PARAMETER_TYPES = 33
     REGIONS = 35
+    CARD = 36
+    MODULE_DETAILS = 37
 
 
 class ParameterType(IntEnum):

@@ -17,6 +17,7 @@ A host name in a TCP address is looked up by the system's resolver, which blocks
 from gpulease.client.aio.events import KeepAlive, keep_alive
 from gpulease.client.aio.graphs import Graph
 from gpulease.client.aio.lease import GpuBuilder, GpuLease, inspect_token, my_audience
+from gpulease.client.aio.modules import Module
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.session import GpuSession
 from gpulease.client.aio.streams import Stream
@@ -55,7 +56,7 @@ from gpulease.client.errors import (
     Unsupported,
     Untrusted,
 )
-from gpulease.client.handles import Buffer, Module
+from gpulease.client.handles import Buffer, Variable
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Exclusivity as GpuExclusivityClass
 from gpulease.protocol import Phase
@@ -113,6 +114,7 @@ __all__ = [
     "TimedOut",
     "Unsupported",
     "Untrusted",
+    "Variable",
     "inspect_token",
     "keep_alive",
     "my_audience",

@@ -3,9 +3,9 @@
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from gpulease.client.aio.modules import Module
 from gpulease.client.aio.streams import Stream
 from gpulease.client.engine.region_sets import RegionSet
-from gpulease.client.handles import Module
 from gpulease.client.kernels.triton_kernel import MAX_VARIANTS, CompiledKernel, Grid, TritonKernel
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, Warn
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.submits import Submission
 from gpulease.client.engine.events import OnWarning
-from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire
+from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire, reacquire
 from gpulease.client.engine.lease_request import LeaseRequest
 from gpulease.client.engine.regions import open_region, resize
 from gpulease.client.engine.submits import Image
@@ -51,6 +51,13 @@ class GpuLease(LeaseView):
     async def free(self) -> None:
         """Give it back, like `gpulease.client.GpuLease.free`."""
         await self._run(self._state.free())
+
+    def reacquire(self) -> "Opening[GpuLease]":
+        """Get another lease on these terms, by `await` or `async with`, like `gpulease.client.GpuLease.reacquire`."""
+        return Opening(self._reacquired())
+
+    async def _reacquired(self) -> "GpuLease":
+        return GpuLease(await drive(reacquire(self._state, asyncio.Lock())))
 
     async def note(self, data: Mapping[str, Any]) -> None:
         """Write a record about it to the node's audit log, like `gpulease.client.GpuLease.note`."""

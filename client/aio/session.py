@@ -10,6 +10,7 @@ from gpulease.client.aio.driver import Opening, drive, undisturbed
 from gpulease.client.aio.graphs import Recorder
 from gpulease.client.aio.kernels import Kernel
 from gpulease.client.aio.lease import GpuLease, GpuSharedLease
+from gpulease.client.aio.modules import Module
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.streams import Stream, fence
 from gpulease.client.engine.launch import KernelArguments
@@ -21,7 +22,7 @@ from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.engine.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.fork_guard import register
-from gpulease.client.handles import Buffer, Module
+from gpulease.client.handles import Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of
 from gpulease.client.kernels.triton_kernel import TritonKernel
 
@@ -105,23 +106,23 @@ class GpuSession(SessionView):
 
     async def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
         """Load PTX text or a cubin, like `gpulease.client.GpuSession.module_load`."""
-        return await self._run(self._session.resources.load(image))
+        return await self._run(self._session.resources.load(image, Module))
 
     async def compile(self, source: str, *, options: Sequence[str] = (), arch: int | None = None) -> Module:
         """Compile CUDA C and load it, like `gpulease.client.GpuSession.compile`; the loop goes on meanwhile."""
-        return await self.module_load(await asyncio.to_thread(ptx_of, source, options, arch))
+        return await self.module_load(await asyncio.to_thread(ptx_of, source, options, arch or self._arch))
 
     def kernel(self, function: Any, types: Mapping[str, str] | None = None, *, arch: int | None = None) -> Kernel:
         """Take a `@triton.jit` function: `await kernel[grid](...)`, like `gpulease.client.GpuSession.kernel`."""
-        return Kernel(self, TritonKernel(function, types, arch))
+        return Kernel(self, TritonKernel(function, types, arch or self._arch))
 
-    async def module_unload(self, module: Module) -> None:
+    async def module_unload(self, module: ModuleHandle) -> None:
         """Unload a module now, like `gpulease.client.GpuSession.module_unload`."""
         await self._run(self._session.resources.unload(module))
 
     async def launch(
         self,
-        module: Module,
+        module: ModuleHandle,
         kernel: str,
         grid: Sequence[int],
         block: Sequence[int],

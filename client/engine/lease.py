@@ -41,6 +41,7 @@ from gpulease.client.errors import (
     Drained,
     GpuLeaseError,
     InvalidRequest,
+    NotFound,
     error_of,
 )
 from gpulease.client.fork_guard import OF_PARENT, register
@@ -238,10 +239,12 @@ class LeaseState:
         outlives_daemon: True if the daemon said that its leases outlive its process.
         regions: The regions of it that were opened here, by their ids.
         attached: Returns the operations of its session that was opened here last; None if that is gone.
+        asked: The request that it was granted for; None where somebody else asked.
     """
 
     token = b""
     channel: Channel
+    asked: LeaseAlloc | None = None
 
     def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant, clock: Clock = time.monotonic) -> None:
         self.grant = grant
@@ -552,8 +555,25 @@ def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseS
     """
     limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
     lease = yield from _open(address, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant)
-    lease.waiting = _waiting_of(wanted)
+    lease.waiting, lease.asked = _waiting_of(wanted), wanted
     return lease
+
+
+def reacquire(lease: LeaseState, lock: Any) -> Procedure[LeaseState]:
+    """Ask for a lease by the request of one that has ended. Raises InvalidRequest while that one goes on."""
+    if lease.over is OF_PARENT:
+        raise error_of(OF_PARENT, "reacquire")
+    if lease.remaining_s > 0:
+        report: LeaseReport | None = None
+        with suppress(NotFound):
+            report = yield from lease.query()
+        if report is not None and end_reason_of(report) is None:
+            raise InvalidRequest(
+                "reacquire: the lease has not ended", "Use it, renew it, or free it and call reacquire() then"
+            )
+    if lease.asked is None:
+        raise InvalidRequest("reacquire: another program asked for this lease", "Acquire one by GpuBuilder")
+    return (yield from acquire(lease.address, lease.asked, lock))
 
 
 def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]:

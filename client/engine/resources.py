@@ -1,23 +1,39 @@
 """A session's device memory and modules."""
 
-from typing import Any, Final
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 from gpulease.client.engine.fast_request import Done, FastRequest, NotSent
 from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, whole
 from gpulease.client.engine.memory_views import readable_bytes
 from gpulease.client.engine.operations import Operations
 from gpulease.client.engine.waits import Begun, Procedure
-from gpulease.client.errors import GpuLeaseError, InvalidRequest, error_of
-from gpulease.client.handles import Buffer, Module
-from gpulease.client.texts import utf8
+from gpulease.client.errors import GpuLeaseError, InvalidRequest, Unsupported, error_of
+from gpulease.client.handles import Buffer, Module, Variable
+from gpulease.client.texts import bounded, utf8
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.fastpath import HANDLE, MEM_ALLOC
-from gpulease.protocol.messages import ModuleLoad
+from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
+from gpulease.protocol.messages import KernelEntry, KernelFigures, ModuleLoad, VariableName
 from gpulease.protocol.opcodes import SessionOption
 
 MODULE_LOAD_FIXED_BYTES: Final = 4
 """Bytes of a MODULE_LOAD's payload that are not the image: its length."""
+
+
+class LoadedModule(Module):
+    """Code that a session has loaded; the base of both faces' modules."""
+
+    __slots__ = ("_resources",)
+
+    def __init__(self, resources: "Resources", handle: int, kernels: tuple[KernelEntry, ...]) -> None:
+        super().__init__(resources.attachment, handle, kernels)
+        self._resources = resources
+
+
+M = TypeVar("M", bound=LoadedModule)
 
 
 class Resources:
@@ -25,7 +41,7 @@ class Resources:
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
-        self._attachment = operations.attachment
+        self.attachment = self._attachment = operations.attachment
         self._alloc_request = FastRequest(operations, Opcode.MEM_ALLOC, MEM_ALLOC.size, HANDLE.size)
 
     def alloc(self, size_bytes: int) -> Procedure[Buffer]:
@@ -69,27 +85,50 @@ class Resources:
             return None
         return operations.go_on("mem_free", operations.send_frames(frees))
 
-    def load(self, image: Any) -> Procedure[Module]:
-        """Compile and load PTX, or load a cubin. Raises InvalidRequest while the session records."""
+    def load(self, image: Any, kind: type[M]) -> Procedure[M]:
+        """Compile and load PTX, or load a cubin, as a face's kind. Raises InvalidRequest while the session records."""
         self._operations.check_recording("module_load")
-        return self._load(image)
+        return self._load(image, kind)
 
-    def _load(self, image: Any) -> Procedure[Module]:
+    def _load(self, image: Any, kind: type[M]) -> Procedure[M]:
         code = utf8(image, "module_load") if isinstance(image, str) else bytes(readable_bytes(image, "module_load"))
         most = self._attachment.max_payload_bytes - MODULE_LOAD_FIXED_BYTES
         if not 0 < len(code) <= most:
             raise InvalidRequest(f"module_load: an image of {len(code)} bytes; 1 to {most} are taken")
-        return (yield from self._operations.do("module_load", self._load_code(code)))
+        return (yield from self._operations.do("module_load", self._load_code(code, kind)))
 
-    def _load_code(self, code: bytes) -> Procedure[Module]:
+    def _load_code(self, code: bytes, kind: type[M]) -> Procedure[M]:
         ask, attachment = self._operations.ask, self._attachment
         reply = yield from ask(Opcode.MODULE_LOAD, build_body(ModuleLoad(code)))
-        module = Module(attachment, reply.module, reply.kernels)
+        module = kind(self, reply.module, reply.kernels)
         attachment.has_loaded = True
         if any(option.type == SessionOption.PARAMETER_TYPES for option in attachment.reply.options):
             answer = yield from ask(Opcode.MODULE_PARAMETERS, HANDLE.pack(reply.module), doing="module_load")
             module.set_parameter_types(answer.types)
         return module
+
+    def variable(self, module: Module, name: str) -> Procedure[Variable]:
+        """Find a variable of a module. Raises InvalidHandle if it has none of that name."""
+        doing = "variable"
+        self._check_details(module, doing)
+        wanted = VariableName(module.handle, bounded(name, "variable: a name", MAX_KERNEL_NAME_BYTES))
+        asking = self._operations.ask(Opcode.MODULE_VARIABLE, build_body(wanted), doing=doing)
+        reply = yield from self._operations.do(doing, asking)
+        return Variable(module, name, reply.handle, reply.size_bytes)
+
+    def figures(self, module: Module) -> Procedure[Mapping[str, KernelFigures]]:
+        """Ask for the resources of a module's kernels."""
+        doing = "kernel_figures"
+        self._check_details(module, doing)
+        asking = self._operations.ask(Opcode.MODULE_FIGURES, HANDLE.pack(module.handle), doing=doing)
+        reply = yield from self._operations.do(doing, asking)
+        return MappingProxyType(dict(zip(module.kernels, reply.kernels, strict=False)))
+
+    def _check_details(self, module: Module, doing: str) -> None:
+        self._operations.check_recording(doing)
+        self._operations.check(module, Module, doing)
+        if not any(option.type == SessionOption.MODULE_DETAILS for option in self._attachment.reply.options):
+            raise Unsupported(f"{doing}: the session's daemon is too old for it", "Ask its operator for a newer one")
 
     def unload(self, module: Module) -> Procedure[None]:
         """Unload a module now. Raises InvalidRequest while the session records."""

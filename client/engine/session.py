@@ -6,7 +6,7 @@ of those two parts in the face while it lasts.
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from gpulease.client.engine.attachment import Attachment
 from gpulease.client.engine.copies import Copies, CopyCommands
@@ -26,11 +26,15 @@ from gpulease.client.transport.arena import empty
 from gpulease.client.transport.ring import wanted_of
 from gpulease.client.transport.spin_policy import spin_policy_of
 from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.opcodes import SessionOption
 from gpulease.protocol.ring import Wanted
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+CARD_BYTES: Final = 6
+"""Bytes of the option CARD of ATTACH's reply: a u16 and a u32."""
 
 
 class Session:
@@ -148,6 +152,26 @@ class SessionView:
     def card_uuid(self) -> str:
         """The UUID of the session's card."""
         return self._session.attachment.reply.card_uuid
+
+    @property
+    def compute_capability(self) -> int:
+        """The capability to compile kernels for: 90 for 9.0; 0 if the session's daemon is too old to tell."""
+        return int.from_bytes(self._card[:2])
+
+    @property
+    def cuda_version(self) -> int:
+        """The version of CUDA that the card's driver has, 13000 for 13.0; 0 if there is none, or it is not told."""
+        return int.from_bytes(self._card[2:])
+
+    @property
+    def _arch(self) -> int | None:
+        """The capability that compilers are asked for: the card's. The embedded driver takes their default."""
+        return (self.compute_capability or None) if self.driver == "cuda" else None
+
+    @property
+    def _card(self) -> bytes:
+        told = [option.value for option in self._session.attachment.reply.options if option.type == SessionOption.CARD]
+        return told[0] if told and len(told[0]) == CARD_BYTES else bytes(CARD_BYTES)
 
     @property
     def slice_bytes(self) -> int:

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from gpulease.client.engine.region_sets import RegionSet
-from gpulease.client.handles import Module
 from gpulease.client.kernels.triton_kernel import MAX_VARIANTS, CompiledKernel, Grid, TritonKernel
+from gpulease.client.sync.modules import Module
 from gpulease.client.sync.streams import Stream
 
 if TYPE_CHECKING:

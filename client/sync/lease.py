@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpulease.client.engine.events import OnWarning
-from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire
+from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire, reacquire
 from gpulease.client.engine.lease_request import LeaseRequest
 from gpulease.client.engine.regions import open_region, resize
 from gpulease.client.engine.submits import Image
@@ -49,6 +49,16 @@ class GpuLease(LeaseView):
     def free(self) -> None:
         """Give it back: everything in its session is gone. Raises the error of its end if it had ended before."""
         drive(self._state.free())
+
+    def reacquire(self) -> "GpuLease":
+        """Get another lease on the terms that this one was asked for, once this one has ended.
+
+        Size, time, card, wait in line and options are those of the builder then; what `renew`, `grow` and `shrink`
+        changed is not. Nothing of the old lease's session is there. What to do again, and how often, is the caller's.
+
+        Raises InvalidRequest while this lease goes on; otherwise what `GpuBuilder.acquire` raises.
+        """
+        return GpuLease(drive(reacquire(self._state, threading.RLock())))
 
     def note(self, data: Mapping[str, Any]) -> None:
         """Write a record about it to the node's audit log; returns when the record is on the disk.

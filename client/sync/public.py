@@ -34,11 +34,12 @@ from gpulease.client.errors import (
     Unsupported,
     Untrusted,
 )
-from gpulease.client.handles import Buffer, Module
+from gpulease.client.handles import Buffer, Variable
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.sync.events import KeepAlive, keep_alive
 from gpulease.client.sync.graphs import Graph
 from gpulease.client.sync.lease import GpuBuilder, GpuLease, inspect_token, my_audience
+from gpulease.client.sync.modules import Module
 from gpulease.client.sync.regions import Region
 from gpulease.client.sync.session import GpuSession
 from gpulease.client.sync.streams import Stream
@@ -99,6 +100,7 @@ __all__ = [
     "TimedOut",
     "Unsupported",
     "Untrusted",
+    "Variable",
     "inspect_token",
     "keep_alive",
     "my_audience",

@@ -14,13 +14,14 @@ from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session, SessionView
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.fork_guard import register
-from gpulease.client.handles import Buffer, Module
+from gpulease.client.handles import Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of
 from gpulease.client.kernels.triton_kernel import TritonKernel
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
 from gpulease.client.sync.kernels import Kernel
 from gpulease.client.sync.lease import GpuLease, GpuSharedLease
+from gpulease.client.sync.modules import Module
 from gpulease.client.sync.regions import Region
 from gpulease.client.sync.streams import Stream, fence
 
@@ -153,7 +154,7 @@ class GpuSession(SessionView):
 
     def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
         """Load PTX text or a cubin. Raises LoadFailed with the compiler's log."""
-        return drive(self._session.resources.load(image))
+        return drive(self._session.resources.load(image, Module))
 
     def compile(self, source: str, *, options: Sequence[str] = (), arch: int | None = None) -> Module:
         """Compile CUDA C and load it: a module as `module_load` returns it, by NVRTC (the extra `cuda-c`).
@@ -161,13 +162,14 @@ class GpuSession(SessionView):
         Args:
             source: The text. Kernels are `extern "C" __global__`, or have the names that C++ makes of them.
             options: NVRTC's options, `--use_fast_math` for example.
-            arch: The compute capability to compile for, 90 for 9.0; 80 if None, which newer cards take, too.
+            arch: The compute capability to compile for, 90 for 9.0; the card's if None, 80 on the
+                embedded driver.
 
         Raises:
             LoadFailed: The source does not compile: `log` and `line` say where and why.
             Unsupported: NVRTC is not installed.
         """
-        return self.module_load(ptx_of(source, options, arch))
+        return self.module_load(ptx_of(source, options, arch or self._arch))
 
     def kernel(self, function: Any, types: Mapping[str, str] | None = None, *, arch: int | None = None) -> Kernel:
         """Take a `@triton.jit` function: `kernel[grid](...)` compiles it for its arguments and launches it.
@@ -177,17 +179,17 @@ class GpuSession(SessionView):
         Args:
             function: The function.
             types: By parameter, the type that a plain buffer's elements have: `{"x": "*fp32"}`. Arrays tell theirs.
-            arch: The compute capability to compile for; 80 if None.
+            arch: As in `compile`.
         """
-        return Kernel(self, TritonKernel(function, types, arch))
+        return Kernel(self, TritonKernel(function, types, arch or self._arch))
 
-    def module_unload(self, module: Module) -> None:
+    def module_unload(self, module: ModuleHandle) -> None:
         """Unload a module now rather than when its last reference goes."""
         drive(self._session.resources.unload(module))
 
     def launch(
         self,
-        module: Module,
+        module: ModuleHandle,
         kernel: str,
         grid: Sequence[int],
         block: Sequence[int],

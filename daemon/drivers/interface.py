@@ -91,6 +91,25 @@ class Parameter:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The resources of a kernel.
+
+    Attributes:
+        shared_bytes: Shared memory of a block that its variables take.
+        max_dynamic_shared_bytes: Most dynamic shared memory that a launch may ask for.
+        registers: Registers of a thread; 0 where the driver has none.
+        local_bytes: Local memory of a thread.
+        constant_bytes: Constant memory that its module's code declares; 0 where the driver does not count it.
+    """
+
+    shared_bytes: int
+    max_dynamic_shared_bytes: int
+    registers: int = 0
+    local_bytes: int = 0
+    constant_bytes: int = 0
+
+
 class Kernel(Protocol):
     """A kernel: an entry point of a loaded module."""
 
@@ -114,6 +133,9 @@ class Kernel(Protocol):
     def kept_bytes(self) -> int:
         """The card's local memory that the context sets aside before this kernel runs, and then keeps."""
 
+    def figures(self) -> Figures:
+        """Return its resources. Raises DriverError."""
+
 
 class Module(Protocol):
     """A loaded image."""
@@ -133,6 +155,12 @@ class Module(Protocol):
     @property
     def kept_bytes(self) -> int:
         """Bytes that the context sets aside for it and keeps. One store serves all modules: the greatest counts."""
+
+    def variable(self, name: str) -> tuple[int, int]:
+        """Return the device address and the size of a variable in device or constant memory; the size is 0 without one.
+
+        Copies take the address while the module is loaded. Raises DriverError.
+        """
 
 
 class Poll(Protocol):
@@ -287,6 +315,14 @@ class Context(Protocol):
     @property
     def page_bytes(self) -> int:
         """Size of the card's pages: an allocation may take up to one page more than its size."""
+
+    @property
+    def compute_capability(self) -> int:
+        """The capability that images are compiled for: 90 for 9.0."""
+
+    @property
+    def cuda_version(self) -> int:
+        """The version of CUDA that the card's driver has, 13000 for 13.0; 0 for no CUDA driver."""
 
     @property
     def rounding_bytes(self) -> int:

@@ -9,7 +9,7 @@ again. A number that another session owns is just unknown here: each process has
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from gpulease.daemon.drivers.interface import DriverError, ImageRejected, Module
@@ -41,10 +41,11 @@ def invalid_handle(message: str) -> Refused:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModule:
-    """A module and the size of its image."""
+    """A module, the size of its image, and the addresses of its variables that the tenant has asked for."""
 
     module: Module
     image_bytes: int
+    variables: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -127,6 +128,8 @@ class Ledger:
         self.allocation_dependents = Dependents()
         self.module_dependents = Dependents()
         self._allocations: dict[int, int] = {}
+        # By address: the sizes of modules' variables, which count with their modules.
+        self._variables: dict[int, int] = {}
         # By address: what each region takes of the slice, its size, and the look at it before it is used.
         self._regions: dict[int, ChargedRegion] = {}
         self._modules: dict[int, LoadedModule] = {}
@@ -200,6 +203,10 @@ class Ledger:
         if handle in self._regions:
             raise Refused(
                 Failure(Status.INVALID_HANDLE, f"{handle:#x} is a region", hint="Free a region by its lease id.")
+            )
+        if handle in self._variables:
+            raise Refused(
+                Failure(Status.INVALID_HANDLE, f"{handle:#x} is a module's variable", hint="It ends with its module.")
             )
         self._size_of(handle)
 
@@ -357,9 +364,17 @@ class Ledger:
             raise invalid_handle(f"{number} is not a loaded module of this session")
         return loaded.module
 
+    def add_variable(self, number: int, address: int, size_bytes: int) -> None:
+        """Note where a variable of a module lies: copies and graphs may name it until the module is unloaded."""
+        self._modules[number].variables.add(address)
+        self._variables[address] = size_bytes
+
     def remove_module(self, number: int) -> None:
         """Note that the driver unloaded a module, and call its dependents."""
         loaded = self._modules.pop(number)
+        for address in loaded.variables:
+            del self._variables[address]
+            self.allocation_dependents.released(address, f"the variable {address:#x}, whose module is unloaded")
         self.module_dependents.released(number, f"module {number}, which is unloaded")
         self._image_bytes -= loaded.image_bytes
         self._own_bytes -= loaded.module.device_bytes - loaded.module.shared_bytes
@@ -368,7 +383,7 @@ class Ledger:
             self._most_shared_bytes = 0
 
     def _size_of(self, handle: int) -> int:
-        size_bytes = self._allocations.get(handle)
+        size_bytes = self._allocations.get(handle) or self._variables.get(handle)
         if size_bytes is None:
             region = self._regions.get(handle)
             if region is not None:

@@ -7,19 +7,35 @@ depends on them: text that this module can't follow has untold types.
 
 import re
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import ImageRejected, Kernel, Module
 from gpulease.daemon.session.launches import Planner
+from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import Operations, SessionResources
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import LocalProtocolError
+from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import HANDLE, parse_fixed
 from gpulease.protocol.framing import Frame
-from gpulease.protocol.messages import Handle, KernelEntry, ModuleLoad, ModuleLoaded, ModuleParameters
-from gpulease.protocol.opcodes import ParameterType
+from gpulease.protocol.messages import (
+    Handle,
+    KernelEntry,
+    KernelFigures,
+    ModuleFigures,
+    ModuleLoad,
+    ModuleLoaded,
+    ModuleParameters,
+    Variable,
+    VariableName,
+)
+from gpulease.protocol.opcodes import ParameterType, Status
+
+SHOWN_NAME_CHARACTERS: Final = 200
+"""Characters of a name in an error. Stops a name of 4 KiB from filling the error's text."""
 
 _COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
 
@@ -58,6 +74,30 @@ class ModuleOperations(Operations):
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._ledger.module(number)
         return done(frame, ModuleParameters(self._types.get(number, ())))
+
+    def variable(self, frame: Frame) -> bytes:
+        """MODULE_VARIABLE."""
+        wanted = parse_body(VariableName, frame.payload)
+        module = self._ledger.module(wanted.module)
+        # A C string ends at its NUL: the driver would find another name's variable.
+        address, size_bytes = (0, 0) if "\0" in wanted.name else module.variable(wanted.name)
+        if not size_bytes:
+            raise Refused(
+                Failure(
+                    Status.INVALID_HANDLE,
+                    f"module {wanted.module} has no variable {wanted.name[:SHOWN_NAME_CHARACTERS]!r} with bytes in"
+                    " device or constant memory",
+                    hint="Names are PTX's: C++ spells one in a namespace its own way, and drops one that nothing uses.",
+                )
+            )
+        self._ledger.add_variable(wanted.module, address, size_bytes)
+        return done(frame, Variable(address, size_bytes))
+
+    def figures(self, frame: Frame) -> bytes:
+        """MODULE_FIGURES."""
+        (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
+        kernels = self._ledger.module(number).kernels.values()
+        return done(frame, ModuleFigures(tuple(KernelFigures(*astuple(kernel.figures())) for kernel in kernels)))
 
     def load_image(self, image: bytes) -> tuple[int, Module]:
         """Load an image; its number in the ledger, and the module.

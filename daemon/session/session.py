@@ -155,6 +155,8 @@ class Session:
             Opcode.MODULE_LOAD: self._modules.load,
             Opcode.MODULE_UNLOAD: self._modules.unload,
             Opcode.MODULE_PARAMETERS: self._modules.parameters,
+            Opcode.MODULE_VARIABLE: self._modules.variable,
+            Opcode.MODULE_FIGURES: self._modules.figures,
             Opcode.LAUNCH: self._launches.launch,
             Opcode.SYNC: self._launches.sync,
             Opcode.STREAM_CREATE: self.streams.create,
@@ -413,6 +415,16 @@ class Session:
         return has_grown
 
     # --- regions ---
+
+    @property
+    def compute_capability(self) -> int:
+        """The capability that images are compiled for: 90 for 9.0."""
+        return self._context.compute_capability
+
+    @property
+    def cuda_version(self) -> int:
+        """The version of CUDA that the card's driver has, 13000 for 13.0; 0 for no CUDA driver."""
+        return self._context.cuda_version
 
     @property
     def region_granule_bytes(self) -> int:

@@ -47,6 +47,7 @@ def test_by_index_and_by_uuid(cards: Daemon, index: int) -> None:
     for device in (index, str(index), uuid):
         with cards.builder().device(device).acquire() as lease, GpuSession(lease) as session:
             assert lease.card_uuid == session.card_uuid == uuid
+            assert (session.compute_capability, session.cuda_version) == (90, 0)
             check_main_job(session)
             assert cards.inventory().entries[index].available_bytes < (2 - index) * GIB
             assert cards.inventory().entries[1 - index].available_bytes == (1 + index) * GIB

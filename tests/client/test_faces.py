@@ -57,6 +57,8 @@ async def session_and_view(face: Face) -> None:
     async with face.session() as session:
         assert session.session_id == LEASE_ID
         assert (session.driver, session.card_uuid, session.slice_bytes) == ("made-up", CARD, 1 << 30)
+        # The peer is too old to tell of its card.
+        assert (session.compute_capability, session.cuda_version) == (0, 0)
         assert session.is_alive
     assert not session.is_alive
     with pytest.raises(InvalidRequest, match="the session was closed"):

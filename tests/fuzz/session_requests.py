@@ -29,6 +29,8 @@ IMAGES = (TRANSFORM, FAULTS, GAPS, b"", TRANSFORM[:400], TRANSFORM.replace(b"ret
 KERNELS = ("scale", "bias", "gaps", "fill_u32", "stray_store", "misaligned", "nope", "")
 """Of those that end."""
 
+VARIABLES = ("coefficients", "nope", "", "scale")
+
 DIMS = (1, 1, 2, 32, 0, 1025, 1 << 31, (1 << 32) - 1)
 """None between: what a kernel does many times over is its lease's time, and ours."""
 
@@ -152,6 +154,7 @@ BODIES: dict[int, Body] = {
     Opcode.ARENA_WRITE: arena_copy,
     Opcode.ARENA_READ: arena_copy,
     Opcode.STREAM_WAIT: lambda tenant, draws: m.StreamWait(tenant.number(draws), tenant.number(draws)),
+    Opcode.MODULE_VARIABLE: lambda tenant, draws: m.VariableName(tenant.number(draws), draws.pick(VARIABLES)),
     Opcode.GRAPH_CREATE: graph_create,
     Opcode.GRAPH_LAUNCH: graph_launch,
     Opcode.REGION_SET: region_set,
@@ -165,6 +168,7 @@ BODIES: dict[int, Body] = {
             Opcode.STREAM_SELECT,
             Opcode.STREAM_SYNC,
             Opcode.MODULE_PARAMETERS,
+            Opcode.MODULE_FIGURES,
             Opcode.GRAPH_DESTROY,
             Opcode.REGION_SET_FREE,
             Opcode.REGION_RELEASE,

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from gpulease.client import GpuBuilder, GpuSession, KernelArgs, Region, aio
+from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, Region, aio
 from helpers.scripted_peer import ScriptedPeer
 
 
@@ -15,7 +15,7 @@ class Awaited:
     WAITING = frozenset(
         {"renew", "free", "query", "mem_alloc", "mem_free", "mem_write", "mem_read"}
         | {"module_load", "module_unload", "launch", "sync", "close", "stream", "region_set"}
-        | {"region", "cancel", "resume", "revoke", "grow", "shrink", "note", "notes"}
+        | {"region", "cancel", "resume", "revoke", "grow", "shrink", "note", "notes", "reacquire"}
     )
 
     def __init__(self, target: Any) -> None:
@@ -28,7 +28,7 @@ class Awaited:
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             result = value(*args, **kwargs)
-            return Awaited(result) if isinstance(result, Region) else result
+            return Awaited(result) if isinstance(result, Region | GpuLease) else result
 
         return call
 

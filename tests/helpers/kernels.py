@@ -108,3 +108,30 @@ def fill_u32(session: GpuSession, buffer: Buffer, n: int) -> Iterator[Any]:
 
     yield launch
     session.module_unload(module)
+
+
+VARIABLES: Final = b"""
+.version 7.0
+.target sm_75
+.address_size 64
+.visible .const .align 4 .b8 weights[32];
+.visible .global .align 4 .u32 count = 7;
+.visible .global .align 4 .b8 table[32];
+.visible .entry weigh(.param .u64 out)
+{
+.reg .b32 %t, %v, %one; .reg .b64 %at, %out, %w, %c;
+mov.u32 %t, %tid.x; mul.wide.u32 %at, %t, 4;
+mov.u64 %w, weights; add.s64 %w, %w, %at; ld.const.b32 %v, [%w];
+ld.param.u64 %out, [out]; cvta.to.global.u64 %out, %out; add.s64 %out, %out, %at; st.global.b32 [%out], %v;
+mov.u64 %c, count; atom.global.add.u32 %one, [%c], 1;
+ret;
+}
+.visible .entry tile()
+{
+.shared .align 4 .b8 rows[4096];
+.reg .b64 %a; .reg .b32 %v;
+mov.u64 %a, rows; mov.u32 %v, 1; st.shared.u32 [%a], %v;
+ret;
+}
+"""
+"""Variables in constant and device memory; `weigh` copies eight floats of `weights` and counts its threads."""

@@ -58,6 +58,8 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "REGION_RELEASE": 0x0617,
         "LAUNCH_IN": 0x0618,
         "GRAPH_LAUNCH_IN": 0x0619,
+        "MODULE_VARIABLE": 0x061A,
+        "MODULE_FIGURES": 0x061B,
     }.items()
 
 

@@ -20,7 +20,7 @@ from gpulease.protocol.ring import Given, Wanted
 
 from .vector_messages import AUDIENCE, CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
 from .vector_regions import cancelled_region, noted, regions, resized
-from .vector_script import MODULE, SLICE, Script, X, Y, alloc, launch
+from .vector_script import KERNELS, MODULE, SLICE, WITH_VARIABLE, Script, X, Y, alloc, launch
 from .vector_submits import submit, typed_submit
 
 
@@ -89,12 +89,34 @@ def parameter_types() -> Script:
     script = Script("A client asks for the types of a module's parameters, since ATTACH's reply says that it may.")
     script.hello("control")
     script.grant()
-    script.attach(told=(Tlv(SessionOption.PARAMETER_TYPES, b""),))
+    card = (90).to_bytes(2, "big") + (13000).to_bytes(4, "big")
+    script.attach(told=(Tlv(SessionOption.PARAMETER_TYPES, b""), Tlv(SessionOption.CARD, card)))
     script.load()
     types = bytes([ParameterType.U64, ParameterType.U32, ParameterType.F32])
     script.call("session", Opcode.MODULE_PARAMETERS, m.Handle(MODULE), m.ModuleParameters((types, types)), LEASE)
     unknown = Failure(Status.INVALID_HANDLE, "7 is not a loaded module of this session")
     script.refuse("session", script.ask("session", Opcode.MODULE_PARAMETERS, m.Handle(7), session_id=LEASE), unknown)
+    script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
+    return script
+
+
+def module_details() -> Script:
+    script = Script(
+        "A client writes a module's variable, since ATTACH's reply says that it may; the module's end is its."
+    )
+    script.hello("control")
+    script.grant()
+    script.attach(told=(Tlv(SessionOption.MODULE_DETAILS, b""),))
+    script.call("session", Opcode.MODULE_LOAD, m.ModuleLoad(WITH_VARIABLE), m.ModuleLoaded(MODULE, KERNELS[:1]), LEASE)
+    figures = m.ModuleFigures((m.KernelFigures(0, 232_448, 0, 0, 0),))
+    script.call("session", Opcode.MODULE_FIGURES, m.Handle(MODULE), figures, LEASE)
+    name, address = m.VariableName(MODULE, "coefficients"), POINTER
+    script.call("session", Opcode.MODULE_VARIABLE, name, m.Variable(address, 16), LEASE)
+    script.call("session", Opcode.MEM_WRITE, m.MemWrite(address, 4, X[4:]), m.Empty(), LEASE)
+    script.call("session", Opcode.MEM_READ, m.MemRead(address, 0, 16), m.Data(X), LEASE)
+    script.call("session", Opcode.MODULE_UNLOAD, m.Handle(MODULE), m.Empty(), LEASE)
+    gone = Failure(Status.INVALID_HANDLE, f"{address:#x} is not a live allocation of this session")
+    script.refuse("session", script.ask("session", Opcode.MEM_READ, m.MemRead(address, 0, 4), session_id=LEASE), gone)
     script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
     return script
 
@@ -429,6 +451,7 @@ SCRIPTS = (
     deferred_failure,
     arena_copies,
     parameter_types,
+    module_details,
     streams,
     launch_graph,
     session_failures,

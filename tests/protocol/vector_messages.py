@@ -200,6 +200,17 @@ SESSION: Cases = {
         m.ModuleParameters((bytes([ParameterType.POINTER, ParameterType.U32, ParameterType.F32]), b"")),
         m.ModuleParameters((b"\x07" * limits.MAX_ARGUMENTS,) * 2),
     ),
+    "VariableName": (
+        m.VariableName(0, ""),
+        m.VariableName(2, "coefficients"),
+        m.VariableName(U64, "v" * limits.MAX_KERNEL_NAME_BYTES),
+    ),
+    "Variable": (m.Variable(0, 0), m.Variable(POINTER, 1024), m.Variable(U64, U64)),
+    "ModuleFigures": (
+        m.ModuleFigures(()),
+        m.ModuleFigures((m.KernelFigures(1024, 231_424, 40, 16, 256),)),
+        m.ModuleFigures((m.KernelFigures(*(U32,) * 5),) * limits.MAX_KERNELS),
+    ),
     "Launch": (
         m.Launch(0, "", 0, 0, 0, 0, 0, 0, 0, b"", ()),
         m.Launch(2, "scale", 4, 1, 1, 256, 1, 1, 0, SCALE_ARGS, (8, 4, 4)),

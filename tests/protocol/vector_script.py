@@ -34,6 +34,9 @@ DONE: ret;
 }}
 """
 PTX = (_HEAD + _KERNEL.format(name="scale", op="mul") + _KERNEL.format(name="bias", op="add")).encode()
+WITH_VARIABLE = (
+    _HEAD + ".visible .const .align 4 .b8 coefficients[16];\n" + _KERNEL.format(name="scale", op="mul")
+).encode()
 KERNELS = tuple(m.KernelEntry(name, 1024, (8, 4, 4)) for name in ("scale", "bias"))
 
 

@@ -28,6 +28,7 @@ from gpulease.client.serve.decode.forward_pass import (
     buffer_sizes,
     parts_of,
 )
+from gpulease.client.serve.decode.linear_tiles import target_of
 from gpulease.client.serve.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
 
 MAX_STEPS: Final = 2
@@ -133,7 +134,7 @@ class DecodeEngine:
             weights = await load_weights(
                 session, checkpoint, packed=packed, positions=limits.positions, progress=progress
             )
-            forward = ForwardPass(session, weights, limits)
+            forward = ForwardPass(session, weights, limits, target_of(session.driver, session.compute_capability))
             await forward.prepare()
             engine = cls(lease, session, forward)
             stack.push_async_callback(engine.close)

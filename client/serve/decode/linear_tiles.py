@@ -18,6 +18,11 @@ ENOUGH_PROGRAMS: Final = 96
 """Programs of a launch at least for the larger of two tiles: fewer leave too many of 132 multiprocessors idle."""
 
 
+def target_of(driver: str, compute_capability: int) -> str:
+    """Return the architecture of a session's own kernels; the embedded driver has no wgmma."""
+    return SM_90A if driver == "cuda" and compute_capability == 90 else SM_80
+
+
 @cache
 def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> str:
     """Return the name of the kernel that computes `function` fastest.

@@ -8,8 +8,8 @@ from typing import Final, Self
 
 import numpy as np
 
-from gpulease.client import Buffer, KernelArgs, Module
-from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession
+from gpulease.client import Buffer, KernelArgs
+from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession, Module
 from gpulease.client.errors import (
     CapacityExceeded,
     Disconnected,

@@ -145,6 +145,17 @@ class CudaContext:
             raise DriverError("there were regions, whose addresses no other lease may use")
 
     @property
+    def compute_capability(self) -> int:
+        """The card's (cuDeviceGetAttribute)."""
+        major, minor = cuda.Context.get_device().compute_capability()
+        return int(10 * major + minor)
+
+    @property
+    def cuda_version(self) -> int:
+        """The driver's (cuDriverGetVersion)."""
+        return int(cuda.get_driver_version())
+
+    @property
     def rounding_bytes(self) -> int:
         """Bytes that allocations take beyond their sizes, as the driver places them (memory.py)."""
         return self._blocks.rounding_bytes

@@ -18,7 +18,15 @@ from gpulease.daemon.drivers.cuda.cubin_footprint import Weight, weigh
 from gpulease.daemon.drivers.cuda.jit_cache import Compiled
 from gpulease.daemon.drivers.cuda.launch_code import SharedMemory
 from gpulease.daemon.drivers.cuda.memory import LocalMemory
-from gpulease.daemon.drivers.interface import Admit, ImageRejected, Parameter, refuse_managed_text, text_of
+from gpulease.daemon.drivers.interface import (
+    Admit,
+    DriverError,
+    Figures,
+    ImageRejected,
+    Parameter,
+    refuse_managed_text,
+    text_of,
+)
 from gpulease.daemon.drivers.ptx.translate.cooperative import confirm_by_text
 
 LOG_BYTES: Final = 64 << 10
@@ -50,6 +58,25 @@ class CudaKernel:
     shared: SharedMemory
     is_cooperative: bool = False
 
+    def figures(self) -> Figures:
+        """Ask the driver (cuFuncGetAttribute)."""
+        kinds = api.CUfunction_attribute
+        shared_bytes = self.attribute(kinds.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
+        return Figures(
+            shared_bytes,
+            self.shared.most_dynamic_bytes,
+            self.attribute(kinds.CU_FUNC_ATTRIBUTE_NUM_REGS),
+            self.attribute(kinds.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES),
+            self.attribute(kinds.CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES),
+        )
+
+    def attribute(self, attribute: Any) -> int:
+        """Return one of the driver's figures. Raises DriverError."""
+        error, value = api.cuFuncGetAttribute(attribute, api.CUfunction(self.function))
+        if error:
+            raise DriverError(f"the driver does not tell a figure of kernel {self.name}: {_words(error)}")
+        return int(value)
+
 
 @dataclass(frozen=True, slots=True)
 class CudaModule:
@@ -64,6 +91,15 @@ class CudaModule:
     shared_bytes: int
     kept_bytes: int
     loaded: Any
+
+    def variable(self, name: str) -> tuple[int, int]:
+        """Ask the driver (cuModuleGetGlobal)."""
+        error, address, size_bytes = api.cuModuleGetGlobal(self.loaded, name.encode())
+        if error == api.CUresult.CUDA_ERROR_NOT_FOUND:
+            return 0, 0
+        if error:
+            raise DriverError(f"the driver does not tell where variable {name!r} is: {_words(error)}")
+        return int(address), int(size_bytes)
 
 
 def load_image(
@@ -206,15 +242,19 @@ def _parameters(kernel: Any) -> tuple[Parameter, ...]:
         parameters.append(Parameter(int(offset), int(size)))
 
 
+def _words(error: Any) -> str:
+    _, text = api.cuGetErrorString(error)
+    return str(text.decode())
+
+
 def _check(error: Any, log: bytearray | None = None) -> None:
     if error == api.CUresult.CUDA_SUCCESS:
         return
-    _, text = api.cuGetErrorString(error)
     said = bytes(log).split(b"\0", 1)[0].decode(errors="replace").strip() if log else ""
     first = said.splitlines()[0] if said else ""
     found = _LINE.search(said)
     raise ImageRejected(
-        f"the image can't be loaded: {text.decode()}{': ' + first if first else ''}",
+        f"the image can't be loaded: {_words(error)}{': ' + first if first else ''}",
         log=said,
         line=int(found[1]) if found else 0,
         hint="Compile it for this card's architecture or an earlier one, with a toolkit no newer than the driver.",

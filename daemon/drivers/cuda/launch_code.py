@@ -82,6 +82,11 @@ class SharedMemory:
         self._most_bytes = max(DEFAULT_SHARED_BYTES, card_bytes) - static_bytes
         self._opt_in = opt_in
 
+    @property
+    def most_dynamic_bytes(self) -> int:
+        """Most that a launch may ask for."""
+        return self._most_bytes
+
     def allow(self, kernel: str, size_bytes: int) -> None:
         """Let a launch have so many bytes. Raises LaunchRejected for more than the card has for a block."""
         if size_bytes <= self._allowed_bytes:

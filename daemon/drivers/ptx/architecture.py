@@ -40,6 +40,12 @@ class Architecture:
         return ""
 
 
+def takes_long_parameters(version: tuple[int, int], target: str) -> bool:
+    """Say whether kernels of such an image may have more than 4352 bytes of parameters (PTX ISA section 5.1.6.1)."""
+    found = _TARGET.fullmatch(target)
+    return found is not None and version >= (8, 1) and int(found[1]) >= 70
+
+
 SM_90: Final = Architecture()
 """The default: what most PTX in use runs on."""
 

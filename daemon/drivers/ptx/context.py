@@ -76,8 +76,15 @@ _EVENTS: dict[int, str] = {
 _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 
 
-def describe(fault: Fault, text_at: Callable[[int], str], *, kernel: str, tag: int) -> KernelFault:
-    """The error for a fault record; `text_at` reads what an assertion's addresses mean."""
+def describe(
+    fault: Fault, text_at: Callable[[int], str], beside: Callable[[int, int], str], *, kernel: str, tag: int
+) -> KernelFault:
+    """The error for a fault record.
+
+    Args:
+        text_at: Reads what an assertion's addresses mean.
+        beside: Names the allocation that an access of so many bytes at an address misses, or "".
+    """
     place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
     where = f"{place} in kernel {kernel}, PTX line {fault.line}"
     if fault.access == Access.ASSERTION:
@@ -90,8 +97,9 @@ def describe(fault: Fault, text_at: Callable[[int], str], *, kernel: str, tag: i
     what = "misaligned" if fault.address % fault.size else "illegal"
     kind = what if space in _UNNAMED else f"{what} {space.value}"
     access = Access(fault.access).name.lower()
+    missed = beside(fault.address, fault.size) if what == "illegal" and space in _UNNAMED else ""
     return KernelFault(
-        f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {where}",
+        f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {where}{missed and ': '}{missed}",
         tag=tag,
         kernel=kernel,
         address=fault.address,
@@ -192,6 +200,7 @@ class CpuContext:
     """
 
     page_bytes = 1
+    cuda_version = 0
 
     def __init__(self, slice_bytes: int, *, hosts: int | None = None, architecture: Architecture = SM_90) -> None:
         self._slice_bytes = slice_bytes
@@ -219,6 +228,11 @@ class CpuContext:
         self._is_closed = False
         # A kernel may still run when the interpreter ends and frees what it can: only `close` lets go of this.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    @property
+    def compute_capability(self) -> int:
+        """The capability of its architecture."""
+        return self._architecture.number
 
     # --- Memory ------------------------------------------------------------------------------------------------
 
@@ -378,7 +392,7 @@ class CpuContext:
 
     def compile_kernel(self, kernel: Kernel) -> bool:
         """Compile a kernel that was not launched yet, and those that share functions with it."""
-        if not isinstance(kernel, CpuKernel) or kernel.code.is_compiled:
+        if not isinstance(kernel, CpuKernel) or kernel.refusal is not None or kernel.code.is_compiled:
             return False
         return kernel.entry != 0
 
@@ -424,6 +438,9 @@ class CpuContext:
         """A launch's head, and whether several threads are to run its blocks. Raises LaunchRejected."""
         if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
             raise LaunchRejected("this kernel's module is not loaded")
+        if kernel.refusal is not None:
+            why, hint = kernel.refusal
+            raise LaunchRejected(f"kernel {kernel.name} can't run on the embedded driver: {why}", hint=hint)
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
         _check_shape(kernel, grid, block)
@@ -483,7 +500,11 @@ class CpuContext:
         self._flush()
         state = self._stream.state
         error = describe(
-            Fault.from_address(state.fault), self._text_at, kernel=self._kernel_names[state.kernel], tag=state.tag
+            Fault.from_address(state.fault),
+            self._text_at,
+            self._arena.beside,
+            kernel=self._kernel_names[state.kernel],
+            tag=state.tag,
         )
         self._stream.forget_fault()
         return error

@@ -1,9 +1,10 @@
 """Translate an image, keep its code, and load it into a context (the interface's `Module` and `Kernel`).
 
-All that can be wrong with an image is found when it is loaded; its kernels are compiled when they are first launched
-(kernel_code.py). Compiled code does not depend on the process it was made in: it names what it calls, and a table that
-each launch names holds the addresses of variables. So this process, or another one later, can use it again
-(`daemon/native/code_cache.py`).
+All that can be wrong with an image is found when it is loaded. A kernel that can't be translated keeps the reason, with
+which its launch is refused; an image without any other kernel is refused itself. Kernels are compiled when they are
+first launched (kernel_code.py). Compiled code does not depend on the process it was made in: it names what it calls,
+and a table that each launch names holds the addresses of variables. So this process, or another one later, can use it
+again (`daemon/native/code_cache.py`).
 """
 
 import ctypes
@@ -19,6 +20,7 @@ from gpulease.daemon.drivers import ptx
 from gpulease.daemon.drivers.interface import (
     Admit,
     Dim3,
+    Figures,
     ImageRejected,
     OutOfMemory,
     Parameter,
@@ -28,7 +30,13 @@ from gpulease.daemon.drivers.interface import (
 )
 from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
 from gpulease.daemon.drivers.ptx.kernel_code import PartCode, PartSource
-from gpulease.daemon.drivers.ptx.limits import MAX_HELD_CODE_BYTES, MAX_IMAGE_BYTES, MAX_THREADS_PER_BLOCK, rejected
+from gpulease.daemon.drivers.ptx.limits import (
+    MAX_HELD_CODE_BYTES,
+    MAX_IMAGE_BYTES,
+    MAX_SHARED_BYTES,
+    MAX_THREADS_PER_BLOCK,
+    rejected,
+)
 from gpulease.daemon.drivers.ptx.memory import Arena, Needs
 from gpulease.daemon.drivers.ptx.native.library import bind_library
 from gpulease.daemon.drivers.ptx.parse.parser import parse
@@ -54,6 +62,7 @@ class KernelFacts:
         symbol: Its name there.
         is_cooperative: Whether only a cooperative launch could run it; see `cooperative_refused`.
         needs: What a block of it takes beside.
+        refusal: Why it can't be translated, and what to do; None if it can be. Without symbol and needs then.
     """
 
     name: str
@@ -66,6 +75,7 @@ class KernelFacts:
     part: int
     symbol: str
     is_cooperative: bool
+    refusal: tuple[str, str] | None
     needs: Needs
 
 
@@ -120,7 +130,7 @@ def _kernel_from(fields: Any) -> KernelFacts:
 
 
 def translate_image(image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90) -> TranslatedImage:
-    """Parse and translate. Raises ImageRejected."""
+    """Parse and translate. Raises ImageRejected for an image of which no kernel could run."""
     tree = link(parse(_decode(image), architecture))
     variables = tuple(ModuleVariable(v.name, v.size, v.initial, v.relocations) for v in tree.variables)
     check_size(variables, slice_bytes)
@@ -158,28 +168,46 @@ def _decode(image: bytes) -> str:
 def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
     places = {name: (n, symbol) for n, part in enumerate(parts) for name, symbol in part.runners.items()}
     needs = {name: found for part in parts for name, found in part.needs.items()}
+    for function in tree.functions:
+        if function.name in needs and not needs[function.name].fit(_most_threads(function)):
+            reason = f"a block of {_most_threads(function)} threads keeps more than there is room for"
+            tree.refusals[function.name] = rejected(reason, line=function.line)
+    tree.check()
     cooperative = cooperative_kernels(tree)
     return tuple(
-        _facts(function, needs[function.name], *places[function.name], is_cooperative=function.name in cooperative)
+        _facts(
+            function,
+            needs.get(function.name, _NO_NEEDS),
+            *places.get(function.name, (0, "")),
+            is_cooperative=function.name in cooperative,
+            refusal=tree.refusals.get(function.name),
+        )
         for function in tree.functions
     )
 
 
-def _facts(function: Function, needs: Needs, part: int, symbol: str, *, is_cooperative: bool) -> KernelFacts:
-    threads = min(function.bounds.max_threads or MAX_THREADS_PER_BLOCK, MAX_THREADS_PER_BLOCK)
-    if not needs.fit(threads):
-        raise rejected(f"a block of {threads} threads keeps more than there is room for", line=function.line)
+_NO_NEEDS = Needs(0, 0, 0, 0, parks=False)
+
+
+def _most_threads(function: Function) -> int:
+    return min(function.bounds.max_threads or MAX_THREADS_PER_BLOCK, MAX_THREADS_PER_BLOCK)
+
+
+def _facts(
+    function: Function, needs: Needs, part: int, symbol: str, *, is_cooperative: bool, refusal: ImageRejected | None
+) -> KernelFacts:
     return KernelFacts(
         name=function.name,
         parameters=tuple(Parameter(p.offset, p.size) for p in function.parameters),
         parameter_bytes=function.parameter_bytes,
-        max_threads_per_block=threads,
+        max_threads_per_block=_most_threads(function),
         required_block=function.bounds.required,
         static_shared_bytes=function.shared_bytes,
         dynamic_shared_offset=function.dynamic_shared_offset,
         part=part,
         symbol=symbol,
         is_cooperative=is_cooperative,
+        refusal=None if refusal is None else (str(refusal), refusal.hint),
         needs=needs,
     )
 
@@ -272,6 +300,7 @@ class CpuKernel:
         needs: What a block of it takes.
         pace: Host address of how long its blocks took last (native/structures.py).
         is_cooperative: Whether only a cooperative launch could run it.
+        refusal: Why it can't run and what to do, or None.
     """
 
     name: str
@@ -288,12 +317,21 @@ class CpuKernel:
     needs: Needs
     pace: int
     is_cooperative: bool = False
+    refusal: tuple[str, str] | None = None
     kept_bytes: int = 0
 
     @property
     def entry(self) -> int:
         """Return the host address of its runner, which the first use compiles. Raises LaunchRejected."""
         return self.code.address(self.symbol)
+
+    def figures(self) -> Figures:
+        """Return what its shared variables leave of a block's shared memory, and its local windows."""
+        return Figures(
+            self.static_shared_bytes,
+            MAX_SHARED_BYTES - self.dynamic_shared_offset,
+            local_bytes=self.needs.local_bytes_per_thread,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -308,6 +346,13 @@ class CpuModule:
     tables: tuple[Any, Any]
     shared_bytes: int = 0
     kept_bytes: int = 0
+
+    def variable(self, name: str) -> tuple[int, int]:
+        """Return where `_place` put it."""
+        for variable, address in zip(self.code.image.variables, self.variable_addresses, strict=True):
+            if variable.name == name:
+                return address, variable.size
+        return 0, 0
 
 
 def load(
@@ -392,4 +437,5 @@ def _kernel(facts: KernelFacts, *, number: int, code: PartCode, variables: int, 
         needs=facts.needs,
         pace=pace,
         is_cooperative=facts.is_cooperative,
+        refusal=facts.refusal,
     )

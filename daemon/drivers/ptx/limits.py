@@ -28,8 +28,11 @@ MAX_BLOCK_DEPTH = 64
 # `%r<999999999>`: ranges are never spelled out in memory, but a number past any real kernel's is an attack.
 MAX_REGISTERS_PER_RANGE = 1 << 20
 
-# Bounds the compile time and memory of one image: generic accesses, the worst, take 13 s and 1.7 GB at this number.
+# Bounds the compile time and memory of one kernel: generic accesses, the worst, take 13 s and 1.7 GB at this number.
 MAX_INSTRUCTIONS = 1 << 15
+
+# Of all kernels and functions of an image: each is an object of some 700 bytes while the image is loaded.
+MAX_IMAGE_INSTRUCTIONS = 1 << 17
 
 # Of a kernel that gets functions put into it whose loops watch memory, though it might call them: each loop in it keeps
 # the registers that live there, and what a larger one keeps could have an image refused that calls let load.
@@ -60,9 +63,12 @@ MAX_LIVENESS_VISITS = 1 << 20
 # with 1000 registers that live everywhere in 1000 blocks make a million of them; large real kernels, some 10,000.
 MAX_MERGES = 1 << 18
 
-# Lines of IR of one image's kernels and functions: a generic access has 54, an addition of a vector to memory 267.
-# Leaves room for MAX_INSTRUCTIONS generic accesses.
+# Lines of IR of a kernel and its functions, or of kernels with functions in common: a generic access has 54, an
+# addition of a vector to memory 267. Leaves room for MAX_INSTRUCTIONS generic accesses.
 MAX_IR_LINES = 1_800_000
+
+# The same of an image's kernels altogether, which takes memory and time when it is loaded.
+MAX_IMAGE_IR_LINES = 2 * MAX_IR_LINES
 
 # Optimising costs time in the square of the checked accesses of a kernel: 256 in a loop take 2 s, 4000 took minutes
 # and gigabytes. Kernels past these numbers are compiled without, in linear time. So are those of an image past the sum
@@ -107,8 +113,10 @@ MAX_FRAME_BYTES = 8 << 20
 
 # --- A kernel's resources --------------------------------------------------------------------------------------
 
-# PTX ISA, "Kernel Function Parameters": 4352 bytes before PTX 8.1; the queue has this much room in each slot.
-MAX_PARAMETER_BYTES = 4352
+# PTX ISA section 5.1.6.1, "Kernel Function Parameters": 32764 bytes in PTX 8.1 for sm_70, 4352 before either. The queue
+# has room for that many in each slot, of which only the pages that are written take memory.
+MAX_PARAMETER_BYTES = 32_764
+MAX_OLD_PARAMETER_BYTES = 4352
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 MAX_THREADS_PER_BLOCK = 1024
@@ -127,8 +135,9 @@ MAX_LOCAL_BYTES = 64 * 1024
 MAX_LIVE_REGISTERS = 2048
 
 # Registers saved and brought back at all waits of a kernel together: each is four lines of IR, so thousands of barriers
-# with thousands of live registers would be gigabytes. The largest kernels of nvcc stay under a tenth of this.
-MAX_SAVED_REGISTERS = 100_000
+# with thousands of live registers would be gigabytes: so many take 15 s to compile. Kernels that are one product of
+# matrices after another have up to 256 at each of hundreds.
+MAX_SAVED_REGISTERS = 250_000
 
 # Kernels past these lengths, in instructions and in lines of IR, keep one thread's code: that for lanes takes up to
 # three times as long to compile, the worst at this number five seconds. nvcc's loops, unrolled, stay under a sixth;

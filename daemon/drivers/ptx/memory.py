@@ -1,10 +1,11 @@
 """Memory: the context's allocations, the places where blocks run, mappings that cost nothing until touched.
 
-Device memory is one reservation of address space per context. Sizes are rounded up to powers of two. Each size class
-has a range of its own with room for more blocks than a slice can hold, so an allocation that fits the slice always
-finds a place: there is no fragmentation, only address space, which is free. Pages exist only where touched, and go back
-when freed. Behind the classes lie the addresses of regions (region_pages.py). A running block has its shared memory,
-local windows and frames in an area of its own.
+Device memory is one reservation of address space per context. Sizes are rounded up to powers of two, with at least a
+granule behind each allocation that no kernel may touch: an access just before or behind one is a fault, never a
+neighbour's. Each size class has a range of its own with room for more blocks than a slice can hold, so an allocation
+that fits the slice always finds a place: there is no fragmentation, only address space, which is free. Pages exist only
+where touched, and go back when freed. Behind the classes lie the addresses of regions (region_pages.py). A running
+block has its shared memory, local windows and frames in an area of its own.
 """
 
 import ctypes
@@ -138,9 +139,14 @@ class Areas:
         self._memory.close()
 
 
-# Blocks of a class are over half full, so a slice's worth takes twice its bytes; twice that leaves room for modules'
-# variables, which the context bounds by the slice's size again.
-_CLASS_FACTOR = 4
+# Behind each allocation, in its block. A class's least allocation leaves one byte too few for a block of half the size.
+_RED_ZONE_BYTES = GRANULE_BYTES
+
+# Allocations' bytes that each class has blocks for, in slices: modules' variables are bounded by one slice more.
+_SLICES_PER_CLASS = 2
+
+# An allocation counts for as many bytes at least; of smaller ones there can be fewer than a slice's worth.
+_LEAST_COUNTED_BYTES = 128
 
 # From here on freed blocks are whole pages and go back to the host; smaller ones are zeroed in place.
 _DISCARD_BYTES = 64 * 1024
@@ -187,6 +193,14 @@ class _SizeClass:
         self._freed.append(offset)
 
 
+def _shift_of(size_bytes: int) -> int:
+    """The power of two that an allocation and what lies behind it take."""
+    return (size_bytes + _RED_ZONE_BYTES - 1).bit_length()
+
+
+_FIRST_SHIFT = _shift_of(1)
+
+
 class Arena:
     """The allocator and its shadow table, which generated code reads (translate/access.py).
 
@@ -205,8 +219,9 @@ class Arena:
         self._slice_bytes = slice_bytes
         self._classes: list[_SizeClass] = []
         end = 0
-        for shift in range(GRANULE_SHIFT, max(GRANULE_SHIFT, (slice_bytes - 1).bit_length()) + 1):
-            blocks = -(-_CLASS_FACTOR * slice_bytes >> shift) + 1
+        for shift in range(_FIRST_SHIFT, _shift_of(slice_bytes) + 1):
+            least = (1 << shift - 1) - _RED_ZONE_BYTES + 1
+            blocks = _SLICES_PER_CLASS * slice_bytes // max(least, _LEAST_COUNTED_BYTES) + 1
             self._classes.append(_SizeClass(end, 1 << shift, blocks))
             # Blocks that are given back to the host must begin at a page.
             end = round_up(self._classes[-1].end, mmap.PAGESIZE)
@@ -224,10 +239,9 @@ class Arena:
         """The address of that many zeroed bytes. Raises OutOfMemory."""
         if size_bytes <= 0:
             raise DriverError(f"an allocation has at least 1 byte, not {size_bytes}")
-        shift = max(GRANULE_SHIFT, (size_bytes - 1).bit_length())
         if size_bytes > self._slice_bytes:
             raise OutOfMemory(f"{size_bytes} bytes are more than the slice's {self._slice_bytes}")
-        offset = self._classes[shift - GRANULE_SHIFT].take()
+        offset = self._classes[_shift_of(size_bytes) - _FIRST_SHIFT].take()
         if offset is None:
             raise OutOfMemory(f"no address space is left for {size_bytes} bytes")
         self._sizes[offset] = size_bytes
@@ -259,6 +273,24 @@ class Arena:
             if offset + size <= start + self._sizes.get(start, -1):
                 return self.memory.view[offset : offset + size]
         raise DriverError(f"{size} bytes at {address:#x} are not within one allocation")
+
+    def beside(self, address: int, size: int) -> str:
+        """Name the allocation that an access just misses, in words; "" if there is none on either side."""
+        offset = address - self.memory.address
+        if not 0 <= offset < self._classes[-1].end:
+            return ""
+        held_in = self._class_of(offset)
+        start = offset - (offset - held_in.start) % held_in.block_bytes
+        behind = start + held_in.block_bytes
+        misses = []
+        if start in self._sizes:
+            misses.append((offset + size - start - self._sizes[start], "past the end", start))
+        if behind in self._sizes:
+            misses.append((behind - offset, "before the start", behind))
+        if not misses:
+            return ""
+        distance, where, of = min(misses)
+        return f"{distance} bytes {where} of the {self._sizes[of]} allocated at {self.memory.address + of:#x}"
 
     def allow(self, address: int, size_bytes: int) -> None:
         """Let kernels touch memory of a region; both numbers are multiples of a region's granule."""

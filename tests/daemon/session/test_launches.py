@@ -2,7 +2,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from gpulease.daemon.drivers.interface import Kernel, Parameter
+from gpulease.daemon.drivers.interface import Figures, Kernel, Parameter
 from gpulease.daemon.session.launches import MAX_PLANS, Plan, Planner
 from gpulease.daemon.session.ledger import Ledger, Refused
 from gpulease.protocol.codec import build_body
@@ -21,6 +21,9 @@ class MadeKernel:
     max_threads_per_block: int = 1024
     kept_bytes: int = 0
 
+    def figures(self) -> Figures:
+        return Figures(0, 0)
+
 
 @dataclass
 class MadeModule:
@@ -28,6 +31,9 @@ class MadeModule:
     device_bytes: int = 0
     shared_bytes: int = 0
     kept_bytes: int = 0
+
+    def variable(self, name: str) -> tuple[int, int]:
+        return 0, 0
 
 
 def kernel_of(*parameters: tuple[int, int], name: str = "k", parameter_bytes: int | None = None) -> MadeKernel:

@@ -20,6 +20,9 @@ class NoKernels:
     shared_bytes: int = 0
     kept_bytes: int = 0
 
+    def variable(self, name: str) -> tuple[int, int]:
+        return 0, 0
+
 
 @contextmanager
 def refused(status: Status, message: str) -> Iterator[None]:
@@ -238,3 +241,22 @@ def test_dependents_learn_once_what_was_released() -> None:
     ledger.remove_allocation(0x10)
     ledger.remove_module(number)
     assert released[1:] == [f"module {number}, which is unloaded"]
+
+
+def test_a_variable_is_named_until_its_module_goes() -> None:
+    ledger = Ledger(SLICE)
+    number = ledger.add_module(NoKernels(), 10)
+    for _ in range(2):
+        ledger.add_variable(number, 4096, 16)
+    assert ledger.locate(4096, 8, 8) == 4104
+    for offset, length in ((0, 17), (16, 1)):
+        with pytest.raises(Refused, match="outside the allocation"):
+            ledger.locate(4096, offset, length)
+    with pytest.raises(Refused, match="a module's variable"):
+        ledger.check_free(4096)
+    told: list[str] = []
+    ledger.allocation_dependents.add(4096, 1, told.append)
+    ledger.remove_module(number)
+    assert told == ["the variable 0x1000, whose module is unloaded"]
+    with pytest.raises(Refused, match="not a live allocation"):
+        ledger.locate(4096, 0, 1)

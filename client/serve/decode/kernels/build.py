@@ -30,8 +30,9 @@ HEAD_WIDTHS: Final = (32, 64, 128)
 HEADS: Final = 16
 """Query heads of a key head at most: the rows of one matrix instruction."""
 
-ATTEND_TILES: Final = {32: (32, 1, 2), 64: (128, 4, 2), 128: (64, 4, 3)}
-"""By the heads' width: positions that attention reads at once, a divisor of SPLIT; warps; stages of its pipeline."""
+ATTEND_TILES: Final = {32: (32, 1, 2, None), 64: (128, 4, 2, 96), 128: (64, 4, 3, 112)}
+"""By the heads' width: positions that attention reads at once, a divisor of SPLIT; warps; stages of its pipeline;
+registers of a thread."""
 
 ROPE_HEADS: Final = 8
 """Heads that one program turns: the most that leave enough programs for one row."""
@@ -60,7 +61,7 @@ LINEAR_SILU_TILES_SM_90A: Final[dict[str, Tile]] = {
     "128x128": (128, 128, 64, 4, 8),
 }
 
-NORM_BLOCKS: Final = {512: 4, 2048: 8}
+NORM_BLOCKS: Final = {512: 4, 2048: 8, 4096: 16}
 """Columns that a norm reads at once, and its warps: few blocks for a card, and few idle lanes for small models."""
 
 INEXACT: Final = re.compile(r"\b(?:\w+\.approx\S*|div\.full\S*|(?:add|sub|mul)\.f32|fma\.\S*f32|\w+\.ftz\S*)")
@@ -71,7 +72,10 @@ _POINTERS: Final = {"b": "*bf16", "f": "*fp32", "h": "*fp16", "w": "*i32", "c": 
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel to compile: its function, its parameters' types by name, its constants, warps, stages."""
+    """A kernel to compile: its function, its parameters' types by name, its constants, warps, stages.
+
+    `registers` are a thread's at most: the driver's linker takes half as many more than attention needs.
+    """
 
     function: Any
     types: dict[str, str]
@@ -80,6 +84,7 @@ class Job:
     stages: int = 3
     divisible: tuple[str, ...] = field(default=())
     target: str = "sm_80"
+    registers: int | None = None
 
 
 def jobs() -> dict[str, Job]:
@@ -136,8 +141,6 @@ def _attention_jobs(width: int) -> dict[str, Job]:
     """Return the kernels of attention for heads of this width."""
     s, cache, places = triton_source, "layer_bytes block_bytes", ("layer_bytes", "block_bytes")
     norms = "bias:f q_norm:f k_norm:f cosines:f sines:f"
-    positions, warps, stages = ATTEND_TILES[width]
-    attention = {"DH": width, "HEADS": HEADS, "SPLIT": SPLIT, "BT": positions}
     splits, read = "totals:f tops:f sums:f", f"q:b rows:w tables:w {cache} table_blocks H G"
     return {
         f"rope_append_{width}": Job(
@@ -147,16 +150,19 @@ def _attention_jobs(width: int) -> dict[str, Job]:
             warps=min(4, width // 16),
             divisible=places,
         ),
-        f"attend_{width}": Job(
-            s.attend, _types(f"{splits} {read} splits scale:fp32"), attention, warps, stages, places
-        ),
-        f"attend_whole_{width}": Job(
-            s.attend_whole, _types(f"x:b {read} scale:fp32"), attention, warps, stages, places
-        ),
+        f"attend_{width}": _attend(s.attend, width, _types(f"{splits} {read} splits scale:fp32")),
+        f"attend_whole_{width}": _attend(s.attend_whole, width, _types(f"x:b {read} scale:fp32")),
         f"combine_{width}": Job(
             s.combine, _types(f"x:b {splits} rows:w H splits"), {"DH": width, "SPLIT": SPLIT}, warps=1
         ),
     }
+
+
+def _attend(function: Any, width: int, types: dict[str, str]) -> Job:
+    positions, warps, stages, registers = ATTEND_TILES[width]
+    constants = {"DH": width, "HEADS": HEADS, "SPLIT": SPLIT, "BT": positions}
+    divisible = ("layer_bytes", "block_bytes")
+    return Job(function, types, constants, warps, stages, divisible, registers=registers)
 
 
 def _types(text: str) -> dict[str, str]:
@@ -176,6 +182,8 @@ def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {"num_warps": job.warps, "num_stages": job.stages, "enable_fp_fusion": False, "ptx_version": PTX_VERSION}
+    if job.registers:
+        options["maxnreg"] = job.registers
     kernel = triton.compile(source, target=TARGETS[job.target], options=options)
     ptx = _without_debug(kernel.asm["ptx"])
     if inexact := sorted(set(INEXACT.findall(ptx))):

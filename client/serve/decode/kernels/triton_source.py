@@ -97,25 +97,46 @@ def embed(h, table, rows, results, tables, D, table_blocks, BLOCK_D: tl.constexp
 
 
 @triton.jit
+def add_to_residual(h, parts, splits, stride, at, mask):
+    """Add a linear's parts to the residual, in place; return it."""
+    v = tl.load(h + at, mask=mask, other=0.0)
+    if splits > 0:
+        v += added(parts, splits, stride, at, mask)
+        tl.store(h + at, v, mask=mask)
+    return v
+
+
+@triton.jit
+def norm_scale(squares, D, eps):
+    """Return 1 / rms of a row whose squares these are."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), D.to(tl.float32)) + eps))
+
+
+@triton.jit
 def add_rmsnorm(x, h, parts, weight, splits, stride, D, eps, BLOCK_D: tl.constexpr):
-    """Add a linear's parts to the residual h, in place, and normalise it: x = bf16(h / rms(h) * weight)."""
+    """Add a linear's parts to the residual h, in place, and normalise it: x = bf16(h / rms(h) * weight).
+
+    A row of one block stays in registers; a wider one is read twice.
+    """
     row = tl.program_id(0)
-    squares = tl.zeros((BLOCK_D,), tl.float32)
-    for d in range(0, D, BLOCK_D):
-        c = d + tl.arange(0, BLOCK_D)
+    c = tl.arange(0, BLOCK_D)
+    if D <= BLOCK_D:
         m = c < D
-        v = tl.load(h + row * D + c, mask=m, other=0.0)
-        if splits > 0:
-            v += added(parts, splits, stride, row * D + c, m)
-            tl.store(h + row * D + c, v, mask=m)
-        squares += v * v
-    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), D.to(tl.float32)) + eps))
-    for d in range(0, D, BLOCK_D):
-        c = d + tl.arange(0, BLOCK_D)
-        m = c < D
-        v = tl.load(h + row * D + c, mask=m, other=0.0) * scale
         w = tl.load(weight + c, mask=m, other=0.0)
-        tl.store(x + row * D + c, (v * w).to(tl.bfloat16), mask=m)
+        v = add_to_residual(h, parts, splits, stride, row * D + c, m)
+        scale = norm_scale(v * v, D, eps)
+        tl.store(x + row * D + c, (v * scale * w).to(tl.bfloat16), mask=m)
+    else:
+        squares = tl.zeros((BLOCK_D,), tl.float32)
+        for d in range(0, D, BLOCK_D):
+            v = add_to_residual(h, parts, splits, stride, row * D + d + c, d + c < D)
+            squares += v * v
+        scale = norm_scale(squares, D, eps)
+        for d in range(0, D, BLOCK_D):
+            at, m = row * D + d + c, d + c < D
+            v = tl.load(h + at, mask=m, other=0.0) * scale
+            w = tl.load(weight + d + c, mask=m, other=0.0)
+            tl.store(x + at, (v * w).to(tl.bfloat16), mask=m)
 
 
 @triton.jit

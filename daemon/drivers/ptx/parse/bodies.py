@@ -31,6 +31,18 @@ _AREA_LIMITS = {Space.SHARED: MAX_STATIC_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BY
 # Refused here, as their operands have forms of their own (PTX ISA sections 9.7.10 and 9.7.11).
 _TEXTURED = frozenset(("tex", "tld4", "suld", "sust", "sured"))
 
+# So are products by groups of warps (PTX ISA section 9.7.15.5), whose operands are up to 128 registers.
+_GROUPED = "wgmma"
+
+
+def _advice(opcode: str, modifiers: list[str]) -> str | None:
+    """What to do without an instruction that is refused whatever its operands; None for others."""
+    if opcode in _TEXTURED:
+        return "read and write plain memory instead of textures and surfaces"
+    if opcode == _GROUPED or "tensor" in modifiers:
+        return "compile for sm_80, which does without it"
+    return None
+
 
 @dataclass(slots=True)
 class Area:
@@ -187,9 +199,10 @@ class BodyParser(CallParser):
         modifiers = []
         while (modifier := cursor.directive()) is not None:
             modifiers.append(modifier)
-        if opcode.text in _TEXTURED or "tensor" in modifiers:
+        if advice := _advice(opcode.text, modifiers):
             spelling = ".".join((opcode.text, *modifiers))
-            raise cursor.problem(f"the instruction {spelling[:80]} is not supported by the embedded driver", opcode)
+            reason = f"the instruction {spelling[:80]} is not supported by the embedded driver: {advice}"
+            raise cursor.problem(reason, opcode)
         operands: tuple[Operand, ...]
         operands = self.parse_call() if opcode.text == "call" else self.parse_operands()
         if len(self.instructions) >= MAX_INSTRUCTIONS:

@@ -230,7 +230,9 @@ def decimal_pattern(pattern: int, bits: int) -> int | None:
     return int.from_bytes(single, "little")
 
 
-def parse_parameters(cursor: Cursor, space: Space) -> tuple[tuple[Variable, ...], int]:
+def parse_parameters(
+    cursor: Cursor, space: Space, most_bytes: int = MAX_PARAMETER_BYTES
+) -> tuple[tuple[Variable, ...], int]:
     """Take `(.param .u32 a, ...)`, or nothing; also its size in bytes."""
     parameters: list[Variable] = []
     size = 0
@@ -241,8 +243,8 @@ def parse_parameters(cursor: Cursor, space: Space) -> tuple[tuple[Variable, ...]
             cursor.expect(",")
         parameter = parse_parameter(cursor, size, space)
         size = parameter.offset + parameter.size
-        if size > MAX_PARAMETER_BYTES:
-            raise cursor.problem(f"the parameters take more than {MAX_PARAMETER_BYTES} bytes")
+        if size > most_bytes:
+            raise cursor.problem(f"the parameters take more than {most_bytes} bytes")
         if parameter.size == 0:
             raise cursor.problem(f"the parameter {parameter.name[:60]} has no size")
         parameters.append(parameter)

@@ -51,9 +51,9 @@ class Source:
         """The error for a token."""
         return rejected(reason, line=at.line, text=self.line_text(at.start), kernel=kernel, hint=hint)
 
-    def tokens(self) -> Iterator[Token]:
-        """All tokens, closed by one of kind "end". Nothing is kept, so memory does not grow with the text."""
-        position, line, length, match = 0, 1, len(self.text), _TOKEN.match
+    def tokens(self, position: int = 0, line: int = 1) -> Iterator[Token]:
+        """All tokens from there on, closed by one of kind "end". Nothing is kept: memory does not grow with text."""
+        length, match = len(self.text), _TOKEN.match
         while position < length:
             found = match(self.text, position)
             if found is None or found.lastgroup == "unclosed":
@@ -103,6 +103,11 @@ class Cursor:
         if token.kind != "end":
             self.peek = next(self._tokens)
         return token
+
+    def go_back(self, token: Token) -> None:
+        """Make a token that was taken before the next one again."""
+        self._tokens = self.source.tokens(token.start, token.line)
+        self.peek = next(self._tokens)
 
     def accept(self, kind: str) -> bool:
         """Take the next token if it is of that kind."""

@@ -1,13 +1,20 @@
 """A whole PTX text to an `Image` (PTX ISA sections 4 and 11).
 
-Whatever the text, the only error that comes out is `ImageRejected`.
+Whatever the text, the only error that comes out is `ImageRejected`. A function whose body is refused is skipped: its
+module's other kernels can run.
 """
 
 from dataclasses import replace
 from math import prod
 
-from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
-from gpulease.daemon.drivers.ptx.limits import MAX_FUNCTIONS, MAX_INSTRUCTIONS
+from gpulease.daemon.drivers.interface import ImageRejected
+from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture, takes_long_parameters
+from gpulease.daemon.drivers.ptx.limits import (
+    MAX_FUNCTIONS,
+    MAX_IMAGE_INSTRUCTIONS,
+    MAX_OLD_PARAMETER_BYTES,
+    MAX_PARAMETER_BYTES,
+)
 from gpulease.daemon.drivers.ptx.parse.bodies import BodyParser
 from gpulease.daemon.drivers.ptx.parse.declarations import (
     parse_parameters,
@@ -45,13 +52,17 @@ class _ImageParser:
         self.subroutines: dict[str, Function] = {}
         self.signatures: dict[str, Signature] = {}
         self.variables: list[Variable] = []
+        self._refusals: dict[str, ImageRejected] = {}
         self._aliases: dict[str, tuple[str, Token]] = {}
-        self._instructions_left = MAX_INSTRUCTIONS
+        self._instructions_left = MAX_IMAGE_INSTRUCTIONS
         self._dynamic_alignment = 1
+        self._most_parameter_bytes = MAX_PARAMETER_BYTES
 
     def parse(self) -> Image:
         version, at = self._parse_version(), self.cursor.peek
         target = self._parse_target()
+        if not takes_long_parameters(version, target):
+            self._most_parameter_bytes = MAX_OLD_PARAMETER_BYTES
         if why := self._architecture.why_not(version, target):
             hint = f"Compile it for this device with a toolkit that it knows: nvcc -ptx -arch={self._architecture}."
             raise self.cursor.problem(why, at, hint=hint)
@@ -59,13 +70,16 @@ class _ImageParser:
             self._parse_item()
         self._resolve_aliases()
         self._check_relocations()
-        return Image(
+        image = Image(
             version,
             target,
             tuple(self.functions.values()),
             tuple(self.variables),
             tuple(self.subroutines.values()),
+            refusals=self._refusals,
         )
+        image.check()
+        return image
 
     def _parse_version(self) -> tuple[int, int]:
         """Take `.version 9.0`, which must come first (PTX ISA section 11.1.1)."""
@@ -144,10 +158,8 @@ class _ImageParser:
         cursor.kernel = name[:60]
         if name in self.functions or name in self.signatures:
             raise NameTaken(name)
-        parameters, size = parse_parameters(cursor, Space.PARAM)
-        bounds = self._parse_bounds()
-        function = self._parse_body(name, at, Signature(parameters, size))
-        self.functions[name] = replace(function, bounds=bounds)
+        parameters, size = parse_parameters(cursor, Space.PARAM, self._most_parameter_bytes)
+        self.functions[name] = self._parse_function(name, at, Signature(parameters, size), is_kernel=True)
 
     def _parse_func(self, at: Token) -> None:
         """Take `.func (results) name(parameters) { body }`, or a declaration (PTX ISA section 11.3.2)."""
@@ -168,19 +180,42 @@ class _ImageParser:
         if len(self.signatures) > MAX_FUNCTIONS:
             raise cursor.problem(f"more than {MAX_FUNCTIONS} functions", at)
         if not cursor.accept(";"):
-            self.subroutines[name] = replace(self._parse_body(name, at, signature), is_kernel=False)
+            self.subroutines[name] = self._parse_function(name, at, signature, is_kernel=False)
         cursor.kernel = ""
 
-    def _parse_body(self, name: str, at: Token, signature: Signature) -> Function:
-        cursor = self.cursor
+    def _parse_function(self, name: str, at: Token, signature: Signature, *, is_kernel: bool) -> Function:
+        """Take what follows the parameters. If it is refused, keep why, and take no instructions."""
+        cursor, start = self.cursor, self.cursor.peek
         if len(self.functions) + len(self.subroutines) >= MAX_FUNCTIONS:
             raise cursor.problem(f"more than {MAX_FUNCTIONS} kernels", at)
-        body = BodyParser(cursor, self.scope, signature, self.signatures)
-        body.parse()
-        self._instructions_left -= body.steps
-        if self._instructions_left < 0:
-            raise cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions", at)
+        body, bounds = BodyParser(cursor, self.scope, signature, self.signatures), Bounds()
+        try:
+            bounds = self._parse_bounds() if is_kernel else bounds
+            body.parse()
+            self._count_instructions(body.steps, at)
+        except ImageRejected as error:
+            self._refusals[name] = error
+            body = BodyParser(cursor, self.scope, signature, self.signatures)
+            self._skip_body(start, error)
         cursor.kernel = ""
+        return replace(self._function(name, at, signature, body), bounds=bounds, is_kernel=is_kernel)
+
+    def _count_instructions(self, count: int, at: Token) -> None:
+        if count > self._instructions_left:
+            raise self.cursor.problem(f"the image has more than {MAX_IMAGE_INSTRUCTIONS} instructions", at)
+        self._instructions_left -= count
+
+    def _skip_body(self, start: Token, error: ImageRejected) -> None:
+        """Go back behind a function's parameters, and take what is between braces. Raises the error if nothing is."""
+        self.cursor.go_back(start)
+        try:
+            while self.cursor.peek.kind not in ("{", ";", "end"):
+                self.cursor.take()
+            self.cursor.skip_braces()
+        except ImageRejected:
+            raise error from None
+
+    def _function(self, name: str, at: Token, signature: Signature, body: BodyParser) -> Function:
         return Function(
             name=name,
             line=at.line,
@@ -218,10 +253,10 @@ class _ImageParser:
                 raise self.cursor.problem("an alias is a declared function that stands for a defined one", at)
             if self.signatures[name].layout != function.signature.layout:
                 raise self.cursor.problem(f"{name[:60]} is declared with other parameters", at)
-            self._instructions_left -= len(function.instructions)
-            if self._instructions_left < 0:
-                raise self.cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions", at)
+            self._count_instructions(len(function.instructions), at)
             self.subroutines[name] = replace(function, name=name)
+            if meant in self._refusals:
+                self._refusals[name] = self._refusals[meant]
 
     def _check_relocations(self) -> None:
         """Refuse initialisers that name what has no address in device memory."""

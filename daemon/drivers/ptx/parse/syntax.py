@@ -6,6 +6,8 @@ Names are resolved: an operand holds the register or variable it means.
 from dataclasses import dataclass, field
 from enum import Enum
 
+from gpulease.daemon.drivers.interface import ImageRejected
+
 
 class Kind(Enum):
     """Meanings of a type's bits."""
@@ -306,6 +308,8 @@ class Image:
     Attributes:
         addressed: The functions whose addresses are named, in the order of their places behind the variables;
             None until the image is linked (translate/call_graph.py).
+        refusals: Why kernels and functions can't be translated, by name, as far as is known. A refused one that could
+            not be parsed has no instructions.
     """
 
     version: tuple[int, int]
@@ -314,3 +318,9 @@ class Image:
     variables: tuple[Variable, ...] = field(default=())
     subroutines: tuple[Function, ...] = field(default=())
     addressed: tuple[str, ...] | None = None
+    refusals: dict[str, ImageRejected] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise the first refusal, an ImageRejected, if it leaves no kernel that could run."""
+        if self.refusals and all(kernel.name in self.refusals for kernel in self.functions):
+            raise next(iter(self.refusals.values()))

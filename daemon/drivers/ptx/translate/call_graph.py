@@ -5,7 +5,6 @@ every kernel; which functions are inlined.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 from gpulease.daemon.drivers.interface import ImageRejected
@@ -33,10 +32,10 @@ from gpulease.daemon.drivers.ptx.translate.wait_points import find_waits, watche
 
 
 def link(image: Image) -> Image:
-    """The image with its kernels as they are to be translated. Raises ImageRejected."""
+    """The image with its kernels as they are to be translated, and why some can't be. Raises ImageRejected."""
     if image.addressed is not None:
         return image
-    image = replace(image, addressed=_addressed(image))
+    image = replace(image, addressed=_addressed(image), refusals=dict(image.refusals))
     image = _place_shared(image)
     functions = {function.name: function for function in image.subroutines}
     callers, watching = _callers(image), watching_functions(image)
@@ -44,14 +43,23 @@ def link(image: Image) -> Image:
     # Inside of a call a thread can't let the others run, so one that waits there for another would for ever.
     turning = {name for name, function in functions.items() if find_waits(function.instructions, watching).yields}
     if turning - must:
-        with suppress(ImageRejected):
-            return _inlined(image, functions, must | _spread(turning, callers), MAX_WATCHING_INSTRUCTIONS)
+        wanted = must | _spread(turning, callers)
+        found = _inlined(image, functions, wanted, MAX_WATCHING_INSTRUCTIONS)
+        if found.refusals.keys() == image.refusals.keys():
+            return found
     return _inlined(image, functions, must, MAX_INSTRUCTIONS)
 
 
 def _inlined(image: Image, functions: dict[str, Function], wanted: set[str], most: int) -> Image:
     inliner = Inliner(functions, wanted, most)
-    return replace(image, functions=tuple(inliner.expand(kernel) for kernel in image.functions))
+    refusals, kernels = dict(image.refusals), []
+    for kernel in image.functions:
+        try:
+            kernels.append(inliner.expand(kernel))
+        except ImageRejected as error:
+            refusals.setdefault(kernel.name, error)
+            kernels.append(kernel)
+    return replace(image, functions=tuple(kernels), refusals=refusals)
 
 
 def callees_of(function: Function) -> set[str]:
@@ -176,7 +184,10 @@ def _place_shared(image: Image) -> Image:
     for kernel in image.functions:
         reached = graph.reached(kernel)
         if sharing & reached:
-            kernel = _behind(kernel, shared, alignment)
+            try:
+                kernel = _behind(kernel, shared, alignment)
+            except ImageRejected as error:
+                image.refusals.setdefault(kernel.name, error)
         if uses_dynamic & reached:
             common = max(common, kernel.dynamic_shared_offset)
         kernels.append((kernel, bool(uses_dynamic & reached)))

@@ -57,6 +57,19 @@ class Callees:
         for place, name in enumerate(self.addressed):
             self._by_layout.setdefault(self.functions[name].signature.layout, []).append((place, name))
 
+    def mark(self) -> tuple[int, int]:
+        """Note the names there are; none is pending."""
+        return len(self._names), len(self._dispatchers)
+
+    def undo(self, mark: tuple[int, int]) -> None:
+        """Forget the names given since."""
+        self.pending.clear()
+        names, dispatchers = mark
+        while len(self._names) > names:
+            self._names.popitem()
+        while len(self._dispatchers) > dispatchers:
+            self._dispatchers.popitem()
+
     def calls(self, instruction: Instruction) -> bool:
         """Say whether an instruction calls, or may call, a function that has a body."""
         site = instruction.operands[-1] if instruction.operands else None

@@ -98,6 +98,8 @@ def confirm_by_text(ptx: bytes, found: frozenset[str]) -> frozenset[str]:
         tree = link(parse(ptx.decode(), Architecture(int(target[1]))))
     except (ImageRejected, UnicodeDecodeError):
         return found
+    if tree.refusals:
+        return found
     return found & cooperative_kernels(tree)
 
 

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.drivers.ptx.limits import (
+    MAX_IMAGE_IR_LINES,
     MAX_IR_LINES,
     MAX_LANE_ACCESSES,
     MAX_LANE_INSTRUCTIONS,
@@ -47,10 +49,11 @@ class IrBudget:
 
     def take(self, text: str, function: Function) -> None:
         """Count a function's IR. Raises ImageRejected."""
-        self.lines -= text.count("\n")
-        if self.lines < 0:
-            reason = f"the image takes more than {MAX_IR_LINES} steps"
+        count = text.count("\n")
+        if count > self.lines:
+            reason = f"the image takes more than {MAX_IMAGE_IR_LINES} steps"
             raise rejected(reason, line=function.line, kernel=function.name)
+        self.lines -= count
 
 
 @dataclass(slots=True)
@@ -58,7 +61,8 @@ class Part:
     """Kernels that are compiled together, in the same way: one, or those that share functions.
 
     Attributes:
-        budget: What its image may take.
+        budget: What its image may still take.
+        lines: What it takes.
         callees: The functions they call.
         runners: Under which name each kernel's runner is in the IR.
         needs: What each kernel's blocks take.
@@ -69,6 +73,7 @@ class Part:
     callees: Callees = field(default_factory=Callees)
     runners: dict[str, str] = field(default_factory=dict)
     needs: dict[str, Needs] = field(default_factory=dict)
+    lines: int = 0
     _definitions: list[str] = field(default_factory=list)
     _declarations: set[str] = field(default_factory=set)
 
@@ -83,7 +88,18 @@ class Part:
         )
 
     def add(self, function: Function, places: dict[str, int]) -> None:
-        """Translate one kernel. Raises ImageRejected."""
+        """Translate one kernel. Raises ImageRejected; nothing of it is left behind then."""
+        definitions, lines, mark = len(self._definitions), self.lines, self.callees.mark()
+        try:
+            self._add(function, places)
+        except ImageRejected:
+            del self._definitions[definitions:]
+            self.lines = lines
+            self.callees.undo(mark)
+            self.runners.pop(function.name, None)
+            raise
+
+    def _add(self, function: Function, places: dict[str, int]) -> None:
         number = len(self.runners)
         thread = ThreadTranslator(function, places, self._declarations, self.callees)
         self._define(thread.translate(f"thread{number}"), function)
@@ -137,46 +153,87 @@ class Part:
         self._define(translator.translate(self.callees.name(name) or ""), self.callees.functions[name])
 
     def _define(self, text: str, function: Function) -> None:
-        """Have a function's IR."""
+        """Have a function's IR. Raises ImageRejected."""
         self._definitions.append(text)
         self.budget.take(text, function)
+        self.lines += text.count("\n")
+        if self.lines > MAX_IR_LINES:
+            reason = f"the kernel, or those it has functions in common with, take more than {MAX_IR_LINES} steps"
+            raise rejected(reason, line=function.line, kernel=function.name)
 
 
 def translate(image: Image) -> list[Part]:
-    """The IR of all kernels. Raises ImageRejected for the first thing that is not supported."""
+    """The IR of all kernels that can be translated; why others can't is added to a linked image's refusals.
+
+    Raises ImageRejected for the first thing that is not supported, if no kernel is left.
+    """
     image = link(image)
-    addressed = image.addressed or ()
-    places = {name: n for n, name in enumerate([*(variable.name for variable in image.variables), *addressed])}
-    functions = {function.name: function for function in image.subroutines}
-    watching = watching_functions(image)
-    graph, size_of = CallGraph(image), {name: _size(function) for name, function in functions.items()}
-    budget = IrBudget(MAX_IR_LINES)
+    parts = _translate(image)
+    image.check()
+    return parts
 
-    def part(effort: Effort, *, calls: bool = False) -> Part:
-        called = addressed if calls else ()
-        return Part(effort, budget, Callees(functions, called, len(image.variables), watching))
 
-    # Kernels that call functions have them in common; each of the others is compiled by itself.
-    calling = {effort: part(effort, calls=True) for effort in (Effort.FULL, Effort.LEAST)}
-    parts, left = list[Part](), MAX_OPTIMISED_CALLING_ACCESSES
+def _translate(image: Image) -> list[Part]:
+    translator, graph = _ImageTranslator(image), CallGraph(image)
     for function in image.functions:
         reached = graph.reached(function)
-        sizes = [_size(function), *(size_of[name] for name in reached)]
+        refused = [name for name in (function.name, *sorted(reached)) if name in image.refusals]
+        if refused:
+            image.refusals[function.name] = image.refusals[refused[0]]
+            continue
+        try:
+            translator.add(function, reached)
+        except ImageRejected as error:
+            image.refusals[function.name] = error
+    return translator.parts
+
+
+class _ImageTranslator:
+    """Puts the kernels of one linked image into parts.
+
+    Kernels that call functions have them in common; each of the others is compiled by itself.
+    """
+
+    def __init__(self, image: Image) -> None:
+        addressed = image.addressed or ()
+        names = [*(variable.name for variable in image.variables), *addressed]
+        self._places = {name: n for n, name in enumerate(names)}
+        self._functions = {function.name: function for function in image.subroutines}
+        self._sizes = {name: _size(function) for name, function in self._functions.items()}
+        self._addressed, self._first_place = addressed, len(image.variables)
+        self._watching = watching_functions(image)
+        self._budget = IrBudget(MAX_IMAGE_IR_LINES)
+        self._left = MAX_OPTIMISED_CALLING_ACCESSES
+        self._apart: list[Part] = []
+        self._calling = {effort: self._part(effort, calls=True) for effort in (Effort.FULL, Effort.LEAST)}
+
+    @property
+    def parts(self) -> list[Part]:
+        """Return those that have a kernel."""
+        return [part for part in (*self._apart, *self._calling.values()) if part.runners]
+
+    def add(self, function: Function, reached: set[str]) -> None:
+        """Translate a kernel that reaches those functions. Raises ImageRejected; nothing of it is left behind then."""
+        sizes = [_size(function), *(self._sizes[name] for name in reached)]
         accesses = sum(accesses for accesses, _ in sizes)
-        is_small = _fits(sizes, MAX_OPTIMISED_ACCESSES) and (not reached or accesses <= left)
-        together = part(Effort.FEW)
+        is_small = _fits(sizes, MAX_OPTIMISED_ACCESSES) and (not reached or accesses <= self._left)
+        together = self._part(Effort.FEW)
         is_short = max(count for count, _ in sizes) <= MAX_LANE_ACCESSES
-        if is_short and (not reached or accesses <= left) and together.add_together(function, places):
-            parts.append(together)
-            continue
+        if is_short and (not reached or accesses <= self._left) and together.add_together(function, self._places):
+            self._apart.append(together)
+            return
         if reached:
-            left -= accesses if is_small else 0
-            calling[Effort.FULL if is_small else Effort.LEAST].add(function, places)
-            continue
+            self._left -= accesses if is_small else 0
+            self._calling[Effort.FULL if is_small else Effort.LEAST].add(function, self._places)
+            return
         simplified = Effort.SOME if _fits(sizes, MAX_SIMPLIFIED_ACCESSES) else Effort.LEAST
-        parts.append(part(Effort.FULL if is_small else simplified))
-        parts[-1].add(function, places)
-    return [*parts, *(part for part in calling.values() if part.runners)]
+        part = self._part(Effort.FULL if is_small else simplified)
+        part.add(function, self._places)
+        self._apart.append(part)
+
+    def _part(self, effort: Effort, *, calls: bool = False) -> Part:
+        called = self._addressed if calls else ()
+        return Part(effort, self._budget, Callees(self._functions, called, self._first_place, self._watching))
 
 
 def _fits(sizes: list[tuple[int, int]], most_accesses: int) -> bool:

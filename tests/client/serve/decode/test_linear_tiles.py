@@ -3,7 +3,7 @@
 import pytest
 
 from gpulease.client.serve.decode.kernel_library import manifest
-from gpulease.client.serve.decode.linear_tiles import SM_80, SM_90A, tile_of
+from gpulease.client.serve.decode.linear_tiles import SM_80, SM_90A, target_of, tile_of
 
 FUNCTIONS = ("linear_bf16", "linear_silu_bf16", "linear_q8_0", "linear_q4_k")
 
@@ -28,3 +28,11 @@ def test_a_card_of_9_0_has_its_own_for_many_rows(rows: int, columns: int, parts:
 
 def test_quantised_weights_have_the_same_kernels_on_every_card() -> None:
     assert tile_of("linear_q8_0", SM_90A, 300, 4096, 1) == "linear_q8_0_128"
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "target"),
+    [("cuda", 90, SM_90A), ("cuda", 80, SM_80), ("cuda", 100, SM_80), ("cuda", 0, SM_80), ("cpu", 90, SM_80)],
+)
+def test_wgmma_is_for_cards_of_9_0_alone(driver: str, capability: int, target: str) -> None:
+    assert target_of(driver, capability) == target

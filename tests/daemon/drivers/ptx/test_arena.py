@@ -38,7 +38,7 @@ class ArenaModel(RuleBasedStateMachine):
             return
         address = self.arena.allocate(size)
         assert address % 256 == 0
-        assert all(address + size <= other or other + held <= address for other, held in self.held.items())
+        assert all(address + size + 256 <= other or other + held + 256 <= address for other, held in self.held.items())
         content = self.arena.bytes_at(address, size)
         assert content == bytes(size)
         content[:] = b"\xa5" * size
@@ -90,7 +90,7 @@ def test_more_than_the_slice_is_out_of_memory(arena: Arena) -> None:
 
 
 def test_a_class_that_is_full_is_out_of_memory(arena: Arena) -> None:
-    for _ in range(5):
+    for _ in range(3):
         arena.allocate(SLICE_BYTES)
     with pytest.raises(OutOfMemory):
         arena.allocate(SLICE_BYTES)
@@ -115,7 +115,7 @@ def test_only_what_was_given_can_be_freed_and_once(arena: Arena) -> None:
 def test_copies_stay_within_one_allocation(arena: Arena) -> None:
     address = arena.allocate(1000)
     neighbour = arena.allocate(1000)
-    assert abs(neighbour - address) == 1024
+    assert abs(neighbour - address) == 2048
     assert len(arena.bytes_at(address + 999, 1)) == 1
     for start, size in ((address + 999, 2), (address - 1, 1), (address, 1001), (0, 1), (1 << 63, 1)):
         with pytest.raises(DriverError):
@@ -134,3 +134,26 @@ def test_a_large_slice_costs_nothing() -> None:
     large.bytes_at(address + (2 << 30), 1)[0] = 1
     large.free(address)
     large.close()
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 768, 769, 1024, 4096, 65_536, 100_000])
+def test_two_slices_of_one_size_find_a_place(arena: Arena, size: int) -> None:
+    for _ in range(min(2 * SLICE_BYTES // size, 10_000)):
+        arena.allocate(size)
+
+
+@pytest.mark.parametrize("size", [1, 256, 1000, 4096, 1 << 16])
+def test_an_access_beside_an_allocation_is_nobodys_and_named(arena: Arena, size: int) -> None:
+    first, second = (arena.allocate(size) for _ in range(2))
+    end = first + size
+    assert arena.beside(second - 4, 4) == f"4 bytes before the start of the {size} allocated at {second:#x}"
+    assert arena.beside(end, 4) == f"4 bytes past the end of the {size} allocated at {first:#x}"
+    assert arena.beside(end - 1, 4) == f"3 bytes past the end of the {size} allocated at {first:#x}"
+    assert allowed(arena, second - 1) == allowed(arena, first - 1) == 0
+    assert allowed(arena, end) == size % 256
+
+
+def test_an_access_beside_nothing_has_no_name(arena: Arena) -> None:
+    address = arena.allocate(1000)
+    arena.free(address)
+    assert {arena.beside(at, 4) for at in (address, 0, 1 << 63, arena.regions_start)} == {""}

@@ -193,6 +193,34 @@ def test_fault_tells_without_waiting(rig: Rig) -> None:
     assert rig.context.fault() is None
 
 
+BESIDE = b"""
+.version 8.0
+.target sm_75
+.entry beside(.param .u64 at) { .reg .b64 %p; ld.param.u64 %p, [at]; st.global.u32 [%p], 7; ret; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "offset", "said"),
+    [
+        (1024, -4, r"4 bytes before the start of the 1024 allocated at"),
+        (1024, 1024, r"4 bytes past the end of the 1024 allocated at"),
+        (65_536, -256, r"256 bytes before the start of the 65536 allocated at"),
+        (256, 380, r"128 bytes past the end of the 256 allocated at"),
+    ],
+)
+def test_an_overrun_is_a_fault_that_names_the_buffer(context: CpuContext, size: int, offset: int, said: str) -> None:
+    buffers = [context.mem_alloc(size) for _ in range(3)]
+    kernel = context.module_load(BESIDE).kernels["beside"]
+    context.launch(kernel, ONE, ONE, 0, (buffers[1] + offset).to_bytes(8, "little"), 1)
+    with pytest.raises(KernelFault, match=rf"illegal address .* PTX line \d+: {said} {buffers[1]:#x}"):
+        context.sync(nothing)
+    for buffer in buffers:
+        found = bytearray(size)
+        context.mem_read(buffer, memoryview(found))
+        assert found == bytes(size)
+
+
 def test_other_ways_to_fault(rig: Rig) -> None:
     params = rig.address.to_bytes(8, "little")
     rig.context.launch(rig.kernels["misaligned"], ONE, ONE, 0, params, 1)

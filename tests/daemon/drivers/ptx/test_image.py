@@ -4,9 +4,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpulease.daemon.drivers.interface import ImageRejected, Parameter
+from gpulease.daemon.drivers.interface import ImageRejected, LaunchRejected, Parameter
 from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.drivers.ptx.image import TranslatedImage, translate_image
 from gpulease.daemon.drivers.ptx.limits import MAX_IMAGE_BYTES
+from gpulease.daemon.drivers.ptx.parse import parser
 
 HEAD = b".version 8.0\n.target sm_75\n"
 
@@ -63,3 +65,80 @@ def test_variables_of_many_modules_run_out(context: CpuContext) -> None:
 def test_random_bytes_are_only_ever_rejected(context: CpuContext, noise: bytes) -> None:
     with pytest.raises(ImageRejected):
         context.module_load(noise)
+
+
+# Each is refused in another place: reading, linking, translating, and in a function that the kernel calls.
+REFUSED = {
+    "read": (".entry bad() { tex.2d.v4.f32.f32 {_, _, _, _}, [a, {0, 0}]; { } }", "the instruction tex.2d"),
+    "directive": (".entry bad() .blocksareclusters { ret; }", "not supported"),
+    "linked": (".func w() { bar.sync 0; call w; } .entry bad() { call w; ret; }", "calls itself"),
+    "translated": (".entry bad() { .reg .b32 %r; add.cc.u16 %r, %r, 1; ret; }", "add.cc.u16 is not supported"),
+    "called": (".func f() { wrong.u32; } .alias g, f; .func g(); .entry bad() { call g; ret; }", "wrong"),
+}
+GOOD = b"""
+.entry good(.param .u64 out) { .reg .b64 %p; ld.param.u64 %p, [out]; st.global.u32 [%p], 7; ret; }
+"""
+ONE = (1, 1, 1)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_kernel_is_refused_at_its_launch_and_its_modules_others_run(context: CpuContext, case: str) -> None:
+    text, said = REFUSED[case]
+    kernels = context.module_load(HEAD + text.encode() + GOOD).kernels
+    assert list(kernels) == ["bad", "good"]
+    assert not context.compile_kernel(kernels["bad"])
+    with pytest.raises(LaunchRejected, match=said):
+        context.launch(kernels["bad"], ONE, ONE, 0, b"", 1)
+    out, found = context.mem_alloc(4), bytearray(4)
+    context.launch(kernels["good"], ONE, ONE, 0, out.to_bytes(8, "little"), 2)
+    context.mem_read(out, memoryview(found))
+    assert found == (7).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_image_is_refused_if_all_its_kernels_are(context: CpuContext, case: str) -> None:
+    text, said = REFUSED[case]
+    with pytest.raises(ImageRejected, match=said):
+        context.module_load(HEAD + text.encode())
+
+
+def test_a_kept_refusal_is_the_same(context: CpuContext) -> None:
+    text = HEAD + REFUSED["translated"][0].encode() + GOOD
+    image = translate_image(text, slice_bytes=1 << 20)
+    assert TranslatedImage.from_bytes(image.to_bytes()) == image
+    assert image.kernels[0].refusal is not None
+
+
+def test_instructions_of_an_image_are_bounded_a_kernel(context: CpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parser, "MAX_IMAGE_INSTRUCTIONS", 8)
+    kernels = context.module_load(HEAD + GOOD + b".entry bad() { ret; ret; ret; ret; ret; ret; ret; }").kernels
+    with pytest.raises(LaunchRejected, match="more than 8 instructions"):
+        context.launch(kernels["bad"], ONE, ONE, 0, b"", 1)
+
+
+LONG = "{head}.entry long(.param .u64 out, .param .b8 x[{size}]) {{ .reg .b64 %p; .reg .b32 %v; ld.param.u64 %p, [out];"
+LONG += "ld.param.u32 %v, [x+{last}]; st.global.u32 [%p], %v; ret; }}"
+
+
+def test_parameters_take_up_to_32764_bytes(context: CpuContext) -> None:
+    text = LONG.format(head=".version 8.1\n.target sm_70\n", size=32_756, last=32_752)
+    kernel = context.module_load(text.encode()).kernels["long"]
+    out, found = context.mem_alloc(4), bytearray(4)
+    for launch in range(3):
+        params = out.to_bytes(8, "little") + bytes(32_752) + launch.to_bytes(4, "little")
+        context.launch(kernel, ONE, ONE, 0, params, launch)
+        context.mem_read(out, memoryview(found))
+        assert found == params[-4:]
+
+
+@pytest.mark.parametrize(
+    ("head", "size"),
+    [
+        (".version 8.1\n.target sm_70\n", 32_760),
+        (".version 8.0\n.target sm_70\n", 4348),
+        (".version 8.1\n.target sm_61\n", 4348),
+    ],
+)
+def test_longer_parameters_are_refused(context: CpuContext, head: str, size: int) -> None:
+    with pytest.raises(ImageRejected, match="the parameters take more than"):
+        context.module_load(LONG.format(head=head, size=size, last=0).encode())

@@ -38,7 +38,7 @@ def test_embed_looks_up_tokens_and_results_and_writes_blocks(rig: KernelRig, wid
     assert tables.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("block", [512, 2048])
+@pytest.mark.parametrize("block", [512, 2048, pytest.param(4096, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("width", "splits"), [(32, 0), (160, 1), (1024, 4), (2400, 3)])
 def test_add_rmsnorm(rig: KernelRig, width: int, splits: int, block: int) -> None:
     rng = np.random.default_rng(width)

@@ -99,12 +99,17 @@ def test_initialisers_become_bytes() -> None:
         (
             kernel("tex.2d.v4.f32.f32 {_, _, _, _}, [a, {0, 0}];"),
             6,
-            "the instruction tex.2d.v4.f32.f32 is not supported",
+            "tex.2d.v4.f32.f32 is not supported by the embedded driver: read and write plain memory instead",
         ),
         (
             kernel("cp.async.bulk.tensor.2d.global [a, {0, 0}], [a];"),
             6,
-            "cp.async.bulk.tensor.2d.global is not supported",
+            "cp.async.bulk.tensor.2d.global is not supported by the embedded driver: compile for sm_80",
+        ),
+        (
+            kernel("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" + ", ".join(["%f"] * 128) + "}, 1, 1;"),
+            6,
+            "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 is not supported by the embedded driver: compile for",
         ),
         (kernel(".reg .b32 %r<2>;\nadd.cc.u16 %r1, %r1, 1;"), 7, "this form of add.cc.u16 is not supported"),
         (kernel(".reg .f32 %f;\nadd.rna.f32 %f, %f, %f;"), 7, "this form of add.rna.f32"),

@@ -6,6 +6,7 @@ from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.parse.parser import parse
 from gpulease.daemon.drivers.ptx.translate import module, thread
+from gpulease.daemon.drivers.ptx.translate.call_graph import link
 from gpulease.daemon.drivers.ptx.translate.module import translate
 from gpulease.daemon.native.compiler import Effort
 
@@ -76,6 +77,15 @@ def test_kernels_that_call_functions_are_one_part_and_share_its_optimising(monke
 
 
 @pytest.mark.exhaustive
+def test_a_kernel_of_hundreds_of_waits_may_keep_hundreds_of_registers(context: CpuContext) -> None:
+    count, waits = 250, 450
+    adds = "".join(f"add.u32 %r{n}, %r{n}, {n};\n" for n in range(count))
+    stores = "".join(f"st.shared.u32 [0], %r{n};\n" for n in range(count))
+    text = f"{HEAD}.entry k() {{ .reg .b32 %r<{count}>; .shared .u32 x; {adds} {'bar.sync 1;' * waits} {stores} }}"
+    assert context.module_load(text.encode()).kernels["k"].refusal is None
+
+
+@pytest.mark.exhaustive
 def test_what_all_waits_together_keep_is_bounded(context: CpuContext) -> None:
     """Each wait saves what is live there: many waits with many live registers would be gigabytes of code."""
     count, waits = 400, 800
@@ -113,16 +123,32 @@ def test_registers_that_live_everywhere_are_bounded(context: CpuContext) -> None
         context.module_load(text.encode())
 
 
-@pytest.mark.parametrize(("place", "share"), [(module, 2), (thread, 4)])
-def test_lines_are_bounded_in_one_function_and_in_all(
-    monkeypatch: pytest.MonkeyPatch, place: ModuleType, share: int
-) -> None:
+@pytest.mark.parametrize(("place", "share"), [(module, 4), (thread, 4)])
+def test_lines_of_a_kernel_are_bounded(monkeypatch: pytest.MonkeyPatch, place: ModuleType, share: int) -> None:
     monkeypatch.setattr(module, "MAX_LANE_INSTRUCTIONS", 0)
     image = parse(HEAD + kernel("a", 40) + kernel("b", 40))
     lines = sum(part.text.count("\n") for part in translate(image))
     monkeypatch.setattr(place, "MAX_IR_LINES", lines // share)
     with pytest.raises(ImageRejected, match="steps"):
         translate(image)
+
+
+def test_kernels_past_the_lines_of_an_image_are_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = link(parse(HEAD + kernel("a", 40) + kernel("b", 40) + kernel("c", 40)))
+    lines = sum(part.text.count("\n") for part in translate(image))
+    monkeypatch.setattr(module, "MAX_IMAGE_IR_LINES", lines // 2)
+    assert [list(part.runners) for part in translate(image)] == [["a"]]
+    assert list(image.refusals) == ["b", "c"]
+
+
+def test_a_refused_kernel_leaves_nothing_with_those_it_shares_functions_with() -> None:
+    function, bad = ".func f() { ret; }\n", ".func g() { .reg .b32 %r; add.cc.u16 %r, %r, 1; ret; }\n"
+    kernels = [f".entry {name}() {{ {calls} ret; }}\n" for name, calls in (("a", "call f; call g;"), ("b", "call f;"))]
+    image = link(parse(HEAD + ".address_size 64\n" + function + bad + "".join(kernels)))
+    (part,) = translate(image)
+    (alone,) = translate(parse(HEAD + ".address_size 64\n" + function + kernels[1]))
+    assert part.text == alone.text
+    assert "add.cc.u16" in str(image.refusals["a"])
 
 
 @pytest.mark.exhaustive
