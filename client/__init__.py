@@ -28,6 +28,7 @@ __all__ = [  # noqa: F405
     "Denied",
     "Disconnected",
     "Drained",
+    "Event",
     "Fenced",
     "ForwardRevoked",
     "GpuBuilder",

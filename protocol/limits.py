@@ -76,6 +76,9 @@ MAX_STREAMS: Final = 32
 """Most streams of a session beside its default one. Each costs the driver queues on host and card, which no slice
 bounds. A card runs no more side by side (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS)."""
 
+MAX_EVENTS: Final = 1024
+"""Most events of a session. Each costs the driver memory of the host, which no slice bounds."""
+
 MAX_REGIONS: Final = 256
 """Most regions of a session at a time, and most that a region set names: their words share one page with the worker."""
 

@@ -446,6 +446,29 @@ class StreamWait:
     other: int = wire(U64)
 
 
+@dataclass(frozen=True, slots=True)
+class EventRecord:
+    """Take the time at which a stream has run all that it holds now, as `event`: the client's own number for it."""
+
+    stream: int = wire(U64)
+    event: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class EventPair:
+    """Two events, the earlier one first."""
+
+    start: int = wire(U64)
+    end: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """The time from one event to another."""
+
+    nanoseconds: int = wire(U64)
+
+
 # --- modules and launches ---
 
 
@@ -729,6 +752,9 @@ Body = (
     | ModuleLoad
     | ModuleLoaded
     | ModuleParameters
+    | EventRecord
+    | EventPair
+    | Elapsed
     | VariableName
     | Variable
     | ModuleFigures
@@ -801,6 +827,9 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.GRAPH_LAUNCH_IN: (GraphLaunchIn, Empty),
     Opcode.MODULE_VARIABLE: (VariableName, Variable),
     Opcode.MODULE_FIGURES: (Handle, ModuleFigures),
+    Opcode.EVENT_RECORD: (EventRecord, Empty),
+    Opcode.EVENT_ELAPSED: (EventPair, Elapsed),
+    Opcode.EVENT_DESTROY: (Handle, Empty),
 }
 """Request and reply of each operation. Three operations have no request. GOODBYE is an error reply to request 0; the
 daemon sends it before it closes the connection. LEASE_EVENT is a further reply to a LEASE_SUBSCRIBE, one for each

@@ -85,6 +85,9 @@ class Opcode(IntEnum):
     GRAPH_LAUNCH_IN = 0x0619
     MODULE_VARIABLE = 0x061A
     MODULE_FIGURES = 0x061B
+    EVENT_RECORD = 0x061C
+    EVENT_ELAPSED = 0x061D
+    EVENT_DESTROY = 0x061E
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
@@ -178,12 +181,14 @@ class SessionOption(IntEnum):
     REGION operations and LAUNCH_IN, and regions begin and end at multiples of so many bytes. CARD, a u16 and a u32: the
     card's compute capability, 90 for 9.0, and the version of CUDA that its driver has, 13000 for 13.0; 0 for no CUDA
     driver. MODULE_DETAILS, without a value: the session serves MODULE_VARIABLE and MODULE_FIGURES.
+    EVENTS, without a value: the session serves the EVENT operations.
     """
 
     PARAMETER_TYPES = 33
     REGIONS = 35
     CARD = 36
     MODULE_DETAILS = 37
+    EVENTS = 38
 
 
 class ParameterType(IntEnum):

@@ -20,7 +20,7 @@ from gpulease.client.aio.lease import GpuBuilder, GpuLease, inspect_token, my_au
 from gpulease.client.aio.modules import Module
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.session import GpuSession
-from gpulease.client.aio.streams import Stream
+from gpulease.client.aio.streams import Event, Stream
 from gpulease.client.aio.submits import Submission, submit_by
 from gpulease.client.engine.events import ForwardRevoked, LeaseEvent
 from gpulease.client.engine.lease import LeaseReport, SubmitReport
@@ -71,6 +71,7 @@ __all__ = [
     "Denied",
     "Disconnected",
     "Drained",
+    "Event",
     "Fenced",
     "ForwardRevoked",
     "GpuBuilder",

@@ -5,7 +5,17 @@ from types import TracebackType
 from typing import Self
 
 from gpulease.client.aio.driver import drive, drive_holding, undisturbed
-from gpulease.client.engine.streams import StreamHandle, Streams
+from gpulease.client.engine.streams import EventHandle, StreamHandle, Streams
+
+
+class Event(EventHandle):
+    """The time at which a stream had run all that it held, like `gpulease.client.Event`."""
+
+    __slots__ = ()
+
+    async def elapsed_ms(self, end: EventHandle) -> float:
+        """Wait for this event and a later one, like `gpulease.client.Event.elapsed_ms`."""
+        return await undisturbed(drive(self._streams.elapsed_ms(self, end)))
 
 
 class Stream(StreamHandle):
@@ -20,6 +30,10 @@ class Stream(StreamHandle):
     async def wait_for(self, other: StreamHandle | None) -> None:
         """Put what comes next behind all that `other` holds now, like `gpulease.client.Stream.wait_for`."""
         await undisturbed(drive(self.streams("wait_for").wait_for(self, other)))
+
+    async def event(self) -> Event:
+        """Take the time at which it will have run all that it holds now, like `gpulease.client.Stream.event`."""
+        return await undisturbed(drive(self.streams("event").record(self, Event)))
 
     async def close(self) -> None:
         """Free it now, like `gpulease.client.Stream.close`."""

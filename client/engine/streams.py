@@ -12,12 +12,13 @@ from gpulease.client.engine.exchange import send
 from gpulease.client.engine.fast_request import DONE, FastRequest, Pending
 from gpulease.client.engine.operations import STREAMS_FENCES, Operations
 from gpulease.client.engine.waits import Begun, Limit, Procedure
-from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, Unsupported
 from gpulease.client.handles import Buffer, Handle
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, STREAM_WAIT
-from gpulease.protocol.messages import Ping
+from gpulease.protocol.messages import EventPair, EventRecord, Ping
+from gpulease.protocol.opcodes import SessionOption
 
 T = TypeVar("T")
 S = TypeVar("S", bound="StreamHandle")
@@ -59,6 +60,24 @@ class StreamHandle(Handle):
             super().__del__()
 
 
+class EventHandle(Handle):
+    """The time at which a stream had run all that it held; the base of both faces' events."""
+
+    __slots__ = ("_streams",)
+
+    _free_op = Opcode.EVENT_DESTROY
+
+    def __init__(self, streams: "Streams", handle: int) -> None:
+        super().__init__(streams.attachment, handle)
+        self._streams = streams
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.handle}{'' if self.is_alive else ', gone'}>"
+
+
+E = TypeVar("E", bound=EventHandle)
+
+
 class Streams:
     """The streams of one session.
 
@@ -72,6 +91,7 @@ class Streams:
         self.operations = operations
         self.attachment = operations.attachment
         self.selected = DEFAULT
+        self._last_event = 0
         self._sync = FastRequest(operations, Opcode.SYNC)
         self._stream_sync = FastRequest(operations, Opcode.STREAM_SYNC, HANDLE.size)
 
@@ -106,6 +126,30 @@ class Streams:
         pair = STREAM_WAIT.pack(self.number(stream, "wait_for"), self.number(other, "wait_for"))
         frame = operations.quiet_frame(Opcode.STREAM_WAIT, pair)
         yield from operations.do("wait_for", send(self.attachment.channel, (frame,), operations.limit))
+
+    def record(self, stream: StreamHandle, kind: type[E]) -> Procedure[E]:
+        """Record an event in a stream, as a face's kind; it travels with the launches before and behind it."""
+        self._check_recording("event")
+        if not any(option.type == SessionOption.EVENTS for option in self.attachment.reply.options):
+            raise Unsupported("event: the session's daemon is too old for it", "Ask its operator for a newer one")
+        return (yield from self.operations.do("event", self._record(self.number(stream, "event"), kind)))
+
+    def _record(self, number: int, kind: type[E]) -> Procedure[E]:
+        self._last_event += 1
+        body = build_body(EventRecord(number, self._last_event))
+        event = kind(self, self._last_event)
+        yield from self.operations.send_frames(self.operations.quiet_frame(Opcode.EVENT_RECORD, body))
+        return event
+
+    def elapsed_ms(self, start: EventHandle, end: EventHandle) -> Procedure[float]:
+        """Wait for two events; the milliseconds from one to the other."""
+        doing, operations = "elapsed_ms", self.operations
+        self._check_recording(doing)
+        for event in (start, end):
+            operations.check(event, EventHandle, doing)
+        pair = build_body(EventPair(start.handle, end.handle))
+        reply = yield from operations.do(doing, operations.ask(Opcode.EVENT_ELAPSED, pair, doing=doing))
+        return float(reply.nanoseconds / 1e6)
 
     def sync(self) -> Procedure[None]:
         """Wait until all streams have ended what they hold. Raises InvalidRequest while the session records."""

@@ -42,7 +42,7 @@ from gpulease.client.sync.lease import GpuBuilder, GpuLease, inspect_token, my_a
 from gpulease.client.sync.modules import Module
 from gpulease.client.sync.regions import Region
 from gpulease.client.sync.session import GpuSession
-from gpulease.client.sync.streams import Stream
+from gpulease.client.sync.streams import Event, Stream
 from gpulease.client.sync.submits import Submission, submit_by
 from gpulease.protocol import Exclusivity as GpuExclusivityClass
 from gpulease.protocol import Phase
@@ -57,6 +57,7 @@ __all__ = [
     "Denied",
     "Disconnected",
     "Drained",
+    "Event",
     "Fenced",
     "ForwardRevoked",
     "GpuBuilder",

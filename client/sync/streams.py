@@ -3,8 +3,21 @@
 from types import TracebackType
 from typing import Self
 
-from gpulease.client.engine.streams import StreamHandle, Streams
+from gpulease.client.engine.streams import EventHandle, StreamHandle, Streams
 from gpulease.client.sync.driver import drive
+
+
+class Event(EventHandle):
+    """The time at which a stream had run all that it held; made by `Stream.event`. The last reference frees it."""
+
+    __slots__ = ()
+
+    def elapsed_ms(self, end: EventHandle) -> float:
+        """Wait for this event and a later one; the milliseconds between, by the card's clock.
+
+        Raises InvalidRequest if `end` came first, and the failure of a kernel before it.
+        """
+        return drive(self._streams.elapsed_ms(self, end))
 
 
 class Stream(StreamHandle):
@@ -36,6 +49,13 @@ class Stream(StreamHandle):
     def wait_for(self, other: StreamHandle | None) -> None:
         """Put what comes next behind all that `other` holds now; None is the default stream. The call does not wait."""
         drive(self.streams("wait_for").wait_for(self, other))
+
+    def event(self) -> Event:
+        """Take the time at which it will have run all that it holds now. The call does not wait.
+
+        At most MAX_EVENTS in a session, or the next operation that waits raises Busy.
+        """
+        return drive(self.streams("event").record(self, Event))
 
     def close(self) -> None:
         """Free it now; the work it holds still runs, and `GpuSession.sync` still waits for that."""

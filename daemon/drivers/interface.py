@@ -285,6 +285,10 @@ class Ticket(Protocol):
         """Return whether it is complete, or the context is lost: a copy's caller may use the host memory again."""
 
 
+class Event(Ticket, Protocol):
+    """The time at which a stream has run all that it held."""
+
+
 @dataclass(frozen=True, slots=True)
 class RegionReturn:
     """The bytes of a region that has ended.
@@ -417,6 +421,15 @@ class Context(Protocol):
 
     def mark(self, stream: int) -> Ticket:
         """Return a ticket that is done once all that is in a stream now has ended."""
+
+    def event(self, stream: int) -> Event:
+        """Put an event behind what a stream holds now."""
+
+    def event_wait(self, events: Sequence[Event], poll: Poll = keep_waiting) -> None:
+        """Wait for events."""
+
+    def elapsed_ns(self, start: Event, end: Event) -> int:
+        """Return the time between two events that are done, negative if `end` came first. Raises DriverError."""
 
     def streams_bytes(self, count: int) -> int:
         """Bytes of the card that the context keeps for so many streams at a time beside stream 0."""

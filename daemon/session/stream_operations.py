@@ -8,15 +8,17 @@ from collections.abc import Callable
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.drivers.interface import Event
 from gpulease.daemon.session.ledger import Refused, invalid_handle
 from gpulease.daemon.session.operations import Operations, SessionResources
 from gpulease.daemon.session.replies import done, empty
+from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import HANDLE, STREAM_WAIT, parse_fixed
 from gpulease.protocol.framing import Frame
-from gpulease.protocol.limits import MAX_STREAMS
-from gpulease.protocol.messages import Handle, StreamWait
+from gpulease.protocol.limits import MAX_EVENTS, MAX_STREAMS
+from gpulease.protocol.messages import Elapsed, EventPair, EventRecord, Handle, StreamWait
 from gpulease.protocol.opcodes import Status
 
 DEFAULT: Final = 0
@@ -29,15 +31,17 @@ class ConnectionStreams:
     Attributes:
         known: The driver's stream by the number on the wire.
         selected: The number, on the wire, of the stream that launches and copies go into.
+        events: The driver's event by the number on the wire.
         skipped_by: The failure for which the session last skipped a quiet request of this connection; None once it was
             reported.
     """
 
-    __slots__ = ("known", "selected", "skipped_by")
+    __slots__ = ("events", "known", "selected", "skipped_by")
 
     def __init__(self) -> None:
         self.selected = DEFAULT
         self.known = {DEFAULT: DEFAULT}
+        self.events: dict[int, Event] = {}
         self.skipped_by: Failure | None = None
 
 
@@ -57,6 +61,7 @@ class StreamOperations(Operations):
         self.on_select: Callable[[], None] = lambda: None
         self.on_destroy: Callable[[int], None] = lambda _stream: None
         self._stream_count = 0
+        self._event_count = 0
         self._last_number = DEFAULT
         self.current = ConnectionStreams()
 
@@ -67,7 +72,9 @@ class StreamOperations(Operations):
             self._select(connection.known[connection.selected])
 
     def release(self, connection: ConnectionStreams) -> None:
-        """Destroy all streams of a connection that has ended."""
+        """Destroy all streams of a connection that has ended, and forget its events."""
+        self._event_count -= len(connection.events)
+        connection.events.clear()
         for number in [number for number in connection.known if number != DEFAULT]:
             self._destroy(connection, number)
 
@@ -129,6 +136,46 @@ class StreamOperations(Operations):
         self._context.stream_sync(self._stream(number), self._resources.check_sync)
         self._counters[Counter.SYNCS] += 1
         return empty(frame)
+
+    def record_event(self, frame: Frame) -> bytes:
+        """EVENT_RECORD."""
+        body = parse_body(EventRecord, frame.payload)
+        stream, events = self._stream(body.stream), self.current.events
+        is_new = body.event not in events
+        if is_new and self._event_count >= MAX_EVENTS:
+            raise Refused(
+                Failure(
+                    Status.BUSY,
+                    f"the session has {MAX_EVENTS} events, the most allowed",
+                    hint="Let go of those that are no longer needed.",
+                )
+            )
+        events[body.event] = self._context.event(stream)
+        self._event_count += is_new
+        return empty(frame)
+
+    def elapsed(self, frame: Frame) -> bytes:
+        """EVENT_ELAPSED: wait for both events as a sync does."""
+        body = parse_body(EventPair, frame.payload)
+        pair = [self._event(number) for number in (body.start, body.end)]
+        self._context.event_wait(pair, self._resources.check_sync)
+        nanoseconds = self._context.elapsed_ns(*pair)
+        if nanoseconds < 0:
+            raise BodyError(f"event {body.end} came {-nanoseconds} ns before event {body.start}: ask in their order")
+        return done(frame, Elapsed(nanoseconds))
+
+    def destroy_event(self, frame: Frame) -> bytes:
+        """EVENT_DESTROY. An event whose record was skipped behind a failure is no error."""
+        (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
+        if self.current.events.pop(number, None) is not None:
+            self._event_count -= 1
+        return empty(frame)
+
+    def _event(self, number: int) -> Event:
+        event = self.current.events.get(number)
+        if event is None:
+            raise invalid_handle(f"{number} is not an event of this connection's")
+        return event
 
     def _stream(self, number: int) -> int:
         stream = self.current.known.get(number)

@@ -60,6 +60,9 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "GRAPH_LAUNCH_IN": 0x0619,
         "MODULE_VARIABLE": 0x061A,
         "MODULE_FIGURES": 0x061B,
+        "EVENT_RECORD": 0x061C,
+        "EVENT_ELAPSED": 0x061D,
+        "EVENT_DESTROY": 0x061E,
     }.items()
 
 

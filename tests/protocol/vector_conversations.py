@@ -121,6 +121,25 @@ def module_details() -> Script:
     return script
 
 
+def events() -> Script:
+    script = Script("A launch between two events is timed: they go with it, without replies, and the question waits.")
+    script.hello("control")
+    script.grant()
+    script.attach(told=(Tlv(SessionOption.EVENTS, b""),))
+    script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(16), m.Handle(POINTER), LEASE)
+    script.load()
+    script.ask("session", Opcode.EVENT_RECORD, m.EventRecord(0, 1), session_id=LEASE, quiet=True)
+    script.ask("session", Opcode.LAUNCH, launch("scale", "00000040"), session_id=LEASE, quiet=True)
+    script.ask("session", Opcode.EVENT_RECORD, m.EventRecord(0, 2), session_id=LEASE, quiet=True)
+    script.call("session", Opcode.EVENT_ELAPSED, m.EventPair(1, 2), m.Elapsed(5312), LEASE)
+    script.ask("session", Opcode.EVENT_DESTROY, m.Handle(1), session_id=LEASE, quiet=True)
+    gone = Failure(Status.INVALID_HANDLE, "1 is not an event of this connection's")
+    pair = m.EventPair(1, 2)
+    script.refuse("session", script.ask("session", Opcode.EVENT_ELAPSED, pair, session_id=LEASE), gone)
+    script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
+    return script
+
+
 def streams() -> Script:
     script = Script(
         "Two streams: a kernel waits for a copy in the other one; a selection behind a failure takes effect as ever."
@@ -452,6 +471,7 @@ SCRIPTS = (
     arena_copies,
     parameter_types,
     module_details,
+    events,
     streams,
     launch_graph,
     session_failures,

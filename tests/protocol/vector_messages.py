@@ -200,6 +200,9 @@ SESSION: Cases = {
         m.ModuleParameters((bytes([ParameterType.POINTER, ParameterType.U32, ParameterType.F32]), b"")),
         m.ModuleParameters((b"\x07" * limits.MAX_ARGUMENTS,) * 2),
     ),
+    "EventRecord": (m.EventRecord(0, 0), m.EventRecord(1, 7), m.EventRecord(U64, U64)),
+    "EventPair": (m.EventPair(0, 0), m.EventPair(7, 8), m.EventPair(U64, U64)),
+    "Elapsed": (m.Elapsed(0), m.Elapsed(12_500_000), m.Elapsed(U64)),
     "VariableName": (
         m.VariableName(0, ""),
         m.VariableName(2, "coefficients"),

@@ -25,12 +25,13 @@ from gpulease.daemon.drivers.cuda.memory import (
     block_bytes,
 )
 from gpulease.daemon.drivers.cuda.region_pages import Regions
-from gpulease.daemon.drivers.cuda.streams import Markers, Streams, StreamTicket, streams_bytes
+from gpulease.daemon.drivers.cuda.streams import Markers, Streams, StreamTicket, TimedEvent, streams_bytes
 from gpulease.daemon.drivers.interface import (
     Admit,
     AdmitGraph,
     Dim3,
     DriverError,
+    Event,
     KernelFault,
     LaunchRejected,
     NativeLaunch,
@@ -353,6 +354,24 @@ class CudaContext:
     def mark(self, stream: int) -> Ticket:
         """Record an event in the stream."""
         return self._record(self._streams[stream])
+
+    def event(self, stream: int) -> TimedEvent:
+        """Record an event that keeps the time (cuEventRecord)."""
+        event = TimedEvent(self._call(cuda.Event))
+        self._call(event.event.record, self._streams[stream])
+        self._mark(stream)
+        return event
+
+    def event_wait(self, events: Sequence[Event], poll: Poll = keep_waiting) -> None:
+        """Wait for one after the other; after a fault all are done, and `elapsed_ns` finds it."""
+        for event in events:
+            self._await(event.is_done, poll)
+
+    def elapsed_ns(self, start: Event, end: Event) -> int:
+        """Ask the driver, which tells half a microsecond (cuEventElapsedTime)."""
+        if not isinstance(start, TimedEvent) or not isinstance(end, TimedEvent):
+            raise DriverError("these events are another driver's")
+        return round(float(self._call(start.event.time_till, end.event)) * 1e6)
 
     def streams_bytes(self, count: int) -> int:
         """Bytes of the card for so many streams (streams.py)."""

@@ -51,6 +51,18 @@ class StreamTicket:
             return True
 
 
+class TimedEvent(StreamTicket):
+    """An event that keeps the time.
+
+    Attributes:
+        event: The driver's.
+    """
+
+    def __init__(self, event: Any) -> None:
+        super().__init__(event)
+        self.event = event
+
+
 class Streams:
     """A context's streams by their numbers; stream 0 always exists.
 

@@ -18,6 +18,7 @@ from gpulease.daemon.drivers.interface import (
     DataStep,
     Dim3,
     DriverError,
+    Event,
     Kernel,
     KernelFault,
     KernelStep,
@@ -35,6 +36,7 @@ from gpulease.daemon.drivers.interface import (
     too_much_shared,
 )
 from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
+from gpulease.daemon.drivers.ptx.events import ALL_STAMPS_BYTES, STAMP, STAMP_BYTES, StampedEvent
 from gpulease.daemon.drivers.ptx.image import CpuKernel, CpuModule, drop_oldest_code, load, release
 from gpulease.daemon.drivers.ptx.limits import (
     MAX_ASSERTION_TEXT,
@@ -57,6 +59,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import Space
 from gpulease.daemon.drivers.ptx.printf import PrintBuffer, joined, print_to_log
 from gpulease.daemon.drivers.ptx.region_pages import Regions
 from gpulease.daemon.drivers.ptx.stream import Stream, host_threads, stream_code
+from gpulease.protocol.limits import MAX_EVENTS
 
 _SPACES = tuple(Space)
 _EVENTS: dict[int, str] = {
@@ -225,6 +228,9 @@ class CpuContext:
         self._kernel_names: dict[int, str] = {}
         self._next_number = 0
         self._last_stream = 0
+        # The kernel that writes an event's time, once there was one, and the addresses of unused stamps.
+        self._stamp: CpuKernel | None = None
+        self._stamps: list[int] = []
         self._is_closed = False
         # A kernel may still run when the interpreter ends and frees what it can: only `close` lets go of this.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
@@ -334,6 +340,35 @@ class CpuContext:
         """Note how much is queued (`Context.mark`)."""
         queued, _ = self._stream.progress()
         return _Position(self._stream, queued)
+
+    # --- Events --------------------------------------------------------------------------------------------------
+
+    def event(self, stream: int) -> StampedEvent:
+        """Queue a stamp (events.py)."""
+        if self._stamp is None:
+            first = self._arena.allocate(ALL_STAMPS_BYTES)
+            self._stamp = self.module_load(STAMP).kernels["stamp"]
+            self._stamps.extend(range(first, first + ALL_STAMPS_BYTES, STAMP_BYTES))
+        if not self._stamps:
+            raise DriverError(f"there are {MAX_EVENTS} events, the most there can be")
+        address = self._stamps.pop()
+        try:
+            self.launch(self._stamp, (1, 1, 1), (1, 1, 1), 0, address.to_bytes(8, "little"), 0)
+        except BaseException:
+            self._stamps.append(address)
+            raise
+        return StampedEvent(self._stamps, self.mark(stream), address)
+
+    def event_wait(self, events: Sequence[Event], poll: Poll = keep_waiting) -> None:
+        """Wait for the whole queue (`Context.event_wait`)."""
+        self.sync(poll)
+
+    def elapsed_ns(self, start: Event, end: Event) -> int:
+        """Compare two stamps (`Context.elapsed_ns`)."""
+        if not isinstance(start, StampedEvent) or not isinstance(end, StampedEvent):
+            raise DriverError("these events are another driver's")
+        times = [int.from_bytes(self._arena.bytes_at(event.address, STAMP_BYTES), "little") for event in (start, end)]
+        return times[1] - times[0]
 
     # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------
 
