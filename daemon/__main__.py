@@ -33,6 +33,9 @@ EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 @click.option("--driver", type=click.Choice(["auto", "cuda", "cpu"]), help="What computes; auto is the default.")
 @click.option("--arch", metavar="SM", help="The cpu driver's architecture; sm_90 is the default.")
 @click.option(
+    "--shuffle-warps", type=int, metavar="SEED", help="The cpu driver runs warps in another order, so that races show."
+)
+@click.option(
     "--vram", multiple=True, metavar="SIZE", help="A pretended card of the cpu driver (repeatable); a cap for cuda."
 )
 @click.option(
@@ -47,6 +50,7 @@ def main(
     listen: tuple[str, ...],
     driver: str | None,
     arch: str | None,
+    shuffle_warps: int | None,
     vram: tuple[str, ...],
     warm_contexts: int | None,
     http: str | None,
@@ -62,7 +66,7 @@ def main(
         click.echo(f"gpuleased: {_with_hint(str(error), error.hint)}", err=True)
         sys.exit(error.status)
     overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}
-    overrides["arch"] = arch
+    overrides |= {"arch": arch, "shuffle_warps": shuffle_warps}
     overrides |= {"warm_contexts": warm_contexts, "http": http, "log_format": log_format}
     if verbose:
         overrides["log_level"] = "debug"

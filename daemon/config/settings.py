@@ -45,6 +45,9 @@ MAX_EMBEDDED_CARDS: Final = 64
 MAX_WARM_CONTEXTS: Final = 64
 """More for one card is a typing mistake: each is a process, and half a gigabyte of a real card."""
 
+MAX_SHUFFLE_SEED: Final = (1 << 31) - 1
+"""Generated code counts on in 32 bits from it: a larger seed would be another one's order."""
+
 MAX_RECYCLE_IDLE_S: Final = 3600
 """An operator who wants a context kept longer for one tenant mistyped the unit."""
 
@@ -94,6 +97,7 @@ class Config:
         listen: The addresses to listen on.
         driver: "auto", "cuda" or "cpu".
         arch: The architecture of the cpu driver; None for "sm_90".
+        shuffle_warps: The seed of the order in which the cpu driver runs warps and blocks; None for their numbers'.
         vram_bytes: For cpu: one emulated card of each size. For cuda: at most one size, how much of each card to lease.
         socket_mode: Permission bits of a Unix socket. Everybody who may write to it may ask for leases.
         warm_contexts: Contexts that each card holds ready for later leases; each occupies its overhead.
@@ -132,6 +136,7 @@ class Config:
     listen: tuple[Address, ...] = field(default_factory=lambda: (parse_address(DEFAULT_ADDRESS),))
     driver: str = "auto"
     arch: Architecture | None = None
+    shuffle_warps: int | None = None
     vram_bytes: tuple[int, ...] = ()
     socket_mode: int = 0o660
     warm_contexts: int = 0
@@ -165,7 +170,10 @@ class Config:
 
     def driver_of_workers(self, driver: str) -> str:
         """Return the driver's name as workers get it; `gpulease.daemon.drivers.driver_registry` reads it."""
-        return driver if driver != "cpu" or self.arch is None else f"{driver}:{self.arch}"
+        if driver != "cpu" or (self.arch is None and self.shuffle_warps is None):
+            return driver
+        seed = "" if self.shuffle_warps is None else f":{self.shuffle_warps}"
+        return f"{driver}:{self.arch or ''}{seed}"
 
     @property
     def of_http(self) -> HttpSettings | None:
@@ -264,6 +272,8 @@ class Setting:
         if self.choices and value not in self.choices:
             choices = " or ".join(self.choices) if len(self.choices) == 2 else f"one of {', '.join(self.choices)}"
             raise ConfigError(f"{self.name} is {value!r}; it must be {choices}")
+        if value is None:
+            return
         if self.least is not None and self.most is not None and not self.least <= value <= self.most:
             raise ConfigError(f"{self.name} is {value}; it must be between {self.least} and {self.most}")
         if self.least is not None and value < self.least:
@@ -468,6 +478,7 @@ SETTINGS: Final = (
     Setting("listen", lambda value: tuple(parse_address(text) for text in _texts(value))),
     Setting("driver", str),
     Setting("arch", lambda value: parse_architecture(str(value))),
+    Setting("shuffle_warps", least=0, most=MAX_SHUFFLE_SEED),
     Setting("vram", lambda value: tuple(parse_size(text) for text in _texts(value)), field="vram_bytes"),
     Setting("socket_mode", _file_mode),
     Setting("warm_contexts", least=0, most=MAX_WARM_CONTEXTS),
@@ -574,6 +585,8 @@ def _check_driver(config: Config) -> None:
         raise ConfigError(f"unknown driver {config.driver!r}; there are {', '.join(DRIVERS)}")
     if config.arch is not None and config.driver == "cuda":
         raise ConfigError("arch is the embedded driver's; a card has the architecture it has")
+    if config.shuffle_warps is not None and config.driver == "cuda":
+        raise ConfigError("shuffle_warps is the embedded driver's; a card runs warps in an order of its own")
     if len(config.vram_bytes) > MAX_EMBEDDED_CARDS:
         raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be pretended")
     for size in config.vram_bytes:

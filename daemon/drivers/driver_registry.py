@@ -6,15 +6,17 @@ from gpulease.daemon.drivers.interface import Driver, DriverError
 def driver_named(name: str) -> Driver:
     """The driver of that name. Raises DriverError if a package that it needs is not installed.
 
-    The embedded driver's name may have an architecture behind a colon: "cpu:sm_80".
+    The embedded driver's name may have an architecture behind a colon, and behind another the seed of the order in
+    which it runs warps and blocks: "cpu:sm_80", "cpu::7".
     """
-    name, _, architecture = name.partition(":")
+    name, _, rest = name.partition(":")
+    architecture, _, seed = rest.partition(":")
     try:
         if name == "cpu":
             from gpulease.daemon.drivers.ptx.architecture import SM_90, parse_architecture
             from gpulease.daemon.drivers.ptx.driver import CpuDriver
 
-            return CpuDriver(parse_architecture(architecture) if architecture else SM_90)
+            return CpuDriver(parse_architecture(architecture) if architecture else SM_90, int(seed) if seed else None)
         if name == "cuda":
             from gpulease.daemon.drivers.cuda.driver import CudaDriver
 

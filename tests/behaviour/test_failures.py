@@ -134,12 +134,25 @@ class TestInvalidHandle:
 class TestLoadFailed:
     def test_the_log_and_the_line(self, session: GpuSession) -> None:
         lines = TRANSFORM.decode().splitlines()
+        wrong = [number for number, line in enumerate(lines) if "ld.global" in line]
+        for at in wrong:
+            lines[at] = lines[at].replace("ld", "load", 1)
+        with pytest.raises(LoadFailed, match=r"load\.global") as caught:
+            session.module_load("\n".join(lines))
+        assert caught.value.line == wrong[0] + 1
+        assert "load.global" in caught.value.log
+
+    def test_one_kernel_that_cannot_run_fails_at_its_launch_alone(self, session: GpuSession) -> None:
+        lines = TRANSFORM.decode().splitlines()
         at = next(number for number, line in enumerate(lines) if "mul.f32" in line or "mul.rn.f32" in line)
         lines[at] = lines[at].replace("mul", "mulberry", 1)
-        with pytest.raises(LoadFailed, match="mulberry") as caught:
-            session.module_load("\n".join(lines))
-        assert caught.value.line == at + 1
-        assert "mulberry" in caught.value.log
+        module = session.module_load("\n".join(lines))
+        buffer = session.mem_alloc(16)
+        session.launch(module, "scale", [1], [4], scale_args(buffer, 4))
+        with pytest.raises(LaunchFailed, match="mulberry"):
+            session.sync()
+        session.launch(module, "bias", [1], [4], scale_args(buffer, 4))
+        session.sync()
 
     @pytest.mark.parametrize(
         "image",

@@ -85,8 +85,11 @@ def describe(
     """The error for a fault record.
 
     Args:
+        fault: The record.
         text_at: Reads what an assertion's addresses mean.
         beside: Names the allocation that an access of so many bytes at an address misses, or "".
+        kernel: The kernel's name.
+        tag: The launch's tag.
     """
     place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
     where = f"{place} in kernel {kernel}, PTX line {fault.line}"
@@ -200,14 +203,23 @@ class CpuContext:
         slice_bytes: Room for allocations.
         hosts: How many threads run the blocks of a launch; None for as many as this process may have.
         architecture: Which images it loads.
+        shuffle: The seed of the order in which warps and blocks run, on one thread then; None for their numbers' order.
     """
 
     page_bytes = 1
     cuda_version = 0
 
-    def __init__(self, slice_bytes: int, *, hosts: int | None = None, architecture: Architecture = SM_90) -> None:
+    def __init__(
+        self,
+        slice_bytes: int,
+        *,
+        hosts: int | None = None,
+        architecture: Architecture = SM_90,
+        shuffle: int | None = None,
+    ) -> None:
         self._slice_bytes = slice_bytes
         self._architecture = architecture
+        self._shuffle = shuffle
         self._arena = Arena(slice_bytes)
         self._prints = PrintBuffer()
         # Gets the name of a kernel and what it printed.
@@ -222,7 +234,7 @@ class CpuContext:
                 returned=self._regions.address,
             )
         )
-        self._hosts = hosts or host_threads()
+        self._hosts = (hosts or host_threads()) if shuffle is None else 1
         self._stream = Stream(self._areas.address, self._hosts, self._prints.address)
         self._modules: set[CpuModule] = set()
         self._kernel_names: dict[int, str] = {}
@@ -405,6 +417,7 @@ class CpuContext:
             first_number=self._next_number,
             admit=admit,
             architecture=self._architecture,
+            shuffle=self._shuffle,
         )
         self._next_number += len(module.kernels)
         self._modules.add(module)

@@ -15,8 +15,8 @@ from gpulease.daemon.sandbox.measures import Needs
 class CpuDriver:
     """Computes on the host. Any card's UUID will do: it has no cards, only slices of the host's memory."""
 
-    def __init__(self, architecture: Architecture = SM_90) -> None:
-        self._open = partial(CpuContext, architecture=architecture)
+    def __init__(self, architecture: Architecture = SM_90, shuffle: int | None = None) -> None:
+        self._open = partial(CpuContext, architecture=architecture, shuffle=shuffle)
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ import ctypes
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -129,12 +130,14 @@ def _kernel_from(fields: Any) -> KernelFacts:
     return KernelFacts(*values)
 
 
-def translate_image(image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90) -> TranslatedImage:
+def translate_image(
+    image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
+) -> TranslatedImage:
     """Parse and translate. Raises ImageRejected for an image of which no kernel could run."""
     tree = link(parse(_decode(image), architecture))
     variables = tuple(ModuleVariable(v.name, v.size, v.initial, v.relocations) for v in tree.variables)
     check_size(variables, slice_bytes)
-    parts = translate(tree)
+    parts = translate(tree, shuffle)
     sources = tuple(PartSource.of(part.text, part.effort) for part in parts)
     return TranslatedImage(_kernels(tree, parts), variables, tuple(tree.addressed or ()), sources)
 
@@ -234,13 +237,18 @@ def ready_to_look_up() -> None:
     key_of(b"image", b"", ptx)
 
 
-def load_code(image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90) -> LoadedCode:
-    """An image's code, translated now or before for that architecture. Raises ImageRejected."""
-    key = key_of(f"image for {architecture}".encode(), image, ptx)
+def load_code(
+    image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
+) -> LoadedCode:
+    """An image's code, translated now or before for that architecture and order. Raises ImageRejected."""
+    key = key_of(f"image for {architecture}, shuffled by {shuffle}".encode(), image, ptx)
     code = _held.get(key)
     if code is None:
         bind_library()
-        translated = _kept_image(key) or _translate_and_keep(key, image, slice_bytes, architecture)
+        translated = _kept_image(key)
+        if translated is None:
+            translated = translate_image(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)
+            _keep(key, translated)
         code = _held[key] = LoadedCode(translated, tuple(map(PartCode, translated.parts)))
         drop_oldest_code()
     _held.move_to_end(key)
@@ -263,14 +271,10 @@ def _kept_image(key: bytes) -> TranslatedImage | None:
         return None
 
 
-def _translate_and_keep(key: bytes, image: bytes, slice_bytes: int, architecture: Architecture) -> TranslatedImage:
-    translated = translate_image(image, slice_bytes=slice_bytes, architecture=architecture)
-    try:
+def _keep(key: bytes, translated: TranslatedImage) -> None:
+    # An addend past 64 bits can't be; no compiler writes one.
+    with suppress(OverflowError):
         keep(key, translated.to_bytes())
-    except OverflowError:
-        # An addend past 64 bits; no compiler writes one.
-        return translated
-    return translated
 
 
 def drop_oldest_code() -> None:
@@ -363,9 +367,10 @@ def load(
     first_number: int,
     admit: Admit = admit_all,
     architecture: Architecture = SM_90,
+    shuffle: int | None = None,
 ) -> CpuModule:
     """Translate and place. Raises ImageRejected; nothing is left behind then."""
-    code = load_code(image, slice_bytes=slice_bytes, architecture=architecture)
+    code = load_code(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)
     variables = code.image.variables
     device_bytes = sum(variable.size for variable in variables)
     admit(device_bytes, 0, 0)

@@ -79,7 +79,7 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"recycle": "same-tenant"}, "recycle needs warm_contexts"),
         ({"recycle_idle_s": 0}, "recycle_idle_s is 0; it must be between 1 and 3600"),
         ({"recycle_leases": 0}, "recycle_leases is 0; it must be at least 1"),
-        ({"colour": "red"}, "unknown setting 'colour'; known are: listen, driver, arch, vram"),
+        ({"colour": "red"}, "unknown setting 'colour'; known are: listen, driver, arch, shuffle_warps, vram"),
         ({"vram": [6]}, "setting vram: it must be a string or a list of strings"),
         ({"listen": ["ftp:there"]}, "'ftp:there' is not an address"),
         ({"listen": "tcp:127.0.0.1:9400", "http": "127.0.0.1:9400"}, "http and listen have the same address"),

@@ -36,7 +36,7 @@ _GROUPED = "wgmma"
 
 
 def _advice(opcode: str, modifiers: list[str]) -> str | None:
-    """What to do without an instruction that is refused whatever its operands; None for others."""
+    """Advise what to do without an instruction that is refused whatever its operands; None for others."""
     if opcode in _TEXTURED:
         return "read and write plain memory instead of textures and surfaces"
     if opcode == _GROUPED or "tensor" in modifiers:

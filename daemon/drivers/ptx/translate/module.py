@@ -66,6 +66,7 @@ class Part:
         callees: The functions they call.
         runners: Under which name each kernel's runner is in the IR.
         needs: What each kernel's blocks take.
+        shuffle: The seed of the order in which warps and blocks run, or None for that of their numbers.
     """
 
     effort: Effort
@@ -74,6 +75,7 @@ class Part:
     runners: dict[str, str] = field(default_factory=dict)
     needs: dict[str, Needs] = field(default_factory=dict)
     lines: int = 0
+    shuffle: int | None = None
     _definitions: list[str] = field(default_factory=list)
     _declarations: set[str] = field(default_factory=set)
 
@@ -111,6 +113,7 @@ class Part:
             frame_bytes=thread.frame_bytes,
             local_bytes=round_up(thread.local_limit, LOCAL_STEP),
             waits=thread.waits,
+            shuffle=self.shuffle,
         )
         self._definitions.append(runner.write(f"kernel{number}"))
         self.runners[function.name] = f"kernel{number}"
@@ -135,6 +138,7 @@ class Part:
             frame_bytes=lanes.frame_bytes,
             local_bytes=lanes.local_step,
             waits=lanes.waits,
+            shuffle=self.shuffle,
         )
         self._define(definition, function)
         self._definitions.append(runner.write(f"kernel{number}"))
@@ -162,19 +166,19 @@ class Part:
             raise rejected(reason, line=function.line, kernel=function.name)
 
 
-def translate(image: Image) -> list[Part]:
+def translate(image: Image, shuffle: int | None = None) -> list[Part]:
     """The IR of all kernels that can be translated; why others can't is added to a linked image's refusals.
 
     Raises ImageRejected for the first thing that is not supported, if no kernel is left.
     """
     image = link(image)
-    parts = _translate(image)
+    parts = _translate(image, shuffle)
     image.check()
     return parts
 
 
-def _translate(image: Image) -> list[Part]:
-    translator, graph = _ImageTranslator(image), CallGraph(image)
+def _translate(image: Image, shuffle: int | None) -> list[Part]:
+    translator, graph = _ImageTranslator(image, shuffle), CallGraph(image)
     for function in image.functions:
         reached = graph.reached(function)
         refused = [name for name in (function.name, *sorted(reached)) if name in image.refusals]
@@ -194,7 +198,7 @@ class _ImageTranslator:
     Kernels that call functions have them in common; each of the others is compiled by itself.
     """
 
-    def __init__(self, image: Image) -> None:
+    def __init__(self, image: Image, shuffle: int | None) -> None:
         addressed = image.addressed or ()
         names = [*(variable.name for variable in image.variables), *addressed]
         self._places = {name: n for n, name in enumerate(names)}
@@ -202,6 +206,7 @@ class _ImageTranslator:
         self._sizes = {name: _size(function) for name, function in self._functions.items()}
         self._addressed, self._first_place = addressed, len(image.variables)
         self._watching = watching_functions(image)
+        self._shuffle = shuffle
         self._budget = IrBudget(MAX_IMAGE_IR_LINES)
         self._left = MAX_OPTIMISED_CALLING_ACCESSES
         self._apart: list[Part] = []
@@ -233,7 +238,8 @@ class _ImageTranslator:
 
     def _part(self, effort: Effort, *, calls: bool = False) -> Part:
         called = self._addressed if calls else ()
-        return Part(effort, self._budget, Callees(self._functions, called, self._first_place, self._watching))
+        callees = Callees(self._functions, called, self._first_place, self._watching)
+        return Part(effort, self._budget, callees, shuffle=self._shuffle)
 
 
 def _fits(sizes: list[tuple[int, int]], most_accesses: int) -> bool:

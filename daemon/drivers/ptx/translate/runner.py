@@ -8,6 +8,10 @@ goes on. Blocks are numbered x fastest; `last_block` is the one behind the last,
 In a block with barriers every thread has a frame. Each round runs every thread that has not ended up to its next
 barrier or its end; when a round leaves none waiting, the block is done. That is enough where the only waits are for
 barrier 0; scheduler.py has the rest. Where threads run together, each group of a row's threads has the frame.
+
+Blocks run in the order of their numbers, and so do the warps of each, unless the operator shuffles them: with a seed,
+blocks begin at some number, and the warps of each block, in each round, at some other. A kernel without races computes
+the same; one with a race may not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +29,7 @@ from gpulease.daemon.drivers.ptx.native.structures import (
 )
 from gpulease.daemon.drivers.ptx.translate.ir import INVARIANT, TRUE, IrWriter, Value, constant
 from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT, LAUNCH
+from gpulease.daemon.drivers.ptx.translate.specials import WARP_THREADS
 from gpulease.daemon.drivers.ptx.translate.wait_points import Waits
 
 # In a frame's head: the thread has ended. Barriers are numbered from 1.
@@ -35,16 +40,30 @@ _FIRST, _LAST = Value("i64", "%first"), Value("i64", "%last")
 # Gets the indices x, y and z of the innermost loop.
 Body = Callable[[Sequence[Value]], None]
 
+# Multiplier and increment of a linear congruential generator (Knuth, "The Art of Computer Programming", 3.3.4).
+_SPREAD = 1_664_525
+_STEP = 1_013_904_223
+
+# Its low bits repeat after few steps.
+_LOW_BITS = 8
+
 
 class RunnerWriter:
     """Writes the runner of one kernel around its thread function."""
 
-    def __init__(self, thread: str, *, frame_bytes: int, local_bytes: int, waits: Waits) -> None:
+    # Threads that stay neighbours when the order is shuffled, along x.
+    turn_unit = WARP_THREADS
+
+    def __init__(
+        self, thread: str, *, frame_bytes: int, local_bytes: int, waits: Waits, shuffle: int | None = None
+    ) -> None:
         self.ir = IrWriter(set())
         self._thread = thread
         self._frame_bytes = frame_bytes
         self._local_bytes = local_bytes
         self._waits = waits
+        self._shuffle = shuffle
+        self._turn: Value | None = None
         self._allocas: list[str] = []
         self._sizes: dict[str, list[Value]] = {}
 
@@ -74,11 +93,41 @@ class RunnerWriter:
         ir.store(_FIRST, counter)
         ir.block(head)
         number = ir.load("i64", counter)
-        self._run_block(self._place_of(number))
+        place = self._place_of(self._shuffled_block(number))
+        self._run_block(place)
         following = ir.binary("add", number, 1)
         ir.store(following, counter)
         ir.branch_if(ir.compare("icmp ult", following, _LAST), head, done)
         ir.block(done)
+
+    def _shuffled_block(self, number: Value) -> Value:
+        """The block that is the launch's `number`th to begin, and where its warps begin."""
+        if self._shuffle is None:
+            return number
+        ir = self.ir
+        blocks = ir.load("i64", ir.offset(LAUNCH, Launch.blocks.offset), extra=INVARIANT)
+        begun = ir.binary("add", number, (self._shuffle * _SPREAD + _STEP) >> _LOW_BITS)
+        block = ir.binary("urem", begun, blocks)
+        self._turn = self._turn or self._variable("i32")
+        ir.store(ir.binary("add", ir.cast("trunc", block, "i32"), self._shuffle), self._turn)
+        self._begin_round()
+        return block
+
+    def _begin_round(self) -> None:
+        """Let the warps begin at another one."""
+        if self._turn is not None:
+            turned = self.ir.binary("mul", self.ir.load("i32", self._turn), _SPREAD)
+            self.ir.store(self.ir.binary("add", turned, _STEP), self._turn)
+
+    def _turned(self, index: Value, size: Value, unit: int) -> Value:
+        """The index that is the `index`th below a size; `unit` of them stay neighbours."""
+        if self._turn is None:
+            return index
+        ir = self.ir
+        units = ir.binary("udiv", ir.binary("add", size, unit - 1), unit)
+        first = ir.binary("urem", ir.binary("lshr", ir.load("i32", self._turn), _LOW_BITS), units)
+        turned = ir.binary("add", index, ir.binary("mul", first, unit))
+        return ir.select(ir.compare("icmp uge", turned, size), ir.binary("sub", turned, size), turned)
 
     def _place_of(self, number: Value) -> list[Value]:
         """A block's x, y and z."""
@@ -97,6 +146,7 @@ class RunnerWriter:
         waiting = self._variable("i1")
         again, done = self.ir.fresh("round"), self.ir.fresh("blockdone")
         self.ir.block(again)
+        self._begin_round()
         self.ir.store(constant("i1", 0), waiting)
         self._loop("block", lambda thread: self._resume_thread(thread, block, waiting))
         self.ir.branch_if(self.ir.load("i1", waiting), again, done)
@@ -185,7 +235,8 @@ class RunnerWriter:
         ir.store(constant("i32", 0), counter)
         ir.block(head)
         index = ir.load("i32", counter)
-        self._nest(sizes, [index, *outer], body)
+        is_innermost = len(outer) + 1 == len(sizes)
+        self._nest(sizes, [self._turned(index, size, self.turn_unit if is_innermost else 1), *outer], body)
         following = ir.binary("add", index, 1)
         ir.store(following, counter)
         ir.branch_if(ir.compare("icmp ult", following, size), head, done)
@@ -205,8 +256,19 @@ _LANE_SHIFT = 8
 class LaneRunnerWriter(RunnerWriter):
     """Writes the runner of one kernel around a function of lanes.py."""
 
-    def __init__(self, thread: str, *, lanes: int, frame_bytes: int, local_bytes: int, waits: Waits) -> None:
-        super().__init__(thread, frame_bytes=frame_bytes, local_bytes=local_bytes, waits=waits)
+    turn_unit = 1
+
+    def __init__(
+        self,
+        thread: str,
+        *,
+        lanes: int,
+        frame_bytes: int,
+        local_bytes: int,
+        waits: Waits,
+        shuffle: int | None = None,
+    ) -> None:
+        super().__init__(thread, frame_bytes=frame_bytes, local_bytes=local_bytes, waits=waits, shuffle=shuffle)
         self._lanes = lanes
         self._groups = constant("i32", 0)
 
@@ -226,6 +288,7 @@ class LaneRunnerWriter(RunnerWriter):
         waiting = self._variable("i1")
         again, done = ir.fresh("round"), ir.fresh("blockdone")
         ir.block(again)
+        self._begin_round()
         ir.store(constant("i1", 0), waiting)
         self._nest(sizes, [], lambda group: self._resume_group(group, block, waiting))
         ir.branch_if(ir.load("i1", waiting), again, done)
