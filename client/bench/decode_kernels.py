@@ -23,6 +23,9 @@ KERNEL_GRAPHS: Final = 10
 MOST_SPLITS: Final = 16
 """Parts of a sum that are tried at most."""
 
+MOST_READS: Final = 8
+"""Times that a tile may read the weights: those that read them more often win nothing, and take long."""
+
 CHUNK_STEP: Final = 256
 """Columns that a part has a multiple of: every tile's depth divides it."""
 
@@ -98,6 +101,8 @@ def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
     function = kernels[launch.name].kernel
     for name in dict.fromkeys((*tiles_of(function, SM_80), *tiles_of(function, target))):
         tile = kernels[name].constants
+        if tile["BM"] * MOST_READS < rows and name != launch.name:
+            continue
         grid = (-(-rows // tile["BM"]), -(-count // tile["BN"]))
         if "chunk" not in values:
             yield KernelLaunch(name, grid, **values)
