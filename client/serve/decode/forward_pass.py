@@ -22,10 +22,10 @@ from gpulease.client.serve.decode.weights import LayerWeights, Layout, Linear, M
 MAX_PROGRAMS: Final = 264
 """Programs of 64 columns up to which sums are cut: two for each of an H100's 132 multiprocessors."""
 
-MAX_SPLITS: Final = 4
+MAX_SPLITS: Final = 8
 """Parts of a sum at most: each is written and read once more."""
 
-LEAST_CHUNK: Final = 512
+LEAST_CHUNK: Final = 384
 """Columns in one part at least; shorter ones do not pay for their writing."""
 
 _CHUNK_STEP: Final = 256

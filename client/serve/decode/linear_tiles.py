@@ -17,6 +17,9 @@ SM_90A: Final = "sm_90a"
 ENOUGH_PROGRAMS: Final = 96
 """Programs of a launch at least for the larger of two tiles: fewer leave too many of 132 multiprocessors idle."""
 
+ENOUGH_WAITING_PROGRAMS: Final = 200
+"""The same for 64 rows or fewer, whose programs wait for memory: more than one is wanted for each multiprocessor."""
+
 
 def target_of(driver: str, compute_capability: int) -> str:
     """Return the architecture of a session's own kernels; the embedded driver has no wgmma."""
@@ -38,9 +41,10 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
     own = tiles_of(function, target) if target != SM_80 else []
     if rows <= _rows(smallest) or not own:
         return next((name for name in (smallest, *others) if _rows(name) >= rows), others[-1])
-    if rows <= _rows(own[0]):
-        return own[0]
-    return next((name for name in own[:1:-1] if _programs(name, rows, columns) * parts >= ENOUGH_PROGRAMS), own[1])
+    small, medium, large = own
+    if rows <= _rows(small):
+        return medium if _programs(medium, rows, columns) * parts >= ENOUGH_WAITING_PROGRAMS else small
+    return large if _programs(large, rows, columns) * parts >= ENOUGH_PROGRAMS else medium
 
 
 def tiles_of(function: str, target: str) -> list[str]:
