@@ -155,15 +155,18 @@ class Variable(BorrowedBuffer):
 
     __slots__ = ("module", "name")
 
-    def __init__(self, module: Module, name: str, handle: int, size_bytes: int) -> None:
-        assert module.owner is not None
-        super().__init__(module.owner, handle, size_bytes)
+    def __init__(self, module: Module, name: str, owner: HandleOwner, handle: int, size_bytes: int) -> None:
         self.module, self.name = module, name
+        super().__init__(owner, handle, size_bytes)
 
     @property
-    def is_alive(self) -> bool:
-        """True while its module can be used."""
-        return self.module.is_alive
+    def owner(self) -> HandleOwner | None:
+        """The session's connection, as its module has it; None once that is freed."""
+        return self.module.owner
+
+    @owner.setter
+    def owner(self, owner: HandleOwner | None) -> None:
+        """Change nothing: the module's counts."""
 
     def check(self, session: HandleOwner, what: str) -> None:
         """Raises InvalidHandle, naming the operation `what`, if its module can't be used in `session`."""

@@ -66,6 +66,7 @@ _NEEDED: Final[dict[int, Permission]] = {
     Opcode.EVENT_RECORD: _SUBMIT,
     Opcode.EVENT_ELAPSED: _SUBMIT,
     Opcode.EVENT_DESTROY: _SUBMIT,
+    Opcode.PRINTED: _SUBMIT,
     Opcode.LAUNCH: _SUBMIT,
     Opcode.STREAM_CREATE: _SUBMIT,
     Opcode.STREAM_DESTROY: _SUBMIT,

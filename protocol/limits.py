@@ -76,6 +76,10 @@ MAX_STREAMS: Final = 32
 """Most streams of a session beside its default one. Each costs the driver queues on host and card, which no slice
 bounds. A card runs no more side by side (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS)."""
 
+MAX_PRINTED_BYTES: Final = 1 << 20
+"""Most bytes of kernels' output that wait for their tenant. Stops a kernel that prints from filling the
+host's memory."""
+
 MAX_EVENTS: Final = 1024
 """Most events of a session. Each costs the driver memory of the host, which no slice bounds."""
 

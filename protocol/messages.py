@@ -549,6 +549,14 @@ class ModuleFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class Printed:
+    """The output of kernels since it was last asked for. `is_lost` is 1 if some of it is not there, else 0."""
+
+    data: bytes = wire(sized_bytes(limits.MAX_PRINTED_BYTES))
+    is_lost: int = wire(U8)
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Queue a kernel. `args` are the arguments' little-endian bytes without gaps, `arg_sizes` their sizes."""
 
@@ -758,6 +766,7 @@ Body = (
     | VariableName
     | Variable
     | ModuleFigures
+    | Printed
     | Launch
     | GraphCreate
     | GraphLaunch
@@ -830,6 +839,7 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.EVENT_RECORD: (EventRecord, Empty),
     Opcode.EVENT_ELAPSED: (EventPair, Elapsed),
     Opcode.EVENT_DESTROY: (Handle, Empty),
+    Opcode.PRINTED: (Empty, Printed),
 }
 """Request and reply of each operation. Three operations have no request. GOODBYE is an error reply to request 0; the
 daemon sends it before it closes the connection. LEASE_EVENT is a further reply to a LEASE_SUBSCRIBE, one for each

@@ -88,6 +88,7 @@ class Opcode(IntEnum):
     EVENT_RECORD = 0x061C
     EVENT_ELAPSED = 0x061D
     EVENT_DESTROY = 0x061E
+    PRINTED = 0x061F
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
@@ -182,6 +183,7 @@ class SessionOption(IntEnum):
     card's compute capability, 90 for 9.0, and the version of CUDA that its driver has, 13000 for 13.0; 0 for no CUDA
     driver. MODULE_DETAILS, without a value: the session serves MODULE_VARIABLE and MODULE_FIGURES.
     EVENTS, without a value: the session serves the EVENT operations.
+    PRINTED, without a value: the session serves PRINTED.
     """
 
     PARAMETER_TYPES = 33
@@ -189,6 +191,7 @@ class SessionOption(IntEnum):
     CARD = 36
     MODULE_DETAILS = 37
     EVENTS = 38
+    PRINTED = 39
 
 
 class ParameterType(IntEnum):

@@ -18,6 +18,7 @@ from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session, SessionView
+from gpulease.client.engine.streams import PrintedText
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.engine.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError
@@ -158,6 +159,10 @@ class GpuSession(SessionView):
         The block is that of `gpulease.client.GpuSession.record`. While a session records, other tasks can't use it.
         """
         return Recorder(self)
+
+    async def printed(self) -> PrintedText:
+        """Wait for all streams, and take what kernels have printed, like `gpulease.client.GpuSession.printed`."""
+        return await self._run(self._session.streams.printed())
 
     async def sync(self) -> None:
         """Wait until all streams have ended what they hold, like `gpulease.client.GpuSession.sync`."""

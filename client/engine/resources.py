@@ -114,7 +114,7 @@ class Resources:
         wanted = VariableName(module.handle, bounded(name, "variable: a name", MAX_KERNEL_NAME_BYTES))
         asking = self._operations.ask(Opcode.MODULE_VARIABLE, build_body(wanted), doing=doing)
         reply = yield from self._operations.do(doing, asking)
-        return Variable(module, name, reply.handle, reply.size_bytes)
+        return Variable(module, name, self._attachment, reply.handle, reply.size_bytes)
 
     def figures(self, module: Module) -> Procedure[Mapping[str, KernelFigures]]:
         """Ask for the resources of a module's kernels."""

@@ -6,7 +6,7 @@ only once all of its frame went: after an interrupted send the selection is unkn
 again.
 """
 
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from gpulease.client.engine.exchange import send
 from gpulease.client.engine.fast_request import DONE, FastRequest, Pending
@@ -78,6 +78,18 @@ class EventHandle(Handle):
 E = TypeVar("E", bound=EventHandle)
 
 
+class PrintedText(NamedTuple):
+    """The output of a session's kernels.
+
+    Attributes:
+        text: What they printed.
+        is_lost: Whether there was more than MAX_PRINTED_BYTES: the later part is not there.
+    """
+
+    text: str
+    is_lost: bool
+
+
 class Streams:
     """The streams of one session.
 
@@ -140,6 +152,15 @@ class Streams:
         event = kind(self, self._last_event)
         yield from self.operations.send_frames(self.operations.quiet_frame(Opcode.EVENT_RECORD, body))
         return event
+
+    def printed(self) -> Procedure[PrintedText]:
+        """Wait for all streams, and take what kernels have printed."""
+        self._check_recording("printed")
+        if not any(option.type == SessionOption.PRINTED for option in self.attachment.reply.options):
+            raise Unsupported("printed: the session's daemon is too old for it", "Ask its operator for a newer one")
+        asking = self.operations.ask(Opcode.PRINTED, doing="printed")
+        reply = yield from self.operations.do("printed", self._taking_back(asking))
+        return PrintedText(reply.data.decode(errors="replace"), bool(reply.is_lost))
 
     def elapsed_ms(self, start: EventHandle, end: EventHandle) -> Procedure[float]:
         """Wait for two events; the milliseconds from one to the other."""

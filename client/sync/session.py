@@ -12,6 +12,7 @@ from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session, SessionView
+from gpulease.client.engine.streams import PrintedText
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, ModuleHandle
@@ -261,6 +262,15 @@ class GpuSession(SessionView):
             rest = self._session.streams.sync_at_once()
             if rest is not None:
                 drive(rest)
+
+    def printed(self) -> PrintedText:
+        """Wait as `sync` does, and take what kernels have printed with printf since the last call.
+
+        At most 1 MiB waits to be taken; `is_lost` tells that there was more. Nobody but this session gets it.
+
+        Raises what `sync` raises, or Unsupported if the session's daemon is too old.
+        """
+        return drive(self._session.streams.printed())
 
     def close(self) -> None:
         """End the session; an operation that waits in another thread fails. The lease goes on."""

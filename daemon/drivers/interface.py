@@ -479,6 +479,9 @@ class Context(Protocol):
     def sync(self, poll: Poll = keep_waiting) -> None:
         """Wait for what all streams hold, destroyed streams too."""
 
+    def flush_printed(self) -> None:
+        """Write what kernels have printed to this process's standard output (host/kept_output.py); none may run."""
+
     def watch(self, poll: Poll) -> None:
         """Count the launches that end from now on.
 

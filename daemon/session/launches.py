@@ -25,13 +25,13 @@ from gpulease.daemon.session.ledger import Ledger, Refused
 from gpulease.daemon.session.native.layout import PlanRecord
 from gpulease.daemon.session.operations import Operations, SessionResources
 from gpulease.daemon.session.region_operations import RegionGate, no_set
-from gpulease.daemon.session.replies import empty
+from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import LaunchPattern, split_launch, split_regions
 from gpulease.protocol.framing import Frame
-from gpulease.protocol.messages import Launch
+from gpulease.protocol.messages import Launch, Printed
 from gpulease.protocol.opcodes import Opcode, Status
 
 MAX_PLANS: Final = 4096
@@ -89,6 +89,27 @@ class LaunchOperations(Operations):
         self._context.sync(self._resources.check_sync)
         self._counters[Counter.SYNCS] += 1
         return empty(frame)
+
+
+class PrintedOperations(Operations):
+    """PRINTED.
+
+    Args:
+        take: Takes what was printed, and whether some is lost.
+    """
+
+    def __init__(self, resources: SessionResources, take: Callable[[], tuple[bytes, bool]]) -> None:
+        super().__init__(resources)
+        self._take = take
+
+    def printed(self, frame: Frame) -> bytes:
+        """Serve PRINTED: wait for all launches, and take what they printed."""
+        if frame.payload:
+            raise BodyError("PRINTED takes no payload")
+        self._context.sync(self._resources.check_sync)
+        self._context.flush_printed()
+        data, is_lost = self._take()
+        return done(frame, Printed(data, int(is_lost)))
 
 
 def launch_failed(message: str, *, kernel: str = "", hint: str = "") -> Refused:

@@ -24,6 +24,7 @@ from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Context, Driver, DriverError, Opening
 from gpulease.daemon.host.heap_wipe import is_heap_wiped
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
+from gpulease.daemon.host.kept_output import KeptOutput
 from gpulease.daemon.host.processes import set_name
 from gpulease.daemon.session.connection import spin_policy_of
 from gpulease.daemon.session.ledger import Ledger
@@ -61,7 +62,9 @@ def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: Pag
     """Be the worker of one lease, in a process just forked and sandboxed; returns how to exit."""
 
     def serve(page: WorkerPage) -> WorkerExit:
-        served = _serve(spec, driver, channel, page, lambda: driver.open_context(spec.card_uuid, spec.size_bytes))
+        served = _serve(
+            spec, driver, channel, page, KeptOutput(), lambda: driver.open_context(spec.card_uuid, spec.size_bytes)
+        )
         return served if isinstance(served, WorkerExit) else WorkerExit.OK
 
     return _run(serve, page_fds)
@@ -72,6 +75,7 @@ def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds:
 
     def wait_and_serve(page: WorkerPage) -> WorkerExit:
         set_name(WARM_NAME)
+        output = KeptOutput()
         try:
             context = driver.open_context(spec.card_uuid, SLICE_BYTES)
             rehearse(context)
@@ -81,13 +85,13 @@ def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds:
             return WorkerExit.NO_CONTEXT
         page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
         _tell(channel, Ready())
-        return _serve_leases(spec, driver, channel, page, opening)
+        return _serve_leases(spec, driver, channel, page, output, opening)
 
     return _run(wait_and_serve, page_fds)
 
 
 def _serve_leases(
-    spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, opening: Opening
+    spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, output: KeptOutput, opening: Opening
 ) -> WorkerExit:
     """Wait for a lease and be its worker; then for another, as long as each leaves nothing behind."""
     while True:
@@ -96,7 +100,7 @@ def _serve_leases(
             return WorkerExit.OK
         if lease.card_uuid != spec.card_uuid:
             raise ValueError(f"a lease on {lease.card_uuid} for a context on {spec.card_uuid}")
-        served = _serve(lease, driver, channel, page, partial(opening, lease.size_bytes))
+        served = _serve(lease, driver, channel, page, output, partial(opening, lease.size_bytes))
         if isinstance(served, WorkerExit):
             return served
         set_name(WARM_NAME)
@@ -141,8 +145,15 @@ def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
 
 
 def _serve(
-    spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, open_context: Callable[[], Context]
+    spec: WorkerSpec,
+    driver: Driver,
+    channel: socket.socket,
+    page: WorkerPage,
+    output: KeptOutput,
+    open_context: Callable[[], Context],
 ) -> WorkerExit | _Scrubbed:
+    # An earlier lease's kernels may have printed until the end of its context.
+    output.take()
     try:
         context = open_context()
     except DriverError as error:
@@ -169,6 +180,7 @@ def _serve(
             spec.max_kernel_ms,
             context.native(),
             regions_required=spec.regions_required,
+            take_printed=output.take,
         )
         server = Server(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)
         server.run()

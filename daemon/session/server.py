@@ -307,7 +307,8 @@ class Server:
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
         card = self._session.compute_capability.to_bytes(2, "big") + self._session.cuda_version.to_bytes(4, "big")
         options = (*given.to_options(), Tlv(SessionOption.PARAMETER_TYPES, b""), Tlv(SessionOption.CARD, card))
-        options += (Tlv(SessionOption.MODULE_DETAILS, b""), Tlv(SessionOption.EVENTS, b""))
+        served = (SessionOption.MODULE_DETAILS, SessionOption.EVENTS, SessionOption.PRINTED)
+        options += tuple(Tlv(option, b"") for option in served)
         if granule_bytes := self._session.region_granule_bytes:
             options += (Tlv(SessionOption.REGIONS, granule_bytes.to_bytes(4, "big")),)
         body = build_body(replace(self._welcome, options=options))

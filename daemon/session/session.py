@@ -27,7 +27,7 @@ from gpulease.daemon.drivers.interface import (
     keep_waiting,
 )
 from gpulease.daemon.session.graph_operations import GraphOperations
-from gpulease.daemon.session.launches import KernelWatch, LaunchOperations, Planner
+from gpulease.daemon.session.launches import KernelWatch, LaunchOperations, Planner, PrintedOperations
 from gpulease.daemon.session.ledger import Ledger, Refused
 from gpulease.daemon.session.memory_operations import ArenaOperations, MemoryOperations
 from gpulease.daemon.session.modules import ModuleOperations
@@ -81,6 +81,7 @@ class Session:
             times are bounded, because Python looks after every launch then.
         is_submit: The session does one SUBMIT_RUN and nothing else.
         regions_required: Refuse launches that name no region set.
+        take_printed: Takes what kernels have printed, and tells whether some of it is lost.
 
     Attributes:
         lost: The fault that cost the context; None while the context works.
@@ -104,6 +105,7 @@ class Session:
         *,
         is_submit: bool = False,
         regions_required: bool = False,
+        take_printed: Callable[[], tuple[bytes, bool]] = lambda: (b"", False),
     ) -> None:
         self.lease_id = lease_id
         self.lost: Failure | None = None
@@ -135,6 +137,7 @@ class Session:
         self._region_sets = RegionOperations(resources, gate, self.regions.forget)
         self.streams.on_select, self.streams.on_destroy = gate.forget_current, self.regions.leave_stream
         self._launches = LaunchOperations(resources, planner, gate, needs_set=regions_required)
+        self._printed = PrintedOperations(resources, take_printed)
         self._graphs = GraphOperations(resources, planner, self.arena, gate, needs_set=regions_required)
         self.submit = SubmitOperations(resources, planner, self._modules)
         self._sync_pattern = SyncPattern(lease_id)
@@ -164,6 +167,7 @@ class Session:
             Opcode.STREAM_SELECT: self.streams.select,
             Opcode.STREAM_WAIT: self.streams.wait,
             Opcode.STREAM_SYNC: self.streams.sync,
+            Opcode.PRINTED: self._printed.printed,
             Opcode.EVENT_RECORD: self.streams.record_event,
             Opcode.EVENT_ELAPSED: self.streams.elapsed,
             Opcode.EVENT_DESTROY: self.streams.destroy_event,

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gpulease.client.verify.faulty_kernels import compiling_long
 from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.zygote.worker_output import MAX_OUTPUT_BYTES
+from gpulease.protocol.limits import MAX_PRINTED_BYTES
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import Neighbour, check_main_job
 from helpers.processes import open_files
@@ -63,8 +65,8 @@ def test_a_worker_has_open_what_its_session_needs(daemon: Daemon) -> None:
             "/memfd:gpulease-arena (deleted)",
             "/memfd:gpulease-claims (deleted)",
             "/memfd:gpulease-lease (deleted)",
+            "/memfd:gpulease-output (deleted)",
             "/memfd:gpulease-ring (deleted)",
-            "pipe",
             "pipe",
             "socket",
             "socket",
@@ -95,15 +97,40 @@ PRINTS = b"""
 """
 
 
-def test_a_kernel_that_prints_fills_no_log_and_forges_no_line(daemon: Daemon) -> None:
+def test_a_kernel_that_prints_reaches_its_tenant_alone(daemon: Daemon) -> None:
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         module, text = session.module_load(PRINTS), session.mem_alloc(1024)
-        session.mem_write(text, 0, b"2026-01-01 00:00:00,000 INFO forged\n" * 20 + b"\0")
+        said = "2026-01-01 00:00:00,000 INFO forged\n" * 20
+        session.mem_write(text, 0, said.encode() + b"\0")
+        args = KernelArgs().push_buffer(text)
+        assert session.printed() == ("", False)
+        for blocks in (1, 2):
+            session.launch(module, "show", [blocks], [1], args)
+            assert session.printed() == (said * blocks, False)
+        for _ in range(2):
+            session.launch(module, "show", [64], [64], args)
+            session.sync()
+        found = session.printed()
+        assert found.is_lost
+        assert said in found.text
+        assert len(found.text) <= MAX_PRINTED_BYTES
+        session.launch(module, "show", [1], [1], args)
+        assert session.printed() == (said, False)
+        with daemon.builder().acquire() as other, GpuSession(other) as neighbour:
+            session.launch(module, "show", [1], [1], args)
+            session.sync()
+            assert neighbour.printed() == ("", False)
+    assert "forged" not in daemon.log()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for a worker")
+def test_a_worker_that_is_taken_over_fills_no_log_and_forges_no_line(daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         pid = daemon.worker_pid(lease.lease_id)
 
         def is_cut_off() -> bool:
-            session.launch(module, "show", [8], [64], KernelArgs().push_buffer(text))
-            session.sync()
+            with suppress(BrokenPipeError):
+                Path(f"/proc/{pid}/fd/2").write_bytes(b"2026-01-01 00:00:00,000 INFO forged\n" * 100)
             return "the rest is lost" in daemon.log()
 
         wait_until(is_cut_off, "it is cut off", seen=lambda: len(daemon.log()))

@@ -63,6 +63,7 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "EVENT_RECORD": 0x061C,
         "EVENT_ELAPSED": 0x061D,
         "EVENT_DESTROY": 0x061E,
+        "PRINTED": 0x061F,
     }.items()
 
 

@@ -203,6 +203,7 @@ SESSION: Cases = {
     "EventRecord": (m.EventRecord(0, 0), m.EventRecord(1, 7), m.EventRecord(U64, U64)),
     "EventPair": (m.EventPair(0, 0), m.EventPair(7, 8), m.EventPair(U64, U64)),
     "Elapsed": (m.Elapsed(0), m.Elapsed(12_500_000), m.Elapsed(U64)),
+    "Printed": (m.Printed(b"", 0), m.Printed(b"thread 3: 0.5\n", 0), m.Printed(b"\x0a" * limits.MAX_PRINTED_BYTES, 1)),
     "VariableName": (
         m.VariableName(0, ""),
         m.VariableName(2, "coefficients"),

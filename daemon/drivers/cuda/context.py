@@ -500,6 +500,10 @@ class CudaContext:
             self.stream_sync(number, poll)
         self._launcher.state.launches = 0
 
+    def flush_printed(self) -> None:
+        """Have the driver write it (CUDA C++ Programming Guide, "Formatted Output": cuCtxSynchronize flushes)."""
+        self._call(cuda.Context.synchronize)
+
     def watch(self, poll: Poll) -> None:
         """Put an event behind each operation in a stream from now on."""
         self._markers = Markers(poll)

@@ -36,7 +36,7 @@ from gpulease.daemon.drivers.interface import (
     too_much_shared,
 )
 from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
-from gpulease.daemon.drivers.ptx.events import ALL_STAMPS_BYTES, STAMP, STAMP_BYTES, StampedEvent
+from gpulease.daemon.drivers.ptx.event_stamps import ALL_STAMPS_BYTES, STAMP, STAMP_BYTES, StampedEvent
 from gpulease.daemon.drivers.ptx.image import CpuKernel, CpuModule, drop_oldest_code, load, release
 from gpulease.daemon.drivers.ptx.limits import (
     MAX_ASSERTION_TEXT,
@@ -56,7 +56,7 @@ from gpulease.daemon.drivers.ptx.native.structures import (
     Launch,
 )
 from gpulease.daemon.drivers.ptx.parse.syntax import Space
-from gpulease.daemon.drivers.ptx.printf import PrintBuffer, joined, print_to_log
+from gpulease.daemon.drivers.ptx.printf import PrintBuffer, joined, print_to_log, print_to_output
 from gpulease.daemon.drivers.ptx.region_pages import Regions
 from gpulease.daemon.drivers.ptx.stream import Stream, host_threads, stream_code
 from gpulease.protocol.limits import MAX_EVENTS
@@ -223,7 +223,9 @@ class CpuContext:
         self._arena = Arena(slice_bytes)
         self._prints = PrintBuffer()
         # Gets the name of a kernel and what it printed.
-        self.printed: Callable[[str, str], None] = print_to_log
+        self.printed: Callable[[str, str], None] = print_to_output
+        # Gets the name of a region, and what the operator may want to know of it.
+        self.noted: Callable[[str, str], None] = print_to_log
         self._regions = Regions(self._arena)
         self._areas = Areas(
             Environment(
@@ -356,7 +358,7 @@ class CpuContext:
     # --- Events --------------------------------------------------------------------------------------------------
 
     def event(self, stream: int) -> StampedEvent:
-        """Queue a stamp (events.py)."""
+        """Queue a stamp (event_stamps.py)."""
         if self._stamp is None:
             first = self._arena.allocate(ALL_STAMPS_BYTES)
             self._stamp = self.module_load(STAMP).kernels["stamp"]
@@ -525,6 +527,10 @@ class CpuContext:
         """Make a graph, which takes nothing of the slice (`Context.graph`)."""
         return CpuGraph(self, steps)
 
+    def flush_printed(self) -> None:
+        """Write it (`Context.flush_printed`); `sync` has done so already, if nothing was launched since."""
+        self._flush()
+
     def watch(self, poll: Poll) -> None:
         """Record which launch runs (`Context.watch`)."""
         self._stream.poll = poll
@@ -600,7 +606,7 @@ class CpuContext:
         """Report each ended region in which something was accessed, once, as kernels' output is."""
         for address, size_bytes in self._regions.new_strays():
             count = self._regions.stray_accesses(address)
-            self.printed(
+            self.noted(
                 f"region {address:#x}",
                 f"ended, and accessed {count} times since; its {size_bytes} bytes read as zeros, stores go nowhere\n",
             )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from gpulease.daemon.drivers.ptx.limits import MAX_PRINT_BYTES, MAX_PRINT_WIDTH
 from gpulease.daemon.drivers.ptx.memory import Mapping
 from gpulease.daemon.drivers.ptx.native.structures import Mark, PrintHead, PrintRecord
+from gpulease.daemon.host.kept_output import write_output
 
 _LIBC = ctypes.CDLL(None)
 _HEAD_BYTES = ctypes.sizeof(PrintHead)
@@ -72,9 +73,14 @@ class PrintBuffer:
         self._mapping.close()
 
 
-def print_to_log(kernel: str, text: str) -> None:
-    """Write what a kernel printed to this process's standard error, each line under its name."""
-    sys.stderr.write("".join(f"{kernel}: {line}\n" for line in text.splitlines()))
+def print_to_output(kernel: str, text: str) -> None:
+    """Write what a kernel printed to standard output, which a worker keeps for its tenant."""
+    write_output(text.encode())
+
+
+def print_to_log(what: str, text: str) -> None:
+    """Write to this process's standard error, each line under a name."""
+    sys.stderr.write("".join(f"{what}: {line}\n" for line in text.splitlines()))
 
 
 def joined(texts: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:

@@ -22,7 +22,7 @@ from helpers.scripted_peer import ScriptedPeer
 GRAPH = 7
 
 RECORDED = {"launch", "mem_write", "mem_read"}
-REFUSED = {"mem_alloc", "mem_free", "module_load", "module_unload", "sync", "stream", "region_set"}
+REFUSED = {"mem_alloc", "mem_free", "module_load", "module_unload", "sync", "stream", "region_set", "printed"}
 
 
 class Awaitable:
@@ -115,6 +115,7 @@ async def what_is_refused_while_it_records(face: Face) -> None:
                 "module_unload": lambda: session.module_unload(module),
                 "sync": lambda: session.sync(),
                 "stream": lambda: session.stream(),
+                "printed": lambda: session.printed(),
             }
             assert refusals.keys() == REFUSED
             others: tuple[Callable[[], Any], ...] = (

@@ -41,7 +41,7 @@ class Rig:
     def __init__(self, context: CpuContext) -> None:
         self.context = context
         self.said: list[tuple[str, str]] = []
-        context.printed = lambda name, text: self.said.append((name, text))
+        context.noted = lambda name, text: self.said.append((name, text))
         self.out = context.mem_alloc(OUT_BYTES)
         self.before, self.ended, self.behind = (context.region_open(2 * GRANULE) for _ in range(3))
         for address in (self.before, self.ended, self.behind):

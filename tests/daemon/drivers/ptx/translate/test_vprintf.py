@@ -185,15 +185,13 @@ def test_wide_fields_do_not_grow_the_text_without_bound(printer: Printer) -> Non
     assert len(printer.texts[0][1]) < MAX_PRINT_BYTES + 20_000
 
 
-def test_output_goes_to_the_log_under_the_kernel_s_name(
-    context: CpuContext, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_goes_to_standard_output(context: CpuContext, capfd: pytest.CaptureFixture[str]) -> None:
     sink = context.printed
     printer = Printer(context)
     context.printed = sink
     printer.queue(b"one\ntwo")
     context.sync()
-    assert capsys.readouterr().err == "show: one\nshow: two\n"
+    assert capfd.readouterr() == ("one\ntwo", "")
 
 
 def test_a_failed_assertion_says_what_and_where(printer: Printer) -> None:

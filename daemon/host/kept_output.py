@@ -1,0 +1,49 @@
+"""Standard output that a process keeps to itself: kernels print there.
+
+CUDA's driver writes what kernels print to the standard output of C, and the embedded driver does as it does. A worker
+puts sealed memory in the place of the descriptor, so that nothing of it reaches the daemon's log, and nothing blocks:
+a write that finds no room fails, and C's stream remembers that.
+"""
+
+import ctypes
+import os
+from typing import Final
+
+from gpulease.daemon.contract.control_page import sealed_memory
+from gpulease.protocol.limits import MAX_PRINTED_BYTES
+
+_STDOUT: Final = 1
+_LIBC: Final = ctypes.CDLL(None)
+_LIBC.fwrite.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p)
+
+
+def _stream() -> ctypes.c_void_p:
+    return ctypes.c_void_p.in_dll(_LIBC, "stdout")
+
+
+def write_output(data: bytes) -> None:
+    """Write to C's standard output, as CUDA's driver does."""
+    _LIBC.fwrite(data, 1, len(data), _stream())
+    _LIBC.fflush(_stream())
+
+
+class KeptOutput:
+    """Keeps this process's standard output from now on."""
+
+    def __init__(self) -> None:
+        """Raises OSError if the host has no memory for it."""
+        fd = sealed_memory("gpulease-output", MAX_PRINTED_BYTES)
+        os.dup2(fd, _STDOUT, inheritable=False)
+        os.close(fd)
+
+    def take(self) -> tuple[bytes, bool]:
+        """Return what was written since the last call, and whether some of it found no room; nothing is kept."""
+        stream = _stream()
+        _LIBC.fflush(stream)
+        is_lost = bool(_LIBC.ferror(stream))
+        _LIBC.clearerr(stream)
+        size_bytes = os.lseek(_STDOUT, 0, os.SEEK_CUR)
+        data = os.pread(_STDOUT, size_bytes, 0)
+        os.pwrite(_STDOUT, bytes(size_bytes), 0)
+        os.lseek(_STDOUT, 0, os.SEEK_SET)
+        return data, is_lost
