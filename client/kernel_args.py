@@ -291,7 +291,7 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
     if view.ndim:
         raise InvalidRequest(
             f"argument {index}: an array of the host's memory is no argument of a kernel",
-            "Give session.array(it), or write it to a buffer and give that; a struct by value goes as bytes",
+            "Write it to a buffer, or make session.array(it), and give that; a struct by value goes as bytes",
         )
     if view.format.startswith((">", "!")):
         raise InvalidRequest(f"argument {index}: {quoted(value)} is big-endian")
