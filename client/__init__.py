@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: F405
     "AllocFailed",
+    "Array",
     "Buffer",
     "Busy",
     "CapacityExceeded",

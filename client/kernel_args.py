@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, get_args
 
+from gpulease.client.array_layout import ArrayView
 from gpulease.client.errors import InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer
 from gpulease.client.texts import quoted
@@ -146,8 +147,14 @@ class KernelArgs:
         self.kinds += _F64
         return self
 
-    def push_buffer(self, buffer: Buffer, offset: int = 0) -> Self:
-        """Append a pointer to a buffer's byte `offset`. Raises InvalidHandle if the buffer is freed, or too small."""
+    def push_buffer(self, buffer: Buffer | ArrayView, offset: int = 0) -> Self:
+        """Append a pointer to byte `offset` of a buffer, or of an array on the card from its first element on.
+
+        Raises InvalidHandle if the buffer is freed, or too small.
+        """
+        if isinstance(buffer, ArrayView):
+            offset += buffer.layout.offset
+            buffer = buffer.buffer
         if not isinstance(buffer, Buffer):
             raise self._misfit(buffer, "a Buffer; integers go in with push_u64")
         if buffer.owner is None:
@@ -248,7 +255,9 @@ UNTOLD: Final = "the image does not tell the parameter's type"
 
 
 def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_untold: str = UNTOLD) -> KernelArgs:
-    """Pack a list of buffers, (buffer, offset), numpy scalars and bytes; of Python's numbers where types are known.
+    """Pack a list of buffers, arrays on the card, (buffer, offset), numpy scalars and bytes.
+
+    Python's numbers are taken, too, where types are known.
 
     Args:
         values: The arguments in order.
@@ -259,9 +268,9 @@ def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_
     """
     args = KernelArgs()
     for index, value in enumerate(values):
-        if isinstance(value, Buffer):
+        if isinstance(value, Buffer | ArrayView):
             args.push_buffer(value)
-        elif isinstance(value, tuple) and value and isinstance(value[0], Buffer):
+        elif isinstance(value, tuple) and value and isinstance(value[0], Buffer | ArrayView):
             _push(args, "buffer", value)
         elif isinstance(value, bytes | bytearray | memoryview):
             args.push_raw(value)
@@ -282,7 +291,7 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
     if view.ndim:
         raise InvalidRequest(
             f"argument {index}: an array of the host's memory is no argument of a kernel",
-            "Write it to a buffer and give that; a struct by value goes as bytes",
+            "Write it to a buffer, or make session.array(it), and give that; a struct by value goes as bytes",
         )
     if view.format.startswith((">", "!")):
         raise InvalidRequest(f"argument {index}: {quoted(value)} is big-endian")
@@ -293,7 +302,7 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
 def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tuple[ArgumentKind, bytes]:
     """Pack a Python number as the parameter's declared type."""
     if not isinstance(value, int | float):
-        hint = "A list has buffers, (buffer, offset), numpy scalars and bytes"
+        hint = "A list has buffers, arrays on the card, (buffer, offset), numpy scalars and bytes"
         raise InvalidRequest(f"argument {index}: {quoted(value)} is no argument of a kernel", hint)
     kind = "u64" if told is ParameterType.POINTER else told.name.lower().replace("s", "i")
     layout = _PACKED_AS.get(kind)

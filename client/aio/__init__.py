@@ -14,6 +14,7 @@ a cancelled mem_write still reads its data. Cancelling `acquire` or the opening 
 A host name in a TCP address is looked up by the system's resolver, which blocks the loop: give an IP address.
 """
 
+from gpulease.client.aio.arrays import Array
 from gpulease.client.aio.events import KeepAlive, keep_alive
 from gpulease.client.aio.graphs import Graph
 from gpulease.client.aio.lease import GpuBuilder, GpuLease, inspect_token, my_audience
@@ -65,6 +66,7 @@ from gpulease.protocol.capabilities import Permission
 
 __all__ = [
     "AllocFailed",
+    "Array",
     "Buffer",
     "Busy",
     "CapacityExceeded",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
+from gpulease.client.aio.arrays import Array, make
 from gpulease.client.aio.driver import Opening, drive, undisturbed
 from gpulease.client.aio.graphs import Recorder
 from gpulease.client.aio.kernels import Kernel
@@ -13,6 +14,7 @@ from gpulease.client.aio.lease import GpuLease, GpuSharedLease
 from gpulease.client.aio.modules import Module
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.streams import Stream, fence
+from gpulease.client.engine.arrays import new, upload
 from gpulease.client.engine.launch import KernelArguments
 from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
@@ -77,6 +79,18 @@ class GpuSession(SessionView):
     async def mem_free(self, buffer: Buffer) -> None:
         """Give a buffer back now, like `gpulease.client.GpuSession.mem_free`."""
         await self._begin(lambda: self._session.resources.free(buffer))
+
+    async def array(self, values: Any, dtype: Any = None) -> Array:
+        """Copy an array of numpy's to a new array on the card, like `gpulease.client.GpuSession.array`."""
+        return await make(self, upload(self, Array, values, dtype))
+
+    async def zeros(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        """Make an array of zeros on the card, like `gpulease.client.GpuSession.zeros`."""
+        return await make(self, new(self, Array, shape, dtype, "zeros"))
+
+    async def empty_device(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        """Make an array on the card for a kernel to fill, like `gpulease.client.GpuSession.empty_device`."""
+        return await make(self, new(self, Array, shape, dtype, "empty_device"))
 
     def stream(self) -> Opening[Stream]:
         """Make a stream for launches and copies, like `gpulease.client.GpuSession.stream`."""

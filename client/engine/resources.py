@@ -90,6 +90,10 @@ class Resources:
         self._operations.check_recording("module_load")
         return self._load(image, kind)
 
+    def load_unrecorded(self, image: bytes, kind: type[M]) -> Procedure[M]:
+        """Load code that a recording will launch, even while the session records: the worker knows of no recording."""
+        return self._load(image, kind)
+
     def _load(self, image: Any, kind: type[M]) -> Procedure[M]:
         code = utf8(image, "module_load") if isinstance(image, str) else bytes(readable_bytes(image, "module_load"))
         most = self._attachment.max_payload_bytes - MODULE_LOAD_FIXED_BYTES

@@ -21,7 +21,7 @@ from gpulease.client.engine.streams import Streams
 from gpulease.client.engine.waits import Procedure
 from gpulease.client.errors import error_of
 from gpulease.client.fork_guard import OF_PARENT
-from gpulease.client.handles import BorrowedBuffer
+from gpulease.client.handles import BorrowedBuffer, Module
 from gpulease.client.transport.arena import empty
 from gpulease.client.transport.ring import wanted_of
 from gpulease.client.transport.spin_policy import spin_policy_of
@@ -87,6 +87,7 @@ class SessionView:
     _lock: Any
     _launches: LaunchCommands
     _copies: CopyCommands
+    _array_kernels: Module | None = None
 
     def _set_session(self, session: Session) -> None:
         self._session, self._lock = session, session.attachment.lock

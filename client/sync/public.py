@@ -36,6 +36,7 @@ from gpulease.client.errors import (
 )
 from gpulease.client.handles import Buffer, Variable
 from gpulease.client.kernel_args import KernelArgs
+from gpulease.client.sync.arrays import Array
 from gpulease.client.sync.events import KeepAlive, keep_alive
 from gpulease.client.sync.graphs import Graph
 from gpulease.client.sync.lease import GpuBuilder, GpuLease, inspect_token, my_audience
@@ -51,6 +52,7 @@ from gpulease.protocol.capabilities import Permission
 
 __all__ = [
     "AllocFailed",
+    "Array",
     "Buffer",
     "Busy",
     "CapacityExceeded",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
+from gpulease.client.engine.arrays import new, upload
 from gpulease.client.engine.copies import SMALL_READ_BYTES
 from gpulease.client.engine.launch import KernelArguments
 from gpulease.client.engine.lease import by_environment, by_token
@@ -18,6 +19,7 @@ from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of
 from gpulease.client.kernels.triton_kernel import TritonKernel
+from gpulease.client.sync.arrays import Array, make
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
 from gpulease.client.sync.kernels import Kernel
@@ -92,6 +94,28 @@ class GpuSession(SessionView):
             rest = self._session.resources.free(buffer)
             if rest is not None:
                 drive(rest)
+
+    def array(self, values: Any, dtype: Any = None) -> Array:
+        """Copy an array of numpy's, or what numpy makes one of, to a new array on the card.
+
+        Args:
+            values: The elements.
+            dtype: The type to convert them to; "bfloat16" and the "float8_..." come from ml_dtypes. Theirs if None.
+
+        Raises:
+            InvalidRequest: That is no array of numbers, or has over 8 dimensions.
+            AllocFailed: The slice has no room.
+            Unsupported: The type needs ml_dtypes, which is not installed.
+        """
+        return make(self, upload(self, Array, values, dtype))
+
+    def zeros(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        """Make an array of zeros on the card. Raises what `array` does."""
+        return make(self, new(self, Array, shape, dtype, "zeros"))
+
+    def empty_device(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        """Make an array on the card for a kernel to fill. Its memory is zeroed: no lease sees another's bytes."""
+        return make(self, new(self, Array, shape, dtype, "empty_device"))
 
     def stream(self) -> Stream:
         """Make a stream for launches and copies, beside the default one. Raises Busy beyond MAX_STREAMS."""
@@ -208,9 +232,9 @@ class GpuSession(SessionView):
             kernel: Its name.
             grid: One to three numbers of blocks.
             block: One to three numbers of threads.
-            args: KernelArgs, or a list of buffers and numpy scalars: `[buffer, np.uint32(n), np.float32(2)]`. The list
-                may have Python numbers, an int for a float too, where the image's PTX tells the parameters' types. Or
-                the packed bytes.
+            args: KernelArgs, or a list of buffers, arrays on the card and numpy scalars, such as
+                `[buffer, np.uint32(n), np.float32(2)]`. The list may have Python numbers, an int for a float too, where
+                the image's PTX tells the parameters' types. Or the packed bytes.
             arg_sizes: Each argument's size in bytes, if `args` are bytes.
             shared_bytes: Dynamic shared memory per block.
             stream: The stream to launch in; the default stream if None.

@@ -69,6 +69,12 @@ def test_an_array_tells_its_type_and_a_scalar_its_own(session: Any, dtype: str, 
     assert found.tolist() == [0, value, value, 0]
 
 
+def test_a_slice_of_an_array_on_the_card_is_taken_from_its_first_element(session: Any) -> None:
+    array = session.zeros(5, "f4")
+    session.kernel(fill)[(1,)](array[1:], 1.5, 2, BLOCK=4)
+    assert array.numpy().tolist() == [0, 1.5, 1.5, 0, 0]
+
+
 def test_a_stream_and_a_graph_take_it(session: Any) -> None:
     array = Array(session.mem_alloc(16), "f4")
     kernel = session.kernel(fill)

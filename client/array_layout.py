@@ -1,0 +1,286 @@
+"""Layouts of arrays in device memory: shapes, strides, slices, and how bytes go from one layout to another.
+
+All of it is arithmetic on integers, after numpy's rules.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.handles import Buffer
+from gpulease.client.texts import quoted
+
+MAX_DIMENSIONS: Final = 8
+"""Most dimensions of an array: the kernel that copies has room for so many. Stops a shape that is really data."""
+
+MAX_ARRAY_BYTES: Final = 1 << 47
+"""Largest array, more than any card has. Stops a shape whose product is a mistake, and overflows in the kernel."""
+
+MAX_UNIT_BYTES: Final = 16
+"""Most bytes that one thread copies at once: a card's widest load and store."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """Places of an array's elements in a buffer.
+
+    Attributes:
+        shape: Its length in each dimension.
+        strides: Bytes from one element to the next in each dimension; negative where a slice runs backwards.
+        offset: Byte in the buffer of element [0, 0, ...].
+        item_bytes: Size of an element.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    item_bytes: int
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], item_bytes: int) -> Self:
+        """Lay elements out by rows without gaps, from the buffer's first byte on."""
+        strides, step = [], item_bytes
+        for length in reversed(shape):
+            strides.append(step)
+            step *= max(length, 1)
+        return cls(shape, tuple(reversed(strides)), 0, item_bytes)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all elements, without what lies between them."""
+        return self.size * self.item_bytes
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the elements lie by rows without gaps."""
+        step = self.item_bytes
+        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length != 1:
+                if stride != step and self.size:
+                    return False
+                step *= length
+        return True
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The buffer's first byte that belongs to an element, and the byte behind the last one."""
+        if not self.size:
+            return self.offset, self.offset
+        reaches = [stride * (length - 1) for length, stride in zip(self.shape, self.strides, strict=True)]
+        first = self.offset + sum(reach for reach in reaches if reach < 0)
+        return first, self.offset + sum(reach for reach in reaches if reach > 0) + self.item_bytes
+
+    def at(self, key: Any) -> Self:
+        """Take a part by numpy's basic indexing: integers, slices, `...` and None. Raises InvalidRequest."""
+        shape: list[int] = []
+        strides: list[int] = []
+        offset, left = self.offset, iter(zip(self.shape, self.strides, strict=True))
+        for number, one in enumerate(_full_key(key, self.shape)):
+            if one is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            length, stride = next(left)
+            if isinstance(one, slice):
+                start, step, count = _range_of(one, length, number)
+                shape.append(count)
+                strides.append(stride * step)
+                offset += stride * start
+            else:
+                offset += stride * _place(one, length, number)
+        if len(shape) > MAX_DIMENSIONS:
+            raise InvalidRequest(f"index: {len(shape)} dimensions; an array has at most {MAX_DIMENSIONS}")
+        # Where there are no elements, a sum of strides may lie outside the buffer.
+        return type(self)(tuple(shape), tuple(strides), offset if 0 not in shape else self.offset, self.item_bytes)
+
+    def broadcast(self, shape: tuple[int, ...], doing: str) -> Self:
+        """Repeat elements to another shape by numpy's rules, with strides of 0. Raises InvalidRequest."""
+        more = len(shape) - len(self.shape)
+        # Leading dimensions of length 1 may be left out of the target, as numpy's assignment has it.
+        own = list(zip(self.shape, self.strides, strict=True))[max(0, -more) :]
+        own = [(1, 0)] * max(0, more) + own
+        fits = all(length in (1, wanted) for (length, _), wanted in zip(own, shape, strict=True))
+        if not fits or any(length != 1 for length in self.shape[: max(0, -more)]):
+            raise InvalidRequest(f"{doing}: an array of shape {self.shape} does not fit one of shape {shape}")
+        strides = tuple(stride if length == wanted else 0 for (length, stride), wanted in zip(own, shape, strict=True))
+        return type(self)(shape, strides, self.offset, self.item_bytes)
+
+
+def checked_shape(shape: Any, item_bytes: int, doing: str) -> tuple[int, ...]:
+    """Make a shape of one length, or of several. Raises InvalidRequest."""
+    try:
+        lengths = tuple(length.__index__() for length in (shape if isinstance(shape, Sequence) else (shape,)))
+    except (TypeError, AttributeError):
+        raise InvalidRequest(f"{doing}: shape {quoted(shape)} is neither an integer nor a sequence of them") from None
+    if len(lengths) > MAX_DIMENSIONS:
+        raise InvalidRequest(f"{doing}: {len(lengths)} dimensions; an array has at most {MAX_DIMENSIONS}")
+    if any(length < 0 for length in lengths):
+        raise InvalidRequest(f"{doing}: shape {quoted(lengths)} has a negative length")
+    if math.prod(max(length, 1) for length in lengths) * item_bytes > MAX_ARRAY_BYTES:
+        raise InvalidRequest(
+            f"{doing}: shape {quoted(lengths)} is of over {MAX_ARRAY_BYTES} bytes, the most of an array"
+        )
+    return lengths
+
+
+def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
+    """Complete an index to one item for each dimension. Raises InvalidRequest."""
+    items = key if isinstance(key, tuple) else (key,)
+    taken = sum(item is not None and item is not ... for item in items)
+    missing = len(shape) - taken
+    if missing < 0:
+        raise InvalidRequest(f"index: {taken} indices for an array of {len(shape)} dimensions")
+    ellipses = sum(item is ... for item in items)
+    if ellipses > 1:
+        raise InvalidRequest("index: it has more than one `...`")
+    for item in items:
+        if item is ...:
+            yield from [slice(None)] * missing
+        else:
+            yield item
+    if not ellipses:
+        yield from [slice(None)] * missing
+
+
+def _range_of(one: slice, length: int, number: int) -> tuple[int, int, int]:
+    """Return start, step and count of a slice. Raises InvalidRequest."""
+    try:
+        start, stop, step = one.indices(length)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"index {number}: {quoted(one)}: {error}") from None
+    return start, step, len(range(start, stop, step))
+
+
+def _place(one: Any, length: int, number: int) -> int:
+    try:
+        if isinstance(one, bool):
+            raise TypeError
+        place = one.__index__()
+    except (TypeError, AttributeError):
+        raise InvalidRequest(
+            f"index {number}: {quoted(one)} is no integer, slice, `...` or None",
+            "Lists, masks and arrays as indices need a kernel of their own: write one, or index the array's .numpy()",
+        ) from None
+    if not -length <= place < length:
+        raise InvalidRequest(f"index {number}: {place} is outside a dimension of length {length}")
+    return int(place + length if place < 0 else place)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Bytes to copy from one layout to another, as few loops over units of one size. Loop 0 is the innermost.
+
+    Attributes:
+        unit_bytes: Size of a unit: 1, 2, 4, 8 or 16. Every address that is copied from or to is a multiple.
+        lengths: Units of each loop.
+        to_strides: Bytes from one unit to the next in the target, by loop.
+        from_strides: Bytes from one unit to the next in the source, by loop.
+    """
+
+    unit_bytes: int
+    lengths: tuple[int, ...]
+    to_strides: tuple[int, ...]
+    from_strides: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Units in all."""
+        return math.prod(self.lengths)
+
+
+def transfer_of(to: ArrayLayout, source: ArrayLayout | None) -> Transfer:
+    """Make the fewest loops that copy every element of `source` to its place in `to`, which has its shape.
+
+    Without a source the target is filled with a pattern as long as an element, and repeated to a unit.
+    """
+    loops = [(to.item_bytes, 1, 1)]
+    sources = source.strides if source is not None else (0,) * len(to.shape)
+    for length, to_stride, from_stride in reversed(list(zip(to.shape, to.strides, sources, strict=True))):
+        inner, inner_to, inner_from = loops[-1]
+        if length == 1:
+            continue
+        if to_stride == inner * inner_to and (source is None or from_stride == inner * inner_from):
+            loops[-1] = inner * length, inner_to, inner_from
+        else:
+            loops.append((length, to_stride, from_stride))
+    steps = [to.offset, *(stride for _, stride, _ in loops[1:])]
+    if source is not None:
+        steps += [source.offset, *(stride for _, _, stride in loops[1:])]
+    unit = math.gcd(loops[0][0], MAX_UNIT_BYTES, *steps)
+    loops[0] = loops[0][0] // unit, unit, unit
+    if loops[0][0] == 1 and len(loops) > 1:
+        del loops[0]
+    lengths, to_strides, from_strides = zip(*loops, strict=True)
+    return Transfer(unit, lengths, to_strides, from_strides)
+
+
+class ArrayView:
+    """An array in a session's device memory; the base of both faces' arrays.
+
+    Attributes:
+        buffer: The memory. The last array of it that goes frees it.
+        layout: Places of the elements in there.
+        dtype: numpy's type of the elements.
+    """
+
+    __slots__ = ("buffer", "dtype", "layout")
+
+    __array_ufunc__: Final = None
+    """Tells numpy to compute nothing with it: that would copy it from the card unasked."""
+
+    def __init__(self, buffer: Buffer, layout: ArrayLayout, dtype: Any) -> None:
+        self.buffer, self.layout, self.dtype = buffer, layout, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length in each dimension."""
+        return self.layout.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one element to the next in each dimension."""
+        return self.layout.strides
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.layout.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.layout.size
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all elements, without what lies between them."""
+        return self.layout.size_bytes
+
+    @property
+    def address(self) -> int:
+        """Device address of element [0, 0, ...]. Only kernels of the session can use it."""
+        return self.buffer.handle + self.layout.offset
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the elements lie by rows without gaps, as most kernels want them."""
+        return self.layout.is_contiguous
+
+    def __len__(self) -> int:
+        if not self.layout.shape:
+            raise TypeError("an array without dimensions has no length")
+        return self.layout.shape[0]
+
+    def __bool__(self) -> bool:
+        raise InvalidRequest("an array on the card is neither true nor false", "Compare its .numpy(), or with None")
+
+    def __repr__(self) -> str:
+        state = "" if self.buffer.is_alive else ", gone"
+        return f"<{type(self).__name__} {self.dtype} {self.shape} at {self.address:#x}{state}>"
