@@ -278,7 +278,7 @@ def test_leaving_never_hides_what_went_wrong_inside(peer: ScriptedPeer) -> None:
     asyncio.run(quietly())
 
 
-NAMES = ("arrays", "lease", "session", "streams", "graphs", "submits", "events", "regions")
+NAMES = ("arrays", "lease", "modules", "session", "streams", "graphs", "submits", "events", "regions")
 MODULES = {
     "gpulease.client": tuple(f"sync.{name}" for name in NAMES),
     "gpulease.client.aio": tuple(f"aio.{name}" for name in NAMES),
