@@ -64,7 +64,7 @@ def boot_id() -> str:
     return _BOOT_ID.read_text().strip().replace("-", "")
 
 
-_LATER: Final = frozenset({("limits", "session_timeout_s"), ("limits", "region_grace_ms")})
+_LATER: Final = frozenset({("limits", "session_timeout_s"), ("limits", "region_grace_ms"), ("shuffle_warps",)})
 """Settings that came after the first digests. One that has its default is left out: an upgrade changes no digest."""
 
 

@@ -180,8 +180,8 @@ def test_a_worker_holds_nothing_of_the_others(broker: Broker) -> None:
     sockets = [{to for to in files if to.startswith("socket:")} for files in held]
     assert [len(found) for found in sockets] == [1, 1, 1], "its channel"
     assert len(set.union(*sockets)) == 3
-    # One for the mapping of each of its pages.
-    assert [sum("memfd:gpulease" in to for to in files) for files in held] == [2, 2, 2]
+    # One for the mapping of each of its pages, and one for what its kernels print.
+    assert [sum("memfd:gpulease" in to for to in files) for files in held] == [3, 3, 3]
     assert not any("pidfd" in to for files in held for to in files)
 
 
