@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial
 from gpulease.client.engine.lease import LeaseState, find_end_reason
 from gpulease.client.engine.waits import Procedure
-from gpulease.client.errors import GpuLeaseError, error_of
+from gpulease.client.errors import GpuLeaseError, Unsupported, error_of
 from gpulease.client.fork_guard import OF_PARENT
 from gpulease.client.transport.arena import Arena
 from gpulease.client.transport.channel import Channel, FrameWriter
@@ -20,6 +20,7 @@ from gpulease.protocol import Connection, Failure, Opcode, Status
 from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
 from gpulease.protocol.messages import Attach, AttachReply
+from gpulease.protocol.opcodes import SessionOption
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Wanted
 
@@ -181,6 +182,15 @@ class Attachment:
             self._begin(answer)
             return
         raise (yield from self.end_error(failure, "attach"))
+
+    def told(self, option: SessionOption) -> bytes | None:
+        """Return the value of an option of ATTACH's reply; None if the worker did not give it."""
+        return next((found.value for found in self.reply.options if found.type == option), None)
+
+    def require(self, option: SessionOption, doing: str) -> None:
+        """Raises Unsupported, naming the operation, if the worker does not serve what an option stands for."""
+        if self.told(option) is None:
+            raise Unsupported(f"{doing}: the session's daemon is too old for it", "Ask its operator for a newer one")
 
     def _begin(self, reply: AttachReply) -> None:
         self.reply = reply

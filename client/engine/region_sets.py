@@ -49,8 +49,8 @@ class RegionSets:
     @property
     def granule_bytes(self) -> int:
         """Regions have multiples of so many bytes; 0 if the session's worker has no regions."""
-        told = [option.value for option in self._attachment.reply.options if option.type == SessionOption.REGIONS]
-        return int.from_bytes(told[0]) if told and len(told[0]) == 4 else 0
+        told = self._attachment.told(SessionOption.REGIONS)
+        return int.from_bytes(told) if told is not None and len(told) == 4 else 0
 
     def make(self, regions: Iterable[RegionView]) -> Procedure[RegionSet]:
         """Name regions. Raises Unsupported, InvalidHandle, or InvalidRequest while the session records."""

@@ -9,7 +9,7 @@ from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, whole
 from gpulease.client.engine.memory_views import readable_bytes
 from gpulease.client.engine.operations import Operations
 from gpulease.client.engine.waits import Begun, Procedure
-from gpulease.client.errors import GpuLeaseError, InvalidRequest, Unsupported, error_of
+from gpulease.client.errors import GpuLeaseError, InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Module, Variable
 from gpulease.client.texts import bounded, utf8
 from gpulease.protocol import Opcode
@@ -41,7 +41,7 @@ class Resources:
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
-        self.attachment = self._attachment = operations.attachment
+        self.attachment = operations.attachment
         self._alloc_request = FastRequest(operations, Opcode.MEM_ALLOC, MEM_ALLOC.size, HANDLE.size)
 
     def alloc(self, size_bytes: int) -> Procedure[Buffer]:
@@ -53,7 +53,7 @@ class Resources:
         size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
         asking = self._operations.ask(Opcode.MEM_ALLOC, MEM_ALLOC.pack(size))
         reply = yield from self._operations.do("mem_alloc", asking)
-        return Buffer(self._attachment, reply.handle, size)
+        return Buffer(self.attachment, reply.handle, size)
 
     def alloc_at_once(self, size_bytes: int) -> Begun[Buffer]:
         """`alloc`, tried at once, under the session's lock."""
@@ -62,16 +62,16 @@ class Resources:
         if isinstance(outcome, NotSent):
             return self.alloc(size)
         if isinstance(outcome, Done):
-            return Buffer(self._attachment, HANDLE.unpack(outcome.value)[0], size)
+            return Buffer(self.attachment, HANDLE.unpack(outcome.value)[0], size)
         return self._operations.go_on("mem_alloc", self._late_buffer(outcome.rest, size))
 
     def _late_buffer(self, rest: Procedure[Any], size: int) -> Procedure[Buffer]:
         reply = yield from rest
-        return Buffer(self._attachment, reply.handle, size)
+        return Buffer(self.attachment, reply.handle, size)
 
     def free(self, buffer: Buffer) -> Begun[None]:
         """Give a buffer back at once, under the session's lock, without waiting for a reply."""
-        attachment, operations = self._attachment, self._operations
+        attachment, operations = self.attachment, self._operations
         operations.check_recording("mem_free")
         try:
             operations.check(buffer, Buffer, "mem_free")
@@ -88,25 +88,22 @@ class Resources:
     def load(self, image: Any, kind: type[M]) -> Procedure[M]:
         """Compile and load PTX, or load a cubin, as a face's kind. Raises InvalidRequest while the session records."""
         self._operations.check_recording("module_load")
-        return self._load(image, kind)
+        return self.load_unrecorded(image, kind)
 
-    def load_unrecorded(self, image: bytes, kind: type[M]) -> Procedure[M]:
+    def load_unrecorded(self, image: Any, kind: type[M]) -> Procedure[M]:
         """Load code that a recording will launch, even while the session records: the worker knows of no recording."""
-        return self._load(image, kind)
-
-    def _load(self, image: Any, kind: type[M]) -> Procedure[M]:
         code = utf8(image, "module_load") if isinstance(image, str) else bytes(readable_bytes(image, "module_load"))
-        most = self._attachment.max_payload_bytes - MODULE_LOAD_FIXED_BYTES
+        most = self.attachment.max_payload_bytes - MODULE_LOAD_FIXED_BYTES
         if not 0 < len(code) <= most:
             raise InvalidRequest(f"module_load: an image of {len(code)} bytes; 1 to {most} are taken")
         return (yield from self._operations.do("module_load", self._load_code(code, kind)))
 
     def _load_code(self, code: bytes, kind: type[M]) -> Procedure[M]:
-        ask, attachment = self._operations.ask, self._attachment
+        ask, attachment = self._operations.ask, self.attachment
         reply = yield from ask(Opcode.MODULE_LOAD, build_body(ModuleLoad(code)))
         module = kind(self, reply.module, reply.kernels)
         attachment.has_loaded = True
-        if any(option.type == SessionOption.PARAMETER_TYPES for option in attachment.reply.options):
+        if attachment.told(SessionOption.PARAMETER_TYPES) is not None:
             answer = yield from ask(Opcode.MODULE_PARAMETERS, HANDLE.pack(reply.module), doing="module_load")
             module.set_parameter_types(answer.types)
         return module
@@ -118,7 +115,7 @@ class Resources:
         wanted = VariableName(module.handle, bounded(name, "variable: a name", MAX_KERNEL_NAME_BYTES))
         asking = self._operations.ask(Opcode.MODULE_VARIABLE, build_body(wanted), doing=doing)
         reply = yield from self._operations.do(doing, asking)
-        return Variable(module, name, self._attachment, reply.handle, reply.size_bytes)
+        return Variable(module, name, self.attachment, reply.handle, reply.size_bytes)
 
     def figures(self, module: Module) -> Procedure[Mapping[str, KernelFigures]]:
         """Ask for the resources of a module's kernels."""
@@ -131,8 +128,7 @@ class Resources:
     def _check_details(self, module: Module, doing: str) -> None:
         self._operations.check_recording(doing)
         self._operations.check(module, Module, doing)
-        if not any(option.type == SessionOption.MODULE_DETAILS for option in self._attachment.reply.options):
-            raise Unsupported(f"{doing}: the session's daemon is too old for it", "Ask its operator for a newer one")
+        self.attachment.require(SessionOption.MODULE_DETAILS, doing)
 
     def unload(self, module: Module) -> Procedure[None]:
         """Unload a module now. Raises InvalidRequest while the session records."""

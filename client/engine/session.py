@@ -171,8 +171,8 @@ class SessionView:
 
     @property
     def _card(self) -> bytes:
-        told = [option.value for option in self._session.attachment.reply.options if option.type == SessionOption.CARD]
-        return told[0] if told and len(told[0]) == CARD_BYTES else bytes(CARD_BYTES)
+        told = self._session.attachment.told(SessionOption.CARD)
+        return told if told is not None and len(told) == CARD_BYTES else bytes(CARD_BYTES)
 
     @property
     def slice_bytes(self) -> int:

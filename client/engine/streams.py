@@ -12,7 +12,7 @@ from gpulease.client.engine.exchange import send
 from gpulease.client.engine.fast_request import DONE, FastRequest, Pending
 from gpulease.client.engine.operations import STREAMS_FENCES, Operations
 from gpulease.client.engine.waits import Begun, Limit, Procedure
-from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, Unsupported
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
 from gpulease.client.handles import Buffer, Handle
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
@@ -142,8 +142,7 @@ class Streams:
     def record(self, stream: StreamHandle, kind: type[E]) -> Procedure[E]:
         """Record an event in a stream, as a face's kind; it travels with the launches before and behind it."""
         self._check_recording("event")
-        if not any(option.type == SessionOption.EVENTS for option in self.attachment.reply.options):
-            raise Unsupported("event: the session's daemon is too old for it", "Ask its operator for a newer one")
+        self.attachment.require(SessionOption.EVENTS, "event")
         return (yield from self.operations.do("event", self._record(self.number(stream, "event"), kind)))
 
     def _record(self, number: int, kind: type[E]) -> Procedure[E]:
@@ -156,8 +155,7 @@ class Streams:
     def printed(self) -> Procedure[PrintedText]:
         """Wait for all streams, and take what kernels have printed."""
         self._check_recording("printed")
-        if not any(option.type == SessionOption.PRINTED for option in self.attachment.reply.options):
-            raise Unsupported("printed: the session's daemon is too old for it", "Ask its operator for a newer one")
+        self.attachment.require(SessionOption.PRINTED, "printed")
         asking = self.operations.ask(Opcode.PRINTED, doing="printed")
         reply = yield from self.operations.do("printed", self._taking_back(asking))
         return PrintedText(reply.data.decode(errors="replace"), bool(reply.is_lost))

@@ -421,7 +421,7 @@ class Session:
         has_grown, self._resources.may_have_grown = self._resources.may_have_grown, False
         return has_grown
 
-    # --- regions ---
+    # --- the card ---
 
     @property
     def compute_capability(self) -> int:
@@ -432,6 +432,8 @@ class Session:
     def cuda_version(self) -> int:
         """The version of CUDA that the card's driver has, 13000 for 13.0; 0 for no CUDA driver."""
         return self._context.cuda_version
+
+    # --- regions ---
 
     @property
     def region_granule_bytes(self) -> int:
