@@ -39,18 +39,7 @@ class Kernel:
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
             module = self._modules[made] = await self._session.module_load(made.image)
-        return await self._session.launch(
-            module,
-            made.name,
-            ready.grid,
-            (made.threads,),
-            ready.args,
-            None,
-            made.shared_bytes,
-            stream,
-            regions,
-            position,
-        )
+        return await self._session.launch(*ready.on(module), stream, regions, position)
 
 
 class KernelOnGrid:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from gpulease.client.errors import InvalidRequest, LaunchFailed, Unsupported
-from gpulease.client.handles import Buffer
+from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import KEYWORDS, KernelArgs
 from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing
 from gpulease.client.texts import quoted
@@ -61,6 +61,11 @@ class PreparedLaunch:
     compiled: CompiledKernel
     grid: tuple[int, ...]
     args: KernelArgs
+
+    def on(self, module: Module) -> tuple[Module, str, tuple[int, ...], tuple[int], KernelArgs, None, int]:
+        """Return the first arguments of the session's `launch`; `module` has the compiled image."""
+        made = self.compiled
+        return module, made.name, self.grid, (made.threads,), self.args, None, made.shared_bytes
 
 
 class _Pointer:
