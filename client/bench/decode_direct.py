@@ -18,10 +18,12 @@ import numpy as np
 
 from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.decode_steps import (
+    SEED,
     Blocks,
     block_tables,
     decode_rows,
     limits_of,
+    numbers_of,
     step_time,
 )
 from gpulease.client.bench.figures import print_figures
@@ -29,18 +31,13 @@ from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.serve.decode import ModelConfig, RandomCheckpoint
 from gpulease.client.serve.decode.checkpoint import load_weights
+from gpulease.client.serve.decode.engine import MAX_STEPS
 from gpulease.client.serve.decode.forward_pass import ForwardPass, StepLimits, block_bytes
 from gpulease.client.serve.decode.row_records import RESULT, ROW, Results, Rows
 from gpulease.protocol import Opcode
 
-STREAMS: Final = 2
-"""Steps under way."""
-
 SHARED_BYTES: Final = 48 << 10
 """Dynamic shared memory that a kernel has without asking for more (CUDA C++ Programming Guide, Shared Memory)."""
-
-SEED: Final = 1
-"""Seed of the random weights: that of the leased engine, so that results are the same."""
 
 
 class NoDriver(Exception):
@@ -178,10 +175,10 @@ class DirectEngine:
         self._forward = forward
         self._buckets = buckets
         most = forward.limits.max_rows
-        self._streams = [session.call("cuStreamCreate", 1) for _ in range(STREAMS)]
-        self._events = [session.call("cuEventCreate", 2) for _ in range(STREAMS)]
-        self._rows = [session.pinned(most, ROW) for _ in range(STREAMS)]
-        self._results = [session.pinned(most, RESULT) for _ in range(STREAMS)]
+        self._streams = [session.call("cuStreamCreate", 1) for _ in range(MAX_STEPS)]
+        self._events = [session.call("cuEventCreate", 2) for _ in range(MAX_STEPS)]
+        self._rows = [session.pinned(most, ROW) for _ in range(MAX_STEPS)]
+        self._results = [session.pinned(most, RESULT) for _ in range(MAX_STEPS)]
         self._graphs: dict[tuple[int, int], Any] = {}
         self._steps: deque[tuple[int, int]] = deque()
         self._next = 0
@@ -216,7 +213,7 @@ class DirectEngine:
     async def start(self, rows: Rows, pools: Iterable[Any] = ()) -> int:
         """Start a step behind those under way, and do not wait for it. `rows` are as many as a bucket has."""
         session, number = self._session, self._next
-        parity = number % STREAMS
+        parity = number % MAX_STEPS
         stream = self._streams[parity]
         self._rows[parity][: len(rows)] = rows
         if self._steps:
@@ -246,10 +243,6 @@ async def measure(api: Any, shape: str, target: str, batches: Sequence[int], con
             print_figures(figure | {"ms": found.took_s * 1e3, "results": found.results})
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
-
-
 if __name__ == "__main__":
     shape, target, batches, contexts = sys.argv[1:]
     try:
@@ -257,4 +250,4 @@ if __name__ == "__main__":
     except NoDriver as error:
         print_figures({"figure": "direct", "shape": shape, "skipped": str(error)})
     else:
-        asyncio.run(measure(api, shape, target, _numbers(batches), _numbers(contexts)))
+        asyncio.run(measure(api, shape, target, numbers_of(batches), numbers_of(contexts)))

@@ -12,8 +12,9 @@ from typing import Any, Final
 from gpulease.client.bench.decode_steps import Blocks, decode_rows
 from gpulease.client.handles import Buffer
 from gpulease.client.serve.decode.engine import DecodeEngine
+from gpulease.client.serve.decode.forward_pass import chunk_of
 from gpulease.client.serve.decode.kernel_library import KernelLaunch, manifest
-from gpulease.client.serve.decode.linear_tiles import SM_80, tiles_of
+from gpulease.client.serve.decode.linear_tiles import SM_80, grid_of, tiles_of
 
 KERNEL_LAUNCHES: Final = 32
 """Launches in a graph that times one kernel, at least."""
@@ -25,9 +26,6 @@ MOST_SPLITS: Final = 16
 
 MOST_READS: Final = 8
 """Times that a tile may read the weights: those that read them more often win nothing, and take long."""
-
-CHUNK_STEP: Final = 256
-"""Columns that a part has a multiple of: every tile's depth divides it."""
 
 Figure = dict[str, Any]
 
@@ -100,10 +98,9 @@ def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
     rows, count, columns = _whole(launch, "R"), _count(launch), _whole(launch, "K")
     function = kernels[launch.name].kernel
     for name in dict.fromkeys((*tiles_of(function, SM_80), *tiles_of(function, target))):
-        tile = kernels[name].constants
-        if tile["BM"] * MOST_READS < rows and name != launch.name:
+        if kernels[name].constants["BM"] * MOST_READS < rows and name != launch.name:
             continue
-        grid = (-(-rows // tile["BM"]), -(-count // tile["BN"]))
+        grid = grid_of(name, rows, count)
         if "chunk" not in values:
             yield KernelLaunch(name, grid, **values)
             continue
@@ -117,8 +114,7 @@ def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
 
 def _chunks(columns: int, chosen: int) -> list[int]:
     """Columns of a part: those in use, and those of every number of parts."""
-    steps = -(-columns // CHUNK_STEP)
-    return sorted({chosen} | {-(-steps // splits) * CHUNK_STEP for splits in range(1, MOST_SPLITS + 1)})
+    return sorted({chosen} | {chunk_of(columns, splits) for splits in range(1, MOST_SPLITS + 1)})
 
 
 def varied(launch: KernelLaunch, other: KernelLaunch) -> KernelLaunch:

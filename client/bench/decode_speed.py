@@ -22,11 +22,13 @@ from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession
 from gpulease.client.bench.decode_kernels import kernel_figures, tile_figures
 from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.decode_steps import (
+    SEED,
     Blocks,
     StepTime,
     block_tables,
     decode_rows,
     limits_of,
+    numbers_of,
     prompt_rows,
     step_time,
 )
@@ -40,7 +42,6 @@ from gpulease.client.serve.decode.engine import DecodeEngine, lease_bytes
 from gpulease.client.serve.decode.forward_pass import block_bytes
 from gpulease.client.serve.decode.row_records import PAGE
 
-SEED: Final = 1
 COPIES: Final = 10
 
 MAX_COPIED_BYTES: Final = 1 << 30
@@ -233,18 +234,14 @@ def weight_bytes(config: ModelConfig) -> int:
     return (config.layers * layer + config.vocabulary * config.width) * 2
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
-
-
 def main(words: Sequence[str]) -> None:
     """Print the figures of the shapes, batches and contexts that the words name, or of all."""
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon("auto"))
         plan = plan_for(first_card(address)["driver"], quick=False)
         shapes = tuple(words[0].split(",")) if words else plan.shapes
-        batches = _numbers(words[1]) if len(words) > 1 else plan.batches
-        contexts = _numbers(words[2]) if len(words) > 2 else plan.contexts
+        batches = numbers_of(words[1]) if len(words) > 1 else plan.batches
+        contexts = numbers_of(words[2]) if len(words) > 2 else plan.contexts
         measure_decode(address, DecodePlan(shapes, batches, contexts), print_figures, lambda text: None)
 
 

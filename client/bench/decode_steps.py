@@ -14,6 +14,9 @@ from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW, Results,
 PREFILL: Final = 512
 """Rows of the step that computes a prompt at once."""
 
+SEED: Final = 1
+"""Seed of the random weights: equal for every engine, so that results are the same."""
+
 WARM_STEPS: Final = 5
 STEPS: Final = 40
 """Steps of each figure: two are under way at a time, as under a decoder."""
@@ -52,6 +55,11 @@ class StepTime(NamedTuple):
 
     took_s: float
     results: str
+
+
+def numbers_of(text: str) -> tuple[int, ...]:
+    """Read numbers with commas between them."""
+    return tuple(int(number) for number in text.split(","))
 
 
 def limits_of(batches: Iterable[int], contexts: Iterable[int]) -> StepLimits:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from gpulease.client.bench.decode_shapes import SHAPES
+from gpulease.client.bench.decode_steps import numbers_of
 from gpulease.client.bench.figures import print_figures
 from gpulease.client.serve.decode import ModelConfig
 
@@ -67,26 +68,31 @@ class TorchModel:
         tokens.copy_(F.linear(self.normalise(h), self.embedding).argmax(-1))
 
 
-def step_s(model: TorchModel, batch: int, context: int) -> float:
-    """Return the seconds a step."""
+def model_step_s(model: TorchModel, batch: int, context: int) -> float:
+    """Return the seconds a step of the model."""
     config = model.config
     shape = (batch, config.key_heads, context, config.head_width)
     caches = [
         [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(config.layers)] for _ in range(2)
     ]
     tokens = torch.zeros(batch, dtype=torch.long, device="cuda")
-    graph = _recorded(lambda: model.step(tokens, *caches))
+    return step_s(recorded(lambda: model.step(tokens, *caches)), torch.cuda.synchronize)
+
+
+def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
+    """Return the seconds a step."""
     for _ in range(WARM_STEPS):
-        graph.replay()
-    torch.cuda.synchronize()
+        step()
+    fence()
     began = time.perf_counter()
     for _ in range(STEPS):
-        graph.replay()
-    torch.cuda.synchronize()
+        step()
+    fence()
     return (time.perf_counter() - began) / STEPS
 
 
-def _recorded(step: Callable[[], None]) -> Any:
+def recorded(step: Callable[[], object]) -> Callable[[], object]:
+    """Return a step's replay as a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -95,15 +101,16 @@ def _recorded(step: Callable[[], None]) -> Any:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph
+    replay: Callable[[], object] = graph.replay
+    return replay
 
 
 if __name__ == "__main__":
     name, batches, contexts = sys.argv[1:]
     with torch.no_grad():
         model = TorchModel(SHAPES[name])
-        for context in map(int, contexts.split(",")):
-            for batch in map(int, batches.split(",")):
-                took_s = step_s(model, batch, context)
+        for context in numbers_of(contexts):
+            for batch in numbers_of(batches):
+                took_s = model_step_s(model, batch, context)
                 figure = {"figure": "torch", "shape": name, "batch": batch, "context": context}
                 print_figures(figure | {"ms": took_s * 1e3, "tokens_per_s": batch / took_s})

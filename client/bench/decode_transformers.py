@@ -7,7 +7,6 @@ nothing is compiled. Then all are measured again as a CUDA graph of such a call.
 """
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -15,11 +14,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 from gpulease.client.bench.decode_shapes import SHAPES
+from gpulease.client.bench.decode_steps import numbers_of
+from gpulease.client.bench.decode_torch import STEPS, WARM_STEPS, recorded, step_s
 from gpulease.client.bench.figures import print_figures
 from gpulease.client.serve.decode import Family, ModelConfig
-
-WARM_STEPS: Final = 3
-STEPS: Final = 20
 
 SPARE_STEPS: Final = 8
 """Positions of the cache beyond those of timed steps: for the first one, and for recording."""
@@ -72,38 +70,12 @@ class StaticSteps:
         self.tokens.copy_(found.logits[:, -1].argmax(-1, keepdim=True))
 
 
-def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
-    """Return the seconds a step."""
-    for _ in range(WARM_STEPS):
-        step()
-    fence()
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    fence()
-    return (time.perf_counter() - began) / STEPS
-
-
-def recorded(steps: StaticSteps) -> Callable[[], object]:
-    """Return a step's replay as a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        steps.step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        steps.step()
-    replay: Callable[[], object] = graph.replay
-    return replay
-
-
 def measure(shape: str, batches: Sequence[int], contexts: Sequence[int]) -> None:
     """Print the figures of a shape; those of graphs last, as a recording that fails ends torch's use of the card."""
     model = model_of(SHAPES[shape], "cuda")
     ways: dict[str, Callable[[StaticSteps], Callable[[], object]]] = {
         "transformers": lambda steps: steps.step,
-        "transformers_graph": recorded,
+        "transformers_graph": lambda steps: recorded(steps.step),
     }
     for name, way in ways.items():
         for context in contexts:
@@ -116,6 +88,6 @@ if __name__ == "__main__":
     shape, *lists = sys.argv[1:]
     if torch.cuda.is_available():
         with torch.no_grad():
-            measure(shape, *([int(number) for number in numbers.split(",")] for numbers in lists))
+            measure(shape, *map(numbers_of, lists))
     else:
         print_figures({"figure": "transformers", "shape": shape, "skipped": "torch sees no card"})

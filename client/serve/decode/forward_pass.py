@@ -14,7 +14,7 @@ from gpulease.client.aio import GpuSession
 from gpulease.client.handles import Buffer
 from gpulease.client.serve.decode.decode_errors import RequestRejected
 from gpulease.client.serve.decode.kernel_library import KernelFacts, KernelLaunch, KernelLibrary, Value, manifest
-from gpulease.client.serve.decode.linear_tiles import SM_80, tile_of
+from gpulease.client.serve.decode.linear_tiles import SM_80, grid_of, tile_of
 from gpulease.client.serve.decode.model_config import ModelConfig
 from gpulease.client.serve.decode.row_records import PAGE, RESULT, ROW
 from gpulease.client.serve.decode.weights import LayerWeights, Layout, Linear, ModelWeights
@@ -28,7 +28,7 @@ MAX_SPLITS: Final = 8
 LEAST_CHUNK: Final = 384
 """Columns in one part at least; shorter ones do not pay for their writing."""
 
-_CHUNK_STEP: Final = 256
+CHUNK_STEP: Final = 256
 """What the columns of a part are a multiple of: Q4_K's blocks, and every tile's depth."""
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
@@ -48,8 +48,13 @@ def parts_of(rows: int, columns: int) -> tuple[int, int]:
         if columns // (2 * splits) < LEAST_CHUNK:
             break
         splits *= 2
-    chunk = -(-columns // (splits * _CHUNK_STEP)) * _CHUNK_STEP
+    chunk = chunk_of(columns, splits)
     return -(-columns // chunk), chunk
+
+
+def chunk_of(columns: int, splits: int) -> int:
+    """Return the columns of a part of a sum that is cut into so many parts, or fewer."""
+    return -(-columns // (splits * CHUNK_STEP)) * CHUNK_STEP
 
 
 def buckets_of(max_rows: int) -> tuple[int, ...]:
@@ -257,7 +262,7 @@ class ForwardPass:
             name = tile_of("linear_silu_bf16", self.target, rows, inner, 1)
             (plane,) = gate_up.planes
             shape = {"R": rows, "F": inner, "K": gate_up.columns}
-            yield KernelLaunch(name, _grid(name, rows, inner), y=b["gated"], x=b["x"], w=plane, **shape)
+            yield KernelLaunch(name, grid_of(name, rows, inner), y=b["gated"], x=b["x"], w=plane, **shape)
             return
         yield self._linear(gate_up, rows, "x")
         grid = (rows, -(-inner // manifest().kernels["silu"].constants["BLOCK_F"]))
@@ -270,14 +275,8 @@ class ForwardPass:
         name = tile_of(f"linear_{linear.layout}", self.target, rows, linear.rows, splits)
         planes: dict[str, Value] = dict(zip(_planes(manifest().kernels[name]), linear.planes, strict=True))
         shape = {"R": rows, "N": linear.rows, "K": linear.columns}
-        grid, b = (*_grid(name, rows, linear.rows), splits), self._buffers
+        grid, b = (*grid_of(name, rows, linear.rows), splits), self._buffers
         return KernelLaunch(name, grid, parts=b[parts], x=b[x], **planes, **shape, chunk=chunk)
-
-
-def _grid(name: str, rows: int, columns: int) -> tuple[int, int]:
-    """A linear's programs. Tiles of the same weights run side by side, so that these are read once."""
-    tile = manifest().kernels[name].constants
-    return -(-rows // tile["BM"]), -(-columns // tile["BN"])
 
 
 def _split_rows(rows: int, config: ModelConfig) -> int:

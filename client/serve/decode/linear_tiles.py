@@ -3,6 +3,7 @@
 A choice changes a step's time, never its bits (kernels/triton_source.py). The rules are what was fastest on an H200.
 """
 
+import math
 from functools import cache
 from typing import Final
 
@@ -54,10 +55,21 @@ def tiles_of(function: str, target: str) -> list[str]:
     return sorted(found, key=lambda name: (_rows(name), kernels[name].constants["BN"]))
 
 
+def grid_of(name: str, rows: int, columns: int) -> tuple[int, int]:
+    """Return the programs of a tile's launch. Those that read the same weights run side by side: these are read once.
+
+    Args:
+        name: The tile's kernel.
+        rows: Rows of the step.
+        columns: Columns of the result.
+    """
+    tile = manifest().kernels[name].constants
+    return -(-rows // tile["BM"]), -(-columns // tile["BN"])
+
+
 def _rows(name: str) -> int:
     return manifest().kernels[name].constants["BM"]
 
 
 def _programs(name: str, rows: int, columns: int) -> int:
-    tile = manifest().kernels[name].constants
-    return -(-rows // tile["BM"]) * -(-columns // tile["BN"])
+    return math.prod(grid_of(name, rows, columns))
