@@ -184,6 +184,8 @@ class SessionOption(IntEnum):
     driver. MODULE_DETAILS, without a value: the session serves MODULE_VARIABLE and MODULE_FIGURES.
     EVENTS, without a value: the session serves the EVENT operations.
     PRINTED, without a value: the session serves PRINTED.
+    SYNC_WORD, without a value: the ring has the words by which a sync needs no frame, and the connection is the only
+    one that can launch in the session.
     """
 
     PARAMETER_TYPES = 33
@@ -192,6 +194,7 @@ class SessionOption(IntEnum):
     MODULE_DETAILS = 37
     EVENTS = 38
     PRINTED = 39
+    SYNC_WORD = 41
 
 
 class ParameterType(IntEnum):

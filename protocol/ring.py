@@ -6,10 +6,12 @@ other side finds the word set after its next move and wakes it. All words are na
 
     at    word                     written by
     0     tail of the requests     the client
+    8     awaited request          the client
     64    head of the requests     the worker
     128   reader sleeps            the worker; the side that wakes it clears it
     192   writer sleeps            the client; the side that wakes it clears it
     256   these words for the replies, with the sides exchanged
+    264   answer to word 8         the worker
     4096  the requests' bytes, then the replies'
 
 The memory order is x86-64's: a processor's stores become visible in program order (Intel SDM 3A, 9.2.2), so bytes are
@@ -17,6 +19,8 @@ there before the counter that announces them. Only a store and a later load of a
 these two stands a barrier, a locked instruction (9.2.3.9); acquiring and releasing any lock is one.
 
 Neither side trusts the memory: it reads a word once, checks its copy, and uses that copy.
+
+A sync needs no frame where the session gives SYNC_WORD: see `SyncWords`.
 
 A client and a worker on one host agree on the shared memory in the options of ATTACH and of its reply. The client names
 what it can use, the worker what it gives. The memory's descriptors come beside the reply's first byte (SCM_RIGHTS,
@@ -55,6 +59,8 @@ NO_DATA: Final = memoryview(bytearray())
 _WORDS_PER_LINE: Final = 64 // 8
 _TAIL, _HEAD, _READER_SLEEPS, _WRITER_SLEEPS = (line * _WORDS_PER_LINE for line in range(4))
 _WORDS_PER_RING: Final = 4 * _WORDS_PER_LINE
+_AWAITED: Final = 1
+_ANSWER: Final = _WORDS_PER_RING + 1
 _LAYOUT: Final = struct.Struct(">BII")
 
 
@@ -363,6 +369,46 @@ class RingReader:
         """Release the views of the memory. No other call may follow."""
         self._words.release()
         self._data.release()
+
+
+class SyncWords:
+    """The client's end of two words by which it waits for all that it has sent, without a frame either way.
+
+    The client writes a request's number, higher than that of every request in the ring, beside its tail. A worker that
+    looks at the ring anyway answers in the replies' words once it has taken all that the ring holds: twice the number,
+    and one more if all work of the session has ended well. The even number, or none in time, leaves it to a SYNC.
+
+    Args:
+        memory: All of the shared memory.
+        barrier: The barrier of the requests' end, for use in its turn.
+    """
+
+    __slots__ = ("_acquire", "_release", "_words")
+
+    def __init__(self, memory: memoryview, barrier: Barrier) -> None:
+        self._words = memory[:DATA_AT].cast("Q")
+        self._acquire, self._release = barrier.acquire, barrier.release
+
+    def ask(self, number: int) -> bool:
+        """Write the number; False if the worker sleeps, and will not look."""
+        words = self._words
+        words[_AWAITED] = number
+        self._acquire(False)
+        self._release()
+        return not words[_READER_SLEEPS]
+
+    def look(self, number: int, times: int) -> bool | None:
+        """Read the answer up to `times` times: whether all ended well; None if it has not come."""
+        words, yes = self._words, 2 * number + 1
+        for _ in range(times):
+            answer = words[_ANSWER]
+            if answer == yes:
+                return True
+        return False if answer == yes - 1 else None
+
+    def release(self) -> None:
+        """Release the view of the memory. No other call may follow."""
+        self._words.release()
 
 
 def client_ends(

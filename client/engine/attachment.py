@@ -104,6 +104,7 @@ class Attachment:
         quiet_bytes: Largest write that is not waited for.
         max_payload_bytes: Largest payload that the daemon takes.
         recording: The recording under way; None while the session does not record.
+        has_sync_word: Whether a sync needs no frame: the session gives SYNC_WORD.
         has_loaded: Whether a module was loaded, so that kernels of this connection's own may run.
         at_end: Functions to call once, when the session ends.
     """
@@ -127,6 +128,7 @@ class Attachment:
         self.quiet_bytes = 0
         self.max_payload_bytes = 0
         self.recording: ActiveRecording | None = None
+        self.has_sync_word = False
         self.has_loaded = False
         self.at_end: list[Callable[[], None]] = []
 
@@ -197,6 +199,7 @@ class Attachment:
         self.lease_bytes = self.lease.grant.size_bytes
         self.channel, self.arena = share(self.channel, reply.options, self._spin)
         self.connection, self.writer = self.channel.link.connection, self.channel.writer
+        self.has_sync_word = self.told(SessionOption.SYNC_WORD) is not None
         self.end = None
 
     def _options(self) -> tuple[Tlv, ...]:

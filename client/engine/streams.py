@@ -6,6 +6,7 @@ only once all of its frame went: after an interrupted send the selection is unkn
 again.
 """
 
+from time import monotonic_ns
 from typing import Final, NamedTuple, TypeVar
 
 from gpulease.client.engine.exchange import send
@@ -25,6 +26,10 @@ S = TypeVar("S", bound="StreamHandle")
 
 DEFAULT: Final = 0
 """Number of the stream that is always there."""
+
+TRUSTED_NS: Final = 1_000_000
+"""Time after a sync for which a session that was asked nothing since is taken to live. So a sync that has nothing to
+wait for asks nobody, and one after a lease's sudden end finds that out at most so late."""
 
 _UNKNOWN: Final = -1
 
@@ -104,6 +109,8 @@ class Streams:
         self.attachment = operations.attachment
         self.selected = DEFAULT
         self._last_event = 0
+        # The last request that a sync found ended, and until when the session's life is taken for granted.
+        self._ended_id = self._ended_until_ns = 0
         self._sync = FastRequest(operations, Opcode.SYNC)
         self._stream_sync = FastRequest(operations, Opcode.STREAM_SYNC, HANDLE.size)
 
@@ -177,14 +184,38 @@ class Streams:
 
     def sync_at_once(self) -> Begun[None]:
         """`sync`, tried at once, under the session's lock."""
+        attachment = self.attachment
+        connection = attachment.connection
+        if attachment.has_sync_word:
+            if (
+                connection.last_request_id == self._ended_id
+                and monotonic_ns() < self._ended_until_ns
+                and attachment.end is None
+                and attachment.lease.over is None
+                and not attachment.dropped
+                and attachment.recording is None
+            ):
+                return None
+            if attachment.is_at_rest and attachment.channel.await_work(connection.next_request_id()):
+                self._note_end()
+                return None
         outcome = self._sync.ask()
         if outcome is DONE:
-            if self.attachment.lent.is_used:
-                self.attachment.lent.take_back()
+            self._note_end()
             return None
         if isinstance(outcome, Pending):
             return self.operations.go_on("sync", self._taking_back(outcome.rest))
         return self.sync()
+
+    def _note_end(self) -> None:
+        """Note that the work of all requests so far has ended well."""
+        operations, attachment = self.operations, self.attachment
+        self._ended_id = operations.settled_id = attachment.connection.last_request_id
+        self._ended_until_ns = monotonic_ns() + TRUSTED_NS
+        if operations.freed:
+            operations.settle(None, "")
+        if attachment.lent.is_used:
+            attachment.lent.take_back()
 
     def sync_one(self, stream: StreamHandle) -> Procedure[None]:
         """Wait until one stream has ended what it holds."""

@@ -107,6 +107,17 @@ class Channel:
         """
         return Asked.NOT_SENT
 
+    def await_work(self, number: int) -> bool:
+        """Wait without a frame, where the session gives SYNC_WORD, until the work of all requests sent has ended.
+
+        Args:
+            number: A request number of the wait's own.
+
+        Returns:
+            Whether all ended well, by the worker's word. If not, a SYNC finds out what there is.
+        """
+        return False
+
     def feed(self) -> None:
         """Give the link the bytes that `ask` received and could not use."""
 

@@ -25,7 +25,7 @@ from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.primitives import Tlv
-from gpulease.protocol.ring import LOOKS_PER_CLOCK, NO_DATA, Given, RingLayout, Wanted, client_ends
+from gpulease.protocol.ring import LOOKS_PER_CLOCK, NO_DATA, Given, RingLayout, SyncWords, Wanted, client_ends
 
 BELLS_BYTES: Final = 4096
 """Most bells received at a time."""
@@ -82,6 +82,7 @@ class RingChannel(Channel):
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
             self._replies, self._requests = client_ends(memory, layout, barriers, partial(_ring, self.sock))
+            self._sync_words = SyncWords(memory, barriers[1])
         self._spin_ns, self._yields = spin.spin_ns, spin.yields
         self._is_dozing = False
         self._is_closed = False
@@ -118,6 +119,20 @@ class RingChannel(Channel):
         except (OSError, FramingError):
             pass  # no peer: whoever waits for the reply finds out
         return Asked.UNANSWERED
+
+    def await_work(self, number: int) -> bool:
+        """Wait by the ring's words for all that was sent; False if a SYNC has to find out."""
+        words, replies, clock = self._sync_words, self._replies, time.monotonic_ns
+        if not self._spin_ns or replies.has_bytes or not words.ask(number):
+            return False
+        until = clock() + self._spin_ns
+        times = 1 if self._yields else LOOKS_PER_CLOCK
+        while (answer := words.look(number, times)) is None:
+            if replies.has_bytes or clock() >= until:
+                return False
+            if self._yields:
+                os.sched_yield()
+        return answer
 
     def doze(self, *, for_room: bool) -> bool:
         """Ask the worker for a bell; False if there is something to do already."""
@@ -174,6 +189,7 @@ class RingChannel(Channel):
             self._is_closed = True
             self._replies.release()
             self._requests.release()
+            self._sync_words.release()
             self._map.close()
 
     def _take(self) -> bool:

@@ -309,6 +309,8 @@ class Server:
         options = (*given.to_options(), Tlv(SessionOption.PARAMETER_TYPES, b""), Tlv(SessionOption.CARD, card))
         served = (SessionOption.MODULE_DETAILS, SessionOption.EVENTS, SessionOption.PRINTED)
         options += tuple(Tlv(option, b"") for option in served)
+        if ring is not None and connection.guest is None and self._max_connections == 1 and self._session.is_native:
+            options += (Tlv(SessionOption.SYNC_WORD, b""),)
         if granule_bytes := self._session.region_granule_bytes:
             options += (Tlv(SessionOption.REGIONS, granule_bytes.to_bytes(4, "big")),)
         body = build_body(replace(self._welcome, options=options))

@@ -212,6 +212,11 @@ class Session:
         if self._pending_failure is None and self.lost is None:
             self._fast_path.take(reader)
 
+    @property
+    def is_native(self) -> bool:
+        """Return whether native code serves rings."""
+        return self._fast_path.is_native
+
     def serve_ring(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
         """Let native code serve launches and syncs from a ring; None if it can't now. See `LaunchFastPath`."""
         if self._pending_failure is None and self.lost is None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from gpulease.client import GpuSession, GpuWaiting
+from gpulease.client import GpuLeaseError, GpuSession, GpuWaiting, SyncFailed
 from helpers.daemon import Daemon
-from helpers.kernels import check_main_job
+from helpers.kernels import TRANSFORM, check_main_job, floats, scale_args
 
 IDLE_S = 1.0
 SESSIONS = 4
@@ -25,6 +26,34 @@ def test_the_main_job(daemon: Daemon, waiting: GpuWaiting, shared_memory: bool) 
     ):
         for _ in range(3):
             check_main_job(session)
+
+
+def test_syncs_by_the_ring_wait_for_all_and_tell_of_failures_and_ends(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with daemon.builder().waiting(GpuWaiting.SPIN).acquire() as lease, GpuSession(lease) as session:
+        channel, answers = session._session.attachment.channel, list[bool]()
+        wait = channel.await_work
+
+        def wait_and_note(number: int) -> bool:
+            answers.append(wait(number))
+            return answers[-1]
+
+        monkeypatch.setattr(channel, "await_work", wait_and_note)
+        module, buffer = session.module_load(TRANSFORM), session.mem_alloc(400)
+        session.mem_write(buffer, 0, np.ones(100, np.float32))
+        for number in range(1, 100):
+            session.launch(module, "scale", [1], [100], scale_args(buffer, 100))
+            session.sync()
+            assert floats(session.mem_read(buffer, 0, 4)) == [2.0**number]
+        # The others found the worker asleep.
+        assert any(answers)
+        session.launch(module, "scale", [1], [101], scale_args(buffer, 101))
+        with pytest.raises(SyncFailed):
+            session.sync()
+        lease.free()
+        with pytest.raises(GpuLeaseError):
+            session.sync()
 
 
 def cpu_s(daemon: Daemon) -> float:

@@ -87,6 +87,11 @@ class LaunchFastPath:
             self._gate.on_change = self._native.show_regions
 
     @property
+    def is_native(self) -> bool:
+        """Return whether native code does what it can."""
+        return self._native is not None
+
+    @property
     def synced(self) -> int:
         """Launches counted when native code last answered a SYNC; 0 if it never did."""
         return 0 if self._native is None else self._native.synced

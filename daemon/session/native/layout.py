@@ -148,6 +148,7 @@ class RingEnds(ctypes.Structure):
     spins_per_reply  A reply sets `spins_left` to this number.
     spin_ns          How long one such look lasts.
     quantum_ns       How long one call may serve the connection.
+    answered         The awaited request that was answered last (protocol.ring.SyncWords).
     """
 
     _fields_ = (
@@ -166,4 +167,5 @@ class RingEnds(ctypes.Structure):
         ("spins_per_reply", ctypes.c_uint64),
         ("spin_ns", ctypes.c_uint64),
         ("quantum_ns", ctypes.c_uint64),
+        ("answered", ctypes.c_uint64),
     )

@@ -26,9 +26,10 @@
 ;     moves 64, moves_count 72, param_bytes 80, follower 88, trailer_bytes 96, tail_at 104
 ;   Move: from 0, to 8, size 16; takes 24
 ;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, tail 56,
-;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, quantum_ns 112
+;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, quantum_ns 112, answered 120
 ;   The control page: revocation word 0, deadline 8. Counters: launches 0, syncs 8, operations 32, current opcode 48.
-;   A ring's words: tail 0, head 64, reader sleeps 128, writer sleeps 192.
+;   A ring's words: tail 0, head 64, reader sleeps 128, writer sleeps 192; of the requests awaited 8, of the replies
+;   answer 8.
 
 declare i32 @gpulease_clock_gettime(i32, ptr)
 declare i32 @gpulease_memcmp(ptr, ptr, i64)
@@ -422,6 +423,52 @@ define internal i64 @take_bytes(ptr %ends, ptr %into, i64 %there, i64 %room) {
   ret i64 %size
 }
 
+; Answer a client that waits by the ring's words for all that it has sent (protocol.ring.SyncWords), if all of it has been
+; taken and has ended. Returns whether that is so, or Python has to find out by a SYNC: both are answers.
+define internal i1 @answer_awaited(ptr %state, ptr %ends, i64 %awaited) {
+entry:
+  ; The client announces its frames before it waits. So all of them are seen here, behind the load of its word.
+  %words = call ptr @place(ptr %ends, i64 0)
+  %tail = call i64 @shown(ptr %words, i64 0)
+  %head = call i64 @word(ptr %ends, i64 24)
+  %is.empty = icmp eq i64 %tail, %head
+  br i1 %is.empty, label %ask, label %leave
+ask:
+  %query = call ptr @place(ptr %state, i64 24)
+  %driver = call ptr @place(ptr %state, i64 32)
+  %progress = call i32 %query(ptr %driver)
+  switch i32 %progress, label %answer [ i32 0, label %look
+                                        i32 1, label %leave ]
+look:
+  %is.revoked = call i1 @is_revoked(ptr %state)
+  br i1 %is.revoked, label %answer, label %clock
+clock:
+  %is.late = call i1 @is_late(ptr %state)
+  br i1 %is.late, label %answer, label %ended
+ended:
+  %counters = call ptr @place(ptr %state, i64 8)
+  call void @count(ptr %counters, i64 32, i64 1)
+  call void @count(ptr %counters, i64 8, i64 1)
+  %synced = call i64 @word(ptr %counters, i64 0)
+  call void @set(ptr %state, i64 176, i64 %synced)
+  br label %answer
+answer:
+  %is.well = phi i64 [ 0, %ask ], [ 0, %look ], [ 0, %clock ], [ 1, %ended ]
+  ; A client that asks without end has its quantum, as one that sends frames.
+  %time = call i64 @now()
+  call void @set(ptr %state, i64 128, i64 %time)
+  %twice = shl i64 %awaited, 1
+  %said = or i64 %twice, %is.well
+  %reply.words = call ptr @place(ptr %ends, i64 32)
+  call void @show(ptr %reply.words, i64 8, i64 %said)
+  call void @set(ptr %ends, i64 120, i64 %awaited)
+  %per.reply = call i64 @word(ptr %ends, i64 96)
+  call void @set(ptr %ends, i64 80, i64 %per.reply)
+  ret i1 true
+leave:
+  ret i1 false
+}
+
 ; Serve what comes through the ring until Python has something to do, nothing comes, or the time is over. The buffer is
 ; empty at the begin, and at the end too, but for FRAMES. Returns an Outcome (layout.py):
 ;   0 IDLE: nothing came.  1 FRAMES: the buffer, or the ring's end, is for Python.  2 QUANTUM_OVER: the time is over.
@@ -440,7 +487,7 @@ entry:
 
 next:
   ; Another epoch ends the serving, but never before one portion was taken from the ring.
-  %has.begun = phi i1 [ false, %entry ], [ true, %replied ], [ true, %moved ], [ true, %take ]
+  %has.begun = phi i1 [ false, %entry ], [ true, %replied ], [ true, %moved ], [ true, %take ], [ true, %word ]
   %start = call i64 @word(ptr %state, i64 96)
   %end = call i64 @word(ptr %state, i64 104)
   %have = sub i64 %end, %start
@@ -542,7 +589,12 @@ wake.writer:
   ret i32 4
 
 idle:
-  %spins = call i64 @word(ptr %ends, i64 80)
+  %awaited.first = call i64 @shown(ptr %words, i64 8)
+  %answered.first = call i64 @word(ptr %ends, i64 120)
+  %is.awaited = icmp ne i64 %awaited.first, %answered.first
+  %spins.had = call i64 @word(ptr %ends, i64 80)
+  %spins.least = zext i1 %is.awaited to i64
+  %spins = call i64 @llvm.umax.i64(i64 %spins.had, i64 %spins.least)
   %is.spent = icmp eq i64 %spins, 0
   %is.tired = or i1 %is.spent, %is.moved
   br i1 %is.tired, label %is.idle, label %spin
@@ -557,7 +609,15 @@ look:
   %looks = phi i64 [ 0, %spin ], [ %looks.more, %rest ], [ %looks.more, %patience ]
   %tail.seen = call i64 @shown(ptr %words, i64 0)
   %is.there = icmp ne i64 %tail.seen, %head
-  br i1 %is.there, label %arrived, label %rest
+  br i1 %is.there, label %arrived, label %asked.word
+asked.word:
+  %awaited = call i64 @shown(ptr %words, i64 8)
+  %answered.last = call i64 @word(ptr %ends, i64 120)
+  %is.new = icmp ne i64 %awaited, %answered.last
+  br i1 %is.new, label %word, label %rest
+word:
+  %is.answered = call i1 @answer_awaited(ptr %state, ptr %ends, i64 %awaited)
+  br i1 %is.answered, label %next, label %rest
 rest:
   call void @llvm.x86.sse2.pause()
   %looks.more = add i64 %looks, 1

@@ -62,6 +62,7 @@ class Bench:
     reply_words: "ctypes.Array[ctypes.c_uint64]"
     data: Guarded
     launches: list[tuple[int, bytes]] = field(default_factory=list)
+    on_query: Callable[[], object] = int
 
     def serve(self) -> Outcome:
         code = serving_code()
@@ -114,7 +115,11 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
         it.launches.append((tag, ctypes.string_at(params, size)))
         return tag % 64 == 63
 
-    launched, asked = LAUNCH(launch), QUERY(lambda _driver: 0)
+    def query(_driver: int) -> int:
+        it.on_query()
+        return 0
+
+    launched, asked = LAUNCH(launch), QUERY(query)
     plan = plan_record(text, op)
     sync_front, sync_tail, reply_front, reply_tail = map(text, syncs.texts)
     page, counters, data, replies = guarded(16, bytes(8) + b"\xff" * 8), guarded(64), guarded(4096), guarded(4096)
@@ -177,7 +182,7 @@ PIECES = st.lists(
     ),
     max_size=12,
 )
-WORD = st.tuples(st.booleans(), st.sampled_from([0, 8, 16, 24]), st.one_of(st.integers(0, 2**64 - 1), st.just(0)))
+WORD = st.tuples(st.booleans(), st.sampled_from([0, 1, 8, 16, 24]), st.one_of(st.integers(0, 2**64 - 1), st.just(0)))
 
 
 @pytest.mark.exhaustive
@@ -217,6 +222,18 @@ def test_what_is_launched_is_what_was_sent(numbers: list[tuple[int, bytes]], tur
         refused = next((place for place, (number, _) in enumerate(numbers) if number % 64 == 63), len(numbers))
         assert made.launches == [(number, laid_out(args)) for number, args in numbers[: refused + 1]]
         assert made.desk.end - made.desk.start == (len(numbers) - refused) * len(quiet(1, bytes(13)))
+
+
+def test_a_client_that_waits_anew_without_end_gets_its_quantum() -> None:
+    with bench() as made:
+
+        def wait_anew() -> None:
+            made.words[1] += 1
+
+        made.on_query = wait_anew
+        made.words[1] = 1
+        assert made.serve() is Outcome.QUANTUM_OVER
+        assert made.reply_words[1] == 2 * made.words[1] - 1
 
 
 def test_a_buffer_smaller_than_the_frame_is_left_to_python() -> None:
