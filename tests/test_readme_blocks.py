@@ -62,7 +62,7 @@ NOT_RUN: Final = {
 }
 """Shell blocks that are only parsed, by their beginning, and what their section tells the reader of what they need."""
 
-NEEDED: Final = {"client/kernels/README.md": ("triton", "cuda.bindings")}
+NEEDED: Final = {"client/kernels/README.md": ("triton", "cuda.bindings", "numba.cuda")}
 """Compilers that a document's programs use, and that the tests' own extras do not install."""
 
 PROGRAMS: Final = {"curl", "od", "pip", "printf", "pytest", "python", "python3"}

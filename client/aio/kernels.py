@@ -1,4 +1,4 @@
-"""Triton's kernels in an asyncio session."""
+"""Kernels of Triton and numba in an asyncio session."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
@@ -6,47 +6,47 @@ from typing import TYPE_CHECKING, Any
 from gpulease.client.aio.modules import Module
 from gpulease.client.aio.streams import Stream
 from gpulease.client.engine.region_sets import RegionSet
-from gpulease.client.kernels.triton_kernel import MAX_VARIANTS, CompiledKernel, Grid, TritonKernel
+from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, FunctionKernel
 
 if TYPE_CHECKING:
     from gpulease.client.aio.session import GpuSession
 
 
 class Kernel:
-    """A `@triton.jit` function in a session; made by `GpuSession.kernel`, called as Triton's users do."""
+    """A function in a session; made by `GpuSession.kernel`, called as Triton's or numba's users do."""
 
-    def __init__(self, session: "GpuSession", kernel: TritonKernel) -> None:
+    def __init__(self, session: "GpuSession", kernel: FunctionKernel) -> None:
         self._session, self._kernel = session, kernel
         self._modules: dict[CompiledKernel, Module] = {}
 
-    def __getitem__(self, grid: Grid) -> "KernelOnGrid":
-        return KernelOnGrid(self, grid)
+    def __getitem__(self, place: Any) -> "KernelInPlace":
+        return KernelInPlace(self, place)
 
     async def launch(
         self,
-        grid: Grid,
+        place: Any,
         args: tuple[Any, ...],
         keywords: dict[str, Any],
         stream: Stream | None = None,
         regions: RegionSet | None = None,
         position: int = 0,
     ) -> int:
-        """Do what `kernel[grid](*args, **keywords)` does; the rest is that of `GpuSession.launch`."""
-        ready = await asyncio.to_thread(self._kernel.prepared, grid, args, keywords)
+        """Do what `kernel[place](*args, **keywords)` does; the rest is that of `GpuSession.launch`."""
+        ready = await asyncio.to_thread(self._kernel.prepared, place, args, keywords)
         made = ready.compiled
         module = self._modules.get(made)
         if module is None:
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
             module = self._modules[made] = await self._session.module_load(made.image)
-        return await self._session.launch(*ready.on(module), stream, regions, position)
+        return await self._session.launch(*ready.on(module), stream or ready.stream, regions, position)
 
 
-class KernelOnGrid:
-    """A kernel with its grid: `kernel[grid]`."""
+class KernelInPlace:
+    """A kernel with the place it runs in: `kernel[grid]`, or numba's `kernel[blocks, threads]`."""
 
-    def __init__(self, kernel: Kernel, grid: Grid) -> None:
-        self._kernel, self._grid = kernel, grid
+    def __init__(self, kernel: Kernel, place: Any) -> None:
+        self._kernel, self._place = kernel, place
 
     async def __call__(
         self,
@@ -63,6 +63,6 @@ class KernelOnGrid:
             stream: The stream to launch in; the default stream if None.
             regions: The regions that it touches.
             position: Any number, as in `GpuSession.launch`.
-            keywords: Arguments, constants, num_warps and num_stages by name.
+            keywords: Triton's arguments, constants, num_warps and num_stages by name.
         """
-        return await self._kernel.launch(self._grid, args, keywords, stream, regions, position)
+        return await self._kernel.launch(self._place, args, keywords, stream, regions, position)

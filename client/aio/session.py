@@ -27,7 +27,8 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of
-from gpulease.client.kernels.triton_kernel import TritonKernel
+from gpulease.client.kernels.function_kernels import kernel_of
+from gpulease.client.kernels.numba_kernel import Signature
 
 T = TypeVar("T")
 
@@ -127,9 +128,11 @@ class GpuSession(SessionView):
         """Compile CUDA C and load it, like `gpulease.client.GpuSession.compile`; the loop goes on meanwhile."""
         return await self.module_load(await asyncio.to_thread(ptx_of, source, options, arch or self._arch))
 
-    def kernel(self, function: Any, types: Mapping[str, str] | None = None, *, arch: int | None = None) -> Kernel:
-        """Take a `@triton.jit` function: `await kernel[grid](...)`, like `gpulease.client.GpuSession.kernel`."""
-        return Kernel(self, TritonKernel(function, types, arch or self._arch))
+    def kernel(
+        self, function: Any, types: Mapping[str, str] | Signature | None = None, *, arch: int | None = None
+    ) -> Kernel:
+        """Take a function: `await kernel[grid](...)`, like `gpulease.client.GpuSession.kernel`."""
+        return Kernel(self, kernel_of(function, types, arch or self._arch))
 
     async def module_unload(self, module: ModuleHandle) -> None:
         """Unload a module now, like `gpulease.client.GpuSession.module_unload`."""

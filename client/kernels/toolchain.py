@@ -17,7 +17,7 @@ MIN_ARCH: Final = 75
 MAX_ARCH: Final = 121
 """Newest capability of NVRTC 13.0."""
 
-_LINE: Final = re.compile(r"\((\d+)\): (?:catastrophic )?error|\bat (\d+):\d+:")
+_LINE: Final = re.compile(r"\((\d+)\): (?:catastrophic )?error|\bat (\d+):\d+:|^File \".*\", line (\d+):", re.MULTILINE)
 
 
 def checked_arch(arch: Any) -> int:
@@ -37,11 +37,17 @@ def missing(tool: str, extra: str) -> Unsupported:
     return Unsupported(f"{tool} is not installed", f"In gpulease's folder: pip install '.[{extra}]'")
 
 
-def compile_error(what: str, log: str) -> LoadFailed:
-    """Make the error of a source that does not compile; its message has the log's first error, or its last line."""
+def compile_error(what: str, log: str, first: str = "") -> LoadFailed:
+    """Make the error of a source that does not compile.
+
+    Args:
+        what: The source.
+        log: All that the compiler said.
+        first: What the message says of it; the log's first error, or its last line, if "".
+    """
     log = log.replace("\0", "").strip()
     found = _LINE.search(log)
-    line = int(found[1] or found[2]) if found else 0
-    first = next((text for text in log.splitlines() if "error" in text), log.rpartition("\n")[2])
+    line = int(found[1] or found[2] or found[3]) if found else 0
+    first = first or next((text for text in log.splitlines() if "error" in text), log.rpartition("\n")[2])
     message = f"{what} does not compile: {first.strip()}"
     return LoadFailed(message, "", Failure(Status.LOAD_FAILED, message, log=log, line=line))

@@ -7,23 +7,18 @@ is needed. The cache's folder is Triton's (TRITON_CACHE_DIR).
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from gpulease.client.errors import InvalidRequest, LaunchFailed, Unsupported
-from gpulease.client.handles import Buffer, Module
+from gpulease.client.handles import Buffer
 from gpulease.client.kernel_args import KEYWORDS, KernelArgs
+from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, PreparedLaunch, launch_failed
 from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing
 from gpulease.client.texts import quoted
-from gpulease.protocol import Failure, Status
 
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
-
-MAX_VARIANTS: Final = 256
-"""Compiled forms of one kernel that are kept. A constant that differs at every call would fill memory otherwise; past
-this they are dropped, and come back from Triton's cache."""
 
 SCRATCH_PARAMETERS: Final = 2
 """Pointers that Triton 3.9 puts behind every kernel's parameters: to scratch memory, which no launch here has."""
@@ -35,37 +30,6 @@ _PACKED_AS: Final = {
     "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q",
     "u1": "<B", "i1": "<B", "fp16": "<e", "fp32": "<f", "fp64": "<d",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledKernel:
-    """A kernel compiled for one signature.
-
-    Attributes:
-        image: Its PTX.
-        name: Its name there.
-        threads: Threads of a block.
-        shared_bytes: Dynamic shared memory.
-    """
-
-    image: str
-    name: str
-    threads: int
-    shared_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedLaunch:
-    """A call as a session launches it."""
-
-    compiled: CompiledKernel
-    grid: tuple[int, ...]
-    args: KernelArgs
-
-    def on(self, module: Module) -> tuple[Module, str, tuple[int, ...], tuple[int], KernelArgs, None, int]:
-        """Return the first arguments of the session's `launch`; `module` has the compiled image."""
-        made = self.compiled
-        return module, made.name, self.grid, (made.threads,), self.args, None, made.shared_bytes
 
 
 class _Pointer:
@@ -101,7 +65,7 @@ class TritonKernel:
         except ImportError:
             raise missing("Triton", "triton") from None
         if not isinstance(function, JITFunction):
-            hint = "Text of CUDA C goes to session.compile; of an autotuned function give .fn and choose one config"
+            hint = "Of an autotuned function give .fn and choose one config"
             raise InvalidRequest(f"kernel: {quoted(function)} is not a @triton.jit function", hint)
         self.function: Any = function
         self.name: str = function.__name__
@@ -155,7 +119,7 @@ class TritonKernel:
             raise self._failed(
                 f"grid {quoted(found)} is not a sequence of integers", "Write kernel[(n,)](...)"
             ) from None
-        return PreparedLaunch(compiled, sizes, self._packed(bound, kinds))
+        return PreparedLaunch(compiled, sizes, (compiled.threads,), self._packed(bound, kinds), compiled.shared_bytes)
 
     def _originals(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         return dict(zip(self.function.arg_names, args, strict=False)) | dict(keywords)
@@ -258,5 +222,4 @@ class TritonKernel:
         return args
 
     def _failed(self, why: str, hint: str = "") -> LaunchFailed:
-        message = f"launch of {self.name!r}: {why}"
-        return LaunchFailed(message, hint, Failure(Status.LAUNCH_FAILED, message, hint, kernel=self.name))
+        return launch_failed(self.name, why, hint)

@@ -18,7 +18,8 @@ from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of
-from gpulease.client.kernels.triton_kernel import TritonKernel
+from gpulease.client.kernels.function_kernels import kernel_of
+from gpulease.client.kernels.numba_kernel import Signature
 from gpulease.client.sync.arrays import Array, make
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
@@ -196,17 +197,23 @@ class GpuSession(SessionView):
         """
         return self.module_load(ptx_of(source, options, arch or self._arch))
 
-    def kernel(self, function: Any, types: Mapping[str, str] | None = None, *, arch: int | None = None) -> Kernel:
-        """Take a `@triton.jit` function: `kernel[grid](...)` compiles it for its arguments and launches it.
+    def kernel(
+        self, function: Any, types: Mapping[str, str] | Signature | None = None, *, arch: int | None = None
+    ) -> Kernel:
+        """Take a function of Triton's or numba's; calling it compiles it for its arguments and launches it.
 
-        Compiled kernels are kept in Triton's cache on the disk. Raises Unsupported where Triton is not installed.
+        Triton's is called as `kernel[grid](...)`, numba's as `kernel[blocks, threads](...)`. Triton keeps compiled
+        kernels on the disk, too.
 
         Args:
-            function: The function.
-            types: By parameter, the type that a plain buffer's elements have: `{"x": "*fp32"}`. Arrays tell theirs.
+            function: What `@triton.jit` or `@numba.cuda.jit` made, or a plain function for numba.
+            types: Triton: by parameter, the type that a plain buffer's elements have, `{"x": "*fp32"}`; arrays tell
+                theirs. Numba: the signature, "void(float32, float32[:])"; that of each call's arguments if None.
             arch: As in `compile`.
+
+        Raises Unsupported where the compiler is not installed, InvalidRequest for anything but such a function.
         """
-        return Kernel(self, TritonKernel(function, types, arch or self._arch))
+        return Kernel(self, kernel_of(function, types, arch or self._arch))
 
     def module_unload(self, module: ModuleHandle) -> None:
         """Unload a module now rather than when its last reference goes."""

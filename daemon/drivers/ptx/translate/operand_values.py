@@ -23,7 +23,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import (
     Variable,
 )
 from gpulease.daemon.drivers.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
-from gpulease.daemon.drivers.ptx.translate.specials import read_special
+from gpulease.daemon.drivers.ptx.translate.specials import SHARED_SIZES, read_shared_size, read_special
 
 LAUNCH = Value("ptr", "%launch")
 ENVIRONMENT = Value("ptr", "%environment")
@@ -103,7 +103,11 @@ class OperandTranslator:
         return self.from_bits(constant(f"i{scalar.bits}", pattern), scalar)
 
     def _read_special(self, name: str, scalar: Scalar) -> Value:
-        value = read_special(self.ir, name.removeprefix("%"))
+        bare = name.removeprefix("%")
+        if bare in SHARED_SIZES:
+            value: Value | None = read_shared_size(self.ir, bare, self.function.dynamic_shared_offset)
+        else:
+            value = read_special(self.ir, bare)
         if value is None:
             raise self.problem(f"{name[:60]} is neither declared nor a special register this driver supports")
         if value.type != ir_type(scalar):

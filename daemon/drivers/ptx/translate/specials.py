@@ -45,6 +45,9 @@ GRID_BARRIER = ("envreg1", "envreg2")
 _AS_BLOCKS = {f"clusterid.{axis}": f"ctaid.{axis}" for axis in _AXES}
 _AS_BLOCKS |= {f"nclusterid.{axis}": f"nctaid.{axis}" for axis in _AXES}
 
+# Shared memory of a block (PTX ISA sections 10.30 and 10.32); see `read_shared_size`.
+SHARED_SIZES = ("total_smem_size", "dynamic_smem_size")
+
 # Lanes compared with the thread's own (PTX ISA section 10).
 _LANE_MASKS = ("lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt")
 
@@ -61,6 +64,7 @@ NAMES = (
     *_CLUSTER,
     *_AS_BLOCKS,
     *GRID_BARRIER,
+    *SHARED_SIZES,
 )
 
 
@@ -89,6 +93,14 @@ def read_special(ir: IrWriter, name: str) -> Value | None:
         case "clock":
             return ir.cast("trunc", ir.intrinsic("llvm.readcyclecounter", "i64"), "i32")
     return _read_machine(ir, name) if name in MACHINE else None
+
+
+def read_shared_size(ir: IrWriter, name: str, dynamic_offset: int) -> Value:
+    """Read one of SHARED_SIZES. Args: dynamic_offset: Where the memory begins that a launch asks for."""
+    total = ir.fixed("i32", Value("ptr", "%launch"), Launch.shared_bytes.offset)
+    if name == "total_smem_size":
+        return total
+    return ir.intrinsic("llvm.usub.sat.i32", "i32", total, constant("i32", dynamic_offset))
 
 
 def _read_machine(ir: IrWriter, name: str) -> Value | None:

@@ -36,3 +36,8 @@ def test_the_clock_goes_on(compute: Compute) -> None:
 def test_predicate_constants(compute: Compute) -> None:
     for constant, value in ((0, 0), (1, 1), (-1, 1), (2, 1)):
         assert compute(f"mov.pred %d, {constant};", [], "pred", [()]) == [value]
+
+
+def test_shared_memory_has_a_size(compute: Compute) -> None:
+    for name in ("total_smem_size", "dynamic_smem_size"):
+        assert compute(f"mov.u32 %d, %{name};", [], "u32", [()]) == [0]

@@ -1,0 +1,23 @@
+"""The choice of a function's compiler: Triton's for what `@triton.jit` made, numba's for any other."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.kernels.numba_kernel import NumbaKernel, Signature
+from gpulease.client.kernels.prepared_launch import FunctionKernel
+from gpulease.client.kernels.triton_kernel import TritonKernel
+from gpulease.client.texts import quoted
+
+
+def kernel_of(function: Any, types: Mapping[str, str] | Signature | None, arch: int | None) -> FunctionKernel:
+    """Take a function. Raises InvalidRequest, or Unsupported where its compiler is not installed."""
+    if isinstance(function, str | bytes):
+        raise InvalidRequest("kernel: a text is not a function", "Text of CUDA C goes to session.compile")
+    if type(function).__module__.startswith("triton."):
+        if types is not None and not isinstance(types, Mapping):
+            raise InvalidRequest(f"kernel: types {quoted(types)} is not a map", 'Say types={"x": "*fp32"}')
+        return TritonKernel(function, types, arch)
+    if isinstance(types, Mapping):
+        raise InvalidRequest("kernel: numba's types are a signature", 'Say types="void(float32, float32[:])"')
+    return NumbaKernel(function, types, arch)

@@ -1,0 +1,219 @@
+"""Numba's CUDA kernels as launches: the signature of a call's arguments, the PTX for it, and the packed arguments.
+
+Numba's own compiler does the work, for a named target instead of the process's card. So no driver is needed. Arguments
+are laid out as numba-cuda's dispatcher lays them out (`_prepare_args`): an array as null, null, the number of elements,
+their size, the address, the shape and the strides, each of 8 bytes.
+"""
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from gpulease.client.array_layout import ArrayView
+from gpulease.client.errors import InvalidRequest, LaunchFailed, Unsupported
+from gpulease.client.handles import Buffer, Handle
+from gpulease.client.kernel_args import KernelArgs
+from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, PreparedLaunch, launch_failed
+from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing
+from gpulease.client.texts import quoted
+
+Signature = str | tuple[Any, ...]
+
+_ENTRY: Final = re.compile(r"\.visible\s+\.entry\s+([\w$]+)")
+
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+
+_PASSED_ON: Final = ("debug", "lineinfo", "fastmath", "opt", "launch_bounds")
+"""Options of `@cuda.jit` that numba's compiler of PTX takes, too."""
+
+_REFUSED: Final = ("link", "extensions", "lto")
+"""Options of `@cuda.jit` that need numba's own linker or dispatcher."""
+
+
+class NumbaKernel:
+    """A `@numba.cuda.jit` function, or a plain one with types, compiled for each signature that its calls have."""
+
+    def __init__(self, function: Any, types: Signature | None = None, arch: int | None = None) -> None:
+        """Check the function.
+
+        Args:
+            function: What `@cuda.jit` made, or a Python function.
+            types: Its signature as numba writes it, "void(float32, float32[:])"; told by each call's arguments if None.
+            arch: The compute capability to compile for; DEFAULT_ARCH if None.
+
+        Raises:
+            InvalidRequest: That is no such function, or numba does not know the types.
+            Unsupported: Numba or a library of CUDA's that it needs is not installed, or an option needs its linker.
+        """
+        try:
+            import numba
+            from numba import cuda
+            from numba.core import sigutils
+        except ImportError:
+            raise missing("Numba", "numba") from None
+        self._numba, self._cuda, self._types = numba, cuda, numba.types
+        self.function: Any = getattr(function, "py_func", function)
+        if not callable(self.function) or not hasattr(self.function, "__code__"):
+            raise InvalidRequest(f"kernel: {quoted(function)} is not a function of Triton's or numba's")
+        self.name: str = self.function.__name__
+        options = dict(getattr(function, "targetoptions", None) or {})
+        for name in _REFUSED:
+            if options.get(name):
+                raise Unsupported(f"kernel {self.name}: @cuda.jit's option {name!r} needs numba's own linker")
+        self._options = {name: options[name] for name in _PASSED_ON if options.get(name) is not None}
+        self._arch = divmod(checked_arch(arch), 10)
+        self._declared: tuple[Any, ...] | None = None
+        if types is not None:
+            try:
+                self._declared = tuple(sigutils.normalize_signature(types)[0])
+            except Exception as error:
+                # Numba evaluates the text, which fails in any way.
+                raise InvalidRequest(f"kernel {self.name}: {quoted(types)} is no signature: {error}") from None
+        self._variants: dict[tuple[Any, ...], CompiledKernel] = {}
+
+    def prepared(self, place: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> PreparedLaunch:
+        """Do what FunctionKernel says; `place` is numba's [grid, block], [.., stream] or [.., stream, shared bytes]."""
+        grid, block, stream, shared_bytes = self._place(place)
+        if keywords:
+            raise self._failed(f"numba's kernels take no arguments by name: {', '.join(map(quoted, keywords))}")
+        names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
+        if len(args) != len(names):
+            raise self._failed(f"it takes {len(names)} arguments, {len(args)} are given")
+        kinds = self._kinds(names, args)
+        compiled = self._variants.get(kinds)
+        if compiled is None:
+            if len(self._variants) >= MAX_VARIANTS:
+                self._variants.clear()
+            compiled = self._variants[kinds] = self._compile(kinds)
+        packed = KernelArgs()
+        for name, kind, value in zip(names, kinds, args, strict=True):
+            self._pack(packed, name, kind, value)
+        return PreparedLaunch(compiled, grid, block, packed, shared_bytes, stream)
+
+    def _place(self, place: Any) -> tuple[tuple[int, ...], tuple[int, ...], Handle | None, int]:
+        if not isinstance(place, tuple) or not 2 <= len(place) <= 4:
+            raise self._failed(f"[{quoted(place)}] is not [blocks, threads]", "Write kernel[blocks, threads](...)")
+        grid, block, stream, shared_bytes = *place, *(None, 0)[len(place) - 2 :]
+        if stream is not None and stream != 0 and not isinstance(stream, Handle):
+            raise self._failed(f"{quoted(stream)} is no stream of the session", "Make one by session.stream()")
+        sizes = [self._sizes(each) for each in (grid, block)]
+        (bytes_shared,) = self._sizes(shared_bytes)
+        return sizes[0], sizes[1], stream or None, bytes_shared
+
+    def _sizes(self, given: Any) -> tuple[int, ...]:
+        try:
+            return tuple(size.__index__() for size in (given if isinstance(given, tuple | list) else (given,)))
+        except AttributeError:
+            raise self._failed(f"{quoted(given)} is not an integer, nor a tuple of them") from None
+
+    # --- types ---
+
+    def _kinds(self, names: Sequence[str], args: Sequence[Any]) -> tuple[Any, ...]:
+        if self._declared is None:
+            return tuple(self._kind(name, value) for name, value in zip(names, args, strict=True))
+        if len(self._declared) != len(args):
+            raise self._failed(f"its signature has {len(self._declared)} types, {len(args)} arguments are given")
+        for name, declared, value in zip(names, self._declared, args, strict=True):
+            self._check(name, declared, value)
+        return self._declared
+
+    def _kind(self, name: str, value: Any) -> Any:
+        """The type that numba gives a value."""
+        if isinstance(value, ArrayView):
+            layout = "C" if value.is_contiguous else "A"
+            return self._types.Array(self._numba.from_dtype(value.dtype), len(value.shape), layout)
+        if isinstance(value, Buffer):
+            hint = f"Give an array: session.array(x), or session.zeros(shape, dtype) for {name}"
+            raise self._failed(f"{name} is a buffer, whose elements have no type", hint)
+        if isinstance(value, np.ndarray):
+            hint = f"Copy it to the card: {name} = session.array({name})"
+            raise self._failed(f"{name} is an array of the host's memory", hint)
+        try:
+            kind = self._numba.typeof(value)
+        except (ValueError, TypeError):
+            raise self._failed(f"{name}: {quoted(value)} is no argument of a kernel") from None
+        self._check_packable(name, kind)
+        return kind
+
+    def _check_packable(self, name: str, kind: Any) -> None:
+        types = self._types
+        if isinstance(kind, types.BaseTuple):
+            for each in kind:
+                self._check_packable(name, each)
+        elif not isinstance(kind, types.Integer | types.Float | types.Boolean | types.Complex):
+            raise self._failed(f"{name}: a launch takes no {kind}")
+
+    def _check(self, name: str, declared: Any, value: Any) -> None:
+        """Raises LaunchFailed unless a value goes for a declared type without loss, as numba converts it."""
+        kind = self._kind(name, value)
+        if isinstance(declared, self._types.Array) != isinstance(kind, self._types.Array):
+            raise self._failed(f"{name} is {kind}, the signature says {declared}")
+        if isinstance(kind, self._types.Array):
+            is_like = (kind.dtype, kind.ndim) == (declared.dtype, declared.ndim)
+            if not is_like or (declared.layout != "A" and declared.layout != kind.layout):
+                raise self._failed(f"{name} is {kind}, the signature says {declared}")
+            return
+        ranks = [self._rank(each) for each in (kind, declared)]
+        # A Python number has no size of its own: whether it fits is seen when it is packed.
+        is_narrowed = isinstance(value, np.generic) and kind.bitwidth > declared.bitwidth if ranks[1] >= 1 else False
+        if ranks[0] > ranks[1] or is_narrowed:
+            raise self._failed(f"{name} is {kind}, the signature says {declared}")
+
+    def _rank(self, kind: Any) -> int:
+        """Order of the kinds of numbers: each takes those before it."""
+        kinds = (self._types.Boolean, self._types.Integer, self._types.Float, self._types.Complex)
+        return next((rank for rank, of in enumerate(kinds) if isinstance(kind, of)), len(kinds))
+
+    # --- compiling ---
+
+    def _compile(self, kinds: tuple[Any, ...]) -> CompiledKernel:
+        try:
+            ptx, _ = self._cuda.compile_ptx(self.function, kinds, cc=self._arch, **self._options)
+        except Exception as error:
+            # Numba's passes raise whatever they please; the user gets one kind of error with all that was said.
+            if type(error).__name__ in ("DynamicLibNotFoundError", "NvvmSupportError"):
+                raise missing("CUDA's compiler library", "numba") from None
+            said = _COLOURS.sub("", f"{type(error).__name__}: {error}")
+            lines = [line for line in said.splitlines() if line.strip()]
+            # The first line tells the compiler's step, where there are others.
+            raise compile_error(f"numba's kernel {self.name}", said, lines[min(1, len(lines) - 1)]) from None
+        text = ptx if isinstance(ptx, str) else ptx.decode()
+        found = _ENTRY.search(text)
+        if found is None:
+            raise compile_error(f"numba's kernel {self.name}", "numba made no kernel of it: it returns a value")
+        return CompiledKernel(text, found[1])
+
+    # --- packing ---
+
+    def _pack(self, packed: KernelArgs, name: str, kind: Any, value: Any) -> None:
+        types = self._types
+        if isinstance(kind, types.Array):
+            packed.push_u64(0).push_u64(0).push_u64(value.size).push_u64(value.dtype.itemsize).push_buffer(value)
+            for number in (*value.shape, *value.strides):
+                packed.push_i64(number)
+        elif isinstance(kind, types.BaseTuple):
+            for each, part in zip(kind, value, strict=True):
+                self._pack(packed, name, each, part)
+        else:
+            try:
+                for raw in self._raw(kind, value):
+                    packed.push_raw(raw)
+            except (struct.error, OverflowError, ValueError):
+                raise self._failed(f"{name}: {quoted(value)} does not fit {kind}") from None
+
+    def _raw(self, kind: Any, value: Any) -> list[bytes]:
+        types = self._types
+        if isinstance(kind, types.Boolean):
+            return [bytes([bool(value)])]
+        if isinstance(kind, types.Integer):
+            return [int(value).to_bytes(kind.bitwidth // 8, "little", signed=kind.signed)]
+        if isinstance(kind, types.Float):
+            return [struct.pack({16: "<e", 32: "<f", 64: "<d"}[kind.bitwidth], value)]
+        number, part = complex(value), "<f" if kind.bitwidth == 64 else "<d"
+        return [struct.pack(part, number.real), struct.pack(part, number.imag)]
+
+    def _failed(self, why: str, hint: str = "") -> LaunchFailed:
+        return launch_failed(self.name, why, hint)

@@ -1,0 +1,176 @@
+"""Numba's kernels are compiled for the arguments of a call, or for a signature, without a driver, and launched."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpulease.client import GpuSession, InvalidRequest, LaunchFailed, LoadFailed, Unsupported, aio
+from helpers.daemon import Daemon
+
+numba = pytest.importorskip("numba", reason="numba's kernels are not tried: pip install '.[numba]'")
+cuda = pytest.importorskip("numba.cuda", reason="numba's kernels are not tried: pip install '.[numba]'")
+
+from gpulease.client.examples import numba_stencil  # noqa: E402
+from gpulease.client.kernels.numba_kernel import NumbaKernel  # noqa: E402
+
+
+@cuda.jit
+def add_to(x, value):
+    i = cuda.grid(1)
+    if i < x.size:
+        x[i] += value
+
+
+def weigh(out, matrix, weights, flag, shift):
+    row = cuda.grid(1)
+    if row < matrix.shape[0]:
+        total = shift.imag
+        for column in range(matrix.shape[1]):
+            total += matrix[row, column] * weights[column % 2]
+        out[row] = total if flag else -total
+
+
+def total_of(out, x):
+    held = cuda.shared.array(64, numba.float32)
+    dynamic = cuda.shared.array(0, numba.int32)
+    i = cuda.threadIdx.x
+    held[i] = x[i]
+    dynamic[i] = i
+    cuda.syncthreads()
+    step = 32
+    while step:
+        if i < step:
+            held[i] += held[i + step]
+        cuda.syncthreads()
+        step //= 2
+    if i == 0:
+        out[0] = held[0] + dynamic[63]
+    cuda.atomic.add(out, 1, 1.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler() -> None:
+    # NVVM starts a thread when it first compiles, and keeps it.
+    cuda.compile_ptx(lambda x: None, (numba.float32,), cc=(8, 0))
+
+
+@pytest.fixture
+def session(daemon: Daemon) -> Any:
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        yield session
+
+
+def test_stencil(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPULEASE_ADDRESS", daemon.address)
+    assert numba_stencil.run() < 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("f4", 1.5), ("i4", 7), ("u1", np.uint8(3)), ("c8", 1 + 2j)])
+def test_a_call_tells_its_types(session: Any, dtype: str, value: Any) -> None:
+    array = session.array(np.arange(6, dtype=dtype))
+    kernel = session.kernel(add_to)
+    kernel[1, 32](array[1::2], value)
+    wanted = np.arange(6).astype(dtype)
+    wanted[1::2] += np.dtype(dtype).type(value)
+    assert array.numpy().tolist() == wanted.tolist()
+
+
+def test_strides_tuples_and_truths(session: Any) -> None:
+    given = np.arange(24, dtype=np.float64).reshape(4, 6)
+    matrix, out = session.array(given), session.zeros(4, np.float64)
+    session.kernel(weigh)[(1, 1), (32, 1)](out, matrix[::-1, ::2], (2.0, 0.5), False, 5 + 3j)
+    wanted = -(given[::-1, ::2] @ np.array([2, 0.5, 2]) + 3)
+    assert out.numpy().tolist() == wanted.tolist()
+
+
+def test_shared_memory_streams_and_graphs(session: Any) -> None:
+    x, out = session.array(np.arange(64, dtype=np.float32)), session.zeros(2, np.float32)
+    kernel = session.kernel(total_of)
+    with session.stream() as stream:
+        kernel[1, 64, stream, 256](out, x)
+    assert out.numpy().tolist() == [2016 + 63, 64]
+    with session.record() as graph:
+        kernel[1, 64, 0, 256](out, x)
+    graph.launch()
+    assert out.numpy().tolist() == [2016 + 63, 128]
+
+
+def test_a_signature_takes_what_fits(session: Any) -> None:
+    array = session.zeros(4, np.float32)
+    kernel = session.kernel(add_to, "void(float32[:], float32)")
+    kernel[1, 4](array, 1)
+    kernel[1, 4](array, np.float32(2))
+    kernel[1, 4](array[::2], True)
+    assert array.numpy().tolist() == [4, 3, 4, 3]
+
+
+def test_a_call_like_one_before_is_not_compiled_again(session: Any) -> None:
+    kernel, array = NumbaKernel(add_to), session.zeros(4, np.float32)
+    first = kernel.prepared((1, 4), (array, 1.0), {}).compiled
+    assert kernel.prepared((2, 8), (array, 2.0), {}).compiled is first
+    assert kernel.prepared((1, 4), (array, 1), {}).compiled is not first
+
+
+def test_the_asyncio_face(daemon: Daemon) -> None:
+    async def main() -> list[float]:
+        async with (
+            await aio.GpuBuilder(daemon.address).min_vram(1 << 20).acquire() as lease,
+            aio.GpuSession(lease) as session,
+        ):
+            array = await session.zeros(3, np.float32)
+            await session.kernel(add_to)[1, 4](array, 2.5)
+            return list((await array.numpy()).tolist())
+
+    assert asyncio.run(main()) == [2.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("types", "arguments", "said"),
+    [
+        (None, ("array",), "takes 2 arguments, 1 are given"),
+        (None, ("buffer", 1.0), "x is a buffer, whose elements have no type"),
+        (None, (np.zeros(3), 1.0), "x is an array of the host's memory"),
+        (None, ("array", "text"), "a launch takes no unicode_type"),
+        ("void(float32[:], float32)", ("array", 1j), "value is complex128, the signature says float32"),
+        ("void(float32[:], int32)", ("array", 1.5), "value is float64, the signature says int32"),
+        ("void(float32[:], int32)", ("array", 2**40), "does not fit int32"),
+        ("void(float32[:], float32)", ("array", np.float64(1)), "value is float64, the signature says float32"),
+        ("void(float64[:], float32)", ("array", 1), "x is array(float32, 1d, C)"),
+        ("void(float32[:, :], float32)", ("array", 1), "x is array(float32, 1d, C)"),
+        ("void(float32, float32)", ("array", 1), "x is array(float32, 1d, C)"),
+        ("void(float32[:])", ("array", 1), "its signature has 1 types, 2 arguments"),
+    ],
+)
+def test_arguments_that_do_not_fit(session: Any, types: Any, arguments: tuple[Any, ...], said: str) -> None:
+    made = {"array": lambda: session.zeros(4, np.float32), "buffer": lambda: session.mem_alloc(16)}
+    given = [made[value]() if isinstance(value, str) and value in made else value for value in arguments]
+    with pytest.raises(LaunchFailed) as caught:
+        session.kernel(add_to, types)[1, 4](*given)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("place", [4, (4,), (1, 4, "stream"), (1, 4, 0, 0, 0), (1.5, 4), ("1", 4)])
+def test_a_place_that_is_none(session: Any, place: Any) -> None:
+    with pytest.raises(LaunchFailed, match="launch of 'add_to'"):
+        session.kernel(add_to)[place](session.zeros(4, np.float32), 1.0)
+
+
+def test_what_is_no_kernel(session: Any) -> None:
+    def wrong(x):
+        x.nothing()
+
+    with pytest.raises(LoadFailed, match="Unknown attribute 'nothing'") as caught:
+        session.kernel(wrong)[1, 1](session.zeros(1, np.float32))
+    assert caught.value.line == wrong.__code__.co_firstlineno + 1
+    with pytest.raises(InvalidRequest, match="is no signature"):
+        session.kernel(add_to, "void(nothing)")
+    with pytest.raises(InvalidRequest, match="is not a function"):
+        session.kernel(7)
+    with pytest.raises(InvalidRequest, match="goes to session"):
+        session.kernel("text")
+    with pytest.raises(InvalidRequest, match="a signature"):
+        session.kernel(add_to, {"x": "*fp32"})
+    with pytest.raises(Unsupported, match="'link'"):
+        session.kernel(cuda.jit(link=["other.ptx"])(weigh))
