@@ -369,7 +369,7 @@ def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) ->
 
 
 def _earlier(failure: Failure, number: int) -> str:
-    if failure.failed_op in (Opcode.LAUNCH, Opcode.LAUNCH_IN):
+    if failure.failed_op in (Opcode.LAUNCH, Opcode.LAUNCH_IN, Opcode.LAUNCH_WITH):
         kernel = f" of kernel {failure.kernel!r}" if failure.kernel else ""
         return f"earlier launch {number}{kernel}"
     try:

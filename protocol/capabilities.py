@@ -75,6 +75,7 @@ _NEEDED: Final[dict[int, Permission]] = {
     Opcode.REGION_SET: _SUBMIT,
     Opcode.REGION_SET_FREE: _SUBMIT,
     Opcode.LAUNCH_IN: _SUBMIT,
+    Opcode.LAUNCH_WITH: _SUBMIT,
 }
 
 _MAX_EXPIRY_DIGITS: Final = 18

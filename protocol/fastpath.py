@@ -19,6 +19,7 @@ from gpulease.protocol.messages import (
     Handle,
     Launch,
     LaunchIn,
+    LaunchWith,
     MemAlloc,
     MemRead,
     MemWrite,
@@ -55,11 +56,19 @@ _LAUNCH_GEOMETRY: Final = fixed_struct(
     Launch, "grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes"
 )
 REGIONS: Final = fixed_struct(LaunchIn, "region_set", "position")
+ATTRIBUTES: Final = fixed_struct(LaunchWith, "flags", "cluster_x", "cluster_y", "cluster_z")
 _NAME_AT: Final = _LAUNCH_MODULE.size
 _AFTER_NAME: Final = _U32.size + _LAUNCH_GEOMETRY.size
 
 
-_TRAILER_BYTES: Final = {Opcode.LAUNCH: 0, Opcode.LAUNCH_IN: REGIONS.size}
+_TRAILERS: Final = {
+    Opcode.LAUNCH: "",
+    Opcode.LAUNCH_IN: REGIONS.format[1:],
+    Opcode.LAUNCH_WITH: REGIONS.format[1:] + ATTRIBUTES.format[1:],
+}
+
+# A LAUNCH_WITH is never taken by its pattern.
+_PATTERN_TRAILERS: Final = {op: _TRAILERS[op] for op in (Opcode.LAUNCH, Opcode.LAUNCH_IN)}
 
 # A frame up to its data: the header's first twelve bytes, which depend on op and flags alone, and its rest.
 _HEADER_REST: Final = "IQ16s"
@@ -79,11 +88,11 @@ _DATA_HEAD: Final = _head(Opcode.MEM_READ, _REPLY)
 
 
 class LaunchTemplate:
-    """A quiet LAUNCH or LAUNCH_IN frame without its request id and argument bytes, built once and sent many times.
+    """A quiet LAUNCH, LAUNCH_IN or LAUNCH_WITH frame without its request id and argument bytes, sent many times.
 
     Attributes:
         layout: Packs a frame of `head`, the request id, `before`, the argument bytes and `after`; of a LAUNCH_IN also
-            the region set and the position.
+            the region set and the position, of a LAUNCH_WITH behind these its flags and cluster.
         args_bytes: The exact number of argument bytes; struct would cut or pad any other.
     """
 
@@ -94,7 +103,8 @@ class LaunchTemplate:
             raise LocalProtocolError(
                 f"the argument sizes add up to {sum(launch.arg_sizes)} bytes, the arguments have {len(launch.args)}"
             )
-        trailer_bytes = _TRAILER_BYTES[op]
+        trailer = _TRAILERS[op]
+        trailer_bytes = struct.calcsize(f">{trailer}")
         payload = build_body(launch) + bytes(trailer_bytes)
         frame = build_frame(op, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
         args_at = HEADER_BYTES + _NAME_AT + _AFTER_NAME + len(launch.kernel.encode()) + _U32.size
@@ -102,20 +112,19 @@ class LaunchTemplate:
         self.head = frame[:REQUEST_ID_OFFSET]
         self.before = frame[MIDDLE_AT:args_at]
         self.after = frame[args_at + self.args_bytes : len(frame) - trailer_bytes]
-        trailer = REGIONS.format[1:] if trailer_bytes else ""
         self.layout = struct.Struct(
             f">{REQUEST_ID_OFFSET}sQ{len(self.before)}s{self.args_bytes}s{len(self.after)}s{trailer}"
         )
 
-    def frame(self, request_id: int, args: bytes, *regions: int) -> bytes:
+    def frame(self, request_id: int, args: bytes, *trailer: int) -> bytes:
         """Return the frame with these argument bytes; the caller has checked that they are `args_bytes` long.
 
         Args:
             request_id: The frame's number.
             args: The argument bytes.
-            regions: Of a LAUNCH_IN the region set and the position; of a LAUNCH nothing.
+            trailer: The integers behind what a LAUNCH has.
         """
-        return self.layout.pack(self.head, request_id, self.before, args, self.after, *regions)
+        return self.layout.pack(self.head, request_id, self.before, args, self.after, *trailer)
 
 
 class LaunchPattern:
@@ -130,7 +139,7 @@ class LaunchPattern:
 
     def __init__(self, payload: bytes | memoryview, session_id: int, op: Opcode = Opcode.LAUNCH) -> None:
         frame = build_frame(op, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
-        self.trailer_bytes = _TRAILER_BYTES[op]
+        self.trailer_bytes = struct.calcsize(f">{_PATTERN_TRAILERS[op]}")
         shape, args = split_launch(memoryview(payload)[: len(payload) - self.trailer_bytes])
         (name_bytes,) = _U32.unpack_from(shape, _NAME_AT)
         self.args_at = HEADER_BYTES + _NAME_AT + _AFTER_NAME + name_bytes + _U32.size
@@ -150,6 +159,18 @@ def split_regions(payload: memoryview) -> tuple[memoryview, int, int]:
     if at < 0:
         raise BodyError("LaunchIn is malformed: it ends too early")
     return payload[:at], *REGIONS.unpack_from(payload, at)
+
+
+def split_attributes(payload: memoryview) -> tuple[memoryview, int, tuple[int, int, int]]:
+    """Split the payload of a LAUNCH_WITH into that of its LAUNCH_IN, its flags and its cluster.
+
+    The first part is not checked here. Raises BodyError if the payload is too short.
+    """
+    at = len(payload) - ATTRIBUTES.size
+    if at < 0:
+        raise BodyError("LaunchWith is malformed: it ends too early")
+    flags, *cluster = ATTRIBUTES.unpack_from(payload, at)
+    return payload[:at], flags, (cluster[0], cluster[1], cluster[2])
 
 
 def split_launch(payload: memoryview) -> tuple[bytes, bytes]:

@@ -658,6 +658,34 @@ class LaunchIn:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchWith:
+    """A `Launch` with attributes; a `LaunchIn` too if `region_set` is not 0.
+
+    Args:
+        flags: Of LaunchFlag.
+        cluster_x: Blocks of a cluster; 0 in all three for no clusters.
+    """
+
+    module: int = wire(U64)
+    kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
+    grid_x: int = wire(U32)
+    grid_y: int = wire(U32)
+    grid_z: int = wire(U32)
+    block_x: int = wire(U32)
+    block_y: int = wire(U32)
+    block_z: int = wire(U32)
+    shared_bytes: int = wire(U32)
+    args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
+    arg_sizes: tuple[int, ...] = wire(list_of(U32, limits.MAX_ARGUMENTS))
+    region_set: int = wire(U64)
+    position: int = wire(U64)
+    flags: int = wire(U32)
+    cluster_x: int = wire(U32)
+    cluster_y: int = wire(U32)
+    cluster_z: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
 class GraphLaunchIn:
     """A `GraphLaunch` that begins only while every region of the set goes on; see `LaunchIn`."""
 
@@ -772,6 +800,7 @@ Body = (
     | GraphLaunch
     | RegionSet
     | LaunchIn
+    | LaunchWith
     | GraphLaunchIn
     | GpuSubmit
     | SubmitRun
@@ -840,6 +869,7 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.EVENT_ELAPSED: (EventPair, Elapsed),
     Opcode.EVENT_DESTROY: (Handle, Empty),
     Opcode.PRINTED: (Empty, Printed),
+    Opcode.LAUNCH_WITH: (LaunchWith, Empty),
 }
 """Request and reply of each operation. Three operations have no request. GOODBYE is an error reply to request 0; the
 daemon sends it before it closes the connection. LEASE_EVENT is a further reply to a LEASE_SUBSCRIBE, one for each

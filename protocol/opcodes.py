@@ -89,6 +89,7 @@ class Opcode(IntEnum):
     EVENT_ELAPSED = 0x061D
     EVENT_DESTROY = 0x061E
     PRINTED = 0x061F
+    LAUNCH_WITH = 0x0620
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
@@ -184,6 +185,7 @@ class SessionOption(IntEnum):
     driver. MODULE_DETAILS, without a value: the session serves MODULE_VARIABLE and MODULE_FIGURES.
     EVENTS, without a value: the session serves the EVENT operations.
     PRINTED, without a value: the session serves PRINTED.
+    LAUNCH_WITH, without a value: the session serves LAUNCH_WITH.
     SYNC_WORD, without a value: the ring has the words by which a sync needs no frame, and the connection is the only
     one that can launch in the session.
     """
@@ -194,7 +196,14 @@ class SessionOption(IntEnum):
     MODULE_DETAILS = 37
     EVENTS = 38
     PRINTED = 39
+    LAUNCH_WITH = 40
     SYNC_WORD = 41
+
+
+class LaunchFlag(IntFlag):
+    """The flags of a LAUNCH_WITH. COOPERATIVE: all blocks run at the same time, or none."""
+
+    COOPERATIVE = 1
 
 
 class ParameterType(IntEnum):

@@ -39,7 +39,8 @@ class Kernel:
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
             module = self._modules[made] = await self._session.module_load(made.image)
-        return await self._session.launch(*ready.on(module), stream or ready.stream, regions, position)
+        put = (stream or ready.stream, regions, position)
+        return await self._session.launch(*ready.on(module), *put, cooperative=made.is_cooperative)
 
 
 class KernelInPlace:

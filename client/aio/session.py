@@ -15,7 +15,7 @@ from gpulease.client.aio.modules import Module
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.streams import Stream, fence
 from gpulease.client.engine.arrays import new, upload
-from gpulease.client.engine.launch import KernelArguments
+from gpulease.client.engine.launch import KernelArguments, LaunchAttributes
 from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
 from gpulease.client.engine.region_sets import RegionSet
@@ -150,12 +150,20 @@ class GpuSession(SessionView):
         stream: Stream | None = None,
         regions: RegionSet | None = None,
         position: int = 0,
+        *,
+        cooperative: bool = False,
+        cluster: Sequence[int] | None = None,
     ) -> int:
         """Start a kernel; do not wait for it. Like `gpulease.client.GpuSession.launch`."""
         await self._lock.acquire()
         number: Begun[int] = 0
         try:
-            if regions is None:
+            if cooperative or cluster is not None:
+                wanted = LaunchAttributes(cooperative, cluster)
+                number = self._launches.launch_with(
+                    wanted, regions, position, module, kernel, grid, block, args, arg_sizes, shared_bytes, stream
+                )
+            elif regions is None:
                 number = self._launches.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
             else:
                 number = self._launches.launch_in(

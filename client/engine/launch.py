@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from gpulease.client.engine.operations import Operations
@@ -18,7 +19,7 @@ from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import LaunchTemplate
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES
 from gpulease.protocol.messages import KernelEntry, Launch
-from gpulease.protocol.opcodes import ParameterType
+from gpulease.protocol.opcodes import LaunchFlag, ParameterType, SessionOption
 
 MAX_TEMPLATES: Final = 1024
 """Launch templates kept per module, about half a kilobyte each. A tenant whose grid is never the same twice would fill
@@ -31,6 +32,24 @@ MAX_LISTED_KERNELS: Final = 16
 """Most kernels that a message lists before it says how many more there are."""
 
 KernelArguments = KernelArgs | bytes | bytearray | memoryview | list[Any] | tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchAttributes:
+    """The wishes of a launch beyond its shape.
+
+    Attributes:
+        cooperative: All blocks run at the same time, so that they may wait for each other.
+        cluster: Neighbouring blocks that run together, one to three numbers; None for no clusters.
+    """
+
+    cooperative: bool
+    cluster: Sequence[int] | None
+
+    def trailer(self, kernel: str) -> tuple[int, int, int, int]:
+        """The integers behind a LAUNCH_IN. Raises LaunchFailed."""
+        cluster = () if self.cluster is None else dimensions(kernel, "cluster", self.cluster)
+        return (LaunchFlag.COOPERATIVE if self.cooperative else 0, *(cluster or (0, 0, 0)))
 
 
 class LaunchCommands(Protocol):
@@ -63,6 +82,22 @@ class LaunchCommands(Protocol):
         stream: StreamHandle | None = None,
     ) -> Begun[int]:
         """`launch`, only while every region of the set goes on."""
+
+    def launch_with(
+        self,
+        wanted: LaunchAttributes,
+        regions: RegionSet | None,
+        position: int,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None = None,
+    ) -> Begun[int]:
+        """`launch`, or `launch_in` if there are regions, with attributes."""
 
 
 class _LatestLaunch:
@@ -231,6 +266,34 @@ class Launches(LaunchCommands):
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
 
+    def launch_with(
+        self,
+        wanted: LaunchAttributes,
+        regions: RegionSet | None,
+        position: int,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None = None,
+    ) -> Begun[int]:
+        """Send a launch with attributes at once, under the session's lock; the result is the launch's number."""
+        attachment = self._attachment
+        if attachment.over is not None:
+            raise error_of(attachment.over, "launch")
+        attachment.require(SessionOption.LAUNCH_WITH, "launch")
+        named = (0, 0)
+        if regions is not None:
+            named = regions_named(regions, position, attachment, f"launch of {quoted(kernel)}")
+        args = in_order(module, kernel, args)
+        template, data = self._prepared(Opcode.LAUNCH_WITH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        trailer = (*named, *wanted.trailer(kernel))
+        number = attachment.connection.next_request_id()
+        return self._streams.hand_over(stream, number, template.frame(number, data, *trailer), "launch")
+
     def frame(
         self,
         module: Module,
@@ -355,7 +418,7 @@ def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs |
 
 
 def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
-    """Complete a grid or block of one to three numbers to three. Raises LaunchFailed."""
+    """Complete a grid, block or cluster of one to three numbers to three. Raises LaunchFailed."""
     try:
         numbers = [item.__index__() for item in given]
     except (TypeError, AttributeError):

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gpulease.client.engine.copies import CopyCommands, check_range
 from gpulease.client.engine.graphs import GraphRecord
-from gpulease.client.engine.launch import KernelArguments, LaunchCommands, in_order
+from gpulease.client.engine.launch import KernelArguments, LaunchAttributes, LaunchCommands, in_order
 from gpulease.client.engine.memory_views import readable_bytes, writable_bytes
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session
@@ -128,6 +128,11 @@ class Recording(LaunchCommands, CopyCommands):
             "launch: what is recorded names no regions of its own; a graph's launch names them for all of it",
             "Give the set to graph.launch(regions=...)",
         )
+
+    def launch_with(self, wanted: LaunchAttributes, *launch: Any) -> int:
+        """Refuse: no graph has such launches."""
+        self._check_caller("launch")
+        raise InvalidRequest("launch: cooperative launches and clusters can't be recorded", "Launch it by itself")
 
     def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> None:
         """Record a copy to the device."""

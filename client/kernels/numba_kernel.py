@@ -96,7 +96,9 @@ class NumbaKernel:
     def _place(self, place: Any) -> tuple[tuple[int, ...], tuple[int, ...], Handle | None, int]:
         if not isinstance(place, tuple) or not 2 <= len(place) <= 4:
             raise self._failed(f"[{quoted(place)}] is not [blocks, threads]", "Write kernel[blocks, threads](...)")
-        grid, block, stream, shared_bytes = *place, *(None, 0)[len(place) - 2 :]
+        grid, block = place[:2]
+        stream = place[2] if len(place) > 2 else None
+        shared_bytes = place[3] if len(place) > 3 else 0
         if stream is not None and stream != 0 and not isinstance(stream, Handle):
             raise self._failed(f"{quoted(stream)} is no stream of the session", "Make one by session.stream()")
         sizes = [self._sizes(each) for each in (grid, block)]

@@ -23,12 +23,14 @@ class CompiledKernel:
         name: Its name there.
         threads: Threads of a block, where the compiler chooses them; else 0.
         shared_bytes: Dynamic shared memory, where the compiler chooses it.
+        is_cooperative: Whether its blocks wait for each other.
     """
 
     image: str
     name: str
     threads: int = 0
     shared_bytes: int = 0
+    is_cooperative: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,9 +201,10 @@ class TritonKernel:
         told = made.metadata
         if told.global_scratch_size or told.profile_scratch_size:
             raise Unsupported(f"kernel {self.name} wants scratch memory, which no launch gives it")
-        if settings.num_ctas > 1 or settings.launch_cooperative_grid:
-            raise Unsupported(f"kernel {self.name} wants a cluster or a cooperative launch")
-        return CompiledKernel(made.asm["ptx"], told.name, 32 * told.num_warps, told.shared)
+        if settings.num_ctas > 1:
+            raise Unsupported(f"kernel {self.name} wants clusters: num_ctas is 1 here")
+        is_cooperative = bool(settings.launch_cooperative_grid)
+        return CompiledKernel(made.asm["ptx"], told.name, 32 * told.num_warps, told.shared, is_cooperative)
 
     def _packed(self, bound: Mapping[str, Any], kinds: list[tuple[str, Any]]) -> KernelArgs:
         args = KernelArgs()

@@ -8,7 +8,7 @@ from typing import Any, Final, Self, TypeVar, overload
 
 from gpulease.client.engine.arrays import new, upload
 from gpulease.client.engine.copies import SMALL_READ_BYTES
-from gpulease.client.engine.launch import KernelArguments
+from gpulease.client.engine.launch import KernelArguments, LaunchAttributes
 from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
 from gpulease.client.engine.region_sets import RegionSet
@@ -231,6 +231,9 @@ class GpuSession(SessionView):
         stream: Stream | None = None,
         regions: RegionSet | None = None,
         position: int = 0,
+        *,
+        cooperative: bool = False,
+        cluster: Sequence[int] | None = None,
     ) -> int:
         """Start a kernel; do not wait for it.
 
@@ -248,6 +251,8 @@ class GpuSession(SessionView):
             regions: The regions that it touches: it begins only while all of them go on. If one does not, the next
                 operation that waits raises a RegionFailed.
             position: Any number up to 2**64 - 1; that error and ForwardRevoked tell it.
+            cooperative: Run all blocks at the same time, so that they may wait for each other. On a card only.
+            cluster: Neighbouring blocks that run together, one to three numbers; on cards of 9.0 and newer.
 
         Returns:
             The launch's number, which a later error's `failure.failed_request_id` names.
@@ -257,7 +262,12 @@ class GpuSession(SessionView):
                 declares an integer, for example.
         """
         with self._lock:
-            if regions is None:
+            if cooperative or cluster is not None:
+                wanted = LaunchAttributes(cooperative, cluster)
+                number = self._launches.launch_with(
+                    wanted, regions, position, module, kernel, grid, block, args, arg_sizes, shared_bytes, stream
+                )
+            elif regions is None:
                 number = self._launches.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
             else:
                 number = self._launches.launch_in(

@@ -5,10 +5,10 @@ it can know: whether an image can be loaded, whether a kernel fits. The session 
 before it calls the driver. Errors say what happened in words that a tenant can act on; the session turns them into wire
 statuses.
 
-Also here: the steps of a launch graph, and what no lease supports on any driver, managed memory and cooperative
-launches. For managed memory the driver keeps tens of MiB of a card, which belong to no lease, until the card's last
-context ends. A kernel that synchronises its grid traps unless it was launched cooperatively, and the trap costs the
-context.
+Also here: the steps of a launch graph, and what is refused on any driver: managed memory, and the plain launch of a
+kernel that needs a cooperative one. For managed memory the driver keeps tens of MiB of a card, which belong to no
+lease, until the card's last context ends. A kernel that synchronises its grid traps unless it was launched
+cooperatively, and the trap costs the context.
 """
 
 import re
@@ -89,6 +89,19 @@ class Parameter:
 
     offset: int
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchAttributes:
+    """The wishes of a launch beyond its shape.
+
+    Attributes:
+        is_cooperative: All blocks run at the same time, so that they may wait for each other.
+        cluster: Neighbouring blocks that run together, by dimension; None for no clusters.
+    """
+
+    is_cooperative: bool
+    cluster: Dim3 | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,6 +480,18 @@ class Context(Protocol):
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
 
+    def launch_with(
+        self,
+        kernel: Kernel,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        params: bytes,
+        tag: int,
+        attributes: LaunchAttributes,
+    ) -> None:
+        """`launch` with attributes. Raises LaunchRejected, which tells the bound, for what never fits on the card."""
+
     def set_spinning(self, *, spins: bool, yields: bool) -> None:
         """Choose whether waits spin on the card before they sleep, and whether they yield the core meanwhile."""
 
@@ -588,11 +613,10 @@ def managed_refused(variable: str, *, line: int = 0) -> ImageRejected:
 
 
 def cooperative_refused(kernel: str) -> LaunchRejected:
-    """The error for the launch of a kernel that synchronises its grid."""
-    why = "it synchronises its whole grid, which is not supported on a lease"
+    """The error for the plain launch of a kernel that synchronises its grid."""
     return LaunchRejected(
-        f"kernel {kernel} needs a cooperative launch: {why}",
-        hint="Launch one kernel for each part between two grid synchronisations: launches of a stream run in order.",
+        f"kernel {kernel} needs a cooperative launch: it synchronises its whole grid",
+        hint="Launch it with cooperative=True, by itself: graphs and submits have no cooperative launches.",
     )
 
 

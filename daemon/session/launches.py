@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import Context, Dim3, DriverError, Kernel, KernelFault, LaunchRejected
+from gpulease.daemon.drivers.interface import (
+    Context,
+    Dim3,
+    DriverError,
+    Kernel,
+    KernelFault,
+    LaunchAttributes,
+    LaunchRejected,
+)
 from gpulease.daemon.session.ledger import Ledger, Refused
 from gpulease.daemon.session.native.layout import PlanRecord
 from gpulease.daemon.session.operations import Operations, SessionResources
@@ -29,10 +37,10 @@ from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.fastpath import LaunchPattern, split_launch, split_regions
+from gpulease.protocol.fastpath import LaunchPattern, split_attributes, split_launch, split_regions
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Launch, Printed
-from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.opcodes import LaunchFlag, Opcode, Status
 
 MAX_PLANS: Final = 4096
 """Most plans kept. A tenant that never launches the same shape twice gains no speed, and takes no more memory."""
@@ -41,7 +49,7 @@ _LAUNCHES: Final = int(Counter.LAUNCHES)
 
 
 class LaunchOperations(Operations):
-    """LAUNCH and LAUNCH_IN, and SYNC, which waits for all launches.
+    """LAUNCH, LAUNCH_IN and LAUNCH_WITH, and SYNC, which waits for all launches.
 
     Args:
         needs_set: Refuse LAUNCH: each launch must name a region set.
@@ -67,11 +75,27 @@ class LaunchOperations(Operations):
         self._planner.follow(plan)
         return self._queue(frame, plan, args)
 
-    def _queue(self, frame: Frame, plan: "Plan", args: bytes) -> bytes:
+    def launch_with(self, frame: Frame) -> bytes:
+        """Serve LAUNCH_WITH: a LAUNCH, or a LAUNCH_IN if it names a region set, with attributes."""
+        payload, flags, cluster = split_attributes(memoryview(frame.payload))
+        body, region_set, position = split_regions(payload)
+        if not region_set and self._needs_set:
+            raise no_set()
+        # No launch is expected behind it, nor it behind another: native code does not do it.
+        plan, args = self._planner.find(body, Opcode.LAUNCH_WITH)
+        if region_set:
+            self._gate.admit(region_set, position, plan.kernel.name)
+        return self._queue(frame, plan, args, _attributes(plan, flags, cluster))
+
+    def _queue(self, frame: Frame, plan: "Plan", args: bytes, attributes: LaunchAttributes | None = None) -> bytes:
         planner = self._planner
         params = args if plan.moves is None else plan.lay_out(args)
+        launch = (plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
         try:
-            self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
+            if attributes is None:
+                self._context.launch(*launch)
+            else:
+                self._context.launch_with(*launch, attributes)
         except LaunchRejected:
             planner.refused()
             raise
@@ -115,6 +139,22 @@ class PrintedOperations(Operations):
 def launch_failed(message: str, *, kernel: str = "", hint: str = "") -> Refused:
     """The refusal of a launch before it was queued."""
     return Refused(Failure(Status.LAUNCH_FAILED, message, hint=hint, kernel=kernel))
+
+
+def _attributes(plan: "Plan", flags: int, cluster: Dim3) -> LaunchAttributes:
+    """The attributes of a LAUNCH_WITH. Raises Refused for what makes no sense on any card."""
+    name = plan.kernel.name
+    if flags & ~int(LaunchFlag.COOPERATIVE):
+        raise launch_failed(f"{name}: {flags:#x} has flags that this daemon does not know", kernel=name)
+    if not any(cluster):
+        return LaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), None)
+    if not all(cluster) or any(blocks % of for blocks, of in zip(plan.grid, cluster, strict=True)):
+        raise launch_failed(
+            f"{name}: a grid of {plan.grid} blocks is not a multiple of clusters of {cluster}",
+            kernel=name,
+            hint="Give the cluster a number from 1 on in each dimension, and the grid a multiple of it.",
+        )
+    return LaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), cluster)
 
 
 @dataclass(slots=True, eq=False)
@@ -182,18 +222,23 @@ class Planner:
         return plan, args
 
     def find(self, payload: memoryview, op: Opcode = Opcode.LAUNCH) -> tuple[Plan, bytes]:
-        """The plan of a LAUNCH or LAUNCH_IN and its argument bytes. Raises BodyError or Refused."""
+        """The plan of a LAUNCH or LAUNCH_IN, or of a LAUNCH_WITH's launch, and its argument bytes.
+
+        Raises BodyError or Refused.
+        """
         self._kept_before = None
         body = split_regions(payload)[0] if op == Opcode.LAUNCH_IN else payload
         shape, args = split_launch(body)
         key = (op, shape)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._make(parse_body(Launch, body), LaunchPattern(payload, self._session_id, op))
+            is_expected = op != Opcode.LAUNCH_WITH
+            pattern = LaunchPattern(payload, self._session_id, op if is_expected else Opcode.LAUNCH)
+            plan = self._make(parse_body(Launch, body), pattern)
             if len(self._plans) >= MAX_PLANS:
                 self.forget()
             self._plans[key] = plan
-            if self.add_record is not None:
+            if self.add_record is not None and is_expected:
                 self.add_record(plan)
                 self._plan_by_address[plan.address] = plan
         return plan, args

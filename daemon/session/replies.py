@@ -18,6 +18,7 @@ _DRIVER_STATUS: Final[dict[int, Status]] = {
     Opcode.LAUNCH: Status.LAUNCH_FAILED,
     Opcode.GRAPH_CREATE: Status.LAUNCH_FAILED,
     Opcode.GRAPH_LAUNCH: Status.LAUNCH_FAILED,
+    Opcode.LAUNCH_WITH: Status.LAUNCH_FAILED,
     Opcode.LAUNCH_IN: Status.LAUNCH_FAILED,
     Opcode.GRAPH_LAUNCH_IN: Status.LAUNCH_FAILED,
     Opcode.SYNC: Status.SYNC_FAILED,

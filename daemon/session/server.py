@@ -307,7 +307,12 @@ class Server:
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
         card = self._session.compute_capability.to_bytes(2, "big") + self._session.cuda_version.to_bytes(4, "big")
         options = (*given.to_options(), Tlv(SessionOption.PARAMETER_TYPES, b""), Tlv(SessionOption.CARD, card))
-        served = (SessionOption.MODULE_DETAILS, SessionOption.EVENTS, SessionOption.PRINTED)
+        served = (
+            SessionOption.MODULE_DETAILS,
+            SessionOption.EVENTS,
+            SessionOption.PRINTED,
+            SessionOption.LAUNCH_WITH,
+        )
         options += tuple(Tlv(option, b"") for option in served)
         if ring is not None and connection.guest is None and self._max_connections == 1 and self._session.is_native:
             options += (Tlv(SessionOption.SYNC_WORD, b""),)

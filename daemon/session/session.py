@@ -178,6 +178,7 @@ class Session:
             Opcode.REGION_SET_FREE: self._region_sets.free_set,
             Opcode.REGION_RELEASE: self._region_sets.release,
             Opcode.LAUNCH_IN: self._launches.launch_in,
+            Opcode.LAUNCH_WITH: self._launches.launch_with,
             Opcode.GRAPH_LAUNCH_IN: self._graphs.launch_in,
         }
 

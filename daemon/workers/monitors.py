@@ -58,6 +58,7 @@ KNOWN_WAITS: Final = frozenset(
     {
         Opcode.LAUNCH,
         Opcode.LAUNCH_IN,
+        Opcode.LAUNCH_WITH,
         Opcode.MODULE_LOAD,
         Opcode.MEM_ALLOC,
         Opcode.ARENA_WRITE,

@@ -129,6 +129,14 @@ def launch_in(tenant: Tenant, draws: Draws) -> m.LaunchIn:
     return m.LaunchIn(**shape, region_set=tenant.number(draws), position=draws.number(8))
 
 
+def launch_with(tenant: Tenant, draws: Draws) -> m.LaunchWith:
+    plain = launch(tenant, draws)
+    shape = {name: getattr(plain, name) for name in plain.__slots__}
+    names = ("flags", "cluster_x", "cluster_y", "cluster_z")
+    shape |= {name: draws.pick((0, 1, 2, 1 << 31)) for name in names}
+    return m.LaunchWith(**shape, region_set=draws.pick((0, tenant.number(draws))), position=draws.number(8))
+
+
 def graph_launch_in(tenant: Tenant, draws: Draws) -> m.GraphLaunchIn:
     plain = graph_launch(tenant, draws)
     return m.GraphLaunchIn(plain.graph, plain.args, tenant.number(draws), draws.number(8))
@@ -161,6 +169,7 @@ BODIES: dict[int, Body] = {
     Opcode.GRAPH_LAUNCH: graph_launch,
     Opcode.REGION_SET: region_set,
     Opcode.LAUNCH_IN: launch_in,
+    Opcode.LAUNCH_WITH: launch_with,
     Opcode.GRAPH_LAUNCH_IN: graph_launch_in,
     **dict.fromkeys(
         (

@@ -39,6 +39,7 @@ from gpulease.protocol.messages import (
     KernelEntry,
     Launch,
     LaunchIn,
+    LaunchWith,
     LeaseAlloc,
     LeaseGrant,
     LeaseRef,
@@ -283,7 +284,7 @@ class ScriptedPeer:
         try:
             self._handle(request)
         except Refusal as refusal:
-            kernel = request.body.kernel if isinstance(request.body, Launch | LaunchIn) else ""
+            kernel = request.body.kernel if isinstance(request.body, Launch | LaunchIn | LaunchWith) else ""
             talk.kept = replace(
                 refusal.failure, failed_request_id=request.request_id, failed_op=int(request.op), kernel=kernel
             )
@@ -331,7 +332,8 @@ class ScriptedPeer:
         assert request.session_id == LEASE_ID
         given = Given(RING_LAYOUT) if self.gives_rings else Given()
         granule = self.region_granule_bytes.to_bytes(4, "big")
-        told = (Tlv(SessionOption.REGIONS, granule),) if self.region_granule_bytes else ()
+        newer = (Tlv(SessionOption.REGIONS, granule), Tlv(SessionOption.LAUNCH_WITH, b""))
+        told = newer if self.region_granule_bytes else ()
         return AttachReply(1 << 30, "made-up", CARD, given.to_options() + told)
 
     def _region_open(self, request: Request) -> Body:
@@ -414,6 +416,7 @@ _DEFAULTS: dict[Opcode, Any] = {
     Opcode.REGION_SET_FREE: ScriptedPeer._empty,
     Opcode.REGION_RELEASE: ScriptedPeer._empty,
     Opcode.LAUNCH_IN: ScriptedPeer._empty,
+    Opcode.LAUNCH_WITH: ScriptedPeer._empty,
     Opcode.LEASE_REVOKE: ScriptedPeer._revoke,
     Opcode.LEASE_RESIZE: ScriptedPeer._resize,
     Opcode.LEASE_NOTE: ScriptedPeer._empty,

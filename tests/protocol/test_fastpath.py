@@ -56,11 +56,26 @@ def test_a_template_in_regions_gives_the_frame_of_the_codec(launch: m.Launch, id
     assert template.frame(request_id, launch.args, region_set, position) == plain
 
 
+@given(launch=consistent_launches(), numbers=st.lists(st.integers(0, 2**32 - 1), min_size=7, max_size=7))
+def test_a_template_with_attributes_gives_the_frame_of_the_codec(launch: m.Launch, numbers: list[int]) -> None:
+    request_id, *trailer = numbers
+    template = fastpath.LaunchTemplate(launch, 7, Opcode.LAUNCH_WITH)
+    payload = build_body(m.LaunchWith(*(getattr(launch, name) for name in launch.__slots__), *trailer))
+    plain = build_frame(Opcode.LAUNCH_WITH, payload, request_id=request_id, session_id=7, flags=Flag.QUIET)
+    assert template.frame(request_id, launch.args, *trailer) == plain
+    rest, flags, cluster = fastpath.split_attributes(memoryview(payload))
+    assert (flags, *cluster) == tuple(trailer[2:])
+    assert bytes(rest) == build_body(in_regions(launch, *trailer[:2]))
+    with pytest.raises(BodyError):
+        fastpath.split_attributes(memoryview(payload)[:15])
+
+
 @pytest.mark.parametrize("op", sorted(set(Opcode) - {Opcode.LAUNCH, Opcode.LAUNCH_IN}))
 def test_only_launches_have_templates_and_patterns(op: Opcode) -> None:
     launch = m.Launch(1, "k", 1, 1, 1, 1, 1, 1, 0, b"", ())
-    with pytest.raises(KeyError):
-        fastpath.LaunchTemplate(launch, 1, op)
+    if op is not Opcode.LAUNCH_WITH:
+        with pytest.raises(KeyError):
+            fastpath.LaunchTemplate(launch, 1, op)
     with pytest.raises(KeyError):
         fastpath.LaunchPattern(build_body(launch), 1, op)
 

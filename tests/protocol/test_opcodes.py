@@ -64,6 +64,7 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "EVENT_ELAPSED": 0x061D,
         "EVENT_DESTROY": 0x061E,
         "PRINTED": 0x061F,
+        "LAUNCH_WITH": 0x0620,
     }.items()
 
 

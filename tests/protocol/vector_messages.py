@@ -295,6 +295,13 @@ REGIONS: Cases = {
             U64,
         ),
     ),
+    "LaunchWith": (
+        m.LaunchWith(0, "", 0, 0, 0, 0, 0, 0, 0, b"", (), 0, 0, 0, 0, 0, 0),
+        m.LaunchWith(2, "scale", 4, 1, 1, 256, 1, 1, 0, SCALE_ARGS, (8, 4, 4), 1, 4096, 1, 2, 1, 1),
+        m.LaunchWith(
+            U64, "k" * 64, U32, U32, U32, U32, U32, U32, U32, b"\xff" * 64, (U32,), U64, U64, U32, U32, U32, U32
+        ),
+    ),
     "GraphLaunchIn": (
         m.GraphLaunchIn(0, b"", 0, 0),
         m.GraphLaunchIn(1, bytes.fromhex("00002041"), 1, 4096),

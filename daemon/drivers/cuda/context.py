@@ -4,6 +4,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import pycuda.driver as cuda
@@ -13,6 +14,7 @@ from gpulease.daemon.drivers.cuda.cubin_footprint import Weight
 from gpulease.daemon.drivers.cuda.graphs import CudaGraph, PinnedBytes, device_bytes_of
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
 from gpulease.daemon.drivers.cuda.jit_cache import Compiled
+from gpulease.daemon.drivers.cuda.launch_attributes import attributes_refused, launch_with
 from gpulease.daemon.drivers.cuda.launch_code import Launcher
 from gpulease.daemon.drivers.cuda.memory import (
     HEAP_BYTES,
@@ -33,6 +35,7 @@ from gpulease.daemon.drivers.interface import (
     DriverError,
     Event,
     KernelFault,
+    LaunchAttributes,
     LaunchRejected,
     NativeLaunch,
     OutOfMemory,
@@ -457,17 +460,42 @@ class CudaContext:
             raise cooperative_refused(kernel.name)
         if self._markers is not None:
             self._markers.make_room()
-        result = self._launcher.launch(kernel, grid, block, shared_bytes, params, tag)
+        self._launched(kernel, self._launcher.launch(kernel, grid, block, shared_bytes, params, tag))
+
+    def _launched(
+        self, kernel: Any, result: int, refused: Callable[[int], LaunchRejected | None] = lambda result: None
+    ) -> None:
+        """Note a launch that was queued. Raises why it was not, in words of `refused` where that has some."""
         if result:
             error = self._launcher.text_of(result)
             if not self._is_usable():
                 raise self._lost(error) from None
-            raise LaunchRejected(
-                f"{kernel.name}: {error}", hint="Check grid, block and shared memory against what the kernel can take."
-            ) from None
+            hint = "Check grid, block and shared memory against what the kernel can take."
+            raise refused(result) or LaunchRejected(f"{kernel.name}: {error}", hint=hint) from None
         if self._markers is not None:
             self._call(self._markers.add_kernel, self._streams.selected, self._stream)
         self._last_kernel = kernel.name
+
+    def launch_with(
+        self,
+        kernel: Any,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        params: bytes,
+        tag: int,
+        attributes: LaunchAttributes,
+    ) -> None:
+        """Queue a launch by cuLaunchKernelEx."""
+        if kernel.is_cooperative and not attributes.is_cooperative:
+            raise cooperative_refused(kernel.name)
+        if self._markers is not None:
+            self._markers.make_room()
+        kernel.shared.allow(kernel.name, shared_bytes)
+        result = launch_with(self._stream, kernel, grid, block, shared_bytes, params, attributes)
+        if not result:
+            self._launcher.count(tag)
+        self._launched(kernel, result, partial(attributes_refused, kernel, grid, block, shared_bytes, attributes))
 
     def set_spinning(self, *, spins: bool, yields: bool) -> None:
         """Choose whether waits spin on the card, and whether they yield the core meanwhile."""

@@ -22,6 +22,7 @@ from gpulease.daemon.drivers.interface import (
     Kernel,
     KernelFault,
     KernelStep,
+    LaunchAttributes,
     LaunchRejected,
     Module,
     NativeLaunch,
@@ -452,6 +453,23 @@ class CpuContext:
         """Queue a launch; wait only while the queue is full (`Context.launch`)."""
         record, is_shared = self.record(kernel, grid, block, shared_bytes, params, tag)
         self._stream.submit(record, is_shared=is_shared)
+
+    def launch_with(
+        self,
+        kernel: Kernel,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        params: bytes,
+        tag: int,
+        attributes: LaunchAttributes,
+    ) -> None:
+        """Refuse: blocks run one after another here, so none can wait for the next (`Context.launch_with`)."""
+        what = "a cooperative launch" if attributes.is_cooperative else "a launch in clusters"
+        raise LaunchRejected(
+            f"kernel {kernel.name}: the embedded driver runs blocks one after another, and does not do {what}",
+            hint="Run it on a card, or launch one kernel for each part between two waits of the grid.",
+        )
 
     def set_spinning(self, *, spins: bool, yields: bool) -> None:
         """Choose how to wait (`Context.set_spinning`)."""

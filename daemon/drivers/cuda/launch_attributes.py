@@ -1,0 +1,94 @@
+"""Launches with attributes: cooperative ones, and those in clusters (CUDA driver API, cuLaunchKernelEx)."""
+
+import ctypes
+import math
+from typing import Any, Final
+
+from cuda.bindings import driver as api
+
+from gpulease.daemon.drivers.interface import Dim3, LaunchAttributes, LaunchRejected
+
+_ATTRIBUTE: Final = api.CUlaunchAttributeID
+_PARAM_BUFFER_POINTER: Final = 1
+_PARAM_BUFFER_SIZE: Final = 2
+
+_TOO_LARGE: Final = int(api.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE)
+
+
+def launch_with(
+    stream: int,
+    kernel: Any,
+    grid: Dim3,
+    block: Dim3,
+    shared_bytes: int,
+    params: bytes,
+    attributes: LaunchAttributes,
+) -> int:
+    """Queue a launch in the current context; the CUresult, 0 if it was queued."""
+    config = _config(stream, grid, block, shared_bytes, attributes)
+    size = ctypes.c_size_t(len(params))
+    # As cuLaunchKernel's in launch.ll: the buffer is the caller's again on return.
+    buffer = ctypes.create_string_buffer(params, max(len(params), 1))
+    names = (_PARAM_BUFFER_POINTER, ctypes.addressof(buffer), _PARAM_BUFFER_SIZE, ctypes.addressof(size), 0)
+    extra = (ctypes.c_void_p * len(names))(*names)
+    (result,) = api.cuLaunchKernelEx(config, api.CUfunction(kernel.function), 0, ctypes.addressof(extra))
+    return int(result)
+
+
+def _config(stream: int, grid: Dim3, block: Dim3, shared_bytes: int, attributes: LaunchAttributes) -> Any:
+    config = api.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = shared_bytes
+    config.hStream = api.CUstream(stream)
+    named = []
+    if attributes.is_cooperative:
+        cooperative = api.CUlaunchAttribute()
+        cooperative.id = _ATTRIBUTE.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        named.append(cooperative)
+    if attributes.cluster is not None:
+        cluster = api.CUlaunchAttribute()
+        cluster.id = _ATTRIBUTE.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dim = cluster.value.clusterDim
+        dim.x, dim.y, dim.z = attributes.cluster
+        named.append(cluster)
+    config.attrs, config.numAttrs = named, len(named)
+    return config
+
+
+def attributes_refused(
+    kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, attributes: LaunchAttributes, result: int
+) -> LaunchRejected | None:
+    """The error of a launch that the driver refused for its attributes; None if these were not the reason."""
+    if result == _TOO_LARGE:
+        most = _most_at_once(kernel, block, shared_bytes)
+        return LaunchRejected(
+            f"{kernel.name}: a cooperative launch of {math.prod(grid)} blocks; at most {most} of them run at once",
+            hint="Launch no more blocks than that, and let each do more.",
+        )
+    if attributes.cluster is not None:
+        blocks = math.prod(attributes.cluster)
+        most = _largest_cluster(kernel, grid, block, shared_bytes)
+        if blocks > most:
+            return LaunchRejected(
+                f"{kernel.name}: clusters of {blocks} blocks; at most {most} fit on this card",
+                hint="Use smaller clusters, or none: cards of compute capability 9.0 and newer have them.",
+            )
+    return None
+
+
+def _most_at_once(kernel: Any, block: Dim3, shared_bytes: int) -> int:
+    """Count the blocks of a kernel that the whole card holds at the same time."""
+    function = api.CUfunction(kernel.function)
+    _, each = api.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, math.prod(block), shared_bytes)
+    _, device = api.cuCtxGetDevice()
+    attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    _, multiprocessors = api.cuDeviceGetAttribute(attribute, device)
+    return int(each or 0) * int(multiprocessors or 0)
+
+
+def _largest_cluster(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> int:
+    config = _config(0, grid, block, shared_bytes, LaunchAttributes(is_cooperative=False, cluster=None))
+    result, most = api.cuOccupancyMaxPotentialClusterSize(api.CUfunction(kernel.function), config)
+    return 0 if int(result) else int(most)
