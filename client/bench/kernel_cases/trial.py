@@ -1,0 +1,111 @@
+"""A case of the kernel suite, and what it may use: a session, its compilers, and time."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client import GpuSession
+from gpulease.client.sync.arrays import Array
+
+SEED: Final = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kernel and its check.
+
+    Attributes:
+        tool: The tool that it is written for: "CUDA C", "PTX", "Triton", "numba" or "arrays".
+        name: Its name.
+        features: What of the drivers it needs.
+        run: Runs it; returns pairs of a result and what numpy has for it.
+        tolerance: Largest error, relative to the largest wanted value.
+        refused_by: Drivers that refuse it, and a part of what they say.
+        only_on: The one driver that it is tried on; "" for all.
+    """
+
+    tool: str
+    name: str
+    features: tuple[str, ...]
+    run: Callable[["Trial"], Sequence[tuple[Any, Any]]]
+    tolerance: float = 1e-4
+    refused_by: dict[str, str] = field(default_factory=dict)
+    only_on: str = ""
+
+
+class Cases:
+    """The cases of one tool, in the order in which they are written."""
+
+    def __init__(self, tool: str) -> None:
+        self.tool = tool
+        self.all: list[Case] = []
+
+    def add(
+        self, features: str = "", tolerance: float = 1e-4, only_on: str = "", **refused_by: str
+    ) -> Callable[[Callable[["Trial"], Any]], Callable[["Trial"], Any]]:
+        """Decorate a case's function, whose name is the case's. `refused_by`: by driver, what it says."""
+
+        def note(run: Callable[[Trial], Any]) -> Callable[[Trial], Any]:
+            names = tuple(filter(None, (name.strip() for name in features.split(","))))
+            self.all.append(Case(self.tool, run.__name__, names, run, tolerance, refused_by, only_on))
+            return run
+
+        return note
+
+
+class Trial:
+    """One run of a case.
+
+    Attributes:
+        session: The session.
+        random: Numbers, the same in every run.
+        compile_ms: Time in compilers and in loading.
+        launch_ms: Time in launches and waits; a driver may compile in the first.
+    """
+
+    def __init__(self, session: GpuSession) -> None:
+        self.session = session
+        self.random = np.random.default_rng(SEED)
+        self.compile_ms = self.launch_ms = 0.0
+
+    def floats(self, *shape: int) -> NDArray[np.float32]:
+        """Numbers from -1 to 1."""
+        return (self.random.random(shape, np.float32) * 2 - 1).astype(np.float32)
+
+    def integers(self, most: int, *shape: int) -> NDArray[np.int32]:
+        """Integers from 0 on, below `most`."""
+        return self.random.integers(0, most, shape).astype(np.int32)
+
+    def cuda(self, source: str, kernel: str, grid: Any, block: Any, *args: Any, **how: Any) -> list[Any]:
+        """Compile CUDA C and launch a kernel of it; numpy's arrays go to the card, and come back as the result."""
+        with self.compiling():
+            module = self.session.compile(source)
+        return self.launch(module, kernel, grid, block, *args, **how)
+
+    def launch(self, module: Any, kernel: str, grid: Any, block: Any, *args: Any, **how: Any) -> list[Any]:
+        """Launch a kernel and wait; returns its arrays as they are then."""
+        given = [self.session.array(value) if isinstance(value, np.ndarray) and value.ndim else value for value in args]
+        blocks, threads = (each if isinstance(each, tuple) else (each,) for each in (grid, block))
+        with self.launching():
+            self.session.launch(module, kernel, blocks, threads, given, **how)
+            self.session.sync()
+        return [value.numpy() for value in given if isinstance(value, Array)]
+
+    @contextmanager
+    def compiling(self) -> Any:
+        """Count the time of a block as compiling."""
+        began = time.perf_counter()
+        yield
+        self.compile_ms += (time.perf_counter() - began) * 1e3
+
+    @contextmanager
+    def launching(self) -> Any:
+        """Count the time of a block as launches."""
+        began = time.perf_counter()
+        yield
+        self.launch_ms += (time.perf_counter() - began) * 1e3
