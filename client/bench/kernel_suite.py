@@ -74,12 +74,12 @@ def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
 
 
 def run_all(chosen: list[Case], address: str | None = None) -> Iterator[dict[str, Any]]:
-    """Run cases, each in a session of its own: a lost one costs no other case."""
-    with GpuBuilder(address).min_vram(VRAM_BYTES).lease_secs(600).acquire() as lease:
-        for case in chosen:
-            with GpuSession(lease) as session:
-                if case.only_on in ("", session.driver):
-                    yield outcome_of(case, session)
+    """Run cases, each on a lease of its own: a session that is lost costs no other case."""
+    builder = GpuBuilder(address).min_vram(VRAM_BYTES).lease_secs(600)
+    for case in chosen:
+        with builder.acquire() as lease, GpuSession(lease) as session:
+            if case.only_on in ("", session.driver):
+                yield outcome_of(case, session)
 
 
 def table_of(*outputs: list[dict[str, Any]]) -> str:

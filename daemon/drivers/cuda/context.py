@@ -492,7 +492,7 @@ class CudaContext:
         if self._markers is not None:
             self._markers.make_room()
         kernel.shared.allow(kernel.name, shared_bytes)
-        result = launch_with(self._stream, kernel, grid, block, shared_bytes, params, attributes)
+        result = launch_with(self._stream.handle, kernel, grid, block, shared_bytes, params, attributes)
         if not result:
             self._launcher.count(tag)
         self._launched(kernel, result, partial(attributes_refused, kernel, grid, block, shared_bytes, attributes))
