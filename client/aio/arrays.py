@@ -55,5 +55,9 @@ async def make(session: "GpuSession", calls: Calls[T]) -> T:
             result: T = done.value
             return result
         # A session's method runs in the caller's task, which is the one that may record.
-        call = getattr(session, step.method)(*step.args) if isinstance(step, Call) else undisturbed(drive(step))
+        call = (
+            getattr(session, step.method)(*step.args, **step.keywords)
+            if isinstance(step, Call)
+            else undisturbed(drive(step))
+        )
         answer = await call

@@ -1,10 +1,12 @@
-"""Kernels of Triton and numba in an asyncio session."""
+"""Kernels of Triton, numba and CuPy's kind in an asyncio session."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from gpulease.client.aio.arrays import Array, make
 from gpulease.client.aio.modules import Module
 from gpulease.client.aio.streams import Stream
+from gpulease.client.engine.elementwise import ElementwiseOperation
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, FunctionKernel
 
@@ -67,3 +69,22 @@ class KernelInPlace:
             keywords: Triton's arguments, constants, num_warps and num_stages by name.
         """
         return await self._kernel.launch(self._place, args, keywords, stream, regions, position)
+
+
+class ElementwiseKernel:
+    """An operation on each element of arrays; made by `GpuSession.elementwise`."""
+
+    def __init__(self, session: "GpuSession", operation: ElementwiseOperation) -> None:
+        self._session, self._operation = session, operation
+
+    async def __call__(
+        self,
+        *args: Any,
+        size: int | None = None,
+        stream: Stream | None = None,
+        regions: RegionSet | None = None,
+        position: int = 0,
+    ) -> Any:
+        """Run the operation over arrays; do not wait. Like `gpulease.client.sync.kernels.ElementwiseKernel`."""
+        place = (stream, regions, position)
+        return await make(self._session, self._operation.called(self._session, Array, args, size, place))

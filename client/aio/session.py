@@ -9,12 +9,13 @@ from typing import Any, Final, Self, TypeVar, overload
 from gpulease.client.aio.arrays import Array, make
 from gpulease.client.aio.driver import Opening, drive, undisturbed
 from gpulease.client.aio.graphs import Recorder
-from gpulease.client.aio.kernels import Kernel
+from gpulease.client.aio.kernels import ElementwiseKernel, Kernel
 from gpulease.client.aio.lease import GpuLease, GpuSharedLease
 from gpulease.client.aio.modules import Module
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.streams import Stream, fence
 from gpulease.client.engine.arrays import new, upload
+from gpulease.client.engine.elementwise import ElementwiseOperation
 from gpulease.client.engine.launch import KernelArguments, LaunchAttributes
 from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
@@ -27,6 +28,7 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of
+from gpulease.client.kernels.elementwise_source import ElementwiseSource
 from gpulease.client.kernels.function_kernels import kernel_of
 from gpulease.client.kernels.numba_kernel import Signature
 
@@ -133,6 +135,21 @@ class GpuSession(SessionView):
     ) -> Kernel:
         """Take a function: `await kernel[grid](...)`, like `gpulease.client.GpuSession.kernel`."""
         return Kernel(self, kernel_of(function, types, arch or self._arch))
+
+    def elementwise(
+        self,
+        in_params: Any,
+        out_params: str = "",
+        operation: str = "",
+        name: str = "kernel",
+        *,
+        preamble: str = "",
+        options: Sequence[str] = (),
+        arch: int | None = None,
+    ) -> ElementwiseKernel:
+        """Take an operation on elements: `await kernel(x, y)`, like `gpulease.client.GpuSession.elementwise`."""
+        source = ElementwiseSource(in_params, out_params, operation, name, preamble)
+        return ElementwiseKernel(self, ElementwiseOperation(source, options, arch))
 
     async def module_unload(self, module: ModuleHandle) -> None:
         """Unload a module now, like `gpulease.client.GpuSession.module_unload`."""

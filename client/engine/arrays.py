@@ -5,8 +5,8 @@ return. So every rule is written once, and calls are recorded, ordered and locke
 """
 
 import struct
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Final, Self, TypeAlias, TypeVar
 
@@ -64,6 +64,7 @@ class Call:
 
     method: str
     args: tuple[Any, ...]
+    keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
 Calls: TypeAlias = Generator[Call | Procedure[Any], Any, T]

@@ -64,4 +64,4 @@ def make(session: "GpuSession", calls: Calls[T]) -> T:
         except StopIteration as done:
             result: T = done.value
             return result
-        answer = getattr(session, step.method)(*step.args) if isinstance(step, Call) else drive(step)
+        answer = getattr(session, step.method)(*step.args, **step.keywords) if isinstance(step, Call) else drive(step)

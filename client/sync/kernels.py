@@ -1,9 +1,11 @@
-"""Kernels of Triton and numba in a blocking session."""
+"""Kernels of Triton, numba and CuPy's kind in a blocking session."""
 
 from typing import TYPE_CHECKING, Any
 
+from gpulease.client.engine.elementwise import ElementwiseOperation
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, FunctionKernel
+from gpulease.client.sync.arrays import Array, make
 from gpulease.client.sync.modules import Module
 from gpulease.client.sync.streams import Stream
 
@@ -66,3 +68,36 @@ class KernelInPlace:
             keywords: Triton's arguments, constants, num_warps and num_stages by name.
         """
         return self._kernel.launch(self._place, args, keywords, stream, regions, position)
+
+
+class ElementwiseKernel:
+    """An operation on each element of arrays; made by `GpuSession.elementwise`."""
+
+    def __init__(self, session: "GpuSession", operation: ElementwiseOperation) -> None:
+        self._session, self._operation = session, operation
+
+    def __call__(
+        self,
+        *args: Any,
+        size: int | None = None,
+        stream: Stream | None = None,
+        regions: RegionSet | None = None,
+        position: int = 0,
+    ) -> Any:
+        """Run the operation over arrays; do not wait.
+
+        Args:
+            args: Arrays of shapes that fit each other by numpy's rules, and numbers; outputs behind them, or none.
+            size: Number of elements, if no array but raw ones is given.
+            stream: The stream to run in; the default stream if None.
+            regions: As in `GpuSession.launch`.
+            position: As in `GpuSession.launch`.
+
+        Returns:
+            The output array, or a tuple of several; new ones if none were given.
+
+        Raises LaunchFailed, which names the parameter, if an argument does not fit; LoadFailed if the operation does
+        not compile for the arguments' types.
+        """
+        place = (stream, regions, position)
+        return make(self._session, self._operation.called(self._session, Array, args, size, place))

@@ -8,6 +8,7 @@ from typing import Any, Final, Self, TypeVar, overload
 
 from gpulease.client.engine.arrays import new, upload
 from gpulease.client.engine.copies import SMALL_READ_BYTES
+from gpulease.client.engine.elementwise import ElementwiseOperation
 from gpulease.client.engine.launch import KernelArguments, LaunchAttributes
 from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
@@ -18,12 +19,13 @@ from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of
+from gpulease.client.kernels.elementwise_source import ElementwiseSource
 from gpulease.client.kernels.function_kernels import kernel_of
 from gpulease.client.kernels.numba_kernel import Signature
 from gpulease.client.sync.arrays import Array, make
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
-from gpulease.client.sync.kernels import Kernel
+from gpulease.client.sync.kernels import ElementwiseKernel, Kernel
 from gpulease.client.sync.lease import GpuLease, GpuSharedLease
 from gpulease.client.sync.modules import Module
 from gpulease.client.sync.regions import Region
@@ -214,6 +216,36 @@ class GpuSession(SessionView):
         Raises Unsupported where the compiler is not installed, InvalidRequest for anything but such a function.
         """
         return Kernel(self, kernel_of(function, types, arch or self._arch))
+
+    def elementwise(
+        self,
+        in_params: Any,
+        out_params: str = "",
+        operation: str = "",
+        name: str = "kernel",
+        *,
+        preamble: str = "",
+        options: Sequence[str] = (),
+        arch: int | None = None,
+    ) -> ElementwiseKernel:
+        """Take an operation that a call does for each element of arrays, as CuPy's `ElementwiseKernel` is written.
+
+        Each call compiles CUDA C for its arguments' types, once, by NVRTC (the extra `cuda-c`).
+
+        Args:
+            in_params: Inputs: "float32 x, T y, raw T z". A letter is any type; the operation indexes raw arrays itself.
+                Or an `ElementwiseKernel` of an installed CuPy, and no other texts.
+            out_params: Outputs.
+            operation: CUDA C with these names; `i` is the element's index.
+            name: The kernel's name.
+            preamble: CUDA C ahead of the kernel.
+            options: As in `compile`.
+            arch: As in `compile`.
+
+        Raises InvalidRequest.
+        """
+        source = ElementwiseSource(in_params, out_params, operation, name, preamble)
+        return ElementwiseKernel(self, ElementwiseOperation(source, options, arch))
 
     def module_unload(self, module: ModuleHandle) -> None:
         """Unload a module now rather than when its last reference goes."""

@@ -1,0 +1,262 @@
+"""Element-wise kernels after CuPy's `ElementwiseKernel`, as CUDA C: the description, and a call's source and arguments.
+
+CuPy need not be installed.
+"""
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client.array_layout import ArrayLayout, ArrayView
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.kernel_args import KernelArgs
+from gpulease.client.texts import quoted
+
+C_TYPES: Final = {
+    "bool": "bool", "int8": "signed char", "uint8": "unsigned char", "int16": "short", "uint16": "unsigned short",
+    "int32": "int", "uint32": "unsigned int", "int64": "long long", "uint64": "unsigned long long",
+    "float16": "float16", "float32": "float", "float64": "double",
+}  # fmt: skip
+"""C's names of numpy's types. Complex numbers are missing: NVRTC's wheel has no header for them."""
+
+_FLOAT16: Final = """
+struct float16 {
+    unsigned short bits;
+    float16() = default;
+    __device__ float16(float value) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value)); }
+    __device__ operator float() const {
+        float value;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+        return value;
+    }
+};
+"""
+"""Half precision for operations, computed in single precision; CUDA's own header is not in NVRTC's wheel."""
+
+_HEAD: Final = """
+template <int N> struct _Space {
+    long long count, lengths[N];
+    __device__ long long size() const { return count; }
+};
+template <int N> struct _Steps { long long bytes[N]; };
+template <int N> __device__ char *_at(char *data, long long i, const _Space<N> &space, const _Steps<N> &steps) {
+    unsigned long long rest = i;
+    for (int d = N - 1; d > 0; d--) {
+        data += (long long)(rest % space.lengths[d]) * steps.bytes[d];
+        rest /= space.lengths[d];
+    }
+    return data + (long long)rest * steps.bytes[0];
+}
+template <typename E, int N, bool is_packed> struct _Raw {
+    char *data;
+    const _Space<N> &space;
+    const _Steps<N> &steps;
+    __device__ long long size() const { return space.count; }
+    __device__ const long long *shape() const { return space.lengths; }
+    __device__ const long long *strides() const { return steps.bytes; }
+    __device__ E &operator[](long long i) const {
+        return is_packed ? ((E *)data)[i] : *(E *)_at(data, i, space, steps);
+    }
+};
+"""
+
+
+class Parameter(NamedTuple):
+    """A parameter: `raw T x`.
+
+    Attributes:
+        kind: A type's name as numpy has it, or one letter for any type.
+        name: Its name in the operation.
+        is_raw: True if the operation indexes the array itself.
+    """
+
+    kind: str
+    name: str
+    is_raw: bool
+
+    @property
+    def is_generic(self) -> bool:
+        """True if calls tell the type."""
+        return len(self.kind) == 1
+
+
+class ElementwiseSource:
+    """A kernel's description, checked.
+
+    Attributes:
+        name: The kernel's name.
+        inputs: Its parameters before the outputs.
+        outputs: Its last parameters.
+    """
+
+    def __init__(
+        self, in_params: Any, out_params: str = "", operation: str = "", name: str = "kernel", preamble: str = ""
+    ) -> None:
+        """Check what `GpuSession.elementwise` takes. Raises InvalidRequest."""
+        if not isinstance(in_params, str):
+            in_params, out_params, operation, name, preamble = _of_cupy(in_params)
+        texts = (in_params, out_params, operation, name, preamble)
+        if not all(isinstance(text, str) for text in texts) or not name.isidentifier():
+            raise InvalidRequest(
+                f"elementwise: {quoted(name)} is no name, or a part is no text",
+                'Say session.elementwise("T x, T y", "T z", "z = x + y", "sum")',
+            )
+        self.name, self._operation, self._preamble = name, operation, preamble
+        self.inputs, self.outputs = _parameters(in_params), _parameters(out_params)
+        names = [parameter.name for parameter in self.parameters]
+        if not self.outputs or len(set(names)) < len(names):
+            raise InvalidRequest(f"elementwise {name}: it has no output, or two parameters of one name")
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Inputs, then outputs."""
+        return self.inputs + self.outputs
+
+    def laid_out(
+        self, types: Mapping[str, np.dtype[Any]], values: Sequence[ArrayView | NDArray[Any]], shape: tuple[int, ...]
+    ) -> tuple[str, KernelArgs]:
+        """Write CUDA C for the types and dimensions of a call, and pack its arguments.
+
+        Args:
+            types: The type of elements by parameter's kind; all of them in C_TYPES.
+            values: Arrays on the card by parameter, or numbers of these types, without dimensions.
+            shape: The shape over which the operation runs, of at least one element.
+        """
+        indexed = [
+            value.layout.broadcast(shape, self.name)
+            for parameter, value in zip(self.parameters, values, strict=True)
+            if isinstance(value, ArrayView) and not parameter.is_raw
+        ]
+        lengths, steps = _fewest_loops(shape, indexed)
+        unused = iter(steps)
+        text = _KernelText()
+        text.push_space("_ind", math.prod(lengths), lengths)
+        for number, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
+            is_input = number < len(self.inputs)
+            element = ("const " if is_input else "") + C_TYPES[types[parameter.kind].name]
+            if not isinstance(value, ArrayView):
+                text.push(f"{element} {parameter.name}", value.tobytes())
+            elif parameter.is_raw:
+                text.push_raw_array(number, element, parameter.name, value)
+            else:
+                text.push_array(number, element, parameter.name, value, next(unused), is_input)
+        return self._text(types, text), text.args
+
+    def _text(self, types: Mapping[str, np.dtype[Any]], text: "_KernelText") -> str:
+        letters = sorted({parameter.kind for parameter in self.parameters if parameter.is_generic})
+        step = "(long long)gridDim.x * blockDim.x"
+        lines = [
+            _FLOAT16 if np.dtype(np.float16) in types.values() else "",
+            *(f"typedef {C_TYPES[types[letter].name]} {letter};" for letter in letters),
+            _HEAD,
+            f'#line 1 "{self.name}: preamble"',
+            self._preamble,
+            f'extern "C" __global__ void {self.name}({", ".join(text.signature)}) {{',
+            *text.ahead,
+            f"for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < _ind.count; i += {step}) {{",
+            *text.inside,
+            # A compiler's error then names the operation's line.
+            f'#line 1 "{self.name}"',
+            self._operation,
+            ";}}",
+        ]
+        return "\n".join(lines)
+
+
+class _KernelText:
+    """Declarations of a kernel under construction, with the arguments for them."""
+
+    def __init__(self) -> None:
+        self.args = KernelArgs()
+        self.signature: list[str] = []
+        self.ahead: list[str] = []
+        self.inside: list[str] = []
+
+    def push(self, declared: str, raw: bytes) -> None:
+        self.signature.append(declared)
+        self.args.push_raw(raw)
+
+    def push_space(self, name: str, count: int, lengths: Sequence[int]) -> None:
+        self.push(f"const _Space<{len(lengths)}> {name}", struct.pack(f"<{1 + len(lengths)}q", count, *lengths))
+
+    def push_steps(self, number: int, strides: Sequence[int]) -> None:
+        self.push(f"const _Steps<{len(strides)}> _s{number}", struct.pack(f"<{len(strides)}q", *strides))
+
+    def push_array(
+        self, number: int, element: str, name: str, array: ArrayView, strides: Sequence[int], is_input: bool
+    ) -> None:
+        self._push_pointer(number, array)
+        self.push_steps(number, strides)
+        place = f"*({element} *)_at(_p{number}, i, _ind, _s{number})"
+        self.inside.append(f"{element} {'' if is_input else '&'}{name} = {place};")
+
+    def push_raw_array(self, number: int, element: str, name: str, array: ArrayView) -> None:
+        # An array without dimensions has one element, like one of length 1.
+        shape, strides = (array.shape, array.strides) if array.ndim else ((1,), (0,))
+        self._push_pointer(number, array)
+        self.push_space(f"_r{number}", array.size, shape)
+        self.push_steps(number, strides)
+        kind = f"_Raw<{element}, {len(shape)}, {'true' if array.is_contiguous else 'false'}>"
+        self.ahead.append(f"const {kind} {name} = {{_p{number}, _r{number}, _s{number}}};")
+
+    def _push_pointer(self, number: int, array: ArrayView) -> None:
+        self.signature.append(f"char *_p{number}")
+        self.args.push_buffer(array)
+
+
+def _fewest_loops(shape: Sequence[int], layouts: Sequence[ArrayLayout]) -> tuple[list[int], list[list[int]]]:
+    """Merge dimensions that lie without gaps in every layout; returns lengths, and each layout's strides, by loop."""
+    loops: list[tuple[int, list[int]]] = []
+    for length, *strides in reversed(list(zip(shape, *(layout.strides for layout in layouts), strict=True))):
+        if length == 1:
+            continue
+        if loops and all(outer == loops[-1][0] * inner for outer, inner in zip(strides, loops[-1][1], strict=True)):
+            loops[-1] = loops[-1][0] * length, loops[-1][1]
+        else:
+            loops.append((length, strides))
+    loops = loops[::-1] or [(1, [0] * len(layouts))]
+    return [length for length, _ in loops], [[strides[index] for _, strides in loops] for index in range(len(layouts))]
+
+
+def _parameters(text: str) -> tuple[Parameter, ...]:
+    """Read a list of parameters: "raw T x, float32 y". Raises InvalidRequest."""
+    found = []
+    for declared in text.split(",") if text.strip() else ():
+        words = declared.split()
+        is_raw = words[:1] == ["raw"]
+        if len(words) != 2 + is_raw:
+            raise InvalidRequest(f"elementwise: {quoted(declared)} is no parameter", 'Say "T x", or "raw float32 x"')
+        kind, name = words[is_raw:]
+        if not name.isidentifier() or name.startswith("_") or name == "i":
+            raise InvalidRequest(f"elementwise: {quoted(name)} is no parameter's name", "i and _names are the kernel's")
+        if len(kind) > 1 and kind not in C_TYPES:
+            raise InvalidRequest(
+                f"elementwise: {quoted(kind)} is no type", f"They are one letter, and {', '.join(C_TYPES)}"
+            )
+        if len(kind) == 1 and not kind.isalpha():
+            raise InvalidRequest(f"elementwise: {quoted(kind)} is no letter for a type")
+        found.append(Parameter(kind, name, is_raw))
+    return tuple(found)
+
+
+def _of_cupy(kernel: Any) -> tuple[Any, ...]:
+    """Description that CuPy's own `ElementwiseKernel` holds; reading it needs no driver. Raises InvalidRequest."""
+    try:
+        if kernel.kwargs:
+            given = ", ".join(sorted(kernel.kwargs))
+            raise InvalidRequest(f"elementwise {kernel.name}: CuPy's {given} is not taken from its object")
+        lists = [
+            ", ".join(
+                f"{'raw ' if each.raw else ''}{each.ctype if each.dtype is None else np.dtype(each.dtype)} {each.name}"
+                for each in parameters
+            )
+            for parameters in (kernel.in_params, kernel.out_params)
+        ]
+        return *lists, kernel.operation, kernel.name, kernel.preamble
+    except (AttributeError, TypeError):
+        hint = "Say the parameters as texts; a RawKernel's code goes to session.compile"
+        raise InvalidRequest(f"elementwise: {quoted(kernel)} is no ElementwiseKernel", hint) from None

@@ -1,0 +1,44 @@
+"""Descriptions of element-wise kernels are CuPy's, and become CUDA C for a call's types."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpulease.client import InvalidRequest
+from gpulease.client.kernels.elementwise_source import ElementwiseSource, Parameter
+
+
+def test_a_kernel_of_cupy_s_is_taken() -> None:
+    # CuPy's objects have these attributes; its wheel is too large for a test.
+    x = SimpleNamespace(name="x", ctype="T", raw=False, dtype=None)
+    y = SimpleNamespace(name="y", ctype="float", raw=True, dtype=np.float32)
+    z = SimpleNamespace(name="z", ctype="T", raw=False, dtype=None)
+    given = SimpleNamespace(
+        in_params=(x, y), out_params=(z,), operation="z = x - y[i]", name="less", preamble="", kwargs={}
+    )
+    source = ElementwiseSource(given)
+    assert source.inputs == (Parameter("T", "x", False), Parameter("float32", "y", True))
+    assert (source.outputs, source.name) == ((Parameter("T", "z", False),), "less")
+    given.kwargs = {"loop_prep": "T total = 0;"}
+    with pytest.raises(InvalidRequest, match="loop_prep is not taken"):
+        ElementwiseSource(given)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (("T x", "", "x"), "no output"),
+        (("T x", "T x", "x"), "two parameters of one name"),
+        (("Tx", "T z", "z = 1"), "'Tx' is no parameter"),
+        (("T i", "T z", "z = i"), "'i' is no parameter's name"),
+        (("T _x", "T z", "z = _x"), "'_x' is no parameter's name"),
+        (("quad x", "T z", "z = x"), "'quad' is no type"),
+        (("T x", "T z", "z = x", "a b"), "'a b' is no name"),
+        ((7,), "no ElementwiseKernel"),
+    ],
+)
+def test_descriptions_that_make_no_sense(parts: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        ElementwiseSource(*parts)
