@@ -1,1 +1,1 @@
-"""Kernels as their authors write them: CUDA C by NVRTC, and Triton's functions. No CUDA driver is needed here."""
+"""Kernels as authors write them: CUDA C, Triton's and numba's functions, CuPy's operations. No driver is needed."""

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpulease.client import GpuSession, LaunchFailed, LoadFailed, aio
+from gpulease.client import GpuSession, InvalidRequest, LaunchFailed, LoadFailed, RegionRevoked, aio
 from helpers.daemon import Daemon
 from helpers.nvrtc import needs_nvrtc
+from helpers.region_scene import REGION_BYTES, SLICE_BYTES
 
 pytestmark = needs_nvrtc
 
@@ -17,7 +18,7 @@ SQUARE = ("T x, T y", "T z", "z = (x - y) * (x - y)", "squared_difference")
 
 @pytest.fixture
 def session(daemon: Daemon) -> Any:
-    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+    with daemon.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
         yield session
 
 
@@ -65,6 +66,27 @@ def test_streams_and_graphs(session: Any) -> None:
         kernel(x, 2, out)
     graph.launch()
     assert out.numpy().tolist() == [0, 3, 6, 9]
+
+
+def test_a_recording_makes_no_array_and_compiles_nothing(session: Any) -> None:
+    kernel, x = session.elementwise(*SQUARE), session.zeros(4, np.float32)
+    for arguments in ((x, x), (x, x, x)):
+        with pytest.raises(InvalidRequest, match="record"), session.record():
+            kernel(*arguments)
+
+
+def test_a_call_runs_only_while_its_region_goes_on(session: Any) -> None:
+    region = session.lease.region(REGION_BYTES)
+    regions, x = session.region_set([region]), session.array(np.arange(4, dtype=np.float32))
+    kernel = session.elementwise("T x", "T z", "z = x + 1")
+    kernel(x, x, regions=regions)
+    session.sync()
+    region.revoke("it is wanted")
+    kernel(x, x, regions=regions, position=7)
+    with pytest.raises(RegionRevoked) as refused:
+        session.sync()
+    assert (refused.value.position, refused.value.kernel) == (7, "kernel")
+    assert x.numpy().tolist() == [1, 2, 3, 4]
 
 
 def test_types_are_compiled_once(session: Any) -> None:
