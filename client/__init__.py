@@ -51,6 +51,7 @@ __all__ = [  # noqa: F405
     "LeaseExpired",
     "LeaseFreed",
     "LeaseReport",
+    "LeaseUse",
     "LoadFailed",
     "Module",
     "NotFound",

@@ -251,6 +251,7 @@ SIBLINGS = (
     ("client/serve/decode/text",),
     ("client/cli", "client/cli/top"),
     ("client/bench",),
+    ("client/bench/kernel_cases",),
     ("client/examples",),
     ("client/verify",),
     ("daemon/bench",),

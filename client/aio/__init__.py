@@ -24,7 +24,7 @@ from gpulease.client.aio.session import GpuSession
 from gpulease.client.aio.streams import Event, Stream
 from gpulease.client.aio.submits import Submission, submit_by
 from gpulease.client.engine.events import ForwardRevoked, LeaseEvent
-from gpulease.client.engine.lease import LeaseReport, SubmitReport
+from gpulease.client.engine.lease import LeaseReport, LeaseUse, SubmitReport
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.tokens import Grant, HeldToken
 from gpulease.client.errors import (
@@ -95,6 +95,7 @@ __all__ = [
     "LeaseExpired",
     "LeaseFreed",
     "LeaseReport",
+    "LeaseUse",
     "LoadFailed",
     "Module",
     "NotFound",

@@ -9,6 +9,7 @@ from gpulease.client.aio.streams import Stream
 from gpulease.client.engine.elementwise import ElementwiseOperation
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, FunctionKernel
+from gpulease.client.kernels.toolchain import checked_version
 
 if TYPE_CHECKING:
     from gpulease.client.aio.session import GpuSession
@@ -40,7 +41,9 @@ class Kernel:
         if module is None:
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
-            module = self._modules[made] = await self._session.module_load(made.image)
+            module = self._modules[made] = await self._session.module_load(
+                checked_version(made.image, self._session.cuda_version)
+            )
         put = (stream or ready.stream, regions, position)
         return await self._session.launch(*ready.on(module), *put, cooperative=made.is_cooperative)
 

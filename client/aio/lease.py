@@ -12,7 +12,7 @@ from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, Warn
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.submits import Submission
 from gpulease.client.engine.events import OnWarning
-from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire, reacquire
+from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, reacquire
 from gpulease.client.engine.lease_request import LeaseRequest
 from gpulease.client.engine.regions import open_region, resize
 from gpulease.client.engine.submits import Image
@@ -70,6 +70,10 @@ class GpuLease(LeaseView):
     async def query(self) -> LeaseReport:
         """Ask the daemon about it, like `gpulease.client.GpuLease.query`."""
         return await self._run(self._state.query())
+
+    async def used(self) -> LeaseUse:
+        """Ask what device memory its session holds, like `gpulease.client.GpuLease.used`."""
+        return await self._run(self._state.used())
 
     async def issue(
         self, permissions: Permission, audience: bytes | None = None, ttl_secs: float = TOKEN_S, nonce: int = 0

@@ -21,7 +21,7 @@ from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session, SessionView
-from gpulease.client.engine.streams import PrintedText
+from gpulease.client.engine.streams import PrintedCallback, PrintedText
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.engine.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError
@@ -31,6 +31,7 @@ from gpulease.client.kernels.cuda_c import ptx_of
 from gpulease.client.kernels.elementwise_source import ElementwiseSource
 from gpulease.client.kernels.function_kernels import kernel_of
 from gpulease.client.kernels.numba_kernel import Signature
+from gpulease.client.kernels.toolchain import checked_version
 
 T = TypeVar("T")
 
@@ -128,13 +129,14 @@ class GpuSession(SessionView):
 
     async def compile(self, source: str, *, options: Sequence[str] = (), arch: int | None = None) -> Module:
         """Compile CUDA C and load it, like `gpulease.client.GpuSession.compile`; the loop goes on meanwhile."""
-        return await self.module_load(await asyncio.to_thread(ptx_of, source, options, arch or self._arch))
+        ptx = await asyncio.to_thread(ptx_of, source, options, arch or self._arch)
+        return await self.module_load(checked_version(ptx, self.cuda_version))
 
     def kernel(
         self, function: Any, types: Mapping[str, str] | Signature | None = None, *, arch: int | None = None
     ) -> Kernel:
         """Take a function: `await kernel[grid](...)`, like `gpulease.client.GpuSession.kernel`."""
-        return Kernel(self, kernel_of(function, types, arch or self._arch))
+        return Kernel(self, kernel_of(function, types, arch or self._arch, self.cuda_version))
 
     def elementwise(
         self,
@@ -208,7 +210,15 @@ class GpuSession(SessionView):
 
     async def sync(self) -> None:
         """Wait until all streams have ended what they hold, like `gpulease.client.GpuSession.sync`."""
+        if self._on_printed is not None:
+            await self._tell_printed(self._on_printed)
+            return
         await self._run(self._session.streams.sync())
+
+    async def _tell_printed(self, callback: PrintedCallback) -> None:
+        found = await self.printed()
+        if found.text or found.is_lost:
+            callback(found)
 
     async def close(self) -> None:
         """End the session; an operation that waits in another task fails. The lease goes on."""
@@ -229,6 +239,8 @@ class GpuSession(SessionView):
     ) -> None:
         try:
             if kind is None:
+                if self._on_printed is not None:
+                    await self._tell_printed(self._on_printed)
                 await fence(self._session.streams)
         finally:
             await self.close()

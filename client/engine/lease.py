@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, Literal, NotRequired, Protocol, TypedDict, cast
+from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
 
 from gpulease.client.engine.events import EventStream, RefusalStream
 from gpulease.client.engine.exchange import (
@@ -42,6 +42,7 @@ from gpulease.client.errors import (
     GpuLeaseError,
     InvalidRequest,
     NotFound,
+    Unsupported,
     error_of,
 )
 from gpulease.client.fork_guard import OF_PARENT, register
@@ -86,6 +87,7 @@ class SubmitReport(TypedDict):
     reason: str
     timed_out: bool
     state: NotRequired[Literal["starting", "running", "ending", "fenced"]]
+    most_allocated_bytes: NotRequired[int]
     launches: NotRequired[int]
 
 
@@ -115,6 +117,7 @@ class LeaseReport(TypedDict):
         orphaned_in_ms: Milliseconds until it ends for want of a connection; None while it has one.
         allocated_bytes: Device memory its session holds. The worker counts this and the members below; they are absent
             once there is no worker.
+        most_allocated_bytes: The most that it has held.
         launches: Kernels its session queued.
         syncs: Waits for the card that went well.
         operations: Requests its session took.
@@ -159,6 +162,18 @@ class LeaseReport(TypedDict):
     parent: NotRequired[str]
     regions: NotRequired[list[str]]
     region_bytes: NotRequired[int]
+
+
+class LeaseUse(NamedTuple):
+    """The device memory that a lease's session holds.
+
+    Attributes:
+        now_bytes: What it holds: buffers, modules, streams, and the memory that they share.
+        most_bytes: The most that it has held since the lease began: what the next such lease needs.
+    """
+
+    now_bytes: int
+    most_bytes: int
 
 
 _TEXTS: Final = ("lease_id", "state", "card_uuid", "exclusivity")
@@ -339,6 +354,16 @@ class LeaseState:
         """Ask the daemon about it, whether it lives or not."""
         reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
         return lease_report_of(reply.report, doing_of(Opcode.LEASE_QUERY))
+
+    def used(self) -> Procedure[LeaseUse]:
+        """Ask what its session holds."""
+        report = yield from self.query()
+        now, most = report.get("allocated_bytes"), report.get("most_allocated_bytes")
+        if not isinstance(now, int) or not isinstance(most, int):
+            raise Unsupported(
+                "used: nobody counts the session's memory", "Ask while the lease lives, by a newer daemon"
+            )
+        return LeaseUse(now, most)
 
     def resize(self, size_bytes: int) -> Procedure[None]:
         """Give it another size. Raises CapacityExceeded or AllocFailed."""

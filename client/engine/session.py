@@ -17,7 +17,7 @@ from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, whole
 from gpulease.client.engine.operations import Operations
 from gpulease.client.engine.region_sets import RegionSets
 from gpulease.client.engine.resources import Resources
-from gpulease.client.engine.streams import Streams
+from gpulease.client.engine.streams import PrintedCallback, Streams
 from gpulease.client.engine.waits import Procedure
 from gpulease.client.errors import error_of
 from gpulease.client.fork_guard import OF_PARENT
@@ -88,6 +88,7 @@ class SessionView:
     _launches: LaunchCommands
     _copies: CopyCommands
     _array_kernels: Module | None = None
+    _on_printed: PrintedCallback | None = None
 
     def _set_session(self, session: Session) -> None:
         self._session, self._lock = session, session.attachment.lock
@@ -173,6 +174,15 @@ class SessionView:
     def _card(self) -> bytes:
         told = self._session.attachment.told(SessionOption.CARD)
         return told if told is not None and len(told) == CARD_BYTES else bytes(CARD_BYTES)
+
+    def on_printed(self, callback: PrintedCallback | None) -> None:
+        """Have each sync, and the end of the `with` block, give `callback` what kernels have printed; None ends it.
+
+        It is called where the sync was, and only if something was printed. What it raises, the sync raises. Raises
+        Unsupported if the session's daemon is too old.
+        """
+        self._session.attachment.require(SessionOption.PRINTED, "on_printed")
+        self._on_printed = callback
 
     @property
     def slice_bytes(self) -> int:

@@ -6,6 +6,7 @@ only once all of its frame went: after an interrupted send the selection is unkn
 again.
 """
 
+from collections.abc import Callable
 from time import monotonic_ns
 from typing import Final, NamedTuple, TypeVar
 
@@ -93,6 +94,10 @@ class PrintedText(NamedTuple):
 
     text: str
     is_lost: bool
+
+
+PrintedCallback = Callable[[PrintedText], object]
+"""Takes what kernels have printed."""
 
 
 class Streams:

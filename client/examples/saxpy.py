@@ -16,12 +16,9 @@ def run(n: int = 10_000) -> float:
     """Return the largest error of `2 x + y` against numpy."""
     x, y = np.arange(n, dtype=np.float32), np.ones(n, np.float32)
     with GpuBuilder().min_vram("16MiB").acquire() as lease, GpuSession(lease) as session:
-        module = session.compile(SOURCE)
-        on_card = [session.mem_alloc(x.nbytes), session.mem_alloc(y.nbytes)]
-        for buffer, data in zip(on_card, (x, y), strict=True):
-            session.mem_write(buffer, 0, data)
-        session.launch(module, "saxpy", [-(-n // 256)], [256], [2.0, *on_card, n])
-        found = session.mem_read(on_card[1], 0, y.nbytes, into=np.empty_like(y))
+        module, total = session.compile(SOURCE), session.array(y)
+        session.launch(module, "saxpy", [-(-n // 256)], [256], [2.0, session.array(x), total, n])
+        found = total.numpy()
     return float(np.abs(found - (2 * x + y)).max())
 
 

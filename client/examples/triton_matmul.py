@@ -26,16 +26,14 @@ def run(m: int = 50, n: int = 70, k: int = 40) -> float:
     random = np.random.default_rng(1)
     left, right = random.standard_normal((m, k)).astype("f2"), random.standard_normal((k, n)).astype("f2")
     with GpuBuilder().min_vram("16MiB").acquire() as lease, GpuSession(lease) as session:
-        a, b, c = (session.mem_alloc(size) for size in (left.nbytes, right.nbytes, 4 * m * n))
-        session.mem_write(a, 0, left)
-        session.mem_write(b, 0, right)
-        kernel = session.kernel(matmul, types={"a": "*fp16", "b": "*fp16", "c": "*fp32"})
+        a, b, c = session.array(left), session.array(right), session.zeros((m, n), np.float32)
+        kernel = session.kernel(matmul)
 
         def tiles(given):
             return triton.cdiv(given["M"], given["BM"]), triton.cdiv(given["N"], given["BN"])
 
         kernel[tiles](c, a, b, m, n, k, BM=32, BN=32, BK=32, num_warps=4, num_stages=2)
-        found = session.mem_read(c, 0, 4 * m * n, into=np.empty((m, n), np.float32))
+        found = c.numpy()
     wanted = left.astype(np.float32) @ right.astype(np.float32)
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 

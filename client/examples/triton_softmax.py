@@ -20,11 +20,9 @@ def run(rows: int = 5, columns: int = 100) -> float:
     """Return the largest error against numpy."""
     given = np.random.default_rng(1).standard_normal((rows, columns), np.float32)
     with GpuBuilder().min_vram("16MiB").acquire() as lease, GpuSession(lease) as session:
-        x, y = session.mem_alloc(given.nbytes), session.mem_alloc(given.nbytes)
-        session.mem_write(x, 0, given)
-        kernel = session.kernel(softmax, types={"x": "*fp32", "y": "*fp32"})
-        kernel[(rows,)](y, x, columns, BLOCK=triton.next_power_of_2(columns), num_warps=2)
-        found = session.mem_read(y, 0, given.nbytes, into=np.empty_like(given))
+        x, y = session.array(given), session.zeros(given.shape, np.float32)
+        session.kernel(softmax)[(rows,)](y, x, columns, BLOCK=triton.next_power_of_2(columns), num_warps=2)
+        found = y.numpy()
     powers = np.exp(given - given.max(axis=1, keepdims=True))
     return float(np.abs(found - powers / powers.sum(axis=1, keepdims=True)).max())
 

@@ -17,6 +17,12 @@ MIN_ARCH: Final = 75
 MAX_ARCH: Final = 121
 """Newest capability of NVRTC 13.0."""
 
+_PTX_OF_CUDA_12: Final = (80, 81, 82, 83, 84, 85, 85, 86, 87, 88)
+"""PTX versions that drivers of CUDA 12.0 to 12.9 take, 84 for 8.4; those of CUDA 13 have its minor number (PTX ISA,
+"Release Notes", "PTX Release History")."""
+
+_VERSION: Final = re.compile(r"^\s*\.version\s+(\d+)\.(\d+)", re.MULTILINE)
+
 _LINE: Final = re.compile(r"\((\d+)\): (?:catastrophic )?error|\bat (\d+):\d+:|^File \".*\", line (\d+):", re.MULTILINE)
 
 
@@ -30,6 +36,29 @@ def checked_arch(arch: Any) -> int:
             "Give the number alone, 90 for a card of compute capability 9.0",
         )
     return arch
+
+
+def ptx_version_of(cuda_version: int) -> int | None:
+    """Return the newest PTX version that a driver takes, 90 for 9.0; None if that is not known.
+
+    Args:
+        cuda_version: The driver's version of CUDA, 13000 for 13.0; 0 if it is not told.
+    """
+    major, minor = cuda_version // 1000, cuda_version % 1000 // 10
+    if major == 12:
+        return _PTX_OF_CUDA_12[min(minor, len(_PTX_OF_CUDA_12) - 1)]
+    return 90 + minor if major == 13 else None
+
+
+def checked_version(image: bytes | str, cuda_version: int) -> bytes | str:
+    """Return PTX text that the session's driver takes. Raises LoadFailed if it is newer than the driver."""
+    most = ptx_version_of(cuda_version)
+    found = _VERSION.search(image if isinstance(image, str) else image[:4096].decode(errors="replace"))
+    if most is None or found is None or 10 * int(found[1]) + int(found[2]) <= most:
+        return image
+    message = f"the compiler writes PTX {found[1]}.{found[2]}, the card's driver takes up to {most // 10}.{most % 10}"
+    cuda = f"{cuda_version // 1000}.{cuda_version % 1000 // 10}"
+    raise LoadFailed(message, f"Install the compiler's wheels of CUDA {cuda}", Failure(Status.LOAD_FAILED, message))
 
 
 def missing(tool: str, extra: str) -> Unsupported:

@@ -15,7 +15,7 @@ from gpulease.client.errors import InvalidRequest, LaunchFailed, Unsupported
 from gpulease.client.handles import Buffer
 from gpulease.client.kernel_args import KEYWORDS, KernelArgs
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, PreparedLaunch, launch_failed
-from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing
+from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing, ptx_version_of
 from gpulease.client.texts import quoted
 
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
@@ -46,13 +46,16 @@ class _Pointer:
 class TritonKernel:
     """A `@triton.jit` function, compiled for each signature that its calls have."""
 
-    def __init__(self, function: Any, types: Mapping[str, str] | None = None, arch: int | None = None) -> None:
+    def __init__(
+        self, function: Any, types: Mapping[str, str] | None = None, arch: int | None = None, cuda: int = 0
+    ) -> None:
         """Check the function.
 
         Args:
             function: What `@triton.jit` made.
             types: By parameter, Triton's type of what a plain buffer holds: `{"x": "*fp32"}`. Arrays tell theirs.
             arch: The compute capability to compile for; DEFAULT_ARCH if None.
+            cuda: The version of CUDA that the card's driver has, 13000 for 13.0; 0 if it is not told.
 
         Raises:
             InvalidRequest: That is no such function, or it has no such parameters.
@@ -70,6 +73,7 @@ class TritonKernel:
         self.function: Any = function
         self.name: str = function.__name__
         self._types = dict(types or {})
+        self._ptx_version = ptx_version_of(cuda)
         self._check_names()
         self._target = GPUTarget("cuda", checked_arch(arch), 32)
         self._backend = make_backend(self._target)
@@ -103,6 +107,8 @@ class TritonKernel:
         given = [self._stand_in(index, value) for index, value in enumerate(args)]
         named = {name: self._stand_in(name, value) for name, value in keywords.items()}
         named.setdefault("debug", self.function.debug)
+        if self._ptx_version is not None:
+            named.setdefault("ptx_version", self._ptx_version)
         if FUSION_VARIABLE not in os.environ:
             named.setdefault("enable_fp_fusion", True)
         try:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from gpulease.client.engine.elementwise import ElementwiseOperation
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, FunctionKernel
+from gpulease.client.kernels.toolchain import checked_version
 from gpulease.client.sync.arrays import Array, make
 from gpulease.client.sync.modules import Module
 from gpulease.client.sync.streams import Stream
@@ -39,7 +40,9 @@ class Kernel:
         if module is None:
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
-            module = self._modules[made] = self._session.module_load(made.image)
+            module = self._modules[made] = self._session.module_load(
+                checked_version(made.image, self._session.cuda_version)
+            )
         put = (stream or ready.stream, regions, position)
         return self._session.launch(*ready.on(module), *put, cooperative=made.is_cooperative)
 

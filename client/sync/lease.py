@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpulease.client.engine.events import OnWarning
-from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire, reacquire
+from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, reacquire
 from gpulease.client.engine.lease_request import LeaseRequest
 from gpulease.client.engine.regions import open_region, resize
 from gpulease.client.engine.submits import Image
@@ -85,6 +85,13 @@ class GpuLease(LeaseView):
     def query(self) -> LeaseReport:
         """Ask the daemon about it, whether it lives or not: `LeaseReport` has each member and its unit."""
         return drive(self._state.query())
+
+    def used(self) -> LeaseUse:
+        """Ask what device memory its session holds now, and the most it has held: the size for the next such lease.
+
+        Raises Unsupported once the lease is over, or if the daemon is too old to tell.
+        """
+        return drive(self._state.used())
 
     def issue(
         self, permissions: Permission, audience: bytes | None = None, ttl_secs: float = TOKEN_S, nonce: int = 0

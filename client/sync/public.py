@@ -1,7 +1,7 @@
 """The names that `gpulease.client` exports; it imports this module when one of them is first asked for."""
 
 from gpulease.client.engine.events import ForwardRevoked, LeaseEvent
-from gpulease.client.engine.lease import LeaseReport, SubmitReport
+from gpulease.client.engine.lease import LeaseReport, LeaseUse, SubmitReport
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.tokens import Grant, HeldToken
 from gpulease.client.errors import (
@@ -81,6 +81,7 @@ __all__ = [
     "LeaseExpired",
     "LeaseFreed",
     "LeaseReport",
+    "LeaseUse",
     "LoadFailed",
     "Module",
     "NotFound",

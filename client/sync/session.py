@@ -14,7 +14,7 @@ from gpulease.client.engine.lease import by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session, SessionView
-from gpulease.client.engine.streams import PrintedText
+from gpulease.client.engine.streams import PrintedCallback, PrintedText
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import Buffer, ModuleHandle
@@ -22,6 +22,7 @@ from gpulease.client.kernels.cuda_c import ptx_of
 from gpulease.client.kernels.elementwise_source import ElementwiseSource
 from gpulease.client.kernels.function_kernels import kernel_of
 from gpulease.client.kernels.numba_kernel import Signature
+from gpulease.client.kernels.toolchain import checked_version
 from gpulease.client.sync.arrays import Array, make
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
@@ -197,7 +198,7 @@ class GpuSession(SessionView):
             LoadFailed: The source does not compile: `log` and `line` say where and why.
             Unsupported: NVRTC is not installed.
         """
-        return self.module_load(ptx_of(source, options, arch or self._arch))
+        return self.module_load(checked_version(ptx_of(source, options, arch or self._arch), self.cuda_version))
 
     def kernel(
         self, function: Any, types: Mapping[str, str] | Signature | None = None, *, arch: int | None = None
@@ -215,7 +216,7 @@ class GpuSession(SessionView):
 
         Raises Unsupported where the compiler is not installed, InvalidRequest for anything but such a function.
         """
-        return Kernel(self, kernel_of(function, types, arch or self._arch))
+        return Kernel(self, kernel_of(function, types, arch or self._arch, self.cuda_version))
 
     def elementwise(
         self,
@@ -331,6 +332,9 @@ class GpuSession(SessionView):
 
     def sync(self) -> None:
         """Wait until all streams have ended what they hold. Raises SyncFailed or LaunchFailed, naming the kernel."""
+        if self._on_printed is not None:
+            self._tell_printed(self._on_printed)
+            return
         with self._lock:
             rest = self._session.streams.sync_at_once()
             if rest is not None:
@@ -345,6 +349,11 @@ class GpuSession(SessionView):
         """
         return drive(self._session.streams.printed())
 
+    def _tell_printed(self, callback: PrintedCallback) -> None:
+        found = self.printed()
+        if found.text or found.is_lost:
+            callback(found)
+
     def close(self) -> None:
         """End the session; an operation that waits in another thread fails. The lease goes on."""
         self._session.attachment.wake()
@@ -357,6 +366,8 @@ class GpuSession(SessionView):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if kind is None:
+                if self._on_printed is not None:
+                    self._tell_printed(self._on_printed)
                 fence(self._session.streams)
         finally:
             self.close()

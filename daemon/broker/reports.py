@@ -74,6 +74,7 @@ def lease_report(
     if page is not None:
         report |= {
             "allocated_bytes": page.counter(Counter.ALLOCATED_BYTES),
+            "most_allocated_bytes": page.counter(Counter.MOST_ALLOCATED_BYTES),
             "launches": page.counter(Counter.LAUNCHES),
             "syncs": page.counter(Counter.SYNCS),
             "operations": page.counter(Counter.OPS),

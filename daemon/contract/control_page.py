@@ -104,6 +104,7 @@ class Counter(IntEnum):
     COPIES = 10
     COPIED_BYTES = 11
     CONNECTIONS = 12
+    MOST_ALLOCATED_BYTES = 13
 
 
 class Lapsing(Protocol):

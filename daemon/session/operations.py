@@ -12,6 +12,7 @@ from gpulease.daemon.session.ledger import Ledger
 
 # Plain integers: looking a member up on its enum costs as much as the rest of an increment.
 _ALLOCATED_BYTES: Final = int(Counter.ALLOCATED_BYTES)
+_MOST_ALLOCATED_BYTES: Final = int(Counter.MOST_ALLOCATED_BYTES)
 _COPIES: Final = int(Counter.COPIES)
 _COPIED_BYTES: Final = int(Counter.COPIED_BYTES)
 _COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
@@ -47,7 +48,9 @@ class SessionResources:
     def record_usage(self) -> None:
         """Show the broker the slice's charged bytes, after the session has taken or released something."""
         self.ledger.rounding_bytes = self.context.rounding_bytes
-        self.counters[_ALLOCATED_BYTES] = self.ledger.charged_bytes
+        self.counters[_ALLOCATED_BYTES] = charged = self.ledger.charged_bytes
+        if charged > self.counters[_MOST_ALLOCATED_BYTES]:
+            self.counters[_MOST_ALLOCATED_BYTES] = charged
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """A real daemon's workers: shut in, of use all the same, and told about."""
 
+import asyncio
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gpulease.client import GpuSession, GpuSessionFailed, KernelArgs, Revoked
+from gpulease.client import GpuSession, GpuSessionFailed, KernelArgs, Revoked, aio
 from gpulease.client.cli.node import info
 from gpulease.client.verify.faulty_kernels import compiling_long
 from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
@@ -120,7 +121,33 @@ def test_a_kernel_that_prints_reaches_its_tenant_alone(daemon: Daemon) -> None:
             session.launch(module, "show", [1], [1], args)
             session.sync()
             assert neighbour.printed() == ("", False)
+        heard: list[tuple[str, bool]] = []
+        session.on_printed(heard.append)
+        for _ in range(2):
+            session.sync()
+            session.launch(module, "show", [1], [1], args)
+        # Leaving the block syncs, too.
+    assert heard == [(said, False)] * 3
     assert "forged" not in daemon.log()
+
+
+def test_a_callback_on_the_asyncio_face(daemon: Daemon) -> None:
+    async def main() -> list[tuple[str, bool]]:
+        heard: list[tuple[str, bool]] = []
+        builder = aio.GpuBuilder(daemon.address).min_vram(1 << 20)
+        async with await builder.acquire() as lease, aio.GpuSession(lease) as session:
+            session.on_printed(heard.append)
+            module, text = await session.module_load(PRINTS), await session.mem_alloc(16)
+            await session.mem_write(text, 0, b"hello\n\0")
+            for _ in range(2):
+                await session.launch(module, "show", [1], [1], KernelArgs().push_buffer(text))
+                await session.sync()
+            session.on_printed(None)
+            await session.launch(module, "show", [1], [1], KernelArgs().push_buffer(text))
+            await session.sync()
+        return heard
+
+    assert asyncio.run(main()) == [("hello\n", False)] * 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for a worker")
@@ -221,7 +248,7 @@ def test_an_image_that_compiles_for_too_long_ends_its_lease(strict: Daemon) -> N
         lease = daemon.builder().acquire()
         session = GpuSession(lease)
         with pytest.raises(GpuSessionFailed, match="compiled for more than 1 s"):
-            session.module_load(compiling_long(150))
+            session.module_load(compiling_long(500))
         wait_until(lambda: neighbour.check() and daemon.query(lease.lease_id)["state"] == "torndown", "it is over")
         report = daemon.query(lease.lease_id)
         assert (report["cause"], report["reason"]) == ("load_timeout", "an image compiled for more than 1 s")

@@ -53,7 +53,7 @@ def test_blocks_of_a_cooperative_launch_wait_for_each_other(daemon: Daemon) -> N
         stream = session.stream()
         for number, blocks in enumerate((1, 64, 100), start=1):
             before = int(cell.numpy()[0])
-            session.launch(module, "meet", [blocks], [32], [cell, before + blocks], stream=stream, cooperative=True)
+            session.launch(module, "meet", [blocks], [1], [cell, before + blocks], stream=stream, cooperative=True)
             stream.sync()
             assert cell.numpy()[0] == before + blocks, number
         synchronising = session.module_load((IMAGES / "launches.sm75.ptx").read_bytes())

@@ -15,7 +15,7 @@ class Awaited:
     WAITING = frozenset(
         {"renew", "free", "query", "mem_alloc", "mem_free", "mem_write", "mem_read"}
         | {"module_load", "module_unload", "launch", "sync", "close", "stream", "region_set"}
-        | {"region", "cancel", "resume", "revoke", "grow", "shrink", "note", "notes", "reacquire", "printed"}
+        | {"region", "cancel", "resume", "revoke", "grow", "shrink", "note", "notes", "reacquire", "printed", "used"}
     )
 
     def __init__(self, target: Any) -> None:

@@ -1,4 +1,4 @@
-"""Arrays on the card, with no kernel of the tenant's."""
+"""Arrays on the card, and operations on elements as CuPy's users write them."""
 
 from typing import Any, Final
 
@@ -40,3 +40,25 @@ def fill_and_copy(t: Trial) -> Any:
     wanted = np.zeros((10, 10))
     wanted[:, 2] = 3.5
     return [(found, wanted)]
+
+
+@case("elementwise, broadcast")
+def squared_difference(t: Trial) -> Any:
+    x, y = t.floats(20, 30), t.floats(30)
+    with t.compiling():
+        operation = t.session.elementwise(
+            "float32 x, float32 y", "float32 z", "z = (x - y) * (x - y)", "squared_difference"
+        )
+    with t.launching():
+        found = operation(t.session.array(x), t.session.array(y)).numpy()
+    return [(found, (x - y) ** 2)]
+
+
+@case("elementwise, any type")
+def any_type(t: Trial) -> Any:
+    x = t.floats(500).astype(np.float64)
+    with t.compiling():
+        operation = t.session.elementwise("T x", "T y", "y = x < 0 ? -x : sqrt(x)", "folded")
+    with t.launching():
+        found = operation(t.session.array(x)).numpy()
+    return [(found, np.where(x < 0, -x, np.sqrt(abs(x))))]

@@ -59,7 +59,7 @@ class Cases:
 
 
 class Trial:
-    """One run of a case.
+    """The session, numbers and clock of a case that runs.
 
     Attributes:
         session: The session.

@@ -1,0 +1,50 @@
+"""Two modules in two streams, one behind the other, batch after batch: `python -m gpulease.client.examples.pipeline`.
+
+The first stream copies a batch in and filters it; the second sums what the first has filtered. While the second works
+on a batch, the first has the next one.
+"""
+
+import numpy as np
+
+from gpulease.client import GpuBuilder, GpuSession
+
+FILTER = """
+extern "C" __global__ void smooth(const float *x, float *y, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = 0.5f * x[i] + 0.25f * (x[max(i - 1, 0)] + x[min(i + 1, n - 1)]);
+}
+"""
+SUM = """
+extern "C" __global__ void sum(const float *y, float *sums, int batch, int n) {
+    float mine = 0;
+    for (int i = threadIdx.x; i < n; i += 32) mine += y[i];
+    for (int d = 16; d; d >>= 1) mine += __shfl_xor_sync(~0u, mine, d);
+    if (threadIdx.x == 0) sums[batch] = mine;
+}
+"""
+
+
+def run(batches: int = 6, n: int = 5000) -> float:
+    """Return the largest error of the batches' sums, relative to the largest."""
+    given = np.random.default_rng(1).random((batches, n), np.float32)
+    with GpuBuilder().min_vram("32MiB").acquire() as lease, GpuSession(lease) as session:
+        first, second = session.compile(FILTER), session.compile(SUM)
+        sums = session.zeros(batches, np.float32)
+        places = [(session.zeros(n, np.float32), session.zeros(n, np.float32)) for _ in range(2)]
+        with session.stream() as filtering, session.stream() as summing:
+            for batch in range(batches):
+                x, y = places[batch % 2]
+                x.assign(given[batch], stream=filtering)
+                session.launch(first, "smooth", [-(-n // 256)], [256], [x, y, n], stream=filtering)
+                summing.wait_for(filtering)
+                session.launch(second, "sum", [1], [32], [y, sums, batch, n], stream=summing)
+                # The place is free again once its sum is taken.
+                filtering.wait_for(summing)
+        found = sums.numpy()
+    padded = np.pad(given, ((0, 0), (1, 1)), mode="edge")
+    wanted = (0.5 * given + 0.25 * (padded[:, :-2] + padded[:, 2:])).sum(1)
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+if __name__ == "__main__":
+    print(f"largest error {run():.1e}")

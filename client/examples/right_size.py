@@ -1,0 +1,32 @@
+"""Find the size of lease that a job needs, and take that: `python -m gpulease.client.examples.right_size`."""
+
+import numpy as np
+
+from gpulease.client import GpuBuilder, GpuSession
+
+MARGIN = 1.1
+"""Times what the job held at most: a larger batch, another card's code."""
+
+
+def job(session: GpuSession) -> float:
+    """Do some work; returns its result."""
+    given = session.array(np.arange(1 << 18, dtype=np.float32))
+    for _ in range(3):
+        # What is dropped is freed, and does not count twice.
+        given = given.copy()
+    return float(given.numpy().sum())
+
+
+def run() -> tuple[int, int, float]:
+    """Return the sizes of the generous lease and of the right one in bytes, and the job's result in the second."""
+    with GpuBuilder().min_vram("256MiB").acquire() as lease:
+        with GpuSession(lease) as session:
+            job(session)
+            needed_bytes = lease.used().most_bytes
+        generous_bytes = lease.size_bytes
+    with GpuBuilder().min_vram(int(MARGIN * needed_bytes)).acquire() as lease, GpuSession(lease) as session:
+        return generous_bytes, lease.size_bytes, job(session)
+
+
+if __name__ == "__main__":
+    print("{} bytes asked for, {} needed".format(*run()))
