@@ -87,7 +87,6 @@ class SubmitReport(TypedDict):
     reason: str
     timed_out: bool
     state: NotRequired[Literal["starting", "running", "ending", "fenced"]]
-    most_allocated_bytes: NotRequired[int]
     launches: NotRequired[int]
 
 
@@ -150,6 +149,7 @@ class LeaseReport(TypedDict):
     orphan_ms: NotRequired[int]
     orphaned_in_ms: NotRequired[int | None]
     allocated_bytes: NotRequired[int]
+    most_allocated_bytes: NotRequired[int]
     launches: NotRequired[int]
     syncs: NotRequired[int]
     operations: NotRequired[int]

@@ -250,7 +250,7 @@ def test_scenario(run_over_both: Any, scenario: Scenario) -> None:
 
 def test_every_operation_of_a_session_is_recorded_or_refused() -> None:
     # Those that compile go on to `module_load` and `launch`.
-    asked = {"record", "close", "open", "empty", "compile", "kernel"}
+    asked = {"record", "close", "open", "empty", "compile", "kernel", "elementwise"}
     asked |= {"array", "zeros", "empty_device"}  # made of mem_alloc
     for kind in (GpuSession, aio.GpuSession):
         operations = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
