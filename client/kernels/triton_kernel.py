@@ -73,9 +73,10 @@ class TritonKernel:
         self.function: Any = function
         self.name: str = function.__name__
         self._types = dict(types or {})
-        self._ptx_version = ptx_version_of(cuda)
         self._check_names()
         self._target = GPUTarget("cuda", checked_arch(arch), 32)
+        most = ptx_version_of(cuda)
+        self._ptx_version = most if most is not None and most < _own_ptx_version(self._target.arch) else None
         self._backend = make_backend(self._target)
         self._bind = create_function_from_signature(function.signature, function.params, self._backend)
         self._annotated = {param.name: param.annotation_type for param in function.params}
@@ -230,3 +231,10 @@ class TritonKernel:
 
     def _failed(self, why: str, hint: str = "") -> LaunchFailed:
         return launch_failed(self.name, why, hint)
+
+
+def _own_ptx_version(arch: int) -> int:
+    """The PTX version that Triton writes if none is named: its assembler's, 94 for 9.4."""
+    from triton.backends.nvidia.compiler import get_ptxas, ptx_get_version
+
+    return int(ptx_get_version(get_ptxas(arch).version))

@@ -616,7 +616,7 @@ def cooperative_refused(kernel: str) -> LaunchRejected:
     """The error for the plain launch of a kernel that synchronises its grid."""
     return LaunchRejected(
         f"kernel {kernel} needs a cooperative launch: it synchronises its whole grid",
-        hint="Launch it with cooperative=True, by itself: graphs and submits have no cooperative launches.",
+        hint="Launch it on a card with cooperative=True, by itself: graphs and submits have no cooperative launches.",
     )
 
 

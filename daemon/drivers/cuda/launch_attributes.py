@@ -61,7 +61,7 @@ def attributes_refused(
     kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, attributes: LaunchAttributes, result: int
 ) -> LaunchRejected | None:
     """The error of a launch that the driver refused for its attributes; None if these were not the reason."""
-    if result == _TOO_LARGE:
+    if result == _TOO_LARGE and attributes.cluster is None:
         most = _most_at_once(kernel, block, shared_bytes)
         return LaunchRejected(
             f"{kernel.name}: a cooperative launch of {math.prod(grid)} blocks; at most {most} of them run at once",
