@@ -145,6 +145,7 @@ def test_counters(bench: Bench) -> None:
         Counter.COPIES: 2,
         Counter.COPIED_BYTES: 24,
         Counter.CONNECTIONS: 0,
+        Counter.MOST_ALLOCATED_BYTES: 100,
     }
 
 
