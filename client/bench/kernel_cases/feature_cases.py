@@ -274,7 +274,7 @@ def stack_memory(t: Trial) -> Any:
     return [(t.launch(module, "k", 1, 32, np.zeros(32, np.uint32), np.uint64(64))[0], np.arange(32))]
 
 
-@PTX_CASES.add("surfaces", only_on="cpu", cpu="surf")
+@PTX_CASES.add("surfaces", only_on="cpu", cpu="instead of textures and surfaces")
 def surface(t: Trial) -> Any:
     text = """.version 7.0
 .target sm_75
@@ -284,5 +284,6 @@ def surface(t: Trial) -> Any:
 .visible .entry plain(.param .u64 x) { .reg .b64 %d; ld.param.u64 %d, [x]; st.global.u32 [%d], 5; ret; }"""
     with t.compiling():
         module = t.session.module_load(text)
+    assert t.launch(module, "plain", 1, 1, np.zeros(1, np.uint32))[0].tolist() == [5]
     t.launch(module, "k", 1, 1)
     return []

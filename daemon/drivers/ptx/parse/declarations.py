@@ -54,6 +54,9 @@ def _parse_addend(cursor: Cursor) -> int:
     return -value if negative else value
 
 
+_OPAQUE = frozenset({"texref", "samplerref", "surfref"})
+"""Handles of images (PTX ISA section 5.3). No kernel that uses one is translated, and its module's others run."""
+
 # Device memory is handed out in steps of 256 bytes: a stricter alignment could not be kept.
 MAX_ALIGNMENT = 256
 
@@ -141,6 +144,8 @@ def _parse_attributes(cursor: Cursor) -> tuple[int, int, Scalar]:
             alignment = alignment if scalar else given
         elif name in _VECTOR_LENGTHS:
             lanes = _VECTOR_LENGTHS[name]
+        elif name in _OPAQUE and scalar is None:
+            scalar = SCALARS["b64"]
         elif name in SCALARS and scalar is None and SCALARS[name] != PREDICATE:
             scalar = SCALARS[name]
         elif not (scalar and name in ("ptr", "global", "const", "shared", "local")):

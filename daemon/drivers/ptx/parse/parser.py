@@ -279,7 +279,12 @@ class _ImageParser:
                 case "reqntid":
                     x, y, z = self._parse_dims()
                     bounds = replace(bounds, required=(x, y, z))
-                case "minnctapersm" | "maxnreg" | "maxnctapersm":
+                case "reqnctapercluster":
+                    if prod(self._parse_dims()) > 1:
+                        raise cursor.problem("clusters of several blocks are not supported", at)
+                case "explicitcluster":
+                    pass  # Each block is a cluster, as a launch that says so makes it.
+                case "minnctapersm" | "maxnreg" | "maxnctapersm" | "maxclusterrank":
                     cursor.integer()
                 case _:
                     raise cursor.problem(f"{at.text[:60]} is not supported", at)
