@@ -140,17 +140,17 @@ MAX_LIVE_REGISTERS = 2048
 MAX_SAVED_REGISTERS = 250_000
 
 # Kernels past these lengths, in instructions and in lines of IR, keep one thread's code: that for lanes takes up to
-# three times as long to compile, the worst at this number five seconds. nvcc's loops, unrolled, stay under a sixth;
-# Triton's products of matrices and its attention take most of it.
+# three times as long to compile, the worst at this number nine seconds. nvcc's loops, unrolled, stay under a sixth;
+# Triton's products of matrices, its attention and stencils of nine planes take most of it.
 MAX_LANE_INSTRUCTIONS = 2048
-MAX_LANE_LINES = 24_000
+MAX_LANE_LINES = 40_000
 
 # Accesses and waits of such a kernel: code for lanes is optimised without what takes time in their square.
-MAX_LANE_ACCESSES = 256
+MAX_LANE_ACCESSES = 384
 
 # Blocks of a kernel whose threads run together. Each has a mask in every other's way: 64 made up of jumps back take
-# 0.2 s to compile, 250 take minutes. nvcc's kernels have tens, of which few part the lanes.
-MAX_LANE_BLOCKS = 96
+# 0.2 s to compile, 128 one second, 250 take minutes. nvcc's kernels have tens, of which few part the lanes.
+MAX_LANE_BLOCKS = 128
 
 # Registers that such threads save and bring back at all barriers together: each way is a line or two of IR.
 MAX_LANE_SAVED_REGISTERS = 4096
