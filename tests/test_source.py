@@ -240,6 +240,7 @@ SINGLE = {
     "client/serve/decode/kernel_library.py",
     "client/serve/decode/tenant_regions.py",
     "daemon/broker/fair_queue.py",
+    "daemon/drivers/ptx/parse/stack_memory.py",
 }
 """Small modules of one importer that are an idea by themselves."""
 

@@ -260,7 +260,7 @@ def exchange_128(t: Trial) -> Any:
     return [(found, [7, 9, 1, 2])]
 
 
-@PTX_CASES.add("alloca", cpu="alloca")
+@PTX_CASES.add("alloca")
 def stack_memory(t: Trial) -> Any:
     text = """.version 7.3
 .target sm_75

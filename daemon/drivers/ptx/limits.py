@@ -131,6 +131,10 @@ MAX_SHARED_BYTES = 227 * 1024
 # Per thread. A card allows 512 KiB, but 1024 threads of that would be 512 MiB outside of any slice.
 MAX_LOCAL_BYTES = 64 * 1024
 
+# What a function may take of its stack by alloca while it runs. A card's default for all of a thread's stack is 1 KiB;
+# a thousand threads of a block have so much each.
+MAX_STACK_BYTES = 16 << 10
+
 # Registers a thread keeps across a barrier. A card has 255 of them and spills; 2048 of 8 bytes are 16 MiB a block.
 MAX_LIVE_REGISTERS = 2048
 

@@ -11,11 +11,13 @@ from gpulease.daemon.drivers.ptx.limits import (
     MAX_REGISTERS_PER_RANGE,
     MAX_STATIC_SHARED_BYTES,
 )
+from gpulease.daemon.drivers.ptx.parse import stack_memory
 from gpulease.daemon.drivers.ptx.parse.declarations import parse_scalar, parse_variable, round_up
 from gpulease.daemon.drivers.ptx.parse.lexer import Cursor, Token
 from gpulease.daemon.drivers.ptx.parse.operands import LISTS, UNRESOLVED, CallParser
 from gpulease.daemon.drivers.ptx.parse.scopes import Listing, NameTaken, RegisterFile, Scope, TooManyRegisters
 from gpulease.daemon.drivers.ptx.parse.syntax import (
+    SCALARS,
     Guard,
     Instruction,
     Operand,
@@ -77,6 +79,7 @@ class BodyParser(CallParser):
         self.calls = Area(Space.CALL)
         self._pending: list[tuple[int, Scope, Token]] = []
         self._depth = 0
+        self._stack: stack_memory.StackMemory | None = None
         for parameter in (*signature.parameters, *signature.results):
             self.scope.declare(parameter.name, parameter)
 
@@ -210,7 +213,18 @@ class BodyParser(CallParser):
         if any(isinstance(operand, Target) for operand in operands):
             self._pending.append((len(self.instructions), self.scope, first))
         text = cursor.source.line_text(first.start)
-        self.instructions.append(Instruction(first.line, text, guard, opcode.text, tuple(modifiers), operands))
+        made = Instruction(first.line, text, guard, opcode.text, tuple(modifiers), operands)
+        self.instructions.extend(self._stack_steps(made, opcode) if made.opcode in stack_memory.OPCODES else (made,))
+
+    def _stack_steps(self, made: Instruction, at: Token) -> list[Instruction]:
+        if self._stack is None:
+            room = self._place(self.local, stack_memory.ROOM, at)
+            taken, is_over = (self.registers.add(f"alloca.{name}", SCALARS[name]) for name in ("u64", "pred"))
+            self._stack = stack_memory.StackMemory(room, taken, is_over)
+        steps = self._stack.steps(made)
+        if steps is None:
+            raise self.cursor.problem(f"this form of {made.spelling[:80]} is not supported by the embedded driver", at)
+        return steps
 
     def _parse_guard(self) -> Guard | None:
         if not self.cursor.accept("@"):
