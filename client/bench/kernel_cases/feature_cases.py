@@ -143,7 +143,7 @@ def prints(t: Trial) -> Any:
     return [(t.session.printed().text == "thread 5 of many\n", True)]
 
 
-@case("device heap", cpu="malloc is declared but defined nowhere")
+@case("device heap")
 def device_heap(t: Trial) -> Any:
     source = """extern "C" __global__ void k(int *x) { int *p = (int *)malloc(64 * sizeof(int));
         if (!p) { x[threadIdx.x] = -1; return; }

@@ -164,6 +164,9 @@ MAX_LANE_FRAME_BYTES = 8 * MAX_LIVE_REGISTERS
 
 # --- Printing --------------------------------------------------------------------------------------------------
 
+# A module's heap for malloc in kernels: CUDA's default. It counts against the slice.
+HEAP_BYTES = 8 << 20
+
 # What kernels may print between two waits for them, as records and as text: CUDA's default for its buffer.
 MAX_PRINT_BYTES = 1 << 20
 

@@ -27,6 +27,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import (
     Variable,
     Vector,
 )
+from gpulease.daemon.drivers.ptx.translate.heap import with_heap
 from gpulease.daemon.drivers.ptx.translate.inliner import Inliner, map_variables, meets
 from gpulease.daemon.drivers.ptx.translate.wait_points import find_waits, watches
 
@@ -35,7 +36,8 @@ def link(image: Image) -> Image:
     """The image with its kernels as they are to be translated, and why some can't be. Raises ImageRejected."""
     if image.addressed is not None:
         return image
-    image = replace(image, addressed=_addressed(image), refusals=dict(image.refusals))
+    refusals, variables = dict(image.refusals), with_heap(image)
+    image = replace(image, addressed=_addressed(image), refusals=refusals, variables=variables)
     image = _place_shared(image)
     functions = {function.name: function for function in image.subroutines}
     callers, watching = _callers(image), watching_functions(image)

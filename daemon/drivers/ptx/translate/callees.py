@@ -40,6 +40,7 @@ class Callees:
         addressed: Functions whose addresses are named; `first_place` is the first one's place in the table.
         watching: Functions that look at memory which other threads may write; "" is one behind a pointer.
         prints: Whether any of what was translated prints.
+        allocates: Whether any of it calls malloc or free.
         pending: Functions that have a name and no body yet.
     """
 
@@ -48,6 +49,7 @@ class Callees:
     first_place: int = 0
     watching: frozenset[str] = frozenset()
     prints: bool = False
+    allocates: bool = False
     pending: list[str] = field(default_factory=list)
     _names: dict[str, str] = field(default_factory=dict)
     _by_layout: dict[Layout, list[tuple[int, str]]] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from gpulease.daemon.drivers.ptx.translate.access import RECORD_FAULT_IR, STAND_
 from gpulease.daemon.drivers.ptx.translate.call_graph import CallGraph, link, watching_functions
 from gpulease.daemon.drivers.ptx.translate.callees import Callees
 from gpulease.daemon.drivers.ptx.translate.functions import FunctionTranslator
+from gpulease.daemon.drivers.ptx.translate.heap import HEAP_IR
 from gpulease.daemon.drivers.ptx.translate.ir import METADATA
 from gpulease.daemon.drivers.ptx.translate.lanes import LOCAL_STEP, LaneTranslator
 from gpulease.daemon.drivers.ptx.translate.runner import LaneRunnerWriter, RunnerWriter, WarpRunnerWriter
@@ -85,6 +86,8 @@ class Part:
         dispatchers = self.callees.dispatchers(self._declarations)
         if self.callees.prints:
             dispatchers.append(print_ir(self._declarations))
+        if self.callees.allocates:
+            dispatchers.append(HEAP_IR)
         return "\n".join(
             [*sorted(self._declarations), RECORD_FAULT_IR, STAND_IN_IR, *self._definitions, *dispatchers, METADATA]
         )

@@ -122,6 +122,10 @@ class OperandTranslator:
             raise self.problem(f"the address of {variable.name[:60]} can't be read as .{scalar.name}")
         return self.ir.resize(self.address_of(variable, offset), f"i{scalar.bits}", signed=False)
 
+    def has_variable(self, variable: Variable) -> bool:
+        """Say whether the module has a variable in device or constant memory."""
+        return variable.name in self._variable_places
+
     def address_of(self, variable: Variable, offset: int) -> Value:
         """A variable's address in its own space, as i64."""
         if variable.space in (Space.GLOBAL, Space.CONST, Space.CODE):

@@ -6,7 +6,7 @@ The code writes a record (`printf.py` reads it) of the format and the values it 
 each at the next multiple of its size. Every byte is read where a kernel's load could read it, and nowhere else: an
 address that may not be read comes back in `bad`, with a result below 0. Otherwise the result is the number of values.
 
-`printf`, `assert` and `free`, which CUDA provides and no image defines, are called through here.
+`printf`, `assert`, `malloc` and `free`, which CUDA provides and no image defines, are called through here.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from gpulease.daemon.drivers.ptx.native.structures import (
 )
 from gpulease.daemon.drivers.ptx.parse.syntax import CallSite, Space
 from gpulease.daemon.drivers.ptx.printf import MARKS
+from gpulease.daemon.drivers.ptx.translate import heap
 from gpulease.daemon.drivers.ptx.translate.access import (
     fail_unless,
     global_is_valid,
@@ -289,16 +290,26 @@ def print_formatted(t: "ThreadTranslator", site: CallSite) -> None:
     count = ir.value("i32", f"call i32 @{PRINT}({given})")
     is_read = ir.compare("icmp sge", count, 0)
     fail_unless(t, is_read, Access.LOAD, Space.GENERIC, ir.load("i64", bad), 1)
-    if [variable.size for variable in site.results] != [4]:
-        raise t.problem(f"{site.name} is declared with another result than CUDA's")
-    result = ir.offset(window_base(t, Space.CALL), site.results[0].offset)
-    ir.emit(f"store {count}, {result}, align 1")
+    _give_result(t, site, count)
+
+
+def malloc(t: "ThreadTranslator", site: CallSite) -> None:
+    """CUDA's malloc: the address of so many bytes of the module's heap, 0 if there is no room."""
+    (size,) = _arguments(t, site, (8,))
+    _give_result(t, site, heap.take(t, size))
 
 
 def free(t: "ThreadTranslator", site: CallSite) -> None:
-    """Nothing for address 0, else a fault, as `malloc` is refused: virtual destructors have one that few run."""
+    """CUDA's free: nothing for 0, a fault for what `malloc` has not given."""
     (address,) = _arguments(t, site, (8,))
-    fail_unless(t, t.ir.compare("icmp eq", address, 0), Access.NO_ALLOCATION, Space.GENERIC, address, 0)
+    fail_unless(t, heap.give_back(t, address), Access.NO_ALLOCATION, Space.GENERIC, address, 0)
+
+
+def _give_result(t: "ThreadTranslator", site: CallSite, value: Value) -> None:
+    if [8 * variable.size for variable in site.results] != [int(value.type[1:])]:
+        raise t.problem(f"{site.name} is declared with another result than CUDA's")
+    result = t.ir.offset(window_base(t, Space.CALL), site.results[0].offset)
+    t.ir.emit(f"store {value}, {result}, align 1")
 
 
 def _arguments(t: "ThreadTranslator", site: CallSite, sizes: tuple[int, ...]) -> list[Value]:
@@ -311,4 +322,9 @@ def _arguments(t: "ThreadTranslator", site: CallSite, sizes: tuple[int, ...]) ->
     ]
 
 
-SYSTEM_CALLS: dict[str, SystemCall] = {"__assertfail": fail_assertion, "vprintf": print_formatted, "free": free}
+SYSTEM_CALLS: dict[str, SystemCall] = {
+    "__assertfail": fail_assertion,
+    "vprintf": print_formatted,
+    "malloc": malloc,
+    "free": free,
+}

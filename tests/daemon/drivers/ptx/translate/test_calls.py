@@ -201,7 +201,7 @@ def test_break_points_fault(context: CpuContext) -> None:
         ("", "call nowhere;", "nowhere is no function"),
         ("", "call out;", "out is no function"),
         (".extern .func free;", "call free;", "free is declared with other parameters than CUDA's"),
-        (".extern .func malloc;", "call malloc;", "malloc is declared but defined nowhere"),
+        (".extern .func calloc;", "call calloc;", "calloc is declared but defined nowhere"),
         (".extern .func f;", "mov.u64 %d1, f;", "f is declared but defined nowhere"),
         ("", "call %d1;", "needs a .callprototype"),
         ("", "P: call %d1, P;", "needs a .callprototype"),
