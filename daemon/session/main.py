@@ -61,21 +61,20 @@ class _Scrubbed:
 def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
     """Be the worker of one lease, in a process just forked and sandboxed; returns how to exit."""
 
-    def serve(page: WorkerPage) -> WorkerExit:
+    def serve(page: WorkerPage, output: KeptOutput) -> WorkerExit:
         served = _serve(
-            spec, driver, channel, page, KeptOutput(), lambda: driver.open_context(spec.card_uuid, spec.size_bytes)
+            spec, driver, channel, page, output, lambda: driver.open_context(spec.card_uuid, spec.size_bytes)
         )
         return served if isinstance(served, WorkerExit) else WorkerExit.OK
 
-    return _run(serve, page_fds)
+    return _run(serve, channel, page_fds)
 
 
 def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
     """Be a warm worker, then the worker of one lease after the other, in a process just forked; returns how to exit."""
 
-    def wait_and_serve(page: WorkerPage) -> WorkerExit:
+    def wait_and_serve(page: WorkerPage, output: KeptOutput) -> WorkerExit:
         set_name(WARM_NAME)
-        output = KeptOutput()
         try:
             context = driver.open_context(spec.card_uuid, SLICE_BYTES)
             rehearse(context)
@@ -87,7 +86,7 @@ def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds:
         _tell(channel, Ready())
         return _serve_leases(spec, driver, channel, page, output, opening)
 
-    return _run(wait_and_serve, page_fds)
+    return _run(wait_and_serve, channel, page_fds)
 
 
 def _serve_leases(
@@ -113,12 +112,19 @@ def _serve_leases(
         _tell(channel, Scrubbed("", served.held_bytes))
 
 
-def _run(serve: Callable[[WorkerPage], WorkerExit], page_fds: PageFds) -> WorkerExit:
+def _run(
+    serve: Callable[[WorkerPage, KeptOutput], WorkerExit], channel: socket.socket, page_fds: PageFds
+) -> WorkerExit:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        page = WorkerPage(page_fds)
+        try:
+            page, output = WorkerPage(page_fds), KeptOutput()
+        except OSError as error:
+            # The host has no memory to map them.
+            _tell(channel, Failed(str(error)))
+            return WorkerExit.NO_CONTEXT
         close_all([*page_fds])
-        return serve(page)
+        return serve(page, output)
     except Exception:
         # A bug of ours: the log gets the traceback, the tenant a lost session, the broker an exit status.
         traceback.print_exc(file=sys.stderr)

@@ -46,8 +46,8 @@ def test_syncs_by_the_ring_wait_for_all_and_tell_of_failures_and_ends(
             session.launch(module, "scale", [1], [100], scale_args(buffer, 100))
             session.sync()
             assert floats(session.mem_read(buffer, 0, 4)) == [2.0**number]
-        # The others found the worker asleep.
-        assert any(answers)
+        # On a busy host the worker sleeps, or comes too late, and a SYNC does it.
+        assert len(answers) >= 99
         session.launch(module, "scale", [1], [101], scale_args(buffer, 101))
         with pytest.raises(SyncFailed):
             session.sync()

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.ring import DATA_AT, MIN_RING_BYTES, RingLayout, RingReader, RingWriter, client_ends, worker_ends
+from gpulease.protocol.ring import (
+    DATA_AT,
+    MIN_RING_BYTES,
+    RingLayout,
+    RingReader,
+    RingWriter,
+    SyncWords,
+    client_ends,
+    worker_ends,
+)
 
 LAYOUT = RingLayout(MIN_RING_BYTES, 2 * MIN_RING_BYTES)
 U64 = st.integers(0, 2**64 - 1)
@@ -312,3 +321,18 @@ def test_a_known_front_that_wraps_is_left_to_the_general_way() -> None:
         is_taken = ring.reader.take_if(b"front", memoryview(into))
         assert into == (b"abc!" if is_taken else bytes(4))
     assert ring.take(9) == b"frontabc!"
+
+
+def test_a_sync_s_words() -> None:
+    memory = memoryview(bytearray(LAYOUT.total_bytes))
+    page = memory[:DATA_AT].cast("Q")
+    words = SyncWords(memory, threading.Lock())
+    assert words.ask(7)
+    assert page[1] == 7
+    assert words.look(7, 3) is None
+    for answer, said in ((15, True), (14, False), (13, None), (17, None)):
+        page[33] = answer
+        assert words.look(7, 3) is said
+    page[READER_SLEEPS] = 1
+    assert not words.ask(8)
+    words.release()
