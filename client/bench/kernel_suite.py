@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import click
@@ -49,7 +50,10 @@ def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
     trial = Trial(session)
     outcome, said = "ok", ""
     try:
-        for found, wanted in case.run(trial):
+        results = list(case.run(trial))
+        if not results:
+            outcome, said = "failed", "it compares nothing"
+        for found, wanted in results:
             left, right = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
             scale = max(float(np.abs(right).max(initial=0)), 1e-30)
             if left.shape != right.shape or not np.all(np.abs(left - right) <= case.tolerance * scale):
@@ -58,6 +62,9 @@ def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
         expected = case.refused_by.get(session.driver)
         outcome = "refused" if expected is not None and expected in str(error) else "failed"
         said = str(error)
+    except Exception as error:
+        # A compiler's, numpy's or the case's own: the others run all the same.
+        outcome, said = "failed", f"{type(error).__name__}: {error}"
     else:
         if session.driver in case.refused_by:
             outcome, said = "failed", "it ran, though it should have been refused"
@@ -83,7 +90,7 @@ def run_all(chosen: list[Case], address: str | None = None) -> Iterator[dict[str
 
 
 def table_of(*outputs: list[dict[str, Any]]) -> str:
-    """Make the table of tools and features: in each driver's column how many kernels run, or what is said instead."""
+    """Make the table of tools and features: in each driver's column how many kernels run, and how long."""
     rows: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for line in (line for output in outputs for line in output):
         for feature in line["features"] or ["plain"]:
@@ -111,7 +118,9 @@ def _cell(lines: list[dict[str, Any]]) -> str:
     if not lines:
         return "-"
     counts = Counter(line["outcome"] for line in lines)
-    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    times_ms = [line["launch_ms"] for line in lines if line["outcome"] == "ok"]
+    time = f", {median(times_ms):.2g} ms" if times_ms else ""
+    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) + time
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
@@ -126,6 +135,8 @@ def main(only: tuple[str, ...], table: tuple[Path, Path] | None) -> None:
         click.echo(table_of(*outputs), nl=False)
         return
     found, lacking = cases()
+    if unknown := set(only) - {case.name for case in found}:
+        raise click.BadParameter(f"there is no case {', '.join(sorted(unknown))}", param_hint="--only")
     counts: Counter[str] = Counter()
     for line in run_all([case for case in found if not only or case.name in only], os.environ.get("GPULEASE_ADDRESS")):
         click.echo(json.dumps(line))

@@ -159,7 +159,7 @@ def radix_pass(t: Trial) -> Any:
     return [(t.cuda(source, "k", 1, 256, x, x)[1], x[np.argsort(x & 1, kind="stable")])]
 
 
-@case("match")
+@case("match, atomics")
 def warp_aggregate(t: Trial) -> Any:
     source = """extern "C" __global__ void k(const int *x, int *counts) {
         int v = x[blockIdx.x * 32 + threadIdx.x]; unsigned peers = __match_any_sync(~0u, v);
@@ -254,7 +254,7 @@ def mandelbrot(t: Trial) -> Any:
     return [(np.mean(found != steps) < 0.01, True)]
 
 
-@case("64-bit integers", tolerance=0.02)
+@case("64-bit integers, atomics", tolerance=0.02)
 def monte_carlo(t: Trial) -> Any:
     source = """extern "C" __global__ void k(unsigned *inside, int rounds) {
         unsigned long long state = 12345ull + 7919ull * (blockIdx.x * blockDim.x + threadIdx.x); unsigned hits = 0;
@@ -286,7 +286,7 @@ def black_scholes(t: Trial) -> Any:
     return [(t.cuda(source, "k", 4, 256, *given)[2], wanted)]
 
 
-@case("irregular reads")
+@case("irregular reads, shuffle")
 def sparse_product(t: Trial) -> Any:
     source = """extern "C" __global__ void k(const int *rows, const int *cols, const float *v, const float *x,
             float *y) {
@@ -350,7 +350,7 @@ def floyd_warshall(t: Trial) -> Any:
     return [(d.numpy(), wanted)]
 
 
-@case("doubles, shared", tolerance=1e-9)
+@case("doubles, dynamic shared", tolerance=1e-9)
 def cholesky(t: Trial) -> Any:
     source = """extern "C" __global__ void k(double *a, int n) {
         extern __shared__ double s[]; int i = threadIdx.x;
@@ -365,7 +365,7 @@ def cholesky(t: Trial) -> Any:
     return [(t.cuda(source, "k", 1, 32, m, 32, shared_bytes=8192)[0], np.linalg.cholesky(m))]
 
 
-@case("shared, atomics")
+@case("atomics, vectors")
 def k_means_step(t: Trial) -> Any:
     source = """extern "C" __global__ void k(const float2 *p, const float2 *c, float *sums, int *counts, int n,
             int clusters) {
@@ -380,7 +380,7 @@ def k_means_step(t: Trial) -> Any:
     return [(found[2], sums), (found[3], np.bincount(nearest, minlength=5))]
 
 
-@case("shared")
+@case("barriers")
 def needleman_wunsch(t: Trial) -> Any:
     source = """extern "C" __global__ void k(const int *a, const int *b, int *score, int n) {
         int w = n + 1, i = threadIdx.x + 1;

@@ -96,7 +96,7 @@ def bit_tricks(t: Trial) -> Any:
     return [(found == wanted, np.ones(128))]
 
 
-@case("constant")
+@case("bits")
 def crc32(t: Trial) -> Any:
     source = """extern "C" __global__ void k(const unsigned char *x, unsigned *crc, int n) { unsigned c = ~0u;
         for (int i = 0; i < n; i++) { c ^= x[threadIdx.x * n + i];
@@ -193,21 +193,20 @@ GRID_BARRIER: Final = """extern "C" __global__ void k(unsigned *cell, unsigned *
     if (!threadIdx.x) seen[blockIdx.x] = *(volatile unsigned *)cell; }"""
 
 
-@case("cooperative", cpu="the embedded driver runs blocks one after another")
+@case("cooperative, atomics", cpu="the embedded driver runs blocks one after another")
 def cooperative_barrier(t: Trial) -> Any:
     given = [np.zeros(1, np.uint32), np.zeros(16, np.uint32)]
     return [(t.cuda(GRID_BARRIER, "k", 16, 64, *given, cooperative=True)[1], np.full(16, 16))]
 
 
 @case(
-    "cooperative",
+    "cooperative, atomics",
     cpu="the embedded driver runs blocks one after another",
     cuda="a cooperative launch of 1048576 blocks; at most",
 )
 def cooperative_too_large(t: Trial) -> Any:
     given = [np.zeros(1, np.uint32), np.zeros(1, np.uint32)]
-    t.cuda(GRID_BARRIER, "k", 1 << 20, 64, *given, cooperative=True)
-    return []
+    return [(t.cuda(GRID_BARRIER, "k", 1 << 20, 64, *given, cooperative=True), "refused")]
 
 
 @case("clusters", cpu="the embedded driver runs blocks one after another")
@@ -224,8 +223,7 @@ def texture(t: Trial) -> Any:
     source = """extern "C" __global__ void k(unsigned long long image, float *x) { float a, b, c, d;
         asm("tex.1d.v4.f32.s32 {%0, %1, %2, %3}, [%4, {%5}];"
             : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "l"(image), "r"(threadIdx.x)); x[threadIdx.x] = a; }"""
-    t.cuda(source, "k", 1, 32, np.uint64(1), np.zeros(32, np.float32))
-    return []
+    return [(t.cuda(source, "k", 1, 32, np.uint64(1), np.zeros(32, np.float32)), "refused")]
 
 
 @PTX_CASES.add("warpgroup matrix instructions", cpu="sm_80")
@@ -233,15 +231,21 @@ def warpgroup_product(t: Trial) -> Any:
     text = """.version 8.0
 .target sm_90a
 .address_size 64
-.visible .entry k(.param .u64 out) { .reg .f32 %f<5>; .reg .b64 %d<3>; .shared .align 128 .b8 held[4096];
+.visible .entry k(.param .u64 out) { .reg .f32 %f<5>; .reg .b64 %d<9>; .reg .b32 %r<4>;
+  .shared .align 128 .b8 held[4096];
+  mov.u32 %r1, %tid.x; mov.u32 %r2, held; mad.lo.u32 %r2, %r1, 32, %r2; mov.u32 %r3, 0;
+  st.shared.v4.b32 [%r2], {%r3, %r3, %r3, %r3}; st.shared.v4.b32 [%r2+16], {%r3, %r3, %r3, %r3};
+  fence.proxy.async; bar.sync 0;
   mov.f32 %f1, 0f00000000; mov.f32 %f2, %f1; mov.f32 %f3, %f1; mov.f32 %f4, %f1; mov.u64 %d1, 0;
   wgmma.fence.sync.aligned;
   wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %d1, %d1, 0, 1, 1, 0, 0;
-  wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; ret; }"""
+  wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+  ld.param.u64 %d2, [out]; mov.u32 %r1, %tid.x; mul.wide.u32 %d3, %r1, 16; add.u64 %d2, %d2, %d3;
+  st.global.v4.f32 [%d2], {%f1, %f2, %f3, %f4}; ret; }"""
     with t.compiling():
         module = t.session.module_load(text)
-    t.launch(module, "k", 1, 128, np.zeros(1, np.float32))
-    return []
+    # Its operands are shared memory that is zeroed first.
+    return [(t.launch(module, "k", 1, 128, np.ones((128, 4), np.float32))[0], np.zeros((128, 4)))]
 
 
 @PTX_CASES.add("128-bit atomics", cpu=".b128")
@@ -285,5 +289,4 @@ def surface(t: Trial) -> Any:
     with t.compiling():
         module = t.session.module_load(text)
     assert t.launch(module, "plain", 1, 1, np.zeros(1, np.uint32))[0].tolist() == [5]
-    t.launch(module, "k", 1, 1)
-    return []
+    return [(t.launch(module, "k", 1, 1), "refused")]

@@ -76,7 +76,7 @@ def token_embedding(t: Trial) -> Any:
     return [(t.cuda(source, "k", 30, 32, tokens, wte, wpe, np.zeros_like(wpe), 16)[3], wte[tokens] + wpe)]
 
 
-@case("shared, shuffle, online softmax")
+@case("shuffle, online softmax")
 def attention(t: Trial) -> Any:
     source = (
         WARP_SUM
@@ -128,7 +128,7 @@ def cross_entropy(t: Trial) -> Any:
     return [(found[2], -np.log(p[np.arange(16), to])), (found[3], p - np.eye(100)[to])]
 
 
-@case("dp4a")
+@case("dp4a, shuffle")
 def quantised_dot(t: Trial) -> Any:
     source = """extern "C" __global__ void k(const int *a, const int *b, int *sums, int n) {
         int sum = 0; for (int i = threadIdx.x; i < n; i += 32) sum = __dp4a(a[blockIdx.x * n + i], b[i], sum);
@@ -140,7 +140,7 @@ def quantised_dot(t: Trial) -> Any:
     return [(found[2], a.astype(np.int32) @ b.astype(np.int32))]
 
 
-@case("bit fields")
+@case("bit fields, shuffle")
 def four_bit_weights(t: Trial) -> Any:
     source = """extern "C" __global__ void k(const unsigned *w, const float *scale, const float *x, float *y, int n) {
         float sum = 0; for (int i = threadIdx.x; i < n; i += 32) { unsigned eight = w[blockIdx.x * n + i];
@@ -175,7 +175,7 @@ __device__ unsigned short narrow(float f) { unsigned short h; asm("cvt.rn.f16.f3
 """
 
 
-@case("half precision", tolerance=2e-3)
+@case("half precision, shuffle", tolerance=2e-3)
 def half_rms_norm(t: Trial) -> Any:
     source = (
         HALVES

@@ -1,4 +1,4 @@
-"""The suite of public kernels: what each case is expected to do, it does; the document has the table."""
+"""The suite of kernels as people write them: what each case is expected to do, it does; the document has the table."""
 
 import json
 from pathlib import Path
@@ -26,8 +26,10 @@ def _compilers() -> None:
 
 def check(daemon: Daemon, names: set[str]) -> None:
     lines = list(run_all([case for case in FOUND if case.name in names], daemon.address))
-    expected = {case.name: "refused" if "cpu" in case.refused_by else "ok" for case in FOUND if case.name in names}
-    assert {line["kernel"]: line["outcome"] for line in lines} == expected, lines
+    expected = {
+        (case.tool, case.name): "refused" if "cpu" in case.refused_by else "ok" for case in FOUND if case.name in names
+    }
+    assert {(line["tool"], line["kernel"]): line["outcome"] for line in lines} == expected, lines
 
 
 @needs_compilers
@@ -55,16 +57,27 @@ def test_the_document_has_each_tool_and_feature() -> None:
 def test_a_wrong_result_is_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPULEASE_ADDRESS", daemon.address)
     wrong = Case("arrays", "wrong", (), lambda t: [(t.session.array([1.0]).numpy(), [2.0])])
-    monkeypatch.setattr(kernel_suite, "cases", lambda: ([wrong], ["numba_cases"]))
+    breaks, empty = Case("arrays", "breaks", (), lambda t: [(1 // 0, 1)]), Case("arrays", "empty", (), lambda t: [])
+    monkeypatch.setattr(kernel_suite, "cases", lambda: ([wrong, breaks, empty], ["numba_cases"]))
     done = CliRunner().invoke(main, [])
-    line, *rest = done.output.splitlines()
-    assert (json.loads(line)["outcome"], done.exit_code) == ("wrong", 1)
-    assert rest == ["numba_cases: left out, its compiler is not installed", "1 wrong"]
+    *lines, lacking, counts = done.output.splitlines()
+    assert [json.loads(line)["outcome"] for line in lines] == ["wrong", "failed", "failed"]
+    assert done.exit_code == 1
+    assert (lacking, counts) == ("numba_cases: left out, its compiler is not installed", "2 failed, 1 wrong")
+    assert CliRunner().invoke(main, ["--only", "nothing"]).exit_code == 2
 
 
 def test_the_table_counts_by_driver() -> None:
-    line = {"tool": "PTX", "kernel": "k", "features": ["f"], "driver": "cpu", "outcome": "ok", "said": ""}
+    line = {
+        "tool": "PTX",
+        "kernel": "k",
+        "features": ["f"],
+        "driver": "cpu",
+        "outcome": "ok",
+        "said": "",
+        "launch_ms": 2,
+    }
     other = line | {"driver": "cuda", "outcome": "refused", "said": "sync: earlier launch 9 failed: no; this sync"}
     text = table_of([line, line], [other])
-    assert "| PTX | f | 2 ok | 1 refused |" in text
+    assert "| PTX | f | 2 ok, 2 ms | 1 refused |" in text
     assert "- PTX, `k`, on a card: no\n" in text
