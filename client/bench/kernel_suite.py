@@ -119,7 +119,7 @@ def _cell(lines: list[dict[str, Any]]) -> str:
         return "-"
     counts = Counter(line["outcome"] for line in lines)
     times_ms = [line["launch_ms"] for line in lines if line["outcome"] == "ok"]
-    time = f", {median(times_ms):.2g} ms" if times_ms else ""
+    time = f", {median(times_ms):.{0 if median(times_ms) >= 10 else 1}f} ms" if times_ms else ""
     return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) + time
 
 

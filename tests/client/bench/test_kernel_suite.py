@@ -79,5 +79,5 @@ def test_the_table_counts_by_driver() -> None:
     }
     other = line | {"driver": "cuda", "outcome": "refused", "said": "sync: earlier launch 9 failed: no; this sync"}
     text = table_of([line, line], [other])
-    assert "| PTX | f | 2 ok, 2 ms | 1 refused |" in text
+    assert "| PTX | f | 2 ok, 2.0 ms | 1 refused |" in text
     assert "- PTX, `k`, on a card: no\n" in text
