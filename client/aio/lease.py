@@ -81,6 +81,10 @@ class GpuLease(LeaseView):
         """Issue a token by which somebody else can use this lease, like `gpulease.client.GpuLease.issue`."""
         return await self._run(self._state.issue(issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)))
 
+    async def inspect_token(self, token: bytes | str | Grant) -> HeldToken:
+        """Ask the node what a token of this lease is worth, like `gpulease.client.GpuLease.inspect_token`."""
+        return await self._run(self._state.inspect_token(token_of(token)))
+
     async def revoke_token(self, token: bytes | str | Grant) -> None:
         """End one token that was issued for this lease, like `gpulease.client.GpuLease.revoke_token`."""
         await self._run(self._state.revoke_token(token_of(token)))

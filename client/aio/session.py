@@ -46,13 +46,13 @@ class GpuSession(SessionView):
     take turns.
     """
 
-    def __init__(self, lease: GpuLease | GpuSharedLease, *, shared_memory: bool = True) -> None:
-        """Make a session that `await` or `async with` opens.
-
-        Without `shared_memory` everything goes through the socket, as over TCP.
-        """
+    def __init__(
+        self, lease: GpuLease | GpuSharedLease, *, grant: Grant | None = None, shared_memory: bool = True
+    ) -> None:
+        """Make a session that `await` or `async with` opens; arguments as of `gpulease.client.GpuSession`."""
         self.lease = lease
-        self._set_session(Session(lease._state, asyncio.Lock(), shared_memory=shared_memory, spin_ns=SPIN_NS))
+        lock = asyncio.Lock()
+        self._set_session(Session(lease._state, lock, grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS))
         self._closing: Callable[[], object] | None = None
         register(self)
 

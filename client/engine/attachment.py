@@ -89,6 +89,7 @@ class Attachment:
 
     Attributes:
         lease: The session's lease.
+        token: The token that opens the session; empty where the lease's own tenant opens it.
         lock: The face's lock; whoever asks holds it.
         session_id: The lease's number.
         channel: The connection.
@@ -109,9 +110,10 @@ class Attachment:
         at_end: Functions to call once, when the session ends.
     """
 
-    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, spin: SpinPolicy) -> None:
+    def __init__(self, lease: LeaseState, lock: Any, *, token: bytes, wanted: Wanted, spin: SpinPolicy) -> None:
         """Args: wanted: Memory to share with the worker. spin: How long to look for a reply before sleeping."""
         self.lease = lease
+        self.token = token
         self.lock = lock
         self.session_id = lease.grant.lease_id
         self._wanted = wanted
@@ -203,8 +205,7 @@ class Attachment:
         self.end = None
 
     def _options(self) -> tuple[Tlv, ...]:
-        token = self.lease.token
-        return self._wanted.to_options() + ((Tlv(AttachOption.TOKEN, token),) if token else ())
+        return self._wanted.to_options() + ((Tlv(AttachOption.TOKEN, self.token),) if self.token else ())
 
     # --- ending ---
 

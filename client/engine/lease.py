@@ -32,7 +32,7 @@ from gpulease.client.engine.exchange import (
     send,
 )
 from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, milliseconds
-from gpulease.client.engine.tokens import Grant
+from gpulease.client.engine.tokens import Grant, HeldToken
 from gpulease.client.engine.waits import Locked, Procedure, Sleep
 from gpulease.client.errors import (
     PERMANENT_ERRORS,
@@ -345,6 +345,10 @@ class LeaseState:
             granted.ttl_ms / 1000,
             granted.expires_at_unix_s,
         )
+
+    def inspect_token(self, token: bytes) -> Procedure[HeldToken]:
+        """Ask what a token of it is worth, on its own connection."""
+        return HeldToken.of((yield from self._control(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token))))
 
     def revoke_token(self, token: bytes) -> Procedure[None]:
         """End one token of it."""

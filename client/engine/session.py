@@ -18,8 +18,9 @@ from gpulease.client.engine.operations import Operations
 from gpulease.client.engine.region_sets import RegionSets
 from gpulease.client.engine.resources import Resources
 from gpulease.client.engine.streams import PrintedCallback, Streams
+from gpulease.client.engine.tokens import Grant
 from gpulease.client.engine.waits import Procedure
-from gpulease.client.errors import error_of
+from gpulease.client.errors import InvalidRequest, error_of
 from gpulease.client.fork_guard import OF_PARENT
 from gpulease.client.handles import BorrowedBuffer, Module
 from gpulease.client.transport.arena import empty
@@ -51,17 +52,22 @@ class Session:
         region_sets: Its region sets.
     """
 
-    def __init__(self, lease: LeaseState, lock: Any, *, shared_memory: bool, spin_ns: int) -> None:
-        """Make a session that `attach` opens.
+    def __init__(self, lease: LeaseState, lock: Any, *, grant: Grant | None, shared_memory: bool, spin_ns: int) -> None:
+        """Make a session that `attach` opens. Raises InvalidRequest for another lease's grant.
 
         Args:
             lease: Its lease.
             lock: The face's kind of lock.
+            grant: A token of the lease, by which to open it; None to open it as the lease's holder.
             shared_memory: Whether to share memory with the worker, where the address allows it.
             spin_ns: Longest time to look for a reply before sleeping.
         """
         wanted = wanted_of(lease.address) if shared_memory else Wanted()
-        self.attachment = Attachment(lease, lock, wanted=wanted, spin=spin_policy_of(lease.waiting, spin_ns))
+        if grant is not None and grant.lease_id != lease.grant.lease_id:
+            raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")
+        token = lease.token if grant is None else grant.token
+        spin = spin_policy_of(lease.waiting, spin_ns)
+        self.attachment = Attachment(lease, lock, token=token, wanted=wanted, spin=spin)
         self.operations = Operations(self.attachment)
         self.streams = Streams(self.operations)
         self.resources = Resources(self.operations)

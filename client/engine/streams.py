@@ -247,7 +247,7 @@ class Streams:
         A guest without kernels of its own asks only about its own requests: kernels and their failures are others'.
         """
         operations, raised = self.operations, self.operations.last_raised
-        if self.attachment.lease.token and not self.attachment.has_loaded:
+        if self.attachment.token and not self.attachment.has_loaded:
             waiting = operations.ask(Opcode.PING, build_body(Ping(0)), limit, "sync")
         elif stream is None:
             waiting = self._taking_back(operations.ask(Opcode.SYNC, limit=limit))

@@ -109,6 +109,13 @@ class GpuLease(LeaseView):
         wanted = issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)
         return drive(self._state.issue(wanted))
 
+    def inspect_token(self, token: bytes | str | Grant) -> HeldToken:
+        """Ask the node what a token of this lease lets this program do; its use stays open, as with `inspect_token`.
+
+        Raises Denied with the check that the token failed.
+        """
+        return drive(self._state.inspect_token(token_of(token)))
+
     def revoke_token(self, token: bytes | str | Grant) -> None:
         """End one token that was issued for this lease, and every token narrowed from it; others go on.
 

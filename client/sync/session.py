@@ -55,10 +55,21 @@ class GpuSession(SessionView):
     lost.
     """
 
-    def __init__(self, lease: GpuLease | GpuSharedLease, *, shared_memory: bool = True) -> None:
-        """Open a session. Without `shared_memory` everything goes through the socket, as over TCP."""
+    def __init__(
+        self, lease: GpuLease | GpuSharedLease, *, grant: Grant | None = None, shared_memory: bool = True
+    ) -> None:
+        """Open a session.
+
+        Args:
+            lease: Its lease.
+            grant: A token of the lease: the session does what the token permits, until that expires, and no more. A
+                token opens one session.
+            shared_memory: Whether to share memory with its process; without, everything goes through the socket.
+
+        Raises InvalidRequest for a grant of another lease, Denied if its token fails a check.
+        """
         self.lease = lease
-        session = Session(lease._state, threading.RLock(), shared_memory=shared_memory, spin_ns=SPIN_NS)
+        session = Session(lease._state, threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS)
         self._set_session(session)
         register(self)
         drive(session.attach())

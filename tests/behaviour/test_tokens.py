@@ -17,6 +17,7 @@ from gpulease.client import (
     Denied,
     GpuSession,
     InvalidHandle,
+    InvalidRequest,
     KernelArgs,
     LeaseFreed,
     Permission,
@@ -86,6 +87,23 @@ def test_a_token_lets_another_tenant_in_for_what_it_permits(shared: Shared) -> N
             assert (answer.status, op.name in answer.message) == (Status.DENIED, True)
         assert shared.read(peer) == Data(TEXT)
     check_main_job(shared.session)
+
+
+def test_a_grant_binds_a_session_on_the_lease_at_hand(shared: Shared) -> None:
+    grant = shared.lease.issue(Permission.MEM_READ)
+    assert shared.lease.inspect_token(grant).permissions == Permission.MEM_READ
+    with GpuSession(shared.lease, grant=grant) as bound:
+        buffer = bound.buffer(shared.handle, len(TEXT))
+        assert bound.mem_read(buffer, 0, len(TEXT)) == TEXT
+        with pytest.raises(Denied, match="MEM_ALLOC"):
+            bound.mem_alloc(1)
+    with pytest.raises(Denied, match="replayed nonce"):
+        GpuSession(shared.lease, grant=grant)
+    assert shared.lease.query()["state"] == "active", "of the lease the refusal says nothing"
+    shared.lease.renew(60)
+    check_main_job(shared.session)
+    with shared.daemon.builder().acquire() as other, pytest.raises(InvalidRequest, match="not of this one"):
+        GpuSession(other, grant=grant)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

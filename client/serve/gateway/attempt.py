@@ -45,7 +45,7 @@ from gpulease.client.serve.gateway.inference import (
 )
 from gpulease.client.serve.gateway.ledger import Completed, InFlight, Reservation, Unknown
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
-from gpulease.client.sync.lease import GpuBuilder, GpuLease, inspect_token
+from gpulease.client.sync.lease import GpuBuilder, GpuLease
 from gpulease.client.sync.session import GpuSession
 from gpulease.protocol import Exclusivity
 from gpulease.protocol.capabilities import Permission, names_of
@@ -80,7 +80,7 @@ class NodeAuthority:
     def check(self, grant: Grant, lease: GpuLease, now_unix_s: float) -> None:
         """Have the lease's node say what the grant permits. Raises CapabilityRefused."""
         try:
-            held = inspect_token(grant, lease.address)
+            held = lease.inspect_token(grant)
         except Denied as error:
             raise CapabilityRefused(f"the grant is refused: {error.message}", error.hint) from None
         if held.lease_id != lease.lease_id:
@@ -169,12 +169,12 @@ class DaemonEffects:
     def open(self, lease: GpuLease) -> GpuSession:
         """Open the lease's session as its owner."""
         if self._by_token:
-            return GpuSession.attach(lease.issue(COPYING, ttl_secs=MAX_TOKEN_S), lease.address)
+            return GpuSession(lease, grant=lease.issue(COPYING, ttl_secs=MAX_TOKEN_S))
         return GpuSession(lease)
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:
         """Open the lease's session by a grant."""
-        return GpuSession.attach(grant, lease.address)
+        return GpuSession(lease, grant=grant)
 
 
 CLAIM_MARGIN_S: Final = 15.0
