@@ -76,6 +76,7 @@ _NEEDED: Final[dict[int, Permission]] = {
     Opcode.REGION_SET_FREE: _SUBMIT,
     Opcode.LAUNCH_IN: _SUBMIT,
     Opcode.LAUNCH_WITH: _SUBMIT,
+    Opcode.MEM_REUSE: Permission.MEM_WRITE,
 }
 
 _MAX_EXPIRY_DIGITS: Final = 18

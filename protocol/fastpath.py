@@ -74,6 +74,7 @@ _PATTERN_TRAILERS: Final = {op: _TRAILERS[op] for op in (Opcode.LAUNCH, Opcode.L
 _HEADER_REST: Final = "IQ16s"
 _WRITE_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}QQI")
 _READ_FRAME: Final = struct.Struct(f">12s{_HEADER_REST}QQQ")
+_REUSE_FRAME: Final = struct.Struct(f">12s{_HEADER_REST}Q")
 _DATA_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}I")
 
 
@@ -85,6 +86,16 @@ _WRITE_HEAD: Final = _head(Opcode.MEM_WRITE, 0)
 _QUIET_WRITE_HEAD: Final = _head(Opcode.MEM_WRITE, _QUIET)
 _READ_HEAD: Final = _head(Opcode.MEM_READ, 0)
 _DATA_HEAD: Final = _head(Opcode.MEM_READ, _REPLY)
+_REUSE_HEAD: Final = _head(Opcode.MEM_REUSE, _QUIET)
+
+SMALL_FRONTS: Final = (
+    _QUIET_WRITE_HEAD,
+    build_frame(Opcode.MEM_READ, bytes(MEM_READ.size), request_id=0)[:REQUEST_ID_OFFSET],
+    _DATA_HEAD,
+    build_frame(Opcode.MEM_REUSE, bytes(HANDLE.size), request_id=0, flags=_QUIET)[:REQUEST_ID_OFFSET],
+)
+"""The beginnings of a quiet MEM_WRITE, a MEM_READ, a MEM_READ's successful reply, and a quiet MEM_REUSE. Those of the
+write and of the reply end before the payload's length."""
 
 
 class LaunchTemplate:
@@ -255,6 +266,11 @@ def mem_read_frame(handle: int, offset: int, length: int, *, request_id: int, se
         return _READ_FRAME.pack(_READ_HEAD, MEM_READ.size, request_id, session_id.to_bytes(16), handle, offset, length)
     except (struct.error, OverflowError) as error:
         raise LocalProtocolError(f"MemRead can't be encoded: {error}") from None
+
+
+def mem_reuse_frame(handle: int, *, request_id: int, session_id: int) -> bytes:
+    """Return a quiet MEM_REUSE; the handle is one that the peer gave."""
+    return _REUSE_FRAME.pack(_REUSE_HEAD, HANDLE.size, request_id, session_id.to_bytes(16), handle)
 
 
 def data_prefix(length: int, *, request_id: int, session_id: int) -> bytes:

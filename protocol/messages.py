@@ -398,7 +398,7 @@ class MemAlloc:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A device pointer (of MEM_ALLOC, MEM_FREE), module (MODULE_...), stream (STREAM_...) or graph (GRAPH_...)."""
+    """A device pointer (of MEM_...), module (MODULE_...), stream (STREAM_...) or graph (GRAPH_...)."""
 
     handle: int = wire(U64)
 
@@ -870,6 +870,7 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.EVENT_DESTROY: (Handle, Empty),
     Opcode.PRINTED: (Empty, Printed),
     Opcode.LAUNCH_WITH: (LaunchWith, Empty),
+    Opcode.MEM_REUSE: (Handle, Empty),
 }
 """Request and reply of each operation. Three operations have no request. GOODBYE is an error reply to request 0; the
 daemon sends it before it closes the connection. LEASE_EVENT is a further reply to a LEASE_SUBSCRIBE, one for each

@@ -90,6 +90,7 @@ class Opcode(IntEnum):
     EVENT_DESTROY = 0x061E
     PRINTED = 0x061F
     LAUNCH_WITH = 0x0620
+    MEM_REUSE = 0x0621
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
@@ -188,6 +189,7 @@ class SessionOption(IntEnum):
     LAUNCH_WITH, without a value: the session serves LAUNCH_WITH.
     SYNC_WORD, without a value: the ring has the words by which a sync needs no frame, and the connection is the only
     one that can launch in the session.
+    MEM_REUSE, without a value: the session serves MEM_REUSE.
     """
 
     PARAMETER_TYPES = 33
@@ -198,6 +200,7 @@ class SessionOption(IntEnum):
     PRINTED = 39
     LAUNCH_WITH = 40
     SYNC_WORD = 41
+    MEM_REUSE = 42
 
 
 class LaunchFlag(IntFlag):

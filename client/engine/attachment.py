@@ -84,6 +84,56 @@ class LentArrays:
         return bool(self._by_stream or self._of_graphs)
 
 
+MAX_HELD_BYTES: Final = 16 << 20
+HELD_PART: Final = 16
+"""Most bytes that freed buffers may go on taking of a session, and of how many parts of its slice they may take one:
+little enough that no other allocation misses them before it has them given back."""
+
+
+class HeldBuffers:
+    """Buffers that the tenant has freed and the worker has not been told of: the next one of a size takes their place.
+
+    So a loop that allocates and frees waits for nobody (MEM_REUSE). They are given back before anything that may need
+    their memory.
+    """
+
+    def __init__(self) -> None:
+        self._most_bytes = self._held_bytes = 0
+        self._by_size: dict[int, list[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_size)
+
+    def allow(self, slice_bytes: int) -> None:
+        """Hold buffers of a slice of so many bytes from now on."""
+        self._most_bytes = min(MAX_HELD_BYTES, slice_bytes // HELD_PART)
+
+    def hold(self, handle: int, size_bytes: int) -> bool:
+        """Hold a freed buffer, if there is room for it."""
+        if self._held_bytes + size_bytes > self._most_bytes:
+            return False
+        self._held_bytes += size_bytes
+        self._by_size.setdefault(size_bytes, []).append(handle)
+        return True
+
+    def take(self, size_bytes: int) -> int | None:
+        """The handle of a held buffer of exactly that size, the one freed last; None if there is none."""
+        handles = self._by_size.get(size_bytes)
+        if handles is None:
+            return None
+        self._held_bytes -= size_bytes
+        handle = handles.pop()
+        if not handles:
+            del self._by_size[size_bytes]
+        return handle
+
+    def give_back(self) -> list[int]:
+        """Hold none any more; the handles to be freed."""
+        by_size, self._by_size = self._by_size, {}
+        self._held_bytes = 0
+        return [handle for handles in by_size.values() for handle in handles]
+
+
 class Attachment:
     """A session's connection, its lease, and how it ended.
 
@@ -100,6 +150,7 @@ class Attachment:
         end: How the session ended; None while it lives.
         arena: Memory shared with the worker; None if there is none.
         dropped: Handles without a reference, which the next operation frees.
+        held: Buffers that were freed, and that the next allocation of their size gets.
         lent: Arrays that the worker may still use.
         chunk_bytes: Size of the pieces that copies are cut into.
         quiet_bytes: Largest write that is not waited for.
@@ -125,6 +176,7 @@ class Attachment:
         self.end: Failure | None = _NOT_OPEN
         self.arena: Arena | None = None
         self.dropped: deque[tuple[Opcode, int]] = deque()
+        self.held = HeldBuffers()
         self.lent = LentArrays()
         self.chunk_bytes = DATA_CHUNK_BYTES
         self.quiet_bytes = 0
@@ -202,6 +254,9 @@ class Attachment:
         self.channel, self.arena = share(self.channel, reply.options, self._spin)
         self.connection, self.writer = self.channel.link.connection, self.channel.writer
         self.has_sync_word = self.told(SessionOption.SYNC_WORD) is not None
+        if self.has_sync_word and self.told(SessionOption.MEM_REUSE) is not None:
+            # Nobody else allocates in the session.
+            self.held.allow(reply.slice_bytes)
         self.end = None
 
     def _options(self) -> tuple[Tlv, ...]:

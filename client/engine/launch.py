@@ -360,6 +360,9 @@ class Launches(LaunchCommands):
         if not isinstance(module, Module):
             raise InvalidHandle(f"launch of {quoted(kernel)}: {quoted(module)} is not a Module")
         self._check_owner(module, kernel)
+        if self._attachment.held:
+            # A kernel's first launch may need memory.
+            self._streams.operations.give_back_at_once()
         try:
             launch = _checked(module, kernel, grid, block, kinds, shared_bytes)
             template = LaunchTemplate(launch, self._attachment.session_id, op)

@@ -361,6 +361,7 @@ class LeaseState:
 
     def used(self) -> Procedure[LeaseUse]:
         """Ask what its session holds."""
+        yield from self.give_back()
         report = yield from self.query()
         now, most = report.get("allocated_bytes"), report.get("most_allocated_bytes")
         if not isinstance(now, int) or not isinstance(most, int):
@@ -369,8 +370,15 @@ class LeaseState:
             )
         return LeaseUse(now, most)
 
+    def give_back(self) -> Procedure[None]:
+        """Have its session that was opened here last free what its tenant has freed."""
+        operations = self.attached()
+        if operations is not None:
+            yield from operations.give_back()
+
     def resize(self, size_bytes: int) -> Procedure[None]:
         """Give it another size. Raises CapacityExceeded or AllocFailed."""
+        yield from self.give_back()
         body = LeaseResize(self.grant.lease_id, size_bytes)
         resized: LeaseResize = yield from self._control(Opcode.LEASE_RESIZE, body)
         self.grant = replace(self.grant, size_bytes=resized.size_bytes)

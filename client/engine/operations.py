@@ -11,14 +11,14 @@ from typing import Any, Final, TypeVar
 from gpulease.client.engine.attachment import Attachment
 from gpulease.client.engine.exchange import doing_of, receive, send
 from gpulease.client.engine.lease import LEASE_OVER, LeaseState
-from gpulease.client.engine.waits import Limit, Locked, Procedure
+from gpulease.client.engine.waits import Begun, Limit, Locked, Procedure
 from gpulease.client.errors import InvalidHandle, TimedOut, error_of
 from gpulease.client.handles import Handle
 from gpulease.client.texts import quoted
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.fastpath import HANDLE
+from gpulease.protocol.fastpath import HANDLE, mem_reuse_frame
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Body
 from gpulease.protocol.opcodes import Flag
@@ -91,7 +91,8 @@ class Operations:
     Attributes:
         attachment: The session's connection.
         limit: Longest an operation may take.
-        freed: (request, operation, handle) of frees under way; they are done once any later request is answered.
+        freed: (request, operation, handle) of frees and reuses under way; they are done once any later request is
+            answered.
         settled_id: Every request up to this one is known to have ended well, or its failure was raised.
         fences: Operations whose reply settles everything before them.
         last_raised: The last failure of a reply that was raised.
@@ -146,9 +147,15 @@ class Operations:
         if link.end is not None:
             # The daemon's goodbye came right behind the last reply.
             raise LinkEnded(link.end)
+        self.drop_held()
         if self.attachment.dropped:
             yield from self.send_frames(self.frees())
         return (yield from procedure)
+
+    def give_back(self) -> Procedure[None]:
+        """Have the worker free what the tenant has freed, before somebody else asks for the lease's memory."""
+        if self.attachment.held and self.attachment.over is None:
+            yield from self.do("mem_free", _nothing())
 
     # --- requests that are answered ---
 
@@ -221,6 +228,28 @@ class Operations:
 
     # --- frees ---
 
+    def drop_held(self) -> None:
+        """Have the next operation free the buffers that are held."""
+        if self.attachment.held:
+            self.attachment.dropped.extend((Opcode.MEM_FREE, handle) for handle in self.attachment.held.give_back())
+
+    def give_back_at_once(self) -> None:
+        """Free the buffers that are held before the next launch or, if the channel has no room, behind it."""
+        self.drop_held()
+        known = len(self.freed)
+        if not self.put(self.frees()):
+            while len(self.freed) > known:
+                _, op, handle = self.freed.pop()
+                self.attachment.dropped.appendleft((op, handle))
+
+    def reuse(self, handle: int) -> Begun[None]:
+        """Have an allocation freed, and given again in its place, under the session's lock."""
+        attachment = self.attachment
+        request_id = attachment.connection.next_request_id()
+        frame = mem_reuse_frame(handle, request_id=request_id, session_id=attachment.session_id)
+        self.freed.append((request_id, Opcode.MEM_REUSE, handle))
+        return None if self.put(frame) else self.go_on("mem_alloc", send(attachment.channel, (frame,), self.limit))
+
     def frees(self) -> bytes:
         """Quiet frees of dropped handles."""
         attachment, frames = self.attachment, []
@@ -246,3 +275,8 @@ class Operations:
         if not isinstance(handle, kind):
             raise InvalidHandle(f"{doing}: {quoted(handle)} is not a {kind.__name__}")
         handle.check(self.attachment, doing)
+
+
+def _nothing() -> Procedure[None]:
+    return
+    yield

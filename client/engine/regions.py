@@ -224,6 +224,7 @@ def open_region(
     owner = "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES)
     ttl_ms = milliseconds(lease.ttl_s if ttl_secs is None else ttl_secs, "region: ttl_secs", least_ms=1)
     body = RegionOpen(lease.grant.lease_id, size_of(size, "region"), ttl_ms, owner)
+    yield from lease.give_back()
     granted: RegionGrant = yield from lease._control(Opcode.REGION_OPEN, body)
     return RegionState(lease, granted, owner)
 

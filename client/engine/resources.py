@@ -23,6 +23,10 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 """Bytes of a MODULE_LOAD's payload that are not the image: its length."""
 
 
+MAX_UNSETTLED: Final = 256
+"""Most frees and reuses that no reply has settled: one more allocation is answered, and settles them."""
+
+
 class LoadedModule(Module):
     """Code that a session has loaded; the base of both faces' modules."""
 
@@ -58,12 +62,30 @@ class Resources:
     def alloc_at_once(self, size_bytes: int) -> Begun[Buffer]:
         """`alloc`, tried at once, under the session's lock."""
         size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
+        if self.attachment.held:
+            again = self._alloc_again(size)
+            if again is not None:
+                return again
+            self._operations.drop_held()
         outcome = self._alloc_request.ask_for_answer(MEM_ALLOC.pack(size))
         if isinstance(outcome, NotSent):
             return self.alloc(size)
         if isinstance(outcome, Done):
             return Buffer(self.attachment, HANDLE.unpack(outcome.value)[0], size)
         return self._operations.go_on("mem_alloc", self._late_buffer(outcome.rest, size))
+
+    def _alloc_again(self, size: int) -> Begun[Buffer] | None:
+        """Give a held buffer once more; None if there is none, or the worker has to answer first."""
+        attachment, operations = self.attachment, self._operations
+        # A failure of the worker's must be able to name those that it has not done.
+        if attachment.over is not None or attachment.recording is not None or len(operations.freed) >= MAX_UNSETTLED:
+            return None
+        handle = attachment.held.take(size)
+        if handle is None:
+            return None
+        rest = operations.reuse(handle)
+        buffer = Buffer(attachment, handle, size)
+        return buffer if rest is None else _after(rest, buffer)
 
     def _late_buffer(self, rest: Procedure[Any], size: int) -> Procedure[Buffer]:
         reply = yield from rest
@@ -79,6 +101,9 @@ class Resources:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
         if attachment.over is not None:
             raise error_of(attachment.over, "mem_free")
+        if type(buffer) is Buffer and attachment.held.hold(buffer.handle, buffer.size_bytes):
+            buffer.mark_freed()
+            return None
         attachment.dropped.append(buffer.mark_freed())
         frees = operations.frees()
         if operations.put(frees):
@@ -134,3 +159,8 @@ class Resources:
         """Unload a module now. Raises InvalidRequest while the session records."""
         self._operations.check_recording("module_unload")
         return self._operations.free(module, Module, "module_unload")
+
+
+def _after(rest: Procedure[None], buffer: Buffer) -> Procedure[Buffer]:
+    yield from rest
+    return buffer

@@ -264,7 +264,10 @@ class Streams:
     def _taking_back(self, waiting: Procedure[T], number: int | None = None) -> Procedure[T]:
         """Wait for a stream, or for all of them; then take back the arrays that their copies used."""
         result = yield from waiting
-        self.attachment.lent.take_back(number)
+        if number is None and self.operations.settled_id == self.attachment.connection.last_request_id:
+            self._note_end()
+        else:
+            self.attachment.lent.take_back(number)
         return result
 
     # --- launches and copies in them ---

@@ -96,7 +96,8 @@ class StampedContext:
         code = _stamping_code()
         self.stamps = Stamps(own.launch, own.query, own.state, ctypes.addressof(self.times), 0, BURST)
         state = ctypes.addressof(self.stamps)
-        return replace(own, state=state, launch=code.address("stamped_launch"), query=code.address("stamped_query"))
+        launch, query, copy = map(code.address, ("stamped_launch", "stamped_query", "unstamped"))
+        return replace(own, state=state, launch=launch, query=query, copy_in=copy, copy_out=copy, zero=copy)
 
     def forget(self) -> None:
         """Forget all times."""

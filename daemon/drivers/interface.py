@@ -200,10 +200,10 @@ def admit_all(device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NativeLaunch:
-    """The functions by which native code launches in a context, in the thread that uses the context.
+    """The functions by which native code launches and copies in a context, in the thread that uses the context.
 
     Attributes:
-        state: The address that both functions get as first argument.
+        state: The address that all functions get as first argument.
         launch: Address of `int32 launch(state, record, params, params_bytes, tag)`. It queues a launch and returns 0,
             or does nothing and returns another number: `Context.launch` then does it, or raises the reason.
         query: Address of `int32 query(state)`. It returns 0 if all launches have ended well and there is nothing to
@@ -212,6 +212,13 @@ class NativeLaunch:
         record: Gives the record of a kernel, a grid, a block and bytes of shared memory for `launch`, valid as long as
             the kernel's module is loaded; None if only `Context.launch` can do such a launch.
         launched: To be called with the kernel that native code launched last, before any other use of the context.
+        copy_in: Address of `int32 copy_in(state, address, data, bytes)`. It copies host bytes to the device, as
+            `Context.mem_write` does, and returns 0; any other number if `Context.mem_write` has to do it. All launches
+            must have ended.
+        copy_out: Address of `int32 copy_out(state, address, into, bytes)`, which is to `Context.mem_read` as `copy_in`
+            is to `Context.mem_write`.
+        zero: Address of `int32 zero(state, address, bytes)`. It does what `Context.mem_reuse` does, and returns 0; any
+            other number if that has to do it.
     """
 
     state: int
@@ -220,6 +227,9 @@ class NativeLaunch:
     spin_ns: int
     record: Callable[[Kernel, Dim3, Dim3, int], bytes | None]
     launched: Callable[[Kernel], None]
+    copy_in: int
+    copy_out: int
+    zero: int
 
 
 SEGMENT_STEPS: Final = 32
@@ -363,6 +373,12 @@ class Context(Protocol):
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
         """Release an allocation that `mem_alloc` gave; launches queued before may still use it."""
+
+    def mem_reuse(self, address: int, size_bytes: int, poll: Poll = keep_waiting) -> None:
+        """Do what a `mem_free` and a `mem_alloc` of the same size do together, where the latter gives the same address.
+
+        Launches queued before may still use the old contents; all that is queued from now on finds zeros there.
+        """
 
     def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
         """Give kept memory back to the card until at most so many bytes are kept."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gpulease.daemon.drivers.interface import DriverError, ImageRejected, Module
+from gpulease.daemon.session.native.allocation_records import AllocationRecords
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
@@ -70,14 +71,22 @@ class Dependents:
     """Callbacks of those who must know when something of the session is released.
 
     Nothing depends on most of what a session has: a look at an empty map is all it costs then.
+
+    Args:
+        on_add: Called with each thing that something begins to depend on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_add: Callable[[int], None] = lambda thing: None) -> None:
+        self._on_add = on_add
         self._callbacks: dict[int, dict[int, Callable[[str], None]]] = {}
+
+    def __contains__(self, thing: int) -> bool:
+        return thing in self._callbacks
 
     def add(self, thing: int, dependent: int, on_release: Callable[[str], None]) -> None:
         """Have `on_release` called, with the thing in words, once `thing` is released."""
         self._callbacks.setdefault(thing, {})[dependent] = on_release
+        self._on_add(thing)
 
     def remove(self, thing: int, dependent: int) -> None:
         """Forget a dependent; one that is not known is ignored."""
@@ -105,6 +114,7 @@ class Ledger:
         used_bytes: All live allocations, with the bytes asked for.
         rounding_bytes: What the card takes beyond those; the driver knows, and SessionResources updates it.
         make_room: Called before the card takes more, with how many bytes the driver may still keep for later.
+        records: The allocations that native code serves copies of.
         allocation_dependents: Who must know when an allocation is freed, by its handle.
         module_dependents: Who must know when a module is unloaded, by its number.
     """
@@ -125,7 +135,8 @@ class Ledger:
         self._streams_bytes = 0
         self._graph_bytes = 0
         self._most_graph_bytes = 0
-        self.allocation_dependents = Dependents()
+        self.records = AllocationRecords()
+        self.allocation_dependents = Dependents(on_add=self.records.hide)
         self.module_dependents = Dependents()
         self._allocations: dict[int, int] = {}
         # By address: the sizes of modules' variables, which count with their modules.
@@ -210,9 +221,24 @@ class Ledger:
             )
         self._size_of(handle)
 
+    def show(self, handle: int) -> None:
+        """Have native code serve copies of an allocation; anything else with a handle is Python's."""
+        size_bytes = self._allocations.get(handle)
+        if size_bytes is not None:
+            self.records.show(handle, size_bytes, is_reusable=handle not in self.allocation_dependents)
+
     def remove_allocation(self, handle: int) -> None:
         """Note that the driver freed an allocation, and call its dependents."""
+        self.records.hide(handle)
         self.used_bytes -= self._allocations.pop(handle)
+        self._freed(handle)
+
+    def reuse_allocation(self, handle: int) -> int:
+        """Note that an allocation is freed and another of its size given in its place; that size in bytes."""
+        self._freed(handle)
+        return self._allocations[handle]
+
+    def _freed(self, handle: int) -> None:
         self.allocation_dependents.released(handle, f"the allocation {handle:#x}, which is freed")
 
     # --- regions ---

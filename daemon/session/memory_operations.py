@@ -71,6 +71,14 @@ class MemoryOperations(Operations):
         self._record_usage()
         return empty(frame)
 
+    def reuse(self, frame: Frame) -> bytes:
+        """MEM_REUSE."""
+        (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
+        self._ledger.check_free(handle)
+        self._context.mem_reuse(handle, self._ledger.reuse_allocation(handle), self._check_lease)
+        self._ledger.show(handle)
+        return empty(frame)
+
     def write(self, frame: Frame) -> bytes:
         """MEM_WRITE."""
         handle, offset, data = parse_mem_write(memoryview(frame.payload))
@@ -85,6 +93,7 @@ class MemoryOperations(Operations):
                 # The reply stands for this write and all before it.
                 self._context.write_pinned(address, data, self._check_lease)
         self._count_copy(len(data))
+        self._ledger.show(handle)
         return empty(frame)
 
     def read(self, frame: Frame) -> bytes | memoryview:
@@ -102,6 +111,7 @@ class MemoryOperations(Operations):
         elif length:
             self._context.mem_read(address, reply[len(prefix) :], self._check_lease)
         self._count_copy(length)
+        self._ledger.show(handle)
         return reply
 
     def close(self) -> None:

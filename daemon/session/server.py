@@ -312,6 +312,7 @@ class Server:
             SessionOption.EVENTS,
             SessionOption.PRINTED,
             SessionOption.LAUNCH_WITH,
+            SessionOption.MEM_REUSE,
         )
         options += tuple(Tlv(option, b"") for option in served)
         if ring is not None and connection.guest is None and self._max_connections == 1 and self._session.is_native:

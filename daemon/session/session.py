@@ -143,7 +143,7 @@ class Session:
         self._sync_pattern = SyncPattern(lease_id)
         self._fast_path = LaunchFastPath(context, planner, page, self._sync_pattern, gate, self._keep_failure)
         if native is not None and not self.watch.is_on:
-            self._fast_path.use_native(native)
+            self._fast_path.use_native(native, ledger.records)
         self._operations = self._submit_operations() if is_submit else self._session_operations()
 
     def _session_operations(self) -> dict[int, Operation]:
@@ -151,6 +151,7 @@ class Session:
             Opcode.PING: _ping,
             Opcode.MEM_ALLOC: self._memory.alloc,
             Opcode.MEM_FREE: self._memory.free,
+            Opcode.MEM_REUSE: self._memory.reuse,
             Opcode.MEM_WRITE: self._memory.write,
             Opcode.MEM_READ: self._memory.read,
             Opcode.ARENA_WRITE: self.arena.write,

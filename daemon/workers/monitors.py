@@ -61,6 +61,7 @@ KNOWN_WAITS: Final = frozenset(
         Opcode.LAUNCH_WITH,
         Opcode.MODULE_LOAD,
         Opcode.MEM_ALLOC,
+        Opcode.MEM_REUSE,
         Opcode.ARENA_WRITE,
         Opcode.ARENA_READ,
         Opcode.STREAM_CREATE,

@@ -87,6 +87,7 @@ def test_a_foreign_number_means_nothing_to_a_worker(daemon: Daemon, victim: Vict
         (Opcode.MEM_READ, MemRead(victim.buffer.handle, 0, len(SECRET))),
         (Opcode.MEM_WRITE, MemWrite(victim.buffer.handle, 0, b"gotcha")),
         (Opcode.MEM_FREE, Handle(victim.buffer.handle)),
+        (Opcode.MEM_REUSE, Handle(victim.buffer.handle)),
         (Opcode.MODULE_UNLOAD, Handle(victim.module.handle)),
     ]
     for op, body in attempts:
@@ -98,6 +99,7 @@ def test_the_victims_session_id_on_the_intruders_connection(daemon: Daemon, vict
         (Opcode.MEM_READ, MemRead(victim.buffer.handle, 0, len(SECRET))),
         (Opcode.MEM_WRITE, MemWrite(victim.buffer.handle, 0, b"gotcha")),
         (Opcode.MEM_FREE, Handle(victim.buffer.handle)),
+        (Opcode.MEM_REUSE, Handle(victim.buffer.handle)),
         (Opcode.SYNC, Empty()),
         (Opcode.PING, Ping(3)),
     ]

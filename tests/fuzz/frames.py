@@ -149,6 +149,7 @@ def graph_launch_in(payload: memoryview) -> tuple[Any, ...]:
 
 FIXED: dict[int, tuple[Any, type[Any]]] = {
     Opcode.MEM_FREE: (fast.HANDLE, m.Handle),
+    Opcode.MEM_REUSE: (fast.HANDLE, m.Handle),
     Opcode.REGION_SET_FREE: (fast.HANDLE, m.Handle),
     Opcode.MEM_ALLOC: (fast.MEM_ALLOC, m.MemAlloc),
     Opcode.MEM_READ: (fast.MEM_READ, m.MemRead),

@@ -3,6 +3,7 @@
 The invariant. Whatever a client puts into its ring, announces or scribbles over, the same bytes bring about the same:
 
 - the same launches with the same arguments, in the same order, none with an argument that was not sent;
+- the same bytes in the session's memory, none outside the allocation that a copy names;
 - the same replies, byte for byte, and the same counters on the control page;
 - the connection lives or ends alike, and nothing else happens: no crash, no exception.
 
@@ -15,7 +16,7 @@ from gpulease.daemon.session import connection
 from gpulease.protocol.opcodes import Status
 from helpers.ring_pair import SMALL, Pair, pair
 from helpers.ring_peer import READER_SLEEPS, REPLY_WRITER_SLEEPS, TAIL
-from helpers.session_rig import stream_of, told
+from helpers.session_rig import MEMORY_KINDS, stream_of, told, without_addresses
 
 from .draws import Draws
 
@@ -37,7 +38,9 @@ KINDS = (
     "cut",
     "sync",
     "sync",
+    *MEMORY_KINDS,
 )
+DAMAGED = (*KINDS[:8], *MEMORY_KINDS)
 NAMES = {"cut": "truncated sizes"}
 REPLY_READER_SLEEPS, WRITER_SLEEPS = 48, 24
 WORDS = (READER_SLEEPS, WRITER_SLEEPS, REPLY_READER_SLEEPS, REPLY_WRITER_SLEEPS)
@@ -70,7 +73,7 @@ def follow(made: Pair, draws: Draws) -> tuple[object, ...]:
         STEPS[draws.below(len(STEPS))](made, draws)
         made.turn()
     made.turn()
-    return bytes(made.heard), made.is_served, told(made.made)
+    return without_addresses(made.heard), made.is_served, told(made.made), made.made.contents
 
 
 def put_frames(made: Pair, draws: Draws) -> None:
@@ -84,7 +87,7 @@ def put_frames(made: Pair, draws: Draws) -> None:
 
 def put_damaged(made: Pair, draws: Draws) -> None:
     """Launches of which some bytes are others."""
-    stream = bytearray(stream_of(made.made, [draws.pick(KINDS[:8]) for _ in range(1 + draws.below(3))]))
+    stream = bytearray(stream_of(made.made, [draws.pick(DAMAGED) for _ in range(1 + draws.below(3))]))
     for _ in range(1 + draws.below(3)):
         stream[draws.number(2) % len(stream)] = draws.byte()
     made.put(bytes(stream))

@@ -174,6 +174,7 @@ BODIES: dict[int, Body] = {
     **dict.fromkeys(
         (
             Opcode.MEM_FREE,
+            Opcode.MEM_REUSE,
             Opcode.MODULE_UNLOAD,
             Opcode.STREAM_DESTROY,
             Opcode.STREAM_SELECT,

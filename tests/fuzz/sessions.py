@@ -170,6 +170,9 @@ def note(tenant: Tenant, asked: Frame, body: Any) -> None:
             tenant.contents[body.handle] = bytearray(size_bytes)
         case Opcode.MEM_FREE:
             del tenant.contents[parse_body(m.Handle, payload).handle]
+        case Opcode.MEM_REUSE:
+            contents = tenant.contents[parse_body(m.Handle, payload).handle]
+            contents[:] = bytes(len(contents))
         case Opcode.MEM_WRITE:
             note_write(tenant, payload)
         case Opcode.MEM_READ:

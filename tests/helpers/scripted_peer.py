@@ -364,6 +364,13 @@ class ScriptedPeer:
             raise Refusal(Failure(Status.INVALID_HANDLE, "no such buffer"))
         return Empty()
 
+    def _mem_reuse(self, request: Request) -> Body:
+        assert isinstance(request.body, Handle)
+        if request.body.handle not in self.memory:
+            raise Refusal(Failure(Status.INVALID_HANDLE, "no such buffer"))
+        self.memory[request.body.handle][:] = bytes(len(self.memory[request.body.handle]))
+        return Empty()
+
     def _mem_write(self, request: Request) -> Body:
         body = request.body
         assert isinstance(body, MemWrite)
@@ -404,6 +411,7 @@ _DEFAULTS: dict[Opcode, Any] = {
     Opcode.LEASE_QUERY: ScriptedPeer._lease_query,
     Opcode.MEM_ALLOC: ScriptedPeer._mem_alloc,
     Opcode.MEM_FREE: ScriptedPeer._mem_free,
+    Opcode.MEM_REUSE: ScriptedPeer._mem_reuse,
     Opcode.MEM_WRITE: ScriptedPeer._mem_write,
     Opcode.MEM_READ: ScriptedPeer._mem_read,
     Opcode.MODULE_LOAD: ScriptedPeer._module_load,

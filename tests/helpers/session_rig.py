@@ -1,6 +1,7 @@
 """A session whose launches are written down, fed with frames, by native code or without it."""
 
 import ctypes
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import Empty, Launch
+from gpulease.protocol.messages import Empty, Handle, Launch, MemRead, MemWrite
 from gpulease.protocol.opcodes import Flag, Opcode
 from helpers.kernels import TRANSFORM
 
@@ -28,6 +29,7 @@ UNKNOWN_TO_NATIVE = 3
 """Blocks of the launches that native code can't do."""
 
 MINUTE_NS = 60_000_000_000
+ALLOCATED_BYTES = 4096
 
 
 CALLED = ctypes.CFUNCTYPE(
@@ -98,6 +100,10 @@ class Rig:
     reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_PAYLOAD_BYTES))
     replies: list[bytes] = field(default_factory=list)
 
+    @property
+    def contents(self) -> bytes:
+        return ctypes.string_at(self.address, ALLOCATED_BYTES)
+
     def feed(self, stream: bytes, *, expect_launches: bool) -> None:
         self.reader.receive_data(stream)
         while True:
@@ -120,8 +126,8 @@ def rig(*, is_native: bool = False) -> Iterator[Rig]:
     ledger = Ledger(1 << 20)
     native = context.native() if is_native else None
     session = Session(LEASE, context, ledger, view, native=native)  # type: ignore[arg-type]  # forwards the rest
-    address = context.context.mem_alloc(4096)
-    ledger.add_allocation(address, 4096)
+    address = context.context.mem_alloc(ALLOCATED_BYTES)
+    ledger.add_allocation(address, ALLOCATED_BYTES)
     module = ledger.add_module(context.context.module_load(TRANSFORM), 1)
     ledger.add_module(context.context.module_load(GAPS), 1)
     try:
@@ -150,9 +156,42 @@ def sync(request_id: int) -> bytes:
     return build_frame(Opcode.SYNC, build_body(Empty()), request_id=request_id, session_id=LEASE)
 
 
-KINDS = st.sampled_from(
-    ["scale", "bias", "scale wide", "scale by Python", "gaps", "foreign", "no kernel", "truncated sizes", "sync"]
-)
+MEMORY_KINDS = ("write", "write much", "read", "read all", "read beyond", "reuse", "reuse beside", "read for another")
+LAUNCH_KINDS = ("scale", "bias", "scale wide", "scale by Python", "gaps", "foreign", "no kernel", "truncated sizes")
+KINDS = st.sampled_from([*LAUNCH_KINDS, "sync", *MEMORY_KINDS])
+
+
+def write(made: Rig, request_id: int, data: bytes, offset: int = 0) -> bytes:
+    body = build_body(MemWrite(made.address, offset, data))
+    return build_frame(Opcode.MEM_WRITE, body, request_id=request_id, session_id=LEASE, flags=Flag.QUIET)
+
+
+def read(made: Rig, request_id: int, offset: int, length: int, session_id: int = LEASE) -> bytes:
+    body = build_body(MemRead(made.address, offset, length))
+    return build_frame(Opcode.MEM_READ, body, request_id=request_id, session_id=session_id)
+
+
+def reuse(made: Rig, request_id: int, beside: int = 0) -> bytes:
+    body = build_body(Handle(made.address + beside))
+    return build_frame(Opcode.MEM_REUSE, body, request_id=request_id, session_id=LEASE, flags=Flag.QUIET)
+
+
+def memory_frame(made: Rig, kind: str, number: int) -> bytes:
+    match kind:
+        case "write":
+            return write(made, number, bytes([number % 256]) * (1 + number % 40), number % 4000)
+        case "write much":
+            return write(made, number, bytes(range(256)) * 8, number % 2048)
+        case "read":
+            return read(made, number, number % 4000, 1 + number % 90)
+        case "read all":
+            return read(made, number, 0, 4096)
+        case "read beyond":
+            return read(made, number, 4096 - number % 64, 65)
+        case "read for another":
+            return read(made, number, 0, 8, LEASE + 1)
+        case _:
+            return reuse(made, number, 8 * (kind == "reuse beside"))
 
 
 def stream_of(made: Rig, kinds: list[str]) -> bytes:
@@ -160,6 +199,8 @@ def stream_of(made: Rig, kinds: list[str]) -> bytes:
     for number, kind in enumerate(kinds, start=1):
         plain = launch_of(made, count=number)
         match kind:
+            case kind if kind in MEMORY_KINDS:
+                frames.append(memory_frame(made, kind, number))
             case "scale":
                 frames.append(quiet(plain, number))
             case "bias":
@@ -182,7 +223,13 @@ def stream_of(made: Rig, kinds: list[str]) -> bytes:
     return b"".join(frames)
 
 
+def without_addresses(replies: bytes | bytearray) -> bytes:
+    """Replies, but for the addresses that failures name: each rig has its own."""
+    return re.sub(rb"0x[0-9a-f]{8,}", b"0x", replies)
+
+
 def told(made: Rig) -> tuple[object, ...]:
     """What a session did, but for addresses and when it last looked around."""
     counters = {counter: made.page.counter(counter) for counter in set(Counter) - {Counter.LOOKED_NS}}
-    return [(*shape, params[8:], tag) for *shape, params, tag in made.context.launches], counters
+    launches = [(*shape, params[8:], tag) for *shape, params, tag in made.context.launches]
+    return launches, counters

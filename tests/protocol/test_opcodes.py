@@ -65,6 +65,7 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "EVENT_DESTROY": 0x061E,
         "PRINTED": 0x061F,
         "LAUNCH_WITH": 0x0620,
+        "MEM_REUSE": 0x0621,
     }.items()
 
 

@@ -81,8 +81,8 @@ def test_a_public_operation_number(name: str, number: int) -> None:
     assert build_frame(Opcode[name], request_id=1)[6:8] == number.to_bytes(2, "big")
 
 
-def test_session_operations_are_0601_to_0620() -> None:
-    assert sorted(SESSION_OPCODES) == list(range(0x0601, 0x0621))
+def test_session_operations_are_0601_to_0621() -> None:
+    assert sorted(SESSION_OPCODES) == list(range(0x0601, 0x0622))
 
 
 @pytest.mark.parametrize(("name", "number"), HOST_ERRORS.items())

@@ -125,9 +125,8 @@ def events() -> Script:
     script = Script("A launch between two events is timed: they go with it, without replies, and the question waits.")
     script.hello("control")
     script.grant()
-    script.attach(
-        told=(Tlv(SessionOption.EVENTS, b""), Tlv(SessionOption.PRINTED, b""), Tlv(SessionOption.LAUNCH_WITH, b""))
-    )
+    served = (SessionOption.EVENTS, SessionOption.PRINTED, SessionOption.LAUNCH_WITH, SessionOption.MEM_REUSE)
+    script.attach(told=tuple(Tlv(option, b"") for option in served))
     script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(16), m.Handle(POINTER), LEASE)
     script.load()
     script.ask("session", Opcode.EVENT_RECORD, m.EventRecord(0, 1), session_id=LEASE, quiet=True)
@@ -139,6 +138,9 @@ def events() -> Script:
     clustered = m.LaunchWith(**shape, region_set=0, position=0, flags=1, cluster_x=1, cluster_y=1, cluster_z=1)
     script.ask("session", Opcode.LAUNCH_WITH, clustered, session_id=LEASE, quiet=True)
     script.call("session", Opcode.PRINTED, m.Empty(), m.Printed(b"", 0), LEASE)
+    script.ask(
+        "session", Opcode.MEM_REUSE, m.Handle(POINTER), session_id=LEASE, quiet=True, comment="zeroed, as if new"
+    )
     script.ask("session", Opcode.EVENT_DESTROY, m.Handle(1), session_id=LEASE, quiet=True)
     gone = Failure(Status.INVALID_HANDLE, "1 is not an event of this connection's")
     pair = m.EventPair(1, 2)

@@ -214,6 +214,13 @@ class CudaContext:
         # Drop half of them, so that many frees wait for the card once.
         self._drop(MAX_CACHED_BYTES // 2, MAX_CACHED_BLOCKS // 2)
 
+    def mem_reuse(self, address: int, size_bytes: int, poll: Poll = keep_waiting) -> None:
+        """Zero the block as if it had been cached in between."""
+        self._make_room(poll)
+        self._call(self._streams.reuse_behind_all)
+        for number in self._call(self._streams.zero, address, size_bytes, True):
+            self._mark(number)
+
     def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
         """Give cached blocks back to the driver, the one freed first before the others."""
         if self._blocks.cached_bytes > most_bytes:
@@ -281,7 +288,7 @@ class CudaContext:
 
     def _make_room(self, poll: Poll) -> None:
         """Wait for a full stream: beyond some 1,000 calls the driver blocks, and nobody can end that wait."""
-        if self._streams.is_full or (self._has_one_stream and self._launcher.state.launches > MAX_AHEAD_OF_COPY):
+        if self._streams.is_full or (self._has_one_stream and self._launcher.queued > MAX_AHEAD_OF_COPY):
             self._empty(poll)
         self._streams.count_copy()
 
@@ -382,7 +389,7 @@ class CudaContext:
 
     def stream_create(self) -> int:
         """A stream that was destroyed before, if there is an empty one; else a new one."""
-        number: int = self._call(self._streams.create)
+        number: int = self._call(self._streams.create, has_zeroed=bool(self._launcher.state.zeroed))
         self._has_one_stream = False
         self._launcher.state.other_streams = len(self._streams) - 1
         self._mark(number)
@@ -408,7 +415,7 @@ class CudaContext:
         self._await(self._streams[stream].is_done, poll)
         self._streams.emptied(stream)
         if self._has_one_stream:
-            self._launcher.state.launches = 0
+            self._launcher.ended()
 
     def _empty(self, poll: Poll) -> None:
         """Wait for what the selected stream holds."""
@@ -419,7 +426,7 @@ class CudaContext:
         """Note that the selected stream holds nothing."""
         self._streams.emptied(self._streams.selected)
         if self._has_one_stream:
-            self._launcher.state.launches = 0
+            self._launcher.ended()
 
     def _await(self, is_done: Callable[[], bool], poll: Poll) -> None:
         """Wait for the card. Spin for a while, then sleep longer and longer, so that a long kernel takes no core."""
@@ -526,7 +533,7 @@ class CudaContext:
             return
         for number in range(len(self._streams)):
             self.stream_sync(number, poll)
-        self._launcher.state.launches = 0
+        self._launcher.ended()
 
     def flush_printed(self) -> None:
         """Have the driver write it (CUDA C++ Programming Guide, "Formatted Output": cuCtxSynchronize flushes)."""
@@ -589,9 +596,9 @@ class CudaContext:
         """The fault that an earlier call found. Asking the card takes microseconds; the next call finds it anyway."""
         return self._fault
 
-    def _call(self, function: Any, *arguments: Any) -> Any:
+    def _call(self, function: Any, *arguments: Any, **options: Any) -> Any:
         try:
-            return function(*arguments)
+            return function(*arguments, **options)
         except cuda.Error as error:
             raise self._error(error) from None
 

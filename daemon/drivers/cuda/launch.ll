@@ -1,12 +1,15 @@
-; Launches and the question whether they have ended, for the worker's native code (interface.py, NativeLaunch).
+; Launches, the question whether they have ended, and small copies, for the worker's native code (interface.py,
+; NativeLaunch).
 ;
 ; %state is a LaunchState (launch_code.py); offsets: launch_kernel 0, stream_query 8, stream 16, other_streams 24, launches 32,
-; tag 40. %record is a LaunchRecord: function 0, grid 8, block 20, shared_bytes 32.
+; tag 40, copy_in 48, copy_out 56, memset 64, zeroed 72. %record is a LaunchRecord: function 0, grid 8, block 20, shared_bytes 32.
 ;
 ; CUDA driver API, cuLaunchKernel: with CU_LAUNCH_PARAM_BUFFER_POINTER (1) and CU_LAUNCH_PARAM_BUFFER_SIZE (2), ended by
 ; CU_LAUNCH_PARAM_END (0), `extra` names the parameters as one buffer, which is the caller's again on return. Any result
 ; but CUDA_SUCCESS (0) means that the kernel was not launched, if only because an earlier one has failed.
 ; cuStreamQuery: CUDA_SUCCESS if all has ended, CUDA_ERROR_NOT_READY (600) if not.
+; cuMemcpyHtoDAsync, cuMemcpyDtoHAsync: of memory that is not pinned, the first has taken the bytes when it returns, and
+; the second is complete ("API synchronization behavior"). Both may wait for the stream: it must be empty.
 
 define i32 @launch(ptr %state, ptr %record, ptr %params, i64 %bytes, i64 %tag) {
 entry:
@@ -73,9 +76,61 @@ ask:
 ended:
   %launches.at = getelementptr i8, ptr %state, i64 32
   store i64 0, ptr %launches.at
+  %zeroed.at = getelementptr i8, ptr %state, i64 72
+  store i64 0, ptr %zeroed.at
   ret i32 0
 busy:
   ret i32 1
 unsure:
   ret i32 2
+}
+
+define internal i32 @copy(ptr %state, i64 %function.at, ptr %first, ptr %second, i64 %bytes) {
+  %call.at = getelementptr i8, ptr %state, i64 %function.at
+  %call = load ptr, ptr %call.at
+  %stream.at = getelementptr i8, ptr %state, i64 16
+  %stream = load ptr, ptr %stream.at
+  %result = call i32 %call(ptr %first, ptr %second, i64 %bytes, ptr %stream)
+  ret i32 %result
+}
+
+define i32 @copy_in(ptr %state, i64 %address, ptr %data, i64 %bytes) {
+  %to = inttoptr i64 %address to ptr
+  %result = call i32 @copy(ptr %state, i64 48, ptr %to, ptr %data, i64 %bytes)
+  ret i32 %result
+}
+
+define i32 @copy_out(ptr %state, i64 %address, ptr %into, i64 %bytes) {
+  %from = inttoptr i64 %address to ptr
+  %result = call i32 @copy(ptr %state, i64 56, ptr %into, ptr %from, i64 %bytes)
+  ret i32 %result
+}
+
+; Zero an allocation in the only stream, behind what it holds; 1 if there are several streams, which Python orders, or so
+; much is queued that the driver may wait.
+define i32 @zero(ptr %state, i64 %address, i64 %bytes) {
+entry:
+  %others.at = getelementptr i8, ptr %state, i64 24
+  %others = load i64, ptr %others.at
+  %is.alone = icmp eq i64 %others, 0
+  %launches.at = getelementptr i8, ptr %state, i64 32
+  %launches = load i64, ptr %launches.at
+  %zeroed.at = getelementptr i8, ptr %state, i64 72
+  %zeroed = load i64, ptr %zeroed.at
+  %queued = add i64 %launches, %zeroed
+  ; MAX_AHEAD_OF_COPY
+  %is.early = icmp ule i64 %queued, 512
+  %can = and i1 %is.alone, %is.early
+  br i1 %can, label %clear, label %refuse
+clear:
+  %memset.at = getelementptr i8, ptr %state, i64 64
+  %memset = load ptr, ptr %memset.at
+  %stream.at = getelementptr i8, ptr %state, i64 16
+  %stream = load ptr, ptr %stream.at
+  %result = call i32 %memset(i64 %address, i8 0, i64 %bytes, ptr %stream)
+  %more = add i64 %zeroed, 1
+  store i64 %more, ptr %zeroed.at
+  ret i32 %result
+refuse:
+  ret i32 1
 }

@@ -1,4 +1,4 @@
-"""Python's side of launch.ll: cuLaunchKernel and cuStreamQuery for native code, and the counts that Python reads."""
+"""Python's side of launch.ll: launches and small copies for native code, and the counts that Python reads."""
 
 import ctypes
 from collections.abc import Callable
@@ -31,6 +31,10 @@ class LaunchState(ctypes.Structure):
     other_streams  How many other streams a wait for all must ask; native code asks none, and leaves that to Python.
     launches       Launches since all were last known to have ended.
     tag            The last launch's tag.
+    copy_in        Address of cuMemcpyHtoDAsync.
+    copy_out       Address of cuMemcpyDtoHAsync.
+    memset         Address of cuMemsetD8Async.
+    zeroed         Allocations zeroed by native code since all was last known to have ended.
     """
 
     _fields_ = (
@@ -40,6 +44,10 @@ class LaunchState(ctypes.Structure):
         ("other_streams", ctypes.c_uint64),
         ("launches", ctypes.c_uint64),
         ("tag", ctypes.c_uint64),
+        ("copy_in", ctypes.c_uint64),
+        ("copy_out", ctypes.c_uint64),
+        ("memset", ctypes.c_uint64),
+        ("zeroed", ctypes.c_uint64),
     )
 
 
@@ -139,6 +147,9 @@ class Launcher:
             launch_kernel=_address(self._driver.cuLaunchKernel),
             stream_query=_address(self._driver.cuStreamQuery),
             stream=stream,
+            copy_in=_address(self._driver.cuMemcpyHtoDAsync_v2),
+            copy_out=_address(self._driver.cuMemcpyDtoHAsync_v2),
+            memset=_address(self._driver.cuMemsetD8Async),
         )
         self._state_address = ctypes.addressof(self.state)
         self._launch: Callable[[int, int, bytes, int, int], int] = _LAUNCH(launching_code().address("launch"))
@@ -150,8 +161,8 @@ class Launcher:
     def native(self, launched: Callable[[Kernel], None], spin_ns: int) -> NativeLaunch:
         """The functions for native code; the arguments are NativeLaunch's."""
         code = launching_code()
-        launch, query = code.address("launch"), code.address("query")
-        return NativeLaunch(self._state_address, launch, query, spin_ns, _native_record, launched)
+        launch, query, *copies = map(code.address, ("launch", "query", "copy_in", "copy_out", "zero"))
+        return NativeLaunch(self._state_address, launch, query, spin_ns, _native_record, launched, *copies)
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> int:
         """Queue a launch; the CUresult, 0 if it was queued. Raises LaunchRejected."""
@@ -161,6 +172,15 @@ class Launcher:
             ctypes.memmove(self._record_address, record, len(record))
             self._shape = shape
         return self._launch(self._state_address, self._record_address, params, len(params), tag)
+
+    def ended(self) -> None:
+        """Note that all streams hold nothing."""
+        self.state.launches = self.state.zeroed = 0
+
+    @property
+    def queued(self) -> int:
+        """Number of operations that stream 0 may hold, but for those that Python counts."""
+        return int(self.state.launches + self.state.zeroed)
 
     def count(self, tag: int) -> None:
         """Count a launch that went into the stream by another function."""

@@ -97,8 +97,14 @@ class Streams:
         """Number of streams that may hold something, destroyed ones included."""
         return len(self._streams)
 
-    def create(self) -> int:
-        """The number of a new stream, or of a destroyed one; an empty one where possible. Raises cuda.Error."""
+    def create(self, *, has_zeroed: bool = False) -> int:
+        """The number of a new stream, or of a destroyed one; an empty one where possible. Raises cuda.Error.
+
+        Args:
+            has_zeroed: Native code has zeroed memory in stream 0, the only one, and recorded nothing behind it.
+        """
+        if has_zeroed:
+            self._used_zeroed.record(self._streams[0])
         for at, number in enumerate(self._spare):
             if self._streams[number].is_done():
                 return self._spare.pop(at)

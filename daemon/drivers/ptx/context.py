@@ -279,6 +279,11 @@ class CpuContext:
         self.sync(poll)
         self._arena.free(address)
 
+    def mem_reuse(self, address: int, size_bytes: int, poll: Poll = keep_waiting) -> None:
+        """Zero the allocation behind all that is queued (`Context.mem_reuse`)."""
+        self.sync(poll)
+        ctypes.memset(address, 0, size_bytes)
+
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Write into one allocation (`Context.mem_write`). Raises DriverError for bytes outside it."""
         self.sync(poll)
@@ -479,7 +484,8 @@ class CpuContext:
         """Return the native way to launch (`Context.native`)."""
         code, state = stream_code(), ctypes.addressof(self._stream.state)
         spin_ns = 0 if self._stream.yields else int(self._stream.spin_s * 1e9)
-        return NativeLaunch(state, code.address("submit"), code.address("query"), spin_ns, self._record, _pass)
+        submit, query, *copies = map(code.address, ("submit", "query", "copy_in", "copy_out", "zero"))
+        return NativeLaunch(state, submit, query, spin_ns, self._record, _pass, *copies)
 
     def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
         """Return what native/submit.ll takes: the launch's head, and whether threads share its blocks."""

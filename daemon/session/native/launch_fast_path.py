@@ -1,4 +1,4 @@
-"""Launches and syncs that come as expected, done without parsing a frame: by native code, or by Python.
+"""Launches and syncs that come as expected, and small copies, done without parsing: by native code, or by Python.
 
 `LaunchFastPath` compares what a connection sent with the pattern of the plan that is expected next. Native code
 (serve.ll) does the same as `LaunchFastPath._take`, which is the reference: both have the same effects, byte for byte.
@@ -23,11 +23,12 @@ from gpulease.daemon.drivers.interface import Context, DriverError, Kernel, Nati
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session import native
 from gpulease.daemon.session.launches import Plan, Planner
+from gpulease.daemon.session.native.allocation_records import AllocationRecords
 from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.region_operations import NO_EPOCH, RegionGate
 from gpulease.daemon.session.replies import SyncPattern
-from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET
+from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, SMALL_FRONTS
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.opcodes import Opcode
@@ -78,11 +79,11 @@ class LaunchFastPath:
         self._keep_failure = keep_failure
         self._native: NativeServing | None = None
 
-    def use_native(self, launch: NativeLaunch) -> None:
+    def use_native(self, launch: NativeLaunch, allocations: AllocationRecords) -> None:
         """Let native code do what it can, if this machine has it. To be called before any launch."""
         code = serving_code()
         if code is not None:
-            self._native = NativeServing(code, launch, self._page, self._sync_pattern, self._gate)
+            self._native = NativeServing(code, launch, self._page, self._sync_pattern, self._gate, allocations)
             self._planner.add_record = self._native.add_record
             self._gate.on_change = self._native.show_regions
 
@@ -204,6 +205,13 @@ def serving_code() -> ServingCode | None:
 SCRATCH_BYTES: Final = 2 * MAX_ARGUMENT_BYTES
 """Room for one parameter buffer. Python launches what needs more, gaps and all."""
 
+SMALL_COPY_BYTES: Final = 64 << 10
+"""Largest copy that native code serves: the driver takes so much of ordinary memory with the command, and the receive
+buffer has room for the whole frame. serve.ll repeats this number."""
+
+COPIED_BYTES: Final = SMALL_COPY_BYTES + 64
+"""Room for a reply that carries as much."""
+
 _ALIGNMENT: Final = 16
 
 
@@ -214,7 +222,13 @@ class NativeServing:
     """
 
     def __init__(
-        self, code: ServingCode, launch: NativeLaunch, page: WorkerPage, sync_pattern: SyncPattern, gate: RegionGate
+        self,
+        code: ServingCode,
+        launch: NativeLaunch,
+        page: WorkerPage,
+        sync_pattern: SyncPattern,
+        gate: RegionGate,
+        allocations: AllocationRecords,
     ) -> None:
         self._code = code
         self._gate = gate
@@ -236,11 +250,26 @@ class NativeServing:
             reply_front=reply_front,
             reply_tail=reply_tail,
             sync_spin_ns=launch.spin_ns,
+            **self._for_copies(launch, allocations),
         )
         self._no_page = ctypes.c_uint64()
         self.show_regions()
         self._state_address = ctypes.addressof(self._state)
         self._buffer: bytearray | None = None
+
+    def _for_copies(self, launch: NativeLaunch, allocations: AllocationRecords) -> dict[str, int]:
+        """The state's fields for small copies."""
+        self._allocations = allocations
+        self._copied = ctypes.create_string_buffer(COPIED_BYTES)
+        self._fronts = [ctypes.create_string_buffer(text, len(text)) for text in SMALL_FRONTS]
+        fronts = zip(("write_front", "read_front", "data_front", "reuse_front"), self._fronts, strict=True)
+        return {name: ctypes.addressof(front) for name, front in fronts} | {
+            "allocations": allocations.address,
+            "copied": ctypes.addressof(self._copied),
+            "copy_in": launch.copy_in,
+            "copy_out": launch.copy_out,
+            "zero": launch.zero,
+        }
 
     def add_record(self, plan: Plan) -> None:
         """Give a plan its record."""

@@ -101,6 +101,15 @@ class ServingState(ctypes.Structure):
     epoch         Address of the regions page's epoch, of a word that never changes if there is no such page.
     seen_epoch    The epoch when Python last looked: at another one the serving of a ring ends after one portion.
     synced        Launches counted when a SYNC was last answered.
+    write_front   Address of the 12 bytes at which a quiet MEM_WRITE begins, whatever its size.
+    read_front    Address of the 16 bytes of a MEM_READ before its request id.
+    data_front    Address of the 12 bytes at which its successful reply begins.
+    reuse_front   Address of the 16 bytes of a quiet MEM_REUSE before its request id.
+    allocations   Address of the AllocationRecords' table.
+    copied        Address of COPIED_BYTES where a MEM_READ's reply is put together.
+    copy_in       Address of the driver's NativeLaunch.copy_in.
+    copy_out      Address of its copy_out.
+    zero          Address of its zero.
     """
 
     _fields_ = (
@@ -127,6 +136,15 @@ class ServingState(ctypes.Structure):
         ("epoch", ctypes.c_uint64),
         ("seen_epoch", ctypes.c_uint64),
         ("synced", ctypes.c_uint64),
+        ("write_front", ctypes.c_uint64),
+        ("read_front", ctypes.c_uint64),
+        ("data_front", ctypes.c_uint64),
+        ("reuse_front", ctypes.c_uint64),
+        ("allocations", ctypes.c_uint64),
+        ("copied", ctypes.c_uint64),
+        ("copy_in", ctypes.c_uint64),
+        ("copy_out", ctypes.c_uint64),
+        ("zero", ctypes.c_uint64),
     )
 
 

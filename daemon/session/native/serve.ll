@@ -1,7 +1,8 @@
-; Launches and syncs, frame after frame, without Python: the same as `Session.take_launches` and `take_sync`, byte for
-; byte, and the ring that the frames come through (protocol/ring.py).
+; Launches, syncs and small copies, frame after frame, without Python: the same as `Session.take_launches`, `take_sync`
+; and `MemoryOperations`, byte for byte, and the ring that the frames come through (protocol/ring.py).
 ;
-; Python decides. This code does two kinds of frames, which it compares whole with bytes that Python has checked before.
+; Python decides. This code does launches and syncs, which it compares whole with bytes that Python has checked before,
+; and copies and reuses of allocations that Python has shown it (allocation_records.py).
 ; It leaves any other frame, and any that does not go as usual, where it stands, for Python to handle.
 ;
 ; Bounds. A tenant owns the bytes of the ring and two of its words, nothing else here.
@@ -13,7 +14,9 @@
 ;   - start <= end <= the buffer's size, always. A frame is looked at only if end - start is at least its plan's
 ;     frame_bytes, which is 24 + middle_bytes + args_bytes + tail_bytes + trailer_bytes as Python summed it; a SYNC only
 ;     if 40 are there.
-;     Lengths come from plans, never from the frame: a length in a frame is among the bytes compared.
+;     Lengths of launches come from plans, never from the frame: a length in a frame is among the bytes compared.
+;   - A copy's length is read once. It is from 1 to SMALL_COPY_BYTES, the frame's bytes with it are at most end - start,
+;     the bytes named lie inside the allocation's record, and a reply has room in `copied` and in the ring.
 ;   - Parameters are laid out in a scratch buffer. Python has checked that they fit: each move ends within the scratch
 ;     buffer and within args_bytes.
 ;   - The loops end: each round takes bytes of the ring or frames of the buffer, or is bounded by the clock.
@@ -21,13 +24,17 @@
 ; Offsets, as in layout.py.
 ;   ServingState: page 0, counters 8, launch 16, query 24, driver 32, scratch 40, sync_front 48, sync_tail 56, reply_front 64,
 ;     reply_tail 72, sync_spin_ns 80, buffer 88, start 96, end 104, expected 112, latest 120, clock_ns 128,
-;     region_set 136, set_epoch 144, set_deadline 152, epoch 160, seen_epoch 168, synced 176
+;     region_set 136, set_epoch 144, set_deadline 152, epoch 160, seen_epoch 168, synced 176, write_front 184, read_front 192,
+;     data_front 200, reuse_front 208, allocations 216, copied 224, copy_in 232, copy_out 240, zero 248
+;   AllocationRecord: handle 0, size 8, is_reusable 16; 24 bytes, at the upper 10 bits of the handle's product with a
+;     number that allocation_records.py has, too.
 ;   PlanRecord: front 0, middle 8, middle_bytes 16, tail 24, tail_bytes 32, args_bytes 40, frame_bytes 48, launch 56,
 ;     moves 64, moves_count 72, param_bytes 80, follower 88, trailer_bytes 96, tail_at 104
 ;   Move: from 0, to 8, size 16; takes 24
 ;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, tail 56,
 ;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, quantum_ns 112, answered 120
-;   The control page: revocation word 0, deadline 8. Counters: launches 0, syncs 8, operations 32, current opcode 48.
+;   The control page: revocation word 0, deadline 8. Counters: launches 0, syncs 8, operations 32, current opcode 48,
+;     copies 80, copied bytes 88.
 ;   A ring's words: tail 0, head 64, reader sleeps 128, writer sleeps 192; of the requests awaited 8, of the replies
 ;   answer 8.
 
@@ -37,6 +44,7 @@ declare ptr @gpulease_memcpy(ptr, ptr, i64)
 declare ptr @gpulease_memmove(ptr, ptr, i64)
 declare ptr @gpulease_memset(ptr, i32, i64)
 declare i64 @llvm.bswap.i64(i64)
+declare i32 @llvm.bswap.i32(i32)
 declare i64 @llvm.umin.i64(i64, i64)
 declare i64 @llvm.umax.i64(i64, i64)
 
@@ -273,6 +281,87 @@ leave:
   ret i32 %outcome
 }
 
+; Ask until all launches have ended, for a while. Returns whether they have ended well: if not, Python has to find out.
+; The clock was just read. Reads the revocation word at every look at the stream, and the clock at every eighth look.
+define internal i1 @await_launches(ptr %state) {
+entry:
+  %query = call ptr @place(ptr %state, i64 24)
+  %driver = call ptr @place(ptr %state, i64 32)
+  %spin = call i64 @word(ptr %state, i64 80)
+  %began = call i64 @word(ptr %state, i64 128)
+  %until = add i64 %began, %spin
+  br label %ask
+ask:
+  %asked = phi i64 [ 0, %entry ], [ %asked.more, %again ], [ %asked.more, %patience ]
+  %progress = call i32 %query(ptr %driver)
+  switch i32 %progress, label %give.up [ i32 0, label %done
+                                      i32 1, label %wait ]
+wait:
+  call void @llvm.x86.sse2.pause()
+  %is.over = call i1 @is_revoked(ptr %state)
+  br i1 %is.over, label %give.up, label %again
+again:
+  %asked.more = add i64 %asked, 1
+  %phase = and i64 %asked.more, 7
+  %is.due = icmp eq i64 %phase, 0
+  br i1 %is.due, label %deadline, label %ask
+deadline:
+  %is.past = call i1 @is_late(ptr %state)
+  br i1 %is.past, label %give.up, label %patience
+patience:
+  %time = call i64 @word(ptr %state, i64 128)
+  %is.long = icmp uge i64 %time, %until
+  br i1 %is.long, label %give.up, label %ask
+done:
+  ret i1 true
+give.up:
+  ret i1 false
+}
+
+; How many bytes of a reply the ring has room for; 0 if the client's head does not lie between the known head and the tail.
+define internal i64 @room_for_reply(ptr %ends) {
+entry:
+  %words = call ptr @place(ptr %ends, i64 32)
+  %claimed = call i64 @shown(ptr %words, i64 64)
+  %known = call i64 @word(ptr %ends, i64 64)
+  %put = call i64 @word(ptr %ends, i64 56)
+  %gone = sub i64 %claimed, %known
+  %most = sub i64 %put, %known
+  %is.sane = icmp ule i64 %gone, %most
+  br i1 %is.sane, label %room, label %none
+room:
+  %capacity = call i64 @word(ptr %ends, i64 48)
+  %used = sub i64 %put, %claimed
+  %free = sub i64 %capacity, %used
+  ret i64 %free
+none:
+  ret i64 0
+}
+
+; Put a reply, which has room, into the ring and announce it. Returns whether the client sleeps.
+define internal i1 @put_reply(ptr %ends, ptr %reply, i64 %bytes) {
+  %words = call ptr @place(ptr %ends, i64 32)
+  %data = call ptr @place(ptr %ends, i64 40)
+  %capacity = call i64 @word(ptr %ends, i64 48)
+  %put = call i64 @word(ptr %ends, i64 56)
+  %mask = sub i64 %capacity, 1
+  %at = and i64 %put, %mask
+  %straight = sub i64 %capacity, %at
+  %here = call i64 @llvm.umin.i64(i64 %straight, i64 %bytes)
+  %there = sub i64 %bytes, %here
+  %target = getelementptr i8, ptr %data, i64 %at
+  %put.here = call ptr @gpulease_memcpy(ptr %target, ptr %reply, i64 %here)
+  %beyond = getelementptr i8, ptr %reply, i64 %here
+  %put.there = call ptr @gpulease_memcpy(ptr %data, ptr %beyond, i64 %there)
+  %put.more = add i64 %put, %bytes
+  call void @set(ptr %ends, i64 56, i64 %put.more)
+  call void @show(ptr %words, i64 0, i64 %put.more)
+  fence seq_cst
+  %sleeps = call i64 @shown(ptr %words, i64 128)
+  %is.asleep = icmp ne i64 %sleeps, 0
+  ret i1 %is.asleep
+}
+
 ; Do a SYNC at the front of the buffer, if all goes well and the ring has room for its reply.
 ; Returns 0 if nothing was done and the SYNC is left to Python; 1 if the reply is in the ring; 2 if the reply is in the
 ; ring and the client sleeps.
@@ -299,21 +388,9 @@ number:
   %number.at = getelementptr i8, ptr %frame, i64 16
   %number.wire = load i64, ptr %number.at, align 1
   %is.goodbye = icmp eq i64 %number.wire, 0
-  br i1 %is.goodbye, label %leave, label %claim
-claim:
-  ; The client's head must lie between the known head and the tail.
-  %words = call ptr @place(ptr %ends, i64 32)
-  %claimed = call i64 @shown(ptr %words, i64 64)
-  %known = call i64 @word(ptr %ends, i64 64)
-  %put = call i64 @word(ptr %ends, i64 56)
-  %gone = sub i64 %claimed, %known
-  %most = sub i64 %put, %known
-  %is.sane = icmp ule i64 %gone, %most
-  br i1 %is.sane, label %room, label %leave
+  br i1 %is.goodbye, label %leave, label %room
 room:
-  %capacity = call i64 @word(ptr %ends, i64 48)
-  %used = sub i64 %put, %claimed
-  %free = sub i64 %capacity, %used
+  %free = call i64 @room_for_reply(ptr %ends)
   %has.room = icmp uge i64 %free, 40
   br i1 %has.room, label %look, label %leave
 look:
@@ -324,40 +401,10 @@ clock:
   br i1 %is.late, label %leave, label %begin
 begin:
   %counters = call ptr @place(ptr %state, i64 8)
-  %query = call ptr @place(ptr %state, i64 24)
-  %driver = call ptr @place(ptr %state, i64 32)
-  %spin = call i64 @word(ptr %state, i64 80)
-  %began = call i64 @word(ptr %state, i64 128)
-  %until = add i64 %began, %spin
   call void @show(ptr %counters, i64 48, i64 1543)
-  br label %ask
-
-; Read the revocation word at every look at the stream, and the clock at every eighth look.
-ask:
-  %asked = phi i64 [ 0, %begin ], [ %asked.more, %again ], [ %asked.more, %patience ]
-  %progress = call i32 %query(ptr %driver)
-  switch i32 %progress, label %give.up [ i32 0, label %done
-                                      i32 1, label %wait ]
-wait:
-  call void @llvm.x86.sse2.pause()
-  %is.over = call i1 @is_revoked(ptr %state)
-  br i1 %is.over, label %give.up, label %again
-again:
-  %asked.more = add i64 %asked, 1
-  %phase = and i64 %asked.more, 7
-  %is.due = icmp eq i64 %phase, 0
-  br i1 %is.due, label %deadline, label %ask
-deadline:
-  %is.past = call i1 @is_late(ptr %state)
-  br i1 %is.past, label %give.up, label %patience
-patience:
-  %time = call i64 @word(ptr %state, i64 128)
-  %is.long = icmp uge i64 %time, %until
-  br i1 %is.long, label %give.up, label %ask
-give.up:
+  %has.ended = call i1 @await_launches(ptr %state)
   call void @show(ptr %counters, i64 48, i64 0)
-  br label %leave
-
+  br i1 %has.ended, label %done, label %leave
 done:
   %after = add i64 %start, 40
   call void @set(ptr %state, i64 96, i64 %after)
@@ -365,7 +412,6 @@ done:
   call void @count(ptr %counters, i64 8, i64 1)
   %synced = call i64 @word(ptr %counters, i64 0)
   call void @set(ptr %state, i64 176, i64 %synced)
-  call void @show(ptr %counters, i64 48, i64 0)
   %reply.front = call ptr @place(ptr %state, i64 64)
   %reply.tail = call ptr @place(ptr %state, i64 72)
   %copied.front = call ptr @gpulease_memcpy(ptr %reply, ptr %reply.front, i64 16)
@@ -373,27 +419,222 @@ done:
   store i64 %number.wire, ptr %reply.number
   %reply.rest = getelementptr i8, ptr %reply, i64 24
   %copied.tail = call ptr @gpulease_memcpy(ptr %reply.rest, ptr %reply.tail, i64 16)
-  %data = call ptr @place(ptr %ends, i64 40)
-  %mask = sub i64 %capacity, 1
-  %at = and i64 %put, %mask
-  %straight = sub i64 %capacity, %at
-  %here = call i64 @llvm.umin.i64(i64 %straight, i64 40)
-  %there = sub i64 40, %here
-  %target = getelementptr i8, ptr %data, i64 %at
-  %put.here = call ptr @gpulease_memcpy(ptr %target, ptr %reply, i64 %here)
-  %beyond = getelementptr i8, ptr %reply, i64 %here
-  %put.there = call ptr @gpulease_memcpy(ptr %data, ptr %beyond, i64 %there)
-  %put.more = add i64 %put, 40
-  call void @set(ptr %ends, i64 56, i64 %put.more)
-  call void @show(ptr %words, i64 0, i64 %put.more)
-  fence seq_cst
-  %sleeps = call i64 @shown(ptr %words, i64 128)
-  %is.asleep = icmp ne i64 %sleeps, 0
-  br i1 %is.asleep, label %wake, label %answered
-wake:
-  ret i32 2
-answered:
-  ret i32 1
+  %is.asleep = call i1 @put_reply(ptr %ends, ptr %reply, i64 40)
+  %answer = select i1 %is.asleep, i32 2, i32 1
+  ret i32 %answer
+leave:
+  ret i32 0
+}
+
+; The size of the frame at the front if it is a small copy or a reuse, else 0. Of the frame 16 bytes are there.
+define internal i64 @memory_frame_bytes(ptr %state, ptr %frame) {
+entry:
+  %write.front = call ptr @place(ptr %state, i64 184)
+  %is.write = call i1 @same(ptr %frame, ptr %write.front, i64 12)
+  br i1 %is.write, label %write, label %others
+write:
+  %payload.at = getelementptr i8, ptr %frame, i64 12
+  %payload.wire = load i32, ptr %payload.at, align 1
+  %payload = call i32 @llvm.bswap.i32(i32 %payload.wire)
+  %payload.bytes = zext i32 %payload to i64
+  ; MEM_WRITE: 20 bytes and the data, at least one byte and at most SMALL_COPY_BYTES.
+  %data.less = sub i64 %payload.bytes, 21
+  %is.small = icmp ult i64 %data.less, 65536
+  %write.bytes = add i64 %payload.bytes, 40
+  %small.bytes = select i1 %is.small, i64 %write.bytes, i64 0
+  ret i64 %small.bytes
+others:
+  %read.front = call ptr @place(ptr %state, i64 192)
+  %is.read = call i1 @same(ptr %frame, ptr %read.front, i64 16)
+  br i1 %is.read, label %read, label %reuses
+read:
+  ret i64 64
+reuses:
+  %reuse.front = call ptr @place(ptr %state, i64 208)
+  %is.reuse = call i1 @same(ptr %frame, ptr %reuse.front, i64 16)
+  %reuse.bytes = select i1 %is.reuse, i64 48, i64 0
+  ret i64 %reuse.bytes
+}
+
+; The record of the allocation with a handle; null if Python has shown none.
+define internal ptr @allocation(ptr %state, i64 %handle) {
+  %records = call ptr @place(ptr %state, i64 216)
+  %product = mul i64 %handle, -7046029254386353131
+  %index = lshr i64 %product, 54
+  %distance = mul i64 %index, 24
+  %record = getelementptr i8, ptr %records, i64 %distance
+  %is.handle = call i64 @word(ptr %record, i64 0)
+  %is.same = icmp eq i64 %is.handle, %handle
+  %is.real = icmp ne i64 %handle, 0
+  %is.found = and i1 %is.same, %is.real
+  %found = select i1 %is.found, ptr %record, ptr null
+  ret ptr %found
+}
+
+; Do a quiet MEM_WRITE, a MEM_READ or a quiet MEM_REUSE at the front of the buffer, if it is small, of an allocation that
+; Python has shown, and all goes well. Returns 0 if nothing was done and the frame is left to Python; 1 if a reply is in
+; the ring; 2 if a reply is in the ring and the client sleeps; 3 if a quiet frame was done.
+define internal i32 @do_memory(ptr %state, ptr %ends) {
+entry:
+  %buffer = call ptr @place(ptr %state, i64 88)
+  %start = call i64 @word(ptr %state, i64 96)
+  %end = call i64 @word(ptr %state, i64 104)
+  %have = sub i64 %end, %start
+  %is.headed = icmp uge i64 %have, 48
+  br i1 %is.headed, label %kindred, label %leave
+kindred:
+  %frame = getelementptr i8, ptr %buffer, i64 %start
+  %frame.bytes = call i64 @memory_frame_bytes(ptr %state, ptr %frame)
+  %is.memory = icmp ne i64 %frame.bytes, 0
+  %is.whole = icmp uge i64 %have, %frame.bytes
+  %is.there = and i1 %is.memory, %is.whole
+  br i1 %is.there, label %session, label %leave
+session:
+  %session.id = call ptr @place(ptr %state, i64 56)
+  %session.at = getelementptr i8, ptr %frame, i64 24
+  %is.session = call i1 @same(ptr %session.at, ptr %session.id, i64 16)
+  br i1 %is.session, label %number, label %leave
+number:
+  %number.at = getelementptr i8, ptr %frame, i64 16
+  %number.wire = load i64, ptr %number.at, align 1
+  %is.goodbye = icmp eq i64 %number.wire, 0
+  br i1 %is.goodbye, label %leave, label %find
+find:
+  %handle.at = getelementptr i8, ptr %frame, i64 40
+  %handle.wire = load i64, ptr %handle.at, align 1
+  %handle = call i64 @llvm.bswap.i64(i64 %handle.wire)
+  %record = call ptr @allocation(ptr %state, i64 %handle)
+  %is.unknown = icmp eq ptr %record, null
+  br i1 %is.unknown, label %leave, label %kind
+kind:
+  %size = call i64 @word(ptr %record, i64 8)
+  %counters = call ptr @place(ptr %state, i64 8)
+  %driver = call ptr @place(ptr %state, i64 32)
+  %after = add i64 %start, %frame.bytes
+  %is.reuse = icmp eq i64 %frame.bytes, 48
+  br i1 %is.reuse, label %reuse, label %copy
+
+reuse:
+  %reusable = call i64 @word(ptr %record, i64 16)
+  %is.reusable = icmp ne i64 %reusable, 0
+  br i1 %is.reusable, label %reuse.look, label %leave
+reuse.look:
+  %reuse.clock = call i1 @is_late(ptr %state)
+  br i1 %reuse.clock, label %leave, label %reuse.word
+reuse.word:
+  %reuse.revoked = call i1 @is_revoked(ptr %state)
+  br i1 %reuse.revoked, label %leave, label %again
+again:
+  %zero = call ptr @place(ptr %state, i64 248)
+  call void @show(ptr %counters, i64 48, i64 1569)
+  %zeroed = call i32 %zero(ptr %driver, i64 %handle, i64 %size)
+  call void @show(ptr %counters, i64 48, i64 0)
+  %is.zeroed = icmp eq i32 %zeroed, 0
+  br i1 %is.zeroed, label %reused, label %leave
+reused:
+  call void @set(ptr %state, i64 96, i64 %after)
+  call void @count(ptr %counters, i64 32, i64 1)
+  ret i32 3
+
+copy:
+  %offset.at = getelementptr i8, ptr %frame, i64 48
+  %offset.wire = load i64, ptr %offset.at, align 1
+  %offset = call i64 @llvm.bswap.i64(i64 %offset.wire)
+  %length.at = getelementptr i8, ptr %frame, i64 56
+  %op.at = getelementptr i8, ptr %frame, i64 7
+  %op = load i8, ptr %op.at
+  ; The last byte of the op: 3 of MEM_WRITE, 4 of MEM_READ, as both were compared.
+  %is.read = icmp eq i8 %op, 4
+  br i1 %is.read, label %read.length, label %write.length
+write.length:
+  %write.wire = load i32, ptr %length.at, align 1
+  %write.swapped = call i32 @llvm.bswap.i32(i32 %write.wire)
+  %write.said = zext i32 %write.swapped to i64
+  %write.bytes = sub i64 %frame.bytes, 60
+  %is.right = icmp eq i64 %write.said, %write.bytes
+  br i1 %is.right, label %bounds, label %leave
+read.length:
+  %read.wire = load i64, ptr %length.at, align 1
+  %read.bytes = call i64 @llvm.bswap.i64(i64 %read.wire)
+  %read.less = sub i64 %read.bytes, 1
+  %is.small = icmp ult i64 %read.less, 65536
+  br i1 %is.small, label %room, label %leave
+room:
+  %reply.bytes = add i64 %read.bytes, 44
+  %free = call i64 @room_for_reply(ptr %ends)
+  %has.room = icmp uge i64 %free, %reply.bytes
+  br i1 %has.room, label %bounds, label %leave
+bounds:
+  %length = phi i64 [ %write.bytes, %write.length ], [ %read.bytes, %room ]
+  %doing = phi i64 [ 1539, %write.length ], [ 1540, %room ]
+  %fits = icmp ule i64 %length, %size
+  br i1 %fits, label %place, label %leave
+place:
+  %most = sub i64 %size, %length
+  %is.inside = icmp ule i64 %offset, %most
+  br i1 %is.inside, label %look, label %leave
+look:
+  %is.revoked = call i1 @is_revoked(ptr %state)
+  br i1 %is.revoked, label %leave, label %clock
+clock:
+  %is.late = call i1 @is_late(ptr %state)
+  br i1 %is.late, label %leave, label %begin
+begin:
+  call void @show(ptr %counters, i64 48, i64 %doing)
+  %has.ended = call i1 @await_launches(ptr %state)
+  br i1 %has.ended, label %move, label %give.up
+give.up:
+  call void @show(ptr %counters, i64 48, i64 0)
+  br label %leave
+move:
+  %address = add i64 %handle, %offset
+  br i1 %is.read, label %out, label %in
+in:
+  %copy.in = call ptr @place(ptr %state, i64 232)
+  %data = getelementptr i8, ptr %frame, i64 60
+  %written = call i32 %copy.in(ptr %driver, i64 %address, ptr %data, i64 %length)
+  br label %moved
+out:
+  %copied = call ptr @place(ptr %state, i64 224)
+  %copy.out = call ptr @place(ptr %state, i64 240)
+  %into = getelementptr i8, ptr %copied, i64 64
+  %was.read = call i32 %copy.out(ptr %driver, i64 %address, ptr %into, i64 %length)
+  br label %moved
+moved:
+  %result = phi i32 [ %written, %in ], [ %was.read, %out ]
+  call void @show(ptr %counters, i64 48, i64 0)
+  %is.moved = icmp eq i32 %result, 0
+  br i1 %is.moved, label %done, label %leave
+done:
+  call void @set(ptr %state, i64 96, i64 %after)
+  call void @count(ptr %counters, i64 32, i64 1)
+  call void @count(ptr %counters, i64 80, i64 1)
+  call void @count(ptr %counters, i64 88, i64 %length)
+  br i1 %is.read, label %answer, label %quiet
+quiet:
+  ret i32 3
+answer:
+  ; The reply's 44 bytes before its data end where the data begins.
+  %scratch = call ptr @place(ptr %state, i64 224)
+  %reply = getelementptr i8, ptr %scratch, i64 20
+  %data.front = call ptr @place(ptr %state, i64 200)
+  %copied.front = call ptr @gpulease_memcpy(ptr %reply, ptr %data.front, i64 12)
+  %length.small = trunc i64 %length to i32
+  %payload.small = add i32 %length.small, 4
+  %payload.swapped = call i32 @llvm.bswap.i32(i32 %payload.small)
+  %reply.payload = getelementptr i8, ptr %reply, i64 12
+  store i32 %payload.swapped, ptr %reply.payload, align 1
+  %reply.number = getelementptr i8, ptr %reply, i64 16
+  store i64 %number.wire, ptr %reply.number, align 1
+  %reply.session = getelementptr i8, ptr %reply, i64 24
+  %copied.session = call ptr @gpulease_memcpy(ptr %reply.session, ptr %session.id, i64 16)
+  %length.swapped = call i32 @llvm.bswap.i32(i32 %length.small)
+  %reply.length = getelementptr i8, ptr %reply, i64 40
+  store i32 %length.swapped, ptr %reply.length, align 1
+  %reply.bytes.now = add i64 %length, 44
+  %is.asleep = call i1 @put_reply(ptr %ends, ptr %reply, i64 %reply.bytes.now)
+  %answered = select i1 %is.asleep, i32 2, i32 1
+  ret i32 %answered
 leave:
   ret i32 0
 }
@@ -487,7 +728,8 @@ entry:
 
 next:
   ; Another epoch ends the serving, but never before one portion was taken from the ring.
-  %has.begun = phi i1 [ false, %entry ], [ true, %replied ], [ true, %moved ], [ true, %take ], [ true, %word ]
+  %has.begun = phi i1 [ false, %entry ], [ true, %replied ], [ true, %memory ], [ true, %moved ], [ true, %take ],
+    [ true, %word ]
   %start = call i64 @word(ptr %state, i64 96)
   %end = call i64 @word(ptr %state, i64 104)
   %have = sub i64 %end, %start
@@ -508,8 +750,13 @@ frames:
   br i1 %is.for.python, label %to.python, label %sync
 sync:
   %answered = call i32 @answer_sync(ptr %state, ptr %ends)
-  switch i32 %answered, label %moved [ i32 1, label %replied
-                                       i32 2, label %wake.reader ]
+  switch i32 %answered, label %memory [ i32 1, label %replied
+                                        i32 2, label %wake.reader ]
+memory:
+  %remembered = call i32 @do_memory(ptr %state, ptr %ends)
+  switch i32 %remembered, label %moved [ i32 1, label %replied
+                                         i32 2, label %wake.reader
+                                         i32 3, label %next ]
 replied:
   %per.reply = call i64 @word(ptr %ends, i64 96)
   call void @set(ptr %ends, i64 80, i64 %per.reply)
@@ -527,13 +774,23 @@ part:
   ; Another frame, or the begin of a frame whose rest is in the ring.
   %plan = call ptr @place(ptr %state, i64 112)
   %is.known = icmp ne ptr %plan, null
-  br i1 %is.known, label %expected, label %needed
+  br i1 %is.known, label %expected, label %headed
 expected:
   %frame.bytes = call i64 @word(ptr %plan, i64 48)
+  br label %headed
+headed:
+  %frame.most = phi i64 [ 0, %part ], [ %frame.bytes, %expected ]
+  %need.least = call i64 @llvm.umax.i64(i64 %frame.most, i64 40)
+  %is.headed = icmp uge i64 %left, 16
+  br i1 %is.headed, label %memory.part, label %needed
+memory.part:
+  %part.at = getelementptr i8, ptr %buffer, i64 %start.now
+  %memory.bytes = call i64 @memory_frame_bytes(ptr %state, ptr %part.at)
+  %is.copy = icmp ne i64 %memory.bytes, 0
+  %copy.need = select i1 %is.copy, i64 %memory.bytes, i64 %need.least
   br label %needed
 needed:
-  %frame.most = phi i64 [ 0, %part ], [ %frame.bytes, %expected ]
-  %need = call i64 @llvm.umax.i64(i64 %frame.most, i64 40)
+  %need = phi i64 [ %need.least, %headed ], [ %copy.need, %memory.part ]
   %is.whole = icmp uge i64 %left, %need
   %is.foreign = or i1 %is.whole, %is.time.up
   br i1 %is.foreign, label %to.python, label %pull

@@ -6,19 +6,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.native.addresses import address_of
-from gpulease.daemon.session.native.launch_fast_path import serving_code
+from gpulease.daemon.session.native.allocation_records import AllocationRecords
+from gpulease.daemon.session.native.launch_fast_path import COPIED_BYTES, serving_code
 from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
 from gpulease.daemon.session.replies import SyncPattern
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.fastpath import LaunchPattern, split_launch
+from gpulease.protocol.fastpath import SMALL_FRONTS, LaunchPattern, split_launch
 from gpulease.protocol.framing import HEADER_BYTES, build_frame
-from gpulease.protocol.messages import Launch
+from gpulease.protocol.messages import Body, Handle, Launch, MemRead, MemWrite
 from gpulease.protocol.opcodes import Flag, Opcode
 
 LEASE = 0x55
@@ -34,6 +36,9 @@ LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64
 )
 QUERY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
+COPY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64)
+ZERO = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+DEVICE_BYTES = 100
 _LIBC = ctypes.CDLL(None)
 
 
@@ -63,6 +68,8 @@ class Bench:
     data: Guarded
     launches: list[tuple[int, bytes]] = field(default_factory=list)
     on_query: Callable[[], object] = int
+    device: Guarded = field(kw_only=True)
+    records: AllocationRecords = field(kw_only=True)
 
     def serve(self) -> Outcome:
         code = serving_code()
@@ -99,6 +106,40 @@ def plan_record(text: Callable[[bytes], int], op: Opcode) -> PlanRecord:
     return plan
 
 
+def copying() -> dict[str, Any]:
+    """A driver's copies, whose device is this process."""
+
+    def copy_in(_driver: int, address: int, host: int, size: int) -> int:
+        ctypes.memmove(address, host, size)
+        return 0
+
+    def copy_out(_driver: int, address: int, host: int, size: int) -> int:
+        ctypes.memmove(host, address, size)
+        return 0
+
+    def zero(_driver: int, address: int, size: int) -> int:
+        ctypes.memset(address, 0, size)
+        return 0
+
+    return {"copy_in": COPY(copy_in), "copy_out": COPY(copy_out), "zero": ZERO(zero)}
+
+
+def ring_ends(words: Guarded, data: Guarded, reply_words: Guarded, replies: Guarded) -> RingEnds:
+    return RingEnds(
+        words=words.at,
+        data=data.at,
+        capacity=RING_BYTES,
+        reply_words=reply_words.at,
+        reply_data=replies.at,
+        reply_capacity=RING_BYTES,
+        buffer_bytes=BUFFER_BYTES,
+        spins_per_byte=1,
+        spins_per_reply=2,
+        spin_ns=1000,
+        quantum_ns=1_000_000,
+    )
+
+
 @contextmanager
 def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
     syncs = SyncPattern(LEASE)
@@ -120,9 +161,12 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
         return 0
 
     launched, asked = LAUNCH(launch), QUERY(query)
+    copies = copying()
+    fronts = map(text, SMALL_FRONTS)
+    records = AllocationRecords()
     plan = plan_record(text, op)
     sync_front, sync_tail, reply_front, reply_tail = map(text, syncs.texts)
-    page, counters, data, replies = guarded(16, bytes(8) + b"\xff" * 8), guarded(64), guarded(4096), guarded(4096)
+    page, counters, data, replies = guarded(16, bytes(8) + b"\xff" * 8), guarded(112), guarded(4096), guarded(4096)
     words, reply_words, buffer = guarded(256), guarded(256), guarded(BUFFER_BYTES)
     desk = ServingState(
         page=page.at,
@@ -141,22 +185,15 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
         seen_epoch=EPOCH,
         set_deadline=2**64 - 1,
         epoch=guarded(8, EPOCH.to_bytes(8, sys.byteorder)).at,
+        **dict(zip(("write_front", "read_front", "data_front", "reuse_front"), fronts, strict=True)),
+        allocations=records.address,
+        copied=guarded(COPIED_BYTES).at,
+        **{name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in copies.items()},
     )
-    ends = RingEnds(
-        words=words.at,
-        data=data.at,
-        capacity=RING_BYTES,
-        reply_words=reply_words.at,
-        reply_data=replies.at,
-        reply_capacity=RING_BYTES,
-        buffer_bytes=BUFFER_BYTES,
-        spins_per_byte=1,
-        spins_per_reply=2,
-        spin_ns=1000,
-        quantum_ns=1_000_000,
-    )
+    ends = ring_ends(words, data, reply_words, replies)
     of_requests, of_replies = ((ctypes.c_uint64 * 32).from_address(memory.at) for memory in (words, reply_words))
-    it = Bench(desk, ends, of_requests, of_replies, data)
+    it = Bench(desk, ends, of_requests, of_replies, data, device=guarded(DEVICE_BYTES), records=records)
+    records.show(it.device.at, DEVICE_BYTES, is_reusable=True)
     yield it
     for memory in made:
         memory.close()
@@ -173,8 +210,31 @@ def laid_out(args: bytes) -> bytes:
     return args[:4] + bytes(4) + args[4:12] + args[12:] + bytes(PARAM_BYTES - 17)
 
 
+def memory_frame(op: Opcode, number: int, offset: int, length: int) -> Callable[[int], bytes]:
+    """A frame for the allocation of an address."""
+
+    def build(handle: int) -> bytes:
+        flags = 0 if op is Opcode.MEM_READ else Flag.QUIET
+        bodies: dict[Opcode, Body] = {
+            Opcode.MEM_READ: MemRead(handle, offset, length),
+            Opcode.MEM_WRITE: MemWrite(handle, offset, bytes([length % 256]) * (length % 500)),
+            Opcode.MEM_REUSE: Handle(handle),
+        }
+        return build_frame(op, build_body(bodies[op]), request_id=number, session_id=LEASE, flags=flags)
+
+    return build
+
+
+MEMORY = st.builds(
+    memory_frame,
+    st.sampled_from([Opcode.MEM_WRITE, Opcode.MEM_READ, Opcode.MEM_REUSE]),
+    st.integers(0, 2**64 - 1),
+    st.one_of(st.integers(0, DEVICE_BYTES + 1), st.integers(0, 2**64 - 1)),
+    st.one_of(st.integers(0, DEVICE_BYTES + 1), st.integers(0, 70_000), st.integers(0, 2**64 - 1)),
+)
 PIECES = st.lists(
     st.one_of(
+        MEMORY,
         st.builds(quiet, st.integers(0, 2**64 - 1), st.binary(min_size=13, max_size=13)),
         st.integers(0, 2**64 - 1).map(lambda number: build_frame(Opcode.SYNC, request_id=number, session_id=LEASE)),
         st.binary(max_size=300),
@@ -189,14 +249,14 @@ WORD = st.tuples(st.booleans(), st.sampled_from([0, 1, 8, 16, 24]), st.one_of(st
 @settings(max_examples=150, deadline=None)
 @given(rounds=st.lists(st.tuples(PIECES, st.lists(WORD, max_size=2), st.integers(0, 2**64 - 1)), max_size=5))
 def test_no_byte_outside_its_memory_is_touched(
-    rounds: list[tuple[list[bytes], list[tuple[bool, int, int]], int]],
+    rounds: list[tuple[list[bytes | Callable[[int], bytes]], list[tuple[bool, int, int]], int]],
 ) -> None:
     with bench() as made:
         for pieces, words, turned in rounds:
             # As if the ring had gone round for years.
             made.ends.head = made.words[0] = turned
             made.ends.tail = made.ends.reply_head = made.reply_words[8] = turned
-            made.put(b"".join(pieces))
+            made.put(b"".join(piece if isinstance(piece, bytes) else piece(made.device.at) for piece in pieces))
             for is_reply, word, value in words:
                 (made.reply_words if is_reply else made.words)[word] = value
             for _ in range(8):
@@ -222,6 +282,43 @@ def test_what_is_launched_is_what_was_sent(numbers: list[tuple[int, bytes]], tur
         refused = next((place for place, (number, _) in enumerate(numbers) if number % 64 == 63), len(numbers))
         assert made.launches == [(number, laid_out(args)) for number, args in numbers[: refused + 1]]
         assert made.desk.end - made.desk.start == (len(numbers) - refused) * len(quiet(1, bytes(13)))
+
+
+MOST = DEVICE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("op", "offset", "length", "is_done"),
+    [
+        (Opcode.MEM_WRITE, 0, MOST, True),
+        (Opcode.MEM_WRITE, 1, MOST, False),
+        (Opcode.MEM_WRITE, 2**64 - 1, 2, False),
+        (Opcode.MEM_WRITE, 0, 0, False),
+        (Opcode.MEM_READ, MOST - 1, 1, True),
+        (Opcode.MEM_READ, MOST, 1, False),
+        (Opcode.MEM_READ, 2**64 - MOST, MOST, False),
+        (Opcode.MEM_READ, 0, 2**64 - 1, False),
+        (Opcode.MEM_READ, 0, 0, False),
+        (Opcode.MEM_REUSE, 0, 0, True),
+    ],
+)
+def test_a_copy_is_done_inside_its_allocation_alone(op: Opcode, offset: int, length: int, is_done: bool) -> None:
+    with bench() as made:
+        made.device.bytes[:] = list(range(DEVICE_BYTES))
+        frame = memory_frame(op, 7, offset, length)(made.device.at)
+        made.put(frame)
+        made.serve()
+        assert (made.desk.start == made.desk.end) is is_done
+        after = list(range(DEVICE_BYTES))
+        if is_done and op is not Opcode.MEM_READ:
+            after = [0 if op is Opcode.MEM_REUSE else MOST] * DEVICE_BYTES
+        assert list(made.device.bytes) == after
+        assert made.reply_words[0] == (44 + length if is_done and op is Opcode.MEM_READ else 0)
+        made.desk.start = made.desk.end = 0
+        made.records.hide(made.device.at)
+        made.put(frame)
+        made.serve()
+        assert made.desk.end == len(frame)
 
 
 def test_a_client_that_waits_anew_without_end_gets_its_quantum() -> None:

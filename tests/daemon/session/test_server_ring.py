@@ -10,7 +10,7 @@ from gpulease.protocol.framing import HEADER_BYTES
 from gpulease.protocol.opcodes import Status
 from helpers.ring_pair import SMALL, Pair, pair
 from helpers.ring_peer import READER_SLEEPS, REPLY_WRITER_SLEEPS, TAIL
-from helpers.session_rig import KINDS, launch_of, quiet, stream_of, sync, told
+from helpers.session_rig import KINDS, launch_of, quiet, stream_of, sync, told, without_addresses
 
 REPLY_READER_SLEEPS = 48
 WRITER_SLEEPS = 24
@@ -54,7 +54,7 @@ def follow(made: Pair, steps: list[tuple[str, object, int]]) -> tuple[object, ..
             case _:
                 made.made.page.refuse(Status.REVOKED)
         made.turn()
-    return bytes(made.heard), made.is_served, told(made.made)
+    return without_addresses(made.heard), made.is_served, told(made.made), made.made.contents
 
 
 @pytest.mark.exhaustive

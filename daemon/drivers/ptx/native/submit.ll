@@ -6,6 +6,7 @@
 ; Parameters are at most MAX_PARAMETER_BYTES, which a slot has room for: `CpuContext` makes no record of others.
 
 declare ptr @gpulease_memcpy(ptr, ptr, i64)
+declare ptr @gpulease_memset(ptr, i32, i64)
 
 ; 0: queued. 1: no room, or threads to be started first: Python does that.
 define i32 @submit(ptr %state, ptr %record, ptr %params, i64 %bytes, i64 %tag) {
@@ -75,4 +76,31 @@ look:
   %is.quiet = icmp eq i64 %any, 0
   %state.now = select i1 %is.quiet, i32 0, i32 2
   ret i32 %state.now
+}
+
+; Copies between host bytes and an allocation. The caller has asked `query`: nothing runs.
+define i32 @copy_in(ptr %state, i64 %address, ptr %data, i64 %bytes) {
+  %to = inttoptr i64 %address to ptr
+  %copied = call ptr @gpulease_memcpy(ptr %to, ptr %data, i64 %bytes)
+  ret i32 0
+}
+
+define i32 @copy_out(ptr %state, i64 %address, ptr %into, i64 %bytes) {
+  %from = inttoptr i64 %address to ptr
+  %copied = call ptr @gpulease_memcpy(ptr %into, ptr %from, i64 %bytes)
+  ret i32 0
+}
+
+; Zero an allocation; 1 if something runs, which Python waits for.
+define i32 @zero(ptr %state, i64 %address, i64 %bytes) {
+entry:
+  %progress = call i32 @query(ptr %state)
+  %is.still = icmp eq i32 %progress, 0
+  br i1 %is.still, label %clear, label %refuse
+clear:
+  %at = inttoptr i64 %address to ptr
+  %cleared = call ptr @gpulease_memset(ptr %at, i32 0, i64 %bytes)
+  ret i32 0
+refuse:
+  ret i32 1
 }

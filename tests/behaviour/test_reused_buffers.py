@@ -1,0 +1,84 @@
+"""Buffers that are freed and allocated again in their place, through a daemon: as if both had been asked for."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from gpulease.client import Buffer, GpuSession, InvalidHandle, LaunchFailed
+from helpers.daemon import Daemon
+from helpers.kernels import TRANSFORM, floats, numbers, scale_args
+
+SIZE = 1 << 20
+SLICE_BYTES = 64 << 20
+N = SIZE // 4
+
+
+@pytest.fixture
+def session(daemon: Daemon) -> Iterator[GpuSession]:
+    with daemon.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
+        yield session
+
+
+def again(session: GpuSession, buffer: Buffer) -> Buffer:
+    """Free a buffer and allocate as much; it is a buffer that was held, if its address is the same."""
+    handle = buffer.handle
+    session.mem_free(buffer)
+    other = session.mem_alloc(buffer.size_bytes)
+    assert other.handle == handle
+    return other
+
+
+def test_a_buffer_in_the_place_of_another_is_zero_behind_all_that_was_launched(session: GpuSession) -> None:
+    module = session.module_load(TRANSFORM)
+    buffer = session.mem_alloc(SIZE)
+    for _ in range(3):
+        session.mem_write(buffer, 0, numbers(N))
+        session.launch(module, "bias", [N // 256], [256], scale_args(buffer, N, 10))
+        old, buffer = buffer, again(session, buffer)
+        assert not floats(session.mem_read(buffer, 0, SIZE)).any()
+        with pytest.raises(InvalidHandle):
+            session.mem_read(old, 0, 4)
+
+
+def test_one_that_a_failure_kept_from_being_zeroed_is_zeroed_behind_it(session: GpuSession) -> None:
+    module = session.module_load(TRANSFORM)
+    buffer = session.mem_alloc(SIZE)
+    session.mem_write(buffer, 0, numbers(N))
+    session.launch(module, "bias", [1], [256], scale_args(buffer, N, 10), shared_bytes=1 << 30)
+    buffer = again(session, buffer)
+    with pytest.raises(LaunchFailed):
+        session.sync()
+    assert not floats(session.mem_read(buffer, 0, SIZE)).any()
+
+
+def test_what_was_freed_is_there_for_any_other_allocation(session: GpuSession) -> None:
+    kept = [session.mem_alloc(SIZE) for _ in range(4)]
+    for buffer in kept:
+        session.mem_free(buffer)
+    session.mem_free(session.mem_alloc(SLICE_BYTES))
+    assert session.mem_alloc(SLICE_BYTES).size_bytes == SLICE_BYTES
+
+
+def test_the_lease_does_not_count_what_was_freed(daemon: Daemon) -> None:
+    with daemon.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
+        session.mem_free(session.mem_alloc(SIZE))
+        lease.used()  # has it given back
+        session.sync()
+        assert lease.used().now_bytes == 0
+
+
+def test_a_long_loop_that_nothing_settles(session: GpuSession) -> None:
+    buffer = session.mem_alloc(SIZE)
+    for _ in range(1000):
+        buffer = again(session, buffer)
+    assert not floats(session.mem_read(buffer, 0, SIZE)).any()
+
+
+def test_a_graph_hears_of_it(session: GpuSession) -> None:
+    module = session.module_load(TRANSFORM)
+    buffer = session.mem_alloc(SIZE)
+    with session.record() as graph:
+        session.launch(module, "bias", [1], [256], scale_args(buffer, N, 10))
+    again(session, buffer)
+    with pytest.raises(InvalidHandle):
+        graph.launch()
