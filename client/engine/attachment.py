@@ -90,6 +90,10 @@ HELD_PART: Final = 16
 little enough that no other allocation misses them before it has them given back."""
 
 
+MAX_HELD_BUFFERS: Final = 64
+"""Most of them: one operation frees all (`operations.FREES_PER_FLUSH`), and the next allocation finds their memory."""
+
+
 class HeldBuffers:
     """Buffers that the tenant has freed and the worker has not been told of: the next one of a size takes their place.
 
@@ -98,7 +102,7 @@ class HeldBuffers:
     """
 
     def __init__(self) -> None:
-        self._most_bytes = self._held_bytes = 0
+        self._most_bytes = self._held_bytes = self._count = 0
         self._by_size: dict[int, list[int]] = {}
 
     def __bool__(self) -> bool:
@@ -110,8 +114,9 @@ class HeldBuffers:
 
     def hold(self, handle: int, size_bytes: int) -> bool:
         """Hold a freed buffer, if there is room for it."""
-        if self._held_bytes + size_bytes > self._most_bytes:
+        if self._held_bytes + size_bytes > self._most_bytes or self._count >= MAX_HELD_BUFFERS:
             return False
+        self._count += 1
         self._held_bytes += size_bytes
         self._by_size.setdefault(size_bytes, []).append(handle)
         return True
@@ -121,6 +126,7 @@ class HeldBuffers:
         handles = self._by_size.get(size_bytes)
         if handles is None:
             return None
+        self._count -= 1
         self._held_bytes -= size_bytes
         handle = handles.pop()
         if not handles:
@@ -130,7 +136,7 @@ class HeldBuffers:
     def give_back(self) -> list[int]:
         """Hold none any more; the handles to be freed."""
         by_size, self._by_size = self._by_size, {}
-        self._held_bytes = 0
+        self._held_bytes = self._count = 0
         return [handle for handles in by_size.values() for handle in handles]
 
 
