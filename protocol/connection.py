@@ -223,6 +223,7 @@ class Connection:
         self.last_request_id = 0
         self._has_eof = False
         self._subscriptions = Subscriptions()
+        self._behind_hello: tuple[Opcode, int, Body] | None = None
 
     # --- receiving ---
 
@@ -321,6 +322,12 @@ class Connection:
             raise FramingError(f"{op.name}: {error}", error.status) from None
         self._move(reply_trigger(op, refused=frame.status != 0), op)
         self._subscriptions.on_reply(op, frame.request_id, succeeded=not frame.status)
+        if op is Opcode.HELLO and not frame.status and self._behind_hello is not None:
+            # As if it were sent now: the daemon had answered HELLO before it read on.
+            behind, request_id, body = self._behind_hello
+            self._behind_hello = None
+            self.expect_reply_to(behind, request_id)
+            self._subscriptions.on_request(request_id, body)
         return Reply(op, frame.request_id, result)
 
     def _receive_notification(self, frame: Frame, op: Opcode) -> Notification | RegionNotification:
@@ -358,6 +365,20 @@ class Connection:
         self.expect_reply(op)
         self._subscriptions.on_request(request_id, body)
         return request_id, frame
+
+    def send_behind_hello(self, op: Opcode, body: Body, *, session_id: int = 0) -> tuple[int, bytes]:
+        """Return the request id and the bytes of one control request, to be written right behind HELLO.
+
+        The request counts as sent once HELLO's reply has come. Raises LocalProtocolError if HELLO does not await its
+        reply, or a request is behind it already.
+        """
+        if self.state is not State.GREETING or self._behind_hello is not None:
+            raise LocalProtocolError(f"{op.name} can't be sent behind HELLO now")
+        if type(body) is not request_body(op) or (State.CONTROL, request_trigger(op)) not in TRANSITIONS:
+            raise LocalProtocolError(f"{op.name} of {type(body).__name__} can't be sent behind HELLO")
+        request_id = self.next_request_id()
+        self._behind_hello = op, request_id, body
+        return request_id, build_frame(op, build_body(body), request_id=request_id, session_id=session_id)
 
     def expect_reply(self, op: Opcode) -> int:
         """Return the number of a session request whose frame the caller builds and whose reply it awaits."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
-from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial
+from gpulease.client.engine.exchange import CONNECT_LIMIT_S, First, TimeLimit, dial_for, receive
 from gpulease.client.engine.lease import LeaseState, find_end_reason
 from gpulease.client.engine.waits import Procedure
 from gpulease.client.errors import GpuLeaseError, Unsupported, error_of
@@ -222,7 +222,10 @@ class Attachment:
         lease = self.lease
         if lease.over is not None:
             raise error_of(lease.over, "attach")
-        self.channel, hello = yield from dial(lease.address, TimeLimit(CONNECT_LIMIT_S, "connect", lease.address))
+        limit = TimeLimit(CONNECT_LIMIT_S, "connect", lease.address)
+        body, takes_descriptors = Attach(self._options()), self._wanted != Wanted()
+        first = First(Opcode.ATTACH, body, self.session_id, takes_descriptors)
+        self.channel, hello, number = yield from dial_for(lease.address, limit, first)
         self.max_payload_bytes = hello.max_payload_bytes
         self.chunk_bytes = max(
             1, min(DATA_CHUNK_BYTES, MAX_DATA_BYTES, hello.max_payload_bytes - MEM_WRITE_FIXED_BYTES)
@@ -230,8 +233,7 @@ class Attachment:
         self.quiet_bytes = min(QUIET_WRITE_BYTES, self.chunk_bytes)
         try:
             limit = TimeLimit(ATTACH_LIMIT_S, "attach", lease.address)
-            self.channel.takes_descriptors = self._wanted != Wanted()
-            answer = yield from answer_to(self.channel, Opcode.ATTACH, Attach(self._options()), limit, self.session_id)
+            answer: Any = yield from receive(self.channel, number, limit)
         except LinkEnded as ended:
             failure = ended.failure
         except BaseException:

@@ -7,7 +7,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, cast
 
 from gpulease.client.engine.waits import Limit, Procedure, Sleep, Wait
 from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
@@ -142,13 +142,51 @@ def closing_on_failure(channel: Channel, doing: str) -> Iterator[None]:
         raise
 
 
+class First(NamedTuple):
+    """The first request of a connection, sent in one flight with HELLO.
+
+    Attributes:
+        op: Its operation, a control request.
+        body: Its body.
+        session_id: The session that it is for.
+        takes_descriptors: Whether descriptors that come beside its reply are wanted.
+    """
+
+    op: Opcode
+    body: Body
+    session_id: int = 0
+    takes_descriptors: bool = False
+
+
 def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:
     """Connect and say HELLO. Raises Disconnected, Untrusted, Busy, Unsupported, Denied or InvalidRequest."""
+    channel, hello, _ = yield from _dial(address, limit, None)
+    return channel, hello
+
+
+def dial_for(address: Address, limit: Limit, first: First) -> Procedure[tuple[Channel, HelloReply, int]]:
+    """Connect, say HELLO and send a request behind it; returns its number too, for `receive`. Raises what `dial` does.
+
+    The request's reply is not waited for: it has a limit of its own.
+    """
+    return (yield from _dial(address, limit, first))
+
+
+def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tuple[Channel, HelloReply, int]]:
     channel = yield from _connect(address, limit)
     if isinstance(address, SecuredAddress):
         channel = yield from _secure(channel, address, limit)
+    first_id = 0
     try:
-        hello = yield from ask(channel, Opcode.HELLO, Hello(0, AGENT, ()), limit)
+        hello_id, frame = channel.link.request(Opcode.HELLO, Hello(0, AGENT, ()))
+        if first is not None:
+            channel.takes_descriptors = first.takes_descriptors
+            first_id, behind = channel.link.request_behind_hello(first.op, first.body, first.session_id)
+            frame += behind
+        yield from send(channel, (frame,), limit)
+        hello = yield from receive(channel, hello_id, limit)
+        if isinstance(hello, Failure):
+            raise error_of(hello, "hello")
     except LinkEnded as ended:
         channel.close()
         if channel.link.begins_with(TLS_ALERT):
@@ -157,7 +195,7 @@ def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]
     except BaseException:
         channel.close()
         raise
-    return channel, hello
+    return channel, cast(HelloReply, hello), first_id
 
 
 def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
@@ -229,9 +267,13 @@ def _is_it_running(address: Address) -> str:
 def ask_once(address: Address, op: Opcode, body: Body, reply_limit_s: float) -> Procedure[Any]:
     """Ask one control request over a connection of its own; returns the reply's body."""
     doing = doing_of(op)
-    channel, _ = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
+    limit = TimeLimit(CONNECT_LIMIT_S, "connect", address)
+    channel, _, number = yield from dial_for(address, limit, First(op, body))
     try:
-        return (yield from ask(channel, op, body, TimeLimit(reply_limit_s, doing, address)))
+        result = yield from receive(channel, number, TimeLimit(reply_limit_s, doing, address))
+        if isinstance(result, Failure):
+            raise error_of(result, doing)
+        return result
     except LinkEnded as ended:
         raise disconnected(ended, channel, doing) from None
     finally:

@@ -21,11 +21,12 @@ from gpulease.client.engine.exchange import (
     CONNECT_LIMIT_S,
     CONTROL_REPLY_LIMIT_S,
     Clock,
+    First,
     TimeLimit,
     answer_to,
-    ask,
     closing_on_failure,
     dial,
+    dial_for,
     disconnected,
     doing_of,
     receive,
@@ -652,9 +653,12 @@ def _open(
 ) -> Procedure[LeaseState]:
     """Dial, ask the request that shows a lease, and keep the connection for the lease; close it on any failure."""
     doing = doing_of(op)
-    channel, hello = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
+    limit = TimeLimit(CONNECT_LIMIT_S, "connect", address)
+    channel, hello, number = yield from dial_for(address, limit, First(op, body))
     with closing_on_failure(channel, doing):
-        reply = yield from ask(channel, op, body, TimeLimit(reply_limit_s, doing, address))
+        reply = yield from receive(channel, number, TimeLimit(reply_limit_s, doing, address))
+        if isinstance(reply, Failure):
+            raise error_of(reply, doing)
         lease = LeaseState(channel, lock, grant_of(reply))
         lease.outlives_daemon = any(option.type == HelloOption.KEEPS_LEASES for option in hello.options)
     return lease

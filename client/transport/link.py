@@ -82,6 +82,12 @@ class Link:
         self._awaited.add(request_id)
         return request_id, frame
 
+    def request_behind_hello(self, op: Opcode, body: Body, session_id: int = 0) -> tuple[int, bytes]:
+        """(number, frame) of a request to be sent together with HELLO, which was requested and not answered yet."""
+        request_id, frame = self.connection.send_behind_hello(op, body, session_id=session_id)
+        self._awaited.add(request_id)
+        return request_id, frame
+
     def expect(self, op: Opcode, target: memoryview | None = None) -> int:
         """Number a session request whose frame is built elsewhere; a MEM_READ's data goes to `target`.
 

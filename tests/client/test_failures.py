@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,7 +11,8 @@ import pytest
 
 from gpulease import client
 from gpulease.client import Disconnected, GpuBuilder, GpuLeaseError, KernelArgs, LaunchFailed, LoadFailed, SyncFailed
-from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol import Connection, Failure, Opcode, Request, Role, Status
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Empty, HelloReply
 from helpers.client_faces import Face, Scenario, any_operation
 from helpers.scripted_peer import HangUp, Refusal, SayGoodbye, ScriptedPeer, SendRaw, Silence
@@ -92,6 +94,25 @@ def test_a_broken_control_connection(
             assert peer.address in str(caught.value)
 
     run(scenario)
+
+
+def test_a_lease_is_asked_for_in_one_flight_with_hello(tmp_path: Path) -> None:
+    path = tmp_path / "d.sock"
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(str(path))
+        listener.listen()
+        acquiring = pool.submit(GpuBuilder(f"unix:{path}").min_vram(1).acquire)
+        with listener.accept()[0] as daemon:
+            server = Connection(Role.SERVER, max_payload_bytes=MAX_PAYLOAD_BYTES)
+            server.receive_data(daemon.recv(1 << 16))
+            hello = server.next_event()
+            assert isinstance(hello, Request)
+            server.send_reply(hello, HelloReply(0, "made-up", MAX_PAYLOAD_BYTES, ()))
+            wanted = server.next_event()
+            assert isinstance(wanted, Request)
+            assert wanted.op is Opcode.LEASE_ALLOC
+        with pytest.raises(Disconnected):
+            acquiring.result()
 
 
 def test_a_socket_that_is_not_for_this_user(tmp_path: Path) -> None:

@@ -64,6 +64,49 @@ def test_a_request_and_its_refusal() -> None:
     assert pair.client.in_flight == pair.server.in_flight == 0
 
 
+@pytest.mark.parametrize(
+    ("op", "body", "reply", "reached"),
+    [
+        (Opcode.PING, m.Ping(7), m.Ping(7), State.CONTROL),
+        (Opcode.ATTACH, m.Attach(()), ATTACH_REPLY, State.SESSION),
+    ],
+    ids=["control", "attach"],
+)
+def test_a_request_right_behind_hello(op: Opcode, body: m.Body, reply: m.Body, reached: State) -> None:
+    pair = Pair()
+    _, hello = pair.client.send_request(Opcode.HELLO, HELLO)
+    number, behind = pair.client.send_behind_hello(op, body, session_id=SESSION_ID)
+    pair.server.receive_data(hello + behind)
+    first = pair.server.next_event()
+    assert isinstance(first, Request)
+    answers = pair.server.send_reply(first, HELLO_REPLY)
+    second = request_of(pair.server)
+    assert second == Request(op, number, SESSION_ID, False, body)
+    pair.client.receive_data(answers + pair.server.send_reply(second, reply))
+    assert events_of(pair.client) == [Reply(Opcode.HELLO, 1, HELLO_REPLY), Reply(op, number, reply)]
+    assert pair.client.state is pair.server.state is reached
+
+
+def test_what_may_not_stand_behind_hello() -> None:
+    client = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES)
+    with pytest.raises(LocalProtocolError, match="behind HELLO now"):
+        client.send_behind_hello(Opcode.PING, m.Ping(1))
+    client.send_request(Opcode.HELLO, HELLO)
+    for op, body in ((Opcode.SYNC, m.Empty()), (Opcode.HELLO, HELLO), (Opcode.PING, m.Empty())):
+        with pytest.raises(LocalProtocolError, match="behind HELLO"):
+            client.send_behind_hello(op, body)
+    client.send_behind_hello(Opcode.PING, m.Ping(1))
+    with pytest.raises(LocalProtocolError, match="behind HELLO now"):
+        client.send_behind_hello(Opcode.PING, m.Ping(1))
+
+
+def test_a_reply_that_comes_before_hellos_breaks_the_stream() -> None:
+    client = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES)
+    client.send_request(Opcode.HELLO, HELLO)
+    number, _ = client.send_behind_hello(Opcode.PING, m.Ping(1))
+    assert "was not asked" in broken(client, ping(number, flags=Flag.REPLY)).message
+
+
 def test_replies_may_come_in_any_order() -> None:
     pair = pair_in(State.CONTROL)
     requests = [pair.ask(Opcode.PING, m.Ping(nonce)) for nonce in range(5)]
