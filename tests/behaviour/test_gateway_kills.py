@@ -24,8 +24,8 @@ LATER_S = 1000.0
 STEPS = [
     *("store.reserve", "acquire", "issue", "check"),
     *("open", "owner.mem_alloc", "owner.mem_alloc", "owner.mem_write", "owner.sync"),
-    *("attach", "guest.module_load", "store.start", "guest.launch", "guest.sync", "guest.module_unload"),
-    *("open", "owner.mem_read", "owner.mem_free", "owner.mem_free", "owner.sync"),
+    *("attach", "guest.module_load", "store.start", "guest.launch", "guest.sync"),
+    *("open", "owner.mem_read"),
     *("store.complete", "lease.free", "end"),
 ]
 STARTED = STEPS.index("guest.launch")

@@ -8,9 +8,9 @@ The order of the steps, and why:
 3. As the lease's owner, copy the input in. The grant permits no copies: the memory stays its owner's.
 4. By the grant, load the module. Then record in the store, under the reservation's epoch, that the effect may begin.
    An attempt whose place was taken learns it here, and stops. Then launch and wait.
-5. As the owner again, read the output and free the memory. (The lease is SESSION_EXCLUSIVE: one connection at a time.
-   Owner and grant alternate, and no third connection can come between.)
-6. Record the outcome, free the lease, answer.
+5. As the owner again, read the output. (The lease is SESSION_EXCLUSIVE: one connection at a time. Owner and grant
+   alternate, and no third connection can come between.)
+6. Record the outcome, free the lease and with it all of its memory, answer.
 
 Until the launch, any failure releases the reservation: nothing was done, and the request may be tried again. From the
 launch on, a failure is the outcome, and every later request of that id gets it. If this process dies, the daemon
@@ -47,7 +47,7 @@ from gpulease.client.serve.gateway.ledger import Completed, InFlight, Reservatio
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
 from gpulease.client.sync.lease import GpuBuilder, GpuLease
 from gpulease.client.sync.session import GpuSession
-from gpulease.protocol import Exclusivity
+from gpulease.protocol import Exclusivity, Waiting
 from gpulease.protocol.capabilities import Permission, names_of
 
 SUBMISSION: Final = Permission.LEASE_QUERY | Permission.TASKLET_SUBMIT
@@ -164,7 +164,9 @@ class DaemonEffects:
     def acquire(self, min_vram_bytes: int, ttl_s: float) -> GpuLease:
         """Acquire a SESSION_EXCLUSIVE lease from the daemon."""
         builder = GpuBuilder(self._address).min_vram(min_vram_bytes).lease_secs(ttl_s).timeout(self.wait_s)
-        return builder.exclusivity(Exclusivity.SESSION_EXCLUSIVE).acquire()
+        # All requests share one interpreter: a thread that spins for its reply keeps the others from theirs.
+        builder = builder.exclusivity(Exclusivity.SESSION_EXCLUSIVE).waiting(Waiting.BLOCK)
+        return builder.acquire()
 
     def open(self, lease: GpuLease) -> GpuSession:
         """Open the lease's session as its owner."""
@@ -267,7 +269,7 @@ def _serve_on_lease(
         with _recorded_on_failure(effects, held):
             _run(guest, lease, module, kernel, args, request.output_len)
     with _recorded_on_failure(effects, held):
-        output = _copy_out(effects, request, kernel, lease, into, out_of)
+        output = _copy_out(effects, request, lease, out_of)
         return _complete(effects, request, held, lease, grant, output)
 
 
@@ -303,7 +305,6 @@ def _run(
     guest.launch(module, kernel.name, [kernel.blocks(output_bytes)], [kernel.threads_per_block], args)
     try:
         guest.sync()
-        guest.module_unload(module)
     except Denied as error:
         # The grant ends with its lease, and chance decides which end is noticed first.
         if lease.remaining_s > END_MARGIN_S:
@@ -311,17 +312,10 @@ def _run(
         raise LeaseExpired(f"the lease ended, and with it the grant, before the kernel did: {error.message}") from error
 
 
-def _copy_out(
-    effects: Effects, request: InferenceRequest, kernel: InferenceKernel, lease: GpuLease, into: int, out_of: int
-) -> bytes:
+def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, out_of: int) -> bytes:
     with effects.open(lease) as owner:
         result = owner.buffer(out_of, request.output_len)
-        output = bytes(owner.mem_read(result, 0, request.output_len))
-        if not kernel.is_in_place:
-            owner.mem_free(result)
-        owner.mem_free(owner.buffer(into, _input_bytes(request, kernel)))
-        owner.sync()
-        return output
+        return bytes(owner.mem_read(result, 0, request.output_len))
 
 
 def _complete(
