@@ -6,6 +6,7 @@ overwrite freed blocks, keep no cache of others, and unmap large ones (glibc man
 and others).
 """
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -24,6 +25,9 @@ WIPING_HEAP: Final = {
     ),
 }
 """Variables with which the process must be started: both are read once, at the start."""
+
+_M_PERTURB: Final = -6
+"""The number of the parameter (mallopt(3), malloc.h of glibc)."""
 
 _TRIED_BYTES: Final = (200, 1000, 5000, 60_000, 130_000)
 """Sizes of each kind of block that malloc keeps: small, large, and almost as large as those that it unmaps."""
@@ -66,3 +70,12 @@ def _is_left(size_bytes: int) -> bool:
     is_left = _MARK in ctypes.string_at(block + _HEAD_BYTES, size_bytes - _HEAD_BYTES)
     libc.free(guard)
     return is_left
+
+
+def stop_wiping() -> None:
+    """Have this process leave freed memory as it is, for good. Memory that was freed before stays overwritten.
+
+    For a process that has freed what nobody may read, and has no other lease's bytes. No C library but glibc wipes.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.PyDLL(None).mallopt(_M_PERTURB, 0)

@@ -37,6 +37,11 @@ MIN_HANDSHAKE_S: Final = 0.5
 HANDSHAKE_CHECK_S: Final = 0.25
 """Pause between two looks for handshakes to end, while others wait."""
 
+INNER_BUFFER_BYTES: Final = 512 << 10
+"""Bytes on the way between a relay and the worker, in each direction. The kernel allows as many again for what it
+keeps beside them, and no more than net.core.wmem_max says (socket(7)). With room for one batch of a relay's alone,
+relay and worker wait for each other in turn. Stops a peer that does not read from holding more of the host's memory."""
+
 REVOKED_CHECK_S: Final = 1.0
 """Pause between two looks for open connections whose certificate was revoked."""
 
@@ -294,6 +299,8 @@ class TlsAcceptor:
             try:
                 inner, relays_inner = (undo.enter_context(end) for end in socket.socketpair())
                 report, relays_report = (undo.enter_context(end) for end in channel_pair())
+                for end in (inner, relays_inner):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, INNER_BUFFER_BYTES)
                 refuse_descriptors(inner)
                 refuse_descriptors(report)
                 pid = os.fork()

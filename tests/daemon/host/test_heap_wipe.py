@@ -26,6 +26,18 @@ def test_a_process_that_was_started_so() -> None:
     assert not is_heap_wiped() or WIPING_HEAP.items() <= os.environ.items()
 
 
+STOP = """
+from gpulease.daemon.host import heap_wipe
+before = heap_wipe._is_left(5000)
+heap_wipe.stop_wiping()
+print(before, heap_wipe._is_left(5000))
+"""
+
+
+def test_a_process_stops_wiping_when_it_is_told() -> None:
+    assert said(STOP, WIPING_HEAP) == "False True"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "environment",
