@@ -23,8 +23,13 @@ EMPTY_NAMES = {"base", "common", "helper", "helpers", "manager", "misc", "util",
 MAY_IMPORT = {"protocol": {"protocol"}, "client": {"client", "protocol"}, "daemon": {"daemon", "protocol"}}
 # Who may import what is slow to load, needs hardware, or would be a second definition of the wire format.
 ONLY_IN: dict[str, str | tuple[str, ...]] = {
-    "pycuda": "daemon/drivers/cuda/",
-    "cuda": ("daemon/drivers/cuda/", "client/kernels/cuda_c.py", "client/bench/decode_direct.py"),
+    "pycuda": ("daemon/drivers/cuda/", "client/bench/pycuda_peer.py"),
+    "cuda": (
+        "daemon/drivers/cuda/",
+        "client/kernels/cuda_c.py",
+        "client/bench/decode_direct.py",
+        "client/bench/bindings_peer.py",
+    ),
     "llvmlite": "daemon/native/",
     "construct": "protocol/",
     "cryptography": "daemon/remote/pki/",

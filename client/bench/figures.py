@@ -1,9 +1,23 @@
-"""Figures from samples: percentiles, rates, and the trend of a series."""
+"""Figures from samples and from processes: percentiles, rates, medians of rounds, and the trend of a series."""
 
 import json
+import os
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+from gpulease.client.cli.exit_status import CannotStart
+
+PROCESS_TIMEOUT_S: Final = 300.0
+"""Seconds for one round of direct calls; a hung driver must not hang the benchmark."""
+
+Figures = dict[str, float]
+Say = Callable[[str], object]
+"""Is told the name of each measurement before it begins."""
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
@@ -42,6 +56,44 @@ def per_call_us(action: Callable[[], object], fence: Callable[[], object], count
 def gigabytes_per_s(action: Callable[[], object], size_bytes: int, count: int) -> float:
     """Return the median throughput of `count` copies of `size_bytes`, in 1e9 bytes per second."""
     return size_bytes / percentile(timed_us(action, count), 50) / 1e3
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    """Return each figure's median over rounds, to three places."""
+    return {name: round(statistics.median(figures[name] for figures in rounds), 3) for name in rounds[0]}
+
+
+def in_a_process(
+    module: str, *words: str, standard_input: bytes = b"", timeout_s: float = PROCESS_TIMEOUT_S
+) -> Figures:
+    """Run a measurement of the daemon's in a process of its own. Raises CannotStart."""
+    command = [sys.executable, "-P", "-m", f"gpulease.daemon.bench.{module}", *words]
+    return figures_of(command, standard_input=standard_input, timeout_s=timeout_s)
+
+
+def figures_of(
+    command: Sequence[str],
+    *,
+    standard_input: bytes = b"",
+    timeout_s: float = PROCESS_TIMEOUT_S,
+    variables: Mapping[str, str] | None = None,
+) -> Figures:
+    """Run a command that prints its figures as JSON on its first line, with more environment variables.
+
+    Raises CannotStart, with the last line that the command wrote on stderr.
+    """
+    environment = os.environ | (variables or {})
+    try:
+        done = subprocess.run(
+            command, input=standard_input, capture_output=True, timeout=timeout_s, check=False, env=environment
+        )
+        figures: Figures = json.loads(done.stdout.splitlines()[0])
+    except (IndexError, ValueError):
+        said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
+        raise CannotStart(f"the direct calls failed: {said}") from None
+    except subprocess.TimeoutExpired:
+        raise CannotStart(f"the direct calls have not ended within {timeout_s:.0f} s") from None
+    return figures
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, Region, RegionRevoked
-from gpulease.client.bench.figures import per_call_us, percentile, timed_us
-from gpulease.client.bench.suite import Figures, Say, in_a_process
+from gpulease.client.bench.figures import Figures, Say, in_a_process, per_call_us, percentile, timed_us
 from gpulease.client.cli.reports import first_card
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode

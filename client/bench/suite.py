@@ -1,24 +1,21 @@
 """Every measurement of `gpulease bench`: leases beside the same driver called directly, in one run."""
 
 import contextlib
-import json
 import os
 import socket
-import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.bench.card import card_title
+from gpulease.client.bench.figures import Figures, Say, in_a_process, medians
 from gpulease.client.bench.gateway_load import request_figures
 from gpulease.client.bench.kernel_times import kernel_figures
 from gpulease.client.bench.lease_life import SPIN_PTX, acquisition, expiry, revocation, warm_acquisition
 from gpulease.client.bench.overlap import overlap
+from gpulease.client.bench.peers import measure_beside_peers
 from gpulease.client.bench.remote import NoCertificates, make_certificates, remote_figures
 from gpulease.client.bench.session_speed import bulk_copies, copy_sizes, graph_figures, hot_path
 from gpulease.client.bench.stream import stream_rates
@@ -28,9 +25,6 @@ from gpulease.client.cli.exit_status import CannotStart
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.reports import first_card
 
-DIRECT_TIMEOUT_S: Final = 300
-"""Seconds for one round of direct calls; a hung driver must not hang the benchmark."""
-
 WARM_CONTEXTS: Final = 2
 """Contexts of the private daemon for warm leases: one to take, and one that stays while the next is made."""
 
@@ -39,10 +33,6 @@ REQUEST_CONTEXTS: Final = 4
 
 SAMPLES: Final = 500
 """Samples of each operation that is timed alone."""
-
-Figures = dict[str, float]
-Say = Callable[[str], object]
-"""Is told the name of each measurement before it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +66,42 @@ def measure_beside_direct_calls(plan: Plan, say: Say, warn: Say) -> dict[str, An
         running = address = running_address()
         if address is None:
             address, plan = _start_private_daemon(plan, stack, say, warn)
-        card = first_card(address)
-        if plan.driver not in ("auto", card["driver"]):
-            raise CannotStart(
-                f"the daemon at {address} computes with {card['driver']}, not {plan.driver}: stop it first"
-            )
+        card = _card_for(address, plan.driver)
         measured = _measure(address, card, plan, say)
+        if running is not None:
+            measured.round_trips = _beside_peers(address, card, plan, say)
     if running is None:
         say(f"{plan.leases} leases and submits with warm contexts")
         with private_daemon(plan.driver, warm_contexts=WARM_CONTEXTS) as address:
             measured.leases |= _acquisition(address, plan.leases, has_pool=True)
+            measured.round_trips = _beside_peers(address, _card_for(address, plan.driver), plan, say)
     return _report(card, plan, measured)
+
+
+def measure_round_trips(plan: Plan, say: Say) -> dict[str, Any]:
+    """Measure round trips beside other callers of the driver, and nothing else.
+
+    Raises CannotStart if the running daemon has another driver, or a prerequisite is missing, and WrongResult.
+    """
+    with contextlib.ExitStack() as stack:
+        address = running_address()
+        if address is None:
+            address = stack.enter_context(private_daemon(plan.driver, warm_contexts=WARM_CONTEXTS))
+        card = _card_for(address, plan.driver)
+        title = card_title(card["driver"], card["name"], card["uuid"])
+        return {"title": title, "round_trips": _beside_peers(address, card, plan, say)}
+
+
+def _card_for(address: str, driver: str) -> dict[str, Any]:
+    """Return the daemon's first card. Raises CannotStart if another driver is wanted than it computes with."""
+    card = first_card(address)
+    if driver not in ("auto", card["driver"]):
+        raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
+    return card
+
+
+def _beside_peers(address: str, card: dict[str, Any], plan: Plan, say: Say) -> dict[str, Any]:
+    return measure_beside_peers(address, card, plan.rounds, plan.launches, SAMPLES, say)
 
 
 def measure_requests(driver: str, seconds: float, say: Say) -> dict[str, dict[str, Figures]]:
@@ -114,6 +129,7 @@ class _Measured:
     tls: dict[str, Figures]
     kernels: dict[str, Figures]
     overlap: Figures
+    round_trips: dict[str, Any] = field(default_factory=dict)
 
 
 def _start_private_daemon(plan: Plan, stack: contextlib.ExitStack, say: Say, warn: Say) -> tuple[str, Plan]:
@@ -174,6 +190,7 @@ def _report(card: dict[str, Any], plan: Plan, found: _Measured) -> dict[str, Any
         "gate": _rounded(found.gate, 1),
         "overlap": _rounded(found.overlap, 3),
         "kernels": {name: _rounded(figures, 4) for name, figures in found.kernels.items()},
+        "round_trips": found.round_trips,
     }
     if "acquire_p50_ms" in found.leases:
         report["acquire_to_bare"] = round(found.leases["acquire_p50_ms"] / found.bare["open_p50_ms"], 3)
@@ -198,7 +215,7 @@ def _rounds(address: str, driver: str, rounds: int, launches: int, say: Say) -> 
             more = bulk_copies(address, copy_sizes(driver), shared_memory=shared)
             more |= graph_figures(address, transform_ptx(), SAMPLES, shared_memory=shared)
             figures.append(hot_path(address, transform_ptx(), launches, SAMPLES, shared_memory=shared) | more)
-    return _medians(leased), _medians(by_socket), _medians(direct)
+    return medians(leased), medians(by_socket), medians(direct)
 
 
 def _acquisition(address: str, leases: int, *, has_pool: bool) -> Figures:
@@ -208,8 +225,8 @@ def _acquisition(address: str, leases: int, *, has_pool: bool) -> Figures:
 
 
 def _over_tcp(address: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Figures]:
-    leased = _medians([bulk_copies(address, sizes) for _ in range(rounds)])
-    stream = _medians([stream_rates(sizes) for _ in range(rounds)])
+    leased = medians([bulk_copies(address, sizes) for _ in range(rounds)])
+    stream = medians([stream_rates(sizes) for _ in range(rounds)])
     leased = {name: leased[name] for name in stream}
     return {
         "leased": leased,
@@ -220,7 +237,7 @@ def _over_tcp(address: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Fi
 
 def _over_tls(plan: Plan, sizes: tuple[int, ...]) -> dict[str, Figures]:
     by_tls, by_tcp = (
-        _medians([remote_figures(address, transform_ptx(), plan.launches, sizes) for _ in range(plan.rounds)])
+        medians([remote_figures(address, transform_ptx(), plan.launches, sizes) for _ in range(plan.rounds)])
         for address in (plan.tls, plan.tcp)
     )
     return {"tls": by_tls, "tcp": by_tcp, "ratio": {name: round(by_tls[name] / by_tcp[name], 3) for name in by_tls}}
@@ -261,19 +278,3 @@ def _bare(card: dict[str, Any], count: int) -> Figures:
 def _gate(card: dict[str, Any], flips: int) -> Figures:
     with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
         return in_a_process("revocation", card["driver"], card["uuid"], str(ptx), str(flips))
-
-
-def in_a_process(module: str, *words: str, standard_input: bytes = b"", timeout_s: float = DIRECT_TIMEOUT_S) -> Figures:
-    """Run a measurement of the daemon's in a process of its own. Raises CannotStart."""
-    command = [sys.executable, "-P", "-m", f"gpulease.daemon.bench.{module}", *words]
-    done = subprocess.run(command, input=standard_input, capture_output=True, timeout=timeout_s, check=False)
-    try:
-        figures: Figures = json.loads(done.stdout.splitlines()[0])
-    except (IndexError, ValueError):
-        said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
-        raise CannotStart(f"the direct calls failed: {said}") from None
-    return figures
-
-
-def _medians(rounds: list[Figures]) -> Figures:
-    return {name: round(statistics.median(figures[name] for figures in rounds), 3) for name in rounds[0]}

@@ -5,16 +5,18 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any, Final, NoReturn
 
 import click
 
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import measure_core, reaches_all_goals
-from gpulease.client.bench.figures import print_figures
+from gpulease.client.bench.figures import Figures, Say, print_figures
 from gpulease.client.bench.load import main as measure_load
+from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import keeps_the_pin, measure_regions
-from gpulease.client.bench.suite import Figures, Plan, Say, measure_beside_direct_calls, measure_requests
+from gpulease.client.bench.suite import Plan, measure_beside_direct_calls, measure_requests, measure_round_trips
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.reports import first_card
@@ -76,6 +78,10 @@ _POSITIVE: Final = click.IntRange(min=1)
     is_flag=True,
     help="Instead, the decode engine's steps and kernels, a JSON object a figure, a line each.",
 )
+@click.option(
+    "--round-trips", is_flag=True, help="Instead, round trips alone, beside C, cuda-bindings and pycuda in turn."
+)
+@click.option("--peers", is_flag=True, help="Instead, print how to run other remoting systems beside it.")
 @click.option("--minutes", type=click.FloatRange(min=0.01), help="Of --load or --storm: 10, or 1 with --quick.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(
@@ -92,11 +98,16 @@ def bench(
     regions: bool,
     storm: bool,
     decode: bool,
+    round_trips: bool,
+    peers: bool,
     minutes: float | None,
     as_json: bool,
 ) -> None:
     """Measure leases on the daemon that runs, or on a private one. A line on stderr says what is measured next."""
     say = _progress_lines()
+    if peers:
+        click.echo(files("gpulease.client.bench").joinpath("PEERS.md").read_text(encoding="utf-8").rstrip())
+        return
     if core and quick:
         raise click.UsageError("--core takes --leases, not --quick")
     minutes = minutes or (QUICK_MINUTES if quick else LOAD_MINUTES)
@@ -128,8 +139,17 @@ def bench(
         tcp,
         tls,
     )
+    if round_trips:
+        _run_round_trips(plan, say, as_json)
+        return
     report = measure_beside_direct_calls(plan, say, lambda text: click.echo(text, err=True))
     click.echo(json.dumps(report, indent=2) if as_json else _tables(report))
+
+
+def _run_round_trips(plan: Plan, say: Say, as_json: bool) -> None:
+    report = measure_round_trips(plan, say)
+    shown = f"{report['title']}\n\n{round_trip_table(report['round_trips'])}"
+    click.echo(json.dumps(report, indent=2) if as_json else shown)
 
 
 def _run_storm(minutes: float, driver: str, as_json: bool) -> None:
@@ -342,7 +362,32 @@ def _tables(report: dict[str, Any]) -> str:
     if "acquire_to_bare" in report:
         parts.append(f"acquire to first answer / fork to a context that answers, p50: {report['acquire_to_bare']}")
     parts.append(_kernel_table(report["kernels"]))
+    parts.append(round_trip_table(report["round_trips"]))
     return "\n\n".join(parts)
+
+
+def round_trip_table(report: Mapping[str, Any]) -> str:
+    """Return the table of round trips, p50 and p99 of each caller, with the notes and who is missing below it."""
+    found, ratio, goals = report["figures"], report["ratio"], report["goals"]
+    callers = [name for name in CALLERS if name in found]
+    others = [name for name in callers if name != LEASED]
+    head = [f"round trips, medians of {report['rounds']} rounds", "unit"]
+    head += [text for name in callers for text in (f"{name} p50", "p99")]
+    head += [*(f"leased/{name}" for name in others), "goal", "met"]
+    rows = []
+    for row in ROWS:
+        if row.figure(50) not in found[LEASED]:
+            continue
+        cells = [row.text, row.unit.replace("gb_s", "GB/s")]
+        cells += [_figure_text(found[name], row.figure(percent)) for name in callers for percent in (50, 99)]
+        cells += [_figure_text(ratio[name], row.stem) for name in others]
+        goal = goals.get(row.stem, {"goal": "", "is_met": None})
+        rows.append([*cells, goal["goal"], {True: "yes", False: "no", None: ""}[goal["is_met"]]])
+    reasons: dict[str, list[str]] = {}
+    for name, why in report["absent"].items():
+        reasons.setdefault(why, []).append(name)
+    lines = [*NOTES, *(f"Left out: {', '.join(names)}: {why}." for why, names in reasons.items())]
+    return "\n".join([table(head, rows), *lines, "Other remoting systems: gpulease bench --peers."])
 
 
 def _figure_text(figures: Figures, name: str) -> str:

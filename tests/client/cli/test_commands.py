@@ -183,11 +183,18 @@ def test_bench(gpulease: Gpulease, daemon: Daemon) -> None:
     assert all(value > 0 for figures in kernels.values() for value in figures.values())
     assert kernels["load_again"]["leased_ms"] < kernels["load_cold"]["leased_ms"]
     assert _kernel_table(kernels).count("\n") == len(kernels) == 7
+    assert report["round_trips"]["figures"]["leased"]["sync_idle_p50_us"] > 0
     wrong = gpulease("bench", "--driver", "cuda")
     assert wrong.exit_code == 1
     assert "computes with cpu, not cuda" in wrong.stderr
     assert gpulease("bench", "--rounds", "0").exit_code == 2
     assert gpulease("bench", "--core", "--quick").exit_code == 2
+
+
+def test_bench_tells_how_to_run_others_beside_it(gpulease: Gpulease) -> None:
+    told = gpulease("bench", "--peers").stdout
+    assert told.startswith("# Other remoting systems beside a lease")
+    assert all(way in told for way in ("LD_LIBRARY_PATH", "LD_PRELOAD", "--round-trips --json"))
 
 
 def test_bench_of_the_decode_engine(gpulease: Gpulease, monkeypatch: pytest.MonkeyPatch) -> None:

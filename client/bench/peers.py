@@ -1,0 +1,252 @@
+"""Round trips of a session beside other callers of the CUDA driver, in one run: who is there, ratios, and goals."""
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import as_file, files
+from pathlib import Path
+from subprocess import CalledProcessError, TimeoutExpired, run
+from typing import Any, Final
+
+from gpulease.client.bench.figures import Figures, Say, figures_of, medians
+from gpulease.client.bench.lease_life import warm_acquisition
+from gpulease.client.bench.round_trips import measure_session
+from gpulease.client.cli.exit_status import CannotStart
+
+LEASED: Final = "leased"
+C: Final = "C"
+BINDINGS: Final = "cuda-bindings"
+PYCUDA: Final = "pycuda"
+CALLERS: Final = (LEASED, C, BINDINGS, PYCUDA)
+
+COMPILERS: Final = ("cc", "gcc", "clang")
+COMPILE_TIMEOUT_S: Final = 60.0
+SESSION_STARTS: Final = 5
+"""Sessions opened with a ready context in each round."""
+
+VARIABLE_OF_CARDS: Final = "CUDA_VISIBLE_DEVICES"
+
+RING_GOAL: Final = "below a ring's, see --peers"
+NO_CARD: Final = "the daemon computes with the embedded driver, and only a card has other callers and goals"
+NO_POOL: Final = "the daemon keeps no warm contexts: its operator sets warm_contexts"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound for a session's figure: a number, or a share of another caller's figure in the same run.
+
+    Attributes:
+        bound: The number, or the factor.
+        of: The other caller; "" if `bound` is the number itself.
+        is_least: The figure shall be at least as large, as a rate; else at most.
+    """
+
+    bound: float
+    of: str = ""
+    is_least: bool = False
+
+    @property
+    def text(self) -> str:
+        """Words for the table."""
+        return f"{'>=' if self.is_least else '<='} {self.bound:g}{f' of {self.of}' if self.of else ''}"
+
+    def is_met(self, name: str, found: Mapping[str, Figures]) -> bool | None:
+        """Return True if the session's figure keeps the bound, None if a figure for it is missing."""
+        ours = found[LEASED].get(name)
+        limit = self.bound * found.get(self.of, {}).get(name, float("nan")) if self.of else self.bound
+        if ours is None or limit != limit:
+            return None
+        return ours >= limit if self.is_least else ours <= limit
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        stem: Begins the names of its figures.
+        text: Head of the row.
+        unit: Ends the names of its figures: us, ms or gb_s.
+        goal: None if it needs a caller that is not run here (`gpulease bench --peers`).
+    """
+
+    stem: str
+    text: str
+    unit: str
+    goal: Goal | None
+
+    def figure(self, percent: int) -> str:
+        """Return the name of its figure at that percentile."""
+        return f"{self.stem}_p{percent}_{self.unit}"
+
+
+ROWS: Final = (
+    Row("launch_pipelined", "launch, pipelined", "us", Goal(0.5, C)),
+    Row("launch_own", "launch, its caller's own share", "us", Goal(1.2)),
+    Row("launch_sync", "launch + sync", "us", Goal(1.1, BINDINGS)),
+    Row("sync_idle", "sync with nothing queued", "us", Goal(0.5)),
+    Row("train_sync", "20 launches + sync", "us", Goal(0.5, C)),
+    Row("alloc_free_beside", "alloc + free 1 MiB, beside other allocations", "us", None),
+    Row("alloc_free_alone", "alloc + free 1 MiB, its granule empty each time", "us", None),
+    Row("write_4k_sync", "H2D 4 KiB + sync", "us", Goal(1.2, BINDINGS)),
+    Row("read_4k", "D2H 4 KiB", "us", Goal(1.2, BINDINGS)),
+    Row("write_16m_pinned", "H2D 16 MiB, pinned, + sync", "gb_s", Goal(0.95, C, is_least=True)),
+    Row("read_16m_pinned", "D2H 16 MiB, pinned", "gb_s", Goal(0.95, C, is_least=True)),
+    Row("session_start", "session set-up, warm (others: cold)", "ms", Goal(2.0)),
+)
+
+NOTES: Final = (
+    "A program that has another allocation keeps its 2 MiB granule. Without one, the driver takes a granule from the",
+    "card and gives it back each time. A session's memory is zeroed, the others' is not. The p99 of a pipelined row is",
+    "that of bursts of launches, not of single ones; the p99 of a rate is the rate at that percentile of the times.",
+    "The others' set-up is cuInit, a context and a sync.",
+)
+
+
+def measure_beside_peers(
+    address: str, card: Mapping[str, Any], rounds: int, launches: int, samples: int, say: Say
+) -> dict[str, Any]:
+    """Measure all callers in turn, each but the session in a process of its own; medians of rounds count.
+
+    Every round begins with another caller. A caller that fails is left out, and the report says why.
+    Raises WrongResult if a session's results are wrong.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpulease-") as folder:
+        has_pool = card["warm_wanted"] > 0
+        ready: dict[str, Callable[[], Figures]] = {
+            LEASED: partial(_measure_leased, address, launches, samples, has_pool=has_pool)
+        }
+        if card["driver"] == "cuda":
+            others, absent = _peers(Path(folder), str(card["uuid"]), launches, samples)
+            ready |= others
+        else:
+            absent = dict.fromkeys(CALLERS[1:], NO_CARD)
+        found = _in_turn(ready, absent, rounds, say)
+    if not has_pool:
+        absent["the session's set-up"] = NO_POOL
+    return report_of(found, absent, rounds, has_goals=card["driver"] == "cuda")
+
+
+def _in_turn(
+    ready: Mapping[str, Callable[[], Figures]], absent: dict[str, str], rounds: int, say: Say
+) -> dict[str, Figures]:
+    """Measure each caller in each round; move one that fails to `absent`."""
+    names = list(ready)
+    found: dict[str, list[Figures]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            if name in absent:
+                continue
+            say(f"round {number + 1} of {rounds}: round trips, {name}")
+            try:
+                found[name].append(ready[name]())
+            except CannotStart as error:
+                if name == LEASED:
+                    raise
+                absent[name] = str(error)
+    return {name: medians(figures) for name, figures in found.items() if name not in absent}
+
+
+def _measure_leased(address: str, launches: int, samples: int, *, has_pool: bool) -> Figures:
+    figures = measure_session(address, launches, samples)
+    if has_pool:
+        starts = warm_acquisition(address, SESSION_STARTS)
+        figures |= {f"session_start_p{part}_ms": starts[f"warm_acquire_p{part}_ms"] for part in (50, 99)}
+    return figures
+
+
+def _peers(
+    folder: Path, card_uuid: str, launches: int, samples: int
+) -> tuple[dict[str, Callable[[], Figures]], dict[str, str]]:
+    """Return the callers that can run here, and why the others can't."""
+    ready: dict[str, Callable[[], Figures]] = {}
+    absent: dict[str, str] = {}
+    words = (str(launches), str(samples))
+    variables = {VARIABLE_OF_CARDS: card_uuid}
+    try:
+        program = compile_direct_calls(folder)
+    except CannotStart as error:
+        absent[C] = str(error)
+    else:
+        ready[C] = partial(_run_program, program, words, variables)
+    for name, module, needed in (
+        (BINDINGS, "bindings_peer", "cuda.bindings.driver"),
+        (PYCUDA, "pycuda_peer", "pycuda.driver"),
+    ):
+        if why := why_missing(name, needed):
+            absent[name] = why
+        else:
+            command = (sys.executable, "-P", "-m", f"gpulease.client.bench.{module}", *words)
+            ready[name] = partial(figures_of, command, variables=variables)
+    return ready, absent
+
+
+def why_missing(package: str, module: str) -> str:
+    """Return a sentence if that module is not installed, else ""."""
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        is_there = False
+    return "" if is_there else f"{package} is not installed: pip install {package}"
+
+
+def compile_direct_calls(folder: Path) -> Path:
+    """Compile the C caller into a folder; return the program. Raises CannotStart."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise CannotStart(f"no C compiler is there: install one of {', '.join(COMPILERS)}")
+    program = folder / "direct_calls"
+    with as_file(files("gpulease.client.bench").joinpath("direct_calls.c")) as source:
+        command = [compiler, "-O2", "-o", str(program), str(source), "-ldl"]
+        try:
+            run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
+        except CalledProcessError as error:
+            raise CannotStart(
+                f"{os.path.basename(compiler)} failed: {error.stderr.strip().splitlines()[-1:]}"
+            ) from None
+        except (OSError, TimeoutExpired) as error:
+            raise CannotStart(f"{os.path.basename(compiler)} failed: {error}") from None
+    return program
+
+
+def _run_program(program: Path, words: tuple[str, ...], variables: Mapping[str, str]) -> Figures:
+    with as_file(files("gpulease.client.bench").joinpath("round_trips.ptx")) as ptx:
+        return figures_of((str(program), str(ptx), *words), variables=variables)
+
+
+def report_of(
+    found: Mapping[str, Figures], absent: Mapping[str, str], rounds: int, *, has_goals: bool
+) -> dict[str, Any]:
+    """Return the report: figures, ratios to each other caller by row, goals, and why callers are missing.
+
+    Goals are a card's: `has_goals` is False for the embedded driver.
+    """
+    ours = found[LEASED]
+    medians_of = {row.stem: row.figure(50) for row in ROWS}
+    return {
+        "rounds": rounds,
+        "figures": dict(found),
+        "ratio": {
+            name: {
+                stem: round(ours[figure] / theirs[figure], 3)
+                for stem, figure in medians_of.items()
+                if figure in ours and theirs.get(figure)
+            }
+            for name, theirs in found.items()
+            if name != LEASED
+        },
+        "goals": {
+            row.stem: {"goal": row.goal.text, "is_met": row.goal.is_met(row.figure(50), found)}
+            if row.goal
+            else {"goal": RING_GOAL, "is_met": None}
+            for row in ROWS
+            if has_goals
+        },
+        "absent": dict(absent),
+    }

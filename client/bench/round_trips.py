@@ -1,0 +1,220 @@
+"""Round trips, pipelined launches and pinned copies of one caller, timed by the same loop for every Python caller.
+
+`client/bench/direct_calls.c` does the same work in C. Each caller checks its results: the kernel counts its launches.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from gpulease.client import GpuBuilder, GpuSession, KernelArgs
+from gpulease.client.bench.figures import percentile, timed_us
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+THREADS: Final = 32
+ALLOCATION_BYTES: Final = 1 << 20
+OTHER_BYTES: Final = 512 << 10
+"""An allocation beside which the timed one finds room: the CUDA driver takes memory for small ones by 2 MiB."""
+
+SMALL_COPY_BYTES: Final = 4096
+PINNED_BYTES: Final = 16 << 20
+PINNED_COPIES: Final = 15
+SLICE_BYTES: Final = 256 << 20
+
+WARM_LAUNCHES: Final = 50
+BURST_LAUNCHES: Final = 1000
+"""Launches between two syncs of a pipelined burst: one sync's share of each is then some hundredths."""
+
+OWN_LAUNCHES: Final = 500
+"""Launches of a burst that times the caller's own share: fewer than the CUDA driver queues, or the ring holds."""
+
+OWN_BURSTS: Final = 40
+TRAIN_LAUNCHES: Final = 20
+"""Launches before one sync in the row of that name."""
+
+STEP: Final = 3
+"""Each launch adds it to every counter."""
+
+PATTERN: Final = 0x5A
+
+Action = Callable[[], object]
+
+
+class WrongResult(Exception):
+    """A caller's work gave another result than it should have: its times mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls of one caller, each with its arguments bound, behind its allocations.
+
+    Attributes:
+        launch: Queues `count` over `THREADS` counters.
+        sync: Waits for all that is queued.
+        write_small, read_small: Copy `small` to the card, and back into it.
+        write_pinned, read_pinned: Copy `pinned` to the card, and back into it.
+        read_counters: Returns the counters: uint32, shape (THREADS,).
+        small: Ordinary memory: uint8, shape (SMALL_COPY_BYTES,).
+        pinned: Pinned memory, of a session its arena: uint8, shape (PINNED_BYTES,).
+    """
+
+    launch: Action
+    sync: Action
+    write_small: Action
+    read_small: Action
+    write_pinned: Action
+    read_pinned: Action
+    read_counters: "Callable[[], NDArray[np.uint32]]"
+    small: "NDArray[np.uint8]"
+    pinned: "NDArray[np.uint8]"
+
+
+def kernel_text() -> bytes:
+    """Return the PTX of `count`."""
+    return files("gpulease.client.bench").joinpath("round_trips.ptx").read_bytes()
+
+
+def measure_calls(
+    alloc_and_free: Action, open_calls: Callable[[], Calls], launches: int, samples: int
+) -> dict[str, float]:
+    """Time a caller's calls: microseconds and GB/s, p50 and p99, by the names of the table's rows.
+
+    Args:
+        alloc_and_free: Allocates and frees ALLOCATION_BYTES; at first, the caller holds no other allocation.
+        open_calls: Allocates what the other calls need, with OTHER_BYTES more, and keeps it.
+        launches: Launches pipelined, at least one burst.
+        samples: Samples of each call that is timed alone.
+
+    Raises WrongResult.
+    """
+    timed_us(alloc_and_free, WARM_LAUNCHES)
+    figures = _microseconds("alloc_free_alone", timed_us(alloc_and_free, samples))
+    calls = open_calls()
+    timed_us(alloc_and_free, WARM_LAUNCHES)
+    figures |= _microseconds("alloc_free_beside", timed_us(alloc_and_free, samples))
+    launched, found = _launch_figures(calls, launches, samples)
+    figures |= found
+    counters = calls.read_counters()
+    if not (counters == launched * STEP).all():
+        raise WrongResult(f"{launched} launches left {counters[0]} in a counter, not {launched * STEP}")
+    return figures | _copy_figures(calls, samples)
+
+
+def _launch_figures(calls: Calls, launches: int, samples: int) -> tuple[int, dict[str, float]]:
+    """Return how many launches were made, and the figures of launches and syncs."""
+    launch, sync = calls.launch, calls.sync
+
+    def launch_and_sync() -> None:
+        launch()
+        sync()
+
+    def train() -> None:
+        for _ in range(TRAIN_LAUNCHES):
+            launch()
+        sync()
+
+    timed_us(launch_and_sync, WARM_LAUNCHES)
+    bursts = max(1, launches // BURST_LAUNCHES)
+    figures = _microseconds("launch_pipelined", [_burst_us(calls, BURST_LAUNCHES)[1] for _ in range(bursts)])
+    figures |= _microseconds("launch_own", [_burst_us(calls, OWN_LAUNCHES)[0] for _ in range(OWN_BURSTS)])
+    figures |= _microseconds("launch_sync", timed_us(launch_and_sync, samples))
+    figures |= _microseconds("sync_idle", timed_us(sync, samples))
+    figures |= _microseconds("train_sync", timed_us(train, samples))
+    launched = WARM_LAUNCHES + bursts * BURST_LAUNCHES + OWN_BURSTS * OWN_LAUNCHES + samples * (1 + TRAIN_LAUNCHES)
+    return launched, figures
+
+
+def _burst_us(calls: Calls, count: int) -> tuple[float, float]:
+    """Return the microseconds of each launch of a burst: until all calls have returned, and until all are done."""
+    launch = calls.launch
+    started = time.perf_counter()
+    for _ in range(count):
+        launch()
+    returned = time.perf_counter()
+    calls.sync()
+    ended = time.perf_counter()
+    return (returned - started) / count * 1e6, (ended - started) / count * 1e6
+
+
+def _copy_figures(calls: Calls, samples: int) -> dict[str, float]:
+    def write_and_sync() -> None:
+        calls.write_small()
+        calls.sync()
+
+    def write_pinned_and_sync() -> None:
+        calls.write_pinned()
+        calls.sync()
+
+    figures: dict[str, float] = {}
+    calls.small[:] = PATTERN
+    timed_us(write_and_sync, WARM_LAUNCHES)
+    figures |= _microseconds("write_4k_sync", timed_us(write_and_sync, samples))
+    calls.small[:] = 0
+    figures |= _microseconds("read_4k", timed_us(calls.read_small, samples))
+    calls.pinned[:] = PATTERN
+    write_pinned_and_sync()
+    figures |= _rates("write_16m_pinned", timed_us(write_pinned_and_sync, PINNED_COPIES))
+    calls.pinned[:] = 0
+    figures |= _rates("read_16m_pinned", timed_us(calls.read_pinned, PINNED_COPIES))
+    for name, array in (("4 KiB", calls.small), ("16 MiB", calls.pinned)):
+        if not (array == PATTERN).all():
+            raise WrongResult(f"{name} came back from the card with other bytes than were written")
+    return figures
+
+
+def _microseconds(name: str, times_us: list[float]) -> dict[str, float]:
+    return {f"{name}_p{part}_us": percentile(times_us, part) for part in (50, 99)}
+
+
+def _rates(name: str, times_us: list[float]) -> dict[str, float]:
+    """Return GB/s of PINNED_BYTES at those percentiles of the times: the p99 is among the slowest copies."""
+    return {f"{name}_p{part}_gb_s": PINNED_BYTES / percentile(times_us, part) / 1e3 for part in (50, 99)}
+
+
+def measure_session(address: str, launches: int, samples: int) -> dict[str, float]:
+    """Time the calls of one session, through the public client. Raises WrongResult."""
+    # The other callers use the same card.
+    wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
+    with wanted.acquire() as lease, GpuSession(lease) as session:
+        return measure_calls(
+            lambda: session.mem_free(session.mem_alloc(ALLOCATION_BYTES)),
+            lambda: _calls_of(session),
+            launches,
+            samples,
+        )
+
+
+def _calls_of(session: GpuSession) -> Calls:
+    module = session.module_load(kernel_text())
+    other, counters = session.mem_alloc(OTHER_BYTES), session.mem_alloc(THREADS * 4)
+    small_buffer, large_buffer = session.mem_alloc(SMALL_COPY_BYTES), session.mem_alloc(PINNED_BYTES)
+    args = KernelArgs().push_buffer(counters).push_u32(THREADS).push_u32(STEP)
+    grid, block = (1, 1, 1), (THREADS, 1, 1)
+    small = np.empty(SMALL_COPY_BYTES, np.uint8)
+    pinned = session.empty(PINNED_BYTES, np.uint8)
+    counts = np.empty(THREADS, np.uint32)
+
+    def read_counters() -> "NDArray[np.uint32]":
+        session.mem_read(counters, 0, counts.nbytes, into=counts)
+        return counts
+
+    def launch(_kept: object = other) -> None:
+        session.launch(module, "count", grid, block, args)
+
+    return Calls(
+        launch,
+        session.sync,
+        lambda: session.mem_write(small_buffer, 0, small),
+        lambda: session.mem_read(small_buffer, 0, SMALL_COPY_BYTES, into=small),
+        lambda: session.mem_write(large_buffer, 0, pinned),
+        lambda: session.mem_read(large_buffer, 0, PINNED_BYTES, into=pinned),
+        read_counters,
+        small,
+        pinned,
+    )
