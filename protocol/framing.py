@@ -51,6 +51,7 @@ _FAST: Final = struct.Struct(">QhHIQ16s")
 _HEAD_BASE: Final = int.from_bytes(MAGIC, "big") << 32 | PROTOCOL_VERSION << 24
 # Plain integers: an operation on an IntFlag costs more than reading the whole header.
 _REPLY: Final = int(Flag.REPLY)
+_QUIET: Final = int(Flag.QUIET)
 _REPLY_AND_QUIET: Final = int(Flag.REPLY | Flag.QUIET)
 
 
@@ -83,7 +84,7 @@ class Frame(NamedTuple):
     @property
     def is_quiet(self) -> bool:
         """True if the sender wants no reply."""
-        return bool(self.flags & Flag.QUIET)
+        return bool(self.flags & _QUIET)
 
 
 def build_frame(
@@ -96,6 +97,7 @@ def build_frame(
     status: int = 0,
 ) -> bytes:
     """Return a frame's bytes. Raises LocalProtocolError for a frame that a receiver would refuse."""
+    flags = int(flags)
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(f"a payload of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
     if op >> 16:

@@ -25,6 +25,11 @@ MAX_FDS: Final = 4
 """Most descriptors beside one message."""
 
 
+# Plain integers: an operation on an IntFlag costs as much as the system call.
+_TRUNCATED: Final = int(socket.MSG_TRUNC)
+_LACKS_FDS: Final = int(socket.MSG_CTRUNC)
+
+
 class ChannelClosed(Exception):
     """The other process is gone, or has sent something that is no message."""
 
@@ -124,11 +129,11 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    message = None if flags & socket.MSG_TRUNC else _unpack(data)
+    message = None if flags & _TRUNCATED else _unpack(data)
     if message is None:
         close_all(fds)
         raise ChannelClosed("the other process closed the channel" if not data else "a malformed message")
-    if flags & socket.MSG_CTRUNC:
+    if flags & _LACKS_FDS:
         # There were more than MAX_FDS descriptors, or more than this process may open: some are missing.
         close_all(fds)
         return message, []
