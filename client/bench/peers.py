@@ -1,7 +1,6 @@
 """Round trips of a session beside other callers of the CUDA driver, in one run: who is there, ratios, and goals."""
 
 import importlib.util
-import os
 import shutil
 import sys
 import tempfile
@@ -102,8 +101,8 @@ ROWS: Final = (
 
 NOTES: Final = (
     "A program that has another allocation keeps its 2 MiB granule. Without one, the driver takes a granule from the",
-    "card and gives it back each time. A session's memory is zeroed, the others' is not. The p99 of a pipelined row is",
-    "that of bursts of launches, not of single ones; the p99 of a rate is the rate at that percentile of the times.",
+    "card and gives it back each time. A session keeps what it freed for its next allocation, and zeroes it. The",
+    "p99 of a pipelined row is that of bursts of launches, not of single ones, of a rate the rate at that time.",
     "The others' set-up is cuInit, a context and a sync.",
 )
 
@@ -207,11 +206,10 @@ def compile_direct_calls(folder: Path) -> Path:
         try:
             run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
         except CalledProcessError as error:
-            raise CannotStart(
-                f"{os.path.basename(compiler)} failed: {error.stderr.strip().splitlines()[-1:]}"
-            ) from None
+            said = (error.stderr.strip() or "no output").splitlines()[-1]
+            raise CannotStart(f"{Path(compiler).name} failed: {said}") from None
         except (OSError, TimeoutExpired) as error:
-            raise CannotStart(f"{os.path.basename(compiler)} failed: {error}") from None
+            raise CannotStart(f"{Path(compiler).name} failed: {error}") from None
     return program
 
 

@@ -82,6 +82,10 @@ def test_what_is_not_installed_is_named_with_its_command(monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CannotStart, match="no C compiler is there: install one of cc, gcc, clang"):
         compile_direct_calls(tmp_path)
+    (tmp_path / "gcc").write_text("#!/bin/sh\necho 'stdio.h: not there' >&2\nexit 1\n")
+    (tmp_path / "gcc").chmod(0o755)
+    with pytest.raises(CannotStart, match=r"gcc failed: stdio\.h: not there"):
+        compile_direct_calls(tmp_path)
 
 
 def test_each_round_begins_with_another_caller_and_one_that_fails_is_left_out() -> None:
