@@ -87,6 +87,19 @@ RETRY_MS: Final = 10
 _LAUNCHES: Final = frozenset({int(Opcode.LAUNCH), int(Opcode.LAUNCH_IN)})
 _SYNC: Final = int(Opcode.SYNC)
 
+_SERVED: Final = tuple(
+    Tlv(option, b"")
+    for option in (
+        SessionOption.PARAMETER_TYPES,
+        SessionOption.MODULE_DETAILS,
+        SessionOption.EVENTS,
+        SessionOption.PRINTED,
+        SessionOption.LAUNCH_WITH,
+        SessionOption.MEM_REUSE,
+    )
+)
+"""Options without a value of every ATTACH's reply."""
+
 
 class Server:
     """Serves one session until the broker's channel closes, or until the broker has it scrubbed.
@@ -306,15 +319,7 @@ class Server:
         ring, arena = ring_for(connection.sock, wanted, self._spin_policy), self._arena_for(connection, wanted)
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
         card = self._session.compute_capability.to_bytes(2, "big") + self._session.cuda_version.to_bytes(4, "big")
-        options = (*given.to_options(), Tlv(SessionOption.PARAMETER_TYPES, b""), Tlv(SessionOption.CARD, card))
-        served = (
-            SessionOption.MODULE_DETAILS,
-            SessionOption.EVENTS,
-            SessionOption.PRINTED,
-            SessionOption.LAUNCH_WITH,
-            SessionOption.MEM_REUSE,
-        )
-        options += tuple(Tlv(option, b"") for option in served)
+        options = (*given.to_options(), *_SERVED, Tlv(SessionOption.CARD, card))
         if ring is not None and connection.guest is None and self._max_connections == 1 and self._session.is_native:
             options += (Tlv(SessionOption.SYNC_WORD, b""),)
         if granule_bytes := self._session.region_granule_bytes:
