@@ -259,10 +259,11 @@ class LogEvent(Enum):
     LOG_DROPPED = Kind("log.dropped", WARNING, "whoever reads the log is too slow: records were dropped", ("count",))
     LOG_OTHER = Kind("log.other", INFO, "what a library says, at its own level", ("logger", "traceback"))
 
-    # Members are looked up with every record, and `Enum` hashes their names, which is slow.
+    # Members are looked up with every record. `Enum` hashes their names, which is slow, and so is its `value`.
     __hash__ = object.__hash__
+    kind: Kind
+    level: int
 
-    @property
-    def level(self) -> int:
-        """The level, one of those of `logging`."""
-        return self.value.level
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.level = kind.level

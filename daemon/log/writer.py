@@ -22,11 +22,14 @@ import time
 import traceback
 from collections import deque
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
+from functools import cache, lru_cache
 from types import TracebackType
 from typing import Final, Protocol
 
+from gpulease.daemon.host.compact_json import compact_encoder
 from gpulease.daemon.host.processes import start_thread
+from gpulease.daemon.host.utc_time import utc_text
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.protocol.lease_ids import lease_text
 
@@ -47,21 +50,41 @@ def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, 
         is_fault: Whether to add the traceback of the exception that is being handled.
         fields: Fields of the event; None is left out. A lease's id is given as its number.
     """
-    kind = event.value
-    if not _log.isEnabledFor(kind.level):
+    if not _log.isEnabledFor(event.level):
         return
     if isinstance(number := fields.get("lease_id"), int):
         fields["lease_id"] = lease_text(number) if number else None
-    failure = sys.exc_info() if is_fault else None
     # Not `Logger.log`: it finds the caller's file and line, which no line shows, and takes twice as long.
-    record = logging.LogRecord(_log.name, kind.level, "", 0, message or kind.message, (), failure)
-    setattr(record, ATTRIBUTE, (kind.name, fields))
+    record = _EventRecord(event, fields)
+    if message:
+        record.msg = message
+    if is_fault:
+        record.exc_info = sys.exc_info()
     _log.handle(record)
 
 
 def is_logged(event: LogEvent) -> bool:
     """Return whether events of this level are logged."""
     return _log.isEnabledFor(event.level)
+
+
+class _EventRecord(logging.LogRecord):
+    """A record whose constant members are copied: `LogRecord` works each out anew, which takes as long as the line."""
+
+    def __init__(self, event: LogEvent, fields: dict[str, Value]) -> None:
+        members = self.__dict__
+        members.update(_constant_members(event))
+        self.created = created_s = time.time()
+        self.msecs = float(int(created_s % 1 * 1000))
+        self.process = os.getpid()
+        members[ATTRIBUTE] = event.kind.name, fields
+
+
+@cache
+def _constant_members(event: LogEvent) -> dict[str, object]:
+    kind = event.kind
+    members = vars(logging.LogRecord(_log.name, kind.level, "", 0, kind.message, (), None))
+    return members | {"thread": None, "threadName": None}
 
 
 MAX_LINE_BYTES: Final = 4000
@@ -77,11 +100,17 @@ MAX_TRACEBACK_CHARS: Final = 2000
 MIN_REPEATED_CHARS: Final = 4
 """A shorter value is shown even if the message contains it: "1" is in any message."""
 
+MAX_CONSTANT_PARTS: Final = 256
+"""Encoded parts of lines that are kept, one for each event and some of libraries' messages: half a MiB at most."""
+
+US_PER_S: Final = 1_000_000
+
 _PRIORITY: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 """Priorities of syslog(3), as sd-daemon(3) has them."""
 
 _COLOUR: Final = {logging.DEBUG: "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
 _encode: Final = json.JSONEncoder(separators=(",", ":"), default=str).encode
+_encode_plain: Final = compact_encoder()
 
 
 class Shape(Protocol):
@@ -106,8 +135,31 @@ class JsonShape:
     def line(self, record: logging.LogRecord) -> bytes:
         """Implement `Shape.line`."""
         event, fields = _event_and_fields(record)
+        return self._plain_line(record, event, fields) or self._cut_line(record, event, fields)
+
+    def _plain_line(self, record: logging.LogRecord, event: str, fields: dict[str, Value]) -> bytes:
+        """Return the line if no text of it is to be cut or escaped, as of most records; else nothing."""
+        try:
+            members = _encode_plain({name: value for name, value in fields.items() if value is not None})
+        except ValueError:  # Half of a surrogate pair.
+            return b""
+        message = record.getMessage()
+        if not _is_plain(members) or len(message) > TEXT_LIMITS[0]:
+            return b""
+        prefix = _prefix(record) if self._for_journal else ""
+        line = b'%b{"time":"%b","monotonic_ns":%d,%b%b%b\n' % (
+            prefix.encode(),
+            utc_text(round(record.created * US_PER_S)).encode(),
+            time.monotonic_ns(),
+            _constant_part(record.levelname, event, message, self._process, record.process),
+            b"," if len(members) > len(b"{}") else b"",
+            members[1:],
+        )
+        return line if len(line) <= MAX_LINE_BYTES else b""
+
+    def _cut_line(self, record: logging.LogRecord, event: str, fields: dict[str, Value]) -> bytes:
         members: dict[str, object] = {
-            "time": _time_text(record.created),
+            "time": utc_text(round(record.created * US_PER_S)),
             "monotonic_ns": time.monotonic_ns(),
             "level": record.levelname.lower(),
             "event": event,
@@ -127,6 +179,20 @@ class JsonShape:
         else:
             text = f"{prefix}{_encode(members)}\n"
         return text.encode()
+
+
+def _is_plain(members: bytes) -> bool:
+    """Return whether `shown` leaves each text of these encoded fields as it is, and JSON escapes none of them."""
+    if len(members) > TEXT_LIMITS[0] or not members.isascii():
+        return False
+    return b"\\" not in members and b"[" not in members and b"\x7f" not in members
+
+
+@lru_cache(maxsize=MAX_CONSTANT_PARTS)
+def _constant_part(level: str, event: str, message: str, process: str, pid: int | None) -> bytes:
+    """Encode members that the records of an event share."""
+    members = {"level": level.lower(), "event": event, "message": shown(message, TEXT_LIMITS[0])}
+    return _encode(members | {"process": process, "pid": pid})[1:-1].encode()
 
 
 class HumanShape:
@@ -184,7 +250,7 @@ def is_journal(fd: int) -> bool:
 
 def _event_and_fields(record: logging.LogRecord) -> tuple[str, dict[str, Value]]:
     """Return a record's event and fields; of a library's record, LOG_OTHER and the logger's name."""
-    other: tuple[str, dict[str, Value]] = (LogEvent.LOG_OTHER.value.name, {"logger": record.name})
+    other: tuple[str, dict[str, Value]] = (LogEvent.LOG_OTHER.kind.name, {"logger": record.name})
     event, fields = getattr(record, ATTRIBUTE, other)
     if record.exc_info and record.exc_info[0] is not None:
         text = "".join(traceback.format_exception(*record.exc_info))
@@ -225,11 +291,6 @@ def _prefix(record: logging.LogRecord) -> str:
     return f"<{_PRIORITY.get(record.levelno, 6)}>"
 
 
-def _time_text(created_s: float) -> str:
-    """Format a time by RFC 3339, in UTC with microseconds."""
-    return f"{datetime.fromtimestamp(created_s, UTC).replace(tzinfo=None).isoformat('T', 'microseconds')}Z"
-
-
 MAX_WAITING_BYTES: Final = 4 << 20
 """Bytes of waiting lines, some ten thousand. Stops a reader that stopped from filling the broker's memory."""
 
@@ -254,11 +315,17 @@ class QueueingHandler(logging.Handler):
         self._is_writing = False
         self._is_closed = False
         self._is_given_up = False
-        self._changed = threading.Condition()
+        # `emit` takes the lock itself: entering the condition would cost it one more call.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="gpul-log", daemon=True)
         start_thread(self._thread)
         # Last: the interpreter's end closes every handler that is registered here, even a half-made one.
         super().__init__()
+
+    def createLock(self) -> None:
+        """Make no lock for callers of `emit`, which has its own."""
+        self.lock = None
 
     def take_shape(self, shape: Shape) -> None:
         """Replace the shape of lines."""
@@ -267,8 +334,9 @@ class QueueingHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Implement `logging.Handler.emit`. Never waits and raises nothing."""
         try:
-            line = self._shape.line(record)
-            with self._changed:
+            # The shape too: lines stand in the order of their times.
+            with self._lock:
+                line = self._shape.line(record)
                 if self._is_closed or self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
                     self._dropped += 1
                     return
@@ -430,10 +498,7 @@ class NonblockingEnd:
 
 
 def _dropped_record(count: int) -> logging.LogRecord:
-    kind = LogEvent.LOG_DROPPED.value
-    record = logging.LogRecord("gpulease", kind.level, "", 0, kind.message, (), None)
-    setattr(record, ATTRIBUTE, (kind.name, {"count": count}))
-    return record
+    return _EventRecord(LogEvent.LOG_DROPPED, {"count": count})
 
 
 FORMATS: Final = ("auto", "human", "json")

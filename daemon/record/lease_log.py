@@ -363,8 +363,8 @@ class _LimitedLog:
                 if self._timer is None:
                     self._timer = asyncio.get_running_loop().call_later(COUNT_EVERY_S, self._log_suppressed)
                 return
-            self._omitted[event.value.name, tenant] += omitted
-        whose: dict[str, Any] = {"tenant": tenant} if "tenant" in event.value.fields else {}
+            self._omitted[event.kind.name, tenant] += omitted
+        whose: dict[str, Any] = {"tenant": tenant} if "tenant" in event.kind.fields else {}
         log_event(event, lease_id=fields.pop("lease_id", None), **whose, **fields)
 
     def stop(self) -> None:
@@ -376,7 +376,7 @@ class _LimitedLog:
         self._timer = None
         for event, budgets in self._budgets.items():
             for tenant, count in budgets.take_omitted().items():
-                self._omitted[event.value.name, tenant] += count
+                self._omitted[event.kind.name, tenant] += count
         counts = (+self._omitted).most_common()
         self._omitted.clear()
         for (of_event, tenant), count in counts[:MAX_COUNTS]:

@@ -344,9 +344,11 @@ class Budgets:
         Returns how many were omitted since the last one, or None if this one must be omitted too.
         """
         cost_ns, full_ns = cost * self._unit_ns, self._full_ns
-        if tenant not in self._budgets and len(self._budgets) >= MAX_TENANTS:
-            tenant = ""
-        budget = self._budgets.setdefault(tenant, _Budget(full_ns, now_ns))
+        budget = self._budgets.get(tenant)
+        if budget is None:
+            if len(self._budgets) >= MAX_TENANTS:
+                tenant = ""
+            budget = self._budgets.setdefault(tenant, _Budget(full_ns, now_ns))
         budget.left_ns = min(full_ns, budget.left_ns + now_ns - budget.at_ns)
         budget.at_ns = now_ns
         if budget.left_ns < cost_ns:

@@ -7,11 +7,13 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import lru_cache
 from types import NoneType
 from typing import Any, Final, NamedTuple
+
+from gpulease.daemon.host.compact_json import compact_encoder
+from gpulease.daemon.host.utc_time import utc_text
 
 MAX_INTEGER: Final = 2**53 - 1
 """The largest integer (RFC 8785, section 3.2.2.3): readers that hold numbers as doubles would change a larger one."""
@@ -20,10 +22,7 @@ MAX_DEPTH: Final = 8
 """Objects and arrays inside each other. Stops a forged record from exhausting its reader's stack."""
 
 _KEY: Final = re.compile(r"[A-Za-z0-9_]+")
-# Python's encoder escapes exactly what RFC 8785, section 3.2.2.2, does, with the same letters.
-_encode: Final = json.JSONEncoder(
-    ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"), check_circular=False
-).encode
+_encode: Final = compact_encoder(sorts_keys=True)
 
 
 class NotCanonical(ValueError):
@@ -34,7 +33,7 @@ def canonical_bytes(value: Any, depth: int = 0) -> bytes:
     """Encode a value. Equal values have equal bytes. `depth`: objects around the value. Raises NotCanonical."""
     _check(value, MAX_DEPTH - depth)
     try:
-        return _encode(value).encode("utf-8")
+        return _encode(value)
     except UnicodeEncodeError:
         raise NotCanonical("a text holds half of a surrogate pair") from None
 
@@ -102,7 +101,6 @@ _HASH: Final = re.compile("[0-9a-f]{64}")
 _BOOT: Final = re.compile("[0-9a-f]{32}")
 _AT: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 _MEMBERS: Final = {"at", "boot", "data", "kind", "mono_us", "prev", "seq"}
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Kind(StrEnum):
@@ -206,7 +204,7 @@ def seal(draft: Draft, after: Link, boot: str) -> tuple[bytes, Link]:
 def _line(draft: Draft, data: bytes, after: Link, boot: str) -> bytes:
     """Write the members in canonical form: in the order of their names. No text but `data` needs escaping."""
     return b'{"at":"%b","boot":"%b","data":%b,"kind":"%b","mono_us":%d,"prev":"%b","seq":%d}' % (
-        at_text(draft.wall_us).encode(),
+        utc_text(draft.wall_us).encode(),
         boot.encode(),
         data,
         draft.kind.value.encode(),
@@ -257,18 +255,6 @@ def read_head(data: bytes) -> Head:
     if not (_is(_HASH, members["hash"]) and _is(_BOOT, members["boot"])):
         raise NotAHead("hash or boot is not what it must be")
     return Head(Link(members["seq"], members["hash"]), members["boot"], members["alive_us"])
-
-
-def at_text(wall_us: int) -> str:
-    """Format a wall clock's time, in microseconds since 1970, as records have it."""
-    seconds, rest_us = divmod(wall_us, 1_000_000)
-    return f"{_second_text(seconds)}.{rest_us:06d}Z"
-
-
-@lru_cache(maxsize=2)
-def _second_text(seconds: int) -> str:
-    """Cache the last rendered seconds: most records repeat them."""
-    return (_EPOCH + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def clean_text(text: str, most_chars: int = MAX_TEXT_CHARS) -> str:

@@ -1,6 +1,7 @@
 """What the log may say is a table: the code says nothing else, and the README shows it."""
 
 import ast
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import JsonShape
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "daemon" / "manual" / "logs.md"
@@ -47,6 +49,12 @@ def test_names_are_dotted_and_one_of_a_kind() -> None:
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[a-z]+\.[a-z_]+", name) for name in names)
     assert len(LogEvent.__members__) == len(list(LogEvent))
+
+
+def test_no_field_has_the_name_of_what_every_line_has() -> None:
+    line = JsonShape("broker").line(logging.LogRecord("", logging.INFO, "", 0, "", (), None))
+    every = set(json.loads(line)) - set(LogEvent.LOG_OTHER.kind.fields)
+    assert [event for event in LogEvent if every & set(event.kind.fields)] == []
 
 
 def test_the_readme_has_the_table() -> None:

@@ -65,6 +65,31 @@ def test_any_text_is_one_line_of_json(message: str, fields: dict[str, str]) -> N
     assert set(fields) <= set(told)
 
 
+VALUES = st.none() | st.booleans() | st.integers(0, 2**64) | st.floats(0, 1e9) | st.text(max_size=300)
+
+
+@given(st.dictionaries(st.sampled_from(["tenant", "reason", "took_ms"]), VALUES | st.lists(st.text(), max_size=3)))
+def test_a_plain_line_is_the_one_that_cutting_makes(fields: dict[str, Any]) -> None:
+    shape, record = JsonShape("broker", for_journal=True), record_of(fields)
+    plain, cut = (
+        re.sub(rb'"monotonic_ns":\d+,', b"", line(record, "lease.granted", fields))
+        for line in (shape._plain_line, shape._cut_line)
+    )
+    if plain:
+        assert plain.isascii()
+        assert list(json.loads(plain[3:]).items()) == list(json.loads(cut[3:]).items())
+
+
+@pytest.mark.parametrize("fields", [{}, {"by": None}, {"tenant": "ann", "took_ms": 0.25, "by": None}])
+def test_a_line_without_odd_characters_is_plain(fields: dict[str, Any]) -> None:
+    assert JsonShape("broker")._plain_line(record_of(fields), "lease.granted", fields)
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, "a" * 1000, "é", "\t", "[", '"'])
+def test_a_text_that_may_be_shown_otherwise_is_never_in_a_plain_line(text: str) -> None:
+    assert not JsonShape("broker")._plain_line(record_of({}), "lease.granted", {"tenant": text})
+
+
 def test_a_record_in_json() -> None:
     told = json.loads(
         JsonShape("zygote").line(record_of({"lease_id": "0f", "took_ms": 1.25, "is_warm": True, "by": None}))

@@ -1,0 +1,19 @@
+"""Texts of the wall clock's time, as the log and the audit log have them. Reads no clock."""
+
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Final
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def utc_text(wall_us: int) -> str:
+    """Format a wall clock's time, in microseconds since 1970, by RFC 3339 in UTC."""
+    seconds, rest_us = divmod(wall_us, 1_000_000)
+    return f"{_second_text(seconds)}.{rest_us:06d}Z"
+
+
+@lru_cache(maxsize=2)
+def _second_text(seconds: int) -> str:
+    """Cache the last rendered seconds: most lines repeat them."""
+    return (_EPOCH + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%S")
