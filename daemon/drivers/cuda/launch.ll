@@ -8,8 +8,8 @@
 ; CU_LAUNCH_PARAM_END (0), `extra` names the parameters as one buffer, which is the caller's again on return. Any result
 ; but CUDA_SUCCESS (0) means that the kernel was not launched, if only because an earlier one has failed.
 ; cuStreamQuery: CUDA_SUCCESS if all has ended, CUDA_ERROR_NOT_READY (600) if not.
-; cuMemcpyHtoDAsync, cuMemcpyDtoHAsync: of memory that is not pinned, the first has taken the bytes when it returns, and
-; the second is complete ("API synchronization behavior"). Both may wait for the stream: it must be empty.
+; cuMemcpyHtoDAsync of memory that is not pinned has taken the bytes when it returns ("API synchronization behavior"). It
+; and cuMemcpyDtoHAsync may wait for the stream: it must be empty.
 
 define i32 @launch(ptr %state, ptr %record, ptr %params, i64 %bytes, i64 %tag) {
 entry:
@@ -101,9 +101,25 @@ define i32 @copy_in(ptr %state, i64 %address, ptr %data, i64 %bytes) {
 }
 
 define i32 @copy_out(ptr %state, i64 %address, ptr %into, i64 %bytes) {
+entry:
   %from = inttoptr i64 %address to ptr
   %result = call i32 @copy(ptr %state, i64 56, ptr %into, ptr %from, i64 %bytes)
-  ret i32 %result
+  %is.begun = icmp eq i32 %result, 0
+  br i1 %is.begun, label %wait, label %leave
+wait:
+  ; A copy to pinned memory goes on; one to other memory has ended. Nothing else is in the stream.
+  %stream.query.at = getelementptr i8, ptr %state, i64 8
+  %stream.query = load ptr, ptr %stream.query.at
+  %stream.at = getelementptr i8, ptr %state, i64 16
+  %stream = load ptr, ptr %stream.at
+  br label %ask
+ask:
+  %progress = call i32 %stream.query(ptr %stream)
+  %is.busy = icmp eq i32 %progress, 600
+  br i1 %is.busy, label %ask, label %leave
+leave:
+  %outcome = phi i32 [ %result, %entry ], [ %progress, %ask ]
+  ret i32 %outcome
 }
 
 ; Zero an allocation in the only stream, behind what it holds; 1 if there are several streams, which Python orders, or so

@@ -10,6 +10,7 @@ Whoever fills a structure here keeps alive all that it points to, for as long as
 
 import ctypes
 import importlib.util
+import mmap
 import platform
 import struct
 import sys
@@ -91,6 +92,11 @@ class LaunchFastPath:
     def is_native(self) -> bool:
         """Return whether native code does what it can."""
         return self._native is not None
+
+    def prepare_reads(self) -> None:
+        """Have native code serve small reads from now on; to be called at the session's first read."""
+        if self._native is not None:
+            self._native.prepare_reads(self._context.pin)
 
     @property
     def synced(self) -> int:
@@ -260,16 +266,20 @@ class NativeServing:
     def _for_copies(self, launch: NativeLaunch, allocations: AllocationRecords) -> dict[str, int]:
         """The state's fields for small copies."""
         self._allocations = allocations
-        self._copied = ctypes.create_string_buffer(COPIED_BYTES)
         self._fronts = [ctypes.create_string_buffer(text, len(text)) for text in SMALL_FRONTS]
         fronts = zip(("write_front", "read_front", "data_front", "reuse_front"), self._fronts, strict=True)
         return {name: ctypes.addressof(front) for name, front in fronts} | {
             "allocations": allocations.address,
-            "copied": ctypes.addressof(self._copied),
             "copy_in": launch.copy_in,
             "copy_out": launch.copy_out,
             "zero": launch.zero,
         }
+
+    def prepare_reads(self, pin: Callable[[memoryview], None]) -> None:
+        """Serve reads from now on, into memory that is pinned first: the card copies there in half the time."""
+        self._copied = memoryview(mmap.mmap(-1, COPIED_BYTES))
+        pin(self._copied)
+        self._state.copied = address_of(self._copied)
 
     def add_record(self, plan: Plan) -> None:
         """Give a plan its record."""

@@ -106,7 +106,7 @@ class ServingState(ctypes.Structure):
     data_front    Address of the 12 bytes at which its successful reply begins.
     reuse_front   Address of the 16 bytes of a quiet MEM_REUSE before its request id.
     allocations   Address of the AllocationRecords' table.
-    copied        Address of COPIED_BYTES where a MEM_READ's reply is put together.
+    copied        Address of COPIED_BYTES where a MEM_READ's reply is put together; 0 before Python has served one.
     copy_in       Address of the driver's NativeLaunch.copy_in.
     copy_out      Address of its copy_out.
     zero          Address of its zero.

@@ -558,7 +558,10 @@ read.length:
   %read.bytes = call i64 @llvm.bswap.i64(i64 %read.wire)
   %read.less = sub i64 %read.bytes, 1
   %is.small = icmp ult i64 %read.less, 65536
-  br i1 %is.small, label %room, label %leave
+  %copied = call ptr @place(ptr %state, i64 224)
+  %is.prepared = icmp ne ptr %copied, null
+  %is.readable = and i1 %is.small, %is.prepared
+  br i1 %is.readable, label %room, label %leave
 room:
   %reply.bytes = add i64 %read.bytes, 44
   %free = call i64 @room_for_reply(ptr %ends)
@@ -595,9 +598,9 @@ in:
   %written = call i32 %copy.in(ptr %driver, i64 %address, ptr %data, i64 %length)
   br label %moved
 out:
-  %copied = call ptr @place(ptr %state, i64 224)
   %copy.out = call ptr @place(ptr %state, i64 240)
-  %into = getelementptr i8, ptr %copied, i64 64
+  %scratch = call ptr @place(ptr %state, i64 224)
+  %into = getelementptr i8, ptr %scratch, i64 64
   %was.read = call i32 %copy.out(ptr %driver, i64 %address, ptr %into, i64 %length)
   br label %moved
 moved:
@@ -615,8 +618,8 @@ quiet:
   ret i32 3
 answer:
   ; The reply's 44 bytes before its data end where the data begins.
-  %scratch = call ptr @place(ptr %state, i64 224)
-  %reply = getelementptr i8, ptr %scratch, i64 20
+  %reply.place = call ptr @place(ptr %state, i64 224)
+  %reply = getelementptr i8, ptr %reply.place, i64 20
   %data.front = call ptr @place(ptr %state, i64 200)
   %copied.front = call ptr @gpulease_memcpy(ptr %reply, ptr %data.front, i64 12)
   %length.small = trunc i64 %length to i32

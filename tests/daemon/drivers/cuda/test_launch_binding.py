@@ -59,3 +59,48 @@ def test_what_the_stream_says(result: int, others: int, answer: int, launches: i
     query: Callable[[int], int] = CU_STREAM_QUERY(launching_code().address("query"))
     assert query(ctypes.addressof(state)) == answer
     assert (asked, state.launches) == ([] if others else [77], launches)
+
+
+CU_COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint64)
+CU_MEMSET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_uint64)
+COPY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
+ZERO = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+
+
+def test_a_copy_to_the_host_is_complete_on_return() -> None:
+    calls: list[object] = []
+
+    def cu_copy(*arguments: int) -> int:
+        calls.append(arguments)
+        return 0
+
+    def cu_stream_query(stream: int) -> int:
+        calls.append(stream)
+        return 600 if len(calls) < 4 else 0
+
+    copied, asked = CU_COPY(cu_copy), CU_STREAM_QUERY(cu_stream_query)
+    state = LaunchState(stream_query=address(asked), stream=77, copy_in=address(copied), copy_out=address(copied))
+    code = launching_code()
+    assert COPY(code.address("copy_out"))(ctypes.addressof(state), 0x1000, 0x2000, 64) == 0
+    assert calls == [(0x2000, 0x1000, 64, 77), 77, 77, 77]
+    calls.clear()
+    assert COPY(code.address("copy_in"))(ctypes.addressof(state), 0x1000, 0x2000, 64) == 0
+    assert calls == [(0x1000, 0x2000, 64, 77)]
+
+
+@pytest.mark.parametrize(
+    ("others", "launches", "zeroed", "is_done"),
+    [(0, 0, 0, True), (0, 256, 256, True), (0, 257, 256, False), (1, 0, 0, False)],
+)
+def test_memory_is_zeroed_in_the_only_stream(others: int, launches: int, zeroed: int, is_done: bool) -> None:
+    calls: list[object] = []
+
+    def cu_memset(*arguments: int) -> int:
+        calls.append(arguments)
+        return 0
+
+    called = CU_MEMSET(cu_memset)
+    state = LaunchState(stream=77, other_streams=others, launches=launches, zeroed=zeroed, memset=address(called))
+    assert ZERO(launching_code().address("zero"))(ctypes.addressof(state), 0x1000, 64) == int(not is_done)
+    assert calls == ([(0x1000, 0, 64, 77)] if is_done else [])
+    assert state.zeroed == zeroed + is_done
