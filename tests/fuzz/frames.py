@@ -7,14 +7,27 @@ The invariant. Whatever bytes come, in whatever pieces:
 - the reader's buffer never grows past what the connection takes and a header;
 - what was decoded, encoded again, is the frame it came from, byte for byte (but for msgpack, which has several ways to
   write a number: there the value is the same);
-- the hot path's own codec takes what the definitions take, refuses what they refuse, and reads the same out of it.
+- the hot path's own codec takes what the definitions take, refuses what they refuse, and reads the same out of it;
+- what a definition's plain form takes, the definition takes, and both read and write the same.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
-from gpulease.protocol import Connection, EndOfStream, Event, Goodbye, Opcode, Reply, Request, Role, State, StreamBroken
+from gpulease.protocol import (
+    Connection,
+    EndOfStream,
+    Event,
+    Goodbye,
+    Opcode,
+    Reply,
+    Request,
+    Role,
+    State,
+    StreamBroken,
+    codec,
+)
 from gpulease.protocol import fastpath as fast
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body, parse_body
@@ -22,6 +35,7 @@ from gpulease.protocol.connection import TRANSITIONS, reply_trigger
 from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
+from gpulease.protocol.primitives import NOT_PLAIN
 
 from .draws import Draws
 from .vector_seeds import said_by, streams
@@ -60,6 +74,7 @@ def check(data: bytes) -> None:
     assert same(events_of(role, state, limit, pieces), whole)
     for frame in frames_of(wire, limit):
         check_fast_path(frame)
+        check_plain_forms(frame)
     if role is Role.SERVER:
         check_encoded_again(wire, whole)
     else:
@@ -124,6 +139,20 @@ def check_encoded_again(wire: bytes, events: list[Event]) -> None:
             body = build_body(event.body)
             built = build_frame(event.op, body, request_id=event.request_id, session_id=event.session_id, flags=flags)
             assert built == frame, event
+
+
+def check_plain_forms(frame: Frame) -> None:
+    """Both ways through a payload, as each body that it may be."""
+    payload = bytes(frame.payload)
+    for kind in m.BODIES.get(frame.op, ()):  # type: ignore[call-overload]  # an operation's number finds it
+        schema = codec._SCHEMAS[kind]
+        try:
+            body, end = schema.plain.read(payload, 0)
+        except NOT_PLAIN:
+            continue
+        if end == len(payload):
+            assert same(schema.parse(payload), body)
+            assert isinstance(body, WITH_REPORTS) or schema.plain.write(body) == schema.build(body) == payload
 
 
 def check_fast_path(frame: Frame) -> None:
