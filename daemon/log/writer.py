@@ -52,10 +52,7 @@ def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, 
     """
     if not _log.isEnabledFor(event.level):
         return
-    if isinstance(number := fields.get("lease_id"), int):
-        fields["lease_id"] = lease_text(number) if number else None
-    # Not `Logger.log`: it finds the caller's file and line, which no line shows, and takes twice as long.
-    record = _EventRecord(event, fields)
+    record = _record(event, fields)
     if message:
         record.msg = message
     if is_fault:
@@ -63,21 +60,35 @@ def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, 
     _log.handle(record)
 
 
+def log_fields(event: LogEvent, fields: dict[str, Value]) -> None:
+    """Log one event as `log_event` does, with fields that the caller gives away."""
+    if _log.isEnabledFor(event.level):
+        _log.handle(_record(event, fields))
+
+
 def is_logged(event: LogEvent) -> bool:
     """Return whether events of this level are logged."""
     return _log.isEnabledFor(event.level)
+
+
+def _record(event: LogEvent, fields: dict[str, Value]) -> "_EventRecord":
+    if isinstance(number := fields.get("lease_id"), int):
+        fields["lease_id"] = lease_text(number) if number else None
+    # Not `Logger.log`: it finds the caller's file and line, which no line shows, and takes twice as long.
+    return _EventRecord(event, fields)
 
 
 class _EventRecord(logging.LogRecord):
     """A record whose constant members are copied: `LogRecord` works each out anew, which takes as long as the line."""
 
     def __init__(self, event: LogEvent, fields: dict[str, Value]) -> None:
-        members = self.__dict__
-        members.update(_constant_members(event))
-        self.created = created_s = time.time()
-        self.msecs = float(int(created_s % 1 * 1000))
-        self.process = os.getpid()
-        members[ATTRIBUTE] = event.kind.name, fields
+        created_s = time.time()
+        self.__dict__ = _constant_members(event) | {
+            "created": created_s,
+            "msecs": float(int(created_s % 1 * 1000)),
+            "process": os.getpid(),
+            ATTRIBUTE: (event.kind.name, fields),
+        }
 
 
 @cache
@@ -250,8 +261,8 @@ def is_journal(fd: int) -> bool:
 
 def _event_and_fields(record: logging.LogRecord) -> tuple[str, dict[str, Value]]:
     """Return a record's event and fields; of a library's record, LOG_OTHER and the logger's name."""
-    other: tuple[str, dict[str, Value]] = (LogEvent.LOG_OTHER.kind.name, {"logger": record.name})
-    event, fields = getattr(record, ATTRIBUTE, other)
+    own: tuple[str, dict[str, Value]] | None = getattr(record, ATTRIBUTE, None)
+    event, fields = own or (LogEvent.LOG_OTHER.kind.name, {"logger": record.name})
     if record.exc_info and record.exc_info[0] is not None:
         text = "".join(traceback.format_exception(*record.exc_info))
         fields = fields | {"traceback": text[-MAX_TRACEBACK_CHARS:].splitlines()}

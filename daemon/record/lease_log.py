@@ -19,7 +19,7 @@ from gpulease.daemon.leases import (
     LeaseSnapshot,
 )
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import is_logged, log_event
+from gpulease.daemon.log.writer import is_logged, log_event, log_fields
 from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of
 from gpulease.daemon.record.audit.recorder import Budgets, Grant, OnNoted, OnOutcome, Recorder
 from gpulease.daemon.record.audit.records import Kind
@@ -242,23 +242,25 @@ class LeaseLog(Recorder):
         if not is_logged(LogEvent.LEASE_REQUESTED):
             return
         asked = fact.source
-        self._log(
-            LogEvent.LEASE_REQUESTED,
-            asked.tenant,
-            lease_id=asked.lease_id,
-            size_bytes=bounded(asked.terms.size_bytes),
-            ttl_ms=bounded(asked.terms.ttl_ms),
-            wait_ms=bounded(asked.wait_ms) or None,
-            exclusivity=asked.terms.exclusivity.name.lower(),
-            wanted_card=asked.selector,
-        )
+        fields = {
+            "lease_id": asked.lease_id,
+            "size_bytes": bounded(asked.terms.size_bytes),
+            "ttl_ms": bounded(asked.terms.ttl_ms),
+            "wait_ms": bounded(asked.wait_ms) or None,
+            "exclusivity": asked.terms.exclusivity.name.lower(),
+            "wanted_card": asked.selector,
+        }
+        self._limited.log(LogEvent.LEASE_REQUESTED, asked.tenant, fields)
 
     def _log_queued(self, fact: Fact, facts: Sequence[Fact]) -> None:
         if not is_logged(LogEvent.LEASE_QUEUED):
             return
         request, lease_id = fact.source.request, fact.lease_id
-        is_denied = any(other.kind is FactKind.DENIED and other.source.request == request for other in facts)
-        if not is_denied and self._lookup(lease_id) is None:
+        for other in facts:
+            is_denied = other.kind is FactKind.DENIED and other.source.request == request
+            if is_denied or (other.kind is FactKind.PLACED and other.lease_id == lease_id):
+                return
+        if self._lookup(lease_id) is None:
             self._log(LogEvent.LEASE_QUEUED, fact.source.tenant, lease_id=lease_id)
 
     def _log_ready(self, fact: Fact) -> None:
@@ -290,7 +292,8 @@ class LeaseLog(Recorder):
         if (deadline_ns := _deadline_that_passed(fact)) is not None:
             fields["late_ms"] = _ms(fact.now_ns - deadline_ns)
         tenant = str(particulars.get("tenant") or particulars.get("by", ""))
-        self._log(event, tenant, lease_id=fact.lease_id or _lease_in(particulars), **fields)
+        fields["lease_id"] = fact.lease_id or _lease_in(particulars)
+        self._limited.log(event, tenant, fields)
 
     def _log_placed(self, fact: Fact) -> None:
         if not is_logged(LogEvent.LEASE_PLACED) or (lease := self._lookup(fact.lease_id)) is None:
@@ -329,7 +332,8 @@ class LeaseLog(Recorder):
         if not is_logged(event):
             return
         lease = self._lookup(lease_id)
-        self._log(event, "" if lease is None else lease.tenant, lease_id=lease_id, **fields)
+        fields["lease_id"] = lease_id
+        self._limited.log(event, "" if lease is None else lease.tenant, fields)
 
     def _log(self, event: LogEvent, tenant: str, **fields: Any) -> None:
         if is_logged(event):
@@ -363,9 +367,12 @@ class _LimitedLog:
                 if self._timer is None:
                     self._timer = asyncio.get_running_loop().call_later(COUNT_EVERY_S, self._log_suppressed)
                 return
-            self._omitted[event.kind.name, tenant] += omitted
-        whose: dict[str, Any] = {"tenant": tenant} if "tenant" in event.kind.fields else {}
-        log_event(event, lease_id=fields.pop("lease_id", None), **whose, **fields)
+            if omitted:
+                self._omitted[event.kind.name, tenant] += omitted
+        first: dict[str, Any] = {"lease_id": fields.pop("lease_id", None)}
+        if "tenant" in event.kind.fields:
+            first["tenant"] = tenant
+        log_fields(event, first | fields)
 
     def stop(self) -> None:
         if self._timer is not None:

@@ -164,8 +164,7 @@ class Record:
     data: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """An end of a chain: the last record's number and the hash of its line."""
 
     seq: int = 0

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -122,7 +122,13 @@ def digest_of(kind: int, key: bytes, value: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=16).digest(), "big")
 
 
-_text: Final = json.JSONEncoder().encode
+KEPT_TEXTS: Final = 1024
+"""Encoded texts that are remembered: names of tenants and cards, states, causes. Most rows have no other."""
+
+
+@lru_cache(maxsize=KEPT_TEXTS)
+def _text(text: str) -> str:
+    return json.dumps(text)
 
 
 def encode(content: Kept) -> bytes:
@@ -173,6 +179,7 @@ def _number(number: int | None) -> str:
     return "null" if number is None else f"{number:d}"
 
 
+@cache
 def _member(member: Enum | None) -> str:
     return "null" if member is None else _text(member.value)
 
