@@ -6,15 +6,21 @@ the broker's and, after ATTACH, the worker's. Neither of them knows TLS. The ker
 not every kernel has it, and Python can't hand the kernel the keys.
 
 The **acceptor** makes the relays. It accepts connections and waits, in one process and for a bounded time, until a
-connection has sent the beginning of a handshake. Then it forks a relay. The acceptor parses six bytes of a stranger's
-input. The relay shakes hands. If the peer's certificate holds, the relay reports it to the acceptor, on a channel of
-their own and before it decrypts a byte of the tenant's. The acceptor tells the broker whose connection it is, and
-ignores later reports. So a tenant's bytes are in no process that serves another tenant, except the broker.
+connection has sent the beginning of a handshake. Then it gives the connection to a relay that it has forked before, or
+forks one. The acceptor parses six bytes of a stranger's input. The relay shakes hands. If the peer's certificate holds,
+the relay reports it to the acceptor, on a channel of their own and before it decrypts a byte of the tenant's. The
+acceptor tells the broker whose connection it is, and ignores later reports. So a tenant's bytes are in no process that
+serves another tenant, except the broker.
 
-The keys: the acceptor reads the node's private key but does not use it. A relay inherits the key and forgets it when
-its handshake ends; OpenSSL overwrites its copy before the relay decrypts the tenant's first byte. A relay holds its own
-connection's keys and no other tenant's. The broker, the zygote and the workers hold none of these keys.
+The keys: the acceptor reads the node's private key but does not use it. A relay inherits the key, has it while it waits
+for its connection, and forgets it when its handshake ends. OpenSSL overwrites its copy before the relay decrypts the
+tenant's first byte. If the key or another file has changed, the acceptor ends the relays that wait before it gives one
+of them a connection. A relay holds its own connection's keys and no other tenant's. The broker, the zygote and the
+workers hold none of these keys.
 
 A relay ends with its connection, with its inner socket, and with its tenant's certificate. While a worker has the inner
 socket, the relay needs neither acceptor nor broker.
+
+Sessions are not resumed. Whoever could resume one needs the key of the tickets. Every relay would hold it, and one that
+was taken over could pass for any tenant. A resumed handshake would spare two signatures, and no check of the list.
 """

@@ -1,4 +1,4 @@
-"""The process that accepts remote tenants' connections, forks a relay for each, and reports it to the broker."""
+"""The process that accepts remote tenants' connections, gives each to a relay, and reports it to the broker."""
 
 import contextlib
 import gc
@@ -42,6 +42,10 @@ INNER_BUFFER_BYTES: Final = 512 << 10
 keeps beside them, and no more than net.core.wmem_max says (socket(7)). With room for one batch of a relay's alone,
 relay and worker wait for each other in turn. Stops a peer that does not read from holding more of the host's memory."""
 
+SPARE_RELAYS: Final = 4
+"""Relays that wait for a connection. A lease and its session take two connections; the others are for those who come
+meanwhile. A connection beyond them waits for a fork. Each has 3 MiB of its own."""
+
 REVOKED_CHECK_S: Final = 1.0
 """Pause between two looks for open connections whose certificate was revoked."""
 
@@ -56,6 +60,26 @@ EXIT_BUG: Final = 70
 """EX_SOFTWARE of sysexits(3)."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SpareRelay:
+    """A relay that waits for its connection. It ends if its report channel is closed.
+
+    Attributes:
+        pid: The relay's process.
+        report: The channel that takes the connection to the relay, and then the relay's report here.
+        inner: The far end of the relay's inner socket.
+    """
+
+    pid: int
+    report: socket.socket
+    inner: socket.socket
+
+    def close(self) -> None:
+        """Have the relay end."""
+        self.report.close()
+        self.inner.close()
+
+
 @dataclass(slots=True)
 class Handshake:
     """A relay whose peer is not known yet.
@@ -66,7 +90,7 @@ class Handshake:
         source: The source that the connection counts for.
         report: The channel on which the relay reports its peer's certificate.
         inner: The far end of the relay's inner socket; the broker gets it with the report.
-        since: The time of the fork, by time.monotonic().
+        since: The time of its connection, by time.monotonic().
         has_failed: Whether the handshake failed, and the relay lives only until the peer has read the alert.
     """
 
@@ -129,6 +153,9 @@ class TlsAcceptor:
         self._ready: deque[PendingConnection] = deque()
         # By the descriptor of the report, oldest first.
         self._handshakes: dict[int, Handshake] = {}
+        # Relays without a connection, oldest first.
+        self._spares: deque[SpareRelay] = deque()
+        self._wants_spares = True
         # By process id; UNKNOWN until the relay reports a certificate.
         self._relays: dict[int, Holder] = {}
         # Serial numbers by the pidfds of relays that an earlier acceptor left.
@@ -153,6 +180,7 @@ class TlsAcceptor:
             self._begin_handshakes()
             self._resume_accepting()
             self._end_revoked()
+            self._keep_spares()
 
     def _on_event(self, fd: int) -> None:
         if fd in self._pending:
@@ -170,6 +198,8 @@ class TlsAcceptor:
             self._on_broker_message(*receive_message(self._channel))
         elif fd in self._orphans:
             del self._orphans[fd]
+            # A relay just forked may have a copy still, for which epoll would report the number's next owner.
+            self._epoll.unregister(fd)
             os.close(fd)
 
     def _timeout_s(self) -> float | None:
@@ -239,6 +269,7 @@ class TlsAcceptor:
         """Read the files again if they have changed. Without usable files nobody is let in."""
         if self._identity is not None and self._identity.is_current():
             return
+        self._drop_spares()
         try:
             self._identity = Identity(self._files)
             log_event(LogEvent.GATE_IDENTITY)
@@ -278,7 +309,7 @@ class TlsAcceptor:
             connection = oldest_of_smallest_source(self._ready, self._handshakes.values())
             self._ready.remove(connection)
             with connection.sock:
-                self._fork_relay(connection)
+                self._hand_over(connection)
 
     def _end_slow_handshakes(self) -> None:
         """End as many handshakes as connections wait: first failed ones, then those that have had their time."""
@@ -291,47 +322,82 @@ class TlsAcceptor:
                 return
             self._abort(victim, f"its handshake goes on, and {len(self._ready)} others wait")
 
-    def _fork_relay(self, connection: PendingConnection) -> None:
+    def _hand_over(self, connection: PendingConnection) -> None:
+        """Give a connection to a relay that waits for one, or else to a new one."""
         if self._identity is None:
             self._on_refused(connection, "this node has no certificate that can be used")
             return
-        with contextlib.ExitStack() as undo:
+        while self._spares:
+            spare = self._spares.popleft()
+            if _send_connection(spare, connection):
+                break
+            spare.close()  # it was killed
+        else:
             try:
-                inner, relays_inner = (undo.enter_context(end) for end in socket.socketpair())
-                report, relays_report = (undo.enter_context(end) for end in channel_pair())
-                for end in (inner, relays_inner):
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, INNER_BUFFER_BYTES)
-                refuse_descriptors(inner)
-                refuse_descriptors(report)
-                pid = os.fork()
+                spare = self._fork_relay(self._identity)
             except OSError as error:
                 self._on_refused(connection, f"no process can be started: {error.strerror}")
                 return
+            if not _send_connection(spare, connection):
+                spare.close()
+                self._on_refused(connection, "its relay ended at once")
+                return
+        self._wants_spares = True
+        self._relays[spare.pid] = UNKNOWN
+        self._epoll.register(spare.report, select.EPOLLIN)
+        self._handshakes[spare.report.fileno()] = Handshake(
+            spare.pid, connection.peer, connection.source, spare.report, spare.inner, time.monotonic()
+        )
+
+    def _fork_relay(self, identity: Identity) -> SpareRelay:
+        """Fork a relay, which waits for its connection. Raises OSError if the host has no process or descriptor."""
+        with contextlib.ExitStack() as undo:
+            inner, relays_inner = (undo.enter_context(end) for end in socket.socketpair())
+            report, relays_report = (undo.enter_context(end) for end in channel_pair())
+            for end in (inner, relays_inner):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, INNER_BUFFER_BYTES)
+            refuse_descriptors(inner)
+            refuse_descriptors(report)
+            pid = os.fork()
             if pid == 0:
-                self._become_relay(connection.sock, relays_inner, relays_report, self._identity)
-            self._relays[pid] = UNKNOWN
+                self._become_relay(relays_inner, relays_report, identity)
             undo.pop_all()
         relays_inner.close()
         relays_report.close()
-        self._epoll.register(report, select.EPOLLIN)
-        self._handshakes[report.fileno()] = Handshake(
-            pid, connection.peer, connection.source, report, inner, time.monotonic()
-        )
         # The broker reaps the relay if this process dies first.
         send_message(self._channel, {"op": "began", "pid": pid})
+        return SpareRelay(pid, report, inner)
 
-    def _become_relay(
-        self, net: socket.socket, inner: socket.socket, report: socket.socket, identity: Identity
-    ) -> NoReturn:
+    def _keep_spares(self) -> None:
+        """Fork the relays of the next connections, once no present connection is kept waiting for that."""
+        if not self._wants_spares or self._ready or self._handshakes or self._identity is None:
+            return
+        # One that fails at once is not made again before a connection needs it.
+        self._wants_spares = False
+        with contextlib.suppress(OSError):  # a connection finds out, and says so
+            while len(self._spares) < min(SPARE_RELAYS, self._max_relays):
+                self._spares.append(self._fork_relay(self._identity))
+
+    def _forget_spare(self, pid: int) -> None:
+        for spare in [spare for spare in self._spares if spare.pid == pid]:
+            self._spares.remove(spare)
+            spare.close()
+
+    def _drop_spares(self) -> None:
+        """Have the relays end that wait for a connection: they have the identity of files that have changed."""
+        while self._spares:
+            self._spares.pop().close()
+        self._wants_spares = True
+
+    def _become_relay(self, inner: socket.socket, report: socket.socket, identity: Identity) -> NoReturn:
         status = EXIT_BUG
         try:
             stop_logging()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            net.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
             inner.setblocking(False)
             self._identity = None
-            status = run_relay(net, inner, report, identity)
+            status = run_relay(inner, report, identity)
         except BaseException:
             # A bug. No frame of the acceptor's may run on in this process.
             traceback.print_exc(file=sys.stderr)
@@ -393,9 +459,18 @@ class TlsAcceptor:
             if pid == 0:
                 return
             self._relays.pop(pid, None)
+            self._forget_spare(pid)
             if status:
                 log_event(LogEvent.RELAY_ENDED, relay_pid=pid, reason=exit_text(status))
             send_message(self._channel, {"op": "left", "pid": pid})
+
+
+def _send_connection(spare: SpareRelay, connection: PendingConnection) -> bool:
+    try:
+        send_message(spare.report, {"op": "connection"}, (connection.sock.fileno(),))
+    except ChannelClosed:
+        return False
+    return True
 
 
 def _holder_of(message: dict[str, Any]) -> Holder | None:

@@ -1,7 +1,9 @@
 """A relay: one process, one remote tenant's TLS connection, from the fork to the end of the connection.
 
-The relay gives up everything but its own connection, shakes hands, reports its peer's certificate to the acceptor, and
-copies bytes between TLS and the inner socket. The inner socket's far end is the broker's and, after ATTACH, a worker's.
+The acceptor forks relays before their connections come: a fork and the confinement take longer than a handshake. A
+relay gives up everything but two sockets, waits for its connection, shakes hands, and reports its peer's certificate to
+the acceptor. Then it copies bytes between TLS and the inner socket. The inner socket's far end is the broker's and,
+after ATTACH, a worker's.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self, cast
 
 from gpulease.daemon.host.heap_wipe import stop_wiping
-from gpulease.daemon.host.ipc import ChannelClosed, send_message
+from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import gain_no_privileges, never_dump, set_name
 from gpulease.daemon.remote.node_identity import MAX_NAME_BYTES, MAX_NAMES, MAX_SERIAL_CHARS, Identity, are_bounded
 from gpulease.daemon.sandbox import landlock, syscall_filter
@@ -109,11 +111,23 @@ def preload() -> None:
     ssl.cert_time_to_seconds("Jan  1 00:00:00 2026 GMT")
 
 
-def run_relay(net: socket.socket, inner: socket.socket, report: socket.socket, identity: Identity) -> int:
-    """Run the relay of one connection in a process just forked. Returns the exit status."""
-    confine((net.fileno(), inner.fileno(), report.fileno()))
+def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -> int:
+    """Wait for a connection and run its relay, in a process just forked. Returns the exit status.
+
+    Args:
+        inner: The relay's end of the inner socket.
+        report: The channel to the acceptor: it brings the connection, and takes the report about its peer.
+        identity: The node's identity. The acceptor sends no connection once the files of it have changed.
+    """
+    confine((inner.fileno(), report.fileno()))
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    stream = TlsStream(net, identity.wrap(incoming, outgoing), incoming, outgoing)
+    tls = identity.wrap(incoming, outgoing)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        tls.do_handshake()  # what it makes first needs no byte of the peer's
+    net = _wait_for_connection(report)
+    if net is None:
+        return 0
+    stream = TlsStream(net, tls, incoming, outgoing)
     try:
         _shake_hands(stream)
         report_message = _certificate_of(stream.tls)
@@ -136,6 +150,22 @@ def run_relay(net: socket.socket, inner: socket.socket, report: socket.socket, i
     ends = time.monotonic() + report_message["ends_in_s"]
     Pump(net, inner, stream.tls, incoming, outgoing, ends).run()
     return 0
+
+
+def _wait_for_connection(report: socket.socket) -> socket.socket | None:
+    """Wait for the acceptor to send a connection; None if the acceptor is gone, or has no use for this relay."""
+    try:
+        _, fds = receive_message(report)
+    except ChannelClosed:
+        return None
+    if len(fds) != 1:
+        close_all(fds)
+        return None
+    set_name(RELAY_NAME)
+    net = socket.socket(fileno=fds[0])
+    net.setblocking(False)
+    net.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    return net
 
 
 def _shake_hands(stream: TlsStream) -> None:
@@ -472,6 +502,9 @@ NOBODY: Final = 65534
 RELAY_NAME: Final = "gpul-relay"
 """The process name that ps(1) shows."""
 
+SPARE_NAME: Final = "gpul-spare"
+"""The name of a relay that has no connection yet."""
+
 MAX_DATA_BYTES: Final = 256 << 20
 """A relay's private memory. An honest one uses a few MiB. Stops a handshake that makes OpenSSL grow without end."""
 
@@ -492,9 +525,12 @@ def keep_only(descriptors: tuple[int, ...]) -> None:
 
 
 def confine(descriptors: tuple[int, ...]) -> None:
-    """Give up everything but these descriptors, for good. Raises OSError; then the relay must not go on."""
+    """Give up everything but these descriptors, and those that come on them, for good.
+
+    Raises OSError; then the relay must not go on.
+    """
     keep_only(descriptors)
-    set_name(RELAY_NAME)
+    set_name(SPARE_NAME)
     gain_no_privileges()
     if os.geteuid() == 0:
         os.setgroups([])
@@ -504,7 +540,7 @@ def confine(descriptors: tuple[int, ...]) -> None:
     never_dump()
     for limit, most in _LIMITS:
         resource.setrlimit(limit, (most, most))
-    # No further descriptor but Landlock's own, which is closed again.
+    # No further descriptor but the connection's, and Landlock's own, which is closed again.
     most_fds = max(descriptors) + 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_fds, most_fds))
     _restrict()

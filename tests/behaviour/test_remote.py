@@ -3,6 +3,7 @@
 import asyncio
 import os
 import platform
+import signal
 import ssl
 import subprocess
 import sys
@@ -26,15 +27,16 @@ from gpulease.client import (
 )
 from gpulease.client.sync.driver import ask
 from gpulease.client.sync.lease import my_audience
+from gpulease.daemon.remote.acceptor import SPARE_RELAYS
 from gpulease.daemon.remote.pki.certificates import Authority, Issued
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Attach, Empty, LeaseRef, LeaseRenew, LeaseRevoke, Ping
 from gpulease.protocol.ring import Given, Wanted
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import check_main_job
-from helpers.processes import open_files
+from helpers.processes import is_running, open_files
 from helpers.raw_peer import RawPeer
-from helpers.remote import Pki, TlsPeer, gate_pid, relays
+from helpers.remote import Pki, TlsPeer, gate_pid, relays, spares
 from helpers.waiting import wait_until
 
 
@@ -312,16 +314,43 @@ def test_a_relay_holds_its_own_connection_and_nothing_else(daemon: Daemon, pki: 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may read other processes' memory")
-def test_the_nodes_key_is_in_the_gate_alone(daemon: Daemon, pki: Pki) -> None:
-    """And a tenant's, with its connection's secrets, in no relay but its own."""
+def test_the_nodes_key_is_in_no_relay_that_has_a_tenant(daemon: Daemon, pki: Pki) -> None:
+    """It is in those, too, that wait for a connection. A connection's secrets are in no relay but its own."""
     log = pki.server.key.with_suffix(".secrets")
     context = pki.context(pki.ann)
     context.keylog_filename = str(log)
     with TlsPeer(daemon.tls_address, context).hello():
         (anns,) = relays(daemon)
         with pki.peer(daemon.tls_address, pki.bob).hello():
+            waiting = {info.pid for info in spares(daemon)}
             holders = _holders(daemon, pki, log)
-    assert holders == {"key": {gate_pid(daemon)}, "secrets": {anns.pid}}
+    assert holders == {"key": {gate_pid(daemon), *waiting}, "secrets": {anns.pid}}
+
+
+def test_a_relay_that_waits_has_two_sockets_and_goes_with_the_files(pki: Pki, start_daemon: Any) -> None:
+    daemon = start_daemon(tls=True, config=pki.settings())
+    waiting = spares(daemon)
+    for spare in waiting:
+        assert all("socket:" in what for fd, what in open_files(spare.pid).items() if fd > 2)
+        assert len([fd for fd in open_files(spare.pid) if fd > 2]) == 2
+        assert "NoNewPrivs:\t1" in Path(f"/proc/{spare.pid}/status").read_text()
+    crl = pki.authority.crl_path
+    os.utime(crl, (crl.stat().st_mtime + 1,) * 2)
+    with pki.peer(daemon.tls_address, pki.ann).hello():
+        (anns,) = relays(daemon)
+        assert {info.pid for info in waiting}.isdisjoint({anns.pid, *(info.pid for info in spares(daemon))})
+        wait_until(lambda: not any(is_running(info.pid) for info in waiting), "theirs are gone")
+
+
+def test_relays_that_were_killed_while_they_waited_are_not_missed(pki: Pki, start_daemon: Any) -> None:
+    daemon = start_daemon(tls=True, config=pki.settings())
+    waiting = spares(daemon)
+    for spare in waiting:
+        os.kill(spare.pid, signal.SIGKILL)
+    wait_until(lambda: not any(is_running(spare.pid) for spare in waiting), "they are gone")
+    for _ in range(2):
+        with pki.peer(daemon.tls_address, pki.ann).hello():
+            assert len(spares(daemon)) == SPARE_RELAYS
 
 
 def _holders(daemon: Daemon, pki: Pki, log: Path) -> dict[str, set[int]]:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpulease.daemon.remote.acceptor import SPARE_RELAYS
 from helpers.daemon import FOLDER, Daemon, Faults
 from helpers.processes import ProcessInfo, marked
 from helpers.waiting import wait_until
@@ -108,8 +109,8 @@ class LastingDaemon:
         for card in self.now.inventory().details:
             assert card["held_bytes"] == card["fenced_bytes"] == 0, card
         wait_until(
-            lambda: len(self.processes()) == 2 + self._tls,
-            "the broker, one zygote and the gate are left",
+            lambda: len(self.processes()) == 2 + self._tls * (1 + SPARE_RELAYS),
+            "the broker, one zygote, and the gate with the relays that wait are left",
             seen=self.processes,
         )
 

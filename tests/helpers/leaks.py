@@ -5,7 +5,8 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
-from helpers.processes import open_files, own_descendants, own_threads
+from gpulease.daemon.remote.relay import SPARE_NAME
+from helpers.processes import open_files, own_descendants, own_threads, process_info
 from helpers.waiting import wait_until
 
 SETTLE_S = 60.0
@@ -32,7 +33,7 @@ class Holdings:
         if any(map(_is_pooled, before.threads.values())):
             # The loop of a fixture of the whole file may add a worker to its pool at any request.
             threads = {number: name for number, name in threads.items() if not _is_pooled(name)}
-        children = self.children - before.children
+        children = {pid for pid in self.children - before.children if not _is_spare(pid, before.children)}
         handlers = {name: handler for name, handler in self.handlers.items() if before.handlers[name] != handler}
         parts = [("descriptors", files), ("threads", threads), ("children", children), ("handlers", handlers)]
         return "; ".join(f"{what} left: {left}" for what, left in parts if left)
@@ -40,6 +41,12 @@ class Holdings:
 
 def _is_pooled(thread_name: str) -> bool:
     return thread_name.startswith("asyncio_")
+
+
+def _is_spare(pid: int, before: frozenset[int]) -> bool:
+    """Whether it is the relay that a gate of before has made for its next connection."""
+    info = process_info(pid)
+    return info is not None and info.name == SPARE_NAME and info.parent in before
 
 
 def check_for_leaks(before: Holdings) -> None:

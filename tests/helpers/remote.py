@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from gpulease.client import GpuBuilder
+from gpulease.daemon.remote.acceptor import SPARE_RELAYS
 from gpulease.daemon.remote.pki.certificates import Authority, Issued
+from gpulease.daemon.remote.relay import RELAY_NAME, SPARE_NAME
 from gpulease.protocol import Connection, Role
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from helpers.daemon import Daemon
 from helpers.processes import ProcessInfo
 from helpers.raw_peer import RawPeer, connect
+from helpers.waiting import wait_until
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,18 @@ class TlsPeer(RawPeer):
 
 
 def relays(daemon: Daemon) -> list[ProcessInfo]:
-    """The relays of a daemon, and the processes that may become one."""
-    gate = gate_pid(daemon)
-    return [info for info in daemon.processes() if info.name == "gpul-relay" or info.parent == gate]
+    """The relays of a daemon that have a connection."""
+    return [info for info in daemon.processes() if info.name == RELAY_NAME]
+
+
+def spares(daemon: Daemon) -> list[ProcessInfo]:
+    """The relays of a daemon that wait for one, once all are there."""
+
+    def waiting() -> list[ProcessInfo]:
+        return [info for info in daemon.processes() if info.name == SPARE_NAME]
+
+    wait_until(lambda: len(waiting()) == SPARE_RELAYS, "all wait", seen=waiting)
+    return waiting()
 
 
 def gate_pid(daemon: Daemon) -> int:
