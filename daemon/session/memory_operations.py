@@ -50,7 +50,8 @@ class MemoryOperations(Operations):
     def __init__(self, resources: SessionResources) -> None:
         super().__init__(resources)
         self.pinned_buffers = PinnedBuffers(resources.context)
-        self.on_first_read: Callable[[], None] | None = None
+        self.on_first_read: Callable[[], None] = lambda: None
+        self._has_read = False
         self._reply = bytearray()
         self._pinned_reply: memoryview | None = None
 
@@ -104,9 +105,9 @@ class MemoryOperations(Operations):
         if length > MAX_DATA_BYTES:
             raise BodyError(f"{length} bytes in one MEM_READ; at most {MAX_DATA_BYTES} are allowed")
         address = self._ledger.locate(handle, offset, length)
-        if self.on_first_read is not None:
-            self.on_first_read, prepare = None, self.on_first_read
-            prepare()
+        if not self._has_read:
+            self._has_read = True
+            self.on_first_read()
         prefix = data_prefix(length, request_id=frame.request_id, session_id=frame.session_id)
         is_pinned = MIN_PINNED_READ_BYTES <= length <= DATA_CHUNK_BYTES
         reply = self._reply_memory(len(prefix) + length, is_pinned=is_pinned)

@@ -92,8 +92,9 @@ class CudaContext:
         self._markers: Markers | None = None
         self._launcher = Launcher(self._stream.handle)
         self._spin_s = SPIN_S
-        # Addresses given to `pin`, and bytes that replays of closed graphs may still read.
-        self._pinned: list[int] = []
+        # Memory given to `pin`, which must outlive its registration: new memory at its address would be taken for it.
+        self._pinned: list[memoryview] = []
+        # Bytes that replays of closed graphs may still read.
         self._retired: list[PinnedBytes] = []
         # The fault that ended the context, and the name of the last kernel, to report with it; "" if not known.
         self._fault: KernelFault | None = None
@@ -124,6 +125,7 @@ class CudaContext:
         Raises DriverError if there were regions: their addresses stay theirs.
         """
         self._refuse_regions()
+        self.unpin()
         self.trim(0)
         return CudaContext(self._context, self._local, self._stream, compiled)
 
@@ -256,11 +258,11 @@ class CudaContext:
 
         If the driver refuses, for lack of memory for example, copies are right, and as slow as from any other memory.
         """
-        (error,) = api.cuMemHostRegister(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), 0)
+        (error,) = api.cuMemHostRegister(_address_of(memory), len(memory), 0)
         # Memory that is not pinned the driver copies before it returns, after it has waited for the stream.
         self._can_begin_copies = self._can_begin_copies and not error
         if not error:
-            self._pinned.append(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+            self._pinned.append(memory[:])
 
     def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Queue the copy behind what its stream holds, and wait for all of it."""
@@ -577,7 +579,8 @@ class CudaContext:
         while self._retired:
             self._retired.pop().release()
         while self._pinned:
-            (error,) = api.cuMemHostUnregister(self._pinned.pop())
+            with self._pinned.pop() as memory:
+                (error,) = api.cuMemHostUnregister(_address_of(memory))
             if error:
                 raise self.failure(error)
 
@@ -633,6 +636,10 @@ class CudaContext:
                 hint="Free the lease and acquire another; run the kernel under compute-sanitizer to find the access.",
             )
         return self._fault
+
+
+def _address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 # --- scrubbing the driver's buffers ---
