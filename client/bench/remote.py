@@ -1,7 +1,12 @@
 """The cost of distance: the same work over TLS, through a relay, and over plain TCP, both on loopback."""
 
+import contextlib
+import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Final
@@ -9,12 +14,20 @@ from typing import Final
 from gpulease.client.bench.figures import percentile
 from gpulease.client.bench.session_speed import bulk_copies, hot_path
 from gpulease.client.sync.driver import ask
+from gpulease.client.transport.credentials import TlsFiles
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Ping
 
 CONNECTS: Final = 100
 PKI_TIMEOUT_S: Final = 30.0
 HOST: Final = "127.0.0.1"
+
+STREAM_BYTES: Final = 512 << 20
+"""Bytes of the raw stream: openssl's two programs take about a second for them."""
+
+_STREAM_TIMEOUT_S: Final = 60.0
+_LISTEN_TIMEOUT_S: Final = 5.0
+_LISTEN_PAUSE_S: Final = 0.02
 
 _HOT: Final = (
     "launch_pipelined_us",
@@ -42,6 +55,49 @@ def remote_figures(address: str, ptx: bytes, launches: int, sizes: tuple[int, ..
         **{name: hot[name] for name in _HOT},
         **{name: value for name, value in bulk_copies(address, sizes).items() if not name.startswith("arena_")},
     }
+
+
+def openssl_stream_rate(size: int = STREAM_BYTES) -> float | None:
+    """Return GB/s of a raw TLS stream from `openssl s_client` to `openssl s_server`; None if there is none.
+
+    There is none where openssl is not installed, or where it fails. GPULEASE_TLS_CERTIFICATE and _KEY name the server's
+    files.
+    """
+    program = shutil.which("openssl")
+    if program is None:
+        return None
+    files = TlsFiles().completed()
+    with socket.create_server((HOST, 0)) as free:
+        at = f"{HOST}:{free.getsockname()[1]}"
+    serve = ("s_server", "-accept", at, "-cert", str(files.certificate), "-key", str(files.key), "-tls1_3", "-quiet")
+    send = ("s_client", "-connect", at, "-tls1_3", "-quiet", "-no_ign_eof")
+    nowhere = subprocess.DEVNULL
+    with tempfile.TemporaryFile() as zeros, contextlib.ExitStack() as stack:
+        zeros.truncate(size)
+        # The server would end with its input.
+        server = stack.enter_context(
+            subprocess.Popen([program, *serve], stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
+        )
+        stack.callback(server.kill)
+        if not _listens(at):
+            return None
+        started = time.perf_counter()
+        done = subprocess.run(
+            [program, *send], stdin=zeros, stdout=nowhere, stderr=nowhere, timeout=_STREAM_TIMEOUT_S, check=False
+        )
+        seconds = time.perf_counter() - started
+        return None if done.returncode or os.lseek(zeros.fileno(), 0, os.SEEK_CUR) < size else size / seconds / 1e9
+
+
+def _listens(at: str) -> bool:
+    """Wait until somebody listens there; False if nobody does in time."""
+    host, _, port = at.rpartition(":")
+    until = time.monotonic() + _LISTEN_TIMEOUT_S
+    while time.monotonic() < until:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port))):
+            return True
+        time.sleep(_LISTEN_PAUSE_S)
+    return False
 
 
 def _connect_ms(address: str) -> float:

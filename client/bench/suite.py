@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import statistics
 import tempfile
 from dataclasses import dataclass, field, replace
 from importlib.resources import as_file, files
@@ -16,7 +17,7 @@ from gpulease.client.bench.kernel_times import kernel_figures
 from gpulease.client.bench.lease_life import SPIN_PTX, acquisition, expiry, revocation, warm_acquisition
 from gpulease.client.bench.overlap import overlap
 from gpulease.client.bench.peers import measure_beside_peers
-from gpulease.client.bench.remote import NoCertificates, make_certificates, remote_figures
+from gpulease.client.bench.remote import NoCertificates, make_certificates, openssl_stream_rate, remote_figures
 from gpulease.client.bench.session_speed import bulk_copies, copy_sizes, graph_figures, hot_path
 from gpulease.client.bench.stream import stream_rates
 from gpulease.client.bench.submit_times import submit_figures
@@ -240,7 +241,14 @@ def _over_tls(plan: Plan, sizes: tuple[int, ...]) -> dict[str, Figures]:
         medians([remote_figures(address, transform_ptx(), plan.launches, sizes) for _ in range(plan.rounds)])
         for address in (plan.tls, plan.tcp)
     )
-    return {"tls": by_tls, "tcp": by_tcp, "ratio": {name: round(by_tls[name] / by_tcp[name], 3) for name in by_tls}}
+    ratio = {name: round(by_tls[name] / by_tcp[name], 3) for name in by_tls}
+    rates = [rate for rate in (openssl_stream_rate() for _ in range(plan.rounds)) if rate is not None]
+    stream: Figures = {}
+    if rates:
+        stream["openssl_gb_s"] = statistics.median(rates)
+        copies = {name: rate for name, rate in by_tls.items() if name.endswith("m_gb_s")}
+        stream |= {name: round(rate / stream["openssl_gb_s"], 3) for name, rate in copies.items()}
+    return {"tls": by_tls, "tcp": by_tcp, "ratio": ratio, "stream": stream}
 
 
 def _make_reachable_by_tls(stack: contextlib.ExitStack, warn: Say) -> str:

@@ -407,7 +407,16 @@ def _tls_table(found: dict[str, Figures]) -> str:
         for key, text, unit in _TLS_ROWS
         if key in tls
     ]
-    return table(["through sockets on loopback", "TLS", "TCP", "unit", "TLS/TCP"], rows)
+    head = ["through sockets on loopback", "TLS", "TCP", "unit", "TLS/TCP"]
+    return "\n".join([table(head, rows), _raw_tls(found["stream"])])
+
+
+def _raw_tls(stream: Figures) -> str:
+    if not stream:
+        return "A raw TLS stream is left out: there is no openssl here that can be used."
+    ratios = [f"{text} {stream[key]:.2f}" for key, text in _TCP_ROWS if key in stream]
+    rate = f"A raw TLS stream, openssl s_client to s_server: {stream['openssl_gb_s']:.2f} GB/s."
+    return f"{rate} TLS here / that: {', '.join(ratios)}."
 
 
 def _kernel_table(kernels: dict[str, Figures]) -> str:
