@@ -370,7 +370,7 @@ class TlsAcceptor:
 
     def _keep_spares(self) -> None:
         """Fork the relays of the next connections, once no present connection is kept waiting for that."""
-        if not self._wants_spares or self._ready or self._handshakes or self._identity is None:
+        if not self._wants_spares or self._ready or self._identity is None:
             return
         # One that fails at once is not made again before a connection needs it.
         self._wants_spares = False
