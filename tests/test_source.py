@@ -246,6 +246,7 @@ SINGLE = {
     "client/serve/decode/tenant_regions.py",
     "daemon/broker/fair_queue.py",
     "daemon/drivers/ptx/parse/stack_memory.py",
+    "daemon/session/native/chains.py",
 }
 """Small modules of one importer that are an idea by themselves."""
 

@@ -64,7 +64,9 @@ def boot_id() -> str:
     return _BOOT_ID.read_text().strip().replace("-", "")
 
 
-_LATER: Final = frozenset({("limits", "session_timeout_s"), ("limits", "region_grace_ms"), ("shuffle_warps",)})
+_LATER: Final = frozenset(
+    {("limits", "session_timeout_s"), ("limits", "region_grace_ms"), ("shuffle_warps",), ("launch_chains",)}
+)
 """Settings that came after the first digests. One that has its default is left out: an upgrade changes no digest."""
 
 

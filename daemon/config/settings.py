@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from gpulease.daemon.capabilities.claims import Demand
+from gpulease.daemon.drivers.driver_registry import ONE_BY_ONE
 from gpulease.daemon.drivers.ptx.architecture import Architecture, parse_architecture
 from gpulease.daemon.leases import Card, Cause, CoreLimits, Recycling
 from gpulease.daemon.leases.quotas import DEFAULT_GRACE_MS, TenantLimits, TenantRules
@@ -98,6 +99,7 @@ class Config:
         driver: "auto", "cuda" or "cpu".
         arch: The architecture of the cpu driver; None for "sm_90".
         shuffle_warps: The seed of the order in which the cpu driver runs warps and blocks; None for their numbers'.
+        launch_chains: Whether cards' drivers get launches that wait in a row by one call for several.
         vram_bytes: For cpu: one emulated card of each size. For cuda: at most one size, how much of each card to lease.
         socket_mode: Permission bits of a Unix socket. Everybody who may write to it may ask for leases.
         warm_contexts: Contexts that each card holds ready for later leases; each occupies its overhead.
@@ -137,6 +139,7 @@ class Config:
     driver: str = "auto"
     arch: Architecture | None = None
     shuffle_warps: int | None = None
+    launch_chains: bool = True
     vram_bytes: tuple[int, ...] = ()
     socket_mode: int = 0o660
     warm_contexts: int = 0
@@ -170,6 +173,8 @@ class Config:
 
     def driver_of_workers(self, driver: str) -> str:
         """Return the driver's name as workers get it; `gpulease.daemon.drivers.driver_registry` reads it."""
+        if driver == "cuda" and not self.launch_chains:
+            return f"{driver}:{ONE_BY_ONE}"
         if driver != "cpu" or (self.arch is None and self.shuffle_warps is None):
             return driver
         seed = "" if self.shuffle_warps is None else f":{self.shuffle_warps}"
@@ -479,6 +484,7 @@ SETTINGS: Final = (
     Setting("driver", str),
     Setting("arch", lambda value: parse_architecture(str(value))),
     Setting("shuffle_warps", least=0, most=MAX_SHUFFLE_SEED),
+    Setting("launch_chains", _truth),
     Setting("vram", lambda value: tuple(parse_size(text) for text in _texts(value)), field="vram_bytes"),
     Setting("socket_mode", _file_mode),
     Setting("warm_contexts", least=0, most=MAX_WARM_CONTEXTS),
@@ -587,6 +593,8 @@ def _check_driver(config: Config) -> None:
         raise ConfigError("arch is the embedded driver's; a card has the architecture it has")
     if config.shuffle_warps is not None and config.driver == "cuda":
         raise ConfigError("shuffle_warps is the embedded driver's; a card runs warps in an order of its own")
+    if not config.launch_chains and config.driver == "cpu":
+        raise ConfigError("launch_chains is for cards; the embedded driver has no chains")
     if len(config.vram_bytes) > MAX_EMBEDDED_CARDS:
         raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be pretended")
     for size in config.vram_bytes:

@@ -1,13 +1,18 @@
 """The drivers by name. Each is imported only when asked for: only the `cuda` driver needs CUDA installed."""
 
+from typing import Final
+
 from gpulease.daemon.drivers.interface import Driver, DriverError
+
+ONE_BY_ONE: Final = "one-by-one"
 
 
 def driver_named(name: str) -> Driver:
     """The driver of that name. Raises DriverError if a package that it needs is not installed.
 
     The embedded driver's name may have an architecture behind a colon, and behind another the seed of the order in
-    which it runs warps and blocks: "cpu:sm_80", "cpu::7".
+    which it runs warps and blocks: "cpu:sm_80", "cpu::7". The cards' driver may have ONE_BY_ONE there: native code then
+    queues each launch by itself.
     """
     name, _, rest = name.partition(":")
     architecture, _, seed = rest.partition(":")
@@ -20,7 +25,7 @@ def driver_named(name: str) -> Driver:
         if name == "cuda":
             from gpulease.daemon.drivers.cuda.driver import CudaDriver
 
-            return CudaDriver()
+            return CudaDriver(has_chains=rest != ONE_BY_ONE)
     except ImportError as error:
         raise DriverError(
             f"the {name} driver needs {error.name}, which is not installed",

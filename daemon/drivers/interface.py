@@ -217,6 +217,10 @@ class NativeLaunch:
             must have ended.
         copy_out: Address of `int32 copy_out(state, address, into, bytes)`, which is to `Context.mem_read` as `copy_in`
             is to `Context.mem_write`.
+        replay: Address of `int32 replay(state, record, changed, tag)`. It tells the driver of the parameter buffers
+            that have changed, bit n for launch n's, and queues a chain's launches. Returns 0; any other number if the
+            launches have to be done one by one, none being queued. 0 if the driver has no chains.
+        chain: Makes a chain of launches; raises DriverError. `MAX_CHAIN` at most.
         zero: Address of `int32 zero(state, address, bytes)`. It does what `Context.mem_reuse` does, and returns 0; any
             other number if that has to do it.
     """
@@ -230,7 +234,31 @@ class NativeLaunch:
     copy_in: int
     copy_out: int
     zero: int
+    replay: int = 0
+    chain: "Callable[[Sequence[KernelStep]], NativeChain] | None" = None
 
+
+class NativeChain(Protocol):
+    """Launches that `NativeLaunch.replay` queues together, each with the parameters that its buffer holds."""
+
+    @property
+    def record(self) -> int:
+        """The address of what `replay` gets."""
+
+    @property
+    def params(self) -> Sequence[int]:
+        """The address of each launch's parameter buffer, in their order."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the card that it takes."""
+
+    def close(self) -> None:
+        """Release it; what is queued runs to its end."""
+
+
+MAX_CHAIN: Final = 16
+"""Most launches queued by one call of `NativeLaunch.replay`, without a look at the lease between them."""
 
 SEGMENT_STEPS: Final = 32
 """Steps queued between two looks at the lease: so many kernels and copies may begin after its end. A card takes some

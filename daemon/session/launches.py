@@ -199,12 +199,14 @@ class Planner:
         expected: The plan that the next launch is expected to be of; None if there is none.
         has_new_kernel: A plan was made since the last launch: its kernel's first launch may make the context grow.
         add_record: Gives a new plan its record for native code; None without native code.
+        on_forget: Called before all plans are dropped.
     """
 
     def __init__(self, ledger: Ledger, session_id: int, compile_kernel: Callable[[Kernel], None]) -> None:
         self.expected: Plan | None = None
         self.has_new_kernel = False
         self.add_record: Callable[[Plan], None] | None = None
+        self.on_forget: Callable[[], None] = lambda: None
         self._ledger = ledger
         self._session_id = session_id
         self._compile_kernel = compile_kernel
@@ -263,6 +265,7 @@ class Planner:
 
     def forget(self) -> None:
         """Drop all plans: a module goes, and no plan may launch its kernels."""
+        self.on_forget()
         self._plans.clear()
         self._plan_by_address.clear()
         self.expected = self._latest = None

@@ -311,6 +311,11 @@ class Ledger:
             )
         self.make_room(self.room_bytes - max(0, more_bytes))
 
+    def allows(self, device_bytes: int) -> bool:
+        """Return whether the card may take so much more for graphs without any charge to the slice."""
+        pages_bytes = -(-device_bytes // self._page_bytes) * self._page_bytes
+        return self._besides_bytes + pages_bytes <= self._allowance_bytes
+
     def add_graph(self, device_bytes: int) -> None:
         """Note a graph that the driver made."""
         self._graph_bytes += device_bytes

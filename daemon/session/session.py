@@ -143,7 +143,7 @@ class Session:
         self._sync_pattern = SyncPattern(lease_id)
         self._fast_path = LaunchFastPath(context, planner, page, self._sync_pattern, gate, self._keep_failure)
         if native is not None and not self.watch.is_on:
-            self._fast_path.use_native(native, ledger.records)
+            self._fast_path.use_native(native, ledger)
             self._memory.on_first_read = self._fast_path.prepare_reads
         self._operations = self._submit_operations() if is_submit else self._session_operations()
 

@@ -63,10 +63,10 @@ class Pair:
 
 
 @contextmanager
-def pair(*, is_native: bool) -> Iterator[Pair]:
+def pair(*, is_native: bool, has_chains: bool = False) -> Iterator[Pair]:
     near, far = socket.socketpair()
     channel, broker = socket.socketpair()
-    with contextlib.ExitStack() as stack, rig(is_native=is_native) as made:
+    with contextlib.ExitStack() as stack, rig(is_native=is_native, has_chains=has_chains) as made:
         for sock in (near, far, channel, broker):
             sock.setblocking(False)
             stack.callback(sock.close)

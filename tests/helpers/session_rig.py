@@ -3,7 +3,7 @@
 import ctypes
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
-from gpulease.daemon.drivers.interface import Dim3, Kernel, LaunchRejected, NativeLaunch
+from gpulease.daemon.drivers.interface import Dim3, Kernel, KernelStep, LaunchRejected, NativeLaunch
 from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
@@ -37,6 +37,26 @@ CALLED = ctypes.CFUNCTYPE(
 )
 
 
+REPLAY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
+
+
+class RecordedChain:
+    """A chain whose number is its record; it takes nothing of a card."""
+
+    device_bytes = 0
+
+    def __init__(self, number: int, steps: Sequence[KernelStep]) -> None:
+        self.record = number
+        self.steps = steps
+        self.buffers = [ctypes.create_string_buffer(step.params, len(step.params)) for step in steps]
+        self.given = [step.params for step in steps]
+        self.params = [ctypes.addressof(buffer) for buffer in self.buffers]
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 @dataclass
 class Recording:
     """The embedded driver's context; what it is asked to launch is written down, and refused on demand."""
@@ -47,13 +67,35 @@ class Recording:
     shapes: list[tuple[Any, ...]] = field(default_factory=list)
     taken_natively: int = 0
     does_them: bool = True
+    chains: list[RecordedChain] = field(default_factory=list)
+    replayed: int = 0
+    refuses_chains: bool = False
+    has_chains: bool = False
 
     def native(self) -> NativeLaunch:
         """Launches that come from native code are written down and done like the others."""
         own = self.context.native()
         self.called = CALLED(self._from_native)
         address = ctypes.cast(self.called, ctypes.c_void_p).value or 0
-        return replace(own, launch=address, record=self._record, launched=lambda _kernel: None)
+        self.replay = REPLAY(self._replay)
+        replay = ctypes.cast(self.replay, ctypes.c_void_p).value or 0
+        noted = replace(own, launch=address, record=self._record, launched=lambda _kernel: None)
+        return replace(noted, replay=replay, chain=self._chain) if self.has_chains else noted
+
+    def _chain(self, steps: Sequence[KernelStep]) -> RecordedChain:
+        self.chains.append(RecordedChain(len(self.chains), steps))
+        return self.chains[-1]
+
+    def _replay(self, _state: int, number: int, changed: int, tag: int) -> int:
+        chain = self.chains[number]
+        if self.refuses_chains or chain.is_closed:
+            return 1
+        for place, (step, buffer) in enumerate(zip(chain.steps, chain.buffers, strict=True)):
+            if changed >> place & 1:
+                chain.given[place] = buffer.raw
+            self.launch(step.kernel, step.grid, step.block, step.shared_bytes, chain.given[place], tag)
+        self.replayed += len(chain.steps)
+        return 0
 
     def _record(self, *shape: Any) -> bytes | None:
         if shape[1][0] == UNKNOWN_TO_NATIVE:
@@ -118,11 +160,11 @@ class Rig:
 
 
 @contextmanager
-def rig(*, is_native: bool = False) -> Iterator[Rig]:
+def rig(*, is_native: bool = False, has_chains: bool = False) -> Iterator[Rig]:
     page = BrokerPage()
     page.set_deadline(time.monotonic_ns() + MINUTE_NS, 1)
     view = WorkerPage(page.fds)
-    context = Recording(CpuDriver().open_context("GPU-0", 1 << 20))
+    context = Recording(CpuDriver().open_context("GPU-0", 1 << 20), has_chains=has_chains)
     ledger = Ledger(1 << 20)
     native = context.native() if is_native else None
     session = Session(LEASE, context, ledger, view, native=native)  # type: ignore[arg-type]  # forwards the rest

@@ -11,7 +11,7 @@ import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.cubin_footprint import Weight
-from gpulease.daemon.drivers.cuda.graphs import CudaGraph, PinnedBytes, device_bytes_of
+from gpulease.daemon.drivers.cuda.graphs import ChainGraph, CudaGraph, PinnedBytes, device_bytes_of
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
 from gpulease.daemon.drivers.cuda.jit_cache import Compiled
 from gpulease.daemon.drivers.cuda.launch_attributes import attributes_refused, launch_with
@@ -73,8 +73,17 @@ class CudaContext:
 
     page_bytes = PAGE_BYTES
 
-    def __init__(self, context: Any, local: LocalMemory, stream: Any = None, compiled: Compiled | None = None) -> None:
+    def __init__(
+        self,
+        context: Any,
+        local: LocalMemory,
+        stream: Any = None,
+        compiled: Compiled | None = None,
+        *,
+        has_chains: bool = True,
+    ) -> None:
         self._context = context
+        self._has_chains = has_chains
         self._local = local
         self.compiled = Compiled() if compiled is None else compiled
         self._blocks = Blocks()
@@ -102,7 +111,7 @@ class CudaContext:
         self._yields = False
 
     @classmethod
-    def open(cls) -> "CudaContext":
+    def open(cls, *, has_chains: bool = True) -> "CudaContext":
         """Call cuInit and make a context on the one card that this process sees. Raises DriverError."""
         try:
             cuda.init()
@@ -115,7 +124,7 @@ class CudaContext:
                 threads=device.multiprocessor_count * device.max_threads_per_multiprocessor,
                 buffers_bytes=HEAP_BYTES + PRINT_BYTES,
             )
-            return cls(context, local)
+            return cls(context, local, has_chains=has_chains)
         except cuda.Error as error:
             raise DriverError(f"no CUDA context can be made: {error}") from None
 
@@ -127,7 +136,7 @@ class CudaContext:
         self._refuse_regions()
         self.unpin()
         self.trim(0)
-        return CudaContext(self._context, self._local, self._stream, compiled)
+        return CudaContext(self._context, self._local, self._stream, compiled, has_chains=self._has_chains)
 
     def scrub(self) -> None:
         """Unpin all memory, and overwrite what the driver's buffers keep.
@@ -514,7 +523,8 @@ class CudaContext:
     def native(self) -> NativeLaunch:
         """The functions of launch.ll. Their SYNC does not spin where waits yield: native code can't yield."""
         spin_s = 0.0 if self._yields else self._spin_s
-        return self._launcher.native(self._on_launched, int(spin_s * 1e9))
+        chain = partial(ChainGraph, self) if self._has_chains else None
+        return self._launcher.native(self._on_launched, int(spin_s * 1e9), chain)
 
     def _on_launched(self, kernel: Any) -> None:
         self._last_kernel = kernel.name

@@ -81,6 +81,10 @@ class CudaDriver:
 
     name = "cuda"
 
+    def __init__(self, *, has_chains: bool = True) -> None:
+        """Args: has_chains: Whether native code may queue several launches by one call."""
+        self._has_chains = has_chains
+
     def preload(self) -> None:
         """Import and compile. Workers call cuInit themselves, because no initialised driver survives a fork."""
         try:
@@ -109,7 +113,7 @@ class CudaDriver:
         os.environ["CUDA_MODULE_LOADING"] = "LAZY"
         if not os.environ.get(CACHE_VARIABLE):
             os.environ["CUDA_CACHE_DISABLE"] = "1"
-        return CudaContext.open()
+        return CudaContext.open(has_chains=self._has_chains)
 
     def rewind(self, context: Context) -> Opening:
         """Keep the card's context, with new records. Raises DriverError if it is lost."""

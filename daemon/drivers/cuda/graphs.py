@@ -213,6 +213,35 @@ class CudaGraph:
         return answer[1] if len(answer) > 1 else None
 
 
+class ChainRecord(ctypes.Structure):
+    """A chain as launch.ll reads it.
+
+    executable  The CUgraphExec.
+    count       Number of launches.
+    nodes       Address of so many pairs: a CUgraphNode, and the address of its CUDA_KERNEL_NODE_PARAMS.
+    """
+
+    _fields_ = (("executable", ctypes.c_uint64), ("count", ctypes.c_uint64), ("nodes", ctypes.c_uint64))
+
+
+class ChainGraph(CudaGraph):
+    """A `gpulease.daemon.drivers.interface.NativeChain`: a graph of kernels, replayed by native code."""
+
+    def __init__(self, context: "CudaContext", steps: Sequence[KernelStep]) -> None:
+        """Raises LaunchRejected or DriverError."""
+        super().__init__(context, steps)
+        (segment,) = self._segments
+        self._nodes = (ctypes.c_uint64 * (2 * len(steps)))()
+        launches = [segment.launches[number] for number in range(len(steps))]
+        for number, launch in enumerate(launches):
+            self._nodes[2 * number : 2 * number + 2] = [int(launch.node), int(launch.node_params.getPtr())]
+        self._record = ChainRecord(int(segment.executable), len(steps), ctypes.addressof(self._nodes))
+        self.record = ctypes.addressof(self._record)
+        self.params = [ctypes.addressof(launch.params) for launch in launches]
+        # What the driver reads.
+        self._launches = launches
+
+
 class PinnedBytes:
     """The bytes that a graph's copies read, one after the other, in pinned memory."""
 

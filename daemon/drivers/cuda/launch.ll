@@ -2,7 +2,8 @@
 ; NativeLaunch).
 ;
 ; %state is a LaunchState (launch_code.py); offsets: launch_kernel 0, stream_query 8, stream 16, other_streams 24, launches 32,
-; tag 40, copy_in 48, copy_out 56, memset 64, zeroed 72. %record is a LaunchRecord: function 0, grid 8, block 20, shared_bytes 32.
+; tag 40, copy_in 48, copy_out 56, memset 64, zeroed 72,
+; set_params 80, graph_launch 88. %record is a LaunchRecord: function 0, grid 8, block 20, shared_bytes 32.
 ;
 ; CUDA driver API, cuLaunchKernel: with CU_LAUNCH_PARAM_BUFFER_POINTER (1) and CU_LAUNCH_PARAM_BUFFER_SIZE (2), ended by
 ; CU_LAUNCH_PARAM_END (0), `extra` names the parameters as one buffer, which is the caller's again on return. Any result
@@ -150,3 +151,61 @@ clear:
 refuse:
   ret i32 1
 }
+
+; Queue a chain (graphs.py, ChainGraph), which may run in one stream alone. Of %record: executable 0, count 8, nodes 16, each
+; a CUgraphNode 0 and its CUDA_KERNEL_NODE_PARAMS 8. cuGraphExecKernelNodeSetParams leaves launches queued before as they
+; were.
+define i32 @replay(ptr %state, ptr %record, i64 %changed, i64 %tag) {
+entry:
+  %others.at = getelementptr i8, ptr %state, i64 24
+  %others = load i64, ptr %others.at
+  %is.alone = icmp eq i64 %others, 0
+  br i1 %is.alone, label %begin, label %refuse
+begin:
+  %executable = load ptr, ptr %record
+  %count.at = getelementptr i8, ptr %record, i64 8
+  %count = load i64, ptr %count.at
+  %nodes.at = getelementptr i8, ptr %record, i64 16
+  %nodes = load ptr, ptr %nodes.at
+  %set.at = getelementptr i8, ptr %state, i64 80
+  %set.params = load ptr, ptr %set.at
+  br label %each
+each:
+  %left = phi i64 [ %changed, %begin ], [ %left.less, %told ]
+  %is.more = icmp ne i64 %left, 0
+  br i1 %is.more, label %tell, label %launch
+tell:
+  %number = call i64 @llvm.cttz.i64(i64 %left, i1 true)
+  %distance = shl i64 %number, 4
+  %this = getelementptr i8, ptr %nodes, i64 %distance
+  %node = load ptr, ptr %this
+  %params.at = getelementptr i8, ptr %this, i64 8
+  %params = load ptr, ptr %params.at
+  %refused = call i32 %set.params(ptr %executable, ptr %node, ptr %params)
+  %is.told = icmp eq i32 %refused, 0
+  br i1 %is.told, label %told, label %refuse
+told:
+  %less = sub i64 %left, 1
+  %left.less = and i64 %left, %less
+  br label %each
+launch:
+  %launch.at = getelementptr i8, ptr %state, i64 88
+  %graph.launch = load ptr, ptr %launch.at
+  %stream.at = getelementptr i8, ptr %state, i64 16
+  %stream = load ptr, ptr %stream.at
+  %result = call i32 %graph.launch(ptr %executable, ptr %stream)
+  %is.queued = icmp eq i32 %result, 0
+  br i1 %is.queued, label %note, label %refuse
+note:
+  %launches.at = getelementptr i8, ptr %state, i64 32
+  %launches = load i64, ptr %launches.at
+  %launches.more = add i64 %launches, %count
+  store i64 %launches.more, ptr %launches.at
+  %tag.at = getelementptr i8, ptr %state, i64 40
+  store i64 %tag, ptr %tag.at
+  ret i32 0
+refuse:
+  ret i32 1
+}
+
+declare i64 @llvm.cttz.i64(i64, i1)

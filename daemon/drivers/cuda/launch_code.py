@@ -1,13 +1,21 @@
 """Python's side of launch.ll: launches and small copies for native code, and the counts that Python reads."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
 from gpulease.daemon.drivers import cuda
-from gpulease.daemon.drivers.interface import Dim3, Kernel, LaunchRejected, NativeLaunch, too_much_shared
+from gpulease.daemon.drivers.interface import (
+    Dim3,
+    Kernel,
+    KernelStep,
+    LaunchRejected,
+    NativeChain,
+    NativeLaunch,
+    too_much_shared,
+)
 from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode
 
@@ -34,6 +42,8 @@ class LaunchState(ctypes.Structure):
     copy_in        Address of cuMemcpyHtoDAsync.
     copy_out       Address of cuMemcpyDtoHAsync.
     memset         Address of cuMemsetD8Async.
+    set_params     Address of cuGraphExecKernelNodeSetParams.
+    graph_launch   Address of cuGraphLaunch.
     zeroed         Allocations zeroed by native code since all was last known to have ended.
     """
 
@@ -48,6 +58,8 @@ class LaunchState(ctypes.Structure):
         ("copy_out", ctypes.c_uint64),
         ("memset", ctypes.c_uint64),
         ("zeroed", ctypes.c_uint64),
+        ("set_params", ctypes.c_uint64),
+        ("graph_launch", ctypes.c_uint64),
     )
 
 
@@ -150,6 +162,8 @@ class Launcher:
             copy_in=_address(self._driver.cuMemcpyHtoDAsync_v2),
             copy_out=_address(self._driver.cuMemcpyDtoHAsync_v2),
             memset=_address(self._driver.cuMemsetD8Async),
+            set_params=_address(self._driver.cuGraphExecKernelNodeSetParams_v2),
+            graph_launch=_address(self._driver.cuGraphLaunch),
         )
         self._state_address = ctypes.addressof(self.state)
         self._launch: Callable[[int, int, bytes, int, int], int] = _LAUNCH(launching_code().address("launch"))
@@ -158,11 +172,29 @@ class Launcher:
         self._record = LaunchRecord()
         self._record_address = ctypes.addressof(self._record)
 
-    def native(self, launched: Callable[[Kernel], None], spin_ns: int) -> NativeLaunch:
+    def native(
+        self,
+        launched: Callable[[Kernel], None],
+        spin_ns: int,
+        chain: Callable[[Sequence[KernelStep]], NativeChain] | None,
+    ) -> NativeLaunch:
         """The functions for native code; the arguments are NativeLaunch's."""
         code = launching_code()
-        launch, query, *copies = map(code.address, ("launch", "query", "copy_in", "copy_out", "zero"))
-        return NativeLaunch(self._state_address, launch, query, spin_ns, _native_record, launched, *copies)
+        names = ("launch", "query", "copy_in", "copy_out", "zero", "replay")
+        launch, query, copy_in, copy_out, zero, replay = map(code.address, names)
+        return NativeLaunch(
+            self._state_address,
+            launch,
+            query,
+            spin_ns,
+            _native_record,
+            launched,
+            copy_in,
+            copy_out,
+            zero,
+            replay,
+            chain,
+        )
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> int:
         """Queue a launch; the CUresult, 0 if it was queued. Raises LaunchRejected."""

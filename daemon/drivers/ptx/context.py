@@ -484,8 +484,9 @@ class CpuContext:
         """Return the native way to launch (`Context.native`)."""
         code, state = stream_code(), ctypes.addressof(self._stream.state)
         spin_ns = 0 if self._stream.yields else int(self._stream.spin_s * 1e9)
-        submit, query, *copies = map(code.address, ("submit", "query", "copy_in", "copy_out", "zero"))
-        return NativeLaunch(state, submit, query, spin_ns, self._record, _pass, *copies)
+        names = ("submit", "query", "copy_in", "copy_out", "zero")
+        submit, query, copy_in, copy_out, zero = map(code.address, names)
+        return NativeLaunch(state, submit, query, spin_ns, self._record, _pass, copy_in, copy_out, zero)
 
     def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
         """Return what native/submit.ll takes: the launch's head, and whether threads share its blocks."""

@@ -24,7 +24,9 @@ from gpulease.daemon.drivers.interface import Context, DriverError, Kernel, Nati
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session import native
 from gpulease.daemon.session.launches import Plan, Planner
+from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
+from gpulease.daemon.session.native.chains import GATHER_AFTER, Chains
 from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.region_operations import NO_EPOCH, RegionGate
@@ -79,14 +81,18 @@ class LaunchFastPath:
         self._sync_pattern = sync_pattern
         self._keep_failure = keep_failure
         self._native: NativeServing | None = None
+        self._chains: Chains | None = None
 
-    def use_native(self, launch: NativeLaunch, allocations: AllocationRecords) -> None:
+    def use_native(self, launch: NativeLaunch, ledger: Ledger) -> None:
         """Let native code do what it can, if this machine has it. To be called before any launch."""
         code = serving_code()
         if code is not None:
-            self._native = NativeServing(code, launch, self._page, self._sync_pattern, self._gate, allocations)
+            self._native = NativeServing(code, launch, self._page, self._sync_pattern, self._gate, ledger.records)
             self._planner.add_record = self._native.add_record
             self._gate.on_change = self._native.show_regions
+            if launch.chain is not None:
+                self._chains = Chains(launch.chain, ledger)
+                self._planner.on_forget = self._chains.drop
 
     @property
     def is_native(self) -> bool:
@@ -126,6 +132,8 @@ class LaunchFastPath:
             return None
         outcome = native.serve(reader, self._planner.expected, ends)
         self._resume_after(native)
+        if self._chains is not None and native.takes_rows() and self._planner.expected is not None:
+            self._chains.add(self._planner.expected)
         return outcome
 
     def _resume_after(self, native: "NativeServing") -> None:
@@ -273,6 +281,7 @@ class NativeServing:
             "copy_in": launch.copy_in,
             "copy_out": launch.copy_out,
             "zero": launch.zero,
+            "replay": launch.replay,
         }
 
     def prepare_reads(self, pin: Callable[[memoryview], None]) -> None:
@@ -329,6 +338,13 @@ class NativeServing:
         outcome = self._code.serve_ring(self._state_address, ctypes.addressof(ends))
         reader.start, reader.end = self._state.start, self._state.end
         return Outcome(outcome)
+
+    def takes_rows(self) -> bool:
+        """Return whether GATHER_AFTER launches more have waited in a row since it was last so."""
+        if self._state.in_rows < GATHER_AFTER:
+            return False
+        self._state.in_rows = 0
+        return True
 
     def show_regions(self) -> None:
         """Show native code the regions page and the set in use. To be called whenever either may have changed."""

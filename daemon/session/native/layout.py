@@ -55,6 +55,7 @@ class PlanRecord(ctypes.Structure):
     follower      Address of the record of the plan that is expected next; never 0.
     trailer_bytes Size of the region set and the position behind `tail`: 16 in a LAUNCH_IN, else 0.
     tail_at       Where `tail` begins in the frame.
+    chain         Address of the longest ChainRecord that begins with the plan; 0 for none.
     """
 
     _fields_ = (
@@ -72,6 +73,38 @@ class PlanRecord(ctypes.Structure):
         ("follower", ctypes.c_uint64),
         ("trailer_bytes", ctypes.c_uint64),
         ("tail_at", ctypes.c_uint64),
+        ("chain", ctypes.c_uint64),
+    )
+
+
+class ChainStep(ctypes.Structure):
+    """A launch of a chain.
+
+    plan    Address of the PlanRecord that its frame is compared with; the frame is a LAUNCH.
+    params  Address of the launch's parameter buffer, which the driver reads when it is told of a change.
+    """
+
+    _fields_ = (("plan", ctypes.c_uint64), ("params", ctypes.c_uint64))
+
+
+class ChainRecord(ctypes.Structure):
+    """Launches that have followed each other, and that the driver queues by one call.
+
+    count         Number of launches, at most 64.
+    frames_bytes  Size of their frames together.
+    steps         Address of so many ChainSteps.
+    graph         Address of the driver's own record.
+    shorter       Address of a shorter ChainRecord that begins with the same plan; 0 for none.
+    stale         The steps, as bits, whose parameter buffers have changed since the driver was told.
+    """
+
+    _fields_ = (
+        ("count", ctypes.c_uint64),
+        ("frames_bytes", ctypes.c_uint64),
+        ("steps", ctypes.c_uint64),
+        ("graph", ctypes.c_uint64),
+        ("shorter", ctypes.c_uint64),
+        ("stale", ctypes.c_uint64),
     )
 
 
@@ -110,6 +143,8 @@ class ServingState(ctypes.Structure):
     copy_in       Address of the driver's NativeLaunch.copy_in.
     copy_out      Address of its copy_out.
     zero          Address of its zero.
+    replay        Address of its replay; 0 if there is none.
+    in_rows       Launches that were taken four or more in a row, since Python last reset the number.
     """
 
     _fields_ = (
@@ -145,6 +180,8 @@ class ServingState(ctypes.Structure):
         ("copy_in", ctypes.c_uint64),
         ("copy_out", ctypes.c_uint64),
         ("zero", ctypes.c_uint64),
+        ("replay", ctypes.c_uint64),
+        ("in_rows", ctypes.c_uint64),
     )
 
 

@@ -25,11 +25,13 @@
 ;   ServingState: page 0, counters 8, launch 16, query 24, driver 32, scratch 40, sync_front 48, sync_tail 56, reply_front 64,
 ;     reply_tail 72, sync_spin_ns 80, buffer 88, start 96, end 104, expected 112, latest 120, clock_ns 128,
 ;     region_set 136, set_epoch 144, set_deadline 152, epoch 160, seen_epoch 168, synced 176, write_front 184, read_front 192,
-;     data_front 200, reuse_front 208, allocations 216, copied 224, copy_in 232, copy_out 240, zero 248
+;     data_front 200, reuse_front 208, allocations 216, copied 224, copy_in 232, copy_out 240, zero 248,
+;     replay 256, in_rows 264
 ;   AllocationRecord: handle 0, size 8, is_reusable 16; 24 bytes, at the upper 10 bits of the handle's product with a
 ;     number that allocation_records.py has, too.
 ;   PlanRecord: front 0, middle 8, middle_bytes 16, tail 24, tail_bytes 32, args_bytes 40, frame_bytes 48, launch 56,
-;     moves 64, moves_count 72, param_bytes 80, follower 88, trailer_bytes 96, tail_at 104
+;     moves 64, moves_count 72, param_bytes 80, follower 88, trailer_bytes 96, tail_at 104, chain 112
+;   ChainRecord: count 0, frames_bytes 8, steps 16, graph 24, shorter 32, stale 40. ChainStep: plan 0, params 8; 16 bytes.
 ;   Move: from 0, to 8, size 16; takes 24
 ;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, tail 56,
 ;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, quantum_ns 112, answered 120
@@ -154,6 +156,93 @@ done:
   ret void
 }
 
+; Do all launches of a chain whose frames stand at %start, by one call of the driver. The frames' bytes are in the buffer.
+; Returns the last launch's number as it travels; 0 if the frames are others, or the launches are to be done one by one.
+define internal i64 @take_chain(ptr %state, ptr %chain, i64 %start) {
+entry:
+  %buffer = call ptr @place(ptr %state, i64 88)
+  %scratch = call ptr @place(ptr %state, i64 40)
+  %count = call i64 @word(ptr %chain, i64 0)
+  %steps = call ptr @place(ptr %chain, i64 16)
+  br label %each
+each:
+  %at = phi i64 [ %start, %entry ], [ %after, %kept ]
+  %step = phi i64 [ 0, %entry ], [ %step.more, %kept ]
+  %changed = phi i64 [ 0, %entry ], [ %changed.now, %kept ]
+  %last = phi i64 [ 0, %entry ], [ %number.wire, %kept ]
+  %is.more = icmp ult i64 %step, %count
+  br i1 %is.more, label %compare, label %look
+compare:
+  %step.distance = shl i64 %step, 4
+  %this = getelementptr i8, ptr %steps, i64 %step.distance
+  %plan = call ptr @place(ptr %this, i64 0)
+  %frame = getelementptr i8, ptr %buffer, i64 %at
+  %front = call ptr @place(ptr %plan, i64 0)
+  %is.front = call i1 @same(ptr %frame, ptr %front, i64 16)
+  br i1 %is.front, label %compare.middle, label %leave
+compare.middle:
+  %middle = call ptr @place(ptr %plan, i64 8)
+  %middle.bytes = call i64 @word(ptr %plan, i64 16)
+  %middle.at = getelementptr i8, ptr %frame, i64 24
+  %is.middle = call i1 @same(ptr %middle.at, ptr %middle, i64 %middle.bytes)
+  br i1 %is.middle, label %compare.tail, label %leave
+compare.tail:
+  %tail = call ptr @place(ptr %plan, i64 24)
+  %tail.bytes = call i64 @word(ptr %plan, i64 32)
+  %tail.offset = call i64 @word(ptr %plan, i64 104)
+  %tail.at = getelementptr i8, ptr %frame, i64 %tail.offset
+  %is.tail = call i1 @same(ptr %tail.at, ptr %tail, i64 %tail.bytes)
+  br i1 %is.tail, label %number, label %leave
+number:
+  %number.at = getelementptr i8, ptr %frame, i64 16
+  %number.wire = load i64, ptr %number.at, align 1
+  %is.goodbye = icmp eq i64 %number.wire, 0
+  br i1 %is.goodbye, label %leave, label %lay
+lay:
+  %args = getelementptr i8, ptr %middle.at, i64 %middle.bytes
+  call void @lay_out(ptr %plan, ptr %args, ptr %scratch)
+  %params = call ptr @place(ptr %this, i64 8)
+  %param.bytes = call i64 @word(ptr %plan, i64 80)
+  %is.same = call i1 @same(ptr %scratch, ptr %params, i64 %param.bytes)
+  br i1 %is.same, label %kept, label %change
+change:
+  %copied = call ptr @gpulease_memcpy(ptr %params, ptr %scratch, i64 %param.bytes)
+  %bit = shl i64 1, %step
+  br label %kept
+kept:
+  %more.changed = phi i64 [ 0, %lay ], [ %bit, %change ]
+  %changed.now = or i64 %changed, %more.changed
+  %frame.bytes = call i64 @word(ptr %plan, i64 48)
+  %after = add i64 %at, %frame.bytes
+  %step.more = add i64 %step, 1
+  br label %each
+look:
+  %is.late = call i1 @is_late(ptr %state)
+  br i1 %is.late, label %leave, label %last.look
+last.look:
+  %is.revoked = call i1 @is_revoked(ptr %state)
+  br i1 %is.revoked, label %leave, label %go
+go:
+  %replay = call ptr @place(ptr %state, i64 256)
+  %driver = call ptr @place(ptr %state, i64 32)
+  %graph = call ptr @place(ptr %chain, i64 24)
+  %tag = call i64 @llvm.bswap.i64(i64 %last)
+  %stale = call i64 @word(ptr %chain, i64 40)
+  %given = or i64 %changed, %stale
+  %result = call i32 %replay(ptr %driver, ptr %graph, i64 %given, i64 %tag)
+  %is.queued = icmp eq i32 %result, 0
+  br i1 %is.queued, label %taken, label %leave
+taken:
+  call void @set(ptr %chain, i64 40, i64 0)
+  ret i64 %last
+leave:
+  ; What was laid out and not given to the driver is given next time.
+  %stale.before = call i64 @word(ptr %chain, i64 40)
+  %stale.now = or i64 %stale.before, %changed
+  call void @set(ptr %chain, i64 40, i64 %stale.now)
+  ret i64 0
+}
+
 ; Do the expected launches at the front of the buffer, up to the first frame that is no expected launch.
 ; Returns 0 if that frame is something else, or there is none; 1 if it is the expected launch and the driver refused it:
 ; Python then launches it, and finds out why.
@@ -176,12 +265,42 @@ begin:
   br label %each
 
 each:
-  %plan = phi ptr [ %first, %begin ], [ %follower, %took ]
-  %latest = phi ptr [ null, %begin ], [ %plan, %took ]
-  %start = phi i64 [ %from, %begin ], [ %after, %took ]
-  %count = phi i64 [ 0, %begin ], [ %count.more, %took ]
-  %frame.bytes = call i64 @word(ptr %plan, i64 48)
+  %plan = phi ptr [ %first, %begin ], [ %follower, %took ], [ %chain.follower, %chained ]
+  %latest = phi ptr [ null, %begin ], [ %plan, %took ], [ %chain.latest, %chained ]
+  %start = phi i64 [ %from, %begin ], [ %after, %took ], [ %chain.after, %chained ]
+  %count = phi i64 [ 0, %begin ], [ %count.more, %took ], [ %count.chain, %chained ]
   %have = sub i64 %end, %start
+  br label %chains
+chains:
+  ; The longest chain whose frames are all there, if there is one.
+  %chain.at = phi ptr [ %plan, %each ], [ %chain, %shorter ]
+  %chain.offset = phi i64 [ 112, %each ], [ 32, %shorter ]
+  %chain = call ptr @place(ptr %chain.at, i64 %chain.offset)
+  %has.chain = icmp ne ptr %chain, null
+  br i1 %has.chain, label %fits, label %single
+fits:
+  %chain.bytes = call i64 @word(ptr %chain, i64 8)
+  %is.there = icmp ule i64 %chain.bytes, %have
+  br i1 %is.there, label %try, label %shorter
+shorter:
+  br label %chains
+try:
+  %chain.number = call i64 @take_chain(ptr %state, ptr %chain, i64 %start)
+  %is.chained = icmp ne i64 %chain.number, 0
+  br i1 %is.chained, label %chained, label %shorter
+chained:
+  %chain.count = call i64 @word(ptr %chain, i64 0)
+  %chain.steps = call ptr @place(ptr %chain, i64 16)
+  %chain.last = sub i64 %chain.count, 1
+  %chain.last.bytes = shl i64 %chain.last, 4
+  %chain.last.at = getelementptr i8, ptr %chain.steps, i64 %chain.last.bytes
+  %chain.latest = call ptr @place(ptr %chain.last.at, i64 0)
+  %chain.follower = call ptr @place(ptr %chain.latest, i64 88)
+  %chain.after = add i64 %start, %chain.bytes
+  %count.chain = add i64 %count, %chain.count
+  br label %each
+single:
+  %frame.bytes = call i64 @word(ptr %plan, i64 48)
   %is.whole = icmp ule i64 %frame.bytes, %have
   br i1 %is.whole, label %compare, label %stop
 compare:
@@ -263,7 +382,7 @@ took:
 refuse:
   br label %stop
 stop:
-  %outcome = phi i32 [ 0, %each ], [ 0, %compare ], [ 0, %compare.middle ], [ 0, %compare.tail ], [ 0, %clock ],
+  %outcome = phi i32 [ 0, %single ], [ 0, %compare ], [ 0, %compare.middle ], [ 0, %compare.tail ], [ 0, %clock ],
     [ 0, %number ], [ 0, %set ], [ 0, %set.deadline ], [ 0, %set.epoch ], [ 0, %last.look ], [ 1, %refuse ]
   call void @set(ptr %state, i64 96, i64 %start)
   %expected.at = getelementptr i8, ptr %state, i64 112
@@ -274,6 +393,12 @@ stop:
 tell:
   %latest.at = getelementptr i8, ptr %state, i64 120
   store ptr %latest, ptr %latest.at
+  ; Launches that were waiting in a row: one call for several of them would have paid.
+  %is.row = icmp uge i64 %count, 4
+  %row = select i1 %is.row, i64 %count, i64 0
+  %in.rows = call i64 @word(ptr %state, i64 264)
+  %in.rows.more = add i64 %in.rows, %row
+  call void @set(ptr %state, i64 264, i64 %in.rows.more)
   call void @count(ptr %counters, i64 32, i64 %count)
   call void @count(ptr %counters, i64 0, i64 %count)
   br label %leave

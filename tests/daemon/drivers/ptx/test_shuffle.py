@@ -99,6 +99,7 @@ def test_the_operator_says_the_seed() -> None:
     assert load_config(None, {"shuffle_warps": 7}).driver_of_workers("cpu") == "cpu::7"
     assert load_config(None, {"shuffle_warps": 0, "arch": "sm_80"}).driver_of_workers("cpu") == "cpu:sm_80:0"
     assert load_config(None, {"shuffle_warps": 7}).driver_of_workers("cuda") == "cuda"
+    assert load_config(None, {"launch_chains": False}).driver_of_workers("cuda") == "cuda:one-by-one"
     with pytest.raises(ConfigError, match="shuffle_warps is the embedded driver's"):
         load_config(None, {"shuffle_warps": 7, "driver": "cuda"})
     with pytest.raises(ConfigError, match="shuffle_warps is 2147483648"):

@@ -1,0 +1,99 @@
+"""Chains: launches that have come one behind the other, again and again, queued by one call of the driver.
+
+Where launches wait in a row, the driver's calls are what they wait for. A card's driver takes a graph of 16 kernels,
+whose parameters are all set anew, in the time of four launches. So the plans that follow each other become a chain,
+which native code replays whenever as many frames of these plans are there. What a chain takes of the card must fit in
+the lease's allowance: no tenant pays for it.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from gpulease.daemon.drivers.interface import MAX_CHAIN, DriverError, KernelStep, LaunchRejected, NativeChain
+from gpulease.daemon.session.launches import Plan
+from gpulease.daemon.session.ledger import Ledger
+from gpulease.daemon.session.native.layout import ChainRecord, ChainStep
+
+GATHER_AFTER: Final = 1024
+"""Launches that have waited in a row before a chain is made, which takes as long as some hundred of them. A context
+that has had a chain serves no other lease, so short sessions should have none."""
+
+LENGTHS: Final = (4, MAX_CHAIN)
+"""Lengths of chains, the shorter one first."""
+
+MAX_STARTS: Final = 4
+"""Most plans at which chains begin. Stops a tenant from filling the host with graphs."""
+
+
+class Chains:
+    """The chains of one session.
+
+    Args:
+        make: The driver's `NativeLaunch.chain`.
+        ledger: The session's.
+    """
+
+    def __init__(self, make: Callable[[Sequence[KernelStep]], NativeChain], ledger: Ledger) -> None:
+        self._make = make
+        self._ledger = ledger
+        self._made: list[NativeChain] = []
+        self._starts: list[Plan] = []
+        # The records, and the memory that they point to.
+        self._kept: list[object] = []
+
+    def add(self, first: Plan) -> None:
+        """Make the chains that begin with a plan, by the plans that followed it last time, where that is possible."""
+        if len(self._starts) >= MAX_STARTS or first in self._starts or first.record is None:
+            return
+        self._starts.append(first)
+        shorter = 0
+        for length in LENGTHS:
+            plans = _followers(first, length)
+            if plans is None or (record := self._record(plans, shorter)) is None:
+                break
+            shorter = ctypes.addressof(record)
+        first.record.chain = shorter
+
+    def drop(self) -> None:
+        """Release all chains; none of their plans is used again."""
+        for chain in self._made:
+            self._ledger.remove_graph(chain.device_bytes)
+            chain.close()
+        for plan in self._starts:
+            if plan.record is not None:
+                plan.record.chain = 0
+        self._made.clear()
+        self._starts.clear()
+        self._kept.clear()
+
+    def _record(self, plans: Sequence[Plan], shorter: int) -> ChainRecord | None:
+        try:
+            chain = self._make([_step(plan) for plan in plans])
+        except (DriverError, LaunchRejected):
+            return None  # they are launched one by one
+        if not self._ledger.allows(chain.device_bytes):
+            chain.close()
+            return None
+        self._ledger.add_graph(chain.device_bytes)
+        self._made.append(chain)
+        steps = (ChainStep * len(plans))(
+            *(ChainStep(plan.address, params) for plan, params in zip(plans, chain.params, strict=True))
+        )
+        frames_bytes = sum(plan.pattern.frame_bytes for plan in plans)
+        record = ChainRecord(len(plans), frames_bytes, ctypes.addressof(steps), chain.record, shorter)
+        self._kept += [steps, record, tuple(plans)]
+        return record
+
+
+def _followers(first: Plan, length: int) -> list[Plan] | None:
+    """A plan and those that followed it; None if native code can't launch one of them, or it names regions."""
+    plans = [first]
+    while len(plans) < length:
+        plans.append(plans[-1].follower or plans[-1])
+    can_all = all(plan.record is not None and plan.record.launch and not plan.pattern.trailer_bytes for plan in plans)
+    return plans if can_all else None
+
+
+def _step(plan: Plan) -> KernelStep:
+    return KernelStep(plan.kernel, plan.grid, plan.block, plan.shared_bytes, bytes(plan.kernel.parameter_bytes))
