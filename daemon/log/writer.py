@@ -335,8 +335,8 @@ class QueueingHandler(logging.Handler):
         super().__init__()
 
     def createLock(self) -> None:
-        """Make no lock for callers of `emit`, which has its own."""
-        self.lock = None
+        """Share the lock of `emit`, which its callers may hold: Python 3.13 takes the handler's lock whatever it is."""
+        self.lock = self._lock
 
     def take_shape(self, shape: Shape) -> None:
         """Replace the shape of lines."""

@@ -1,4 +1,4 @@
-"""Bursts of launches on a card, which native code queues as chains: each with its own arguments, in order, revocable."""
+"""Bursts on a card, which native code queues as chains: each launch with its arguments, in order, and revocable."""
 
 from collections.abc import Iterator
 
