@@ -156,6 +156,37 @@ done:
   ret void
 }
 
+; Whether a frame is of a plan, whatever its number, arguments and trailer. The plan's frame_bytes are there.
+define internal i1 @is_of_plan(ptr %plan, ptr %frame) {
+entry:
+  %front = call ptr @place(ptr %plan, i64 0)
+  %is.front = call i1 @same(ptr %frame, ptr %front, i64 16)
+  br i1 %is.front, label %compare.middle, label %other
+compare.middle:
+  %middle = call ptr @place(ptr %plan, i64 8)
+  %middle.bytes = call i64 @word(ptr %plan, i64 16)
+  %middle.at = getelementptr i8, ptr %frame, i64 24
+  %is.middle = call i1 @same(ptr %middle.at, ptr %middle, i64 %middle.bytes)
+  br i1 %is.middle, label %compare.tail, label %other
+compare.tail:
+  %tail = call ptr @place(ptr %plan, i64 24)
+  %tail.bytes = call i64 @word(ptr %plan, i64 32)
+  %tail.offset = call i64 @word(ptr %plan, i64 104)
+  %tail.at = getelementptr i8, ptr %frame, i64 %tail.offset
+  %is.tail = call i1 @same(ptr %tail.at, ptr %tail, i64 %tail.bytes)
+  ret i1 %is.tail
+other:
+  ret i1 false
+}
+
+; The argument bytes of a plan's frame, behind its middle.
+define internal ptr @args_of(ptr %plan, ptr %frame) {
+  %middle.bytes = call i64 @word(ptr %plan, i64 16)
+  %distance = add i64 %middle.bytes, 24
+  %args = getelementptr i8, ptr %frame, i64 %distance
+  ret ptr %args
+}
+
 ; Do all launches of a chain whose frames stand at %start, by one call of the driver. The frames' bytes are in the buffer.
 ; Returns the last launch's number as it travels; 0 if the frames are others, or the launches are to be done one by one.
 define internal i64 @take_chain(ptr %state, ptr %chain, i64 %start) {
@@ -177,29 +208,15 @@ compare:
   %this = getelementptr i8, ptr %steps, i64 %step.distance
   %plan = call ptr @place(ptr %this, i64 0)
   %frame = getelementptr i8, ptr %buffer, i64 %at
-  %front = call ptr @place(ptr %plan, i64 0)
-  %is.front = call i1 @same(ptr %frame, ptr %front, i64 16)
-  br i1 %is.front, label %compare.middle, label %leave
-compare.middle:
-  %middle = call ptr @place(ptr %plan, i64 8)
-  %middle.bytes = call i64 @word(ptr %plan, i64 16)
-  %middle.at = getelementptr i8, ptr %frame, i64 24
-  %is.middle = call i1 @same(ptr %middle.at, ptr %middle, i64 %middle.bytes)
-  br i1 %is.middle, label %compare.tail, label %leave
-compare.tail:
-  %tail = call ptr @place(ptr %plan, i64 24)
-  %tail.bytes = call i64 @word(ptr %plan, i64 32)
-  %tail.offset = call i64 @word(ptr %plan, i64 104)
-  %tail.at = getelementptr i8, ptr %frame, i64 %tail.offset
-  %is.tail = call i1 @same(ptr %tail.at, ptr %tail, i64 %tail.bytes)
-  br i1 %is.tail, label %number, label %leave
+  %is.expected = call i1 @is_of_plan(ptr %plan, ptr %frame)
+  br i1 %is.expected, label %number, label %leave
 number:
   %number.at = getelementptr i8, ptr %frame, i64 16
   %number.wire = load i64, ptr %number.at, align 1
   %is.goodbye = icmp eq i64 %number.wire, 0
   br i1 %is.goodbye, label %leave, label %lay
 lay:
-  %args = getelementptr i8, ptr %middle.at, i64 %middle.bytes
+  %args = call ptr @args_of(ptr %plan, ptr %frame)
   call void @lay_out(ptr %plan, ptr %args, ptr %scratch)
   %params = call ptr @place(ptr %this, i64 8)
   %param.bytes = call i64 @word(ptr %plan, i64 80)
@@ -305,22 +322,8 @@ single:
   br i1 %is.whole, label %compare, label %stop
 compare:
   %frame = getelementptr i8, ptr %buffer, i64 %start
-  %front = call ptr @place(ptr %plan, i64 0)
-  %is.front = call i1 @same(ptr %frame, ptr %front, i64 16)
-  br i1 %is.front, label %compare.middle, label %stop
-compare.middle:
-  %middle = call ptr @place(ptr %plan, i64 8)
-  %middle.bytes = call i64 @word(ptr %plan, i64 16)
-  %middle.at = getelementptr i8, ptr %frame, i64 24
-  %is.middle = call i1 @same(ptr %middle.at, ptr %middle, i64 %middle.bytes)
-  br i1 %is.middle, label %compare.tail, label %stop
-compare.tail:
-  %tail = call ptr @place(ptr %plan, i64 24)
-  %tail.bytes = call i64 @word(ptr %plan, i64 32)
-  %tail.offset = call i64 @word(ptr %plan, i64 104)
-  %tail.at = getelementptr i8, ptr %frame, i64 %tail.offset
-  %is.tail = call i1 @same(ptr %tail.at, ptr %tail, i64 %tail.bytes)
-  br i1 %is.tail, label %look.clock, label %stop
+  %is.expected = call i1 @is_of_plan(ptr %plan, ptr %frame)
+  br i1 %is.expected, label %look.clock, label %stop
 look.clock:
   ; LAUNCHES_PER_CLOCK
   %phase = and i64 %count, 7
@@ -339,7 +342,7 @@ find:
   %is.foreign = icmp eq ptr %record, null
   br i1 %is.foreign, label %refuse, label %lay
 lay:
-  %args = getelementptr i8, ptr %middle.at, i64 %middle.bytes
+  %args = call ptr @args_of(ptr %plan, ptr %frame)
   call void @lay_out(ptr %plan, ptr %args, ptr %scratch)
   %param.bytes = call i64 @word(ptr %plan, i64 80)
   %tag = call i64 @llvm.bswap.i64(i64 %number.wire)
@@ -382,7 +385,7 @@ took:
 refuse:
   br label %stop
 stop:
-  %outcome = phi i32 [ 0, %single ], [ 0, %compare ], [ 0, %compare.middle ], [ 0, %compare.tail ], [ 0, %clock ],
+  %outcome = phi i32 [ 0, %single ], [ 0, %compare ], [ 0, %clock ],
     [ 0, %number ], [ 0, %set ], [ 0, %set.deadline ], [ 0, %set.epoch ], [ 0, %last.look ], [ 1, %refuse ]
   call void @set(ptr %state, i64 96, i64 %start)
   %expected.at = getelementptr i8, ptr %state, i64 112
