@@ -136,7 +136,8 @@ def test_what_a_graph_needs_is_gone(session: GpuSession, gone: str) -> None:
         graph.launch()
         session.sync()
         return
-    # What the worker says to a client that does not look.
+    # What the worker says to a client that does not look. An allocation of another size frees what the client holds.
+    session.mem_alloc(4)
     object.__setattr__(graph._record, "handles", ())
     number = graph.launch(x=other)
     with pytest.raises(InvalidHandle, match=f"earlier GRAPH_LAUNCH {number} failed: graph .* uses") as caught:

@@ -168,6 +168,7 @@ def test_who_reads_the_wall_clock() -> None:
     }
     assert readers == {
         "daemon/broker/reports.py",
+        "daemon/log/writer.py",
         "daemon/record/audit/record_writer.py",
         "daemon/broker/handlers/token_requests.py",
         "daemon/capabilities/authority.py",
