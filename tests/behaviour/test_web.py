@@ -88,9 +88,7 @@ def test_what_a_browser_shows(start_daemon: Callable[..., Daemon], browser: Brow
     assert browser.text(".none") == "No leases."
     with daemon.builder(2 * GIB, seconds=120).acquire() as ours:
         short = GpuBuilder(daemon.tcp_address).min_vram(GIB).lease_secs(3).acquire()
-        drawn = [
-            {"T, 2 GiB, 0 B used, active", f"T, 1 GiB, 0 B used, {how}"} for how in ("active", "active, warned")
-        ]
+        drawn = [{"T, 2 GiB, 0 B used, active", f"T, 1 GiB, 0 B used, {how}"} for how in ("active", "active, warned")]
         wait_until(
             lambda: {re.sub("^tenant [0-9a-f]{8}", "T", one) for one in slices(browser)} in drawn,
             "both slices are drawn",
