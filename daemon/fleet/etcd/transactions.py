@@ -1,0 +1,104 @@
+"""etcd's transactions and answers as values, without a network (etcd v3, rpc.proto: Txn, Range, KeyValue).
+
+A transaction compares revisions, and writes if all comparisons hold. Revisions are numbers of the whole store that only
+rise. A key's create revision is that of the write that made it, its mod revision that of its last write. A key that is
+absent has the revision 0 in comparisons.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class KeyValue(NamedTuple):
+    """A key as it was read."""
+
+    key: bytes
+    value: bytes
+    create_revision: int
+    mod_revision: int
+
+
+class CreateRevisionIs(NamedTuple):
+    """A comparison: the key's create revision is this; 0: the key is absent."""
+
+    key: bytes
+    revision: int
+
+
+class ModRevisionIs(NamedTuple):
+    """A comparison: the key's mod revision is this; 0: the key is absent."""
+
+    key: bytes
+    revision: int
+
+
+class Put(NamedTuple):
+    """A write of a key."""
+
+    key: bytes
+    value: bytes
+
+
+class Delete(NamedTuple):
+    """The removal of a key; nothing if it is absent."""
+
+    key: bytes
+
+
+class Get(NamedTuple):
+    """A read of a key, or of all keys that begin with it."""
+
+    key: bytes
+    is_prefix: bool = False
+
+
+Compare = CreateRevisionIs | ModRevisionIs
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """One atomic step: if every comparison holds, `writes`; then the reads, whether they held or not.
+
+    Attributes:
+        compares: Comparisons; none always hold.
+        writes: Writes, each of another key.
+        reads: Reads after the writes.
+    """
+
+    compares: tuple[Compare, ...] = ()
+    writes: tuple[Put | Delete, ...] = ()
+    reads: tuple[Get, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a transaction, which a majority of etcd's members agreed on.
+
+    Attributes:
+        succeeded: The comparisons held, and the writes are done.
+        revision: The store's revision after it; that of the writes, if there were any.
+        found: What each read found, in order of keys.
+        cluster_id: The cluster that answered.
+    """
+
+    succeeded: bool
+    revision: int
+    found: tuple[tuple[KeyValue, ...], ...] = ()
+    cluster_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """No answer came in time: the transaction was done, is still to be done, or never will be."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """etcd refused the transaction, and did none of it: no space is left, or this user may not write there."""
+
+    reason: str
+
+
+Outcome = Answer | Unknown | Rejected

@@ -1,0 +1,159 @@
+"""The records of a fleet in etcd: their keys, and their values as JSON objects.
+
+    /gpulease/v1/nodes/NODE     NodeRecord: a node's membership, rewritten with each beat
+    /gpulease/v1/names/NAME     ClaimRecord: who serves a name; its mod revision is the epoch
+    /gpulease/v1/quotas/TENANT/SHARD    a part of a tenant's quota
+    /gpulease/v1/fences         how many nodes were fenced lately, over the whole fleet
+    /gpulease/v1/generation     the store's generation key, made once: a restored backup has an older one
+
+A reader ignores members that it does not know, so that nodes of two versions make one fleet.
+"""
+
+import re
+from dataclasses import asdict, dataclass
+from json import JSONDecodeError, dumps, loads
+from typing import Any, Final, NamedTuple
+
+PREFIX: Final = b"/gpulease/v1/"
+NODES: Final = PREFIX + b"nodes/"
+NAMES: Final = PREFIX + b"names/"
+QUOTAS: Final = PREFIX + b"quotas/"
+FENCES: Final = PREFIX + b"fences"
+GENERATION: Final = PREFIX + b"generation"
+
+MAX_NAME_CHARS: Final = 128
+"""Longest name of a lease, node or label. Keys stay short, and no name is a path into another's keys."""
+
+NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,127})")
+"""A name of a lease, node or label: letters, digits, dots, dashes and underscores."""
+
+MAX_RECORD_BYTES: Final = 64 << 10
+"""Largest record that is read. A node with 16 cards has 2 KiB. Stops a foreign writer from filling memory."""
+
+
+class BadRecord(ValueError):
+    """Raised for a value in etcd that is none of a fleet's records; the text says which and why."""
+
+
+def node_key(node_id: str) -> bytes:
+    """Return the key of a node's record."""
+    return NODES + node_id.encode()
+
+
+def name_key(name: str) -> bytes:
+    """Return the key of a name's claim."""
+    return NAMES + name.encode()
+
+
+def node_id_of(key: bytes) -> str:
+    """Return the id of the node whose record has that key."""
+    return key.removeprefix(NODES).decode(errors="replace")
+
+
+def name_of(key: bytes) -> str:
+    """Return the name whose claim has that key."""
+    return key.removeprefix(NAMES).decode(errors="replace")
+
+
+class CardRecord(NamedTuple):
+    """A card in its node's record.
+
+    Attributes:
+        capacity_bytes: Bytes that the node leases of it.
+        largest_bytes: Largest slice that would be granted now.
+        leases: Number of leases on it.
+        is_partition: The card is a MIG partition.
+    """
+
+    uuid: str
+    name: str
+    capacity_bytes: int
+    largest_bytes: int
+    leases: int
+    is_partition: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """A node's membership.
+
+    Attributes:
+        nonce: Tells one write from every other, so that a writer finds its own again after a lost answer.
+        addresses: Where tenants reach the node, as `tls:HOST:PORT` and the like.
+        labels: What the operator says of the node, such as {"zone": "a"}.
+        cards: Its cards.
+        is_draining: It admits nobody.
+        boot_ms: The node's clock (CLOCK_BOOTTIME) at the beat: others compare clocks' rates by it.
+        version: The daemon's version.
+    """
+
+    nonce: str
+    addresses: tuple[str, ...] = ()
+    labels: dict[str, str] | None = None
+    cards: tuple[CardRecord, ...] = ()
+    is_draining: bool = False
+    boot_ms: int = 0
+    version: str = ""
+
+    def encode(self) -> bytes:
+        """Encode the record as JSON."""
+        members = asdict(self) | {"cards": [card._asdict() for card in self.cards]}
+        return dumps(members, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRecord:
+    """A claim of a name.
+
+    Attributes:
+        node_id: The node that serves the name.
+        incarnation: The create revision of that node's record when it claimed: the claim is void under another.
+        lease_id: The lease, in 32 hexadecimal digits.
+        tenant: Whose lease it is.
+        nonce: Tells one claim from every other, so that a claimer finds its own again after a lost answer.
+    """
+
+    node_id: str
+    incarnation: int
+    lease_id: str
+    tenant: str
+    nonce: str
+
+    def encode(self) -> bytes:
+        """Encode the record as JSON."""
+        return dumps(asdict(self), separators=(",", ":")).encode()
+
+
+def read_node(value: bytes) -> NodeRecord:
+    """Read a node's record. Raises BadRecord."""
+    members = _members(value)
+    try:
+        cards = tuple(CardRecord(**_known(CardRecord._fields, card)) for card in members.pop("cards", ()))
+        members["addresses"] = tuple(members.get("addresses", ()))
+        return NodeRecord(cards=cards, **_known(NodeRecord.__slots__, members))
+    except (TypeError, AttributeError) as error:
+        raise BadRecord(f"it is no node's record: {error}") from None
+
+
+def read_claim(value: bytes) -> ClaimRecord:
+    """Read a claim. Raises BadRecord."""
+    try:
+        return ClaimRecord(**_known(ClaimRecord.__slots__, _members(value)))
+    except TypeError as error:
+        raise BadRecord(f"it is no claim: {error}") from None
+
+
+def _members(value: bytes) -> dict[str, Any]:
+    if len(value) > MAX_RECORD_BYTES:
+        raise BadRecord(f"it has {len(value)} bytes; a record has at most {MAX_RECORD_BYTES}")
+    try:
+        members = loads(value)
+    except (JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise BadRecord("it is no JSON") from None
+    if not isinstance(members, dict):
+        raise BadRecord("it is no JSON object")
+    return members
+
+
+def _known(names: tuple[str, ...], members: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in members.items() if name in names}
