@@ -18,6 +18,7 @@ from gpulease.daemon.broker.connection_tracker import ConnectionTracker
 from gpulease.daemon.broker.fair_queue import FairQueue
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
+from gpulease.daemon.broker.name_claims import NO_FLEET, Claims
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.subscriptions import Publisher
 from gpulease.daemon.broker.timers import Timers
@@ -101,6 +102,7 @@ class Runtime:
         recorder: The log of leases, which passes everything on to the audit log.
         connections: Which leases are connected.
         fair_queue: Which control connection is served next.
+        claims: The node's claims of names. Whoever joins a fleet sets them before the first request.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Runtime:
         self.recorder = LeaseLog(recorder, table.get, workers.pid)
         self.publisher = Publisher(table, self._on_warning)
         self.fair_queue = FairQueue()
+        self.claims: Claims = NO_FLEET
         self.memory_reserve = MemoryReserve()
         self.timers = Timers(self.post, self.memory_reserve.secure)
         self.health = Health(table, workers, self.journal, recorder, self.memory_reserve)
