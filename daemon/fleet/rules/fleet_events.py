@@ -1,0 +1,293 @@
+"""Events that a fleet's member handles, and effects that it returns.
+
+The process around the member turns what happens into events and carries the effects out in their order; it never
+decides. All times are nanoseconds of CLOCK_BOOTTIME, which goes on while the host sleeps. The time given with an event
+is read before it is handled, and an `Ask` is sent afterwards: so a request's time is never later
+than its sending, and an answer's never earlier than its receipt.
+
+Every `ClaimWanted` gets exactly one of `Claimed` and `ClaimRefused`, unless `ClaimDropped` came first. Every `Ask` gets
+exactly one `Answered`; the process bounds the wait and answers Unknown. Every `EndClaimed` gets exactly one
+`LiveClaims`, once the last claimed lease has ended and its memory is proved free; until then nothing is claimed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
+from gpulease.daemon.fleet.records import CardRecord
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTerms:
+    """Times that all nodes of a fleet agree on.
+
+    Attributes:
+        horizon_s: T: seconds that a claimed lease outlives its node's last beat, at most.
+        rho: Largest error of a clock's rate: a clock's second lasts between 1/(1 + rho) and 1/(1 - rho) seconds.
+    """
+
+    horizon_s: float = 30.0
+    rho: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class FleetIdentity:
+    """The store that a node joined, remembered over restarts so that another in its place is noticed.
+
+    Attributes:
+        cluster_id: etcd's number of the cluster; 0: none was joined yet.
+        generation: Text of the store's generation key; an operator renews it after etcd was restored from a backup.
+        revision: A revision that the store had reached. Revisions never fall, unless a backup was restored.
+    """
+
+    cluster_id: int = 0
+    generation: str = ""
+    revision: int = 0
+
+
+class Why(Enum):
+    """Reasons for which a claim is refused."""
+
+    TAKEN = "taken"
+    """Another lease, here or at another node, has the name."""
+    ISOLATED = "isolated"
+    """This node is not a member now, or etcd has not acknowledged a beat within the horizon."""
+    UNKNOWN = "unknown"
+    """etcd's answer was lost. The claim, if it was made, is deleted once it is seen."""
+    REJECTED = "rejected"
+    """etcd refused to write: it has no space, or this node may not write there."""
+    STALE = "stale"
+    """etcd is another store than the one that was joined; an operator must act."""
+    BUSY = "busy"
+    """Too many claims wait at this node."""
+
+
+class Reason(Enum):
+    """Reasons for which all claimed leases of a node end."""
+
+    FENCED = "fenced"
+    """Another node removed this one from the fleet, because it was silent for half a horizon."""
+    FORGOTTEN = "forgotten"
+    """The daemon has claimed leases, but no longer knows under which incarnation it claimed them."""
+    LOST = "lost"
+    """A claim of a living lease is no longer in etcd: somebody deleted it."""
+    CLOCK = "clock"
+    """This node's clock runs faster or slower than the others' by more than the fleet allows for."""
+    RESTORED = "restored"
+    """etcd is another store than the one that was joined, or an earlier state of it."""
+    RENEWED = "renewed"
+    """An operator renewed the store's generation; the node joins anew."""
+
+
+# --- events ---
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The process runs. Nothing is asked before `LiveClaims` has come too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """The timer that was armed last is due; an early, late or second one does no harm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A transaction has its outcome."""
+
+    number: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class LiveClaims:
+    """The claimed leases that the broker has: told at the start, and in answer to each EndClaimed, then empty.
+
+    Attributes:
+        epochs: Epoch by name. A lease counts until its memory is proved free.
+    """
+
+    epochs: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimWanted:
+    """The broker asks for a name before it admits a lease.
+
+    Attributes:
+        request: Number of this request; no other open one has it.
+        lease_id: The lease, in 32 hexadecimal digits.
+        wait_until_ns: Until when to wait for a name that is taken; a time that has passed: one attempt.
+    """
+
+    request: int
+    name: str
+    lease_id: str
+    tenant: str
+    wait_until_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimDropped:
+    """Nobody waits for a claim any more. If it was made all the same, it is deleted."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimEnded:
+    """A claimed lease has ended and its memory is proved free, or a claim that was given is not used."""
+
+    name: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordChanged:
+    """The node's record has other contents from the next beat on."""
+
+    addresses: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    cards: tuple[CardRecord, ...] = ()
+    is_draining: bool = False
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FenceWanted:
+    """An operator removes a node from the fleet, alive or dead; this node's own id is refused.
+
+    Attributes:
+        is_off: The operator vouches that the node has no power: its claims are deleted without a wait.
+    """
+
+    request: int
+    node_id: str
+    is_off: bool = False
+
+
+Event = (
+    Started | TimerFired | Answered | LiveClaims | ClaimWanted | ClaimDropped | ClaimEnded | RecordChanged | FenceWanted
+)
+
+
+# --- effects ---
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send a transaction, and answer with its number."""
+
+    number: int
+    transaction: Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class ArmTimer:
+    """Send TimerFired at this time. There is one timer: the last order counts."""
+
+    due_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The node is a member. Keep both for the next process: it goes on without ending claimed leases."""
+
+    identity: FleetIdentity
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveHorizon:
+    """Claimed leases may live until then, and no longer; a horizon never moves back.
+
+    Attributes:
+        incarnation: The create revision of the node's record.
+    """
+
+    horizon_ns: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndClaimed:
+    """End all claimed leases at once, and send LiveClaims when the memory of all is proved free.
+
+    Claims that were granted before this effect count, also those that the broker has not admitted yet.
+    """
+
+    reason: Reason
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The name is this node's under that epoch, which is above all earlier epochs of the name."""
+
+    request: int
+    name: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRefused:
+    """The name was not given.
+
+    Attributes:
+        text: Whose fault it is and what to do, for the tenant.
+        retry_after_ms: When to ask again.
+    """
+
+    request: int
+    why: Why
+    text: str
+    retry_after_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class FenceDone:
+    """An operator's request was carried out or refused.
+
+    Attributes:
+        text: What was done, or why nothing was.
+    """
+
+    request: int
+    is_fenced: bool
+    text: str
+
+
+class Note(Enum):
+    """Kinds of facts for the log and the metrics."""
+
+    JOINED = "joined"
+    BEAT = "beat"
+    BEAT_UNKNOWN = "beat_unknown"
+    REJECTED = "rejected"
+    ISOLATED = "isolated"
+    FENCED = "fenced"
+    """This node was fenced."""
+    FENCED_OTHER = "fenced_other"
+    """This node fenced another; `node_id` names it."""
+    FENCE_PUT_OFF = "fence_put_off"
+    """A silent node was not fenced: the fleet has fenced as many as it may in a minute."""
+    ORPHAN_DELETED = "orphan_deleted"
+    TWIN = "twin"
+    """Another daemon joined under this node's id."""
+    REFUSED = "refused"
+    """This node stays out of the fleet until an operator acts; `text` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A fact for the log and the metrics."""
+
+    note: Note
+    text: str = ""
+    node_id: str = ""
+    name: str = ""
+
+
+Effect = Ask | ArmTimer | Joined | MoveHorizon | EndClaimed | Claimed | ClaimRefused | FenceDone | Noted
