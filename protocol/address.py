@@ -1,4 +1,7 @@
-"""A daemon's address as one string: `unix:/path`, `tcp:HOST:PORT` or `tls:HOST:PORT` (IPv6: `tls:[::1]:PORT`)."""
+"""A daemon's address as one string: `unix:/path`, `tcp:HOST:PORT` or `tls:HOST:PORT` (IPv6: `tls:[::1]:PORT`).
+
+A fleet's address is that of its directories: `fleet:tls:HOST:PORT,tls:HOST:PORT`.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -47,6 +50,21 @@ class TlsAddress:
 
 Address = UnixAddress | TcpAddress | TlsAddress
 
+FLEET_SCHEME: Final = "fleet:"
+
+MAX_DIRECTORIES: Final = 16
+"""Most directories of one fleet's address. A tenant tries one after the other; two to five serve any fleet."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAddress:
+    """A fleet, by the addresses of its directories: any of them answers for the fleet."""
+
+    directories: tuple[Address, ...]
+
+    def __str__(self) -> str:
+        return FLEET_SCHEME + ",".join(map(str, self.directories))
+
 
 def _host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -67,7 +85,32 @@ def parse_address(text: str) -> Address:
         return TcpAddress(*_parse_host_and_port(text, scheme, rest))
     if scheme == "tls":
         return TlsAddress(*_parse_host_and_port(text, scheme, rest))
+    if text.startswith(FLEET_SCHEME):
+        raise ValueError(f"{text!r} is a fleet's address; a single daemon's is needed here, without {FLEET_SCHEME}")
     raise ValueError(f"{text!r} is not an address: write unix:/path/to/socket, tcp:HOST:PORT or tls:HOST:PORT")
+
+
+def parse_fleet_address(text: str) -> FleetAddress:
+    """Return the fleet that a string `fleet:ADDRESS[,ADDRESS...]` names. Raises ValueError.
+
+    `fleet:tls://HOST:PORT` is understood as well.
+    """
+    if len(text) > MAX_ADDRESS_CHARS:
+        raise ValueError(f"{text[:40]!r}... is not an address: it has {len(text)} characters")
+    if not text.startswith(FLEET_SCHEME):
+        raise ValueError(f"{text!r} is no fleet's address: write {FLEET_SCHEME}tls:HOST:PORT")
+    parts = text.removeprefix(FLEET_SCHEME).split(",")
+    if len(parts) > MAX_DIRECTORIES:
+        raise ValueError(f"{text[:40]!r}...: a fleet's address names at most {MAX_DIRECTORIES} directories")
+    directories = tuple(parse_address(_without_slashes(part)) for part in parts)
+    if len(set(directories)) < len(directories):
+        raise ValueError(f"{text!r} names a directory twice")
+    return FleetAddress(directories)
+
+
+def _without_slashes(text: str) -> str:
+    scheme, _, rest = text.partition(":")
+    return f"{scheme}:{rest.removeprefix('//')}" if scheme in ("tcp", "tls") else text
 
 
 def _parse_unix(text: str, path: str) -> UnixAddress:

@@ -86,6 +86,18 @@ MAX_EVENTS: Final = 1024
 MAX_REGIONS: Final = 256
 """Most regions of a session at a time, and most that a region set names: their words share one page with the worker."""
 
+MAX_LABELS: Final = 32
+"""Most labels that a request for a place names. A directory compares each with every node's."""
+
+MAX_CANDIDATES: Final = 16
+"""Most nodes that a directory names at a time. Whoever tried them all in vain asks again."""
+
+MAX_NODE_ADDRESSES: Final = 8
+"""Most addresses of one node."""
+
+MAX_TRIED: Final = 256
+"""Most nodes that a request for a place leaves out."""
+
 MAX_TLVS: Final = 64
 """Most TLVs of one list. Unknown ones are skipped, so a peer could make the receiver skip for long."""
 

@@ -157,6 +157,47 @@ class FenceCleared:
     count: int = wire(U32)
 
 
+# --- a fleet's directory ---
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Ask a fleet's directory which nodes to ask for a lease of `size_bytes` by LEASE_ALLOC.
+
+    `labels` are texts `KEY=VALUE` that a node must have. `device` is a card's UUID or index. `tried` are the ids of
+    nodes that refused already.
+    """
+
+    size_bytes: int = wire(U64)
+    exclusivity: int = wire(U8)
+    name: str = wire(text())
+    labels: tuple[str, ...] = wire(list_of(text(), limits.MAX_LABELS))
+    device: str | None = wire(optional(text()))
+    tried: tuple[str, ...] = wire(list_of(text(), limits.MAX_TRIED))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node of a fleet, and its addresses; the first is to be tried first."""
+
+    node_id: str = wire(text())
+    addresses: tuple[str, ...] = wire(list_of(text(), limits.MAX_NODE_ADDRESSES))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The nodes to ask, in order. `holder` is the node that serves the name, None if none does.
+
+    A view of the fleet that may be seconds old chose them: each decides by itself. `nodes` counts the fleet's nodes,
+    `fitting` those that could serve the request.
+    """
+
+    candidates: tuple[Candidate, ...] = wire(list_of(Record(Candidate), limits.MAX_CANDIDATES))
+    holder: str | None = wire(optional(text()))
+    nodes: int = wire(U32)
+    fitting: int = wire(U32)
+
+
 # --- leases ---
 
 
@@ -770,6 +811,8 @@ Body = (
     | RegionCancel
     | LeaseResize
     | LeaseNote
+    | Place
+    | Placement
     | RegionEvent
     | CapabilityIssue
     | CapabilityGrant
@@ -834,6 +877,8 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.REGION_WATCH: (LeaseRef, Empty),
     Opcode.REGION_EVENT: (Empty, RegionEvent),
     Opcode.LEASE_NOTE: (LeaseNote, Empty),
+    Opcode.PLACE: (Place, Placement),
+    Opcode.FLEET_LIST: (Empty, Report),
     Opcode.CAPABILITY_ISSUE: (CapabilityIssue, CapabilityGrant),
     Opcode.CAPABILITY_PRESENT: (CapabilityPresent, CapabilityHeld),
     Opcode.CAPABILITY_AUDIENCE: (Empty, Audience),

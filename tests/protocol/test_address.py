@@ -4,11 +4,15 @@ from hypothesis import strategies as st
 
 from gpulease.protocol.address import (
     DEFAULT_ADDRESS,
+    MAX_DIRECTORIES,
     MAX_UNIX_PATH_BYTES,
+    Address,
+    FleetAddress,
     TcpAddress,
     TlsAddress,
     UnixAddress,
     parse_address,
+    parse_fleet_address,
 )
 
 GOOD = {
@@ -49,6 +53,7 @@ BAD = {
     "tcp:a\0b:80": "is no name of a host",
     "tcp:a..b:80": "is no name of a host",
     "tls:" + "a" * 64 + ".example:80": "is no name of a host",
+    "fleet:tls:a:1": "is a fleet's address; a single daemon's is needed",
     "tcp:localhost:" + "9" * 5000: "it has 5014 characters",
 }
 
@@ -63,6 +68,48 @@ def test_an_address_reads_and_prints_as_itself(text: str) -> None:
 def test_a_wrong_address_is_told_what_is_wrong(text: str) -> None:
     with pytest.raises(ValueError, match=BAD[text]):
         parse_address(text)
+
+
+A, B, SOCKET = TlsAddress("a.example", 7444), TlsAddress("b.example", 7444), UnixAddress("/run/d.sock")
+FLEETS: dict[str, tuple[Address, ...]] = {
+    "fleet:tls:a.example:7444": (A,),
+    "fleet:tls:a.example:7444,tls:b.example:7444": (A, B),
+    "fleet:unix:/run/d.sock,tcp:[::1]:1": (SOCKET, TcpAddress("::1", 1)),
+}
+OTHER_SPELLINGS: dict[str, tuple[Address, ...]] = {
+    "fleet:tls://a.example:7444": (A,),
+    "fleet:tls://a.example:7444,tls:b.example:7444": (A, B),
+    "fleet:tcp://[::1]:1": (TcpAddress("::1", 1),),
+}
+BAD_FLEETS = {
+    "": "is no fleet's address",
+    "tls:a.example:7444": "is no fleet's address",
+    "fleet:": "is not an address",
+    "fleet:a.example:7444": "is not an address",
+    "fleet:tls:a.example:7444,": "is not an address",
+    "fleet:tls:a.example": "port from 0 to 65535",
+    "fleet:fleet:tls:a.example:1": "is a fleet's address",
+    "fleet:tls:a.example:1,tls://a.example:1": "names a directory twice",
+    "fleet:" + ",".join(f"tcp:a:{port}" for port in range(MAX_DIRECTORIES + 1)): "at most 16 directories",
+    "fleet:tcp:localhost:" + "9" * 5000: "characters",
+}
+
+
+@pytest.mark.parametrize("text", FLEETS)
+def test_a_fleet_s_address_reads_and_prints_as_itself(text: str) -> None:
+    assert parse_fleet_address(text) == FleetAddress(FLEETS[text])
+    assert str(parse_fleet_address(text)) == text
+
+
+@pytest.mark.parametrize("text", OTHER_SPELLINGS)
+def test_a_fleet_s_address_may_have_slashes(text: str) -> None:
+    assert parse_fleet_address(text) == FleetAddress(OTHER_SPELLINGS[text])
+
+
+@pytest.mark.parametrize("text", BAD_FLEETS)
+def test_a_wrong_fleet_s_address_is_told_what_is_wrong(text: str) -> None:
+    with pytest.raises(ValueError, match=BAD_FLEETS[text]):
+        parse_fleet_address(text)
 
 
 def test_the_default_is_an_address() -> None:

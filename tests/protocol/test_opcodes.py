@@ -42,6 +42,8 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "REGION_CANCEL": 0x0211,
         "LEASE_RESIZE": 0x0212,
         "LEASE_NOTE": 0x0215,
+        "PLACE": 0x0216,
+        "FLEET_LIST": 0x0217,
         "REGION_WATCH": 0x0213,
         "REGION_EVENT": 0x0214,
         "MODULE_UNLOAD": 0x0608,

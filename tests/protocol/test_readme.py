@@ -19,7 +19,16 @@ from .vector_json import VECTORS
 
 TEXT = (VECTORS.parent / "protocol" / "README.md").read_text(encoding="utf-8")
 GRAPH_PARTS = (m.GraphNode, m.GraphParameter, m.GraphPlace, m.RegionRef)
-PARTS = (Tlv, LeaseParameter, m.InventoryEntry, m.KernelEntry, m.KernelFigures, *GRAPH_PARTS, m.SubmitArgument)
+PARTS = (
+    Tlv,
+    LeaseParameter,
+    m.InventoryEntry,
+    m.Candidate,
+    m.KernelEntry,
+    m.KernelFigures,
+    *GRAPH_PARTS,
+    m.SubmitArgument,
+)
 RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in PARTS}
 DESCRIBED = {name: kind for name, kind in (BODY_CLASSES | RECORDS).items() if kind is not m.Empty}
 

@@ -334,6 +334,27 @@ def questions() -> Script:
     return script
 
 
+def fleet() -> Script:
+    script = Script("A directory names two nodes; one refuses, so the other is asked. The directory knows no more.")
+    script.hello("directory")
+    size = 8 << 30
+    wanted = m.Place(size, Exclusivity.SHARED, "", ("zone=a",), None, ())
+    named = (m.Candidate("node-1", ("tls:gpu1.example:7443",)), m.Candidate("node-2", ("tls:gpu2.example:7443",)))
+    script.call("directory", Opcode.PLACE, wanted, m.Placement(named, None, 3, 2))
+    ask = m.LeaseAlloc(GPU_RESOURCE_TYPE, size, 120_000, 0, None, ())
+    script.hello("node")
+    refused = Failure(Status.CAPACITY_EXCEEDED, "no card has 8.0 GiB free", "Ask for less, or wait.")
+    script.refuse("node", script.ask("node", Opcode.LEASE_ALLOC, ask), refused)
+    script.hello("next node")
+    grant = m.LeaseGrant(LEASE, 1, size, 120_000, EXPIRES, Exclusivity.SHARED, CARD_UUID)
+    script.call("next node", Opcode.LEASE_ALLOC, ask, grant)
+    again = m.Place(size, Exclusivity.SHARED, "", ("zone=a",), None, ("node-1", "node-2"))
+    script.call("directory", Opcode.PLACE, again, m.Placement((), None, 3, 2))
+    away = Failure(Status.DISCONNECTED, "this directory has not reached etcd for 11 s", "Tell the operator.")
+    script.refuse("directory", script.ask("directory", Opcode.FLEET_LIST, m.Empty()), away)
+    return script
+
+
 def shared_by_token() -> Script:
     script = Script(
         "A tenant makes a token for another, who reads its lease's memory and is refused a write; then it is revoked."
@@ -503,6 +524,7 @@ SCRIPTS = (
     drain,
     orphaned,
     health,
+    fleet,
     goodbye,
 )
 

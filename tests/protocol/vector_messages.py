@@ -272,6 +272,21 @@ REGIONS: Cases = {
         m.LeaseNote(REGION, b'{"request":"7","tokens":24}'),
         m.LeaseNote(U128, b"\xff" * limits.MAX_NOTE_BYTES),
     ),
+    "Place": (
+        m.Place(0, 0, "", (), None, ()),
+        m.Place(8 << 30, Exclusivity.SHARED, "model-a", ("zone=a", "tier=gold"), None, ("node-7",)),
+        m.Place(U64, 255, "x", ("k=v",) * limits.MAX_LABELS, "0", ("n",) * limits.MAX_TRIED),
+    ),
+    "Placement": (
+        m.Placement((), None, 0, 0),
+        m.Placement((m.Candidate("node-1", ("tls:gpu1.example:7443",)), m.Candidate("node-2", ())), "node-1", 5, 2),
+        m.Placement(
+            (m.Candidate("n", ("unix:/d",) * limits.MAX_NODE_ADDRESSES),) * limits.MAX_CANDIDATES,
+            "n",
+            U32,
+            U32,
+        ),
+    ),
     "RegionEvent": (
         m.RegionEvent(0, 0, 0, 0, "", 0, 0, 0, 0),
         m.RegionEvent(REGION, 2, 1, Status.REVOKED, "scale", 3, 4096, 1_000_000_000, 1_000_050_000),

@@ -139,3 +139,13 @@ class NodeHandler:
         if self._caller.peer.is_relayed:
             raise Refused(Failure(Status.DENIED, "HEALTH is for peers on the daemon's host", hint="Ask there."))
         self._caller.answer(request, messages.Report(self._health.report()))
+
+    def refuse_as_node(self, request: Request, body: messages.Place | messages.Empty) -> None:
+        """Refuse PLACE and FLEET_LIST, which a fleet's directory serves."""
+        raise Refused(
+            Failure(
+                Status.UNSUPPORTED,
+                f"{request.op.name}: this is a node, and no directory of a fleet",
+                hint="Write its address without fleet:, or the address of a directory (`gpulease serve directory`).",
+            )
+        )

@@ -65,6 +65,8 @@ class RequestDispatcher:
             Opcode.LEASE_RESIZE: regions.lease_resize,
             Opcode.METRICS: node.metrics,
             Opcode.HEALTH: node.health,
+            Opcode.PLACE: node.refuse_as_node,
+            Opcode.FLEET_LIST: node.refuse_as_node,
             Opcode.LEASE_REVOKE: admin.lease_revoke,
             Opcode.FENCE_CLEAR: admin.fence_clear,
             Opcode.DRAIN: admin.drain,
