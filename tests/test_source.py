@@ -46,6 +46,9 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
         "daemon/web/",
     ),
     "uvicorn": ("client/serve/http/", "daemon/web/"),
+    # Their threads start with the import, and most processes of the daemon fork.
+    "grpc": "daemon/fleet/etcd/client.py",
+    "aetcd": "daemon/fleet/etcd/client.py",
     # Models' files, and their text; the program that made the tiny model.
     "gguf": "client/serve/decode/checkpoint/",
     "safetensors": ("client/serve/decode/checkpoint/", "client/serve/decode/tiny/train.py"),

@@ -1,4 +1,4 @@
-"""etcd's transactions and answers as values, without a network (etcd v3, rpc.proto: Txn, Range, KeyValue).
+"""etcd's transactions, answers and changes as values, without a network (etcd v3, rpc.proto: Txn, Range, Watch).
 
 A transaction compares revisions, and writes if all comparisons hold. Revisions are numbers of the whole store that only
 rise. A key's create revision is that of the write that made it, its mod revision that of its last write. A key that is
@@ -57,7 +57,7 @@ Compare = CreateRevisionIs | ModRevisionIs
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """One atomic step: if every comparison holds, `writes`; then the reads, whether they held or not.
+    """An atomic step: if every comparison holds, `writes`; then the reads, whether they held or not.
 
     Attributes:
         compares: Comparisons; none always hold.
@@ -102,3 +102,41 @@ class Rejected:
 
 
 Outcome = Answer | Unknown | Rejected
+
+
+class Removed(NamedTuple):
+    """The removal of a watched key, by the write of that revision."""
+
+    key: bytes
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class WatchBatch:
+    """A watch's next changes, in order of their revisions. All up to `revision` have been told by then.
+
+    A batch without changes says that there were none up to `revision`, and that the watch lives.
+    """
+
+    revision: int
+    changes: tuple[KeyValue | Removed, ...] = ()
+
+
+class WatchEnded(Exception):
+    """Raised where a watch can't go on; the subclass says why."""
+
+
+class Compacted(WatchEnded):
+    """Raised where etcd no longer has the changes that a watch is to tell next. Its caller reads anew.
+
+    Attributes:
+        revision: etcd has all changes from here on.
+    """
+
+    def __init__(self, revision: int) -> None:
+        super().__init__(f"etcd has no changes before revision {revision} any more: read the keys anew")
+        self.revision = revision
+
+
+class WatchRefused(WatchEnded):
+    """Raised where etcd refuses a watch: this user may not read there."""

@@ -1,0 +1,447 @@
+"""A client of etcd over gRPC, for the fleet's own processes: importing gRPC starts threads, so none that forks may.
+
+A write is sent to one member, once. Another member gets it only where the first surely did not: no connection to it was
+up, or it said that it knows no leader, which etcd looks at before anything else. Whatever else fails is Unknown, and
+the caller reads back. gRPC's own retries are off for that reason. Reads are sent again as long as there is time.
+
+etcd's `database space exceeded` does not say whether the write was done (etcd, apply.go: quotaApplierV3 applies, then
+says so). The client reads the keys back, and says Rejected only where nothing of the write is there.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
+
+from gpulease.daemon.fleet.etcd.transactions import (
+    Answer,
+    Compacted,
+    CreateRevisionIs,
+    Get,
+    KeyValue,
+    Outcome,
+    Put,
+    Rejected,
+    Removed,
+    Transaction,
+    Unknown,
+    WatchBatch,
+    WatchRefused,
+)
+
+DEFAULT_PORT: Final = 2379
+
+MAX_ENDPOINTS: Final = 16
+"""Most members that a client is told of; etcd recommends 7 at most. A mistaken list opens no flood of connections."""
+
+MAX_REQUEST_BYTES: Final = 1 << 20
+"""Largest request that is sent. etcd takes 1.5 MiB by default, and each of its members keeps it in its log."""
+
+MAX_ANSWER_BYTES: Final = 64 << 20
+"""Largest answer that is taken: 10,000 nodes of 16 cards have 20 MiB. Stops a foreign writer from filling memory."""
+
+MAX_REASON_CHARS: Final = 300
+"""Longest text of an error that is passed on. A member that says more is cut short."""
+
+CONNECT_LIMIT_MS: Final = 2_000
+"""Longest time for TCP and TLS to one member; a host that is gone answers nothing."""
+
+RECONNECT_MS: Final = (100, 1_000)
+"""Least and most time between two attempts to connect: a member that restarts is found within a second."""
+
+KEEPALIVE_MS: Final = 6_000
+"""Time between pings on a connection. etcd closes connections that ping more often than every 5 s."""
+
+KEEPALIVE_LIMIT_MS: Final = 2_000
+"""Longest time to a ping's answer: a watch on a member that hangs or is cut off moves to another after 8 s."""
+
+READ_TRIES: Final = 3
+"""A read waits for one member no longer than this part of its time, so that one that hangs leaves time for others."""
+
+WATCH_LIFE_S: Final = 600.0
+"""Longest life of one watch's stream: it goes on by another, so that none that went wrong unseen stays for ever."""
+
+WATCH_RETRY_S: Final = 0.2
+"""Time between a watch's cut and its next attempt: members that refuse are not asked in a busy loop."""
+
+_LEADER_NEEDED: Final = (("hasleader", "true"),)
+"""Metadata by which a member without a leader refuses at once (etcd, v3rpc/interceptor.go), and ends its watches."""
+
+_END: Final[object] = getattr(grpc.aio, "EOF")  # noqa: B009 - its types lack it
+_NO_LEADER: Final = "etcdserver: no leader"
+_NO_SPACE: Final = "etcdserver: mvcc: database space exceeded"
+_REFUSALS: Final = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+"""Codes by which etcd refuses before it writes. gRPC uses some of them itself, so etcd's own prefix is needed, too."""
+
+_ENDPOINT: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}))(?::([0-9]{1,5}))?")
+
+
+class BadEtcdSettings(ValueError):
+    """Raised for settings by which no etcd can be reached; the text says which, and what to write instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdSettings:
+    """The way to a fleet's etcd.
+
+    Attributes:
+        endpoints: Its members, as HOST:PORT.
+        ca_file: The CA of their certificates, in PEM; None for plain text, which lets everybody on the wire write.
+        cert_file: This client's certificate: its common name is etcd's user. None where etcd asks for none.
+        key_file: Its key.
+        timeout_s: Longest time for a transaction; without an answer by then it is Unknown.
+    """
+
+    endpoints: tuple[str, ...]
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    timeout_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.endpoints) <= MAX_ENDPOINTS:
+            raise BadEtcdSettings(f"name 1 to {MAX_ENDPOINTS} members of etcd, not {len(self.endpoints)}")
+        if (self.cert_file is None) != (self.key_file is None):
+            raise BadEtcdSettings("a certificate for etcd needs its key, and a key its certificate: set both or none")
+        if self.cert_file is not None and self.ca_file is None:
+            raise BadEtcdSettings("a certificate for etcd needs the CA of etcd's own certificates: set it too")
+        if not self.timeout_s > 0:
+            raise BadEtcdSettings(f"a timeout of {self.timeout_s:g} s leaves etcd no time: set more than 0")
+
+
+def parse_endpoints(address: str) -> tuple[str, ...]:
+    """Return the members that `etcd://HOST[:PORT][,HOST[:PORT]]...` names, as HOST:PORT. Raises BadEtcdSettings."""
+    scheme, found, hosts = address.partition("://")
+    if not found or scheme != "etcd":
+        raise BadEtcdSettings(f"{address!r} is no address of etcd: write etcd://HOST,HOST:PORT")
+    endpoints = []
+    for host in hosts.split(","):
+        match = _ENDPOINT.fullmatch(host)
+        port = int(match[2] or DEFAULT_PORT) if match else 0
+        if match is None or not 0 < port < 1 << 16:
+            raise BadEtcdSettings(f"{host!r} in {address!r} is no member of etcd: write HOST or HOST:PORT")
+        endpoints.append(f"{match[1]}:{port}")
+    if len(set(endpoints)) != len(endpoints) or len(endpoints) > MAX_ENDPOINTS:
+        raise BadEtcdSettings(f"{address!r} names a member twice, or more than {MAX_ENDPOINTS}")
+    return tuple(endpoints)
+
+
+class _Member:
+    """A member of etcd: the channel to it, and its services."""
+
+    def __init__(self, endpoint: str, credentials: grpc.ChannelCredentials | None) -> None:
+        self.endpoint = endpoint
+        target = f"dns:///{endpoint}"
+        if credentials is None:
+            self.channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        else:
+            self.channel = grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
+        self.keys: Any = rpc_pb2_grpc.KVStub(self.channel)
+        self.watches: Any = rpc_pb2_grpc.WatchStub(self.channel)
+        self.maintenance: Any = rpc_pb2_grpc.MaintenanceStub(self.channel)
+
+    @property
+    def is_connected(self) -> bool:
+        return self.channel.get_state() is grpc.ChannelConnectivity.READY
+
+    async def connect(self) -> "_Member":
+        """Return this member once it is connected; for ever if it never is."""
+        while (state := self.channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+            await self.channel.wait_for_state_change(state)
+        return self
+
+    async def why_not(self, within_s: float) -> str:
+        """Return the reason why it can't be reached, in gRPC's words: it tells none but to a failed call."""
+        try:
+            await self.maintenance.Status(rpc_pb2.StatusRequest(), timeout=within_s)
+        except grpc.aio.AioRpcError as error:
+            return f"{self.endpoint}: {_words(error)}"
+        return f"{self.endpoint}: it answers again"
+
+
+_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_send_message_length", 2 * MAX_REQUEST_BYTES),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+    ("grpc.min_reconnect_backoff_ms", CONNECT_LIMIT_MS),
+    ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS[0]),
+    ("grpc.max_reconnect_backoff_ms", RECONNECT_MS[1]),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_LIMIT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+class EtcdClient:
+    """A client of one etcd, for one event loop. Raises BadEtcdSettings where its certificates can't be read."""
+
+    def __init__(self, settings: EtcdSettings) -> None:
+        self._settings = settings
+        self._certificates = _read_certificates(settings)
+        self._members = self._open()
+        self._watch_starts = 0
+        self._closing: asyncio.Future[list[None]] | None = None
+
+    async def do(self, transaction: Transaction) -> Outcome:
+        """Return a transaction's outcome within the settings' time. No failure of the network is raised."""
+        request = _request(transaction)
+        if (size_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
+            return Rejected(f"the request has {size_bytes} bytes; at most {MAX_REQUEST_BYTES} are sent")
+        is_read = not transaction.writes
+        until = asyncio.get_running_loop().time() + self._settings.timeout_s
+        unfit: list[_Member] = []
+        why = ""
+        while (member := await self._connected(unfit, until)) is not None:
+            limit_s = self._settings.timeout_s / READ_TRIES if is_read else self._settings.timeout_s
+            try:
+                return await self._ask(member, transaction, request, min(limit_s, _left_s(until)))
+            except grpc.aio.AioRpcError as error:
+                why = f"{member.endpoint}: {_words(error)}"
+                if error.details() == _NO_SPACE and not is_read:
+                    return await self._after_no_space(transaction)
+                if _is_refusal(error):
+                    return Rejected(why)
+                self._prefer_another(member)
+                if not is_read and error.details() != _NO_LEADER:
+                    return Unknown(why)
+                unfit.append(member)
+        return Unknown(why or await self._why_none())
+
+    async def watch(self, prefix: bytes, from_revision: int) -> AsyncGenerator[WatchBatch, None]:
+        """Yield all changes of keys with that prefix from a revision on, over every cut; 0: from now on.
+
+        Raises Compacted where etcd no longer has them, and WatchRefused where this user may not read there.
+        """
+        revision = from_revision
+        while True:
+            member = await self._connected_for_watch()
+            try:
+                async with contextlib.aclosing(self._watch_once(member, prefix, revision)) as stream:
+                    async for batch in stream:
+                        revision = batch.revision + 1
+                        yield batch
+            except grpc.aio.AioRpcError as error:
+                if _is_refusal(error):
+                    raise WatchRefused(f"{member.endpoint}: {_words(error)}") from None
+            except asyncio.CancelledError:
+                # gRPC says so, too, for streams of a channel that was closed when certificates were renewed.
+                if (task := asyncio.current_task()) is None or task.cancelling() or member in self._members:
+                    raise
+            await asyncio.sleep(WATCH_RETRY_S)
+
+    async def close(self) -> None:
+        """Close all connections. A transaction under way fails, and its outcome is unknown."""
+        members, self._members = self._members, []
+        if self._closing is not None:
+            await self._closing
+        await asyncio.gather(*(member.channel.close(None) for member in members))
+
+    def _open(self) -> list[_Member]:
+        credentials = grpc.ssl_channel_credentials(*self._certificates) if self._certificates is not None else None
+        return [_Member(endpoint, credentials) for endpoint in self._settings.endpoints]
+
+    async def _connected(self, unfit: Sequence[_Member], until: float) -> _Member | None:
+        """Return a member with a connection that is up, the last good one first; None if there is none in time."""
+        fit = [member for member in self._members if member not in unfit]
+        for member in fit:
+            if member.is_connected:
+                return member
+        if self._renew_certificates():
+            fit = self._members
+        return await _first_connected(fit, _left_s(until))
+
+    async def _connected_for_watch(self) -> _Member:
+        """Return a member for a watch, each time another one, once one is connected."""
+        while True:
+            self._watch_starts += 1
+            turn = self._watch_starts % max(1, len(self._members))
+            for member in self._members[turn:] + self._members[:turn]:
+                if member.is_connected:
+                    return member
+            self._renew_certificates()
+            if await _first_connected(self._members, self._settings.timeout_s) is None:
+                await asyncio.sleep(WATCH_RETRY_S)
+
+    def _prefer_another(self, member: _Member) -> None:
+        """Ask a member last that did not answer: a host that hangs keeps its connection."""
+        if member in self._members:
+            self._members.remove(member)
+            self._members.append(member)
+
+    def _renew_certificates(self) -> bool:
+        """Connect anew if the certificates' files have changed; return whether they have."""
+        try:
+            certificates = _read_certificates(self._settings)
+        except BadEtcdSettings:
+            return False
+        if certificates == self._certificates or not self._members:
+            return False
+        self._certificates = certificates
+        old, self._members = self._members, self._open()
+        self._closing = asyncio.gather(*(member.channel.close(None) for member in old))
+        return True
+
+    async def _why_none(self) -> str:
+        """Return the reasons why no member can be reached."""
+        asked = (member.why_not(CONNECT_LIMIT_MS / 1_000) for member in self._members)
+        return "no member of etcd can be reached; " + "; ".join(await asyncio.gather(*asked))
+
+    async def _ask(self, member: _Member, transaction: Transaction, request: Any, limit_s: float) -> Answer:
+        """Ask one member once. Raises AioRpcError."""
+        if transaction.reads and not transaction.compares and not transaction.writes:
+            return await self._read(member, transaction.reads, limit_s)
+        call: Awaitable[Any] = member.keys.Txn(request, timeout=limit_s, metadata=_LEADER_NEEDED)
+        reply = await call
+        written = len(transaction.writes) if reply.succeeded else 0
+        found = tuple(_key_values(each.response_range.kvs) for each in reply.responses[written:])
+        return Answer(reply.succeeded, reply.header.revision, found, reply.header.cluster_id)
+
+    async def _read(self, member: _Member, reads: Sequence[Get], limit_s: float) -> Answer:
+        """Read keys at one revision, by Range: etcd refuses transactions, even such that only read, without space."""
+        until = asyncio.get_running_loop().time() + limit_s
+        revision, cluster_id = 0, 0
+        found = []
+        for get in reads:
+            request = _range(get, revision)
+            reply = await member.keys.Range(request, timeout=_left_s(until), metadata=_LEADER_NEEDED)
+            revision, cluster_id = revision or reply.header.revision, reply.header.cluster_id
+            found.append(_key_values(reply.kvs))
+        return Answer(True, revision, tuple(found), cluster_id)
+
+    async def _after_no_space(self, transaction: Transaction) -> Outcome:
+        """Tell a write that was refused for want of space from one that was done all the same."""
+        read = await self.do(Transaction(reads=tuple(Get(write.key) for write in transaction.writes)))
+        if not isinstance(read, Answer):
+            return Unknown("etcd says that no space is left, and the keys can't be read back")
+        for write, found in zip(transaction.writes, read.found, strict=True):
+            value = found[0].value if found else None
+            if value == (write.value if isinstance(write, Put) else None):
+                return Unknown("etcd says that no space is left, and the write may be done all the same")
+        return Rejected("etcd has no space left: compact and defragment it, raise its quota, and disarm its alarm")
+
+    async def _watch_once(self, member: _Member, prefix: bytes, revision: int) -> AsyncGenerator[WatchBatch, None]:
+        """Yield a watch's batches from one stream. Raises AioRpcError, Compacted and WatchRefused."""
+        call = member.watches.Watch(timeout=WATCH_LIFE_S, metadata=_LEADER_NEEDED)
+        try:
+            create = rpc_pb2.WatchCreateRequest(
+                key=prefix, range_end=_prefix_end(prefix), start_revision=revision, progress_notify=True
+            )
+            async with asyncio.timeout(self._settings.timeout_s):
+                await call.write(rpc_pb2.WatchRequest(create_request=create))
+                reply = await call.read()
+            while reply is not _END:
+                if reply.compact_revision:
+                    raise Compacted(reply.compact_revision)
+                if reply.canceled:
+                    raise WatchRefused(f"{member.endpoint}: {_clean(reply.cancel_reason) or 'it cancels the watch'}")
+                if not reply.created:
+                    yield _batch(reply)
+                elif not revision:
+                    yield WatchBatch(reply.header.revision)
+                reply = await call.read()
+        except TimeoutError:
+            self._prefer_another(member)
+        finally:
+            call.cancel()
+
+
+async def _first_connected(members: Sequence[_Member], within_s: float) -> _Member | None:
+    """Return the member to which a connection is up first, of all tried at once; None if there is none in time."""
+    tasks = [asyncio.ensure_future(member.connect()) for member in members]
+    try:
+        done, _ = (
+            await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED) if tasks else ((), ())
+        )
+        return next((task.result() for task in done), None)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _read_certificates(settings: EtcdSettings) -> tuple[bytes, bytes | None, bytes | None] | None:
+    """Return the CA, the key and the certificate; None for plain text. Raises BadEtcdSettings."""
+    if settings.ca_file is None:
+        return None
+    try:
+        ca = settings.ca_file.read_bytes()
+        key = settings.key_file.read_bytes() if settings.key_file is not None else None
+        certificate = settings.cert_file.read_bytes() if settings.cert_file is not None else None
+    except OSError as error:
+        raise BadEtcdSettings(f"{error.filename}: {error.strerror}") from None
+    return ca, key, certificate
+
+
+def _request(transaction: Transaction) -> Any:
+    """Return a transaction as etcd's message."""
+    reads = [rpc_pb2.RequestOp(request_range=_range(get)) for get in transaction.reads]
+    writes = [
+        rpc_pb2.RequestOp(request_put=rpc_pb2.PutRequest(key=write.key, value=write.value))
+        if isinstance(write, Put)
+        else rpc_pb2.RequestOp(request_delete_range=rpc_pb2.DeleteRangeRequest(key=write.key))
+        for write in transaction.writes
+    ]
+    compares = [
+        rpc_pb2.Compare(target=rpc_pb2.Compare.CREATE, key=compare.key, create_revision=compare.revision)
+        if isinstance(compare, CreateRevisionIs)
+        else rpc_pb2.Compare(target=rpc_pb2.Compare.MOD, key=compare.key, mod_revision=compare.revision)
+        for compare in transaction.compares
+    ]
+    return rpc_pb2.TxnRequest(compare=compares, success=[*writes, *reads], failure=reads)
+
+
+def _range(get: Get, revision: int = 0) -> Any:
+    end = _prefix_end(get.key) if get.is_prefix else b""
+    return rpc_pb2.RangeRequest(key=get.key or b"\0", range_end=end, revision=revision)
+
+
+def _prefix_end(prefix: bytes) -> bytes:
+    """Return the first key behind all those with a prefix (etcd, clientv3: GetPrefixRangeEnd)."""
+    stem = prefix.rstrip(b"\xff")
+    return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
+
+
+def _key_values(found: Any) -> tuple[KeyValue, ...]:
+    return tuple(KeyValue(each.key, each.value, each.create_revision, each.mod_revision) for each in found)
+
+
+def _batch(reply: Any) -> WatchBatch:
+    """Return a watch's reply as a batch. The header's revision counts only where no changes are still to come."""
+    changes = tuple(
+        Removed(event.kv.key, event.kv.mod_revision)
+        if event.type == event.DELETE
+        else KeyValue(event.kv.key, event.kv.value, event.kv.create_revision, event.kv.mod_revision)
+        for event in reply.events
+    )
+    return WatchBatch(changes[-1].mod_revision if changes else reply.header.revision, changes)
+
+
+def _is_refusal(error: grpc.aio.AioRpcError) -> bool:
+    return error.code() in _REFUSALS and (error.details() or "").startswith("etcdserver: ")
+
+
+def _words(error: grpc.aio.AioRpcError) -> str:
+    return f"{_clean(error.details() or '')} ({error.code().name})"
+
+
+def _clean(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)[:MAX_REASON_CHARS]
+
+
+def _left_s(until: float) -> float:
+    return max(0.0, until - asyncio.get_running_loop().time())

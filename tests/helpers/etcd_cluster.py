@@ -1,0 +1,227 @@
+"""Real etcd servers: one member or several, on free loopback ports, with their data in a temporary folder."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from gpulease.daemon.remote.pki.certificates import Authority, Issued
+from helpers.waiting import wait_until
+
+START_LIMIT_S: Final = 60.0
+
+SMALLEST_QUOTA_BYTES: Final = 1 << 20
+"""A quota that some hundred writes of 16 KiB use up."""
+
+
+def need_etcd() -> None:
+    """Skip the test, with what to install, where there is no etcd."""
+    for program in ("etcd", "etcdctl"):
+        if shutil.which(program) is None:
+            pytest.skip(f"SKIPPED FOR WANT OF {program}: apt-get install etcd-server etcd-client")
+
+
+@dataclass
+class Member:
+    """One member: where it listens, and its process."""
+
+    name: str
+    host: str
+    client_port: int
+    peer_port: int
+    folder: Path
+    within: tuple[str, ...] = ()
+    """The command by which it is started elsewhere, such as in a network namespace."""
+    process: subprocess.Popen[bytes] | None = None
+    is_paused: bool = field(default=False, init=False)
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.client_port}"
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "log"
+        return path.read_text(errors="replace")[-4_000:] if path.exists() else ""
+
+
+class EtcdCluster:
+    """A cluster of real members. Use it as a context: all its processes are gone afterwards.
+
+    Args:
+        folder: For data and logs.
+        members: How many.
+        authority: Whose certificates it shows to clients and asks them for; None for plain text.
+        quota_bytes: The size of its data that raises the alarm NOSPACE; None for etcd's own.
+        places: For each member the host it listens on and the command that starts it there; None for this one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        members: int = 1,
+        *,
+        authority: Authority | None = None,
+        quota_bytes: int | None = None,
+        places: Sequence[tuple[str, tuple[str, ...]]] | None = None,
+    ) -> None:
+        need_etcd()
+        self._authority, self._quota_bytes = authority, quota_bytes
+        self._server = authority.issue_server(["127.0.0.1", "localhost"]) if authority is not None else None
+        ports = _free_ports(2 * members)
+        self.members = []
+        for number in range(members):
+            host, within = places[number] if places is not None else ("127.0.0.1", ())
+            name = f"m{number}"
+            (folder / name).mkdir(parents=True)
+            self.members.append(Member(name, host, ports[2 * number], ports[2 * number + 1], folder / name, within))
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All members', as HOST:PORT."""
+        return tuple(member.endpoint for member in self.members)
+
+    def __enter__(self) -> "EtcdCluster":
+        try:
+            for member in self.members:
+                self.start(member)
+            wait_until(self._answers, "a majority of etcd answers", START_LIMIT_S, seen=self._logs)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self.members:
+            self.kill(member)
+
+    def start(self, member: Member) -> None:
+        """Start a member, on the data that it had; return without waiting for its answer."""
+        scheme = "http" if self._authority is None else "https"
+        peers = ",".join(f"{other.name}=http://{other.host}:{other.peer_port}" for other in self.members)
+        words = ["etcd", "--name", member.name, "--data-dir", str(member.folder / "data"), "--logger", "zap"]
+        words += ["--listen-client-urls", f"{scheme}://{member.endpoint}"]
+        words += ["--advertise-client-urls", f"{scheme}://{member.endpoint}"]
+        words += ["--listen-peer-urls", f"http://{member.host}:{member.peer_port}"]
+        words += ["--initial-advertise-peer-urls", f"http://{member.host}:{member.peer_port}"]
+        words += ["--initial-cluster", peers]
+        if self._quota_bytes is not None:
+            words += ["--quota-backend-bytes", str(self._quota_bytes)]
+        if self._authority is not None and self._server is not None:
+            words += ["--client-cert-auth", "--trusted-ca-file", str(self._authority.certificate_path)]
+            words += ["--cert-file", str(self._server.certificate), "--key-file", str(self._server.key)]
+        with (member.folder / "log").open("ab") as log:
+            member.process = subprocess.Popen(
+                [*member.within, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def kill(self, member: Member) -> None:
+        """Kill a member as a lost host would, and reap it; nothing if it does not run."""
+        if member.process is not None:
+            member.process.kill()
+            member.process.wait(60)
+            member.process, member.is_paused = None, False
+
+    def restart(self, member: Member) -> None:
+        """Kill a member and start it on its data; return once it answers."""
+        self.kill(member)
+        self.start(member)
+        self.wait_for(member)
+
+    def wait_for(self, member: Member) -> None:
+        """Wait until a member answers, and knows a leader."""
+        wait_until(lambda: self._ask(member, "get", "x"), f"{member.name} answers", START_LIMIT_S, seen=self._logs)
+
+    def pause(self, member: Member) -> None:
+        """Stop a member by SIGSTOP; its connections stay."""
+        assert member.process is not None
+        os.kill(member.process.pid, signal.SIGSTOP)
+        member.is_paused = True
+
+    def resume(self, member: Member) -> None:
+        """Let a paused member go on."""
+        assert member.process is not None
+        os.kill(member.process.pid, signal.SIGCONT)
+        member.is_paused = False
+
+    def leader(self) -> Member:
+        """The member that leads, by what the others say; waits until one does."""
+        leader = wait_until(self._leader, "a leader is elected", START_LIMIT_S, seen=self._logs)
+        assert leader is not None
+        return leader
+
+    def follower(self) -> Member:
+        """A member that follows."""
+        leader = self.leader()
+        return next(member for member in self.members if member is not leader)
+
+    def compact(self, revision: int) -> None:
+        """Take the history before a revision away."""
+        self.control("compaction", "--physical=true", str(revision))
+
+    def control(self, *words: str) -> str:
+        """What etcdctl says; asserts that it has done it."""
+        done = self._etcdctl([member for member in self.members if self._runs(member)], *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def _leader(self) -> Member | None:
+        for member in self.members:
+            told = self._ask(member, "endpoint", "status") if self._runs(member) else ""
+            if told and told.split(", ")[4] == "true":
+                return member
+        return None
+
+    def _runs(self, member: Member) -> bool:
+        return member.process is not None and member.process.poll() is None and not member.is_paused
+
+    def _answers(self) -> bool:
+        for member in self.members:
+            assert member.process is not None
+            assert member.process.poll() is None, member.log
+        return all(self._ask(member, "get", "x") for member in self.members)
+
+    def _ask(self, member: Member, *words: str) -> str:
+        """What one member says: "" for a failure, and a blank more than etcdctl says."""
+        done = self._etcdctl([member], "--command-timeout=1s", *words)
+        return done.stdout + " " if done.returncode == 0 else ""
+
+    def _etcdctl(self, members: Sequence[Member], *words: str) -> subprocess.CompletedProcess[str]:
+        endpoints = ",".join(member.endpoint for member in members)
+        command = [*members[0].within, "etcdctl", f"--endpoints={endpoints}", *self._tls_words(), *words]
+        environment = os.environ | {"ETCDCTL_API": "3"}
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=60)
+
+    def _tls_words(self) -> list[str]:
+        if self._authority is None:
+            return []
+        issued = issued_tenant(self._authority, "etcdctl")
+        names = (f"--cert={issued.certificate}", f"--key={issued.key}", f"--cacert={self._authority.certificate_path}")
+        return list(names)
+
+    def _logs(self) -> str:
+        return "\n".join(f"{member.name}: {member.log}" for member in self.members)
+
+
+def issued_tenant(authority: Authority, name: str) -> Issued:
+    """A client's certificate of that name: made by the first call, and found again by others."""
+    issued = Issued(authority.folder / f"tenant-{name}.pem", authority.folder / f"tenant-{name}.key")
+    return issued if issued.certificate.exists() else authority.issue_tenant(name)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
