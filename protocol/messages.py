@@ -188,14 +188,14 @@ class Candidate:
 class Placement:
     """The nodes to ask, in order. `holder` is the node that serves the name, None if none does.
 
-    A view of the fleet that may be seconds old chose them: each decides by itself. `nodes` counts the fleet's nodes,
-    `fitting` those that could serve the request.
+    A view of the fleet that may be seconds old chose them: each decides by itself. `nodes` counts the fleet's nodes.
+    `why` says why none is a candidate, "" if any is.
     """
 
     candidates: tuple[Candidate, ...] = wire(list_of(Record(Candidate), limits.MAX_CANDIDATES))
     holder: str | None = wire(optional(text()))
     nodes: int = wire(U32)
-    fitting: int = wire(U32)
+    why: str = wire(text())
 
 
 # --- leases ---

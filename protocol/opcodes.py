@@ -24,6 +24,15 @@ ORPHAN_TAG: Final = 0x0907
 REGIONS_REQUIRED_TAG: Final = 0x0908
 """The lease parameter TLV, one byte: 1 refuses every launch of the session that names no region set."""
 
+NAME_TAG: Final = 0x0909
+"""The lease parameter TLV that carries the lease's name in its fleet, as UTF-8."""
+
+LABELS_TAG: Final = 0x090A
+"""The lease parameter TLV that carries the labels that the node must have, as UTF-8: `zone=a,tier=gold`."""
+
+REQUEST_ID_TAG: Final = 0x090B
+"""The lease parameter TLV that carries 16 bytes by which a request is known again that was sent twice."""
+
 
 class Opcode(IntEnum):
     """The operations. 0x0200, 0x020A and 0x0601-0x0607 are public numbers; the others are this product's."""

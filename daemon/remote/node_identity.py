@@ -144,6 +144,14 @@ class Identity:
         self._keyed = None
 
 
+def server_context(files: IdentityFiles) -> ssl.SSLContext:
+    """Return the TLS context of a server that keeps its key: TLS 1.3, and a certificate of each peer.
+
+    Raises BadIdentity.
+    """
+    return _context(files, with_key=True)
+
+
 def _context(files: IdentityFiles, *, with_key: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3

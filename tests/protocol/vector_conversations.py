@@ -340,7 +340,7 @@ def fleet() -> Script:
     size = 8 << 30
     wanted = m.Place(size, Exclusivity.SHARED, "", ("zone=a",), None, ())
     named = (m.Candidate("node-1", ("tls:gpu1.example:7443",)), m.Candidate("node-2", ("tls:gpu2.example:7443",)))
-    script.call("directory", Opcode.PLACE, wanted, m.Placement(named, None, 3, 2))
+    script.call("directory", Opcode.PLACE, wanted, m.Placement(named, None, 3, ""))
     ask = m.LeaseAlloc(GPU_RESOURCE_TYPE, size, 120_000, 0, None, ())
     script.hello("node")
     refused = Failure(Status.CAPACITY_EXCEEDED, "no card has 8.0 GiB free", "Ask for less, or wait.")
@@ -349,7 +349,7 @@ def fleet() -> Script:
     grant = m.LeaseGrant(LEASE, 1, size, 120_000, EXPIRES, Exclusivity.SHARED, CARD_UUID)
     script.call("next node", Opcode.LEASE_ALLOC, ask, grant)
     again = m.Place(size, Exclusivity.SHARED, "", ("zone=a",), None, ("node-1", "node-2"))
-    script.call("directory", Opcode.PLACE, again, m.Placement((), None, 3, 2))
+    script.call("directory", Opcode.PLACE, again, m.Placement((), None, 3, "2 were asked already, 1 drains"))
     away = Failure(Status.DISCONNECTED, "this directory has not reached etcd for 11 s", "Tell the operator.")
     script.refuse("directory", script.ask("directory", Opcode.FLEET_LIST, m.Empty()), away)
     return script

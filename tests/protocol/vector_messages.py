@@ -278,13 +278,13 @@ REGIONS: Cases = {
         m.Place(U64, 255, "x", ("k=v",) * limits.MAX_LABELS, "0", ("n",) * limits.MAX_TRIED),
     ),
     "Placement": (
-        m.Placement((), None, 0, 0),
-        m.Placement((m.Candidate("node-1", ("tls:gpu1.example:7443",)), m.Candidate("node-2", ())), "node-1", 5, 2),
+        m.Placement((), None, 0, ""),
+        m.Placement((m.Candidate("node-1", ("tls:gpu1.example:7443",)), m.Candidate("node-2", ())), "node-1", 5, ""),
         m.Placement(
             (m.Candidate("n", ("unix:/d",) * limits.MAX_NODE_ADDRESSES),) * limits.MAX_CANDIDATES,
             "n",
             U32,
-            U32,
+            LONG_TEXT,
         ),
     ),
     "RegionEvent": (

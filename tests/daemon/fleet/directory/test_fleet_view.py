@@ -1,0 +1,116 @@
+"""A directory's view: what it takes from etcd, what it forgets, and what it does not believe."""
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_view import FleetView
+from gpulease.daemon.fleet.etcd.transactions import KeyValue
+from gpulease.daemon.fleet.records import NODES, QUOTAS, CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+
+CARD = CardRecord("GPU-1", "a card", 80 << 30, 40 << 30, 1, False)
+NODE = NodeRecord("n", ("tls:gpu.example:7443",), {"zone": "a"}, (CARD,))
+CLAIM = ClaimRecord("n1", 3, "0" * 32, "ann", "n")
+
+
+def of(key: bytes, value: bytes, *, create: int = 3, mod: int = 9) -> KeyValue:
+    return KeyValue(key, value, create, mod)
+
+
+def changed(**members: Any) -> bytes:
+    return json.dumps(json.loads(NODE.encode()) | members).encode()
+
+
+def test_a_view_holds_what_it_was_told_last() -> None:
+    view = FleetView()
+    for node_id in ("n1", "n2", "n3"):
+        view.put(of(node_key(node_id), NODE.encode()), 1.0)
+    view.put(of(name_key("model-a"), CLAIM.encode(), mod=12), 1.0)
+    assert view.nodes["n1"].record == NODE
+    assert view.nodes["n1"].changed_s == 1.0
+    assert view.claims["model-a"].epoch == 12
+    assert view.holder_of("model-a", 0.0) == "n1"
+    view.delete(node_key("n1"))
+    view.delete(node_key("n1"))
+    assert sorted(view.ids) == sorted(view.nodes) == ["n2", "n3"]
+    assert view.holder_of("model-a", 0.0) is None
+    view.delete(name_key("model-a"))
+    assert view.claims == {}
+
+
+def test_reading_anew_makes_no_silent_node_fresh() -> None:
+    view = FleetView()
+    view.replace([of(node_key("n1"), NODE.encode()), of(node_key("n2"), NODE.encode())], 1.0)
+    view.replace([of(node_key("n1"), NODE.encode()), of(node_key("n3"), changed(nonce="m"))], 50.0)
+    assert {node_id: node.changed_s for node_id, node in view.nodes.items()} == {"n1": 1.0, "n3": 50.0}
+    view.replace([of(node_key("n1"), changed(nonce="m"))], 60.0)
+    assert view.nodes["n1"].changed_s == 60.0
+
+
+def test_keys_of_others_are_not_looked_at() -> None:
+    view = FleetView()
+    view.put(of(QUOTAS + b"ann/1", b"no JSON"), 1.0)
+    view.put(of(node_key("n1"), NODE.encode()), 1.0)
+    view.delete(QUOTAS + b"ann/1")
+    view.delete(b"n1")
+    assert view.ids == ["n1"]
+    assert view.bad_records == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"[1]",
+        b"\xff",
+        b'{"addresses":["tls:a:1"]}',
+        changed(labels=["zone"]),
+        changed(labels={"zone": 7}),
+        changed(addresses=[7]),
+        changed(addresses=7),
+        changed(is_draining="no"),
+        changed(cards=7),
+        changed(cards=[{"uuid": 1}]),
+        changed(cards=[CARD._asdict() | {"largest_bytes": "all"}]),
+        changed(cards=[CARD._asdict() | {"leases": -1}]),
+    ],
+)
+def test_a_record_that_can_t_be_read_is_counted_and_left_out(value: bytes) -> None:
+    view = FleetView()
+    view.put(of(node_key("n1"), NODE.encode()), 1.0)
+    view.put(of(node_key("n1"), value), 2.0)
+    assert (view.ids, view.bad_records) == ([], 1)
+
+
+def test_a_claim_that_can_t_be_read_is_left_out() -> None:
+    view = FleetView()
+    for value in (b"", b"{}", json.dumps(json.loads(CLAIM.encode()) | {"incarnation": "3"}).encode()):
+        view.put(of(name_key("model-a"), value), 1.0)
+    assert (view.claims, view.bad_records) == ({}, 3)
+
+
+def test_members_of_later_versions_are_no_fault() -> None:
+    view = FleetView()
+    view.put(of(node_key("n1"), changed(rack=12)), 1.0)
+    assert view.nodes["n1"].record == NODE
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*NodeRecord.__slots__, "other"]), ANY_JSON), st.sampled_from(list(Order)))
+def test_no_record_stops_a_placement(members: dict[str, Any], order: Order) -> None:
+    view = FleetView()
+    view.put(of(node_key("good"), NODE.encode()), 5.0)
+    view.put(of(NODES + b"any", changed(**members)), 5.0)
+    answer = place(view, PlaceWanted(1, labels={"zone": "a"}), order, Random(1), silent_before_s=1.0)
+    assert "good" in {candidate.node_id for candidate in answer.candidates}
