@@ -1,0 +1,1 @@
+"""Kubernetes' Dynamic Resource Allocation: a prepared ResourceClaim is a lease."""

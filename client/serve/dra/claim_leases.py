@@ -1,0 +1,293 @@
+"""Leases of claims: prepare is acquire, unprepare is free and wait for the proof.
+
+A claim's steps are: a short lease for each device, each in the record before the next; then the leases' full time; then
+tokens and the CDI specification; then the record says ready. A driver that is killed in between leaves leases that the
+record names, and at most one that it does not, which ends by itself within FIRST_LEASE_S.
+"""
+
+import base64
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from gpulease.client.engine.lease_request import milliseconds
+from gpulease.client.engine.tokens import issue_request
+from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, NotFound
+from gpulease.client.serve.dra.kubelet_plugin import ClaimRef, PreparedDevice
+from gpulease.client.serve.dra.kubernetes_objects import (
+    DRIVER,
+    ClaimRefused,
+    ClaimWant,
+    DeviceWant,
+    check_ref,
+    device_name,
+    parse_claim,
+)
+from gpulease.client.serve.dra.node_files import ClaimRecord, HeldLease, NodeFiles, cdi_id
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Exclusivity, Opcode
+from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.lease_ids import LeaseId, lease_id_of
+from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRef, LeaseRenew
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, ORPHAN_TAG
+from gpulease.protocol.primitives import LeaseParameter
+
+FIRST_LEASE_S: Final = 30.0
+"""Life of a lease until its record is on the disk: a driver that is killed between the two forgets it."""
+
+TOKEN_S: Final = 300.0
+"""Life of a pod's token, the longest that a node issues."""
+
+TOKEN_REFRESH_S: Final = 20.0
+"""Seconds between new tokens. Each opens one connection, so a container that starts again waits for the next."""
+
+PROOF_LIMIT_S: Final = 30.0
+"""Seconds to wait until memory is proved free; the kubelet gives the whole request 45 s, and asks again."""
+
+LOOK_S: Final = 0.05
+AUDIENCE_LIMIT_S: Final = 15.0
+"""Seconds for a process that asks the node for a user's audience."""
+
+_POD_PERMISSIONS: Final = (
+    Permission.LEASE_QUERY | Permission.TASKLET_SUBMIT | Permission.MEM_READ | Permission.MEM_WRITE
+)
+"""A pod uses its lease. It can't renew, free or revoke it: that is the driver's."""
+
+_PARAMETERS: Final = (
+    LeaseParameter(EXCLUSIVITY_TAG, bytes([Exclusivity.SHARED])),  # containers of a pod, and pods, may share a claim
+    LeaseParameter(ORPHAN_TAG, bytes(4)),  # no connection stays open between the pod's
+)
+
+
+class NotProvedFree(GpuLeaseError):
+    """A lease's memory is not proved free; nobody gets it until then."""
+
+    default_hint = "The kubelet asks again. If the lease is fenced, an operator must clear it: gpulease fence clear"
+
+
+class LeaseOver(GpuLeaseError):
+    """A prepared claim's lease has ended before its pod."""
+
+    default_hint = "Delete the pod: a claim is prepared once. `gpulease leases` and the audit log say why it ended"
+
+
+class ClaimReader(Protocol):
+    """The cluster's API, as far as the driver needs it."""
+
+    def claim(self, ref: ClaimRef) -> object:
+        """Return the ResourceClaim's object. Raises ClaimRefused."""
+
+
+class ClaimLeases:
+    """Prepares claims on one node's daemon. Threads may call it; requests about one claim take turns."""
+
+    def __init__(
+        self,
+        address: str,
+        node: str,
+        files: NodeFiles,
+        reader: ClaimReader,
+        lease_s: float,
+        on_message: Callable[[str], None],
+    ) -> None:
+        """Raises InvalidRequest for a daemon elsewhere: a pod reaches it by its socket.
+
+        Args:
+            address: The daemon's, `unix:PATH`.
+            node: The node's name in the cluster.
+            files: Where records, tokens and specifications lie.
+            reader: Reads claims.
+            lease_s: Seconds that leases last if the claim does not say.
+            on_message: Gets sentences for the log.
+        """
+        if not address.startswith("unix:/"):
+            raise InvalidRequest(f"the daemon's address {address}: pods reach it by a Unix socket", "Say unix:/PATH")
+        self._address, self._socket = address, Path(address.removeprefix("unix:"))
+        self._node, self._files, self._reader = node, files, reader
+        self._lease_s, self._on_message = lease_s, on_message
+        self._guard, self._turns = threading.Lock(), dict[str, tuple[threading.Lock, int]]()
+
+    # --- what the kubelet asks ---
+
+    def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
+        """Acquire a claim's leases, or return those that it has. Raises GpuLeaseError."""
+        check_ref(ref)
+        with self._turn(ref.uid):
+            record = self._files.record(ref.uid)
+            if record is None or not record.is_ready:
+                if record is not None:
+                    self._end(record)
+                record = self._acquire(ref)
+            else:
+                self._check_alive(record)
+                # Specifications lie in memory on many hosts, so a boot takes them away.
+                self._give_tokens(record)
+                self._files.write_spec(record, self._socket)
+            return [
+                PreparedDevice(lease.request, lease.pool, lease.device, cdi_id(record.uid, number), lease.share_id)
+                for number, lease in enumerate(record.leases)
+            ]
+
+    def unprepare(self, ref: ClaimRef) -> None:
+        """End a claim's leases and wait for the proof. Raises NotProvedFree; then nothing is forgotten."""
+        check_ref(ref)
+        with self._turn(ref.uid):
+            record = self._files.record(ref.uid)
+            if record is not None:
+                self._end(record)
+
+    # --- tokens ---
+
+    def refresh_tokens(self) -> None:
+        """Give every pod a new token; what fails for one lease is told and tried again with the next call."""
+        for known in self._files.records():
+            with self._turn(known.uid):
+                record = self._files.record(known.uid)
+                if record is not None and record.is_ready:
+                    self._renew_tokens(record)
+
+    def _renew_tokens(self, record: ClaimRecord) -> None:
+        for number, lease in enumerate(record.leases):
+            try:
+                self._give_token(record, number)
+            except GpuLeaseError as error:
+                if not isinstance(error, Disconnected):
+                    self._files.drop_token(record.uid, number)
+                self._on_message(f"claim {record.uid}: no new token for lease {lease.lease_id}: {error}")
+
+    def _give_token(self, record: ClaimRecord, number: int) -> None:
+        lease_id = lease_id_of(record.leases[number].lease_id)
+        request = issue_request(lease_id, _POD_PERMISSIONS, bytes.fromhex(record.audience), TOKEN_S, 0)
+        given = ask(Opcode.CAPABILITY_ISSUE, request, self._address)
+        self._files.write_token(record, number, base64.urlsafe_b64encode(given.token).decode())
+
+    def _give_tokens(self, record: ClaimRecord) -> None:
+        for number in range(len(record.leases)):
+            self._give_token(record, number)
+
+    # --- leases ---
+
+    def _acquire(self, ref: ClaimRef) -> ClaimRecord:
+        want = parse_claim(self._reader.claim(ref), ref, DRIVER, self._node)
+        cards = {device_name(card["uuid"]): card for card in self._cards()}
+        if missing := [device.device for device in want.devices if device.device not in cards]:
+            raise ClaimRefused(f"this node has no card {missing[0][:64]!r}", "Publish its ResourceSlice anew")
+        record = ClaimRecord(ref.uid, want.user, audience_of_user(want.user, self._address, self._socket).hex())
+        try:
+            for device in want.devices:
+                record = record.with_lease(self._lease(device, cards[device.device]))
+                self._files.save(record)
+            self._lengthen(record, want)
+            self._give_tokens(record)
+            self._files.write_spec(record, self._socket)
+            record = replace(record, is_ready=True)
+            self._files.save(record)
+            return record
+        except BaseException:
+            # What can't be ended now stays in the record, for the kubelet's next request.
+            self._end(record)
+            raise
+
+    def _lease(self, device: DeviceWant, card: Any) -> HeldLease:
+        size_bytes = card["capacity_bytes"] if device.size_bytes is None else device.size_bytes
+        first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
+        # Without a wait: a kubelet asks again, and would ask beside a wait.
+        request = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, 0, card["uuid"], _PARAMETERS)
+        given = ask(Opcode.LEASE_ALLOC, request, self._address)
+        return HeldLease(device.request, device.pool, device.device, device.share_id, str(LeaseId(given.lease_id)))
+
+    def _lengthen(self, record: ClaimRecord, want: ClaimWant) -> None:
+        ttl_ms = milliseconds(want.lease_s or self._lease_s, "leaseSeconds", least_ms=1)
+        for lease in record.leases:
+            ask(Opcode.LEASE_RENEW, LeaseRenew(lease_id_of(lease.lease_id), ttl_ms), self._address)
+
+    def _cards(self) -> list[dict[str, Any]]:
+        return list(ask(Opcode.GET_INVENTORY, Empty(), self._address).details)
+
+    def _state(self, lease: HeldLease) -> str:
+        """Return a lease's state as reports have it; "torndown" for one that the daemon does not know."""
+        try:
+            report = ask(Opcode.LEASE_QUERY, LeaseRef(lease_id_of(lease.lease_id)), self._address).report
+        except NotFound:
+            # A daemon that keeps no journal began anew: it ended its workers, and looked at the cards.
+            return "torndown"
+        return str(report.get("state"))
+
+    def _check_alive(self, record: ClaimRecord) -> None:
+        for lease in record.leases:
+            state = self._state(lease)
+            if state != "active":
+                raise LeaseOver(f"the lease {lease.lease_id} of this claim is {state}")
+
+    def _end(self, record: ClaimRecord) -> None:
+        """Free a record's leases, wait until every byte is proved free, forget the claim. Raises NotProvedFree."""
+        limit_s = time.monotonic() + PROOF_LIMIT_S
+        for lease in record.leases:
+            if self._state(lease) in ("active", "pending"):
+                try:
+                    ask(Opcode.LEASE_FREE, LeaseRef(lease_id_of(lease.lease_id)), self._address, PROOF_LIMIT_S)
+                except Disconnected:
+                    raise
+                except GpuLeaseError as error:
+                    # It ended by itself, or its end takes long: its state tells.
+                    self._on_message(f"claim {record.uid}: freeing {lease.lease_id}: {error}")
+            while (state := self._state(lease)) != "torndown":
+                if state == "fenced" or time.monotonic() > limit_s:
+                    raise NotProvedFree(f"the lease {lease.lease_id} of this claim is {state}")
+                time.sleep(LOOK_S)
+        self._files.forget(record.uid)
+
+    @contextmanager
+    def _turn(self, uid: str) -> Iterator[None]:
+        with self._guard:
+            lock, users = self._turns.get(uid, (threading.Lock(), 0))
+            self._turns[uid] = lock, users + 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._guard:
+                _, users = self._turns.pop(uid)
+                if users > 1:
+                    self._turns[uid] = lock, users - 1
+
+
+# --- who the pod's user is to the node ---
+
+
+def audience_of_user(user: int, address: str, socket: Path) -> bytes:
+    """Ask the node for a user's audience, by a process of that user's. Raises GpuLeaseError."""
+    command = [sys.executable, "-P", "-m", __name__, str(user), str(socket.stat().st_gid), address]
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=AUDIENCE_LIMIT_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        raise Disconnected(f"the node does not tell user {user} its audience") from None
+    if told.returncode != 0 or not re.fullmatch("[0-9a-f]{64}\n", told.stdout):
+        raise ClaimRefused(
+            f"user {user} gets no audience of the node: {told.stderr.strip()[-300:]}",
+            "The user must be able to connect to the daemon's socket; the driver must be root, or that user",
+        )
+    return bytes.fromhex(told.stdout)
+
+
+def _tell_audience(user: int, group: int, address: str) -> None:
+    """Become a user and print its audience. All is imported before: the user may not be able to read this package."""
+    if os.geteuid() != user:
+        os.setgroups([])
+        os.setresgid(group, group, group)
+        os.setresuid(user, user, user)
+    print(ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address).audience.hex())
+
+
+if __name__ == "__main__":
+    _tell_audience(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

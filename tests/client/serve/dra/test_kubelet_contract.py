@@ -1,0 +1,320 @@
+"""The DRA driver as a process, on a real daemon, asked over gRPC as a kubelet asks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulease.client.serve.dra.kubernetes_objects import device_name, resource_slices
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import FenceClear
+from helpers.daemon import Daemon, Faults, python_environment
+from helpers.kubelet import DRIVER, NODE, POD_USER, CallFailed, Claim, Device, Node, encode
+from helpers.waiting import wait_until
+
+CARD_BYTES = 64 << 20
+OPEN_SOCKET = 'socket_mode = "0666"\n'
+
+TROUBLE = ["the test withholds the proof", "fenced", "fence"]
+
+POD = """
+import os, sys
+from gpulease.client import GpuSession
+user, path, address = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+token = open(path).read()
+if user != os.geteuid():
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+session = GpuSession.attach(token, address)
+buffer = session.mem_alloc(64)
+session.mem_write(buffer, 0, b"from a pod")
+print(bytes(session.mem_read(buffer, 0, 10)).decode())
+session.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_node() -> Iterator[Node]:
+    daemon = Daemon(vram=["64MiB"], config=OPEN_SOCKET)
+    try:
+        daemon.wait_until_it_answers()
+        with Node(daemon) as node:
+            yield node
+    finally:
+        daemon.stop()
+
+
+@pytest.fixture
+def own_node(start_daemon: Callable[..., Daemon]) -> Iterator[Node]:
+    """A node of the test's own, whose driver it may start again."""
+    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET)) as node:
+        yield node
+
+
+@pytest.fixture
+def node(shared_node: Node) -> Iterator[Node]:
+    """The file's node; afterwards it holds nothing."""
+    yield shared_node
+    shared_node.api.forget_all()
+    for path in (shared_node.state / "claims").glob("*.json"):
+        assert shared_node.kubelet.unprepare(Claim({}, uid=path.stem)) == ""
+    assert shared_node.daemon.leases() == []
+    assert shared_node.daemon.available_bytes() == CARD_BYTES
+
+
+def device_of(daemon: Daemon) -> str:
+    return device_name(daemon.inventory().details[0]["uuid"])
+
+
+def claim_of(node: Node, size: str | None = "16Mi", **more: Any) -> Claim:
+    claim = Claim({"gpu": (device_of(node.daemon), size)}, **more)
+    node.api.add(claim)
+    return claim
+
+
+def run_pod(node: Node, claim: Claim) -> str:
+    token = node.state / "tokens" / claim.uid / "token-0"
+    command = [sys.executable, "-P", "-c", POD, str(POD_USER), str(token), node.daemon.address]
+    done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), check=False)
+    return done.stdout + done.stderr
+
+
+def test_a_prepared_claim_is_a_lease_that_its_pod_uses_by_a_token(node: Node) -> None:
+    claim = claim_of(node)
+    prepared = node.kubelet.prepare(claim)
+    assert isinstance(prepared, list)
+    (device,) = prepared
+    assert (device.requests, device.pool, device.name) == (["gpu"], NODE, device_of(node.daemon))
+    assert device.share_id == claim_share(node, claim)
+    (lease_id,) = node.lease_ids(claim)
+    report = node.daemon.query(lease_id)
+    assert (report["state"], report["size_bytes"]) == ("active", 16 << 20)
+    assert 500_000 < report["remaining_ms"] <= 600_000
+    assert run_pod(node, claim) == "from a pod\n"
+    assert node.kubelet.unprepare(claim) == ""
+    assert node.daemon.query(lease_id)["state"] == "torndown"
+    assert node.daemon.available_bytes() == CARD_BYTES
+    assert not list(node.cdi.iterdir())
+    assert not list((node.state / "tokens").iterdir())
+
+
+def claim_share(node: Node, claim: Claim) -> str:
+    path = f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
+    found: Any = node.api.objects[path]
+    return str(found["status"]["allocation"]["devices"]["results"][0]["shareID"])
+
+
+def test_a_container_gets_the_socket_a_token_and_no_device_node(node: Node) -> None:
+    claim = claim_of(node)
+    (device,) = prepared_devices(node.kubelet.prepare(claim))
+    spec = node.spec(claim)
+    assert device.cdi_ids == [f"{spec['kind']}={spec['devices'][0]['name']}"]
+    socket, tokens = spec["containerEdits"]["mounts"]
+    assert spec["containerEdits"]["env"] == ["GPULEASE_ADDRESS=unix:/run/gpulease/d.sock"]
+    assert (socket["hostPath"], socket["containerPath"]) == (str(node.daemon.socket_path), "/run/gpulease/d.sock")
+    assert all("ro" in mount["options"] for mount in (socket, tokens))
+    env = spec["devices"][0]["containerEdits"]["env"]
+    inside = f"{tokens['containerPath']}/token-0"
+    assert env == [f"GPULEASE_TOKEN_FILE={inside}", f"GPULEASE_TOKEN_FILE_GPU={inside}"]
+    token = Path(tokens["hostPath"]) / "token-0"
+    assert (token.stat().st_uid, token.stat().st_mode & 0o777) == (POD_USER, 0o400)
+    assert "deviceNodes" not in json.dumps(spec)
+    assert "/dev" not in json.dumps(spec)
+
+
+def prepared_devices(prepared: list[Device] | str) -> list[Device]:
+    assert isinstance(prepared, list), prepared
+    return prepared
+
+
+def test_a_claim_prepared_again_has_the_lease_that_it_had(node: Node) -> None:
+    claim = claim_of(node)
+    first = prepared_devices(node.kubelet.prepare(claim))
+    lease_ids = node.lease_ids(claim)
+    node.api.delete(claim)
+    (node.cdi / f"gpulease-{claim.uid}.json").unlink()
+    assert node.kubelet.prepare(claim) == first
+    assert node.lease_ids(claim) == lease_ids
+    assert node.spec(claim)
+    assert len(node.daemon.leases()) == 1
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_driver_that_starts_again_knows_what_it_prepared(own_node: Node, kill: bool) -> None:
+    claim = claim_of(own_node)
+    first = own_node.kubelet.prepare(claim)
+    lease_ids = own_node.lease_ids(claim)
+    own_node.stop(kill=kill)
+    assert own_node.daemon.query(lease_ids[0])["state"] == "active"
+    own_node.start()
+    assert own_node.kubelet.prepare(claim) == first
+    assert own_node.lease_ids(claim) == lease_ids
+    assert run_pod(own_node, claim) == "from a pod\n"
+    assert own_node.kubelet.unprepare(claim) == ""
+    assert own_node.daemon.available_bytes() == CARD_BYTES
+
+
+def test_a_driver_killed_while_it_prepared_begins_anew(own_node: Node) -> None:
+    """The record of a claim that is not ready names leases that nobody was told of."""
+    claim = claim_of(own_node, None)
+    assert isinstance(own_node.kubelet.prepare(claim), list)
+    (early,) = own_node.lease_ids(claim)
+    own_node.stop(kill=True)
+    path = own_node.state / "claims" / f"{claim.uid}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"is_ready": False}))
+    own_node.start()
+    assert isinstance(own_node.kubelet.prepare(claim), list)
+    assert own_node.daemon.query(early)["state"] == "torndown"
+    assert own_node.lease_ids(claim) != [early]
+
+
+def test_unprepare_twice_and_of_what_was_never_prepared_is_done(node: Node) -> None:
+    claim = claim_of(node)
+    node.kubelet.prepare(claim)
+    assert node.kubelet.unprepare(claim) == ""
+    assert node.kubelet.unprepare(claim) == ""
+    assert node.kubelet.unprepare(Claim({})) == ""
+
+
+def test_a_full_node_prepares_nothing_and_keeps_nothing(node: Node) -> None:
+    first = claim_of(node, None, name="first")
+    assert isinstance(node.kubelet.prepare(first), list)
+    second = claim_of(node, "16Mi", name="second")
+    told = node.kubelet.prepare(second)
+    assert isinstance(told, str)
+    assert "other leases hold the memory" in told
+    assert len(node.daemon.leases()) == 1
+    assert not (node.state / "claims" / f"{second.uid}.json").exists()
+    assert node.kubelet.unprepare(first) == ""
+    assert isinstance(node.kubelet.prepare(second), list)
+
+
+def test_a_claim_of_two_parts_of_which_one_has_no_room_gets_neither(node: Node) -> None:
+    device = device_of(node.daemon)
+    claim = Claim({"small": (device, "16Mi"), "large": (device, "60Mi")})
+    node.api.add(claim)
+    assert isinstance(node.kubelet.prepare(claim), str)
+    assert node.daemon.leases() == []
+    assert node.daemon.available_bytes() == CARD_BYTES
+
+
+def test_a_force_deleted_pod_s_bytes_are_nobody_s_until_they_are_proved_free(
+    start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    withheld = tmp_path / "withheld"
+    withheld.touch()
+    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET, faults=Faults(withhold_proof_while=withheld))) as node:
+        old = claim_of(node, None, name="old")
+        assert isinstance(node.kubelet.prepare(old), list)
+        # Pod and claim are gone from the API before the kubelet has heard of it.
+        node.api.delete(old)
+        new = claim_of(node, None, name="new")
+        assert isinstance(node.kubelet.prepare(new), str)
+        (lease_id,) = node.lease_ids(old)
+        os.kill(node.daemon.worker_pid(lease_id), signal.SIGKILL)
+        wait_until(lambda: node.daemon.query(lease_id)["state"] == "draining", "the lease ends")
+        assert isinstance(node.kubelet.prepare(new), str)
+        assert not (node.state / "claims" / f"{new.uid}.json").exists()
+        withheld.unlink()
+        assert node.kubelet.unprepare(old) == ""
+        assert isinstance(node.kubelet.prepare(new), list)
+        node.daemon.allowed_trouble += TROUBLE
+
+
+def test_a_fenced_claim_stays_until_an_operator_clears_it(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    withheld = tmp_path / "withheld"
+    withheld.touch()
+    config = OPEN_SOCKET + "[limits]\nreclaim_timeout_s = 1\n"
+    with Node(start_daemon(vram=["64MiB"], config=config, faults=Faults(withhold_proof_while=withheld))) as node:
+        claim = claim_of(node, None)
+        assert isinstance(node.kubelet.prepare(claim), list)
+        assert "fenced" in node.kubelet.unprepare(claim)
+        assert "fenced" in str(node.kubelet.prepare(claim))
+        withheld.unlink()
+        ask(Opcode.FENCE_CLEAR, FenceClear(None), node.daemon.address)
+        assert node.kubelet.unprepare(claim) == ""
+        assert node.daemon.available_bytes() == CARD_BYTES
+        node.daemon.allowed_trouble += TROUBLE
+
+
+def test_a_uid_that_kubernetes_would_not_make_reaches_no_file(node: Node) -> None:
+    before = sorted(node.folder.rglob("*"))
+    good = str(uuid.uuid4())
+    for uid in ("", "../../../etc/passwd", "a/b", "A" * 36, "0" * 36, good.upper() + "A", f"{good}\n", f"{good}/.."):
+        claim = Claim({"gpu": (device_of(node.daemon), "1Mi")}, uid=uid)
+        node.api.add(claim)
+        assert "no claim's uid" in str(node.kubelet.prepare(claim)), uid
+        assert "no claim's uid" in node.kubelet.unprepare(claim), uid
+    assert sorted(node.folder.rglob("*")) == before
+    assert node.api.asked == []
+
+
+def test_a_hostile_name_reaches_no_api(node: Node) -> None:
+    for claim in (Claim({}, name="../secrets/x"), Claim({}, namespace="a?b=c"), Claim({}, name="x" * 300)):
+        assert "no claim's name" in str(node.kubelet.prepare(claim))
+    assert node.api.asked == []
+
+
+def test_a_claim_made_again_by_the_same_name_is_another_one(node: Node) -> None:
+    claim = claim_of(node)
+    told = node.kubelet.prepare(replace(claim, uid=str(uuid.uuid4())))
+    assert isinstance(told, str)
+    assert claim.uid in told
+    assert node.daemon.leases() == []
+
+
+def test_parameters_that_make_no_sense_are_refused_by_name(node: Node) -> None:
+    for parameters, said in (
+        ({}, "user"),
+        ({"user": 0}, "user"),
+        ({"user": True}, "user"),
+        ({"user": 2**32 - 1}, "user"),
+        ({"user": POD_USER, "leaseSeconds": 0}, "leaseSeconds"),
+        ({"user": POD_USER, "leaseSeconds": 10**9}, "leaseSeconds"),
+        ({"user": POD_USER, "root": True}, "root"),
+    ):
+        told = node.kubelet.prepare(claim_of(node, parameters=parameters))
+        assert isinstance(told, str), parameters
+        assert said in told
+    assert node.daemon.leases() == []
+
+
+def test_a_claim_whose_lease_was_revoked_is_not_prepared_again(node: Node) -> None:
+    claim = claim_of(node)
+    node.kubelet.prepare(claim)
+    (lease_id,) = node.lease_ids(claim)
+    node.daemon.revoke(lease_id)
+    assert "torndown" in str(node.kubelet.prepare(claim))
+    assert node.kubelet.unprepare(claim) == ""
+
+
+def test_an_older_kubelet_is_served_by_v1beta1(node: Node) -> None:
+    claim = claim_of(node)
+    (device,) = prepared_devices(node.kubelet.prepare(claim, "v1beta1"))
+    assert device.share_id == ""
+    assert node.kubelet.unprepare(claim, "v1beta1") == ""
+
+
+def test_a_request_of_too_many_claims_is_refused_whole(node: Node) -> None:
+    request = encode(*((1, encode((2, str(uuid.uuid4())))) for _ in range(257)))
+    with pytest.raises(CallFailed, match="INVALID_ARGUMENT"):
+        node.kubelet.call("/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources", request)
+
+
+def test_the_slice_offers_each_card_to_several_claims(node: Node) -> None:
+    made = resource_slices(node.daemon.inventory().details, NODE, 3)
+    assert (made["kind"], made["spec"]["driver"], made["spec"]["pool"]["generation"]) == ("ResourceSlice", DRIVER, 3)
+    (card,) = made["spec"]["devices"]
+    assert card["allowMultipleAllocations"] is True
+    assert card["capacity"]["vram"]["value"] == str(CARD_BYTES)
+    assert card["capacity"]["vram"]["requestPolicy"]["validRange"]["step"] == str(1 << 20)

@@ -1,0 +1,313 @@
+"""A kubelet and an API server of the test's own, as far as a DRA driver meets them.
+
+Messages are encoded here by the field numbers of the kubelet's .proto files, not by the driver's descriptors: a wrong
+number of the driver's would otherwise be wrong on both sides.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from helpers.daemon import Daemon, python_environment
+from helpers.waiting import wait_until
+
+DRIVER = "dra.gpulease.internal"
+NODE = "node-a"
+ACCOUNT_TOKEN = "account-token"
+POD_USER = os.getuid() or 12345
+"""The user that pods run as. Without root there is only the test's own."""
+
+
+def encode(*fields: tuple[int, str | bytes]) -> bytes:
+    """A protobuf message of length-delimited fields."""
+    parts = []
+    for number, value in fields:
+        data = value.encode() if isinstance(value, str) else value
+        parts += [_varint(number << 3 | 2), _varint(len(data)), data]
+    return b"".join(parts)
+
+
+def decode(data: bytes) -> dict[int, list[bytes]]:
+    """The fields of such a message by their numbers."""
+    found: dict[int, list[bytes]] = {}
+    place = 0
+    while place < len(data):
+        tag, place = _read_varint(data, place)
+        assert tag & 7 == 2, data
+        size, place = _read_varint(data, place)
+        found.setdefault(tag >> 3, []).append(data[place : place + size])
+        place += size
+    return found
+
+
+def _varint(value: int) -> bytes:
+    made = bytearray()
+    while value > 0x7F:
+        made.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*made, value])
+
+
+def _read_varint(data: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[place] & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if not data[place - 1] & 0x80:
+            return value, place
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A ResourceClaim that the scheduler gave parts of cards, by the requests' names: (device, size or None)."""
+
+    parts: dict[str, tuple[str, str | None]]
+    name: str = "claim"
+    namespace: str = "default"
+    uid: str = field(default_factory=lambda: str(uuid.uuid4()))
+    parameters: dict[str, Any] = field(default_factory=lambda: {"user": POD_USER})
+
+    def as_object(self) -> dict[str, Any]:
+        """As the API server answers it."""
+        results = [
+            {"request": request, "driver": DRIVER, "pool": NODE, "device": device, "shareID": str(uuid.uuid4())}
+            | ({} if size is None else {"consumedCapacity": {"vram": size}})
+            for request, (device, size) in self.parts.items()
+        ]
+        parameters = {"apiVersion": "gpulease.internal/v1", "kind": "LeaseParameters"} | self.parameters
+        config = [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": parameters}}]
+        return {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": self.name, "namespace": self.namespace, "uid": self.uid},
+            "status": {"allocation": {"devices": {"results": results, "config": config}}},
+        }
+
+
+class ApiServer:
+    """Answers `GET .../resourceclaims/NAME`, to the driver's account alone."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, object] = {}
+        self.asked: list[str] = []
+        served = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                served.asked.append(self.path)
+                found = served.objects.get(self.path)
+                allowed = self.headers["Authorization"] == f"Bearer {ACCOUNT_TOKEN}"
+                status = 200 if allowed and found is not None else 404 if allowed else 403
+                body = json.dumps(found if status == 200 else {"kind": "Status", "code": status}).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def add(self, claim: Claim) -> None:
+        """Have a claim, instead of any that has its name."""
+        self.objects[self._path(claim)] = claim.as_object()
+
+    def delete(self, claim: Claim) -> None:
+        """Have it no more."""
+        del self.objects[self._path(claim)]
+
+    def forget_all(self) -> None:
+        """Have no claim, and forget what was asked."""
+        self.objects.clear()
+        self.asked.clear()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    @staticmethod
+    def _path(claim: Claim) -> str:
+        return f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A prepared device as the driver tells it."""
+
+    requests: list[str]
+    pool: str
+    name: str
+    cdi_ids: list[str]
+    share_id: str
+
+
+class CallFailed(Exception):
+    """The call itself failed, with gRPC's status."""
+
+
+class Kubelet:
+    """Calls one driver over its sockets."""
+
+    def __init__(self, socket: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "helpers.kubelet_calls", str(socket)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=python_environment(),
+        )
+
+    def call(self, method: str, request: bytes = b"") -> bytes:
+        """One call's answer. Raises CallFailed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{method} {request.hex()}\n")
+        self._process.stdin.flush()
+        outcome, _, rest = self._process.stdout.readline().strip("\n").partition(" ")
+        if outcome != "ok":
+            raise CallFailed(rest)
+        return bytes.fromhex(rest)
+
+    def _ask(self, verb: str, claims: tuple[Claim, ...], version: str) -> dict[str, dict[int, list[bytes]]]:
+        request = encode(
+            *((1, encode((1, claim.namespace), (2, claim.uid), (3, claim.name))) for claim in claims),
+        )
+        answer = self.call(f"/k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin/Node{verb}Resources", request)
+        entries = map(decode, decode(answer).get(1, []))
+        return {entry[1][0].decode(): decode(entry.get(2, [b""])[0]) for entry in entries}
+
+    def prepare(self, claim: Claim, version: str = "v1") -> list[Device] | str:
+        """A claim's devices, or the driver's error."""
+        (found,) = self._ask("Prepare", (claim,), version).items()
+        assert found[0] == claim.uid
+        if 2 in found[1]:
+            return found[1][2][0].decode()
+        devices = []
+        for data in found[1].get(1, []):
+            texts = {number: [value.decode() for value in values] for number, values in decode(data).items()}
+            (pool,), (name,), (share_id,) = texts[2], texts[3], texts.get(5, [""])
+            devices.append(Device(texts[1], pool, name, texts[4], share_id))
+        return devices
+
+    def unprepare(self, claim: Claim, version: str = "v1") -> str:
+        """The driver's error; "" if it is done."""
+        (found,) = self._ask("Unprepare", (claim,), version).items()
+        assert found[0] == claim.uid
+        return found[1].get(1, [b""])[0].decode()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+class Node:
+    """A driver's process on a daemon, with the kubelet that calls it and the API server that it asks."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._stack = ExitStack()
+        self.daemon = daemon
+        self.folder = daemon.folder / "k"
+        self.cdi = self.folder / "cdi"
+        self.folder.mkdir()
+        # Pods are other users.
+        daemon.folder.chmod(0o711)
+        (self.folder / "account").write_text(ACCOUNT_TOKEN + "\n")
+        self.api = ApiServer()
+        self._stack.callback(self.api.close)
+        self.start()
+
+    @property
+    def state(self) -> Path:
+        """The driver's own files."""
+        return self.folder / "plugins" / DRIVER / "state"
+
+    def start(self) -> None:
+        """Start the driver, and a kubelet that has found its service by the registration."""
+        self._log = (self.folder / "log").open("a+")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "gpulease.client.serve.dra", "serve"),
+                *("--node", NODE, "--daemon", self.daemon.address, "--lease-secs", "600"),
+                *("--kubelet", str(self.folder), "--cdi", str(self.cdi)),
+                *("--api-server", self.api.url, "--api-token", str(self.folder / "account")),
+            ],
+            stdout=self._log,
+            stderr=self._log,
+            stdin=subprocess.DEVNULL,
+            env=python_environment(),
+        )
+        registration = self.folder / "plugins_registry" / f"{DRIVER}-reg.sock"
+
+        def serves() -> bool:
+            assert self.process.poll() is None, self.log()
+            return bool(re.search("serves .*\n$", self.log()))
+
+        wait_until(serves, "the driver serves", seen=self.log)
+        registrar = Kubelet(registration)
+        try:
+            info = decode(registrar.call("/pluginregistration.Registration/GetInfo"))
+            assert info[1] == [b"DRAPlugin"]
+            assert info[2] == [DRIVER.encode()]
+            assert info[4] == [b"v1.DRAPlugin", b"v1beta1.DRAPlugin"]
+            registered = b"\x08\x01"
+            assert registrar.call("/pluginregistration.Registration/NotifyRegistrationStatus", registered) == b""
+        finally:
+            registrar.close()
+        self.kubelet = Kubelet(Path(info[3][0].decode()))
+
+    def stop(self, *, kill: bool = False) -> None:
+        """End the driver, in good order or as a crash does. Prepared claims stay."""
+        self.kubelet.close()
+        if kill:
+            self.process.kill()
+        else:
+            self.process.terminate()
+        status = self.process.wait(30)
+        assert kill or status == 0, self.log()
+        self._log.close()
+
+    def log(self) -> str:
+        """All that the driver has said."""
+        return (self.folder / "log").read_text()
+
+    def spec(self, claim: Claim) -> dict[str, Any]:
+        """A claim's CDI specification."""
+        found: dict[str, Any] = json.loads((self.cdi / f"gpulease-{claim.uid}.json").read_text())
+        return found
+
+    def lease_ids(self, claim: Claim) -> list[int]:
+        """The leases of a prepared claim, as the driver wrote them down."""
+        record = json.loads((self.state / "claims" / f"{claim.uid}.json").read_text())
+        return [int(lease["lease_id"], 16) for lease in record["leases"]]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self.process.poll() is None:
+                self.stop()
+        finally:
+            self._stack.close()

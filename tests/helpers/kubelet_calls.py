@@ -1,0 +1,27 @@
+"""`python -m helpers.kubelet_calls SOCKET`: does gRPC calls for a test, each a line "METHOD HEX" on its input.
+
+A process of its own, because gRPC keeps threads and descriptors for as long as its process lives. It prints "ok HEX" or
+"failed CODE DETAILS" for each call. Bytes go through as they are: the test has its own encoding.
+"""
+
+import sys
+
+import grpc
+
+CALL_LIMIT_S = 45.0
+"""The kubelet's own limit for a driver's answer."""
+
+
+def main() -> None:
+    with grpc.insecure_channel(f"unix:{sys.argv[1]}") as channel:
+        for line in sys.stdin:
+            method, _, body = line.strip().partition(" ")
+            call = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
+            try:
+                print("ok", call(bytes.fromhex(body), timeout=CALL_LIMIT_S).hex(), flush=True)
+            except grpc.RpcError as error:
+                print("failed", error.code().name, error.details(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
