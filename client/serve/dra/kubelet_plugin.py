@@ -141,7 +141,7 @@ for _described in (_REGISTRATION, *map(_dra_file, DRA_VERSIONS)):
 
 
 def message(name: str) -> Any:
-    """Return the class of a message by its full name, such as `pluginregistration.PluginInfo`."""
+    """Return the class of a message by its full name, its package first."""
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(name))
 
 

@@ -51,10 +51,9 @@ _NAMESPACE: Final = re.compile(_LABEL)
 _NAME: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _QUANTITY: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?|\.\d{1,20})(?:([KMGTPE]i|[mkMGTPE])|[eE]([+-]?\d{1,2}))?")
 _SCALE: Final = {
-    **{f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
-    **{letter: Decimal(1000) ** power for power, letter in enumerate("mkMGTPE", -1) if letter != "k"},
     "m": Decimal("0.001"),
-    "k": Decimal(1000),
+    **{letter: Decimal(1000) ** power for power, letter in enumerate("kMGTPE", 1)},
+    **{f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
 }
 
 

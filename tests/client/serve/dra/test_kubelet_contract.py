@@ -212,8 +212,8 @@ def test_a_force_deleted_pod_s_bytes_are_nobody_s_until_they_are_proved_free(
     start_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     withheld = tmp_path / "withheld"
-    withheld.touch()
     with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET, faults=Faults(withhold_proof_while=withheld))) as node:
+        withheld.touch()
         old = claim_of(node, None, name="old")
         assert isinstance(node.kubelet.prepare(old), list)
         # Pod and claim are gone from the API before the kubelet has heard of it.
@@ -233,9 +233,9 @@ def test_a_force_deleted_pod_s_bytes_are_nobody_s_until_they_are_proved_free(
 
 def test_a_fenced_claim_stays_until_an_operator_clears_it(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     withheld = tmp_path / "withheld"
-    withheld.touch()
     config = OPEN_SOCKET + "[limits]\nreclaim_timeout_s = 1\n"
     with Node(start_daemon(vram=["64MiB"], config=config, faults=Faults(withhold_proof_while=withheld))) as node:
+        withheld.touch()
         claim = claim_of(node, None)
         assert isinstance(node.kubelet.prepare(claim), list)
         assert "fenced" in node.kubelet.unprepare(claim)

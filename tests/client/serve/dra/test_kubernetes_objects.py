@@ -92,7 +92,7 @@ def test_any_object_is_read_or_refused(found: Any, at: str) -> None:
         "one": (devices["results"], 0),
         "opaque": (devices["config"][0], "opaque"),
     }[at]
-    holder[name] = found  # type: ignore[index]
+    holder[name] = found
     with suppress(ClaimRefused):
         assert parse_claim(whole, REF, DRIVER, NODE).devices
 
