@@ -1,0 +1,239 @@
+"""`gpulease-slurm`: Slurm's prolog, task prolog and epilog. A job's `--gres=vram:N` is a lease of N MiB.
+
+The job's user is the lease's tenant: prolog and epilog are root, and ask the daemon as that user. The lease ends with
+the job, and at the job's time limit if the epilog never runs. An epilog that can't prove the memory free fails, and
+Slurm drains the node.
+"""
+
+import json
+import os
+import pwd
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import click
+
+from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences
+from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, milliseconds
+from gpulease.client.errors import Disconnected, Fenced, GpuLeaseError, NotFound, TimedOut
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
+from gpulease.protocol.lease_ids import LeaseId, lease_id_of
+from gpulease.protocol.messages import LeaseAlloc, LeaseRef, LeaseRenew
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ORPHAN_TAG
+from gpulease.protocol.primitives import LeaseParameter
+
+GRES: Final = "vram"
+MIB: Final = 1 << 20
+
+FIRST_LEASE_S: Final = 30.0
+"""Life of a lease until its record is on the disk: a prolog that is killed between the two forgets it."""
+
+MARGIN_S: Final = 60.0
+"""Seconds that a lease lasts beyond its job's time limit: Slurm warns a job, and then kills it."""
+
+MAX_LEASE_S: Final = 86_400.0
+"""Longest lease: that of a daemon by default. A job of more time has its lease end first."""
+
+WAIT_S: Final = 10.0
+"""Seconds to wait for room: the job before may have ended this moment. A prolog that fails drains its node."""
+
+PROOF_LIMIT_S: Final = 60.0
+"""Seconds to wait until the memory is proved free, well within Slurm's PrologEpilogTimeout."""
+
+SCONTROL_LIMIT_S: Final = 20.0
+LOOK_S: Final = 0.05
+
+_JOB_ID: Final = re.compile(r"[1-9]\d{0,9}")
+_TRES: Final = re.compile(rf"(?:^|[ ,=])gres[:/]{GRES}[:=](\d{{1,12}})([KMGTkmgt]?)(?![\w.])")
+_SCALE: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+_folder = click.option(
+    "--folder", type=click.Path(path_type=Path), default=Path("/run/gpulease-slurm"), show_default=True
+)
+_daemon = click.option(
+    "--daemon", "address", default=DEFAULT_ADDRESS, show_default=True, envvar=ADDRESS_VARIABLE, help="unix:PATH."
+)
+
+
+@click.group()
+def main() -> None:
+    """Slurm's jobs as leases. client/serve/slurm/README.md is the guide."""
+
+
+@main.command()
+@_folder
+@_daemon
+def prolog(folder: Path, address: str) -> None:
+    """Acquire the job's lease. For slurm.conf's Prolog, with PrologFlags=Alloc."""
+    job, user = _job_id(os.environ), _number(os.environ, "SLURM_JOB_UID")
+    size_bytes = size_of_job(_job_line(job))
+    path = folder / f"{job}.json"
+    if not size_bytes or path.exists():
+        # Slurm may run a prolog again, for the job's further steps.
+        return
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
+    wait_ms = milliseconds(WAIT_S, "the wait", least_ms=0)
+    orphan = (LeaseParameter(ORPHAN_TAG, bytes(4)),)
+    request = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, wait_ms, None, orphan)
+    lease_id = as_user(user, lambda: str(LeaseId(ask(Opcode.LEASE_ALLOC, request, address).lease_id)))
+    _write(path, {"lease_id": lease_id, "user": user, "address": address})
+    renew = LeaseRenew(lease_id_of(lease_id), milliseconds(_left_s(os.environ), "the lease's time", least_ms=1))
+    as_user(user, lambda: str(ask(Opcode.LEASE_RENEW, renew, address).generation))
+
+
+@main.command("task-prolog")
+@_folder
+def task_prolog(folder: Path) -> None:
+    """Print what Slurm adds to the environment of the job's tasks. For slurm.conf's TaskProlog."""
+    record = _read(folder / f"{_job_id(os.environ)}.json")
+    if record is not None:
+        click.echo(f"export {ADDRESS_VARIABLE}={record['address']}\nexport {LEASE_ID_VARIABLE}={record['lease_id']}")
+
+
+@main.command()
+@_folder
+def epilog(folder: Path) -> None:
+    """Free the job's lease and wait for the proof. For slurm.conf's Epilog; a failure drains the node."""
+    path = folder / f"{_job_id(os.environ)}.json"
+    record = _read(path)
+    if record is not None:
+        as_user(int(str(record["user"])), lambda: _free(lease_id_of(str(record["lease_id"])), str(record["address"])))
+        path.unlink()
+
+
+def _free(lease_id: LeaseId, address: str) -> str:
+    limit_s = time.monotonic() + PROOF_LIMIT_S
+    try:
+        ask(Opcode.LEASE_FREE, LeaseRef(lease_id), address, PROOF_LIMIT_S)
+    except Disconnected:
+        raise
+    except GpuLeaseError as error:
+        # It ended before, by its time or an operator: its state tells of its memory.
+        click.echo(f"gpulease-slurm: {error}", err=True)
+    while (state := _state(lease_id, address)) != "torndown":
+        if state == "fenced":
+            raise Fenced(f"lease {lease_id}: its memory is not proved free", "Clear it: gpulease fence clear")
+        if time.monotonic() > limit_s:
+            raise TimedOut(f"lease {lease_id} is {state} after {PROOF_LIMIT_S:g} s")
+        time.sleep(LOOK_S)
+    return ""
+
+
+def _state(lease_id: LeaseId, address: str) -> str:
+    try:
+        return str(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), address).report.get("state"))
+    except NotFound:
+        # A daemon that keeps no journal began anew: it ended its workers, and looked at the cards.
+        return "torndown"
+
+
+# --- what Slurm tells ---
+
+
+def size_of_job(line: str) -> int:
+    """Return the bytes per node that a job's line of `scontrol show job -o` asks for; 0 if it names no vram."""
+    for field in line.split(" "):
+        if field.startswith("TresPerNode="):
+            found = _TRES.search(field)
+            if found:
+                return int(found[1]) * _SCALE[found[2].lower()] * MIB
+    return 0
+
+
+def _job_line(job: str) -> str:
+    command = ["scontrol", "show", "job", "-o", job]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_LIMIT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CannotStart(f"scontrol does not describe job {job}: {error}") from None
+
+
+def _job_id(environment: Mapping[str, str]) -> str:
+    job = environment.get("SLURM_JOB_ID", "")
+    if not _JOB_ID.fullmatch(job):
+        raise CannotStart(f"SLURM_JOB_ID is {job[:32]!r}: Slurm runs this, as slurm.conf's Prolog or Epilog")
+    return job
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not re.fullmatch(r"\d{1,10}", text):
+        raise CannotStart(f"{name} is {text[:32]!r}, not a number")
+    return int(text)
+
+
+def _left_s(environment: Mapping[str, str]) -> float:
+    """Return the seconds of the job's lease. Slurm tells the end by the wall clock; older ones do not tell."""
+    if not environment.get("SLURM_JOB_END_TIME"):
+        return MAX_LEASE_S
+    left_s = _number(environment, "SLURM_JOB_END_TIME") - time.time() + MARGIN_S
+    return min(max(left_s, MARGIN_S), MAX_LEASE_S)
+
+
+# --- records, and other users ---
+
+
+def _read(path: Path) -> dict[str, object] | None:
+    try:
+        found = json.loads(path.read_text())
+        return {name: found[name] for name in ("lease_id", "user", "address")}
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        raise CannotStart(f"{path}: {error}. Was it changed?") from None
+
+
+def _write(path: Path, record: Mapping[str, object]) -> None:
+    new = path.with_suffix(".new")
+    with new.open("w") as file:
+        file.write(json.dumps(record))
+        file.flush()
+        os.fsync(file.fileno())
+    new.chmod(0o644)
+    new.replace(path)
+
+
+def as_user(user: int, action: Callable[[], str]) -> str:
+    """Return an action's text, done by a child process of that user. Raises CannotStart with the child's error.
+
+    The child has the user's groups: who may not write to the daemon's socket gets no lease.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if os.geteuid() != user:
+                known = pwd.getpwuid(user)
+                os.initgroups(known.pw_name, known.pw_gid)
+                os.setresgid(known.pw_gid, known.pw_gid, known.pw_gid)
+                os.setresuid(user, user, user)
+            said, status = action(), 0
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode()[:4096])
+        os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as told:
+        said = told.read().decode(errors="replace")
+    if os.waitpid(child, 0)[1] != 0:
+        raise CannotStart(f"as user {user}: {said}")
+    return said
+
+
+def run() -> None:
+    """Run the command that the command line names."""
+    with failures_as_sentences():
+        sys.exit(main(prog_name="gpulease-slurm", standalone_mode=True))
+
+
+if __name__ == "__main__":
+    run()
