@@ -250,6 +250,19 @@ class LogEvent(Enum):
         "relay.not_watched", ERROR, "a relay won't end if its certificate is revoked", ("relay_pid", "reason")
     )
     RELAY_ENDED = Kind("relay.ended", WARNING, "a relay ended badly", ("relay_pid", "reason"))
+    DIRECTORY_LISTENS = Kind("directory.listens", INFO, "a directory of a fleet listens", ("address", "version"))
+    DIRECTORY_CURRENT = Kind(
+        "directory.current", INFO, "the directory's view of its fleet is current", ("nodes", "names")
+    )
+    DIRECTORY_STALE = Kind(
+        "directory.stale", ERROR, "etcd has not answered for too long: the directory names no nodes", ("reason",)
+    )
+    DIRECTORY_COUNTS = Kind(
+        "directory.counts",
+        INFO,
+        "the directory's last minute",
+        ("nodes", "names", "placed", "unplaced", "listed", "refused", "bad_records"),
+    )
     STRANGER_REFUSED = Kind(
         "stranger.refused", WARNING, "turned away who would connect", ("peer", "reason", "suppressed")
     )

@@ -1,0 +1,432 @@
+"""A directory's connections: HELLO, PING, PLACE and FLEET_LIST over Unix sockets, loopback TCP and TLS.
+
+A peer is bounded in time, in memory, and in connections from its source. The bound counts from accept on, so that a
+handshake that never ends counts too.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import ssl
+import struct
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
+from gpulease.daemon.host.version import AGENT
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.rate_limit import RateLimitedLog
+from gpulease.daemon.log.writer import log_event
+from gpulease.daemon.remote.node_identity import BadIdentity, IdentityFiles, NoTenant, server_context, tenant_named
+from gpulease.daemon.remote.tls_settings import OVER_TCP
+from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddress
+from gpulease.protocol.connection import Connection, EndOfStream, Event, Rejected, Request, Role, StreamBroken
+from gpulease.protocol.errors import LocalProtocolError
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES
+from gpulease.protocol.messages import Body, HelloReply
+from gpulease.protocol.opcodes import Opcode, Status
+
+MAX_CONNECTIONS: Final = 2048
+"""Connections at a time. Each holds a descriptor and, by TLS, some 100 KiB; tenants leave after one answer."""
+
+MAX_PER_SOURCE: Final = 256
+"""Connections at a time from one IP address, or of one local user. Stops one host from taking all of them."""
+
+HANDSHAKE_TIMEOUT_S: Final = 5.0
+"""From accept to the end of TLS's handshake, which takes one round trip. Stops peers that connect and say nothing."""
+
+HELLO_TIMEOUT_S: Final = 5.0
+"""From then to HELLO; the reason is that of HANDSHAKE_TIMEOUT_S."""
+
+STALL_TIMEOUT_S: Final = 5.0
+"""From the first byte of a frame to its last, and for a peer to read what was written."""
+
+IDLE_TIMEOUT_S: Final = 30.0
+"""Without a request. A tenant asks once and leaves."""
+
+REQUESTS_PER_TURN: Final = 4
+"""Requests of one connection that are served in a row: one that fits no node looks at every node."""
+
+WRITE_BUFFER_BYTES: Final = 256 << 10
+"""Unread answers from which on nothing more is read from the peer."""
+
+READ_BUFFER_BYTES: Final = 4 << 10
+"""Size of a connection's read buffer, which nearly every request fits."""
+
+BACKLOG: Final = 512
+
+NO_DESCRIPTORS_PAUSE_S: Final = 0.1
+"""After the host had no descriptor for a connection, until the next accept."""
+
+_UCRED: Final = struct.Struct("3i")
+
+
+class CannotServe(Exception):
+    """Raised for an address that a directory can't listen on; the text says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryPeer:
+    """The other end of a connection. Operators see all names; others see those of `tenant`."""
+
+    tenant: str
+    is_operator: bool = False
+
+
+class DirectoryServer:
+    """Accepts connections and serves them from a fleet's view.
+
+    Args:
+        fleet: What is served.
+        files: The certificate of this directory, its key, and the tenants' CAs; None without TLS.
+        operators: Tenants who are operators when they come by TLS.
+    """
+
+    def __init__(self, fleet: FleetWatch, files: IdentityFiles | None, operators: frozenset[str] = frozenset()) -> None:
+        """Raises BadIdentity."""
+        self._fleet = fleet
+        self._files = files
+        self._operators = operators
+        self._context = None if files is None else server_context(files)
+        self._stamps = None if files is None else files.stamps()
+        self._sources: Counter[object] = Counter()
+        self._refusals = RateLimitedLog(LogEvent.STRANGER_REFUSED)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._openings: set[asyncio.Task[None]] = set()
+        self._listeners: list[socket.socket] = []
+        self._paths: list[str] = []
+        self._connections: set[DirectoryConnection] = set()
+
+    @property
+    def connections(self) -> int:
+        """The number of connections, those in a handshake included."""
+        return self._sources.total()
+
+    def listen(self, address: Address) -> Address:
+        """Listen on one more address; returns it with the port that the kernel chose. Raises CannotServe."""
+        if isinstance(address, TlsAddress) and self._files is None:
+            raise CannotServe(f"{address}: TLS needs --certificate, --key and --client-ca")
+        try:
+            sock, bound = _bound(address)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise CannotServe(f"can't listen on {address}: {why}") from None
+        self._listeners.append(sock)
+        if isinstance(address, UnixAddress):
+            self._paths.append(address.path)
+        self._tasks.append(asyncio.get_running_loop().create_task(self._accept(sock, bound)))
+        log_event(LogEvent.DIRECTORY_LISTENS, address=str(bound), version=AGENT)
+        return bound
+
+    async def close(self) -> None:
+        """Stop listening, and close all connections."""
+        tasks = [*self._tasks, *self._openings]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+        for path in self._paths:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        for connection in list(self._connections):
+            connection.abort()
+
+    async def _accept(self, listener: socket.socket, address: Address) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError:
+                await asyncio.sleep(NO_DESCRIPTORS_PAUSE_S)
+                continue
+            source = _source(sock)
+            if source is None or self.connections >= MAX_CONNECTIONS or self._sources[source] >= MAX_PER_SOURCE:
+                self._refusals.add(str(source), "too many connections")
+                sock.close()
+                continue
+            self._sources[source] += 1
+            task = loop.create_task(self._open(sock, source, address))
+            self._openings.add(task)
+            task.add_done_callback(self._openings.discard)
+
+    async def _open(self, sock: socket.socket, source: object, address: Address) -> None:
+        """Shake hands and begin to serve. The source is counted until the connection is lost."""
+        released = False
+
+        def release() -> None:
+            nonlocal released
+            if not released:
+                released = True
+                self._sources[source] -= 1
+                if not self._sources[source]:
+                    del self._sources[source]
+
+        def connection() -> DirectoryConnection:
+            return DirectoryConnection(self._fleet, self._peer_of, self._connections, release)
+
+        is_tls = isinstance(address, TlsAddress)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                connection,
+                sock,
+                ssl=self._current_context() if is_tls else None,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if is_tls else None,
+            )
+        except (OSError, BadIdentity) as error:
+            # ssl.SSLError is an OSError.
+            self._refusals.add(str(source), str(error))
+            sock.close()
+            release()
+        except BaseException:
+            sock.close()
+            release()
+            raise
+
+    def _current_context(self) -> ssl.SSLContext | None:
+        """Return the context of the files as they are now: certificates are renewed while a directory runs."""
+        if self._files is not None and (stamps := self._files.stamps()) != self._stamps:
+            try:
+                self._context, self._stamps = server_context(self._files), stamps
+            except BadIdentity as error:
+                log_event(LogEvent.SETTINGS_KEPT, reason=str(error))
+                self._stamps = stamps
+        return self._context
+
+    def _peer_of(self, transport: asyncio.BaseTransport) -> DirectoryPeer:
+        """Return the peer of a connection. Raises NoTenant."""
+        certificate = transport.get_extra_info("peercert")
+        sock = transport.get_extra_info("socket")
+        if certificate is not None:
+            names = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
+            tenant = tenant_named(names, {})
+            return DirectoryPeer(tenant, tenant in self._operators)
+        if sock.family == socket.AF_UNIX:
+            uid = _uid(sock)
+            return DirectoryPeer(f"uid:{uid}", uid in (0, os.geteuid()))
+        return DirectoryPeer(OVER_TCP)
+
+
+class DirectoryConnection(asyncio.Protocol):
+    """A connection to a directory.
+
+    Args:
+        fleet: What is served.
+        peer_of: Identifies the peer; raises NoTenant.
+        connections: All connections; this one is in it while it is open.
+        on_lost: Called once, when the connection is gone.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetWatch,
+        peer_of: Callable[[asyncio.BaseTransport], DirectoryPeer],
+        connections: "set[DirectoryConnection]",
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._fleet = fleet
+        self._peer_of = peer_of
+        self._connections = connections
+        self._on_lost = on_lost
+        self._connection = Connection(
+            Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES, buffer_bytes=READ_BUFFER_BYTES
+        )
+        self._transport: asyncio.Transport | None = None
+        self._peer = DirectoryPeer("")
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_mid_frame = False
+        self._is_turn_due = False
+        self._has_greeted = False
+        self._is_peer_slow = False
+
+    # --- asyncio.Protocol ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Identify the peer, and wait for its HELLO."""
+        self._transport = transport  # type: ignore[assignment]  # a stream's server makes no other
+        self._connections.add(self)
+        assert self._transport is not None
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._await(HELLO_TIMEOUT_S, f"no HELLO came within {HELLO_TIMEOUT_S:g} s")
+        try:
+            self._peer = self._peer_of(transport)
+        except NoTenant as error:
+            self._close_with(Failure(Status.DENIED, str(error), hint="Ask the fleet's operator for a certificate."))
+
+    def data_received(self, data: bytes) -> None:
+        """Serve the requests that are whole."""
+        self._connection.receive_data(data)
+        if not self._is_turn_due:
+            self._serve_turn()
+
+    def eof_received(self) -> bool:
+        """Close: whoever sends no more is not answered."""
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Stop the clocks, and release the place."""
+        self._transport = None
+        self._connections.discard(self)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self._on_lost()
+
+    def pause_writing(self) -> None:
+        """Read nothing from a peer that does not read, and cut it off if it goes on."""
+        self._is_peer_slow = True
+        if self._transport is not None:
+            self._transport.pause_reading()
+        self._start(STALL_TIMEOUT_S, self.abort)
+
+    def resume_writing(self) -> None:
+        """Go on with a peer that reads again."""
+        self._is_peer_slow = False
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._serve_turn()
+
+    def abort(self) -> None:
+        """Cut the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- requests ---
+
+    def _serve_turn(self) -> None:
+        self._is_turn_due = False
+        for _ in range(REQUESTS_PER_TURN):
+            if self._transport is None or self._transport.is_closing() or self._is_peer_slow:
+                return
+            event = self._connection.next_event()
+            if event is None:
+                self._transport.resume_reading()
+                self._await_more()
+                return
+            self._on_event(event)
+        if self._transport is not None:
+            # Others first; the kernel keeps what the peer sends meanwhile.
+            self._is_turn_due = True
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._serve_turn)
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Request():
+                self._answer(event, self._result(event))
+                self._is_mid_frame = False
+                self._await(IDLE_TIMEOUT_S, f"no request came within {IDLE_TIMEOUT_S:g} s")
+            case Rejected() if not event.is_quiet and self._transport is not None:
+                self._transport.write(self._connection.send_failure(event, event.failure))
+            case StreamBroken():
+                self._close_with(event.failure)
+            case EndOfStream():
+                self.abort()
+            case _:
+                pass
+
+    def _result(self, request: Request) -> Body | Failure:
+        body: Any = request.body
+        match request.op:
+            case Opcode.HELLO:
+                self._has_greeted = True
+                return HelloReply(0, AGENT, MAX_CONTROL_PAYLOAD_BYTES, ())
+            case Opcode.PING:
+                return body  # type: ignore[no-any-return]
+            case Opcode.PLACE:
+                return self._fleet.place(body)
+            case Opcode.FLEET_LIST:
+                return self._fleet.listing(self._peer.tenant, is_operator=self._peer.is_operator)
+            case _:
+                return Failure(
+                    Status.UNSUPPORTED,
+                    f"{request.op.name}: this is a fleet's directory, and no node",
+                    hint="Write its address behind fleet:, or ask a node at its own address (lease.address).",
+                )
+
+    def _answer(self, request: Request, result: Body | Failure) -> None:
+        if self._transport is None:
+            return
+        try:
+            if isinstance(result, Failure):
+                frame = self._connection.send_failure(request, result)
+            else:
+                frame = self._connection.send_reply(request, result)
+        except LocalProtocolError:
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
+            failure = Failure(Status.INTERNAL, "the directory's answer can't be encoded", hint="Tell the operator.")
+            frame = self._connection.send_failure(request, failure)
+        self._transport.write(frame)
+
+    def _await_more(self) -> None:
+        """Bound the time of a frame that has begun; each further byte of it wins no time."""
+        is_mid_frame = self._connection.reader.is_mid_frame
+        if is_mid_frame and not self._is_mid_frame and self._has_greeted:
+            self._await(STALL_TIMEOUT_S, f"a frame did not end within {STALL_TIMEOUT_S:g} s")
+        self._is_mid_frame = is_mid_frame
+
+    def _await(self, seconds: float, why: str) -> None:
+        self._start(seconds, self._close_with, Failure(Status.INVALID_REQUEST, why))
+
+    def _start(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = asyncio.get_running_loop().call_later(seconds, action, *arguments)
+
+    def _close_with(self, failure: Failure) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(self._connection.send_goodbye(failure))
+            self._transport.close()
+            self._start(STALL_TIMEOUT_S, self.abort)
+
+
+def _source(sock: socket.socket) -> object:
+    """Return what a connection counts for: an IP address or a local user; None if the peer is gone already."""
+    try:
+        return _uid(sock) if sock.family == socket.AF_UNIX else sock.getpeername()[0]
+    except OSError:
+        return None
+
+
+def _uid(sock: socket.socket) -> int:
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)
+
+
+def _bound(address: Address) -> tuple[socket.socket, Address]:
+    """Return a listening socket, and its address. Raises OSError, or ValueError for an address that is not allowed."""
+    if isinstance(address, UnixAddress):
+        return _bound_unix(address), address
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, where = found[0]
+    if isinstance(address, TcpAddress) and not ipaddress.ip_address(where[0]).is_loopback:
+        raise ValueError("plain TCP is for loopback alone; write tls:HOST:PORT")
+    sock = socket.create_server((str(where[0]), int(where[1])), family=family, backlog=BACKLOG)
+    sock.setblocking(False)
+    return sock, type(address)(address.host, sock.getsockname()[1])
+
+
+def _bound_unix(address: UnixAddress) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path = Path(address.path)
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX) as tried:
+                if tried.connect_ex(address.path) == 0:
+                    raise ValueError("another process listens there")
+            path.unlink()
+        sock.setblocking(False)
+        sock.bind(address.path)
+        # Whoever may enter the folder may ask; the answers are no secret of one tenant.
+        os.chmod(address.path, 0o666)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,260 @@
+"""The watch that keeps a directory's view near etcd, and the requests that the view answers.
+
+Without an answer of etcd for VIEW_LIMIT_S nothing is answered any more: the nodes that live are unknown then.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random, SystemRandom
+from typing import Any, Final
+
+from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_view import FleetView, SeenNode
+from gpulease.daemon.fleet.etcd.client import EtcdClient
+from gpulease.daemon.fleet.etcd.transactions import (
+    Answer,
+    Get,
+    KeyValue,
+    Transaction,
+    WatchBatch,
+    WatchEnded,
+)
+from gpulease.daemon.fleet.records import GENERATION, NAME, NAMES, NODES, PREFIX
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.messages import Place, Placement, Report
+from gpulease.protocol.opcodes import Exclusivity, Status
+
+VIEW_LIMIT_S: Final = 10.0
+"""Oldest view that is answered from. An election takes etcd two seconds; a directory that is cut off sends tenants to
+nodes that may be gone, so it sends them to another directory instead."""
+
+CHECK_S: Final = 2.0
+"""Pause between two questions whether etcd still answers."""
+
+RETRY_S: Final = 0.5
+"""Pause before the view is read anew after that failed."""
+
+SILENT_PART: Final = 0.5
+"""Part of the horizon after which a node without a beat is left out: nodes may fence it from then on."""
+
+COUNTS_S: Final = 60.0
+"""Pause between two log lines about what was answered."""
+
+MAX_LISTED: Final = 20_000
+"""Most nodes, and most names, in one listing: some 20 MiB, which a connection holds until its peer has read it."""
+
+_CLASSES: Final = {int(member): member for member in Exclusivity}
+
+
+@dataclass(slots=True)
+class Counts:
+    """Numbers of requests that were answered, for the log; `refused` counts by status."""
+
+    placed: int = 0
+    unplaced: int = 0
+    listed: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+class FleetWatch:
+    """Reads the fleet's records, follows their changes, and answers PLACE and FLEET_LIST.
+
+    Args:
+        client: The way to etcd.
+        order: The order of candidates.
+        horizon_s: The fleet's horizon.
+        draw: Random numbers.
+        clock: Seconds on a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        order: Order,
+        horizon_s: float,
+        draw: Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.view = FleetView()
+        self.counts = Counts()
+        self._client = client
+        self._order = order
+        self._silent_s = horizon_s * SILENT_PART
+        self._draw = draw or SystemRandom()
+        self._clock = clock
+        self._began_s = clock()
+        self._is_read = False
+        self._confirmed_s: float | None = None
+        self._why = "it has not answered yet"
+        self._was_current = False
+
+    async def run(self) -> None:
+        """Keep the view current until this is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            tasks.create_task(self._check())
+            tasks.create_task(self._count())
+
+    # --- requests ---
+
+    def place(self, body: Place) -> Placement | Failure:
+        """Answer PLACE."""
+        result = self.denial() or self._placed(body)
+        if isinstance(result, Failure):
+            self.counts.refused[result.status.name] += 1
+        elif result.candidates:
+            self.counts.placed += 1
+        else:
+            self.counts.unplaced += 1
+        return result
+
+    def listing(self, tenant: str, *, is_operator: bool) -> Report | Failure:
+        """Answer FLEET_LIST: names of that tenant alone, unless an operator asks."""
+        denial = self.denial()
+        if denial is not None:
+            self.counts.refused[denial.status.name] += 1
+            return denial
+        self.counts.listed += 1
+        now_s = self._clock()
+        nodes = sorted(self.view.nodes.items())[:MAX_LISTED]
+        claims = sorted(
+            (name, claim) for name, claim in self.view.claims.items() if is_operator or claim.record.tenant == tenant
+        )[:MAX_LISTED]
+        return Report(
+            {
+                "nodes": [self._node_map(node_id, node, now_s) for node_id, node in nodes],
+                "names": [
+                    {
+                        "name": name,
+                        "node_id": claim.record.node_id,
+                        "lease_id": claim.record.lease_id,
+                        "tenant": claim.record.tenant,
+                        "epoch": claim.epoch,
+                    }
+                    for name, claim in claims
+                ],
+                "view_age_ms": int(self.age_s() * 1000),
+                "placement": self._order.value,
+                "bad_records": self.view.bad_records,
+            }
+        )
+
+    def age_s(self) -> float:
+        """Return how long ago etcd last answered."""
+        return self._clock() - (self._began_s if self._confirmed_s is None else self._confirmed_s)
+
+    def denial(self) -> Failure | None:
+        """Return why nothing can be answered now; None if it can."""
+        if self._is_read and self.age_s() <= VIEW_LIMIT_S:
+            return None
+        since = f"has not reached etcd for {self.age_s():.0f} s"
+        if not self._is_read:
+            since = "has not read the fleet's records from etcd yet"
+        return Failure(
+            Status.DISCONNECTED,
+            f"this directory {since}, so it does not know which nodes live: {self._why}",
+            hint="Ask another directory. Its operator should look at etcd and the network to it; running leases go on.",
+        )
+
+    def _placed(self, body: Place) -> Placement | Failure:
+        exclusivity = _CLASSES.get(body.exclusivity)
+        if exclusivity is None:
+            return Failure(Status.UNSUPPORTED, f"exclusivity class {body.exclusivity} is unknown", hint="Use 0 to 3.")
+        if body.name and not NAME.fullmatch(body.name):
+            return Failure(
+                Status.INVALID_REQUEST,
+                "the lease's name is none",
+                hint="Use up to 128 letters, digits, dots, dashes and underscores.",
+            )
+        labels = dict(text.partition("=")[::2] for text in body.labels)
+        wanted = PlaceWanted(body.size_bytes, exclusivity, body.name, labels, body.device, frozenset(body.tried))
+        return place(self.view, wanted, self._order, self._draw, silent_before_s=self._clock() - self._silent_s)
+
+    def _node_map(self, node_id: str, node: SeenNode, now_s: float) -> dict[str, Any]:
+        record = node.record
+        return {
+            "node_id": node_id,
+            "addresses": list(record.addresses),
+            "labels": record.labels or {},
+            "cards": [
+                {
+                    "uuid": card.uuid,
+                    "name": card.name,
+                    "capacity_bytes": card.capacity_bytes,
+                    "largest_bytes": card.largest_bytes,
+                    "leases": card.leases,
+                }
+                for card in record.cards
+            ],
+            "draining": record.is_draining,
+            "silent": node.changed_s <= now_s - self._silent_s,
+            "silent_ms": int((now_s - node.changed_s) * 1000),
+            "version": record.version,
+        }
+
+    # --- etcd ---
+
+    async def _follow(self) -> None:
+        while True:
+            answer = await self._client.do(Transaction(reads=(Get(NODES, is_prefix=True), Get(NAMES, is_prefix=True))))
+            if not isinstance(answer, Answer):
+                self._why = answer.reason
+                await asyncio.sleep(RETRY_S)
+                continue
+            self.view.replace((item for items in answer.found for item in items), self._clock())
+            self._is_read, self._confirmed_s = True, self._clock()
+            try:
+                async for batch in self._client.watch(PREFIX, answer.revision + 1):
+                    self._apply(batch)
+            except WatchEnded as ended:
+                # What it told until now stays until it is read anew.
+                self._why = str(ended)
+                await asyncio.sleep(RETRY_S)
+
+    def _apply(self, batch: WatchBatch) -> None:
+        now_s = self._clock()
+        for change in batch.changes:
+            if isinstance(change, KeyValue):
+                self.view.put(change, now_s)
+            else:
+                self.view.delete(change.key)
+
+    async def _check(self) -> None:
+        """Ask etcd again and again whether it answers: a fleet without changes is silent on the watch."""
+        while True:
+            asked_s = self._clock()
+            answer = await self._client.do(Transaction(reads=(Get(GENERATION),)))
+            if isinstance(answer, Answer):
+                self._confirmed_s = asked_s
+            else:
+                self._why = answer.reason
+            self._log_change()
+            await asyncio.sleep(CHECK_S)
+
+    def _log_change(self) -> None:
+        is_current = self.denial() is None
+        if is_current and not self._was_current:
+            log_event(LogEvent.DIRECTORY_CURRENT, nodes=len(self.view.nodes), names=len(self.view.claims))
+        elif self._was_current and not is_current:
+            log_event(LogEvent.DIRECTORY_STALE, reason=self._why)
+        self._was_current = is_current
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(COUNTS_S)
+            counts, self.counts = self.counts, Counts()
+            log_event(
+                LogEvent.DIRECTORY_COUNTS,
+                nodes=len(self.view.nodes),
+                names=len(self.view.claims),
+                placed=counts.placed,
+                unplaced=counts.unplaced,
+                listed=counts.listed,
+                refused=sum(counts.refused.values()),
+                bad_records=self.view.bad_records,
+            )

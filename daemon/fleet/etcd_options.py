@@ -1,0 +1,38 @@
+"""The options by which commands of a fleet find its etcd."""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from gpulease.daemon.fleet.etcd.client import BadEtcdSettings, EtcdSettings, parse_endpoints
+
+FILE: Final = click.Path(path_type=Path, dir_okay=False)
+
+
+def etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options `--etcd`, `--etcd-ca`, `--etcd-certificate` and `--etcd-key`.
+
+    The command gets them as one argument `etcd`, an EtcdSettings.
+    """
+
+    @wraps(command)
+    def with_settings(
+        etcd: str, etcd_ca: Path | None, etcd_certificate: Path | None, etcd_key: Path | None, **others: Any
+    ) -> Any:
+        try:
+            settings = EtcdSettings(parse_endpoints(etcd), etcd_ca, etcd_certificate, etcd_key)
+        except BadEtcdSettings as error:
+            raise click.UsageError(str(error)) from None
+        return command(etcd=settings, **others)
+
+    for option in (
+        click.option("--etcd-key", type=FILE, help="The key of that certificate."),
+        click.option("--etcd-certificate", type=FILE, help="A certificate for etcd; its CN is etcd's user."),
+        click.option("--etcd-ca", type=FILE, help="The CA of etcd's certificates; without it, plain text."),
+        click.option("--etcd", required=True, help="etcd's members: etcd://HOST[:PORT][,HOST[:PORT]...]."),
+    ):
+        with_settings = option(with_settings)
+    return with_settings

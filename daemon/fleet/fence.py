@@ -1,0 +1,151 @@
+"""`python -m gpulease.daemon.fleet.fence`: what `gpulease fleet fence` runs.
+
+A node is fenced by the removal of its record: it can't beat and claim any more. Its claimed leases end by its horizon
+at the latest, so its names are free a horizon later. An operator who knows that the node has no power need not wait.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import Final
+
+import click
+
+from gpulease.daemon.fleet.etcd.client import BadEtcdSettings, EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.transactions import (
+    Answer,
+    CreateRevisionIs,
+    Delete,
+    Get,
+    KeyValue,
+    ModRevisionIs,
+    Rejected,
+    Transaction,
+    Unknown,
+)
+from gpulease.daemon.fleet.etcd_options import etcd_options
+from gpulease.daemon.fleet.records import NAMES, BadRecord, name_of, node_key, read_claim
+
+CLOCK_ERROR: Final = 0.01
+"""Largest difference of two clocks' rates: the wait is longer by this part of the horizon."""
+
+POLL_S: Final = 1.0
+"""Longest sleep in a row, since a suspended host's sleep takes longer."""
+
+EXIT_FAILED: Final = 1
+
+
+class NotFenced(Exception):
+    """Raised if a node was not fenced, or its names are not free; the text says why, and what to do."""
+
+
+def boot_s() -> float:
+    """Return seconds since the host was booted, its suspension included (clock_gettime(2), CLOCK_BOOTTIME)."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+async def fence(
+    client: EtcdClient,
+    node_id: str,
+    horizon_s: float,
+    *,
+    waits: bool,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = boot_s,
+) -> list[str]:
+    """Remove a node's record, wait until its claimed leases have ended, and free its names. Raises NotFenced.
+
+    Args:
+        client: The way to etcd.
+        node_id: The node.
+        horizon_s: The fleet's horizon.
+        waits: False if the node surely has no power.
+        say: Told what is done, in sentences.
+        clock: Seconds that pass while the host sleeps, too.
+
+    Returns:
+        The names that are free now.
+    """
+    key = node_key(node_id)
+    found = await _done(client, Transaction(reads=(Get(key),)))
+    node = next(iter(found.found[0]), None)
+    last_incarnation = found.revision if node is None else node.create_revision
+    if node is not None:
+        removal = Transaction((CreateRevisionIs(key, last_incarnation),), (Delete(key),))
+        if not (await _done(client, removal)).succeeded:
+            raise NotFenced(f"node {node_id} has joined anew meanwhile: look at it, and fence it again if need be")
+        say(f"Node {node_id} is fenced: it can claim nothing more, and its claimed leases end.")
+    # Only now: without its record the node claims nothing more.
+    names = await _done(client, Transaction(reads=(Get(NAMES, is_prefix=True),)))
+    claims = [item for item in names.found[0] if _is_of(item, node_id, last_incarnation)]
+    if node is None and not claims:
+        raise NotFenced(f"the fleet has no node {node_id}, and no name is claimed by one")
+    if waits and claims:
+        wait_s = horizon_s * (1 + CLOCK_ERROR)
+        say(f"Waiting {wait_s:.1f} s, until its claimed leases have ended even if nobody can reach it.")
+        until = clock() + wait_s
+        # In short sleeps: one that spans a suspension of the host is longer by it.
+        while (left_s := until - clock()) > 0:  # noqa: ASYNC110  # nothing happens that an event could tell
+            await asyncio.sleep(min(left_s, POLL_S))
+    return await _free_names(client, claims)
+
+
+def _is_of(item: KeyValue, node_id: str, last_incarnation: int) -> bool:
+    """Return whether a claim is of one of the node's memberships until then."""
+    try:
+        claim = read_claim(item.value)
+    except BadRecord:
+        return False
+    return claim.node_id == node_id and claim.incarnation <= last_incarnation
+
+
+async def _free_names(client: EtcdClient, claims: list[KeyValue]) -> list[str]:
+    freed = []
+    for item in claims:
+        # A claim that is another by now is of a membership that began since, or of another node.
+        removal = Transaction((ModRevisionIs(item.key, item.mod_revision),), (Delete(item.key),))
+        if (await _done(client, removal)).succeeded:
+            freed.append(name_of(item.key))
+    return freed
+
+
+async def _done(client: EtcdClient, transaction: Transaction) -> Answer:
+    """Return the answer of etcd. Raises NotFenced where there is none."""
+    match await client.do(transaction):
+        case Answer() as answer:
+            return answer
+        case Rejected(reason):
+            raise NotFenced(f"etcd refuses: {reason}")
+        case Unknown(reason):
+            raise NotFenced(f"etcd did not answer, and what became of it is unknown: {reason}. Run this again")
+
+
+@click.command("fence", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("node")
+@etcd_options
+@click.option("--horizon-secs", type=click.FloatRange(min=1), default=30.0, show_default=True, help="Nodes' horizon_s.")
+@click.option("--pulled-the-plug", is_flag=True, help="Do not wait: the node surely has no power.")
+def main(node: str, etcd: EtcdSettings, horizon_secs: float, pulled_the_plug: bool) -> None:
+    """Take NODE out of the fleet and free its names, a horizon later.
+
+    With --pulled-the-plug at once. If the node runs all the same, a name is then served twice: pull the plug first.
+    """
+
+    async def run() -> list[str]:
+        client = EtcdClient(etcd)
+        try:
+            return await fence(client, node, horizon_secs, waits=not pulled_the_plug, say=click.echo)
+        finally:
+            await client.close()
+
+    try:
+        freed = asyncio.run(run())
+    except (NotFenced, BadEtcdSettings) as error:
+        click.echo(f"gpulease fleet fence: {error}", err=True)
+        sys.exit(EXIT_FAILED)
+    click.echo(f"Free names: {', '.join(sorted(freed))}." if freed else "No name was its.")
+
+
+if __name__ == "__main__":
+    main()
