@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "drain": ("drain:drain", "Let nobody in, and end what is left by a deadline."),
     "events": ("lease_events:events", "Print what leases go through, a line each as it happens."),
     "fence": ("node:fence", "Look after memory that could not be proved free."),
+    "fleet": ("fleet:fleet", "Look after a fleet: its nodes and names; drain or fence a node."),
     "health": ("metrics:health", "Show whether the daemon can grant leases, and what keeps it from it."),
     "info": ("node:info", "Show the cards: what may be leased, what is free, what is fenced."),
     "install-service": ("service:install_service", "Print or install the units for systemd."),

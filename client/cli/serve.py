@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from gpulease.client.cli.daemon_modules import become_module
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.serve_decode import serve_decode
 from gpulease.client.errors import InvalidRequest, Unsupported
@@ -23,6 +24,20 @@ def serve() -> None:
 
 
 serve.add_command(serve_decode)
+
+DIRECTORY_MODULE = "gpulease.daemon.fleet.directory"
+
+
+@serve.command(
+    "directory",
+    short_help="Tell the tenants of a fleet which nodes to ask.",
+    context_settings={"ignore_unknown_options": True},
+    add_help_option=False,
+)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def directory(words: tuple[str, ...]) -> None:
+    """Tell the tenants of a fleet which nodes to ask. `gpulease serve directory -h` says more."""
+    become_module(DIRECTORY_MODULE, words)
 
 
 @serve.command(help="One lease per request, over HTTP: each request is done once, however often it is asked.")

@@ -32,6 +32,7 @@ from gpulease.client.engine.exchange import (
     receive,
     send,
 )
+from gpulease.client.engine.fleet_acquire import Fleet, acquire_in
 from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, milliseconds
 from gpulease.client.engine.tokens import Grant, HeldToken
 from gpulease.client.engine.waits import Locked, Procedure, Sleep
@@ -62,6 +63,7 @@ from gpulease.protocol.messages import (
     CapabilityIssue,
     CapabilityPresent,
     CapabilityRevoke,
+    HelloReply,
     LeaseAlloc,
     LeaseGrant,
     LeaseNote,
@@ -256,11 +258,13 @@ class LeaseState:
         regions: The regions of it that were opened here, by their ids.
         attached: Returns the operations of its session that was opened here last; None if that is gone.
         asked: The request that it was granted for; None where somebody else asked.
+        fleet: The fleet that it was asked of; None if it was one daemon.
     """
 
     token = b""
     channel: Channel
     asked: LeaseAlloc | None = None
+    fleet: Fleet | None = None
 
     def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant, clock: Clock = time.monotonic) -> None:
         self.grant = grant
@@ -586,13 +590,18 @@ class LeaseView:
         weakref.finalize(self, _free_silently, self._state)
 
 
-def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
-    """Ask for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected and their like.
+def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
+    """Ask a daemon or a fleet for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected.
 
     If this is left before the grant comes, the daemon sees the connection closed and takes the grant back.
     """
-    limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
-    lease = yield from _open(address, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant)
+    if isinstance(where, Fleet):
+        channel, hello, grant = yield from acquire_in(where, wanted)
+        lease = _lease_on(channel, hello, grant, lock)
+        lease.fleet = where
+    else:
+        limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
+        lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant)
     lease.waiting, lease.asked = _waiting_of(wanted), wanted
     return lease
 
@@ -611,7 +620,7 @@ def reacquire(lease: LeaseState, lock: Any) -> Procedure[LeaseState]:
             )
     if lease.asked is None:
         raise InvalidRequest("reacquire: another program asked for this lease", "Acquire one by GpuBuilder")
-    return (yield from acquire(lease.address, lease.asked, lock))
+    return (yield from acquire(lease.fleet or lease.address, lease.asked, lock))
 
 
 def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]:
@@ -659,8 +668,12 @@ def _open(
         reply = yield from receive(channel, number, TimeLimit(reply_limit_s, doing, address))
         if isinstance(reply, Failure):
             raise error_of(reply, doing)
-        lease = LeaseState(channel, lock, grant_of(reply))
-        lease.outlives_daemon = any(option.type == HelloOption.KEEPS_LEASES for option in hello.options)
+        return _lease_on(channel, hello, grant_of(reply), lock)
+
+
+def _lease_on(channel: Channel, hello: HelloReply, grant: LeaseGrant, lock: Any) -> LeaseState:
+    lease = LeaseState(channel, lock, grant)
+    lease.outlives_daemon = any(option.type == HelloOption.KEEPS_LEASES for option in hello.options)
     return lease
 
 

@@ -5,11 +5,20 @@ import os
 from enum import IntEnum
 from typing import Any, Final, Self
 
+from gpulease.client.engine.fleet_acquire import Fleet
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.texts import bounded, quoted, utf8
 from gpulease.client.transport.credentials import SecuredAddress, TlsFiles
 from gpulease.protocol import Exclusivity, Waiting
-from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, Address, TlsAddress, parse_address
+from gpulease.protocol.address import (
+    ADDRESS_VARIABLE,
+    DEFAULT_ADDRESS,
+    FLEET_SCHEME,
+    Address,
+    TlsAddress,
+    parse_address,
+    parse_fleet_address,
+)
 from gpulease.protocol.limits import MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseAlloc
 from gpulease.protocol.opcodes import (
@@ -54,6 +63,18 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
     return SecuredAddress.of(address, files) if isinstance(address, TlsAddress) else address
 
 
+def fleet_of(text: str | None, files: TlsFiles = TlsFiles()) -> Fleet | None:  # noqa: B008  # it can't be changed
+    """The fleet that the address given, else GPULEASE_ADDRESS, names; None for a daemon. Raises InvalidRequest."""
+    named = text or os.environ.get(ADDRESS_VARIABLE) or ""
+    if not named.startswith(FLEET_SCHEME):
+        return None
+    try:
+        utf8(named, "the fleet's address")
+        return Fleet.of(parse_fleet_address(named), files)
+    except ValueError as error:
+        raise InvalidRequest(f"the fleet's address: {error}") from None
+
+
 def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
     """Convert seconds to the wire's milliseconds. Raises InvalidRequest for a time that does not fit."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
@@ -68,7 +89,7 @@ class LeaseRequest:
     """Describes the lease to ask for; every public method returns the builder itself."""
 
     def __init__(self, address: str | None = None) -> None:
-        """Args: address: Where the daemon listens; None for GPULEASE_ADDRESS, else the default socket."""
+        """Args: address: The daemon's or the fleet's address; None for GPULEASE_ADDRESS, else the default socket."""
         self._address = address
         self._min_vram_bytes = 0
         self._submit_bytes = 0
@@ -148,8 +169,8 @@ class LeaseRequest:
         self._wait_ms = milliseconds(seconds, "timeout", least_ms=0)
         return self
 
-    def _where(self) -> Address:
-        return address_of(self._address, self._tls_files)
+    def _where(self) -> Address | Fleet:
+        return fleet_of(self._address, self._tls_files) or address_of(self._address, self._tls_files)
 
     def _request(self) -> LeaseAlloc:
         if not self._min_vram_bytes:

@@ -1,0 +1,158 @@
+"""`gpulease fleet`: an operator's view of a fleet of nodes, and what takes a node out of it."""
+
+from typing import Any, Final
+
+import click
+
+from gpulease.client.cli.daemon_modules import become_module
+from gpulease.client.cli.drain import milliseconds_of
+from gpulease.client.cli.reports import Report, json_text
+from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text
+from gpulease.client.engine.fleet_acquire import Fleet, ask_directories
+from gpulease.client.engine.lease_request import fleet_of
+from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, NotFound
+from gpulease.client.sync.driver import ask, drive
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Drain, DrainStatus, Empty
+
+FENCE_MODULE: Final = "gpulease.daemon.fleet.fence"
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+@click.group()
+def fleet() -> None:
+    """Look after a fleet of nodes. GPULEASE_ADDRESS names its directories: fleet:tls:HOST:PORT."""
+
+
+@fleet.command()
+@_as_json
+def nodes(as_json: bool) -> None:
+    """List the fleet's nodes: what may be leased there, who drains, who is silent."""
+    listing = _listing()
+    if as_json:
+        click.echo(json_text(listing["nodes"]))
+        return
+    head = ["node", "state", "address", "cards", "capacity", "largest", "leases", "labels", "version"]
+    rows = [
+        [
+            node["node_id"],
+            _state(node),
+            next(iter(node["addresses"]), MISSING),
+            str(len(node["cards"])),
+            size_text(sum(card["capacity_bytes"] for card in node["cards"])),
+            size_text(max((card["largest_bytes"] for card in node["cards"]), default=0)),
+            str(sum(card["leases"] for card in node["cards"])),
+            ",".join(f"{name}={value}" for name, value in sorted(node["labels"].items())) or MISSING,
+            node["version"] or MISSING,
+        ]
+        for node in listing["nodes"]
+    ]
+    texts = ("node", "address", "labels", "version")
+    spared = ("version", "labels", "capacity", "address")
+    click.echo(fitted(head, rows, output_width(), title=0, spared=spared, texts=texts))
+
+
+@fleet.command()
+@_as_json
+def names(as_json: bool) -> None:
+    """List the names that the fleet serves: everybody's for an operator, else your own."""
+    listing = _listing()
+    if as_json:
+        click.echo(json_text(listing["names"]))
+        return
+    head = ["name", "node", "epoch", "tenant", "lease"]
+    rows = [
+        [name["name"], name["node_id"], str(name["epoch"]), name["tenant"], name["lease_id"]]
+        for name in listing["names"]
+    ]
+    click.echo(fitted(head, rows, output_width(), title=0, texts=("name", "node", "tenant", "lease")))
+
+
+@fleet.command("drain")
+@click.argument("node")
+@click.option(
+    "--within",
+    "within_ms",
+    callback=milliseconds_of,
+    default="10m",
+    show_default=True,
+    help="Until every lease is ended that is left: 30s, 10m.",
+)
+@click.option("--cancel", is_flag=True, help="Let tenants in again.")
+def drain_node(node: str, within_ms: int, cancel: bool) -> None:
+    """Empty NODE, as `gpulease drain` does on its host: no new leases, and what is left ended by a deadline.
+
+    The node itself is asked, so you must be an operator there.
+    """
+    op, body = (Opcode.DRAIN_CANCEL, Empty()) if cancel else (Opcode.DRAIN, Drain(within_ms))
+    status: DrainStatus = _ask_node(_node(node), op, body)
+    if status.left_ms is None:
+        click.echo(shown(f"Node {node} is not drained: it grants leases."))
+        return
+    when = f", and will be ended in {seconds_text(status.left_ms / 1000)} at most" if status.leases else ""
+    click.echo(shown(f"Node {node} grants nothing any more. Leases left: {status.leases}{when}."))
+
+
+@fleet.command("fence", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def fence_node(words: tuple[str, ...]) -> None:
+    """Take a dead node out of the fleet and free its names. `gpulease fleet fence -h` says more."""
+    become_module(FENCE_MODULE, words)
+
+
+def _fleet() -> Fleet:
+    found = fleet_of(None)
+    if found is None:
+        raise InvalidRequest(
+            "GPULEASE_ADDRESS names no fleet",
+            "Set it to the fleet's directories, fleet:tls:HOST:PORT",
+        )
+    return found
+
+
+def _listing() -> Report:
+    report: Any = drive(ask_directories(_fleet(), Opcode.FLEET_LIST, Empty())).report
+    return _checked(report)
+
+
+def _checked(report: Any) -> Report:
+    """Check what a directory sent. Raises Disconnected if it is no listing."""
+    try:
+        texts = [text for node in report["nodes"] for text in (node["node_id"], node["version"], *node["addresses"])]
+        texts += [name[key] for name in report["names"] for key in ("name", "node_id", "tenant", "lease_id")]
+        texts += [text for node in report["nodes"] for label in node["labels"].items() for text in label]
+        cards = [card for node in report["nodes"] for card in node["cards"]]
+        numbers = [card[key] for card in cards for key in ("capacity_bytes", "largest_bytes", "leases")]
+        numbers += [node["silent_ms"] for node in report["nodes"]] + [name["epoch"] for name in report["names"]]
+        if all(isinstance(text, str) for text in texts) and all(type(number) is int for number in numbers):
+            return dict(report)
+    except (AttributeError, KeyError, TypeError):
+        pass
+    raise Disconnected(
+        "the directory's listing can't be read", "Do the versions of the directory and of this client differ?"
+    )
+
+
+def _state(node: Report) -> str:
+    if node["silent"]:
+        return f"silent for {seconds_text(node['silent_ms'] / 1000)}"
+    return "draining" if node["draining"] else "ready"
+
+
+def _node(node_id: str) -> Report:
+    for node in _listing()["nodes"]:
+        if node["node_id"] == node_id:
+            return dict(node)
+    raise NotFound(f"the fleet has no node {node_id}", "`gpulease fleet nodes` lists them")
+
+
+def _ask_node(node: Report, op: Opcode, body: Drain | Empty) -> Any:
+    """Ask a node at the first of its addresses that answers."""
+    error: GpuLeaseError = Disconnected(f"node {node['node_id']} has no address")
+    for address in node["addresses"]:
+        try:
+            return ask(op, body, address)
+        except Disconnected as unreached:
+            error = unreached
+    raise error

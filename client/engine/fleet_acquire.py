@@ -1,0 +1,323 @@
+"""A lease of a fleet: a directory names nodes, and each is asked in turn until one grants.
+
+Theory of operation. A directory's answer may be seconds old, so a node that it named may refuse. Then the next is
+asked. All tries of one acquire have one request id. If a connection ends before the node's answer came, the lease may
+be there already. So the same node is asked again, by the same id, before another is. Afterwards the fleet plays no
+part: all requests about the lease go to its own node.
+"""
+
+import random
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from gpulease.client.engine.exchange import (
+    CONNECT_LIMIT_S,
+    CONTROL_REPLY_LIMIT_S,
+    Clock,
+    First,
+    TimeLimit,
+    answer_to,
+    closing_on_failure,
+    dial,
+    dial_for,
+    disconnected,
+    doing_of,
+    receive,
+)
+from gpulease.client.engine.waits import Procedure, Sleep
+from gpulease.client.errors import (
+    Busy,
+    CapacityExceeded,
+    Disconnected,
+    GpuLeaseError,
+    InvalidRequest,
+    NotFound,
+    error_of,
+)
+from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.credentials import SecuredAddress, TlsFiles
+from gpulease.client.transport.link import LinkEnded
+from gpulease.protocol import Exclusivity, Failure, Opcode, Status
+from gpulease.protocol.address import Address, FleetAddress, TlsAddress, parse_address
+from gpulease.protocol.limits import MAX_LABELS, MAX_TRIED
+from gpulease.protocol.messages import (
+    Body,
+    Candidate,
+    HelloReply,
+    LeaseAlloc,
+    LeaseGrant,
+    Place,
+    Placement,
+)
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, LABELS_TAG, NAME_TAG, REQUEST_ID_TAG
+from gpulease.protocol.primitives import LeaseParameter
+
+DIRECTORY_LIMIT_S: Final = 4.0
+"""Longest time for a directory to be reached, and then to answer. It answers from memory, within milliseconds; another
+one is asked instead."""
+
+PLACEMENTS_PER_ROUND: Final = 3
+"""Times that a directory is asked for further nodes in a row: of 24 nodes drawn at random one has room, or few have."""
+
+GRANT_LIMIT_S: Final = 90.0
+"""Longest a grant may take, beside the wait for room: that of an acquire at one host."""
+
+LOST_ANSWER_S: Final = 3.0
+"""Time in which a node is asked again after an answer was lost. A broker that restarts is back by then; a host that is
+gone is not."""
+
+LOST_PAUSE_S: Final = 0.1
+"""Pause between two such tries."""
+
+WAIT_SLICE_S: Final = 2.0
+"""Longest wait in one node's line for room, before others are asked again: room may be free elsewhere by then."""
+
+ROUND_PAUSE_S: Final = 0.25
+"""Pause between two rounds where no node has a line to wait in."""
+
+MAX_TOLD: Final = 8
+"""Most nodes whose refusals an error tells in words."""
+
+REQUEST_ID_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """A fleet as a tenant reaches it.
+
+    Attributes:
+        address: Its address.
+        directories: The addresses of its directories, with the files that they take.
+        files: The tenant's files, for the nodes.
+    """
+
+    address: FleetAddress
+    directories: tuple[Address, ...]
+    files: TlsFiles
+
+    @classmethod
+    def of(cls, address: FleetAddress, files: TlsFiles) -> "Fleet":
+        """Join a fleet's address and its files. Raises InvalidRequest if a file is missing."""
+        return cls(address, tuple(_secured(one, files) for one in address.directories), files)
+
+    def __str__(self) -> str:
+        return str(self.address)
+
+
+class Granted(NamedTuple):
+    """A grant, and the connection to its node that it came on."""
+
+    channel: Channel
+    hello: HelloReply
+    grant: LeaseGrant
+
+
+def _secured(address: Address, files: TlsFiles) -> Address:
+    return SecuredAddress.of(address, files) if isinstance(address, TlsAddress) else address
+
+
+def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
+    """Ask the directories, one after the other, until one answers; returns the reply's body.
+
+    Raises InvalidRequest if the request makes no sense, Disconnected or another error if none answered.
+    """
+    directories = list(fleet.directories)
+    random.shuffle(directories)
+    errors: list[tuple[Address, GpuLeaseError]] = []
+    for directory in directories:
+        try:
+            return (yield from _ask_directory(directory, op, body))
+        except InvalidRequest:
+            raise
+        except GpuLeaseError as error:
+            errors.append((directory, error))
+    if len(errors) == 1:
+        raise errors[0][1].with_traceback(None)
+    told = "; ".join(f"{directory}: {error.message}" for directory, error in errors)
+    kinds = {type(error) for _, error in errors}
+    status = errors[-1][1].status if len(kinds) == 1 else Status.DISCONNECTED
+    message = f"none of the fleet's {len(errors)} directories can answer: {told}"
+    raise error_of(Failure(status, message, errors[-1][1].hint), doing_of(op)) from None
+
+
+def _ask_directory(directory: Address, op: Opcode, body: Body) -> Procedure[Any]:
+    doing = doing_of(op)
+    limit = TimeLimit(DIRECTORY_LIMIT_S, "connect", directory)
+    channel, _, number = yield from dial_for(directory, limit, First(op, body))
+    try:
+        result = yield from receive(channel, number, TimeLimit(DIRECTORY_LIMIT_S, doing, directory))
+        if isinstance(result, Failure):
+            raise error_of(result, doing)
+        return result
+    except LinkEnded as ended:
+        raise disconnected(ended, channel, doing) from None
+    finally:
+        channel.close()
+
+
+def acquire_in(fleet: Fleet, wanted: LeaseAlloc, clock: Clock = time.monotonic) -> Procedure[Granted]:
+    """Ask a fleet for a lease. Raises CapacityExceeded, Drained, Disconnected and their like, or InvalidRequest.
+
+    The error says how many nodes were asked, and why each refused.
+    """
+    return (yield from _Search(fleet, wanted, clock).run())
+
+
+class _Refusal(NamedTuple):
+    """A node that refused, and why; `holds_name`: it serves the name, as the directory has it."""
+
+    candidate: Candidate
+    error: GpuLeaseError
+    holds_name: bool
+
+
+class _Search:
+    """An acquire in a fleet, until a node grants."""
+
+    def __init__(self, fleet: Fleet, wanted: LeaseAlloc, clock: Clock) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        request_id = LeaseParameter(REQUEST_ID_TAG, secrets.token_bytes(REQUEST_ID_BYTES))
+        self._wanted = replace(wanted, parameters=(*wanted.parameters, request_id))
+        self._place = _place_of(wanted)
+        self._end = clock() + wanted.wait_ms / 1000
+        self._refusals: dict[str, _Refusal] = {}
+        self._last = Placement((), None, 0, "")
+
+    def run(self) -> Procedure[Granted]:
+        """Ask until a node grants or the time is over."""
+        while True:
+            granted = yield from self._round()
+            left_s = self._end - self._clock()
+            if granted is None and left_s > 0:
+                granted = yield from self._wait(left_s)
+            if granted is not None:
+                return granted
+            if self._clock() >= self._end:
+                raise self._error()
+
+    def _round(self) -> Procedure[Granted | None]:
+        """Ask each node that a directory names, without waiting for room."""
+        self._refusals = {}
+        for _ in range(PLACEMENTS_PER_ROUND):
+            place = replace(self._place, tried=tuple(self._refusals)[-MAX_TRIED:])
+            self._last = yield from ask_directories(self._fleet, Opcode.PLACE, place)
+            for candidate in self._last.candidates:
+                granted = yield from self._ask(candidate, 0)
+                if granted is not None or self._is_taken(candidate):
+                    return granted
+            if not self._last.candidates:
+                return None
+        return None
+
+    def _wait(self, left_s: float) -> Procedure[Granted | None]:
+        """Wait where that helps: for a name at a node that said it is taken, else for room in one node's line."""
+        waits = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
+        named = [refusal for refusal in waits if self._place.name and type(refusal.error) is Busy]
+        full = [refusal for refusal in waits if type(refusal.error) is CapacityExceeded]
+        if named:
+            return (yield from self._ask(named[0].candidate, left_s))
+        if full:
+            return (yield from self._ask(full[0].candidate, min(left_s, WAIT_SLICE_S)))
+        yield Sleep(min(left_s, ROUND_PAUSE_S))
+        return None
+
+    def _is_taken(self, candidate: Candidate) -> bool:
+        """Return whether the node that serves the name keeps it: no other node can have it now."""
+        refusal = self._refusals[candidate.node_id]
+        return bool(self._place.name) and refusal.holds_name and type(refusal.error) is Busy
+
+    def _ask(self, candidate: Candidate, wait_s: float) -> Procedure[Granted | None]:
+        """Ask one node; None if it refuses in a way by which another may grant. Raises what no other would grant."""
+        try:
+            return (yield from self._ask_surely(candidate, wait_s))
+        except GpuLeaseError as error:
+            if isinstance(error, InvalidRequest) and not isinstance(error, NotFound):
+                raise
+            holds_name = candidate.node_id == self._last.holder
+            self._refusals[candidate.node_id] = _Refusal(candidate, error.with_traceback(None), holds_name)
+            return None
+
+    def _ask_surely(self, candidate: Candidate, wait_s: float) -> Procedure[Granted]:
+        """Ask one node, and ask it again for a while if its answer is lost."""
+        wanted = replace(self._wanted, wait_ms=int(wait_s * 1000))
+        again_until: float | None = None
+        while True:
+            try:
+                channel, hello = yield from self._dial(candidate)
+            except Disconnected:
+                if again_until is None or self._clock() >= again_until:
+                    raise
+            else:
+                limit_s = GRANT_LIMIT_S + wait_s if again_until is None else CONTROL_REPLY_LIMIT_S
+                try:
+                    grant = yield from _granted(channel, wanted, limit_s, self._clock)
+                    return Granted(channel, hello, grant)
+                except Disconnected as error:
+                    # A daemon that says goodbye has granted nothing; else nobody knows.
+                    if channel.link.said_goodbye or (again_until is not None and self._clock() >= again_until):
+                        raise error from None
+            again_until = again_until or self._clock() + LOST_ANSWER_S
+            yield Sleep(LOST_PAUSE_S)
+
+    def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:
+        """Connect to a node, at the first of its addresses that answers."""
+        error: GpuLeaseError = Disconnected(f"node {candidate.node_id} has no address that can be used")
+        for text in candidate.addresses:
+            try:
+                address = _secured(parse_address(text), self._fleet.files)
+            except ValueError:
+                continue
+            try:
+                return (yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address, self._clock)))
+            except Disconnected as unreached:
+                error = unreached
+        raise error.with_traceback(None)
+
+    def _error(self) -> GpuLeaseError:
+        refused = self._refusals
+        told = [f"{node_id}: {_short(refusal.error)}" for node_id, refusal in list(refused.items())[:MAX_TOLD]]
+        if len(refused) > MAX_TOLD:
+            told.append(f"and {len(refused) - MAX_TOLD} more")
+        parts = [f"{len(refused)} of the fleet's {self._last.nodes} nodes were asked, and none granted the lease"]
+        parts += ["; ".join(told)] if told else []
+        if self._last.why and len(refused) < self._last.nodes:
+            parts.append(f"a directory says of the nodes: {self._last.why}")
+        if self._place.name and self._last.holder is not None:
+            parts.append(f"the name {self._place.name!r} is served by node {self._last.holder}")
+        errors = [refusal.error for refusal in refused.values()]
+        chosen = next((error for error in errors if type(error) is CapacityExceeded), errors[0] if errors else None)
+        message = ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])
+        status = Status.CAPACITY_EXCEEDED if chosen is None else chosen.status
+        # A full node's own hint names other nodes, which were asked.
+        is_full = status is Status.CAPACITY_EXCEEDED
+        hint = CapacityExceeded.default_hint if chosen is None or is_full else chosen.hint
+        return error_of(Failure(status, message, hint), "acquire")
+
+
+def _granted(channel: Channel, wanted: LeaseAlloc, limit_s: float, clock: Clock) -> Procedure[LeaseGrant]:
+    doing = doing_of(Opcode.LEASE_ALLOC)
+    with closing_on_failure(channel, doing):
+        limit = TimeLimit(limit_s, doing, channel.address, clock)
+        answer = yield from answer_to(channel, Opcode.LEASE_ALLOC, wanted, limit)
+        if isinstance(answer, Failure):
+            raise error_of(answer, doing)
+        grant: LeaseGrant = answer
+    return grant
+
+
+def _short(error: GpuLeaseError) -> str:
+    return error.message.removeprefix(f"{doing_of(Opcode.LEASE_ALLOC)}: ").rstrip(".")
+
+
+def _place_of(wanted: LeaseAlloc) -> Place:
+    """Return the request for a place of a request for a lease. Raises InvalidRequest."""
+    parameters = {parameter.tag: parameter.value for parameter in wanted.parameters}
+    exclusivity = parameters.get(EXCLUSIVITY_TAG, bytes([Exclusivity.SESSION_EXCLUSIVE]))[0]
+    name = parameters.get(NAME_TAG, b"").decode()
+    labels = tuple(filter(None, parameters.get(LABELS_TAG, b"").decode().split(",")))
+    if len(labels) > MAX_LABELS:
+        raise InvalidRequest(f"acquire: {len(labels)} labels; {MAX_LABELS} are the most")
+    return Place(wanted.size_bytes, exclusivity, name, labels, wanted.device, ())

@@ -1,0 +1,115 @@
+"""Real directories of a fleet, whose nodes' records a test writes to a real etcd."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Self
+
+from gpulease.daemon.fleet.records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from helpers.daemon import Daemon, python_environment
+from helpers.etcd_cluster import EtcdCluster
+from helpers.waiting import wait_until
+
+STOP_LIMIT_S: Final = 60.0
+MANY_SECONDS: Final = "3600"
+"""A horizon by which a record that a test writes once is not silent."""
+
+_LISTENS: Final = re.compile(r"(?:address=|listens on |\"address\":\")((?:tls|tcp|unix):[^\s\"]+)")
+
+
+class Directory:
+    """A directory's process. Use it as a context.
+
+    Attributes:
+        address: Its first address.
+    """
+
+    def __init__(
+        self,
+        cluster: EtcdCluster,
+        folder: Path,
+        *options: str,
+        listen: Sequence[str] = (),
+        horizon_s: str = MANY_SECONDS,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._listen = list(listen) or [f"unix:{folder / 'directory.sock'}"]
+        self._log_path = folder / "log"
+        self._command = [sys.executable, "-P", "-m", "gpulease.daemon.fleet.directory"]
+        self._command += ["--etcd", f"etcd://{','.join(cluster.endpoints)}", "--horizon-secs", horizon_s, *options]
+        self._command += [word for address in self._listen for word in ("--listen", address)]
+        self.process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+
+    def __enter__(self) -> Self:
+        with self._log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=python_environment()
+            )
+        try:
+            found = wait_until(self._addresses, "the directory listens", seen=self.log)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.address = found[0]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise
+            self.process = None
+
+    def kill(self) -> None:
+        """Kill it as a lost host would."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def log(self) -> str:
+        """What it logged."""
+        return self._log_path.read_text(errors="replace")
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """Wait until it logged something."""
+        wait_until(lambda: self.log().count(text) >= times, f"the directory logs {text!r}", seen=self.log)
+
+    def _addresses(self) -> list[str]:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log()
+        found = _LISTENS.findall(self.log())
+        return found if len(found) == len(self._listen) else []
+
+
+def record_of(*addresses: str, free_bytes: int = 4 << 30, capacity_bytes: int = 6 << 30) -> NodeRecord:
+    """A node's record with one card."""
+    card = CardRecord("GPU-of-the-record", "a card", capacity_bytes, free_bytes, 0, False)
+    return NodeRecord("nonce", addresses, {}, (card,))
+
+
+def put_node(cluster: EtcdCluster, node_id: str, record: NodeRecord) -> None:
+    """Write a node's record as its own process would."""
+    cluster.control("put", node_key(node_id).decode(), record.encode().decode())
+
+
+def put_claim(cluster: EtcdCluster, name: str, node_id: str, incarnation: int) -> None:
+    """Write a claim as a node would."""
+    claim = ClaimRecord(node_id, incarnation, "0123456789abcdef" * 2, "ann", "nonce")
+    cluster.control("put", name_key(name).decode(), claim.encode().decode())
+
+
+def put_daemon(cluster: EtcdCluster, node_id: str, daemon: Daemon, **members: object) -> None:
+    """Write the record of a real daemon that has no fleet process of its own."""
+    record = replace(record_of(daemon.address, free_bytes=daemon.available_bytes()), **members)  # type: ignore[arg-type]
+    put_node(cluster, node_id, record)
