@@ -13,6 +13,7 @@ exactly one `Answered`; the process bounds the wait and answers Unknown. Every `
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
 from gpulease.daemon.fleet.records import CardRecord
@@ -44,6 +45,11 @@ class FleetIdentity:
     cluster_id: int = 0
     generation: str = ""
     revision: int = 0
+
+
+DEFAULT_TERMS: Final = FleetTerms()
+NO_IDENTITY: Final = FleetIdentity()
+"""The identity of no store: this node has never joined one."""
 
 
 class Why(Enum):

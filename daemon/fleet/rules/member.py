@@ -1,0 +1,419 @@
+"""A node's membership in its fleet: it joins, beats, is fenced, joins anew.
+
+A member rewrites its record with each beat, if the record is still at the revision that it wrote last. A beat that is
+acknowledged moves the horizon to T (1 - rho) after the time at which the beat was asked. A beat whose answer was lost
+is repeated: if the first was done, the repetition fails and reads its nonce back. Who finds another record than its
+own, or none, was fenced: it ends all claimed leases, and joins anew once their memory is proved free.
+
+The store may be another one: restored from a backup, or made anew. Then its revisions repeat, and epochs with them. A
+node that remembers a higher revision or another cluster stays out until an operator renews the generation key.
+"""
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Final
+
+from gpulease.daemon.fleet.etcd.transactions import (
+    Answer,
+    CreateRevisionIs,
+    Delete,
+    Get,
+    KeyValue,
+    ModRevisionIs,
+    Outcome,
+    Put,
+    Rejected,
+    Transaction,
+    Unknown,
+)
+from gpulease.daemon.fleet.records import (
+    FENCES,
+    GENERATION,
+    BadRecord,
+    NodeRecord,
+    held_key,
+    node_key,
+    read_node,
+)
+from gpulease.daemon.fleet.rules.clock_rates import ClockRates
+from gpulease.daemon.fleet.rules.fences import Fences
+from gpulease.daemon.fleet.rules.fleet_events import (
+    DEFAULT_TERMS,
+    NO_IDENTITY,
+    Answered,
+    ArmTimer,
+    ClaimDropped,
+    ClaimEnded,
+    ClaimWanted,
+    Effect,
+    EndClaimed,
+    Event,
+    FenceWanted,
+    FleetIdentity,
+    FleetTerms,
+    Joined,
+    LiveClaims,
+    MoveHorizon,
+    Note,
+    Noted,
+    Reason,
+    RecordChanged,
+    Started,
+    TimerFired,
+    Why,
+)
+from gpulease.daemon.fleet.rules.name_claims import NameClaims
+from gpulease.daemon.fleet.rules.standing import CUT_OFF, Standing
+
+RENEW: Final = "an operator makes sure that no lease of before is used any more, and runs `gpulease fleet renew`"
+"""The act that lets nodes join a store that is not the one they knew."""
+
+
+OnAnswer = Callable[[Answer, int, int], None]
+"""Takes an answer, when it was asked, and the time now."""
+
+
+class _Phase(Enum):
+    """Phases of membership."""
+
+    STARTING = auto()
+    """The broker has not told its claimed leases yet."""
+    ENDING = auto()
+    """Claimed leases end; then the node joins anew."""
+    JOINING = auto()
+    MEMBER = auto()
+    REFUSED = auto()
+    """The node stays out until its process is started anew."""
+
+
+class Member:
+    """A node of a fleet."""
+
+    def __init__(
+        self,
+        node_id: str,
+        terms: FleetTerms = DEFAULT_TERMS,
+        incarnation: int = 0,
+        identity: FleetIdentity = NO_IDENTITY,
+        *,
+        instance: str,
+    ) -> None:
+        """Take incarnation and identity as an earlier process was told them by Joined, if it was.
+
+        `instance` is a random text of this run of the process: no other run, of any node, has it.
+        """
+        self._standing = Standing(node_id, terms, incarnation, instance)
+        self._fences = Fences(self._standing)
+        self._clocks = ClockRates(self._standing)
+        self._claims = NameClaims(self._standing, self._fences)
+        self._identity = identity
+        self._standing.revision = max(identity.revision, incarnation)
+        self._record = RecordChanged()
+        self._phase = _Phase.STARTING
+        self._has_started = False
+        self._key = node_key(node_id)
+        self._mod_revision = 0
+        self._attempts: dict[str, int] = {}
+        """When each write of the record was asked whose fate is not known, by nonce."""
+        self._is_asking = False
+        self._due_ns = 0
+        self._no_generation_ns: int | None = None
+        self._is_isolated = False
+        self._is_refused = False
+        self._armed_ns: int | None = None
+
+    @property
+    def horizon_ns(self) -> int:
+        """Return until when claimed leases may live."""
+        return self._standing.horizon_ns
+
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        """Handle an event. Returns the effects in the order in which they are to be carried out."""
+        self._standing.effects = []
+        match event:
+            case Started():
+                self._has_started = True
+            case TimerFired():
+                self._armed_ns = None
+            case Answered():
+                self._answered(event, now_ns)
+            case LiveClaims():
+                self._take_live(event, now_ns)
+            case ClaimWanted():
+                self._claims.want(event, now_ns)
+            case ClaimDropped():
+                self._claims.drop(event.request)
+            case ClaimEnded():
+                self._claims.end(event.name, event.epoch, now_ns)
+            case RecordChanged():
+                self._record = event
+            case FenceWanted():
+                self._fences.fence_by_operator(event, now_ns)
+        self._advance(now_ns)
+        return self._standing.effects
+
+    # --- time ---
+
+    def _advance(self, now_ns: int) -> None:
+        """Do what is due."""
+        if self._standing.is_suspect and self._phase is _Phase.MEMBER:
+            self._due_ns = now_ns
+        self._standing.is_suspect = False
+        if self._has_started and not self._is_asking and now_ns >= self._due_ns:
+            if self._phase is _Phase.JOINING:
+                self._read_store(now_ns)
+            elif self._phase is _Phase.MEMBER:
+                self._beat(now_ns)
+        if self._phase is _Phase.MEMBER and self._standing.horizon_ns <= now_ns and not self._is_isolated:
+            self._is_isolated = True
+            self._standing.beating_since_ns = None
+            self._note(Note.ISOLATED)
+        self._claims.advance(now_ns)
+        self._arm(now_ns)
+
+    def _arm(self, now_ns: int) -> None:
+        """Arm the timer for what is due first, if it is armed for another time."""
+        dues = []
+        if self._has_started and not self._is_asking and self._phase in (_Phase.JOINING, _Phase.MEMBER):
+            dues.append(self._due_ns)
+        if self._phase is _Phase.MEMBER and not self._is_isolated:
+            dues.append(self._standing.horizon_ns)
+        if (due_ns := self._claims.due_ns(now_ns)) is not None:
+            dues.append(due_ns)
+        if dues and min(dues) != self._armed_ns:
+            self._armed_ns = min(dues)
+            self._standing.effects.append(ArmTimer(self._armed_ns))
+
+    # --- the store ---
+
+    def _answered(self, answered: Answered, now_ns: int) -> None:
+        """Pass an outcome on to who asked; to a member another store's answer counts as none."""
+        asked = self._standing.take(answered.number)
+        if asked is None:
+            return
+        outcome = answered.outcome
+        if isinstance(outcome, Answer) and self._phase is _Phase.MEMBER:
+            if text := self._difference(outcome, asked.floor):
+                self._lose(Reason.RESTORED, text)
+                outcome = Unknown(text)
+            else:
+                self._standing.revision = max(self._standing.revision, outcome.revision)
+        asked.on_outcome(outcome, asked.asked_ns, now_ns)
+
+    def _difference(self, answer: Answer, floor: int) -> str:
+        """Tell why an answer came from another store than the one that was joined; empty: it did not."""
+        if self._identity.cluster_id not in (0, answer.cluster_id):
+            return f"etcd is cluster {answer.cluster_id:x}, and was {self._identity.cluster_id:x}"
+        return f"etcd is at revision {answer.revision}, and was at {floor}" if answer.revision < floor else ""
+
+    def _is_accepted(self, answer: Answer, generation: KeyValue | None, now_ns: int) -> bool:
+        """Return whether the store may be joined; if it is new to this node, remember it."""
+        known = self._identity.generation
+        if generation is None and not known:
+            self._make_generation(now_ns)
+            return False
+        value = generation.value.decode(errors="replace") if generation else ""
+        is_renewed = bool(value) and bool(known) and value != known
+        text = "" if is_renewed else self._difference(answer, self._standing.revision)
+        if not value:
+            text = "etcd has lost the fleet's generation key"
+        if text:
+            if self._standing.trouble is CUT_OFF:
+                self._note(Note.REFUSED, f"{text}: {RENEW}")
+            self._standing.trouble = Why.STALE, f"{text}: {RENEW}"
+            self._due_ns = now_ns + self._standing.beat_ns
+            if self._standing.incarnation:
+                self._lose(Reason.RESTORED, text)
+            return False
+        self._standing.trouble = CUT_OFF
+        self._standing.revision = answer.revision
+        self._identity = FleetIdentity(answer.cluster_id, value, answer.revision)
+        if is_renewed and self._standing.incarnation:
+            self._lose(Reason.RENEWED, "an operator renewed the fleet's generation key")
+            return False
+        return True
+
+    def _make_generation(self, now_ns: int) -> None:
+        """Make the generation key if none was there for so long that all leases of a store that was lost are over."""
+        if self._no_generation_ns is None:
+            self._no_generation_ns = now_ns
+        self._due_ns = self._no_generation_ns + self._standing.wait_ns
+        if now_ns >= self._due_ns:
+            self._no_generation_ns = None
+            writes = (Put(GENERATION, self._standing.nonce().encode()),)
+            self._ask(now_ns, Transaction((CreateRevisionIs(GENERATION, 0),), writes), self._again)
+
+    # --- joining ---
+
+    def _take_live(self, live: LiveClaims, now_ns: int) -> None:
+        """Take what the broker has: join if it has no claims, or if it knows under which incarnation they were made."""
+        if self._phase is _Phase.STARTING:
+            if live.epochs and not self._standing.incarnation:
+                self._lose(Reason.FORGOTTEN, "the daemon does not know any more as which member it claimed names")
+                return
+            self._claims.restore(live.epochs)
+        elif self._phase is not _Phase.ENDING or live.epochs:
+            return
+        self._phase = _Phase.REFUSED if self._is_refused else _Phase.JOINING
+        self._due_ns = max(self._due_ns, now_ns)
+
+    def _read_store(self, now_ns: int) -> None:
+        self._ask(now_ns, Transaction(reads=(Get(self._key), Get(GENERATION))), self._store_read)
+
+    def _store_read(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
+        """Go on as the member of before, or delete its record, or join."""
+        record, generation = (found[0] if found else None for found in answer.found[:2])
+        self._due_ns = now_ns
+        if not self._is_accepted(answer, generation, now_ns):
+            return
+        if self._standing.incarnation:
+            if record and record.create_revision == self._standing.incarnation:
+                self._mod_revision = record.mod_revision
+                self._enter()
+            else:
+                self._lose(Reason.FENCED, "another node fenced this one while its daemon was not running")
+        elif record and (attempt_ns := self._attempts.get(_nonce(record))) is not None:
+            self._join(record.create_revision, record.mod_revision, attempt_ns)
+        elif record:
+            # No claimed lease of that incarnation lives here: the broker said so.
+            transaction = Transaction((ModRevisionIs(self._key, record.mod_revision),), (Delete(self._key),))
+            self._ask(now_ns, transaction, self._again)
+        else:
+            compares = (CreateRevisionIs(self._key, 0), ModRevisionIs(GENERATION, _revision(generation)))
+            self._ask(now_ns, Transaction(compares, (self._write(now_ns),)), self._created)
+
+    def _created(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
+        if answer.succeeded and not self._difference(answer, self._standing.revision):
+            self._join(answer.revision, answer.revision, asked_ns)
+        else:
+            self._due_ns = now_ns + self._standing.retry_ns
+
+    def _again(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
+        self._due_ns = now_ns
+
+    def _join(self, incarnation: int, mod_revision: int, asked_ns: int) -> None:
+        self._standing.incarnation = incarnation
+        self._mod_revision = mod_revision
+        self._enter()
+        self._acknowledge(asked_ns)
+
+    def _enter(self) -> None:
+        """Be a member, and beat at once: the beat also finds the claims of earlier incarnations."""
+        self._phase = _Phase.MEMBER
+        self._is_isolated = False
+        self._attempts.clear()
+        self._standing.effects.append(Joined(self._identity, self._standing.incarnation))
+        self._note(Note.JOINED)
+
+    # --- beats ---
+
+    def _beat(self, now_ns: int) -> None:
+        writes = (self._write(now_ns), *self._clocks.write())
+        held = Get(held_key(self._standing.node_id), is_prefix=True)
+        reads = (Get(self._key), Get(GENERATION), held, Get(FENCES), self._clocks.read())
+        compare = ModRevisionIs(self._key, self._mod_revision)
+        self._ask(now_ns, Transaction((compare,), writes, reads), self._beaten)
+
+    def _beaten(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
+        """Take the answer to a beat: acknowledged, made by an earlier attempt, or fenced."""
+        record, generation = (found[0] if found else None for found in answer.found[:2])
+        if record is None or record.create_revision != self._standing.incarnation:
+            is_twin = record is not None and not _nonce(record).startswith(self._standing.instance)
+            if is_twin:
+                self._note(Note.TWIN, "another daemon joined under this node's id")
+                self._due_ns = now_ns + self._standing.wait_ns
+            self._lose(Reason.FENCED, "another node fenced this one: it was silent too long")
+            return
+        if record.mod_revision < self._mod_revision:
+            self._lose(Reason.RESTORED, "etcd has an earlier state of this node's record")
+            return
+        self._mod_revision = record.mod_revision
+        written_ns = asked_ns if answer.succeeded else self._attempts.get(_nonce(record))
+        self._due_ns = asked_ns + self._standing.beat_ns if answer.succeeded else now_ns
+        self._attempts.clear()
+        if _text(generation) != self._identity.generation:
+            self._lose(Reason.RENEWED, "an operator renewed the fleet's generation key")
+            return
+        if lost := self._claims.sweep(answer.found[2], answer.revision, now_ns):
+            self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
+            return
+        self._fences.saw_budget(answer.found[3], now_ns)
+        if written_ns is not None:
+            self._acknowledge(written_ns)
+            if self._standing.beating_since_ns is None:
+                self._standing.beating_since_ns = now_ns
+        if answer.succeeded and (rate := self._clocks.saw(answer.found[4], answer.revision, asked_ns, now_ns)):
+            self._is_refused = True
+            self._standing.trouble = Why.ISOLATED, "this node's clock is wrong: an operator repairs it and restarts"
+            self._lose(Reason.CLOCK, f"the other nodes' clocks run {rate:.4f} times as fast as this node's")
+
+    def _acknowledge(self, written_ns: int) -> None:
+        """Move the horizon: etcd has the write of this node's record that was asked then."""
+        horizon_ns = written_ns + self._standing.cap_ns
+        self._note(Note.BEAT)
+        if horizon_ns > self._standing.horizon_ns:
+            self._standing.horizon_ns = horizon_ns
+            self._is_isolated = False
+            self._standing.effects.append(MoveHorizon(horizon_ns, self._standing.incarnation))
+
+    def _lose(self, reason: Reason, text: str) -> None:
+        """Be no member any more: end all claimed leases, and join anew after that."""
+        self._phase = _Phase.ENDING
+        self._standing.incarnation = 0
+        self._standing.horizon_ns = 0
+        self._standing.beating_since_ns = None
+        self._attempts.clear()
+        self._clocks.lose_slot()
+        self._claims.restore({})
+        self._standing.effects.append(EndClaimed(reason, text))
+        self._note(Note.REFUSED if self._is_refused else Note.FENCED, text)
+
+    # --- questions ---
+
+    def _write(self, now_ns: int) -> Put:
+        """Return the write of this node's record, and remember when it was asked."""
+        nonce = self._standing.nonce()
+        self._attempts[nonce] = now_ns
+        told = self._record
+        labels = dict(told.labels)
+        boot_ms = now_ns // 1_000_000
+        record = NodeRecord(nonce, told.addresses, labels, told.cards, told.is_draining, boot_ms, told.version)
+        return Put(self._key, record.encode())
+
+    def _ask(self, now_ns: int, transaction: Transaction, on_answer: OnAnswer) -> None:
+        """Ask about this node's own record: one question at a time, and again later if it was not answered."""
+        self._is_asking = True
+        phase = self._phase
+
+        def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+            self._is_asking = False
+            if self._phase is not phase:
+                return
+            if isinstance(outcome, Answer):
+                on_answer(outcome, asked_ns, now_ns)
+                return
+            self._standing.beating_since_ns = None
+            self._clocks.lose_slot()
+            is_rejected = isinstance(outcome, Rejected)
+            self._note(Note.REJECTED if is_rejected else Note.BEAT_UNKNOWN, outcome.reason)
+            self._due_ns = now_ns + (self._standing.beat_ns if is_rejected else self._standing.retry_ns)
+
+        self._standing.ask(now_ns, transaction, on_outcome)
+
+    def _note(self, note: Note, text: str = "") -> None:
+        self._standing.effects.append(Noted(note, text))
+
+
+def _nonce(record: KeyValue) -> str:
+    try:
+        return read_node(record.value).nonce
+    except BadRecord:
+        return ""
+
+
+def _text(found: KeyValue | None) -> str:
+    return found.value.decode(errors="replace") if found else ""
+
+
+def _revision(found: KeyValue | None) -> int:
+    return found.mod_revision if found else 0

@@ -1,0 +1,271 @@
+"""Claims of names: at most one node has a name, under an epoch that only rises.
+
+A claim is made by one transaction: the name is absent, and this node's record is the one it joined with. Its revision
+is the epoch. An attempt whose answer was lost is repeated with the same nonce: the repetition fails if the first was
+done, and reads the claim back. Nothing is granted until an answer shows the claim. Each beat reads this node's claims;
+one that no lease has and nobody waits for is deleted, however late the attempt was done.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from gpulease.daemon.fleet.etcd.transactions import (
+    Answer,
+    CreateRevisionIs,
+    Delete,
+    Get,
+    KeyValue,
+    ModRevisionIs,
+    Outcome,
+    Put,
+    Rejected,
+    Transaction,
+    Unknown,
+)
+from gpulease.daemon.fleet.records import (
+    BadRecord,
+    ClaimRecord,
+    held_key,
+    name_key,
+    node_key,
+    read_claim,
+)
+from gpulease.daemon.fleet.rules.fences import Fences
+from gpulease.daemon.fleet.rules.fleet_events import (
+    Claimed,
+    ClaimRefused,
+    ClaimWanted,
+    Note,
+    Noted,
+    Why,
+)
+from gpulease.daemon.fleet.rules.standing import CUT_OFF, Standing
+
+MAX_WANTS: Final = 1_024
+"""Claims that may wait at one node. Stops tenants from keeping a node busy with asking etcd again and again."""
+
+MAX_HOLDERS: Final = 1_024
+"""Names whose holders are remembered between two requests for them. Bounds memory, whatever tenants ask for."""
+
+RETRY_AFTER_MS: Final = 1_000
+"""When to ask again for a name that is taken, or at a node that is cut off."""
+
+
+@dataclass(slots=True)
+class _Want:
+    """A claim that somebody waits for.
+
+    Attributes:
+        nonce: One for all attempts.
+        next_ns: When the next attempt is due.
+        refusal: Why the last attempt failed; None: none was answered.
+    """
+
+    wanted: ClaimWanted
+    nonce: str
+    next_ns: int
+    is_asking: bool = False
+    refusal: tuple[Why, str] | None = None
+
+
+class NameClaims:
+    """This node's claims and the wants for more."""
+
+    def __init__(self, standing: Standing, fences: Fences) -> None:
+        self.live: dict[str, int] = {}
+        """Epochs of the claims that were given and have not ended."""
+        self._standing = standing
+        self._fences = fences
+        self._wants: dict[int, _Want] = {}
+        self._releasing: set[tuple[str, int]] = set()
+        self._holders: dict[str, str] = {}
+
+    # --- what the broker wants ---
+
+    def want(self, wanted: ClaimWanted, now_ns: int) -> None:
+        """Take a request for a name; `advance` makes the first attempt."""
+        if len(self._wants) >= MAX_WANTS:
+            self._refuse(wanted, Why.BUSY, f"{MAX_WANTS} claims wait at this node: ask another node")
+            return
+        self._wants[wanted.request] = _Want(wanted, self._standing.nonce(), now_ns)
+
+    def drop(self, request: int) -> None:
+        """Forget a request. A claim that its last attempt makes is deleted."""
+        self._wants.pop(request, None)
+
+    def end(self, name: str, epoch: int, now_ns: int) -> None:
+        """Delete the claim of a lease that is over."""
+        if self.live.get(name) == epoch:
+            del self.live[name]
+        self._release(name, epoch, now_ns)
+
+    def restore(self, epochs: Mapping[str, int]) -> None:
+        """Take the claims that the broker has."""
+        self.live = dict(epochs)
+
+    # --- time ---
+
+    def advance(self, now_ns: int) -> None:
+        """Make the attempts that are due, and refuse who has waited long enough."""
+        is_member = self._standing.is_member(now_ns)
+        for want in list(self._wants.values()):
+            if want.is_asking:
+                continue
+            is_over = now_ns >= want.wanted.wait_until_ns
+            if is_over and (want.refusal or not is_member):
+                why, text = want.refusal if want.refusal and is_member else self._standing.trouble
+                del self._wants[want.wanted.request]
+                self._refuse(want.wanted, why, text)
+            elif is_member and now_ns >= want.next_ns:
+                self._attempt(want, now_ns)
+
+    def due_ns(self, now_ns: int) -> int | None:
+        """Return when `advance` has something to do; None: not by itself."""
+        is_member = self._standing.is_member(now_ns)
+        waiting = [want for want in self._wants.values() if not want.is_asking]
+        ends = [max(want.wanted.wait_until_ns, now_ns) for want in waiting]
+        return min([*ends, *(want.next_ns for want in waiting if is_member)], default=None)
+
+    # --- attempts ---
+
+    def _attempt(self, want: _Want, now_ns: int) -> None:
+        standing, wanted = self._standing, want.wanted
+        key = name_key(wanted.name)
+        record = ClaimRecord(standing.node_id, standing.incarnation, wanted.lease_id, wanted.tenant, want.nonce)
+        held = Put(held_key(standing.node_id, wanted.name), want.nonce.encode())
+        holder = self._holders.get(wanted.name)
+        looks = (Get(node_key(holder)),) if holder else ()
+        transaction = Transaction(
+            (CreateRevisionIs(key, 0), standing.is_mine()), (Put(key, record.encode()), held), (Get(key), *looks)
+        )
+        want.is_asking = True
+        on_outcome = partial(self._answered, want, standing.incarnation, holder)
+        standing.ask(now_ns, transaction, on_outcome)
+
+    def _answered(
+        self, want: _Want, incarnation: int, holder: str | None, outcome: Outcome, asked_ns: int, now_ns: int
+    ) -> None:
+        """Take the outcome of an attempt that was made in that incarnation, with a look at that holder's node."""
+        want.is_asking = False
+        wanted = want.wanted
+        is_wanted = self._wants.get(wanted.request) is want
+        if isinstance(outcome, Unknown):
+            want.next_ns = now_ns + self._standing.retry_ns
+            want.refusal = Why.UNKNOWN, "the fleet's store did not answer: ask again, with the same request id"
+            return
+        if isinstance(outcome, Rejected):
+            want.next_ns = now_ns + self._standing.poll_ns
+            want.refusal = Why.REJECTED, f"the fleet's store refused the claim; an operator must act: {outcome.reason}"
+            return
+        epoch = outcome.revision if outcome.succeeded else self._epoch_of_mine(want, incarnation, outcome)
+        if not epoch:
+            if is_wanted:
+                self._taken(want, holder, outcome, now_ns)
+        elif not is_wanted:
+            self._release(wanted.name, epoch, now_ns)
+        elif incarnation != self._standing.incarnation or not self._standing.is_member(now_ns):
+            # The claim can't be used now. A beat or the next attempt finds it.
+            want.refusal = CUT_OFF
+            want.next_ns = now_ns + self._standing.retry_ns
+        else:
+            del self._wants[wanted.request]
+            self.live[wanted.name] = epoch
+            self._standing.effects.append(Claimed(wanted.request, wanted.name, epoch))
+
+    def _epoch_of_mine(self, want: _Want, incarnation: int, answer: Answer) -> int:
+        """Return the epoch under which an earlier attempt of the same want has the name; 0: none has it."""
+        record = _claim(answer.found[0])
+        mine = record is not None and (record.nonce, record.incarnation) == (want.nonce, incarnation)
+        return answer.found[0][0].mod_revision if mine else 0
+
+    def _taken(self, want: _Want, looked_at: str | None, answer: Answer, now_ns: int) -> None:
+        """Wait for a name that another claim has, and look at the node that has it."""
+        standing, name = self._standing, want.wanted.name
+        want.refusal = Why.TAKEN, f"another lease has the name {name}: wait, or free it"
+        want.next_ns = now_ns + standing.poll_ns
+        if not answer.found[0]:
+            # The name is free, so it was this node that is no member any more; its next beat shows that.
+            want.refusal = CUT_OFF
+            standing.is_suspect = True
+            return
+        epoch = answer.found[0][0].mod_revision
+        record = _claim(answer.found[0])
+        if record is None:
+            want.refusal = Why.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
+        elif record.node_id == standing.node_id:
+            self._holders.pop(name, None)
+            if record.incarnation != standing.incarnation or self._is_orphan(name, epoch, record.nonce):
+                self._release(name, epoch, now_ns)
+        elif record.node_id != looked_at:
+            self._remember_holder(name, record.node_id)
+            want.next_ns = now_ns
+        else:
+            is_free, want.next_ns = self._fences.look(record.node_id, record.incarnation, answer.found[1], now_ns)
+            if is_free:
+                want.next_ns = now_ns + standing.poll_ns
+                transaction = self._fences.delete_claim(name, record.node_id, epoch)
+                standing.ask(now_ns, transaction, partial(self._freed, name))
+
+    def _remember_holder(self, name: str, node_id: str) -> None:
+        while len(self._holders) >= MAX_HOLDERS:
+            del self._holders[next(iter(self._holders))]
+        self._holders[name] = node_id
+
+    # --- the end of claims ---
+
+    def sweep(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> str | None:
+        """Compare this node's claims, as a beat of that revision read them, with the leases that live.
+
+        Deletes claims that no lease has and nobody waits for. Returns a living lease's name whose claim is gone.
+        """
+        prefix = held_key(self._standing.node_id)
+        epochs = {}
+        for key, value, _, epoch in found:
+            name = key.removeprefix(prefix).decode(errors="replace")
+            epochs[name] = epoch
+            if self._is_orphan(name, epoch, value.decode(errors="replace")):
+                self._standing.effects.append(Noted(Note.ORPHAN_DELETED, name=name))
+                self._release(name, epoch, now_ns)
+        # A claim above the beat's revision was made after the beat.
+        lost = (name for name, epoch in self.live.items() if epoch <= revision and epochs.get(name) != epoch)
+        return next(lost, None)
+
+    def _is_orphan(self, name: str, epoch: int, nonce: str) -> bool:
+        """Return whether a claim of this node has no lease, and no want whose next attempt will find it."""
+        if self.live.get(name) == epoch or (name, epoch) in self._releasing:
+            return False
+        return all(want.nonce != nonce for want in self._wants.values())
+
+    def _release(self, name: str, epoch: int, now_ns: int) -> None:
+        """Delete a claim. If the answer is lost, the next beat's sweep deletes it again."""
+        if (name, epoch) in self._releasing:
+            return
+        self._releasing.add((name, epoch))
+        held = held_key(self._standing.node_id, name)
+        transaction = Transaction((ModRevisionIs(name_key(name), epoch),), (Delete(name_key(name)), Delete(held)))
+
+        def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+            self._releasing.discard((name, epoch))
+            self._freed(name, outcome, asked_ns, now_ns)
+
+        self._standing.ask(now_ns, transaction, on_outcome)
+
+    def _freed(self, name: str, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+        """Let those try who wait for a name of which a claim was deleted."""
+        if isinstance(outcome, Answer):
+            for want in self._wants.values():
+                if want.wanted.name == name:
+                    want.next_ns = min(want.next_ns, now_ns)
+
+    def _refuse(self, wanted: ClaimWanted, why: Why, text: str) -> None:
+        self._standing.effects.append(ClaimRefused(wanted.request, why, text, RETRY_AFTER_MS))
+
+
+def _claim(found: tuple[KeyValue, ...]) -> ClaimRecord | None:
+    """Read a claim; None: there is none, or a foreign writer's."""
+    try:
+        return read_claim(found[0].value) if found else None
+    except BadRecord:
+        return None

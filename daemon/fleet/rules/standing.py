@@ -1,0 +1,93 @@
+"""A node's standing in the fleet, and its questions to etcd: shared by all rules of one member."""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from gpulease.daemon.fleet.etcd.transactions import CreateRevisionIs, Outcome, Transaction
+from gpulease.daemon.fleet.records import node_key
+from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, Why
+
+NS_PER_S: Final = 10**9
+
+CUT_OFF: Final = Why.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
+"""A refusal while this node is no member, and nobody need act."""
+
+OnOutcome = Callable[[Outcome, int, int], None]
+"""Takes a transaction's outcome, when it was asked, and the time now."""
+
+
+class Asked(NamedTuple):
+    """A question that waits for its answer.
+
+    Attributes:
+        floor: A revision that the store had reached when it was asked.
+    """
+
+    asked_ns: int
+    floor: int
+    on_outcome: OnOutcome
+
+
+class Standing:
+    """Membership as of now, and the effects of the event that is being handled.
+
+    Attributes:
+        instance: Random text of this run of the process: no two runs write the same nonce.
+        incarnation: Create revision of the node's record; 0: the node is no member.
+        horizon_ns: Until when claimed leases may live.
+        beating_since_ns: Since when every beat was acknowledged; None: the last was not.
+        revision: A revision that the store has reached.
+        is_suspect: An answer showed that this node may be no member any more: beat at once.
+        trouble: Refusal of claims while this node is no member.
+        effects: Effects of the event that is being handled, in their order.
+    """
+
+    def __init__(self, node_id: str, terms: FleetTerms, incarnation: int, instance: str) -> None:
+        self.node_id = node_id
+        self.instance = instance
+        self.incarnation = incarnation
+        self.horizon_ns = 0
+        self.beating_since_ns: int | None = None
+        self.revision = 0
+        self.is_suspect = False
+        self.trouble = CUT_OFF
+        self.effects: list[Effect] = []
+        horizon_ns = int(terms.horizon_s * NS_PER_S)
+        self.cap_ns = int(horizon_ns * (1 - terms.rho))
+        """A beat's worth: the horizon lies so long after the beat was asked."""
+        self.wait_ns = int(horizon_ns * (1 + terms.rho))
+        """A wait on this node's clock in which the horizon of every other node's last beat passes."""
+        self.silence_ns = horizon_ns // 2
+        """A node that did not beat for so long may be fenced."""
+        self.beat_ns = horizon_ns // 6
+        self.poll_ns = horizon_ns // 30
+        """Between two attempts for a name that is taken."""
+        self.retry_ns = horizon_ns // 60
+        """Between an answer that was lost and the next attempt. Keeps a node from flooding an etcd without a leader."""
+        self.rho = terms.rho
+        self._asked: dict[int, Asked] = {}
+        self._numbers = 0
+        self._nonces = 0
+
+    def is_member(self, now_ns: int) -> bool:
+        """Return whether this node may grant claimed leases now."""
+        return self.incarnation > 0 and now_ns < self.horizon_ns
+
+    def is_mine(self) -> CreateRevisionIs:
+        """Return the comparison that this node was not fenced."""
+        return CreateRevisionIs(node_key(self.node_id), self.incarnation)
+
+    def nonce(self) -> str:
+        """Return a text that nothing else in the store has."""
+        self._nonces += 1
+        return f"{self.instance}-{self._nonces}"
+
+    def ask(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
+        """Send a transaction; `on_outcome` takes its outcome."""
+        self._numbers += 1
+        self._asked[self._numbers] = Asked(now_ns, self.revision, on_outcome)
+        self.effects.append(Ask(self._numbers, transaction))
+
+    def take(self, number: int) -> Asked | None:
+        """Return a question that is answered now; None: it was answered before."""
+        return self._asked.pop(number, None)

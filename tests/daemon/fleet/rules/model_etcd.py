@@ -1,0 +1,63 @@
+"""etcd as a linearizable store in memory, with revisions, and with the ways in which a broken design uses it."""
+
+from dataclasses import dataclass, field
+
+from gpulease.daemon.fleet.etcd.transactions import (
+    Answer,
+    Compare,
+    CreateRevisionIs,
+    Delete,
+    Get,
+    KeyValue,
+    Transaction,
+)
+from gpulease.daemon.fleet.records import GENERATION
+
+
+@dataclass
+class ModelEtcd:
+    """Keys with their revisions. Each transaction is one step."""
+
+    cluster_id: int = 7
+    revision: int = 1
+    keys: dict[bytes, KeyValue] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.keys.setdefault(GENERATION, KeyValue(GENERATION, b"first", 1, 1))
+
+    def do(self, transaction: Transaction) -> Answer:
+        """Do a transaction, and answer as etcd does."""
+        succeeded = all(map(self.holds, transaction.compares))
+        if succeeded and transaction.writes:
+            touched = [write.key for write in transaction.writes]
+            assert len(touched) == len(set(touched)), "etcd refuses two writes of one key"
+            self.revision += 1
+            for write in transaction.writes:
+                if isinstance(write, Delete):
+                    self.keys.pop(write.key, None)
+                else:
+                    old = self.keys.get(write.key)
+                    created = old.create_revision if old else self.revision
+                    self.keys[write.key] = KeyValue(write.key, write.value, created, self.revision)
+        return Answer(succeeded, self.revision, tuple(map(self.read, transaction.reads)), self.cluster_id)
+
+    def holds(self, compare: Compare) -> bool:
+        found = self.keys.get(compare.key)
+        if isinstance(compare, CreateRevisionIs):
+            return compare.revision == (found.create_revision if found else 0)
+        return compare.revision == (found.mod_revision if found else 0)
+
+    def read(self, get: Get) -> tuple[KeyValue, ...]:
+        if get.is_prefix:
+            return tuple(self.keys[key] for key in sorted(self.keys) if key.startswith(get.key))
+        return (self.keys[get.key],) if get.key in self.keys else ()
+
+    def delete(self, *keys: bytes) -> None:
+        """Delete keys in one step, as etcd itself does when a lease is revoked."""
+        self.revision += 1
+        for key in keys:
+            self.keys.pop(key, None)
+
+    def copy(self) -> "ModelEtcd":
+        """Back the store up."""
+        return ModelEtcd(self.cluster_id, self.revision, dict(self.keys))

@@ -1,0 +1,119 @@
+"""Members of a fleet against any delay, loss, pause, crash and clock within the bounds, judged from outside.
+
+Three designs that do not hold run in the same machine: it has to find two nodes with one name in each.
+"""
+
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from .model_fleet import MAX_LATE_S, MAX_PROOF, TERMS, TIMEOUT, Broken, Design, Fleet, Node, S
+
+NAMES = st.sampled_from(["model-a", "model-b"])
+NODES = st.integers(0, 2)
+RATES = st.sampled_from([1 - TERMS.rho, 1.0, 1 + TERMS.rho])
+TWO_BEATS_S = 2 * TERMS.horizon_s / 6
+
+
+class FleetOrder(RuleBasedStateMachine):
+    """State machine that draws the next fault or request."""
+
+    design: ClassVar[Design] = Design.RULES
+
+    @initialize(seed=st.integers(0, 2**32), rates=st.tuples(RATES, RATES, RATES))
+    def begin(self, seed: int, rates: tuple[float, ...]) -> None:
+        self.fleet = Fleet(seed, list(rates), self.design)
+        self.fleet.advance(1)
+
+    def node(self, number: int) -> Node:
+        return self.fleet.nodes[f"n{number}"]
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 1, 1, 4, 10, 16, 32, 50]))
+    def time_passes(self, seconds: float) -> None:
+        self.fleet.advance(seconds)
+
+    @rule(number=NODES, name=NAMES, wait_s=st.sampled_from([0, 5, 100, 100]))
+    def want(self, number: int, name: str, wait_s: float) -> None:
+        self.fleet.want(self.node(number), name, wait_s)
+
+    @rule(number=NODES)
+    def end_all(self, number: int) -> None:
+        node = self.node(number)
+        if node.decider and not node.is_paused:
+            for lease in node.living():
+                self.fleet.end(node, lease)
+
+    @rule(number=NODES, is_cut=st.booleans())
+    def cut_or_heal(self, number: int, is_cut: bool) -> None:
+        self.node(number).is_cut = is_cut
+
+    @rule(seconds=st.sampled_from([0.0, 0.0, 1.0, 3.0]))
+    def slow_down(self, seconds: float) -> None:
+        self.fleet.slowness_s = seconds
+
+    @precondition(lambda self: self.fleet.has_leader)
+    @rule(seconds=st.sampled_from([0.5, 2.0, 8.0]))
+    def change_leader(self, seconds: float) -> None:
+        self.fleet.change_leader(seconds)
+
+    @rule(number=NODES)
+    def pause_or_resume(self, number: int) -> None:
+        node = self.node(number)
+        if node.decider:
+            (self.fleet.resume if node.is_paused else self.fleet.pause)(node)
+
+    @rule(number=NODES, is_reset=st.booleans())
+    def kill(self, number: int, is_reset: bool) -> None:
+        node = self.node(number)
+        node.is_paused = False
+        self.fleet.kill(node, is_reset)
+
+    @rule(number=NODES, remembers=st.booleans())
+    def start(self, number: int, remembers: bool) -> None:
+        node = self.node(number)
+        if node.decider is None:
+            self.fleet.start(node, remembers)
+
+    def teardown(self) -> None:
+        """End the faults: all nodes are back within two beats, and no claim is orphaned."""
+        if not hasattr(self, "fleet") or self.design is not Design.RULES or self.fleet.is_broken:
+            return
+        fleet = self.fleet
+        fleet.heal()
+        # Leases end, their memory is proved free, and requests of before the cut are answered; then two beats.
+        fleet.advance((TIMEOUT + 2 * MAX_PROOF) / S + TWO_BEATS_S)
+        fleet.check_back()
+        # Requests that were held up are done by now; then two beats.
+        fleet.advance(MAX_LATE_S + TWO_BEATS_S)
+        fleet.check_healed()
+
+
+FEW = settings(max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+FleetOrder.TestCase.settings = FEW
+TestFleetOrder = FleetOrder.TestCase
+
+
+@pytest.mark.exhaustive
+class TestManyFleetOrders(TestFleetOrder):  # type: ignore[valid-type, misc]
+    settings = settings(FEW, max_examples=2_000, stateful_step_count=80)
+
+
+@pytest.mark.parametrize("design", [Design.TRUST, Design.NOCAP, Design.LEASE])
+def test_the_machine_catches_a_broken_design(design: Design) -> None:
+    class BrokenOrder(FleetOrder):
+        pass
+
+    BrokenOrder.design = design
+    found = settings(
+        FEW,
+        max_examples=2_000,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+    )
+    with pytest.raises(Broken, match="lives on"):
+        run_state_machine_as_test(BrokenOrder, settings=found)
