@@ -53,7 +53,7 @@ S = 10**9
 TERMS = FleetTerms(horizon_s=30.0, rho=0.01)
 T = 30 * S
 TIMEOUT = 2 * S
-OWN_TERM = 120 * S
+OWN_TERM = 600 * S
 """A lease's own deadline, which its tenant renews as it likes."""
 MAX_LATE_S = 90
 MAX_PROOF = S
@@ -396,13 +396,14 @@ class Fleet:
         return read_claim(self.etcd.keys[key].value).node_id if key.startswith(NAMES) else ""
 
     def change_leader(self, seconds: float) -> None:
-        """Lose the leader for a while. With leases, the old one that was stuck revokes a live one (etcd #15247)."""
+        """Lose the leader for a while. With leases, the old one that was stuck revokes live ones (etcd #15247)."""
         self.has_leader = False
 
         def elect() -> None:
             self.has_leader = True
-            if self.design is Design.LEASE and self.kept:
-                self.revoke(self.random.choice(sorted(self.kept)))
+            if self.design is Design.LEASE:
+                for node_id in {self.owner(key) for key in self.etcd.keys} - {""}:
+                    self.revoke(node_id)
 
         self.at(self.now + int(seconds * S), elect)
 

@@ -3,19 +3,32 @@
 Three designs that do not hold run in the same machine: it has to find two nodes with one name in each.
 """
 
+from enum import Enum
 from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from .model_fleet import MAX_LATE_S, MAX_PROOF, TERMS, TIMEOUT, Broken, Design, Fleet, Node, S
 
 NAMES = st.sampled_from(["model-a", "model-b"])
 NODES = st.integers(0, 2)
 RATES = st.sampled_from([1 - TERMS.rho, 1.0, 1 + TERMS.rho])
+SECONDS = st.sampled_from([0.01, 0.3, 1, 4, 10, 16, 32, 50])
 TWO_BEATS_S = 2 * TERMS.horizon_s / 6
+
+
+class Fault(Enum):
+    """Faults of a node or of the store."""
+
+    CUT = "cut"
+    PAUSE = "pause"
+    KILL = "kill"
+    RESET = "reset"
+    LEADER = "leader"
+    SLOW = "slow"
 
 
 class FleetOrder(RuleBasedStateMachine):
@@ -31,13 +44,14 @@ class FleetOrder(RuleBasedStateMachine):
     def node(self, number: int) -> Node:
         return self.fleet.nodes[f"n{number}"]
 
-    @rule(seconds=st.sampled_from([0.01, 0.3, 1, 1, 4, 10, 16, 32, 50]))
+    @rule(seconds=SECONDS)
     def time_passes(self, seconds: float) -> None:
         self.fleet.advance(seconds)
 
-    @rule(number=NODES, name=NAMES, wait_s=st.sampled_from([0, 5, 100, 100]))
-    def want(self, number: int, name: str, wait_s: float) -> None:
+    @rule(number=NODES, name=NAMES, wait_s=st.sampled_from([0, 5, 100, 100]), seconds=SECONDS)
+    def want(self, number: int, name: str, wait_s: float, seconds: float) -> None:
         self.fleet.want(self.node(number), name, wait_s)
+        self.fleet.advance(seconds)
 
     @rule(number=NODES)
     def end_all(self, number: int) -> None:
@@ -46,36 +60,33 @@ class FleetOrder(RuleBasedStateMachine):
             for lease in node.living():
                 self.fleet.end(node, lease)
 
-    @rule(number=NODES, is_cut=st.booleans())
-    def cut_or_heal(self, number: int, is_cut: bool) -> None:
-        self.node(number).is_cut = is_cut
-
-    @rule(seconds=st.sampled_from([0.0, 0.0, 1.0, 3.0]))
-    def slow_down(self, seconds: float) -> None:
-        self.fleet.slowness_s = seconds
-
-    @precondition(lambda self: self.fleet.has_leader)
-    @rule(seconds=st.sampled_from([0.5, 2.0, 8.0]))
-    def change_leader(self, seconds: float) -> None:
-        self.fleet.change_leader(seconds)
-
-    @rule(number=NODES)
-    def pause_or_resume(self, number: int) -> None:
-        node = self.node(number)
-        if node.decider:
-            (self.fleet.resume if node.is_paused else self.fleet.pause)(node)
-
-    @rule(number=NODES, is_reset=st.booleans())
-    def kill(self, number: int, is_reset: bool) -> None:
-        node = self.node(number)
-        node.is_paused = False
-        self.fleet.kill(node, is_reset)
+    @rule(number=NODES, fault=st.sampled_from(Fault), seconds=SECONDS)
+    def fault(self, number: int, fault: Fault, seconds: float) -> None:
+        fleet, node = self.fleet, self.node(number)
+        match fault:
+            case Fault.CUT:
+                node.is_cut = True
+            case Fault.PAUSE if node.decider:
+                fleet.pause(node)
+            case Fault.KILL | Fault.RESET:
+                node.is_paused = False
+                fleet.kill(node, fault is Fault.RESET)
+            case Fault.LEADER if fleet.has_leader:
+                fleet.change_leader(min(seconds, 10))
+            case Fault.SLOW:
+                fleet.slowness_s = min(seconds, 4)
+        fleet.advance(seconds)
 
     @rule(number=NODES, remembers=st.booleans())
-    def start(self, number: int, remembers: bool) -> None:
-        node = self.node(number)
+    def recover(self, number: int, remembers: bool) -> None:
+        """End a node's faults."""
+        fleet, node = self.fleet, self.node(number)
+        node.is_cut = False
+        fleet.slowness_s = 0
+        if node.is_paused:
+            fleet.resume(node)
         if node.decider is None:
-            self.fleet.start(node, remembers)
+            fleet.start(node, remembers)
 
     def teardown(self) -> None:
         """End the faults: all nodes are back within two beats, and no claim is orphaned."""
@@ -91,14 +102,14 @@ class FleetOrder(RuleBasedStateMachine):
         fleet.check_healed()
 
 
-FEW = settings(max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 FleetOrder.TestCase.settings = FEW
 TestFleetOrder = FleetOrder.TestCase
 
 
 @pytest.mark.exhaustive
 class TestManyFleetOrders(TestFleetOrder):  # type: ignore[valid-type, misc]
-    settings = settings(FEW, max_examples=2_000, stateful_step_count=80)
+    settings = settings(FEW, max_examples=2_000, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("design", [Design.TRUST, Design.NOCAP, Design.LEASE])
@@ -110,6 +121,7 @@ def test_the_machine_catches_a_broken_design(design: Design) -> None:
     found = settings(
         FEW,
         max_examples=2_000,
+        stateful_step_count=60,
         derandomize=True,
         database=None,
         phases=[Phase.generate],
