@@ -62,7 +62,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     TimerFired,
     Why,
 )
-from gpulease.daemon.fleet.rules.name_claims import NameClaims
+from gpulease.daemon.fleet.rules.node_claims import NodeClaims
 from gpulease.daemon.fleet.rules.standing import CUT_OFF, Standing
 
 RENEW: Final = "an operator makes sure that no lease of before is used any more, and runs `gpulease fleet renew`"
@@ -105,7 +105,7 @@ class Member:
         self._standing = Standing(node_id, terms, incarnation, instance)
         self._fences = Fences(self._standing)
         self._clocks = ClockRates(self._standing)
-        self._claims = NameClaims(self._standing, self._fences)
+        self._claims = NodeClaims(self._standing, self._fences)
         self._identity = identity
         self._standing.revision = max(identity.revision, incarnation)
         self._record = RecordChanged()

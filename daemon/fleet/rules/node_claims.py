@@ -70,7 +70,7 @@ class _Want:
     refusal: tuple[Why, str] | None = None
 
 
-class NameClaims:
+class NodeClaims:
     """This node's claims and the wants for more."""
 
     def __init__(self, standing: Standing, fences: Fences) -> None:
