@@ -16,7 +16,7 @@ from zlib import crc32
 
 from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs, Put, Transaction
 from gpulease.daemon.fleet.records import CLOCKS
-from gpulease.daemon.fleet.rules.standing import NS_PER_S, Standing
+from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
 
 SLOTS: Final = 16
 """Clocks that all nodes compare theirs with. Bounds what a beat reads."""
@@ -72,8 +72,8 @@ class _Clock:
 class ClockRates:
     """Clocks of the fleet as this node sees them."""
 
-    def __init__(self, standing: Standing) -> None:
-        self._standing = standing
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
         self._clocks: dict[bytes, _Clock] = {}
         self._slot: bytes | None = None
         self._polls: deque[_Poll] = deque(maxlen=MAX_POLLS)
@@ -100,7 +100,7 @@ class ClockRates:
         for kv in found:
             if (told := _told(kv.value)) is None:
                 continue
-            if told[0] == self._standing.instance:
+            if told[0] == self._membership.instance:
                 mine = kv.key
             else:
                 self._take(kv.key, *told, now_ns)
@@ -126,7 +126,7 @@ class ClockRates:
     def _put(self, slot: bytes) -> Put:
         poll = self._polls[-1]
         record = {
-            "instance": self._standing.instance,
+            "instance": self._membership.instance,
             "revision": poll.revision,
             "low_ns": poll.asked_ns,
             "high_ns": poll.answered_ns,
@@ -135,14 +135,14 @@ class ClockRates:
 
     def _take_slot(self, revisions: dict[bytes, int], now_ns: int) -> None:
         """Write into a slot that nobody writes; the next beat shows whether that was done."""
-        start = crc32(self._standing.node_id.encode())
+        start = crc32(self._membership.node_id.encode())
         for step in range(SLOTS):
             key = CLOCKS + b"%02d" % ((start + step) % SLOTS)
             clock = self._clocks.get(key)
-            if key not in revisions or (clock and now_ns - clock.seen_ns > self._standing.wait_ns):
+            if key not in revisions or (clock and now_ns - clock.seen_ns > self._membership.wait_ns):
                 compare = ModRevisionIs(key, revisions.get(key, 0))
                 transaction = Transaction((compare,), (self._put(key),))
-                self._standing.ask(now_ns, transaction, lambda outcome, asked_ns, now_ns: None)
+                self._membership.ask(now_ns, transaction, lambda outcome, asked_ns, now_ns: None)
                 return
 
     def _judge(self) -> float | None:
@@ -151,9 +151,9 @@ class ClockRates:
             return None
         low = median([1.0, *(rate[0] for rate in rates)])
         high = median([1.0, *(rate[1] for rate in rates)])
-        if low > 1 + self._standing.rho / 2:
+        if low > 1 + self._membership.rho / 2:
             return low
-        return high if high < 1 - self._standing.rho / 2 else None
+        return high if high < 1 - self._membership.rho / 2 else None
 
 
 def _told(value: bytes) -> tuple[str, int, int, int] | None:

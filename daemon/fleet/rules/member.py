@@ -36,7 +36,6 @@ from gpulease.daemon.fleet.records import (
     read_node,
 )
 from gpulease.daemon.fleet.rules.clock_rates import ClockRates
-from gpulease.daemon.fleet.rules.fences import Fences
 from gpulease.daemon.fleet.rules.fleet_events import (
     DEFAULT_TERMS,
     NO_IDENTITY,
@@ -62,8 +61,9 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     TimerFired,
     Why,
 )
+from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
 from gpulease.daemon.fleet.rules.node_claims import NodeClaims
-from gpulease.daemon.fleet.rules.standing import CUT_OFF, Standing
+from gpulease.daemon.fleet.rules.node_fences import Fences
 
 RENEW: Final = "an operator makes sure that no lease of before is used any more, and runs `gpulease fleet renew`"
 """The act that lets nodes join a store that is not the one they knew."""
@@ -102,12 +102,12 @@ class Member:
 
         `instance` is a random text of this run of the process: no other run, of any node, has it.
         """
-        self._standing = Standing(node_id, terms, incarnation, instance)
-        self._fences = Fences(self._standing)
-        self._clocks = ClockRates(self._standing)
-        self._claims = NodeClaims(self._standing, self._fences)
+        self._membership = Membership(node_id, terms, incarnation, instance)
+        self._fences = Fences(self._membership)
+        self._clocks = ClockRates(self._membership)
+        self._claims = NodeClaims(self._membership, self._fences)
         self._identity = identity
-        self._standing.revision = max(identity.revision, incarnation)
+        self._membership.revision = max(identity.revision, incarnation)
         self._record = RecordChanged()
         self._phase = _Phase.STARTING
         self._has_started = False
@@ -125,11 +125,11 @@ class Member:
     @property
     def horizon_ns(self) -> int:
         """Return until when claimed leases may live."""
-        return self._standing.horizon_ns
+        return self._membership.horizon_ns
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
         """Handle an event. Returns the effects in the order in which they are to be carried out."""
-        self._standing.effects = []
+        self._membership.effects = []
         match event:
             case Started():
                 self._has_started = True
@@ -150,23 +150,23 @@ class Member:
             case FenceWanted():
                 self._fences.fence_by_operator(event, now_ns)
         self._advance(now_ns)
-        return self._standing.effects
+        return self._membership.effects
 
     # --- time ---
 
     def _advance(self, now_ns: int) -> None:
         """Do what is due."""
-        if self._standing.is_suspect and self._phase is _Phase.MEMBER:
+        if self._membership.is_suspect and self._phase is _Phase.MEMBER:
             self._due_ns = now_ns
-        self._standing.is_suspect = False
+        self._membership.is_suspect = False
         if self._has_started and not self._is_asking and now_ns >= self._due_ns:
             if self._phase is _Phase.JOINING:
                 self._read_store(now_ns)
             elif self._phase is _Phase.MEMBER:
                 self._beat(now_ns)
-        if self._phase is _Phase.MEMBER and self._standing.horizon_ns <= now_ns and not self._is_isolated:
+        if self._phase is _Phase.MEMBER and self._membership.horizon_ns <= now_ns and not self._is_isolated:
             self._is_isolated = True
-            self._standing.beating_since_ns = None
+            self._membership.beating_since_ns = None
             self._note(Note.ISOLATED)
         self._claims.advance(now_ns)
         self._arm(now_ns)
@@ -177,18 +177,18 @@ class Member:
         if self._has_started and not self._is_asking and self._phase in (_Phase.JOINING, _Phase.MEMBER):
             dues.append(self._due_ns)
         if self._phase is _Phase.MEMBER and not self._is_isolated:
-            dues.append(self._standing.horizon_ns)
+            dues.append(self._membership.horizon_ns)
         if (due_ns := self._claims.due_ns(now_ns)) is not None:
             dues.append(due_ns)
         if dues and min(dues) != self._armed_ns:
             self._armed_ns = min(dues)
-            self._standing.effects.append(ArmTimer(self._armed_ns))
+            self._membership.effects.append(ArmTimer(self._armed_ns))
 
     # --- the store ---
 
     def _answered(self, answered: Answered, now_ns: int) -> None:
         """Pass an outcome on to who asked; to a member another store's answer counts as none."""
-        asked = self._standing.take(answered.number)
+        asked = self._membership.take(answered.number)
         if asked is None:
             return
         outcome = answered.outcome
@@ -197,7 +197,7 @@ class Member:
                 self._lose(Reason.RESTORED, text)
                 outcome = Unknown(text)
             else:
-                self._standing.revision = max(self._standing.revision, outcome.revision)
+                self._membership.revision = max(self._membership.revision, outcome.revision)
         asked.on_outcome(outcome, asked.asked_ns, now_ns)
 
     def _difference(self, answer: Answer, floor: int) -> str:
@@ -214,21 +214,21 @@ class Member:
             return False
         value = generation.value.decode(errors="replace") if generation else ""
         is_renewed = bool(value) and bool(known) and value != known
-        text = "" if is_renewed else self._difference(answer, self._standing.revision)
+        text = "" if is_renewed else self._difference(answer, self._membership.revision)
         if not value:
             text = "etcd has lost the fleet's generation key"
         if text:
-            if self._standing.trouble is CUT_OFF:
+            if self._membership.trouble is CUT_OFF:
                 self._note(Note.REFUSED, f"{text}: {RENEW}")
-            self._standing.trouble = Why.STALE, f"{text}: {RENEW}"
-            self._due_ns = now_ns + self._standing.beat_ns
-            if self._standing.incarnation:
+            self._membership.trouble = Why.STALE, f"{text}: {RENEW}"
+            self._due_ns = now_ns + self._membership.beat_ns
+            if self._membership.incarnation:
                 self._lose(Reason.RESTORED, text)
             return False
-        self._standing.trouble = CUT_OFF
-        self._standing.revision = answer.revision
+        self._membership.trouble = CUT_OFF
+        self._membership.revision = answer.revision
         self._identity = FleetIdentity(answer.cluster_id, value, answer.revision)
-        if is_renewed and self._standing.incarnation:
+        if is_renewed and self._membership.incarnation:
             self._lose(Reason.RENEWED, "an operator renewed the fleet's generation key")
             return False
         return True
@@ -237,10 +237,10 @@ class Member:
         """Make the generation key if none was there for so long that all leases of a store that was lost are over."""
         if self._no_generation_ns is None:
             self._no_generation_ns = now_ns
-        self._due_ns = self._no_generation_ns + self._standing.wait_ns
+        self._due_ns = self._no_generation_ns + self._membership.wait_ns
         if now_ns >= self._due_ns:
             self._no_generation_ns = None
-            writes = (Put(GENERATION, self._standing.nonce().encode()),)
+            writes = (Put(GENERATION, self._membership.nonce().encode()),)
             self._ask(now_ns, Transaction((CreateRevisionIs(GENERATION, 0),), writes), self._again)
 
     # --- joining ---
@@ -248,7 +248,7 @@ class Member:
     def _take_live(self, live: LiveClaims, now_ns: int) -> None:
         """Take what the broker has: join if it has no claims, or if it knows under which incarnation they were made."""
         if self._phase is _Phase.STARTING:
-            if live.epochs and not self._standing.incarnation:
+            if live.epochs and not self._membership.incarnation:
                 self._lose(Reason.FORGOTTEN, "the daemon does not know any more as which member it claimed names")
                 return
             self._claims.restore(live.epochs)
@@ -266,8 +266,8 @@ class Member:
         self._due_ns = now_ns
         if not self._is_accepted(answer, generation, now_ns):
             return
-        if self._standing.incarnation:
-            if record and record.create_revision == self._standing.incarnation:
+        if self._membership.incarnation:
+            if record and record.create_revision == self._membership.incarnation:
                 self._mod_revision = record.mod_revision
                 self._enter()
             else:
@@ -283,16 +283,16 @@ class Member:
             self._ask(now_ns, Transaction(compares, (self._write(now_ns),)), self._created)
 
     def _created(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
-        if answer.succeeded and not self._difference(answer, self._standing.revision):
+        if answer.succeeded and not self._difference(answer, self._membership.revision):
             self._join(answer.revision, answer.revision, asked_ns)
         else:
-            self._due_ns = now_ns + self._standing.retry_ns
+            self._due_ns = now_ns + self._membership.retry_ns
 
     def _again(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         self._due_ns = now_ns
 
     def _join(self, incarnation: int, mod_revision: int, asked_ns: int) -> None:
-        self._standing.incarnation = incarnation
+        self._membership.incarnation = incarnation
         self._mod_revision = mod_revision
         self._enter()
         self._acknowledge(asked_ns)
@@ -302,14 +302,14 @@ class Member:
         self._phase = _Phase.MEMBER
         self._is_isolated = False
         self._attempts.clear()
-        self._standing.effects.append(Joined(self._identity, self._standing.incarnation))
+        self._membership.effects.append(Joined(self._identity, self._membership.incarnation))
         self._note(Note.JOINED)
 
     # --- beats ---
 
     def _beat(self, now_ns: int) -> None:
         writes = (self._write(now_ns), *self._clocks.write())
-        held = Get(held_key(self._standing.node_id), is_prefix=True)
+        held = Get(held_key(self._membership.node_id), is_prefix=True)
         reads = (Get(self._key), Get(GENERATION), held, Get(FENCES), self._clocks.read())
         compare = ModRevisionIs(self._key, self._mod_revision)
         self._ask(now_ns, Transaction((compare,), writes, reads), self._beaten)
@@ -317,11 +317,11 @@ class Member:
     def _beaten(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         """Take the answer to a beat: acknowledged, made by an earlier attempt, or fenced."""
         record, generation = (found[0] if found else None for found in answer.found[:2])
-        if record is None or record.create_revision != self._standing.incarnation:
-            is_twin = record is not None and not _nonce(record).startswith(self._standing.instance)
+        if record is None or record.create_revision != self._membership.incarnation:
+            is_twin = record is not None and not _nonce(record).startswith(self._membership.instance)
             if is_twin:
                 self._note(Note.TWIN, "another daemon joined under this node's id")
-                self._due_ns = now_ns + self._standing.wait_ns
+                self._due_ns = now_ns + self._membership.wait_ns
             self._lose(Reason.FENCED, "another node fenced this one: it was silent too long")
             return
         if record.mod_revision < self._mod_revision:
@@ -329,7 +329,7 @@ class Member:
             return
         self._mod_revision = record.mod_revision
         written_ns = asked_ns if answer.succeeded else self._attempts.get(_nonce(record))
-        self._due_ns = asked_ns + self._standing.beat_ns if answer.succeeded else now_ns
+        self._due_ns = asked_ns + self._membership.beat_ns if answer.succeeded else now_ns
         self._attempts.clear()
         if _text(generation) != self._identity.generation:
             self._lose(Reason.RENEWED, "an operator renewed the fleet's generation key")
@@ -340,39 +340,39 @@ class Member:
         self._fences.saw_budget(answer.found[3], now_ns)
         if written_ns is not None:
             self._acknowledge(written_ns)
-            if self._standing.beating_since_ns is None:
-                self._standing.beating_since_ns = now_ns
+            if self._membership.beating_since_ns is None:
+                self._membership.beating_since_ns = now_ns
         if answer.succeeded and (rate := self._clocks.saw(answer.found[4], answer.revision, asked_ns, now_ns)):
             self._is_refused = True
-            self._standing.trouble = Why.ISOLATED, "this node's clock is wrong: an operator repairs it and restarts"
+            self._membership.trouble = Why.ISOLATED, "this node's clock is wrong: an operator repairs it and restarts"
             self._lose(Reason.CLOCK, f"the other nodes' clocks run {rate:.4f} times as fast as this node's")
 
     def _acknowledge(self, written_ns: int) -> None:
         """Move the horizon: etcd has the write of this node's record that was asked then."""
-        horizon_ns = written_ns + self._standing.cap_ns
+        horizon_ns = written_ns + self._membership.cap_ns
         self._note(Note.BEAT)
-        if horizon_ns > self._standing.horizon_ns:
-            self._standing.horizon_ns = horizon_ns
+        if horizon_ns > self._membership.horizon_ns:
+            self._membership.horizon_ns = horizon_ns
             self._is_isolated = False
-            self._standing.effects.append(MoveHorizon(horizon_ns, self._standing.incarnation))
+            self._membership.effects.append(MoveHorizon(horizon_ns, self._membership.incarnation))
 
     def _lose(self, reason: Reason, text: str) -> None:
         """Be no member any more: end all claimed leases, and join anew after that."""
         self._phase = _Phase.ENDING
-        self._standing.incarnation = 0
-        self._standing.horizon_ns = 0
-        self._standing.beating_since_ns = None
+        self._membership.incarnation = 0
+        self._membership.horizon_ns = 0
+        self._membership.beating_since_ns = None
         self._attempts.clear()
         self._clocks.lose_slot()
         self._claims.restore({})
-        self._standing.effects.append(EndClaimed(reason, text))
+        self._membership.effects.append(EndClaimed(reason, text))
         self._note(Note.REFUSED if self._is_refused else Note.FENCED, text)
 
     # --- questions ---
 
     def _write(self, now_ns: int) -> Put:
         """Return the write of this node's record, and remember when it was asked."""
-        nonce = self._standing.nonce()
+        nonce = self._membership.nonce()
         self._attempts[nonce] = now_ns
         told = self._record
         labels = dict(told.labels)
@@ -392,16 +392,16 @@ class Member:
             if isinstance(outcome, Answer):
                 on_answer(outcome, asked_ns, now_ns)
                 return
-            self._standing.beating_since_ns = None
+            self._membership.beating_since_ns = None
             self._clocks.lose_slot()
             is_rejected = isinstance(outcome, Rejected)
             self._note(Note.REJECTED if is_rejected else Note.BEAT_UNKNOWN, outcome.reason)
-            self._due_ns = now_ns + (self._standing.beat_ns if is_rejected else self._standing.retry_ns)
+            self._due_ns = now_ns + (self._membership.beat_ns if is_rejected else self._membership.retry_ns)
 
-        self._standing.ask(now_ns, transaction, on_outcome)
+        self._membership.ask(now_ns, transaction, on_outcome)
 
     def _note(self, note: Note, text: str = "") -> None:
-        self._standing.effects.append(Noted(note, text))
+        self._membership.effects.append(Noted(note, text))
 
 
 def _nonce(record: KeyValue) -> str:

@@ -32,7 +32,6 @@ from gpulease.daemon.fleet.records import (
     node_key,
     read_claim,
 )
-from gpulease.daemon.fleet.rules.fences import Fences
 from gpulease.daemon.fleet.rules.fleet_events import (
     Claimed,
     ClaimRefused,
@@ -41,7 +40,8 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Noted,
     Why,
 )
-from gpulease.daemon.fleet.rules.standing import CUT_OFF, Standing
+from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
+from gpulease.daemon.fleet.rules.node_fences import Fences
 
 MAX_WANTS: Final = 1_024
 """Claims that may wait at one node. Stops tenants from keeping a node busy with asking etcd again and again."""
@@ -71,12 +71,12 @@ class _Want:
 
 
 class NodeClaims:
-    """This node's claims and the wants for more."""
+    """Claims of this node, and the wants for more."""
 
-    def __init__(self, standing: Standing, fences: Fences) -> None:
+    def __init__(self, membership: Membership, fences: Fences) -> None:
         self.live: dict[str, int] = {}
         """Epochs of the claims that were given and have not ended."""
-        self._standing = standing
+        self._membership = membership
         self._fences = fences
         self._wants: dict[int, _Want] = {}
         self._releasing: set[tuple[str, int]] = set()
@@ -89,7 +89,7 @@ class NodeClaims:
         if len(self._wants) >= MAX_WANTS:
             self._refuse(wanted, Why.BUSY, f"{MAX_WANTS} claims wait at this node: ask another node")
             return
-        self._wants[wanted.request] = _Want(wanted, self._standing.nonce(), now_ns)
+        self._wants[wanted.request] = _Want(wanted, self._membership.nonce(), now_ns)
 
     def drop(self, request: int) -> None:
         """Forget a request. A claim that its last attempt makes is deleted."""
@@ -109,13 +109,13 @@ class NodeClaims:
 
     def advance(self, now_ns: int) -> None:
         """Make the attempts that are due, and refuse who has waited long enough."""
-        is_member = self._standing.is_member(now_ns)
+        is_member = self._membership.is_member(now_ns)
         for want in list(self._wants.values()):
             if want.is_asking:
                 continue
             is_over = now_ns >= want.wanted.wait_until_ns
             if is_over and (want.refusal or not is_member):
-                why, text = want.refusal if want.refusal and is_member else self._standing.trouble
+                why, text = want.refusal if want.refusal and is_member else self._membership.trouble
                 del self._wants[want.wanted.request]
                 self._refuse(want.wanted, why, text)
             elif is_member and now_ns >= want.next_ns:
@@ -123,7 +123,7 @@ class NodeClaims:
 
     def due_ns(self, now_ns: int) -> int | None:
         """Return when `advance` has something to do; None: not by itself."""
-        is_member = self._standing.is_member(now_ns)
+        is_member = self._membership.is_member(now_ns)
         waiting = [want for want in self._wants.values() if not want.is_asking]
         ends = [max(want.wanted.wait_until_ns, now_ns) for want in waiting]
         return min([*ends, *(want.next_ns for want in waiting if is_member)], default=None)
@@ -131,18 +131,18 @@ class NodeClaims:
     # --- attempts ---
 
     def _attempt(self, want: _Want, now_ns: int) -> None:
-        standing, wanted = self._standing, want.wanted
+        membership, wanted = self._membership, want.wanted
         key = name_key(wanted.name)
-        record = ClaimRecord(standing.node_id, standing.incarnation, wanted.lease_id, wanted.tenant, want.nonce)
-        held = Put(held_key(standing.node_id, wanted.name), want.nonce.encode())
+        record = ClaimRecord(membership.node_id, membership.incarnation, wanted.lease_id, wanted.tenant, want.nonce)
+        held = Put(held_key(membership.node_id, wanted.name), want.nonce.encode())
         holder = self._holders.get(wanted.name)
         looks = (Get(node_key(holder)),) if holder else ()
         transaction = Transaction(
-            (CreateRevisionIs(key, 0), standing.is_mine()), (Put(key, record.encode()), held), (Get(key), *looks)
+            (CreateRevisionIs(key, 0), membership.is_mine()), (Put(key, record.encode()), held), (Get(key), *looks)
         )
         want.is_asking = True
-        on_outcome = partial(self._answered, want, standing.incarnation, holder)
-        standing.ask(now_ns, transaction, on_outcome)
+        on_outcome = partial(self._answered, want, membership.incarnation, holder)
+        membership.ask(now_ns, transaction, on_outcome)
 
     def _answered(
         self, want: _Want, incarnation: int, holder: str | None, outcome: Outcome, asked_ns: int, now_ns: int
@@ -152,11 +152,11 @@ class NodeClaims:
         wanted = want.wanted
         is_wanted = self._wants.get(wanted.request) is want
         if isinstance(outcome, Unknown):
-            want.next_ns = now_ns + self._standing.retry_ns
+            want.next_ns = now_ns + self._membership.retry_ns
             want.refusal = Why.UNKNOWN, "the fleet's store did not answer: ask again, with the same request id"
             return
         if isinstance(outcome, Rejected):
-            want.next_ns = now_ns + self._standing.poll_ns
+            want.next_ns = now_ns + self._membership.poll_ns
             want.refusal = Why.REJECTED, f"the fleet's store refused the claim; an operator must act: {outcome.reason}"
             return
         epoch = outcome.revision if outcome.succeeded else self._epoch_of_mine(want, incarnation, outcome)
@@ -165,14 +165,14 @@ class NodeClaims:
                 self._taken(want, holder, outcome, now_ns)
         elif not is_wanted:
             self._release(wanted.name, epoch, now_ns)
-        elif incarnation != self._standing.incarnation or not self._standing.is_member(now_ns):
+        elif incarnation != self._membership.incarnation or not self._membership.is_member(now_ns):
             # The claim can't be used now. A beat or the next attempt finds it.
             want.refusal = CUT_OFF
-            want.next_ns = now_ns + self._standing.retry_ns
+            want.next_ns = now_ns + self._membership.retry_ns
         else:
             del self._wants[wanted.request]
             self.live[wanted.name] = epoch
-            self._standing.effects.append(Claimed(wanted.request, wanted.name, epoch))
+            self._membership.effects.append(Claimed(wanted.request, wanted.name, epoch))
 
     def _epoch_of_mine(self, want: _Want, incarnation: int, answer: Answer) -> int:
         """Return the epoch under which an earlier attempt of the same want has the name; 0: none has it."""
@@ -182,21 +182,21 @@ class NodeClaims:
 
     def _taken(self, want: _Want, looked_at: str | None, answer: Answer, now_ns: int) -> None:
         """Wait for a name that another claim has, and look at the node that has it."""
-        standing, name = self._standing, want.wanted.name
+        membership, name = self._membership, want.wanted.name
         want.refusal = Why.TAKEN, f"another lease has the name {name}: wait, or free it"
-        want.next_ns = now_ns + standing.poll_ns
+        want.next_ns = now_ns + membership.poll_ns
         if not answer.found[0]:
             # The name is free, so it was this node that is no member any more; its next beat shows that.
             want.refusal = CUT_OFF
-            standing.is_suspect = True
+            membership.is_suspect = True
             return
         epoch = answer.found[0][0].mod_revision
         record = _claim(answer.found[0])
         if record is None:
             want.refusal = Why.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
-        elif record.node_id == standing.node_id:
+        elif record.node_id == membership.node_id:
             self._holders.pop(name, None)
-            if record.incarnation != standing.incarnation or self._is_orphan(name, epoch, record.nonce):
+            if record.incarnation != membership.incarnation or self._is_orphan(name, epoch, record.nonce):
                 self._release(name, epoch, now_ns)
         elif record.node_id != looked_at:
             self._remember_holder(name, record.node_id)
@@ -204,9 +204,9 @@ class NodeClaims:
         else:
             is_free, want.next_ns = self._fences.look(record.node_id, record.incarnation, answer.found[1], now_ns)
             if is_free:
-                want.next_ns = now_ns + standing.poll_ns
+                want.next_ns = now_ns + membership.poll_ns
                 transaction = self._fences.delete_claim(name, record.node_id, epoch)
-                standing.ask(now_ns, transaction, partial(self._freed, name))
+                membership.ask(now_ns, transaction, partial(self._freed, name))
 
     def _remember_holder(self, name: str, node_id: str) -> None:
         while len(self._holders) >= MAX_HOLDERS:
@@ -220,13 +220,13 @@ class NodeClaims:
 
         Deletes claims that no lease has and nobody waits for. Returns a living lease's name whose claim is gone.
         """
-        prefix = held_key(self._standing.node_id)
+        prefix = held_key(self._membership.node_id)
         epochs = {}
         for key, value, _, epoch in found:
             name = key.removeprefix(prefix).decode(errors="replace")
             epochs[name] = epoch
             if self._is_orphan(name, epoch, value.decode(errors="replace")):
-                self._standing.effects.append(Noted(Note.ORPHAN_DELETED, name=name))
+                self._membership.effects.append(Noted(Note.ORPHAN_DELETED, name=name))
                 self._release(name, epoch, now_ns)
         # A claim above the beat's revision was made after the beat.
         lost = (name for name, epoch in self.live.items() if epoch <= revision and epochs.get(name) != epoch)
@@ -243,14 +243,14 @@ class NodeClaims:
         if (name, epoch) in self._releasing:
             return
         self._releasing.add((name, epoch))
-        held = held_key(self._standing.node_id, name)
+        held = held_key(self._membership.node_id, name)
         transaction = Transaction((ModRevisionIs(name_key(name), epoch),), (Delete(name_key(name)), Delete(held)))
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             self._releasing.discard((name, epoch))
             self._freed(name, outcome, asked_ns, now_ns)
 
-        self._standing.ask(now_ns, transaction, on_outcome)
+        self._membership.ask(now_ns, transaction, on_outcome)
 
     def _freed(self, name: str, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         """Let those try who wait for a name of which a claim was deleted."""
@@ -260,7 +260,7 @@ class NodeClaims:
                     want.next_ns = min(want.next_ns, now_ns)
 
     def _refuse(self, wanted: ClaimWanted, why: Why, text: str) -> None:
-        self._standing.effects.append(ClaimRefused(wanted.request, why, text, RETRY_AFTER_MS))
+        self._membership.effects.append(ClaimRefused(wanted.request, why, text, RETRY_AFTER_MS))
 
 
 def _claim(found: tuple[KeyValue, ...]) -> ClaimRecord | None:

@@ -27,7 +27,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
 )
 from gpulease.daemon.fleet.records import FENCES, NODES, held_key, name_key, node_key
 from gpulease.daemon.fleet.rules.fleet_events import FenceDone, FenceWanted, Note, Noted
-from gpulease.daemon.fleet.rules.standing import NS_PER_S, Standing
+from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
 
 FENCES_SPAN_S: Final = 60
 """Within so many seconds the fleet fences no more than its budget."""
@@ -64,8 +64,8 @@ class _Budget:
 class Fences:
     """Silent nodes as this node sees them."""
 
-    def __init__(self, standing: Standing) -> None:
-        self._standing = standing
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
         self._sightings: dict[tuple[str, int], _Sighting] = {}
         self._budget = _Budget(0, 0, 0)
         self._nodes = 0
@@ -84,13 +84,13 @@ class Fences:
         Returns whether that incarnation's claims may be deleted now, and when to look again.
         """
         sighting = self._sight(node_id, incarnation, found[0] if found else None, now_ns)
-        next_ns = now_ns + self._standing.poll_ns
+        next_ns = now_ns + self._membership.poll_ns
         if sighting.gone_ns is not None:
-            over_ns = sighting.gone_ns + self._standing.wait_ns
+            over_ns = sighting.gone_ns + self._membership.wait_ns
             return now_ns >= over_ns, max(now_ns, min(next_ns, over_ns))
-        if (beating_ns := self._standing.beating_since_ns) is None:
+        if (beating_ns := self._membership.beating_since_ns) is None:
             return False, next_ns
-        due_ns = max(sighting.since_ns, beating_ns) + self._standing.silence_ns
+        due_ns = max(sighting.since_ns, beating_ns) + self._membership.silence_ns
         if now_ns < due_ns:
             return False, min(next_ns, due_ns)
         self._fence(node_id, sighting, now_ns)
@@ -98,7 +98,7 @@ class Fences:
 
     def delete_claim(self, name: str, node_id: str, epoch: int) -> Transaction:
         """Return the transaction that deletes a claim whose wait is over, if this node is a member still."""
-        compares = (ModRevisionIs(name_key(name), epoch), self._standing.is_mine())
+        compares = (ModRevisionIs(name_key(name), epoch), self._membership.is_mine())
         return Transaction(compares, (Delete(name_key(name)), Delete(held_key(node_id, name))))
 
     def _sight(self, node_id: str, incarnation: int, record: KeyValue | None, now_ns: int) -> _Sighting:
@@ -118,23 +118,23 @@ class Fences:
 
     def _fence(self, node_id: str, sighting: _Sighting, now_ns: int) -> None:
         """Fence a node, or count the nodes first if that was long ago."""
-        standing, span_ns = self._standing, int(FENCES_SPAN_S * NS_PER_S * (1 + self._standing.rho))
+        membership, span_ns = self._membership, int(FENCES_SPAN_S * NS_PER_S * (1 + self._membership.rho))
         if self._is_asking:
             return
         if self._counted_ns is None or now_ns - self._counted_ns > span_ns:
             self._is_asking = True
-            standing.ask(now_ns, Transaction(reads=(Get(NODES, is_prefix=True),)), self._counted)
+            membership.ask(now_ns, Transaction(reads=(Get(NODES, is_prefix=True),)), self._counted)
             return
         budget = self._budget
         # Counted from the last fence, so that no span of that length has more fences than the budget.
         used = 0 if now_ns - budget.since_ns > span_ns else budget.used
         if used >= max(1, self._nodes // NODES_PER_FENCE):
             text = f"the fleet has fenced {used} nodes within {FENCES_SPAN_S} s"
-            standing.effects.append(Noted(Note.FENCE_PUT_OFF, text, node_id))
+            membership.effects.append(Noted(Note.FENCE_PUT_OFF, text, node_id))
             return
         self._is_asking = True
         silent = ModRevisionIs(node_key(node_id), sighting.mod_revision)
-        compares = (silent, ModRevisionIs(FENCES, budget.mod_revision), standing.is_mine())
+        compares = (silent, ModRevisionIs(FENCES, budget.mod_revision), membership.is_mine())
         writes = (Delete(node_key(node_id)), Put(FENCES, dumps({"used": used + 1}).encode()))
         transaction = Transaction(compares, writes, (Get(FENCES),))
 
@@ -146,9 +146,9 @@ class Fences:
             if outcome.succeeded:
                 # Its last beat was done before this revision was seen, and none was done since.
                 sighting.gone_ns = sighting.since_ns
-                standing.effects.append(Noted(Note.FENCED_OTHER, node_id=node_id))
+                membership.effects.append(Noted(Note.FENCED_OTHER, node_id=node_id))
 
-        standing.ask(now_ns, transaction, on_outcome)
+        membership.ask(now_ns, transaction, on_outcome)
 
     def _counted(self, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         self._is_asking = False
@@ -159,9 +159,9 @@ class Fences:
 
     def fence_by_operator(self, wanted: FenceWanted, now_ns: int, attempts: int = OPERATOR_ATTEMPTS) -> None:
         """Remove a node from the fleet; if it is off, its claims too."""
-        standing = self._standing
+        membership = self._membership
         key = node_key(wanted.node_id)
-        if wanted.node_id == standing.node_id:
+        if wanted.node_id == membership.node_id:
             self._done(wanted, "a node does not fence itself: ask another node")
             return
 
@@ -170,7 +170,7 @@ class Fences:
                 self._done(wanted, f"the fleet's store did not do it: {outcome.reason}")
             elif record := outcome.found[0]:
                 transaction = Transaction((ModRevisionIs(key, record[0].mod_revision),), (Delete(key),))
-                standing.ask(now_ns, transaction, on_delete)
+                membership.ask(now_ns, transaction, on_delete)
             elif wanted.is_off:
                 self._delete_all(wanted, outcome.found[1], now_ns)
             else:
@@ -184,7 +184,7 @@ class Fences:
                 self._done(wanted, "the node beats all the time, or the fleet's store does not answer: try again")
 
         reads = (Get(key), Get(held_key(wanted.node_id), is_prefix=True))
-        standing.ask(now_ns, Transaction(reads=reads), on_read)
+        membership.ask(now_ns, Transaction(reads=reads), on_read)
 
     def _delete_all(self, wanted: FenceWanted, held: tuple[KeyValue, ...], now_ns: int) -> None:
         """Delete the claims of a node that is off and has no record."""
@@ -202,12 +202,12 @@ class Fences:
         for key, _, _, epoch in held:
             name = name_key(key.removeprefix(prefix).decode(errors="replace"))
             compares = (ModRevisionIs(name, epoch), CreateRevisionIs(node_key(wanted.node_id), 0))
-            self._standing.ask(now_ns, Transaction(compares, (Delete(name), Delete(key))), on_outcome)
+            self._membership.ask(now_ns, Transaction(compares, (Delete(name), Delete(key))), on_outcome)
         if not held:
             self._done(wanted, "it had no claims", is_fenced=True)
 
     def _done(self, wanted: FenceWanted, text: str, is_fenced: bool = False) -> None:
-        self._standing.effects.append(FenceDone(wanted.request, is_fenced, text))
+        self._membership.effects.append(FenceDone(wanted.request, is_fenced, text))
 
 
 def _used(value: bytes) -> int:

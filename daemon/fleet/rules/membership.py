@@ -1,4 +1,4 @@
-"""A node's standing in the fleet, and its questions to etcd: shared by all rules of one member."""
+"""Membership as of now, and questions to etcd: shared by all rules of one member."""
 
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -28,7 +28,7 @@ class Asked(NamedTuple):
     on_outcome: OnOutcome
 
 
-class Standing:
+class Membership:
     """Membership as of now, and the effects of the event that is being handled.
 
     Attributes:
