@@ -70,7 +70,8 @@ class Network:
 
     def within(self, host: str) -> tuple[str, ...]:
         """The command that runs another on that host, under the process id of its own."""
-        return ("ip", "netns", "exec", self._space(host))
+        # Not `ip netns exec`, which mounts another /sys: cgroups would be gone.
+        return ("nsenter", f"--net=/run/netns/{self._space(host)}")
 
     def cut_off(self, host: str) -> None:
         """Pull a host's plug: it reaches nobody, and nobody it."""

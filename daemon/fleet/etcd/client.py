@@ -73,6 +73,9 @@ WATCH_RETRY_S: Final = 0.2
 _LEADER_NEEDED: Final = (("hasleader", "true"),)
 """Metadata by which a member without a leader refuses at once (etcd, v3rpc/interceptor.go), and ends its watches."""
 
+WHY_LIMIT_S: Final = 0.2
+"""Time to learn why no member can be reached. Members that refuse tell at once; silent ones have nothing to tell."""
+
 _END: Final[object] = getattr(grpc.aio, "EOF")  # noqa: B009 - its types lack it
 _NO_LEADER: Final = "etcdserver: no leader"
 _NO_SPACE: Final = "etcdserver: mvcc: database space exceeded"
@@ -198,7 +201,10 @@ class EtcdClient:
         self._closing: asyncio.Future[list[None]] | None = None
 
     async def do(self, transaction: Transaction) -> Outcome:
-        """Return a transaction's outcome within the settings' time. No failure of the network is raised."""
+        """Return a transaction's outcome within the settings' time, twice that if etcd has no space left.
+
+        No failure of the network is raised.
+        """
         request = _request(transaction)
         if (size_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
             return Rejected(f"the request has {size_bytes} bytes; at most {MAX_REQUEST_BYTES} are sent")
@@ -266,16 +272,17 @@ class EtcdClient:
         return await _first_connected(fit, _left_s(until))
 
     async def _connected_for_watch(self) -> _Member:
-        """Return a member for a watch, each time another one, once one is connected."""
-        while True:
+        """Return a member for a watch, each time another one, once one is connected. Raises WatchRefused."""
+        while self._members:
             self._watch_starts += 1
-            turn = self._watch_starts % max(1, len(self._members))
+            turn = self._watch_starts % len(self._members)
             for member in self._members[turn:] + self._members[:turn]:
                 if member.is_connected:
                     return member
             self._renew_certificates()
             if await _first_connected(self._members, self._settings.timeout_s) is None:
                 await asyncio.sleep(WATCH_RETRY_S)
+        raise WatchRefused("the client is closed")
 
     def _prefer_another(self, member: _Member) -> None:
         """Ask a member last that did not answer: a host that hangs keeps its connection."""
@@ -298,7 +305,7 @@ class EtcdClient:
 
     async def _why_none(self) -> str:
         """Return the reasons why no member can be reached."""
-        asked = (member.why_not(CONNECT_LIMIT_MS / 1_000) for member in self._members)
+        asked = (member.why_not(WHY_LIMIT_S) for member in self._members)
         return "no member of etcd can be reached; " + "; ".join(await asyncio.gather(*asked))
 
     async def _ask(self, member: _Member, transaction: Transaction, request: Any, limit_s: float) -> Answer:

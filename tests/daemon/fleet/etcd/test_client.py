@@ -305,6 +305,19 @@ def test_a_watch_from_now_on_says_from_when(shared: EtcdCluster) -> None:
     on(shared, watch)
 
 
+def test_a_closed_client_ends_its_watches_and_does_nothing(shared: EtcdCluster) -> None:
+    async def watch(client: EtcdClient) -> None:
+        changes = client.watch(b"/closed", 0)
+        await anext(changes)
+        reading = asyncio.ensure_future(anext(changes))
+        await client.close()
+        with pytest.raises(WatchRefused, match="closed"):
+            await reading
+        assert isinstance(await client.do(put(b"/closed")), Unknown)
+
+    on(shared, watch)
+
+
 def test_a_watch_goes_on_over_restarts_without_a_gap(tmp_path: Path) -> None:
     with EtcdCluster(tmp_path) as cluster:
 
