@@ -13,6 +13,7 @@ import click
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import measure_core, reaches_all_goals
 from gpulease.client.bench.figures import Figures, Say, print_figures
+from gpulease.client.bench.fleet import measure_fleet, packs_well
 from gpulease.client.bench.load import main as measure_load
 from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import keeps_the_pin, measure_regions
@@ -78,6 +79,8 @@ _POSITIVE: Final = click.IntRange(min=1)
     is_flag=True,
     help="Instead, the decode engine's steps and kernels, a JSON object a figure, a line each.",
 )
+@click.option("--fleet", is_flag=True, help="Instead, a fleet: simulated refusals, and beats of nodes on a real etcd.")
+@click.option("--nodes", type=_POSITIVE, help="Of --fleet: nodes whose refusals are simulated; 1,000, 50 with --quick.")
 @click.option(
     "--round-trips", is_flag=True, help="Instead, round trips alone, beside C, cuda-bindings and pycuda in turn."
 )
@@ -98,6 +101,8 @@ def bench(
     regions: bool,
     storm: bool,
     decode: bool,
+    fleet: bool,
+    nodes: int | None,
     round_trips: bool,
     peers: bool,
     minutes: float | None,
@@ -121,6 +126,8 @@ def bench(
     if decode:
         _run_decode(driver, quick, say, as_json)
         return
+    if fleet:
+        _run_fleet(nodes, quick, say, as_json)
     if core:
         say("the lease core alone")
         _run_core(leases or CORE_LEASES, as_json)
@@ -130,20 +137,19 @@ def bench(
         figures = measure_requests(driver, QUICK_REQUEST_S if quick else REQUEST_S, say)
         click.echo(json.dumps(figures, indent=2) if as_json else _request_table(figures))
         return
-    plan = Plan(
-        driver,
-        rounds or (QUICK_ROUNDS if quick else ROUNDS),
-        launches or (QUICK_LAUNCHES if quick else LAUNCHES),
-        leases or (QUICK_LEASES if quick else LEASES),
-        QUICK_GATE_FLIPS if quick else GATE_FLIPS,
-        tcp,
-        tls,
-    )
+    plan = _plan(driver, quick, (rounds, launches, leases), tcp, tls)
     if round_trips:
         _run_round_trips(plan, say, as_json)
         return
     report = measure_beside_direct_calls(plan, say, lambda text: click.echo(text, err=True))
     click.echo(json.dumps(report, indent=2) if as_json else _tables(report))
+
+
+def _plan(driver: str, quick: bool, given: tuple[int | None, int | None, int | None], tcp: str, tls: str) -> Plan:
+    """Return the plan with the rounds, launches and leases that are given, or else the usual ones."""
+    usual = (QUICK_ROUNDS, QUICK_LAUNCHES, QUICK_LEASES) if quick else (ROUNDS, LAUNCHES, LEASES)
+    rounds, launches, leases = (one or other for one, other in zip(given, usual, strict=True))
+    return Plan(driver, rounds, launches, leases, QUICK_GATE_FLIPS if quick else GATE_FLIPS, tcp, tls)
 
 
 def _run_round_trips(plan: Plan, say: Say, as_json: bool) -> None:
@@ -181,6 +187,43 @@ def _run_core(leases: int, as_json: bool) -> NoReturn:
         json.dumps({"leases": leases, "figures": figures}, indent=2) if as_json else _core_table(leases, figures)
     )
     sys.exit(0 if reaches_all_goals(figures) else 1)
+
+
+def _run_fleet(nodes: int | None, quick: bool, say: Say, as_json: bool) -> NoReturn:
+    found = measure_fleet(nodes, quick, say)
+    click.echo(json.dumps(found, indent=2) if as_json else _fleet_tables(found))
+    sys.exit(0 if packs_well(found) else 1)
+
+
+def _fleet_tables(found: Mapping[str, list[dict[str, Any]]]) -> str:
+    refusals = [
+        [
+            f"{one['asked_part']:.0%}",
+            one["order"],
+            f"{one['refused_percent']:.2f} %",
+            f"{one['asked_again_percent']:.1f} %",
+            f"{one['used_percent']:.1f} %",
+        ]
+        for one in found["refusals"]
+    ]
+    nodes = found["refusals"][0]["nodes"]
+    titles = [f"{nodes:,} nodes: memory asked for", "order", "refused", "another node asked", "memory used"]
+    beats = [
+        [
+            f"{one['nodes']:,}",
+            f"{one['beats_per_s']:.0f} of {one['beats_wanted_per_s']:.0f}",
+            *(f"{one[name]:.1f} ms" if one[name] is not None else "-" for name in _BEAT_TIMES),
+            ", ".join(f"{cores:.2f}" for cores in one["etcd_cores"]),
+            f"{max(one['etcd_us_per_write'])} us",
+        ]
+        for one in found["beats"]
+    ]
+    head = ["nodes that beat", "beats a second", "p50", "p99", "claim p50", "p99", "plain put p50"]
+    head += ["etcd's cores, by member", "a write"]
+    return f"{table(titles, refusals)}\n\n{table(head, beats)}"
+
+
+_BEAT_TIMES: Final = ("beat_p50_ms", "beat_p99_ms", "claim_p50_ms", "claim_p99_ms", "plain_put_p50_ms")
 
 
 def _run_regions(driver: str, samples: int, say: Say, as_json: bool) -> NoReturn:

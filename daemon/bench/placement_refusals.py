@@ -1,0 +1,167 @@
+"""`python -m gpulease.daemon.bench.placement_refusals NODES USED ORDER`: simulates a fleet's refusals, as JSON.
+
+Leases of 1 to 40 GiB come and go on nodes of 8 cards of 80 GiB, until each card was given away twice. The directory's
+own `place` chooses candidates by its own view, which is up to VIEW_S old. Each node decides by what it has. Both pack,
+or both spread. USED is the part of all memory that tenants ask for, 0.9 say.
+"""
+
+import heapq
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_view import FleetView
+from gpulease.daemon.fleet.etcd.transactions import KeyValue
+from gpulease.daemon.fleet.records import CardRecord, NodeRecord, node_key
+
+CARDS: Final = 8
+GIB: Final = 1 << 30
+CARD_GIB: Final = 80
+SIZES_GIB: Final = (1, 2, 4, 8, 16, 40)
+VIEW_S: Final = 10.0
+"""Seconds between two records of a node, so that the view of it is five seconds old at the mean."""
+
+HOLD_S: Final = 240.0
+"""Mean life of a lease: at 10,000 nodes and 90 % that is 2,000 grants a second."""
+
+HOLDS: Final = 2.0
+"""Mean lives that are simulated; the figures are of the last half, when the order has shaped the gaps."""
+
+TRIES: Final = 2
+"""Times that a tenant asks the directory: again, with the nodes that refused, and then no more."""
+
+FILL_CHOICES: Final = 8
+
+
+@dataclass
+class SimulatedFleet:
+    """Nodes, leases, and a directory's view, in simulated time.
+
+    Attributes:
+        free_gib: The free GiB of each card, by node.
+        used_gib: GiB that are leased.
+    """
+
+    nodes: int
+    order: Order
+    draw: Random
+    free_gib: list[list[int]] = field(init=False)
+    used_gib: int = 0
+    view: FleetView = field(default_factory=FleetView)
+    ends: list[tuple[float, int, int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free_gib = [[CARD_GIB] * CARDS for _ in range(self.nodes)]
+        self._known: list[list[int] | None] = [None] * self.nodes
+
+    @property
+    def total_gib(self) -> int:
+        """All memory of the fleet."""
+        return self.nodes * CARDS * CARD_GIB
+
+    def publish(self, node: int) -> None:
+        """Let the directory see a node as it is now."""
+        free = self.free_gib[node]
+        if self._known[node] != free:
+            self._known[node] = list(free)
+            cards = tuple(
+                CardRecord(f"GPU-{number}", "simulated", CARD_GIB * GIB, gib * GIB, 0, False)
+                for number, gib in enumerate(free)
+            )
+            record = NodeRecord("n", ("tls:h:1",), None, cards)
+            self.view.put(KeyValue(node_key(f"{node}"), record.encode(), 1, 1), 0.0)
+
+    def grant(self, node: int, size_gib: int, now_s: float) -> bool:
+        """Lease on the node's card that its order prefers; False if none has room."""
+        free = self.free_gib[node]
+        fitting = [(gib, number) for number, gib in enumerate(free) if gib >= size_gib]
+        if not fitting:
+            return False
+        _, card = max(fitting) if self.order is Order.SPREAD else min(fitting)
+        free[card] -= size_gib
+        self.used_gib += size_gib
+        heapq.heappush(self.ends, (now_s + self.draw.expovariate(1 / HOLD_S), node, card, size_gib))
+        return True
+
+    def end_until(self, now_s: float) -> None:
+        """End the leases whose time is up."""
+        while self.ends and self.ends[0][0] <= now_s:
+            _, node, card, size_gib = heapq.heappop(self.ends)
+            self.free_gib[node][card] += size_gib
+            self.used_gib -= size_gib
+
+    def fill(self, target_gib: float) -> None:
+        """Grant at once, each lease on the best of a few random nodes, until so much is leased."""
+        sign = 1 if self.order is Order.PACK else -1
+        while self.used_gib < target_gib:
+            size_gib = self.draw.choice(SIZES_GIB)
+            nodes = [self.draw.randrange(self.nodes) for _ in range(FILL_CHOICES)]
+            rooms = [
+                (min(sign * gib for gib in self.free_gib[node] if gib >= size_gib), node)
+                for node in nodes
+                if max(self.free_gib[node]) >= size_gib
+            ]
+            if rooms:
+                self.grant(min(rooms)[1], size_gib, 0.0)
+        for node in range(self.nodes):
+            self.publish(node)
+
+    def ask(self, size_gib: int, now_s: float) -> int:
+        """Place one lease as a tenant does; return the number of nodes asked, 0 if it is refused."""
+        tried: list[str] = []
+        for _ in range(TRIES):
+            wanted = PlaceWanted(size_gib * GIB, tried=frozenset(tried))
+            for candidate in place(self.view, wanted, self.order, self.draw, silent_before_s=-1.0).candidates:
+                tried.append(candidate.node_id)
+                if self.grant(int(candidate.node_id), size_gib, now_s):
+                    return len(tried)
+        return 0
+
+
+def simulate(nodes: int, used: float, order: Order, seed: int = 7) -> dict[str, float]:
+    """Return the refusals in percent, the first tries that failed, and the memory that is leased at the end."""
+    draw = Random(seed)
+    fleet = SimulatedFleet(nodes, order, draw)
+    began_s = time.perf_counter()
+    fleet.fill(used * fleet.total_gib)
+    mean_gib = sum(SIZES_GIB) / len(SIZES_GIB)
+    rate = used * fleet.total_gib / (mean_gib * HOLD_S)
+    now_s, published = 0.0, 0
+    asked = refused = again = 0
+    used_gib = 0
+    while now_s < HOLDS * HOLD_S:
+        now_s += draw.expovariate(rate)
+        fleet.end_until(now_s)
+        while published * VIEW_S / nodes < now_s:
+            fleet.publish(published % nodes)
+            published += 1
+        tries = fleet.ask(draw.choice(SIZES_GIB), now_s)
+        if now_s > HOLDS * HOLD_S / 2:
+            asked += 1
+            refused += tries == 0
+            again += tries > 1
+            used_gib += fleet.used_gib
+    return {
+        "nodes": nodes,
+        "asked_part": used,
+        "grants_per_s": round(rate, 1),
+        "asked": asked,
+        "refused_percent": round(100 * refused / asked, 3),
+        "asked_again_percent": round(100 * again / asked, 3),
+        "used_percent": round(100 * used_gib / asked / fleet.total_gib, 2),
+        "took_s": round(time.perf_counter() - began_s, 1),
+    }
+
+
+def main() -> None:
+    """Simulate what the command line says, and print the figures."""
+    nodes, used, order = sys.argv[1:4]
+    print(json.dumps({"order": order} | simulate(int(nodes), float(used), Order(order))))
+
+
+if __name__ == "__main__":
+    main()

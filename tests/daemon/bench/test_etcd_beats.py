@@ -1,0 +1,24 @@
+"""Beats of simulated nodes on a real etcd, as `gpulease bench --fleet` runs them."""
+
+import json
+import subprocess
+import sys
+
+from helpers.daemon import python_environment
+from helpers.etcd_cluster import need_etcd
+
+NODES = 20
+
+
+def test_every_node_beats_and_no_write_fails() -> None:
+    need_etcd()
+    command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.etcd_beats", "1", str(NODES), "0.5", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), check=True)
+    found = json.loads(done.stdout)
+    assert found["failed"] == 0
+    assert found["nodes"] == NODES
+    assert found["beats_per_s"] > 0
+    assert found["claims_per_s"] > 0
+    # The watch hears of each beat, and of nothing else.
+    assert 0 < found["watched_per_s"] <= found["beats_per_s"] * 1.05 + 1
+    assert len(found["etcd_cores"]) == len(found["etcd_us_per_write"]) == 1
