@@ -28,7 +28,7 @@ NAME_TAG: Final = 0x0909
 """The lease parameter TLV that carries the lease's name in its fleet, as UTF-8."""
 
 LABELS_TAG: Final = 0x090A
-"""The lease parameter TLV that carries the labels that the node must have, as UTF-8: `zone=a,tier=gold`."""
+"""The lease parameter TLV that carries a label that the node must have, `KEY=VALUE`; one TLV for each label."""
 
 REQUEST_ID_TAG: Final = 0x090B
 """The lease parameter TLV that carries 16 bytes by which a request is known again that was sent twice."""
