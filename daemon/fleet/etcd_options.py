@@ -1,5 +1,6 @@
 """The options by which commands of a fleet find its etcd."""
 
+import signal
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -22,6 +23,8 @@ def etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_settings(
         etcd: str, etcd_ca: Path | None, etcd_certificate: Path | None, etcd_key: Path | None, **others: Any
     ) -> Any:
+        # The command line's start has the signal end the process; a peer that leaves must not.
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         try:
             settings = EtcdSettings(parse_endpoints(etcd), etcd_ca, etcd_certificate, etcd_key)
         except BadEtcdSettings as error:

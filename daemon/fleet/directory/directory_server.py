@@ -289,6 +289,7 @@ class DirectoryConnection(asyncio.Protocol):
         """Go on with a peer that reads again."""
         self._is_peer_slow = False
         if self._transport is not None and not self._transport.is_closing():
+            self._await_request()
             self._transport.resume_reading()
             self._serve_turn()
 
@@ -321,7 +322,7 @@ class DirectoryConnection(asyncio.Protocol):
             case Request():
                 self._answer(event, self._result(event))
                 self._is_mid_frame = False
-                self._await(IDLE_TIMEOUT_S, f"no request came within {IDLE_TIMEOUT_S:g} s")
+                self._await_request()
             case Rejected() if not event.is_quiet and self._transport is not None:
                 self._transport.write(self._connection.send_failure(event, event.failure))
             case StreamBroken():
@@ -364,6 +365,9 @@ class DirectoryConnection(asyncio.Protocol):
             frame = self._connection.send_failure(request, failure)
         self._transport.write(frame)
 
+    def _await_request(self) -> None:
+        self._await(IDLE_TIMEOUT_S, f"no request came within {IDLE_TIMEOUT_S:g} s")
+
     def _await_more(self) -> None:
         """Bound the time of a frame that has begun; each further byte of it wins no time."""
         is_mid_frame = self._connection.reader.is_mid_frame
@@ -372,6 +376,9 @@ class DirectoryConnection(asyncio.Protocol):
         self._is_mid_frame = is_mid_frame
 
     def _await(self, seconds: float, why: str) -> None:
+        if self._is_peer_slow:
+            # It has to read first, within the time that runs.
+            return
         self._start(seconds, self._close_with, Failure(Status.INVALID_REQUEST, why))
 
     def _start(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:

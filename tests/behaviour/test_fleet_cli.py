@@ -1,0 +1,175 @@
+"""`gpulease fleet` and `gpulease serve directory` as an operator types them: real processes and a real etcd."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease.daemon.fleet.records import name_key, node_key
+from helpers.daemon import Daemon, python_environment
+from helpers.etcd_cluster import EtcdCluster
+from helpers.fleet_directory import Directory, put_claim, put_daemon, put_node, record_of
+from helpers.remote import Pki
+from helpers.waiting import wait_until
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
+    with EtcdCluster(tmp_path / "etcd") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def directory(cluster: EtcdCluster, tmp_path: Path) -> Iterator[Directory]:
+    with Directory(cluster, tmp_path / "d") as directory:
+        yield directory
+
+
+def gpulease(*words: str, at: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; `at` is its GPULEASE_ADDRESS."""
+    command = [sys.executable, "-P", "-m", "gpulease.client.cli", *words]
+    variables = python_environment() | {"GPULEASE_ADDRESS": at, "COLUMNS": "200"} | environment
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=60)
+
+
+def etcd_of(cluster: EtcdCluster) -> str:
+    return f"etcd://{','.join(cluster.endpoints)}"
+
+
+def keys(cluster: EtcdCluster, key: bytes) -> str:
+    return cluster.control("get", "--keys-only", key.decode()).strip()
+
+
+def create_revision(cluster: EtcdCluster, key: bytes) -> int:
+    found = json.loads(cluster.control("get", "--write-out=json", key.decode()))
+    return int(found["kvs"][0]["create_revision"])
+
+
+def test_nodes_and_names_are_listed(cluster: EtcdCluster, directory: Directory, daemon: Daemon) -> None:
+    put_daemon(cluster, "n1", daemon)
+    put_node(cluster, "n2", record_of("tls:gpu2.example:7443"))
+    put_claim(cluster, "model-a", "n1", create_revision(cluster, node_key("n1")))
+    address = f"fleet:{directory.address}"
+
+    def listed() -> list[dict[str, object]]:
+        done = gpulease("fleet", "names", "--json", at=address)
+        return json.loads(done.stdout) if done.returncode == 0 else []
+
+    (name,) = wait_until(listed, "the directory sees the name")
+    assert {key: name[key] for key in ("name", "node_id", "tenant")} == {
+        "name": "model-a",
+        "node_id": "n1",
+        "tenant": "ann",
+    }
+    assert [node["node_id"] for node in json.loads(gpulease("fleet", "nodes", "--json", at=address).stdout)] == [
+        "n1",
+        "n2",
+    ]
+    table = gpulease("fleet", "nodes", at=address).stdout.splitlines()
+    assert table[0].split()[:3] == ["node", "state", "address"]
+    assert table[1].split()[:3] == ["n1", "ready", daemon.address]
+    assert "model-a" in gpulease("fleet", "names", at=address).stdout
+    # The node itself is asked.
+    done = gpulease("fleet", "drain", "n1", "--within", "10m", at=address)
+    assert (done.returncode, "Node n1 grants nothing any more" in done.stdout) == (0, True)
+    assert "Node n1 is not drained" in gpulease("fleet", "drain", "n1", "--cancel", at=address).stdout
+    unknown = gpulease("fleet", "drain", "n9", at=address)
+    assert (unknown.returncode, "the fleet has no node n9" in unknown.stderr) == (1, True)
+    nowhere = gpulease("fleet", "nodes", at=daemon.address)
+    assert "GPULEASE_ADDRESS names no fleet" in nowhere.stderr
+
+
+def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdCluster) -> None:
+    for node_id in ("n1", "n2"):
+        put_node(cluster, node_id, record_of("tls:gpu.example:7443"))
+    old, other = (create_revision(cluster, node_key(node_id)) for node_id in ("n1", "n2"))
+    put_claim(cluster, "model-a", "n1", old)
+    put_claim(cluster, "model-b", "n1", old + 1000)
+    put_claim(cluster, "model-c", "n2", other)
+    words = ("fleet", "fence", "n1", "--etcd", etcd_of(cluster))
+    # The shortest horizon, so that the test does not take long.
+    done = gpulease(*words, "--horizon-secs", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "Node n1 is fenced: it can claim nothing more, and its claimed leases end.",
+        "Waiting 1.0 s, until its claimed leases have ended even if nobody can reach it.",
+        "Free names: model-a.",
+    ]
+    assert [bool(keys(cluster, node_key(node_id))) for node_id in ("n1", "n2")] == [False, True]
+    assert [bool(keys(cluster, name_key(f"model-{letter}"))) for letter in "abc"] == [False, True, True]
+    again = gpulease(*words, "--pulled-the-plug")
+    assert (again.returncode, "the fleet has no node n1" in again.stderr) == (1, True)
+    at_once = gpulease("fleet", "fence", "n2", "--etcd", etcd_of(cluster), "--pulled-the-plug")
+    assert at_once.stdout.splitlines()[1:] == ["Free names: model-c."]
+
+
+def test_a_fence_without_etcd_says_that_nothing_is_known(tmp_path: Path) -> None:
+    done = gpulease("fleet", "fence", "n1", "--etcd", "etcd://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "etcd did not answer, and what became of it is unknown" in done.stderr
+    assert gpulease("fleet", "fence", "n1", "--etcd", "h1").returncode == 2
+
+
+def test_a_directory_by_tls_places_leases_of_a_tls_node(
+    cluster: EtcdCluster, tmp_path: Path, start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pki = Pki.make(tmp_path / "pki")
+    node = start_daemon(tls=True, config=pki.settings())
+    put_node(cluster, "n1", record_of(node.tls_address))
+    options = ["--certificate", str(pki.server.certificate), "--key", str(pki.server.key)]
+    options += ["--client-ca", str(pki.authority.certificate_path), "--crl", str(pki.authority.crl_path)]
+    with Directory(cluster, tmp_path / "d", *options, listen=["tls:127.0.0.1:0"]) as directory:
+        directory.wait_for("view of its fleet is current")
+        lease = pki.builder(f"fleet:{directory.address}", pki.ann).acquire()
+        with lease:
+            assert lease.address == node.tls_address
+            assert [one["tenant"] for one in node.leases()] == ["ann"]
+        pki.be(pki.ann, monkeypatch)
+        listed = gpulease("fleet", "nodes", at=f"fleet:{directory.address.replace('tls:', 'tls://')}", **os.environ)
+        assert node.tls_address in listed.stdout
+
+
+def test_serve_directory_says_what_is_wrong_and_stops_in_order(cluster: EtcdCluster, tmp_path: Path) -> None:
+    etcd = etcd_of(cluster)
+    for words, status, told in (
+        (("--etcd", etcd), 2, "Missing option '--listen'"),
+        (("--etcd", "h1", "--listen", f"unix:{tmp_path}/s"), 2, "is no address of etcd"),
+        (("--etcd", etcd, "--listen", "tls:127.0.0.1:0"), 1, "TLS needs --certificate, --key and --client-ca"),
+        (("--etcd", etcd, "--listen", "tcp:0.0.0.0:0"), 1, "plain TCP is for loopback alone"),
+        (("--etcd", etcd, "--listen", "unix:/nowhere/s"), 1, "can't listen on unix:/nowhere/s"),
+    ):
+        done = gpulease("serve", "directory", *words)
+        assert (done.returncode, told in done.stderr) == (status, True), done.stderr
+    with Directory(cluster, tmp_path / "d") as directory:
+        process = directory.process
+        assert process is not None
+        process.terminate()
+        assert process.wait(60) == 0, directory.log()
+        assert not (tmp_path / "d" / "directory.sock").exists()
+
+
+def test_a_peer_that_leaves_does_not_end_a_directory_started_by_the_command(
+    cluster: EtcdCluster, tmp_path: Path
+) -> None:
+    path = tmp_path / "d.sock"
+    words = ["serve", "directory", "--etcd", etcd_of(cluster), "--listen", f"unix:{path}"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gpulease.client.cli", *words], stderr=log, env=python_environment()
+        )
+    try:
+        wait_until(path.exists, "it listens")
+        for _ in range(20):
+            with socket.socket(socket.AF_UNIX) as sock:
+                wait_until(lambda sock=sock: sock.connect_ex(str(path)) == 0, "it accepts")  # type: ignore[misc]
+                sock.sendall(b"no frame" * 10)
+        wait_until(lambda: gpulease("fleet", "nodes", "--json", at=f"fleet:unix:{path}").stdout == "[]\n", "it answers")
+        assert process.poll() is None
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0, (tmp_path / "log").read_text()

@@ -1,0 +1,271 @@
+"""Acquires in a fleet, on both faces: who is asked, in which order, how often, and what an error tells."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import (
+    Busy,
+    CapacityExceeded,
+    Denied,
+    Disconnected,
+    Drained,
+    GpuBuilder,
+    GpuExclusivityClass,
+    InvalidRequest,
+    aio,
+)
+from gpulease.protocol import Exclusivity, Failure, Opcode, Request, Status
+from gpulease.protocol.messages import Body, Candidate, LeaseAlloc, Place, Placement
+from gpulease.protocol.opcodes import LABELS_TAG, NAME_TAG, REQUEST_ID_TAG
+from helpers.client_faces import Face, Scenario
+from helpers.scripted_peer import HangUp, Refusal, SayGoodbye, ScriptedPeer, scripted_peer
+
+Run = Callable[[Scenario], None]
+
+
+class MadeFleet:
+    """A directory and its nodes, all of them made up.
+
+    Attributes:
+        places: The requests for places that the directory has heard.
+        holder: The node that serves the name, as the directory says.
+    """
+
+    def __init__(self, peers: dict[str, ScriptedPeer], folder: Path) -> None:
+        self.directory, self.nodes = peers.pop("directory"), peers
+        self.addresses = {name: peer.address for name, peer in peers.items()}
+        self.addresses["gone"] = f"unix:{folder}/gone"
+        self.address = f"fleet:{self.directory.address}"
+        self.places: list[Place] = []
+        self.order: list[str] = []
+        self.holder: str | None = None
+        self.directory.script[Opcode.PLACE] = self._place
+
+    def _place(self, request: Request) -> Body:
+        body: Place = request.body  # type: ignore[assignment]
+        self.places.append(body)
+        left = [name for name in self.order if name not in body.tried]
+        candidates = tuple(Candidate(name, (self.addresses[name],)) for name in left)
+        return Placement(candidates, self.holder, len(self.order), "" if left else f"{len(body.tried)} asked already")
+
+    def refuse(self, node: str, status: Status, message: str) -> None:
+        """Have a node refuse every acquire."""
+
+        def refuse(request: Request) -> Body:
+            raise Refusal(Failure(status, message))
+
+        self.nodes[node].script[Opcode.LEASE_ALLOC] = refuse
+
+    def asked(self, node: str) -> list[LeaseAlloc]:
+        """The acquires that a node has heard."""
+        return [request.body for request in self.nodes[node].heard if isinstance(request.body, LeaseAlloc)]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[MadeFleet]:
+    with ExitStack() as stack:
+        names = ("directory", "n1", "n2")
+        peers = {name: stack.enter_context(scripted_peer(tmp_path / name)) for name in names}
+        yield MadeFleet(peers, tmp_path)
+
+
+def builder(face: Face, address: str) -> GpuBuilder | aio.GpuBuilder:
+    kind = GpuBuilder if face.name == "blocking" else aio.GpuBuilder
+    return kind(address).min_vram(1 << 20)
+
+
+def named(wish: GpuBuilder | aio.GpuBuilder) -> GpuBuilder | aio.GpuBuilder:
+    """Ask for the name model-a, on a node with a label."""
+    wish._parameters[NAME_TAG] = b"model-a"
+    wish._parameters[LABELS_TAG] = b"zone=a"
+    return wish
+
+
+def request_ids(*asked: LeaseAlloc) -> set[bytes]:
+    found = [one.value for body in asked for one in body.parameters if one.tag == REQUEST_ID_TAG]
+    assert len(found) == len(asked)
+    assert all(len(value) == 16 and any(value) for value in found)
+    return set(found)
+
+
+def test_the_first_node_that_grants_is_the_lease_s(run: Run, fleet: MadeFleet) -> None:
+    fleet.order = ["n1", "n2"]
+
+    async def scenario(face: Face) -> None:
+        wish = builder(face, fleet.address).exclusivity(GpuExclusivityClass.DEVICE_EXCLUSIVE).device(1)
+        lease = await face.acquire(wish)
+        assert lease.address == fleet.nodes["n1"].address
+        await lease.renew(5)
+        await lease.free()
+        again = await lease.reacquire()
+        await again.free()
+        first, second = fleet.asked("n1")
+        assert len(request_ids(first, second)) == 2
+        assert fleet.places == [Place(1 << 20, Exclusivity.DEVICE_EXCLUSIVE, "", (), "1", ())] * 2
+        assert fleet.asked("n2") == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "status",
+    [Status.CAPACITY_EXCEEDED, Status.BUSY, Status.DRAINED, Status.FENCED, Status.UNSUPPORTED, Status.SESSION_FAILED],
+)
+def test_a_node_that_can_t_is_passed_over_by_one_request_id(run: Run, fleet: MadeFleet, status: Status) -> None:
+    fleet.order = ["gone", "n1", "n2"]
+    fleet.refuse("n1", status, "not here")
+
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire(builder(face, fleet.address))
+        assert lease.address == fleet.nodes["n2"].address
+        assert len(request_ids(*fleet.asked("n1"), *fleet.asked("n2"))) == 1
+        assert len(fleet.asked("n1")) == len(fleet.asked("n2")) == 1
+        await lease.free()
+
+    run(scenario)
+
+
+def test_a_request_that_makes_no_sense_is_asked_nowhere_else(run: Run, fleet: MadeFleet) -> None:
+    fleet.order = ["n1", "n2"]
+    fleet.refuse("n1", Status.INVALID_REQUEST, "a lease of no bytes")
+
+    async def scenario(face: Face) -> None:
+        with pytest.raises(InvalidRequest, match="a lease of no bytes"):
+            await face.acquire(builder(face, fleet.address))
+        assert fleet.asked("n2") == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "error"),
+    [
+        ((Status.DRAINED, Status.DRAINED), Drained),
+        ((Status.DENIED, Status.DENIED), Denied),
+        ((Status.DRAINED, Status.CAPACITY_EXCEEDED), CapacityExceeded),
+        ((Status.BUSY, Status.CAPACITY_EXCEEDED), CapacityExceeded),
+    ],
+)
+def test_an_error_tells_how_many_were_asked_and_why_each_refused(
+    run: Run, fleet: MadeFleet, statuses: tuple[Status, Status], error: type[Exception]
+) -> None:
+    fleet.order = ["n1", "n2"]
+    fleet.refuse("n1", statuses[0], "the first reason.")
+    fleet.refuse("n2", statuses[1], "another reason.")
+
+    async def scenario(face: Face) -> None:
+        with pytest.raises(error) as refused:
+            await face.acquire(builder(face, fleet.address))
+        told = (
+            "2 of the fleet's 2 nodes were asked, and none granted the lease: n1: the first reason; n2: another reason"
+        )
+        assert told in str(refused.value)
+        assert type(refused.value) is error
+        assert [place.tried for place in fleet.places[-2:]] == [(), ("n1", "n2")]
+
+    run(scenario)
+
+
+def test_a_fleet_without_a_fitting_node_is_full(run: Run, fleet: MadeFleet) -> None:
+    fleet.order = []
+
+    async def scenario(face: Face) -> None:
+        with pytest.raises(CapacityExceeded, match="0 of the fleet's 0 nodes were asked"):
+            await face.acquire(builder(face, fleet.address))
+
+    run(scenario)
+
+
+def test_a_node_whose_answer_was_lost_is_asked_again_before_another(run: Run, fleet: MadeFleet) -> None:
+    fleet.order = ["n1", "n2"]
+    node = fleet.nodes["n1"]
+
+    async def scenario(face: Face) -> None:
+        def hang_up_once(request: Request) -> Body:
+            del node.script[Opcode.LEASE_ALLOC]
+            raise HangUp
+
+        node.heard.clear()
+        node.script[Opcode.LEASE_ALLOC] = hang_up_once
+        lease = await face.acquire(builder(face, fleet.address))
+        assert lease.address == node.address
+        assert len(fleet.asked("n1")) == 2
+        assert len(request_ids(*fleet.asked("n1"))) == 1
+        assert fleet.asked("n2") == []
+        await lease.free()
+
+    run(scenario)
+
+
+def test_a_node_that_stops_says_so_and_is_not_asked_again(run: Run, fleet: MadeFleet) -> None:
+    fleet.order = ["n1", "n2"]
+
+    def stop(request: Request) -> Body:
+        raise SayGoodbye(Failure(Status.DISCONNECTED, "the daemon is shutting down"))
+
+    async def scenario(face: Face) -> None:
+        fleet.nodes["n1"].heard.clear()
+        fleet.nodes["n1"].script[Opcode.LEASE_ALLOC] = stop
+        lease = await face.acquire(builder(face, fleet.address))
+        assert lease.address == fleet.nodes["n2"].address
+        assert len(fleet.asked("n1")) == 1
+        await lease.free()
+
+    run(scenario)
+
+
+def test_a_name_is_waited_for_at_the_node_that_serves_it(run: Run, fleet: MadeFleet) -> None:
+    fleet.order, fleet.holder = ["n1", "n2"], "n1"
+
+    def refuse_to_hasty(request: Request) -> Body:
+        body: LeaseAlloc = request.body  # type: ignore[assignment]
+        if not body.wait_ms:
+            raise Refusal(Failure(Status.BUSY, "the name is taken"))
+        return fleet.nodes["n1"]._lease_alloc(request)
+
+    async def scenario(face: Face) -> None:
+        fleet.nodes["n1"].heard.clear()
+        fleet.nodes["n1"].script[Opcode.LEASE_ALLOC] = refuse_to_hasty
+        wish = named(builder(face, fleet.address)).timeout(50)
+        lease = await face.acquire(wish)
+        hasty, patient = fleet.asked("n1")
+        assert hasty.wait_ms == 0
+        assert 0 < patient.wait_ms <= 50_000
+        tags = [parameter.tag for parameter in patient.parameters]
+        assert {NAME_TAG, LABELS_TAG, REQUEST_ID_TAG} <= set(tags)
+        assert (fleet.places[-1].name, fleet.places[-1].labels) == ("model-a", ("zone=a",))
+        assert fleet.asked("n2") == []
+        await lease.free()
+        fleet.nodes["n1"].heard.clear()
+        with pytest.raises(Busy, match="the name 'model-a' is served by node n1"):
+            await face.acquire(named(builder(face, fleet.address)))
+        assert fleet.asked("n2") == []
+
+    run(scenario)
+
+
+def test_directories_that_can_t_answer_are_told(run: Run, fleet: MadeFleet, tmp_path: Path) -> None:
+    def away(request: Request) -> Body:
+        raise Refusal(Failure(Status.DISCONNECTED, "this directory has not reached etcd for 11 s", "Look at etcd."))
+
+    fleet.directory.script[Opcode.PLACE] = away
+
+    async def scenario(face: Face) -> None:
+        with pytest.raises(Disconnected, match="this directory has not reached etcd for 11 s"):
+            await face.acquire(builder(face, fleet.address))
+        both = f"{fleet.address},unix:{tmp_path}/nobody"
+        with pytest.raises(Disconnected, match=r"none of the fleet's 2 directories can answer: .*has not reached etcd"):
+            await face.acquire(builder(face, both))
+
+    run(scenario)
+
+
+def test_a_tls_fleet_needs_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPULEASE_TLS_KEY", raising=False)
+    with pytest.raises(InvalidRequest, match=r"missing: .*GPULEASE_TLS_KEY"):
+        GpuBuilder("fleet:tls:directory.example:7444").min_vram(1).acquire()
+    with pytest.raises(InvalidRequest, match=r"the fleet's address: .*port from 0 to 65535"):
+        GpuBuilder("fleet:tls:directory.example").min_vram(1).acquire()

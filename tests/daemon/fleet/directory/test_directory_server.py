@@ -1,0 +1,310 @@
+"""A directory's server: what it answers, to whom, and what a hostile peer gets from it."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import wraps
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.fleet.directory import directory_server
+from gpulease.daemon.fleet.directory.directory_server import CannotServe, DirectoryServer
+from gpulease.daemon.fleet.directory.fleet_placement import Order
+from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
+from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.transactions import KeyValue
+from gpulease.daemon.fleet.records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.remote.node_identity import IdentityFiles
+from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status
+from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddress, parse_address
+from gpulease.protocol.framing import MAGIC, build_frame
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.messages import Body, Empty, Hello, LeaseRef, Ping, Place, Placement, Report
+from helpers.remote import Pki
+
+NODE = NodeRecord("n", ("tls:gpu.example:7443",), {}, (CardRecord("GPU-1", "a card", 8 << 30, 4 << 30, 0, False),))
+PLACE = Place(1 << 30, 0, "", (), None, ())
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    return Pki.make(tmp_path_factory.mktemp("pki"))
+
+
+class Watch(FleetWatch):
+    """A watch that has read a fleet of one node and three names, and that etcd confirms as long as the test says so."""
+
+    def __init__(self, client: EtcdClient) -> None:
+        self.now_s = 100.0
+        super().__init__(client, Order.PACK, 30.0, Random(1), lambda: self.now_s)
+        self.view.put(KeyValue(node_key("n1"), NODE.encode(), 3, 4), self.now_s)
+        for name, tenant in (("model-a", "ann"), ("model-b", "bob"), ("model-c", f"uid:{os.getuid()}")):
+            claim = ClaimRecord("n1", 3, "0" * 32, tenant, "n")
+            self.view.put(KeyValue(name_key(name), claim.encode(), 7, 7), self.now_s)
+        self._is_read, self._confirmed_s = True, self.now_s
+
+
+class Scene:
+    """A server in this process, and peers of it."""
+
+    def __init__(self, server: DirectoryServer, watch: Watch, folder: Path, pki: Pki) -> None:
+        self.server, self.watch, self.folder, self.pki = server, watch, folder, pki
+
+    def unix(self) -> UnixAddress:
+        address = self.server.listen(UnixAddress(str(self.folder / "d.sock")))
+        assert isinstance(address, UnixAddress)
+        return address
+
+    async def connect(self, address: Address, context: ssl.SSLContext | None = None) -> "Peer":
+        if isinstance(address, UnixAddress):
+            return Peer(*await asyncio.open_unix_connection(address.path))
+        name = "localhost" if context is not None else None
+        return Peer(*await asyncio.open_connection(address.host, address.port, ssl=context, server_hostname=name))
+
+
+class Peer:
+    """A client's end of one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.connection = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES)
+
+    async def ask(self, op: Opcode, body: Body) -> Any:
+        _, frame = self.connection.send_request(op, body)
+        self.writer.write(frame)
+        event = await self.event()
+        assert isinstance(event, Reply), event
+        return event.result
+
+    async def hello(self) -> "Peer":
+        assert not isinstance(await self.ask(Opcode.HELLO, Hello(0, "test", ())), Failure)
+        return self
+
+    async def event(self) -> Any:
+        """The next event; None at the stream's end."""
+        while (event := self.connection.next_event()) is None:
+            try:
+                data = await asyncio.wait_for(self.reader.read(1 << 16), 30)
+            except (ConnectionError, ssl.SSLError):
+                return None
+            if not data:
+                return None
+            self.connection.receive_data(data)
+        return event
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(ConnectionError, ssl.SSLError, TimeoutError):
+            await self.writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def scene_of(folder: Path, pki: Pki) -> AsyncIterator[Scene]:
+    client = EtcdClient(EtcdSettings(("127.0.0.1:1",)))
+    files = IdentityFiles(
+        pki.server.certificate, pki.server.key, pki.authority.certificate_path, pki.authority.crl_path
+    )
+    watch = Watch(client)
+    server = DirectoryServer(watch, files, frozenset({"ops"}))
+    try:
+        yield Scene(server, watch, folder, pki)
+    finally:
+        await server.close()
+        await client.close()
+        await asyncio.sleep(0)
+
+
+Play = Callable[[Scene], Awaitable[None]]
+
+
+def with_scene(play: Play) -> Callable[[Path, Pki], None]:
+    @wraps(play)
+    def run(tmp_path: Path, pki: Pki) -> None:
+        async def inside() -> None:
+            async with scene_of(tmp_path, pki) as scene:
+                await play(scene)
+
+        asyncio.run(inside())
+
+    del run.__wrapped__
+    return run
+
+
+@with_scene
+async def test_a_directory_answers_hello_ping_place_and_list_and_refuses_the_rest(scene: Scene) -> None:
+    peer = await (await scene.connect(scene.unix())).hello()
+    assert await peer.ask(Opcode.PING, Ping(7)) == Ping(7)
+    placed = await peer.ask(Opcode.PLACE, PLACE)
+    assert isinstance(placed, Placement)
+    assert [one.node_id for one in placed.candidates] == ["n1"]
+    listing = await peer.ask(Opcode.FLEET_LIST, Empty())
+    assert isinstance(listing, Report)
+    assert [node["node_id"] for node in listing.report["nodes"]] == ["n1"]
+    refused = await peer.ask(Opcode.LEASE_QUERY, LeaseRef(1))
+    assert refused.status is Status.UNSUPPORTED
+    assert await peer.ask(Opcode.PING, Ping(8)) == Ping(8)
+    await peer.close()
+
+
+@with_scene
+async def test_requests_that_make_no_sense_are_refused_and_the_connection_goes_on(scene: Scene) -> None:
+    peer = await (await scene.connect(scene.unix())).hello()
+    assert (await peer.ask(Opcode.PLACE, Place(1, 200, "", (), None, ()))).status is Status.UNSUPPORTED
+    assert (await peer.ask(Opcode.PLACE, Place(1, 0, "../nodes/x", (), None, ()))).status is Status.INVALID_REQUEST
+    assert isinstance(await peer.ask(Opcode.PLACE, PLACE), Placement)
+    await peer.close()
+
+
+@with_scene
+async def test_a_view_that_is_too_old_names_no_nodes(scene: Scene) -> None:
+    peer = await (await scene.connect(scene.unix())).hello()
+    scene.watch.now_s += 10.0
+    assert isinstance(await peer.ask(Opcode.PLACE, PLACE), Placement)
+    scene.watch.now_s += 0.1
+    for op, body in ((Opcode.PLACE, PLACE), (Opcode.FLEET_LIST, Empty())):
+        failure = await peer.ask(op, body)
+        assert (failure.status, "has not reached etcd for 10 s" in failure.message) == (Status.DISCONNECTED, True)
+    await peer.close()
+
+
+@with_scene
+async def test_by_tls_a_certificate_says_whose_names_are_shown(scene: Scene) -> None:
+    address = scene.server.listen(TlsAddress("127.0.0.1", 0))
+    pki = scene.pki
+    for who, names in ((pki.ann, ["model-a"]), (pki.bob, ["model-b"]), (pki.ops, ["model-a", "model-b", "model-c"])):
+        peer = await (await scene.connect(address, pki.context(who))).hello()
+        listing = await peer.ask(Opcode.FLEET_LIST, Empty())
+        assert [name["name"] for name in listing.report["names"]] == names
+        await peer.close()
+
+
+@with_scene
+async def test_by_tls_nobody_comes_without_a_good_certificate(scene: Scene) -> None:
+    address = scene.server.listen(TlsAddress("127.0.0.1", 0))
+    revoked = scene.pki.authority.issue_tenant("eve")
+    scene.pki.authority.revoke(revoked.certificate)
+    for who in (None, scene.pki.short_lived("late", -60), revoked, scene.pki.server):
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            peer = await scene.connect(address, scene.pki.context(who))
+            _, frame = peer.connection.send_request(Opcode.HELLO, Hello(0, "test", ()))
+            peer.writer.write(frame)
+            assert await peer.event() is None
+            await peer.close()
+    await _until(lambda: scene.server.connections == 0)
+
+
+@with_scene
+async def test_over_tcp_names_are_shown_to_nobody_and_only_loopback_is_served(scene: Scene) -> None:
+    peer = await (await scene.connect(scene.server.listen(TcpAddress("127.0.0.1", 0)))).hello()
+    assert (await peer.ask(Opcode.FLEET_LIST, Empty())).report["names"] == []
+    await peer.close()
+    with pytest.raises(CannotServe, match="plain TCP is for loopback alone"):
+        scene.server.listen(TcpAddress("0.0.0.0", 0))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  # what it looks at tells nobody
+            await asyncio.sleep(0.005)
+
+
+def test_peers_that_say_nothing_or_half_are_cut_off(tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HANDSHAKE_TIMEOUT_S", "HELLO_TIMEOUT_S", "STALL_TIMEOUT_S", "IDLE_TIMEOUT_S"):
+        monkeypatch.setattr(directory_server, name, 0.2)
+
+    async def run() -> None:
+        async with scene_of(tmp_path, pki) as scene:
+            unix, tls = scene.unix(), scene.server.listen(TlsAddress("127.0.0.1", 0))
+            silent = await scene.connect(unix)
+            half = await (await scene.connect(unix)).hello()
+            half.writer.write(build_frame(Opcode.PLACE, b"x" * 100, request_id=9)[:-50])
+            idle = await (await scene.connect(unix)).hello()
+            no_handshake = await scene.connect(parse_address(f"tcp:127.0.0.1:{tls.port}"))  # type: ignore[union-attr]
+            for peer, why in ((silent, "no HELLO"), (half, "a frame did not end"), (idle, "no request came")):
+                goodbye = await peer.event()
+                assert isinstance(goodbye, Goodbye)
+                assert why in goodbye.failure.message
+                assert await peer.event() is None
+            assert await no_handshake.reader.read() == b""
+            await _until(lambda: scene.server.connections == 0)
+            for peer in (silent, half, idle, no_handshake):
+                await peer.close()
+
+    asyncio.run(run())
+
+
+@with_scene
+async def test_bytes_that_are_no_frames_end_a_connection(scene: Scene) -> None:
+    address = scene.unix()
+    too_long = MAGIC + bytes([1, 0]) + Opcode.HELLO.to_bytes(2, "big") + bytes(4) + b"\xff\xff\xff\xff" + bytes(24)
+    for data in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 40, too_long):
+        peer = await scene.connect(address)
+        peer.writer.write(data)
+        assert isinstance(await peer.event(), Goodbye)
+        await peer.close()
+    await _until(lambda: scene.server.connections == 0)
+
+
+def test_one_source_can_t_take_all_connections(tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_server, "MAX_PER_SOURCE", 3)
+
+    async def run() -> None:
+        async with scene_of(tmp_path, pki) as scene:
+            unix = scene.unix()
+            peers = [await (await scene.connect(unix)).hello() for _ in range(3)]
+            beyond = await scene.connect(unix)
+            assert await beyond.event() is None
+            tcp = await (await scene.connect(scene.server.listen(TcpAddress("127.0.0.1", 0)))).hello()
+            assert scene.server.connections == 4
+            await peers.pop().close()
+            await _until(lambda: scene.server.connections == 3)
+            again = await (await scene.connect(unix)).hello()
+            for peer in (*peers, beyond, tcp, again):
+                await peer.close()
+
+    asyncio.run(run())
+
+
+def test_a_peer_that_asks_and_never_reads_is_cut_off(tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_server, "STALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(directory_server, "WRITE_BUFFER_BYTES", 1 << 12)
+
+    async def run() -> None:
+        async with scene_of(tmp_path, pki) as scene:
+            address = scene.unix()
+            loop = asyncio.get_running_loop()
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.setblocking(False)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                await loop.sock_connect(sock, address.path)
+                connection = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES)
+                _, frame = connection.send_request(Opcode.HELLO, Hello(0, "test", ()))
+                await loop.sock_sendall(sock, frame)
+                asking = _ask_for_ever(sock)
+                with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                    await asyncio.wait_for(asking, 20)
+            await _until(lambda: scene.server.connections == 0)
+
+    asyncio.run(run())
+
+
+async def _ask_for_ever(sock: socket.socket) -> None:
+    for number in count(2):
+        frame = build_frame(Opcode.FLEET_LIST, request_id=number)
+        await asyncio.get_running_loop().sock_sendall(sock, frame)
+
+
+@with_scene
+async def test_a_socket_that_somebody_listens_at_is_not_taken(scene: Scene) -> None:
+    address = scene.unix()
+    with pytest.raises(CannotServe, match="another process listens there"):
+        scene.server.listen(address)
+    with pytest.raises(CannotServe, match=r"can't listen on unix:/nowhere/d\.sock"):
+        scene.server.listen(UnixAddress("/nowhere/d.sock"))
