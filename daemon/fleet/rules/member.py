@@ -223,7 +223,7 @@ class Member:
             self._membership.trouble = Why.STALE, f"{text}: {RENEW}"
             self._due_ns = now_ns + self._membership.beat_ns
             if self._membership.incarnation:
-                self._lose(Reason.RESTORED, text)
+                self._lose(Reason.RESTORED, text, self._due_ns)
             return False
         self._membership.trouble = CUT_OFF
         self._membership.revision = answer.revision
@@ -318,11 +318,12 @@ class Member:
         """Take the answer to a beat: acknowledged, made by an earlier attempt, or fenced."""
         record, generation = (found[0] if found else None for found in answer.found[:2])
         if record is None or record.create_revision != self._membership.incarnation:
-            is_twin = record is not None and not _nonce(record).startswith(self._membership.instance)
-            if is_twin:
-                self._note(Note.TWIN, "another daemon joined under this node's id")
-                self._due_ns = now_ns + self._membership.wait_ns
-            self._lose(Reason.FENCED, "another node fenced this one: it was silent too long")
+            if record is not None and not _nonce(record).startswith(self._membership.instance):
+                text = "another daemon joined under this node's id: an operator gives each its own"
+                self._note(Note.TWIN, text)
+                self._lose(Reason.FENCED, text, now_ns + self._membership.wait_ns)
+            else:
+                self._lose(Reason.FENCED, "another node fenced this one: it was silent too long")
             return
         if record.mod_revision < self._mod_revision:
             self._lose(Reason.RESTORED, "etcd has an earlier state of this node's record")
@@ -356,8 +357,9 @@ class Member:
             self._is_isolated = False
             self._membership.effects.append(MoveHorizon(horizon_ns, self._membership.incarnation))
 
-    def _lose(self, reason: Reason, text: str) -> None:
-        """Be no member any more: end all claimed leases, and join anew after that."""
+    def _lose(self, reason: Reason, text: str, due_ns: int = 0) -> None:
+        """Be no member any more: end all claimed leases, and join anew after that, not before `due_ns`."""
+        self._due_ns = due_ns
         self._phase = _Phase.ENDING
         self._membership.incarnation = 0
         self._membership.horizon_ns = 0

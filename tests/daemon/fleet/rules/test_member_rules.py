@@ -1,0 +1,499 @@
+"""Each rule of a fleet's member by itself, in virtual time."""
+
+from typing import TypeVar
+
+import pytest
+
+from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, Get, Put, Rejected, Transaction, Unknown
+from gpulease.daemon.fleet.records import FENCES, GENERATION, NODES, held_key, name_key, node_key, read_claim, read_node
+from gpulease.daemon.fleet.rules.fleet_events import (
+    Answered,
+    ArmTimer,
+    Ask,
+    ClaimDropped,
+    Claimed,
+    ClaimEnded,
+    ClaimRefused,
+    ClaimWanted,
+    Effect,
+    EndClaimed,
+    Event,
+    FenceDone,
+    FenceWanted,
+    FleetIdentity,
+    FleetTerms,
+    Joined,
+    LiveClaims,
+    MoveHorizon,
+    Note,
+    Noted,
+    Reason,
+    RecordChanged,
+    Started,
+    TimerFired,
+    Why,
+)
+from gpulease.daemon.fleet.rules.member import Member
+from gpulease.daemon.fleet.rules.node_claims import MAX_WANTS
+
+from .model_etcd import ModelEtcd
+
+S = 10**9
+T = 30 * S
+TERMS = FleetTerms(30.0, 0.01)
+BEAT = T // 6
+LEASE = "ab" * 16
+
+E = TypeVar("E")
+
+
+class Host:
+    """A member, its clock, and a store that answers as the test lets it."""
+
+    def __init__(self, etcd: ModelEtcd, node_id: str = "a", now: int = 1_000 * S, run: int = 1, **kept: object) -> None:
+        self.etcd = etcd
+        self.now = now
+        self.node_id = node_id
+        self.member = Member(node_id, TERMS, instance=f"{node_id}.{run}", **kept)  # type: ignore[arg-type]
+        self.asked: list[Ask] = []
+        self.effects: list[Effect] = []
+        self.due: int | None = None
+        self.is_cut = False
+
+    def begin(self, epochs: dict[str, int] | None = None) -> "Host":
+        self.send(Started())
+        self.send(LiveClaims(epochs or {}))
+        self.settle()
+        return self
+
+    def send(self, event: Event) -> None:
+        for effect in self.member.handle(event, self.now):
+            if isinstance(effect, Ask):
+                self.asked.append(effect)
+            elif isinstance(effect, ArmTimer):
+                self.due = effect.due_ns
+            else:
+                self.effects.append(effect)
+
+    def settle(self) -> None:
+        """Answer everything at once, or lose it while the host is cut off."""
+        while self.asked:
+            ask = self.asked.pop(0)
+            self.send(Answered(ask.number, Unknown("cut") if self.is_cut else self.etcd.do(ask.transaction)))
+
+    def run(self, seconds: float) -> None:
+        """Let time pass, with every timer at its time."""
+        end = self.now + int(seconds * S)
+        while self.due is not None and self.due <= end:
+            self.now, self.due = max(self.now, self.due), None
+            self.send(TimerFired())
+            self.settle()
+        self.now = end
+
+    def want(self, name: str = "m", wait_s: float = 0, request: int = 1) -> None:
+        self.send(ClaimWanted(request, name, LEASE, "t", self.now + int(wait_s * S)))
+
+    def ask_for(self, name: str = "m", wait_s: float = 0, request: int = 1) -> None:
+        self.want(name, wait_s, request)
+        self.settle()
+
+    def take(self, kind: type[E]) -> list[E]:
+        found = [effect for effect in self.effects if isinstance(effect, kind)]
+        self.effects = [effect for effect in self.effects if not isinstance(effect, kind)]
+        return found
+
+    def claims(self, name: str = "m") -> str:
+        found = self.etcd.keys.get(name_key(name))
+        return read_claim(found.value).node_id if found else ""
+
+
+def together(seconds: float, *hosts: Host) -> None:
+    """Let time pass at several hosts, in small steps."""
+    for _ in range(int(seconds * 10)):
+        for host in hosts:
+            host.run(0.1)
+
+
+@pytest.fixture
+def etcd() -> ModelEtcd:
+    return ModelEtcd()
+
+
+# --- joining and beats ---
+
+
+def test_nothing_is_asked_before_the_broker_has_told_its_claims(etcd: ModelEtcd) -> None:
+    host = Host(etcd)
+    host.send(Started())
+    assert host.asked == []
+    host.send(LiveClaims())
+    assert len(host.asked) == 1
+
+
+def test_a_member_s_horizon_counts_from_when_the_beat_was_asked(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    assert host.take(Joined)[-1].incarnation == etcd.keys[node_key("a")].create_revision
+    host.take(MoveHorizon)
+    host.now += BEAT
+    asked = host.now
+    host.send(TimerFired())
+    host.now += 3 * S
+    host.settle()
+    assert host.take(MoveHorizon) == [MoveHorizon(asked + int(T * 0.99), host.member._membership.incarnation)]
+
+
+def test_a_member_beats_six_times_within_its_horizon(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.effects.clear()
+    host.run(60)
+    assert len(host.take(MoveHorizon)) == 12
+
+
+def test_a_beat_tells_the_record_as_it_was_changed_last(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.send(RecordChanged(("tls:h:1",), {"zone": "a"}, (), is_draining=True, version="9"))
+    host.run(5)
+    record = read_node(etcd.keys[node_key("a")].value)
+    assert (record.addresses, record.labels, record.is_draining, record.version) == (
+        ("tls:h:1",),
+        {"zone": "a"},
+        True,
+        "9",
+    )
+
+
+def test_a_beat_whose_answer_was_lost_is_read_back_by_its_nonce(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.effects.clear()
+    host.now += BEAT
+    asked = host.now
+    host.send(TimerFired())
+    (ask,) = host.asked
+    host.asked.clear()
+    etcd.do(ask.transaction)
+    host.now += 2 * S
+    host.send(Answered(ask.number, Unknown("timeout")))
+    assert host.take(MoveHorizon) == []
+    host.run(1)
+    assert host.take(MoveHorizon)[0].horizon_ns == asked + int(T * 0.99)
+    assert host.take(EndClaimed) == []
+
+
+def test_a_lost_beat_that_was_not_done_moves_nothing(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.effects.clear()
+    host.is_cut = True
+    host.run(40)
+    assert host.take(MoveHorizon) == []
+    assert [noted.note for noted in host.take(Noted)].count(Note.ISOLATED) == 1
+    host.is_cut = False
+    host.run(1)
+    assert len(host.take(MoveHorizon)) == 1
+
+
+def test_a_fenced_member_ends_its_claims_and_joins_once_their_memory_is_free(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    first = host.take(Joined)[-1].incarnation
+    etcd.delete(node_key("a"))
+    host.run(6)
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.FENCED]
+    host.run(60)
+    assert node_key("a") not in etcd.keys
+    host.send(LiveClaims())
+    host.settle()
+    assert host.take(Joined)[-1].incarnation > first
+    assert host.claims() == "", "the claim of the earlier incarnation is deleted"
+
+
+def test_a_daemon_that_remembers_its_incarnation_goes_on(etcd: ModelEtcd) -> None:
+    first = Host(etcd).begin()
+    first.ask_for()
+    (claimed,), joined = first.take(Claimed), first.take(Joined)[-1]
+    host = Host(etcd, now=first.now + 5 * S, run=2, incarnation=joined.incarnation, identity=joined.identity)
+    host.begin({"m": claimed.epoch})
+    assert host.take(EndClaimed) == []
+    assert host.take(Joined)[-1].incarnation == joined.incarnation
+    assert host.claims() == "a"
+
+
+def test_a_daemon_that_forgot_its_incarnation_ends_its_claims_first(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin({"m": 3})
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.FORGOTTEN]
+    assert host.asked == []
+
+
+def test_a_twin_is_noted_and_gives_way_for_a_horizon(etcd: ModelEtcd) -> None:
+    host, twin = Host(etcd).begin(), Host(etcd, run=2).begin()
+    host.run(6)
+    assert Note.TWIN in [noted.note for noted in host.take(Noted)]
+    host.send(LiveClaims())
+    host.run(20)
+    assert etcd.keys[node_key("a")].create_revision == twin.take(Joined)[-1].incarnation
+
+
+# --- the store ---
+
+
+def test_a_store_that_went_back_is_refused_until_an_operator_renews_it(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    backup = etcd.copy()
+    host.run(30)
+    host.effects.clear()
+    host.etcd = backup
+    host.run(6)
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
+    host.send(LiveClaims())
+    host.run(100)
+    assert host.take(MoveHorizon) == []
+    host.ask_for()
+    (refused,) = host.take(ClaimRefused)
+    assert refused.why is Why.STALE
+    assert "gpulease fleet renew" in refused.text
+    backup.do(Transaction(writes=(Put(GENERATION, b"second"),)))
+    host.run(6)
+    assert host.take(Joined)[-1].identity.generation == "second"
+    host.ask_for(request=2)
+    assert len(host.take(Claimed)) == 1
+
+
+def test_another_cluster_is_refused(etcd: ModelEtcd) -> None:
+    host = Host(ModelEtcd(cluster_id=8), identity=FleetIdentity(7, "first", 1)).begin()
+    assert host.take(Joined) == []
+    assert Note.REFUSED in [noted.note for noted in host.take(Noted)]
+
+
+def test_a_claim_s_answer_from_an_earlier_state_grants_nothing(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    backup = ModelEtcd()
+    host.run(30)
+    host.want()
+    (ask,) = host.asked
+    backup.keys[node_key("a")] = etcd.keys[node_key("a")]
+    host.send(Answered(ask.number, backup.do(ask.transaction)))
+    assert host.take(Claimed) == []
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
+
+
+def test_a_store_without_a_generation_waits_until_old_leases_are_over(etcd: ModelEtcd) -> None:
+    del etcd.keys[GENERATION]
+    host = Host(etcd).begin()
+    host.run(30)
+    assert host.take(Joined) == []
+    host.run(1)
+    assert len(host.take(Joined)) == 1
+    assert GENERATION in etcd.keys
+
+
+def test_an_operator_s_new_generation_ends_and_joins_anew(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    etcd.do(Transaction(writes=(Put(GENERATION, b"second"),)))
+    host.run(6)
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.RENEWED]
+    host.send(LiveClaims())
+    host.settle()
+    assert host.take(Joined)[-1].identity.generation == "second"
+
+
+# --- claims ---
+
+
+def test_a_claim_s_epoch_is_its_revision(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    assert host.take(Claimed) == [Claimed(1, "m", etcd.keys[name_key("m")].mod_revision)]
+    assert etcd.keys[held_key("a", "m")].mod_revision == etcd.revision
+
+
+def test_nothing_is_granted_on_an_unknown_claim_until_it_is_read_back(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.want(wait_s=10)
+    (ask,) = host.asked
+    host.asked.clear()
+    epoch = etcd.do(ask.transaction).revision
+    host.send(Answered(ask.number, Unknown("timeout")))
+    assert host.take(Claimed) == []
+    host.run(1)
+    assert host.take(Claimed) == [Claimed(1, "m", epoch)]
+
+
+def test_an_unknown_claim_that_nobody_waits_for_is_deleted(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.want()
+    (ask,) = host.asked
+    host.asked.clear()
+    host.send(Answered(ask.number, Unknown("timeout")))
+    assert [refused.why for refused in host.take(ClaimRefused)] == [Why.UNKNOWN]
+    etcd.do(ask.transaction)
+    assert host.claims() == "a"
+    host.run(6)
+    assert host.claims() == ""
+    assert host.take(Claimed) == []
+
+
+def test_a_claim_made_after_its_tenant_left_is_deleted(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.want(wait_s=10)
+    host.send(ClaimDropped(1))
+    host.settle()
+    assert host.claims() == ""
+    assert host.take(Claimed) == []
+    assert host.take(ClaimRefused) == []
+
+
+def test_a_cut_off_member_grants_nothing_after_its_horizon(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.want()
+    host.now += T
+    host.settle()
+    assert host.take(Claimed) == []
+    assert [refused.why for refused in host.take(ClaimRefused)] == [Why.ISOLATED]
+
+
+def test_a_rejected_claim_says_that_an_operator_must_act(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.want()
+    host.send(Answered(host.asked.pop().number, Rejected("no space")))
+    (refused,) = host.take(ClaimRefused)
+    assert refused.why is Why.REJECTED
+    assert "no space" in refused.text
+    assert "operator" in refused.text
+
+
+def test_a_name_is_given_to_who_waits_when_its_lease_has_ended(etcd: ModelEtcd) -> None:
+    one, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    one.ask_for()
+    other.ask_for(wait_s=20)
+    other.run(3)
+    assert other.take(Claimed) == []
+    assert other.take(ClaimRefused) == []
+    one.send(ClaimEnded("m", one.take(Claimed)[0].epoch))
+    one.settle()
+    other.run(3)
+    assert len(other.take(Claimed)) == 1
+    assert other.claims() == "b"
+
+
+def test_a_waiter_is_refused_when_its_wait_is_over(etcd: ModelEtcd) -> None:
+    one, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    one.ask_for()
+    other.want(wait_s=7)
+    together(7.2, one, other)
+    assert [refused.why for refused in other.take(ClaimRefused)] == [Why.TAKEN]
+
+
+def test_claims_that_wait_are_bounded(etcd: ModelEtcd) -> None:
+    host = Host(etcd)
+    for request in range(MAX_WANTS + 1):
+        host.want(wait_s=100, request=request)
+    assert [(refused.request, refused.why) for refused in host.take(ClaimRefused)] == [(MAX_WANTS, Why.BUSY)]
+
+
+def test_a_living_lease_whose_claim_somebody_deleted_ends(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    etcd.delete(name_key("m"), held_key("a", "m"))
+    host.run(6)
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.LOST]
+
+
+# --- fences ---
+
+
+def failover(etcd: ModelEtcd) -> tuple[Host, float]:
+    """Return the host that took a dead node's name, and after how many seconds."""
+    dead, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    dead.ask_for()
+    other.ask_for(wait_s=100)
+    began = other.now
+    while not other.take(Claimed):
+        other.run(0.1)
+        assert other.now < began + 100 * S
+    return other, (other.now - began) / S
+
+
+def test_a_dead_node_s_name_is_taken_when_its_horizon_has_surely_passed(etcd: ModelEtcd) -> None:
+    other, seconds = failover(etcd)
+    assert other.claims() == "b"
+    # Never before T (1 + rho) after the record was first seen; a poll later at most.
+    assert 30.3 <= seconds <= 30.3 + 1.2
+
+
+def test_a_living_node_is_not_fenced(etcd: ModelEtcd) -> None:
+    one, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    one.ask_for()
+    other.ask_for(wait_s=90)
+    together(80, one, other)
+    assert other.take(Claimed) == []
+    assert one.take(EndClaimed) == []
+
+
+def test_a_node_that_is_cut_off_itself_fences_nobody(etcd: ModelEtcd) -> None:
+    one, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    one.ask_for()
+    other.ask_for(wait_s=200)
+    other.run(10)
+    other.is_cut = True
+    other.run(20)
+    other.is_cut = False
+    other.run(10)
+    assert node_key("a") in etcd.keys
+    other.run(8)
+    assert node_key("a") not in etcd.keys
+
+
+def test_a_small_fleet_fences_one_node_a_minute(etcd: ModelEtcd) -> None:
+    hosts = [Host(etcd, f"n{number}").begin() for number in range(3)]
+    for number, host in enumerate(hosts[1:]):
+        host.ask_for(f"m{number}", request=number + 1)
+    watcher = hosts[0]
+    watcher.ask_for("m0", wait_s=500, request=8)
+    watcher.ask_for("m1", wait_s=500, request=9)
+    watcher.run(50)
+    assert [key for key in etcd.keys if key.startswith(NODES)] != [node_key("n0")]
+    assert len(watcher.take(Claimed)) == 1
+    assert Note.FENCE_PUT_OFF in [noted.note for noted in watcher.take(Noted)]
+    watcher.run(60)
+    assert len(watcher.take(Claimed)) == 1
+    assert FENCES in etcd.keys
+
+
+def test_an_operator_who_pulled_the_plug_skips_the_wait(etcd: ModelEtcd) -> None:
+    dead, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    dead.ask_for()
+    other.send(FenceWanted(5, "a", is_off=True))
+    other.settle()
+    assert other.take(FenceDone) == [FenceDone(5, True, "1 of 1 claims are deleted")]
+    other.ask_for()
+    assert len(other.take(Claimed)) == 1
+
+
+def test_a_node_does_not_fence_itself(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.send(FenceWanted(5, "a"))
+    assert [done.is_fenced for done in host.take(FenceDone)] == [False]
+
+
+# --- clock rates ---
+
+
+@pytest.mark.parametrize(("rate", "is_refused"), [(0.98, True), (1.0, False), (1.003, False), (1.02, True)])
+def test_a_node_whose_clock_is_wrong_refuses_itself(etcd: ModelEtcd, rate: float, is_refused: bool) -> None:
+    hosts = [Host(etcd, f"n{number}").begin() for number in range(4)]
+    for _ in range(700):
+        for host in hosts:
+            host.run(2.5 * (rate if host is hosts[0] else 1))
+        if any(host.take(EndClaimed) for host in hosts[1:]):
+            pytest.fail("a node whose clock is right refused itself")
+    assert [end.reason for end in hosts[0].take(EndClaimed)] == [Reason.CLOCK] * is_refused
+
+
+def test_foreign_values_in_slots_and_records_harm_nobody(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    writes = (Put(b"/gpulease/v1/clocks/03", b"\xff"), Put(FENCES, b"[]"), Put(name_key("m"), b"?"), Delete(b"x"))
+    etcd.do(Transaction(writes=writes, reads=(Get(FENCES),)))
+    host.ask_for(wait_s=3)
+    host.run(20)
+    assert [refused.why for refused in host.take(ClaimRefused)] == [Why.TAKEN]
+    assert host.take(EndClaimed) == []
+    assert isinstance(etcd.do(Transaction()), Answer)
