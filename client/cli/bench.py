@@ -13,7 +13,7 @@ import click
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import measure_core, reaches_all_goals
 from gpulease.client.bench.figures import Figures, Say, print_figures
-from gpulease.client.bench.fleet import measure_fleet, packs_well
+from gpulease.client.bench.fleet_scale import measure_fleet, packs_well
 from gpulease.client.bench.load import main as measure_load
 from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import keeps_the_pin, measure_regions
