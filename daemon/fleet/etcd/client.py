@@ -186,6 +186,7 @@ _OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_reconnect_backoff_ms", RECONNECT_MS[1]),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_LIMIT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_LIMIT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
 

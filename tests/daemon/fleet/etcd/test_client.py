@@ -340,18 +340,20 @@ def test_a_watch_moves_from_a_paused_member_to_another(tmp_path: Path) -> None:
     with EtcdCluster(tmp_path, 3) as cluster:
 
         async def watch() -> None:
-            paused = cluster.follower()
-            others = [endpoint for endpoint in cluster.endpoints if endpoint != paused.endpoint]
-            async with client_of(paused.endpoint) as one, client_of(paused.endpoint, *others, timeout_s=5) as client:
-                made = await insist(one, put(b"/moved", b"1"))
+            leader = cluster.leader()
+            first, second = [member for member in cluster.members if member is not leader]
+            async with client_of(leader.endpoint) as writer, client_of(first.endpoint, second.endpoint) as client:
+                made = await insist(writer, put(b"/moved", b"1"))
+                # The watch can only begin at the first.
+                cluster.kill(second)
                 async with contextlib.aclosing(client.watch(b"/moved", made.revision)) as changes:
                     await take(changes, 1)
+                    cluster.restart(second)
+                    cluster.pause(first)
                     reading = asyncio.ensure_future(take(changes, 1))
-                    cluster.pause(paused)
-                    async with client_of(*others) as writer:
-                        after = await insist(writer, put(b"/moved", b"2"))
+                    after = await insist(writer, put(b"/moved", b"2"))
                     assert [change.mod_revision for change in await reading] == [after.revision]
-                cluster.resume(paused)
+                cluster.resume(first)
 
         asyncio.run(watch())
 
