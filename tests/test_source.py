@@ -285,6 +285,7 @@ LAYERS = {
     "record": set[str](),
     "web": set[str](),
     "remote": set[str](),
+    "fleet": {"remote"},
     "zygote": {"session", "drivers"},
     "session": {"drivers"},
     "drivers": set[str](),

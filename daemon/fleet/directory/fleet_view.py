@@ -36,11 +36,13 @@ class SeenNode(NamedTuple):
         record: Its record.
         incarnation: The record's create revision: another one is another membership.
         changed_s: When the view last saw the record change, on the reader's monotonic clock.
+        largest_bytes: Largest slice that any of its cards would grant.
     """
 
     record: NodeRecord
     incarnation: int
     changed_s: float
+    largest_bytes: int
 
 
 class SeenClaim(NamedTuple):
@@ -85,7 +87,9 @@ class FleetView:
         """Take a key's new value; a value that can't be read is as good as none."""
         try:
             if item.key.startswith(NODES):
-                self._put_node(node_id_of(item.key), SeenNode(_sound_node(item.value), item.create_revision, now_s))
+                record = _sound_node(item.value)
+                largest_bytes = max((card.largest_bytes for card in record.cards), default=0)
+                self._put_node(node_id_of(item.key), SeenNode(record, item.create_revision, now_s, largest_bytes))
             elif item.key.startswith(NAMES):
                 self._put_claim(name_of(item.key), SeenClaim(_sound_claim(item.value), item.mod_revision))
         except BadRecord:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from random import Random, SystemRandom
+from random import Random
 from typing import Any, Final
 
 from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
@@ -85,7 +85,7 @@ class FleetWatch:
         self._client = client
         self._order = order
         self._silent_s = horizon_s * SILENT_PART
-        self._draw = draw or SystemRandom()
+        self._draw = draw or Random()
         self._clock = clock
         self._began_s = clock()
         self._is_read = False

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_placement import DRAWN, Order, PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
@@ -140,6 +140,18 @@ def test_eight_of_many_are_drawn_and_not_the_same_eight() -> None:
     assert {len(one) for one in drawn} == {8}
     # 40 draws of 8 of 50 leave out one given node with a chance of 0.1 %; with these seeds none is left out.
     assert frozenset().union(*drawn) == set(view.ids)
+
+
+def test_the_last_place_of_a_large_fleet_is_found() -> None:
+    full = node(0).encode()
+    view = FleetView()
+    for number in range(DRAWN + 200):
+        view.put(KeyValue(node_key(f"n{number}"), full, INCARNATION, 9), NOW_S)
+    for last in ("n0", f"n{DRAWN + 199}"):
+        view.put(KeyValue(node_key(last), node(80).encode(), INCARNATION, 9), NOW_S)
+        assert all(ids(placed(view, seed=seed)) == [last] for seed in range(5))
+        view.put(KeyValue(node_key(last), full, INCARNATION, 9), NOW_S)
+    assert placed(view).why == f"{DRAWN + 200} without room"
 
 
 @given(
