@@ -2,10 +2,12 @@
 
 A claim's steps are: a short lease for each device, each in the record before the next; then the leases' full time; then
 tokens and the CDI specification; then the record says ready. A driver that is killed in between leaves leases that the
-record names, and at most one that it does not, which ends by itself within FIRST_LEASE_S.
+record names, and at most one that it does not, which ends by itself within FIRST_LEASE_S. A daemon that knows requests
+by their ids gives that one to the next try.
 """
 
 import base64
+import hashlib
 import os
 import re
 import subprocess
@@ -37,7 +39,7 @@ from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRef, LeaseRenew
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, ORPHAN_TAG
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, ORPHAN_TAG, REQUEST_ID_TAG
 from gpulease.protocol.primitives import LeaseParameter
 
 FIRST_LEASE_S: Final = 30.0
@@ -182,8 +184,8 @@ class ClaimLeases:
             raise ClaimRefused(f"this node has no card {missing[0][:64]!r}", "Publish its ResourceSlice anew")
         record = ClaimRecord(ref.uid, want.user, audience_of_user(want.user, self._address, self._socket).hex())
         try:
-            for device in want.devices:
-                record = record.with_lease(self._lease(device, cards[device.device]))
+            for number, device in enumerate(want.devices):
+                record = record.with_lease(self._lease(device, cards[device.device], request_id(ref.uid, number)))
                 self._files.save(record)
             self._lengthen(record, want)
             self._give_tokens(record)
@@ -196,12 +198,13 @@ class ClaimLeases:
             self._end(record)
             raise
 
-    def _lease(self, device: DeviceWant, card: Any) -> HeldLease:
+    def _lease(self, device: DeviceWant, card: Any, request: bytes) -> HeldLease:
         size_bytes = card["capacity_bytes"] if device.size_bytes is None else device.size_bytes
         first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
         # Without a wait: a kubelet asks again, and would ask beside a wait.
-        request = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, 0, card["uuid"], _PARAMETERS)
-        given = ask(Opcode.LEASE_ALLOC, request, self._address)
+        parameters = (*_PARAMETERS, LeaseParameter(REQUEST_ID_TAG, request))
+        wanted = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, 0, card["uuid"], parameters)
+        given = ask(Opcode.LEASE_ALLOC, wanted, self._address)
         return HeldLease(device.request, device.pool, device.device, device.share_id, str(LeaseId(given.lease_id)))
 
     def _lengthen(self, record: ClaimRecord, want: ClaimWant) -> None:
@@ -258,6 +261,11 @@ class ClaimLeases:
                 _, users = self._turns.pop(uid)
                 if users > 1:
                     self._turns[uid] = lock, users - 1
+
+
+def request_id(uid: str, number: int) -> bytes:
+    """Return the 16 bytes by which a daemon knows a claim's request for its lease of that number again."""
+    return hashlib.sha256(f"gpulease dra 1 {uid} {number}".encode()).digest()[:16]
 
 
 # --- who the pod's user is to the node ---
