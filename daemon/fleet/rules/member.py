@@ -65,7 +65,10 @@ from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
 from gpulease.daemon.fleet.rules.node_claims import NodeClaims
 from gpulease.daemon.fleet.rules.node_fences import Fences
 
-RENEW: Final = "an operator makes sure that no lease of before is used any more, and runs `gpulease fleet renew`"
+RENEW: Final = (
+    "an operator waits until no named lease of before runs anywhere,"
+    f" then puts a new text: `etcdctl put {GENERATION.decode()} TEXT`"
+)
 """The act that lets nodes join a store that is not the one they knew."""
 
 

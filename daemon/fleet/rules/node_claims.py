@@ -248,6 +248,10 @@ class NodeClaims:
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             self._releasing.discard((name, epoch))
+            if isinstance(outcome, Answer) and not outcome.succeeded:
+                # Somebody deleted the claim, but not this node's entry of it.
+                leftover = Transaction((ModRevisionIs(held, epoch),), (Delete(held),))
+                self._membership.ask(now_ns, leftover, lambda outcome, asked_ns, now_ns: None)
             self._freed(name, outcome, asked_ns, now_ns)
 
         self._membership.ask(now_ns, transaction, on_outcome)

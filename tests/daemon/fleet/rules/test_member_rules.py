@@ -98,7 +98,7 @@ class Host:
         self.settle()
 
     def take(self, kind: type[E]) -> list[E]:
-        found = [effect for effect in self.effects if isinstance(effect, kind)]
+        found: list[E] = [effect for effect in self.effects if isinstance(effect, kind)]
         self.effects = [effect for effect in self.effects if not isinstance(effect, kind)]
         return found
 
@@ -249,7 +249,7 @@ def test_a_store_that_went_back_is_refused_until_an_operator_renews_it(etcd: Mod
     host.ask_for()
     (refused,) = host.take(ClaimRefused)
     assert refused.why is Why.STALE
-    assert "gpulease fleet renew" in refused.text
+    assert "etcdctl put /gpulease/v1/generation" in refused.text
     backup.do(Transaction(writes=(Put(GENERATION, b"second"),)))
     host.run(6)
     assert host.take(Joined)[-1].identity.generation == "second"
@@ -395,6 +395,15 @@ def test_a_living_lease_whose_claim_somebody_deleted_ends(etcd: ModelEtcd) -> No
     etcd.delete(name_key("m"), held_key("a", "m"))
     host.run(6)
     assert [end.reason for end in host.take(EndClaimed)] == [Reason.LOST]
+
+
+def test_a_leftover_among_a_node_s_claims_is_deleted(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    etcd.delete(name_key("m"))
+    host.send(ClaimEnded("m", host.take(Claimed)[0].epoch))
+    host.settle()
+    assert held_key("a", "m") not in etcd.keys
 
 
 # --- fences ---
