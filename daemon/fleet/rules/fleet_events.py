@@ -174,8 +174,61 @@ class FenceWanted:
     is_off: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class QuotaWanted:
+    """The broker asks for bytes of a tenant's quota in the fleet before it admits a lease.
+
+    It is answered by one QuotaGiven or QuotaRefused, unless QuotaDropped comes first.
+
+    Attributes:
+        lease_id: The lease, in 32 hexadecimal digits, never used before.
+    """
+
+    request: int
+    tenant: str
+    size_bytes: int
+    lease_id: str
+    wait_until_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaDropped:
+    """Nobody waits for a quota's bytes any more. If they were given all the same, they are given back."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaEnded:
+    """A lease that had bytes of a quota has ended, and its memory is proved free."""
+
+    tenant: str
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaSet:
+    """An operator sets a tenant's quota over all nodes; leases that are there stay."""
+
+    request: int
+    tenant: str
+    total_bytes: int
+
+
 Event = (
-    Started | TimerFired | Answered | LiveClaims | ClaimWanted | ClaimDropped | ClaimEnded | RecordChanged | FenceWanted
+    Started
+    | TimerFired
+    | Answered
+    | LiveClaims
+    | ClaimWanted
+    | ClaimDropped
+    | ClaimEnded
+    | RecordChanged
+    | FenceWanted
+    | QuotaWanted
+    | QuotaDropped
+    | QuotaEnded
+    | QuotaSet
 )
 
 
@@ -265,6 +318,32 @@ class FenceDone:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class QuotaGiven:
+    """The bytes are the lease's until QuotaEnded. The lease is a claimed one: it ends at the horizon."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaRefused:
+    """No bytes were given; the members are those of ClaimRefused."""
+
+    request: int
+    why: Why
+    text: str
+    retry_after_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaSetDone:
+    """An operator's quota is set, or was not; the text says why."""
+
+    request: int
+    is_set: bool
+    text: str
+
+
 class Note(Enum):
     """Kinds of facts for the log and the metrics."""
 
@@ -296,4 +375,17 @@ class Noted:
     name: str = ""
 
 
-Effect = Ask | ArmTimer | Joined | MoveHorizon | EndClaimed | Claimed | ClaimRefused | FenceDone | Noted
+Effect = (
+    Ask
+    | ArmTimer
+    | Joined
+    | MoveHorizon
+    | EndClaimed
+    | Claimed
+    | ClaimRefused
+    | FenceDone
+    | QuotaGiven
+    | QuotaRefused
+    | QuotaSetDone
+    | Noted
+)

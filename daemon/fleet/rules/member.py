@@ -55,6 +55,10 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     MoveHorizon,
     Note,
     Noted,
+    QuotaDropped,
+    QuotaEnded,
+    QuotaSet,
+    QuotaWanted,
     Reason,
     RecordChanged,
     Started,
@@ -63,7 +67,8 @@ from gpulease.daemon.fleet.rules.fleet_events import (
 )
 from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
 from gpulease.daemon.fleet.rules.node_claims import NodeClaims
-from gpulease.daemon.fleet.rules.node_fences import Fences
+from gpulease.daemon.fleet.rules.node_fences import NodeFences
+from gpulease.daemon.fleet.rules.quota_shards import QuotaShards
 
 RENEW: Final = (
     "an operator waits until no named lease of before runs anywhere,"
@@ -106,9 +111,10 @@ class Member:
         `instance` is a random text of this run of the process: no other run, of any node, has it.
         """
         self._membership = Membership(node_id, terms, incarnation, instance)
-        self._fences = Fences(self._membership)
+        self._fences = NodeFences(self._membership)
         self._clocks = ClockRates(self._membership)
         self._claims = NodeClaims(self._membership, self._fences)
+        self._quotas = QuotaShards(self._membership, self._fences)
         self._identity = identity
         self._membership.revision = max(identity.revision, incarnation)
         self._record = RecordChanged()
@@ -150,6 +156,14 @@ class Member:
                 self._claims.end(event.name, event.epoch, now_ns)
             case RecordChanged():
                 self._record = event
+            case QuotaWanted():
+                self._quotas.want(event, now_ns)
+            case QuotaDropped():
+                self._quotas.drop(event.request, now_ns)
+            case QuotaEnded():
+                self._quotas.end(event.tenant, event.lease_id, now_ns)
+            case QuotaSet():
+                self._quotas.set_quota(event, now_ns)
             case FenceWanted():
                 self._fences.fence_by_operator(event, now_ns)
         self._advance(now_ns)
@@ -172,6 +186,7 @@ class Member:
             self._membership.beating_since_ns = None
             self._note(Note.ISOLATED)
         self._claims.advance(now_ns)
+        self._quotas.advance(now_ns)
         self._arm(now_ns)
 
     def _arm(self, now_ns: int) -> None:
@@ -181,8 +196,7 @@ class Member:
             dues.append(self._due_ns)
         if self._phase is _Phase.MEMBER and not self._is_isolated:
             dues.append(self._membership.horizon_ns)
-        if (due_ns := self._claims.due_ns(now_ns)) is not None:
-            dues.append(due_ns)
+        dues += [due for due in (self._claims.due_ns(now_ns), self._quotas.due_ns(now_ns)) if due is not None]
         if dues and min(dues) != self._armed_ns:
             self._armed_ns = min(dues)
             self._membership.effects.append(ArmTimer(self._armed_ns))

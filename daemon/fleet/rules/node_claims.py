@@ -41,7 +41,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Why,
 )
 from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
-from gpulease.daemon.fleet.rules.node_fences import Fences
+from gpulease.daemon.fleet.rules.node_fences import NodeFences
 
 MAX_WANTS: Final = 1_024
 """Claims that may wait at one node. Stops tenants from keeping a node busy with asking etcd again and again."""
@@ -73,7 +73,7 @@ class _Want:
 class NodeClaims:
     """Claims of this node, and the wants for more."""
 
-    def __init__(self, membership: Membership, fences: Fences) -> None:
+    def __init__(self, membership: Membership, fences: NodeFences) -> None:
         self.live: dict[str, int] = {}
         """Epochs of the claims that were given and have not ended."""
         self._membership = membership

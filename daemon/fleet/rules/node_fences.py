@@ -61,7 +61,7 @@ class _Budget:
     used: int
 
 
-class Fences:
+class NodeFences:
     """Silent nodes as this node sees them."""
 
     def __init__(self, membership: Membership) -> None:

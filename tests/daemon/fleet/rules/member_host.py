@@ -1,0 +1,96 @@
+"""A member with its clock and a store, driven step by step."""
+
+from typing import TypeVar
+
+from gpulease.daemon.fleet.etcd.transactions import Unknown
+from gpulease.daemon.fleet.records import name_key, read_claim
+from gpulease.daemon.fleet.rules.fleet_events import (
+    Answered,
+    ArmTimer,
+    Ask,
+    ClaimWanted,
+    Effect,
+    Event,
+    FleetTerms,
+    LiveClaims,
+    Started,
+    TimerFired,
+)
+from gpulease.daemon.fleet.rules.member import Member
+
+from .model_etcd import ModelEtcd
+
+S = 10**9
+T = 30 * S
+TERMS = FleetTerms(30.0, 0.01)
+BEAT = T // 6
+LEASE = "ab" * 16
+
+E = TypeVar("E")
+
+
+class Host:
+    """A member, its clock, and a store that answers as the test lets it."""
+
+    def __init__(self, etcd: ModelEtcd, node_id: str = "a", now: int = 1_000 * S, run: int = 1, **kept: object) -> None:
+        self.etcd = etcd
+        self.now = now
+        self.node_id = node_id
+        self.member = Member(node_id, TERMS, instance=f"{node_id}.{run}", **kept)  # type: ignore[arg-type]
+        self.asked: list[Ask] = []
+        self.effects: list[Effect] = []
+        self.due: int | None = None
+        self.is_cut = False
+
+    def begin(self, epochs: dict[str, int] | None = None) -> "Host":
+        self.send(Started())
+        self.send(LiveClaims(epochs or {}))
+        self.settle()
+        return self
+
+    def send(self, event: Event) -> None:
+        for effect in self.member.handle(event, self.now):
+            if isinstance(effect, Ask):
+                self.asked.append(effect)
+            elif isinstance(effect, ArmTimer):
+                self.due = effect.due_ns
+            else:
+                self.effects.append(effect)
+
+    def settle(self) -> None:
+        """Answer everything at once, or lose it while the host is cut off."""
+        while self.asked:
+            ask = self.asked.pop(0)
+            self.send(Answered(ask.number, Unknown("cut") if self.is_cut else self.etcd.do(ask.transaction)))
+
+    def run(self, seconds: float) -> None:
+        """Let time pass, with every timer at its time."""
+        end = self.now + int(seconds * S)
+        while self.due is not None and self.due <= end:
+            self.now, self.due = max(self.now, self.due), None
+            self.send(TimerFired())
+            self.settle()
+        self.now = end
+
+    def want(self, name: str = "m", wait_s: float = 0, request: int = 1) -> None:
+        self.send(ClaimWanted(request, name, LEASE, "t", self.now + int(wait_s * S)))
+
+    def ask_for(self, name: str = "m", wait_s: float = 0, request: int = 1) -> None:
+        self.want(name, wait_s, request)
+        self.settle()
+
+    def take(self, kind: type[E]) -> list[E]:
+        found: list[E] = [effect for effect in self.effects if isinstance(effect, kind)]
+        self.effects = [effect for effect in self.effects if not isinstance(effect, kind)]
+        return found
+
+    def claims(self, name: str = "m") -> str:
+        found = self.etcd.keys.get(name_key(name))
+        return read_claim(found.value).node_id if found else ""
+
+
+def together(seconds: float, *hosts: Host) -> None:
+    """Let time pass at several hosts, in small steps."""
+    for _ in range(int(seconds * 10)):
+        for host in hosts:
+            host.run(0.1)

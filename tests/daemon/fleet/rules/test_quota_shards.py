@@ -1,0 +1,225 @@
+"""Quotas over all nodes: never more than the sum, whatever is lost, and all of it where it is wanted."""
+
+from json import loads
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpulease.daemon.fleet.etcd.transactions import Put, Transaction, Unknown
+from gpulease.daemon.fleet.records import QUOTAS, node_key
+from gpulease.daemon.fleet.rules.fleet_events import (
+    Answered,
+    LiveClaims,
+    QuotaDropped,
+    QuotaEnded,
+    QuotaGiven,
+    QuotaRefused,
+    QuotaSet,
+    QuotaSetDone,
+    QuotaWanted,
+    Why,
+)
+from gpulease.daemon.fleet.rules.quota_shards import SHARDS
+
+from .member_host import Host, S
+from .model_etcd import ModelEtcd
+
+TENANT = "team/a"
+
+
+def ask(host: Host, size: int, request: int, wait_s: float = 0) -> None:
+    host.send(QuotaWanted(request, TENANT, size, f"{request:032x}", host.now + int(wait_s * S)))
+
+
+def budgets(etcd: ModelEtcd) -> tuple[int, int]:
+    """Return the sum of the budgets, and that of the entries."""
+    records = [loads(kv.value) for key, kv in etcd.keys.items() if key.startswith(QUOTAS)]
+    used = sum(size for record in records for _, _, size in record["used"].values())
+    return sum(record["budget"] for record in records), used
+
+
+def given_to(host: Host) -> list[int]:
+    return [given.request for given in host.take(QuotaGiven)]
+
+
+@pytest.fixture
+def etcd() -> ModelEtcd:
+    return ModelEtcd()
+
+
+@pytest.fixture
+def hosts(etcd: ModelEtcd) -> list[Host]:
+    hosts = [Host(etcd, f"n{number}").begin() for number in range(3)]
+    hosts[0].send(QuotaSet(99, TENANT, 1_000))
+    hosts[0].settle()
+    assert hosts[0].take(QuotaSetDone) == [QuotaSetDone(99, is_set=True, text="")]
+    return hosts
+
+
+def test_a_tenant_without_a_quota_is_refused(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    ask(host, 1, 1)
+    host.settle()
+    assert [refused.why for refused in host.take(QuotaRefused)] == [Why.REJECTED]
+
+
+def test_budgets_move_to_the_node_that_wants_all_of_them(etcd: ModelEtcd, hosts: list[Host]) -> None:
+    ask(hosts[0], 1_000, 1)
+    hosts[0].settle()
+    assert given_to(hosts[0]) == [1]
+    assert budgets(etcd) == (1_000, 1_000)
+    ask(hosts[1], 1, 2)
+    hosts[1].settle()
+    assert [refused.why for refused in hosts[1].take(QuotaRefused)] == [Why.TAKEN]
+
+
+def test_bytes_that_were_given_back_go_to_who_waits(etcd: ModelEtcd, hosts: list[Host]) -> None:
+    ask(hosts[0], 900, 1)
+    hosts[0].settle()
+    ask(hosts[1], 200, 2, wait_s=10)
+    hosts[1].settle()
+    hosts[0].send(QuotaEnded(TENANT, f"{1:032x}"))
+    hosts[0].settle()
+    hosts[1].run(2)
+    assert given_to(hosts[1]) == [2]
+    assert budgets(etcd) == (1_000, 200)
+
+
+def test_nothing_is_given_on_an_unknown_answer_until_it_is_read_back(etcd: ModelEtcd, hosts: list[Host]) -> None:
+    ask(hosts[0], 100, 1, wait_s=10)
+    host = hosts[0]
+    reading = host.asked.pop(0)
+    host.send(Answered(reading.number, etcd.do(reading.transaction)))
+    writing = host.asked.pop(0)
+    etcd.do(writing.transaction)
+    host.send(Answered(writing.number, Unknown("timeout")))
+    assert given_to(host) == []
+    host.run(2)
+    assert given_to(host) == [1]
+    assert budgets(etcd) == (1_000, 100)
+
+
+def test_an_attempt_that_is_done_after_it_was_given_up_fails(etcd: ModelEtcd, hosts: list[Host]) -> None:
+    host = hosts[0]
+    ask(host, 100, 1, wait_s=10)
+    reading = host.asked.pop(0)
+    host.send(Answered(reading.number, etcd.do(reading.transaction)))
+    writing = host.asked.pop(0)
+    host.send(QuotaDropped(1))
+    host.settle()
+    assert not etcd.do(writing.transaction).succeeded
+    host.send(Answered(writing.number, Unknown("timeout")))
+    host.run(2)
+    assert budgets(etcd) == (1_000, 0)
+    assert given_to(host) == []
+
+
+def test_a_dead_node_s_bytes_come_back_when_its_leases_are_surely_over(etcd: ModelEtcd, hosts: list[Host]) -> None:
+    ask(hosts[0], 1_000, 1)
+    hosts[0].settle()
+    began = hosts[1].now
+    ask(hosts[1], 10, 2, wait_s=100)
+    hosts[1].settle()
+    while not given_to(hosts[1]):
+        hosts[1].run(0.1)
+        assert hosts[1].now < began + 100 * S
+    assert hosts[1].now - began >= 30 * S
+    assert node_key("n0") not in etcd.keys
+
+
+def test_a_lower_quota_leaves_leases_and_admits_none(etcd: ModelEtcd, hosts: list[Host]) -> None:
+    ask(hosts[0], 500, 1)
+    hosts[0].settle()
+    hosts[1].send(QuotaSet(7, TENANT, 300))
+    hosts[1].settle()
+    ask(hosts[1], 1, 2)
+    hosts[1].settle()
+    assert given_to(hosts[1]) == []
+    hosts[0].send(QuotaEnded(TENANT, f"{1:032x}"))
+    hosts[0].settle()
+    ask(hosts[1], 300, 3)
+    hosts[1].settle()
+    assert given_to(hosts[1]) == [3]
+
+
+def test_a_fenced_node_s_own_bytes_are_free_when_it_has_joined_again(etcd: ModelEtcd, hosts: list[Host]) -> None:
+    ask(hosts[0], 1_000, 1)
+    hosts[0].settle()
+    assert given_to(hosts[0]) == [1]
+    etcd.delete(node_key("n0"))
+    hosts[0].run(6)
+    hosts[0].send(LiveClaims())
+    hosts[0].settle()
+    ask(hosts[0], 1_000, 2)
+    hosts[0].settle()
+    assert given_to(hosts[0]) == [2]
+
+
+@pytest.mark.parametrize("value", [b"\xff", b"[]", b'{"used":{"x":[1]},"budget":9}', b'{"used":{}}', b"0" * 70_000])
+def test_a_foreign_value_in_a_shard_gives_no_bytes(etcd: ModelEtcd, hosts: list[Host], value: bytes) -> None:
+    for key in [key for key in etcd.keys if key.startswith(QUOTAS)]:
+        etcd.do(Transaction(writes=(Put(key, value),)))
+    ask(hosts[0], 1, 1)
+    hosts[0].settle()
+    assert given_to(hosts[0]) == []
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["ask", "ask", "end", "drop", "answer", "do", "lose", "pass"])),
+    max_size=60,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=STEPS, size=st.integers(100, 600))
+def test_never_more_is_given_than_the_quota(steps: list[tuple[int, str]], size: int) -> None:
+    """Leases that were given and have not ended are never above the sum, in any order of answers, losses and drops."""
+    etcd = ModelEtcd()
+    hosts = [Host(etcd, f"n{number}").begin() for number in range(3)]
+    hosts[0].send(QuotaSet(99, TENANT, 1_000))
+    hosts[0].settle()
+    living: dict[int, Host] = {}
+    late = []
+    for request, (number, step) in enumerate(steps, 1):
+        host = hosts[number]
+        match step:
+            case "ask":
+                ask(host, size, request, wait_s=20)
+            case "end":
+                for ended in [lease for lease, owner in living.items() if owner is host]:
+                    del living[ended]
+                    host.send(QuotaEnded(TENANT, f"{ended:032x}"))
+            case "drop":
+                host.send(QuotaDropped(request - 2))
+            case "answer":
+                host.settle()
+            case "do" if host.asked:
+                asked = host.asked.pop(0)
+                host.send(Answered(asked.number, etcd.do(asked.transaction)))
+            case "lose" if host.asked:
+                asked = host.asked.pop(0)
+                late.append(asked.transaction)
+                host.send(Answered(asked.number, Unknown("timeout")))
+            case "pass":
+                for transaction in late:
+                    etcd.do(transaction)
+                late.clear()
+                for other in hosts:
+                    other.run(0.6)
+        for other in hosts:
+            living |= dict.fromkeys(given_to(other), other)
+        assert len(living) * size <= 1_000
+        assert budgets(etcd)[0] == 1_000
+    for host in hosts:
+        host.settle()
+        living |= dict.fromkeys(given_to(host), host)
+    for host in hosts:
+        host.run(25)
+        living |= dict.fromkeys(given_to(host), host)
+    assert len(living) * size <= 1_000
+    assert budgets(etcd) == (1_000, len(living) * size)
+
+
+def test_there_are_sixteen_shards(etcd: ModelEtcd, hosts: list[Host]) -> None:
+    assert len([key for key in etcd.keys if key.startswith(QUOTAS)]) == SHARDS == 16
