@@ -1,0 +1,89 @@
+"""What runs on leases runs on a fleet's address as on a host's: regions, submits, tokens, gateway, models, decoding."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import GpuBuilder, GpuSession, InvalidRequest, Permission
+from gpulease.client.serve.decode import Decoder
+from gpulease.client.serve.decode.checkpoint.random_checkpoint import RandomCheckpoint
+from gpulease.client.serve.gateway import DaemonEffects, NodeAuthority, SqliteStore, serve_inference_request
+from gpulease.client.sync.lease import my_audience
+from gpulease.protocol import Phase
+from helpers.daemon import Daemon
+from helpers.decode.decoder_rig import PROMPTS, SETTINGS, TENANTS, read, submit
+from helpers.decode.random_models import TINY
+from helpers.etcd_cluster import EtcdCluster
+from helpers.fleet_directory import Directory, put_daemon
+from helpers.gateway_steps import AFFINE, KERNEL, OUTPUT, request
+from helpers.model_rig import ModelRig, item, obey, right
+from helpers.submits import ROOM, check_scaled, scaling
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, daemon: Daemon) -> Iterator[str]:
+    """The address of a fleet of one node."""
+    with EtcdCluster(tmp_path / "etcd") as cluster:
+        put_daemon(cluster, "n1", daemon)
+        with Directory(cluster, tmp_path / "d") as directory:
+            directory.wait_for("view of its fleet is current")
+            yield f"fleet:{directory.address}"
+
+
+def test_regions_submits_and_tokens(fleet: str, daemon: Daemon) -> None:
+    with GpuBuilder(fleet).min_vram(64 * MIB).submits(ROOM).lease_secs(60).acquire() as lease:
+        assert lease.address == daemon.address
+        with GpuSession(lease) as session:
+            with lease.region(4 * MIB, ttl_secs=30) as region:
+                region.renew(20)
+            check_scaled(scaling(lease).launch())
+            buffer = session.mem_alloc(16)
+            assert session.mem_read(buffer, 0, 16) == bytes(16)
+        grant = lease.issue(Permission.LEASE_QUERY, my_audience(lease.address))
+        assert lease.inspect_token(grant).permissions == Permission.LEASE_QUERY
+        with pytest.raises(InvalidRequest, match="a single daemon's is needed here"):
+            my_audience(fleet)
+        lease.grow(MIB)
+        lease.keep_alive().stop()
+        with lease.events() as events:
+            assert next(iter(events)).phase is Phase.ACTIVE
+
+
+def test_a_gateway(fleet: str, daemon: Daemon, tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store")
+    try:
+        served = serve_inference_request(
+            DaemonEffects(store, fleet), NodeAuthority(), request("one"), AFFINE.read_bytes(), KERNEL
+        )
+    finally:
+        store.close()
+    assert served.output == OUTPUT
+    assert daemon.query(served.lease_id)["cause"] == "freed"
+
+
+def test_a_model_server(fleet: str, daemon: Daemon) -> None:
+    async def play() -> None:
+        rig = ModelRig(fleet, obey())
+        async with rig.host:
+            lease_id = await rig.leased()
+            assert await rig.ask(item(7)) == right(7)
+            assert [report["lease_id"] for report in daemon.leases()] == [f"{lease_id:032x}"]
+
+    asyncio.run(play())
+
+
+def test_a_decoder_whose_second_engine_comes_from_the_fleet_too(fleet: str) -> None:
+    async def play() -> None:
+        async with Decoder.open(RandomCheckpoint(TINY, 1), TENANTS, SETTINGS, address=fleet) as decoder:
+            alone = [await read(submit(decoder, name)) for name in PROMPTS]
+            generations = [submit(decoder, name) for name in PROMPTS]
+            first = [await anext(generation) for generation in generations]
+            await decoder.move()
+            others = await asyncio.gather(*map(read, generations))
+            assert [[token, *rest] for token, rest in zip(first, others, strict=True)] == alone
+
+    asyncio.run(play())
