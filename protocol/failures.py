@@ -163,6 +163,12 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
             "was revoked",
             "Ask the operator why before you acquire another.",
         ),
+        "isolated": LeaseEnd(
+            Status.REVOKED,
+            "the lease's node was cut off from its fleet, so another node may serve the name",
+            "ended because its node was cut off from its fleet, and another node may serve its name",
+            "Acquire the name again, on another node of the fleet.",
+        ),
         "drained": LeaseEnd(
             Status.DRAINED,
             "the lease ended because its node was drained",

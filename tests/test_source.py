@@ -248,8 +248,8 @@ SINGLE = {
     "client/serve/decode/kernel_library.py",
     "client/serve/decode/tenant_regions.py",
     "daemon/broker/fair_queue.py",
-    "daemon/broker/name_claims.py",
     "daemon/drivers/ptx/parse/stack_memory.py",
+    "daemon/leases/horizons.py",
     "daemon/session/native/chains.py",
 }
 """Small modules of one importer that are an idea by themselves."""

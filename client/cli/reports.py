@@ -51,8 +51,8 @@ LEASE: Final = {
     **dict.fromkeys(("size_bytes", "remaining_ms"), NUMBER),
 }
 LEASE_PERHAPS: Final = {
-    **dict.fromkeys(("cause", "card_uuid", "parent"), WORD),
-    **dict.fromkeys(("allocated_bytes", "launches", "copies", "age_ms", "orphaned_in_ms"), NUMBER),
+    **dict.fromkeys(("cause", "card_uuid", "parent", "name"), WORD),
+    **dict.fromkeys(("allocated_bytes", "launches", "copies", "age_ms", "orphaned_in_ms", "epoch"), NUMBER),
 }
 CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
 """Members that each report must have, and those (`_PERHAPS`) that it may lack or have as None."""

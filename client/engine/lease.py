@@ -72,7 +72,7 @@ from gpulease.protocol.messages import (
     LeaseRenewed,
     LeaseResize,
 )
-from gpulease.protocol.opcodes import WAITING_TAG, HelloOption
+from gpulease.protocol.opcodes import NAME_TAG, WAITING_TAG, HelloOption
 
 
 class SubmitReport(TypedDict):
@@ -130,11 +130,15 @@ class LeaseReport(TypedDict):
         submit: The submit that is not proved gone; absent if there is none.
         last_submit: The last submit that is gone; absent if there was none.
         parent: For a region, the text of its lease's id; absent for a lease.
+        name: The name that its fleet serves once; absent without one.
+        epoch: The number of the name's claim; absent with it.
         regions: The ids' texts of its regions; absent if it has none.
         region_bytes: Bytes of its slice that these take; absent with them.
     """
 
     lease_id: str
+    name: NotRequired[str]
+    epoch: NotRequired[int]
     state: Literal["pending", "active", "draining", "torndown", "fenced"]
     generation: int
     size_bytes: int
@@ -259,12 +263,16 @@ class LeaseState:
         attached: Returns the operations of its session that was opened here last; None if that is gone.
         asked: The request that it was granted for; None where somebody else asked.
         fleet: The fleet that it was asked of; None if it was one daemon.
+        name: The name that its fleet serves once; "" without one.
+        epoch: The number of the name's claim; 0 without a name.
     """
 
     token = b""
     channel: Channel
     asked: LeaseAlloc | None = None
     fleet: Fleet | None = None
+    name = ""
+    epoch = 0
 
     def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant, clock: Clock = time.monotonic) -> None:
         self.grant = grant
@@ -567,6 +575,19 @@ class LeaseView:
         return self._state.generation
 
     @property
+    def name(self) -> str:
+        """The name that its fleet serves once, by `GpuBuilder().name(...)`; "" without one."""
+        return self._state.name
+
+    @property
+    def epoch(self) -> int:
+        """The number of its name's claim, above that of every earlier lease of the name; 0 without a name.
+
+        A store that keeps the highest epoch it has seen can refuse what an earlier holder of the name still writes.
+        """
+        return self._state.epoch
+
+    @property
     def exclusivity(self) -> Exclusivity:
         """The rule for other leases on the same card."""
         return Exclusivity(self._state.grant.exclusivity)
@@ -603,7 +624,23 @@ def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[
         limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
         lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant)
     lease.waiting, lease.asked = _waiting_of(wanted), wanted
+    if name := _name_of(wanted):
+        yield from _take_name(lease, name)
     return lease
+
+
+def _take_name(lease: LeaseState, name: str) -> Procedure[None]:
+    """Ask for the epoch of a lease's name. Gives the lease back if its daemon is too old to know of names."""
+    report = yield from lease.query()
+    _take_claim(lease, report)
+    if lease.name != name:
+        yield from lease.free()
+        failure = Failure(Status.UNSUPPORTED, "the daemon knows of no names", hint="Leave the name out, or update it.")
+        raise error_of(failure, doing_of(Opcode.LEASE_ALLOC))
+
+
+def _take_claim(lease: LeaseState, report: LeaseReport) -> None:
+    lease.name, lease.epoch = report.get("name", ""), report.get("epoch", 0)
 
 
 def reacquire(lease: LeaseState, lock: Any) -> Procedure[LeaseState]:
@@ -650,11 +687,16 @@ def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
     except ValueError as error:
         raise InvalidRequest(f"{LEASE_ID_VARIABLE}: {error}") from None
 
+    reports: list[LeaseReport] = []
+
     def grant_of(reply: Any) -> LeaseGrant:
+        reports.append(reply.report)
         return _granted(lease_id, reply.report)
 
     body = LeaseRef(lease_id)
-    return (yield from _open(address, lock, Opcode.LEASE_QUERY, body, CONTROL_REPLY_LIMIT_S, grant_of))
+    lease = yield from _open(address, lock, Opcode.LEASE_QUERY, body, CONTROL_REPLY_LIMIT_S, grant_of)
+    _take_claim(lease, reports[0])
+    return lease
 
 
 def _open(
@@ -692,6 +734,10 @@ def _granted(lease_id: int, report: Any) -> LeaseGrant:
 def _waiting_of(wanted: LeaseAlloc) -> Waiting | None:
     chosen = [parameter.value for parameter in wanted.parameters if parameter.tag == WAITING_TAG]
     return Waiting(chosen[0][0]) if chosen else None
+
+
+def _name_of(wanted: LeaseAlloc) -> str:
+    return next((parameter.value.decode() for parameter in wanted.parameters if parameter.tag == NAME_TAG), "")
 
 
 def _free_silently(state: LeaseState) -> None:

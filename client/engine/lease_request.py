@@ -19,12 +19,15 @@ from gpulease.protocol.address import (
     parse_address,
     parse_fleet_address,
 )
-from gpulease.protocol.limits import MAX_TEXT_BYTES
+from gpulease.protocol.lease_names import NAME, NAME_RULE
+from gpulease.protocol.limits import MAX_LABELS, MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseAlloc
 from gpulease.protocol.opcodes import (
     EXCLUSIVITY_TAG,
     GPU_RESOURCE_TYPE,
+    LABELS_TAG,
     MAX_KERNEL_TAG,
+    NAME_TAG,
     ORPHAN_TAG,
     REGIONS_REQUIRED_TAG,
     SUBMIT_TAG,
@@ -97,6 +100,7 @@ class LeaseRequest:
         self._wait_ms = 0
         self._device: str | None = None
         self._parameters: dict[int, bytes] = {}
+        self._labels: dict[str, str] = {}
         self._tls_files = TlsFiles()
 
     def tls(self, certificate: str | None = None, key: str | None = None, ca: str | None = None) -> Self:
@@ -154,6 +158,33 @@ class LeaseRequest:
     def regions_required(self) -> Self:
         """Have the session refuse every launch that names no region set: no launch site can forget it."""
         self._parameters[REGIONS_REQUIRED_TAG] = b"\x01"
+        return self
+
+    def name(self, name: str) -> Self:
+        """Set the name that the daemon's fleet serves once: while this lease lives, no other one has it.
+
+        The lease's `epoch` tells it from every earlier one of the name. A node that is cut off from its fleet ends the
+        lease.
+        """
+        encoded = utf8(name, "name")
+        if not NAME.fullmatch(name):
+            raise InvalidRequest(f"name: {quoted(name)} is no name", f"A name is {NAME_RULE}")
+        self._parameters[NAME_TAG] = encoded
+        return self
+
+    def labels(self, **labels: str) -> Self:
+        """Set what the node must be labelled with, such as zone="a"; its operator has given it labels."""
+        for key, value in labels.items():
+            utf8(value, f"labels: {quoted(key)}")
+            if not NAME.fullmatch(key) or not NAME.fullmatch(value):
+                raise InvalidRequest(
+                    f"labels: {quoted(key)}={quoted(value)} is no label", f"Its key and its value are each {NAME_RULE}"
+                )
+        if len(self._labels | labels) > MAX_LABELS:
+            raise InvalidRequest(f"labels: a lease asks for {MAX_LABELS} labels at the most")
+        self._labels |= labels
+        if self._labels:
+            self._parameters[LABELS_TAG] = ",".join(f"{key}={value}" for key, value in self._labels.items()).encode()
         return self
 
     def device(self, uuid_or_index: str | int) -> Self:

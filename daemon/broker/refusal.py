@@ -36,6 +36,8 @@ _STATUS: Final = {
     DenialReason.DRAINED: Status.DRAINED,
     DenialReason.BUSY: Status.BUSY,
     DenialReason.NOT_ALLOWED: Status.DENIED,
+    DenialReason.ISOLATED: Status.BUSY,
+    DenialReason.NAME_TAKEN: Status.BUSY,
 }
 
 

@@ -52,21 +52,26 @@ def lease_report(
 ) -> dict[str, Any]:
     """Report one lease. The counters are what the worker claims on its page."""
     parent = {"parent": f"{lease.parent_id:032x}"} if lease.parent_id else {}
-    report: dict[str, Any] = parent | {
-        "lease_id": f"{lease.lease_id:032x}",
-        "tenant": lease.tenant,
-        "state": lease.state.value,
-        "cause": None if lease.cause is None else lease.cause.value,
-        "reason": lease.reason or lease.fault,
-        "fault": lease.fault,
-        "generation": lease.generation,
-        "size_bytes": lease.size_bytes,
-        "card_uuid": lease.card_uuid,
-        "exclusivity": lease.exclusivity.name.lower(),
-        "remaining_ms": remaining_ms(lease, now_ns, drain_ns) if lease.ended_ns is None else 0,
-        "ttl_ms": lease.ttl_ms,
-        "age_ms": max(0, now_ns - lease.created_ns) // NS_PER_MS,
-    }
+    claim: dict[str, Any] = {"name": lease.name, "epoch": lease.epoch} if lease.name else {}
+    report: dict[str, Any] = (
+        parent
+        | claim
+        | {
+            "lease_id": f"{lease.lease_id:032x}",
+            "tenant": lease.tenant,
+            "state": lease.state.value,
+            "cause": None if lease.cause is None else lease.cause.value,
+            "reason": lease.reason or lease.fault,
+            "fault": lease.fault,
+            "generation": lease.generation,
+            "size_bytes": lease.size_bytes,
+            "card_uuid": lease.card_uuid,
+            "exclusivity": lease.exclusivity.name.lower(),
+            "remaining_ms": remaining_ms(lease, now_ns, drain_ns) if lease.ended_ns is None else 0,
+            "ttl_ms": lease.ttl_ms,
+            "age_ms": max(0, now_ns - lease.created_ns) // NS_PER_MS,
+        }
+    )
     if standing is not None:
         report["phase"] = standing.phase.name.lower()
     if lease.ended_ns is not None and lease.deadline_ns is not None:

@@ -56,6 +56,7 @@ from gpulease.daemon.leases import (
     ResizeSlice,
     ScrubWorker,
     SetDeadline,
+    SetHorizon,
     SetRegion,
     SpawnSubmit,
     SpawnWorker,
@@ -102,6 +103,7 @@ class Runtime:
         recorder: The log of leases, which passes everything on to the audit log.
         connections: Which leases are connected.
         fair_queue: Which control connection is served next.
+        open_acquires: Acquires that are not answered yet, by tenant and request id (`acquires.Acquire`).
         claims: The node's claims of names. Whoever joins a fleet sets them before the first request.
     """
 
@@ -124,6 +126,7 @@ class Runtime:
         self.publisher = Publisher(table, self._on_warning)
         self.fair_queue = FairQueue()
         self.claims: Claims = NO_FLEET
+        self.open_acquires: dict[tuple[str, str], Any] = {}
         self.memory_reserve = MemoryReserve()
         self.timers = Timers(self.post, self.memory_reserve.secure)
         self.health = Health(table, workers, self.journal, recorder, self.memory_reserve)
@@ -214,6 +217,10 @@ class Runtime:
         """Return a number for a request to the lease table. `on_outcome` gets the request's outcome, exactly once."""
         return self._pending.add(on_outcome)
 
+    def answer_again(self, lease: LeaseSnapshot, on_outcome: OnOutcome) -> None:
+        """Give an active lease's grant to another request of its tenant, once the grant is durable."""
+        self._pending.resolve(Granted(self.expect(on_outcome), lease))
+
     def forget(self, request: int) -> None:
         """Drop a request whose client has left. Its outcome goes nowhere."""
         self._pending.remove(request)
@@ -292,6 +299,7 @@ class Runtime:
             WarmUp: self._spawn_warm_context,
             RenameWorker: self._rename_worker,
             SetDeadline: self._set_deadline,
+            SetHorizon: self._set_horizon,
             RefuseWork: self._refuse_work,
             RefuseSubmit: self._refuse_submit,
             KillWorker: self._kill_worker,
@@ -357,6 +365,9 @@ class Runtime:
     def _set_deadline(self, effect: SetDeadline) -> None:
         self.workers.set_deadline(effect.worker_id, effect.deadline_ns, effect.generation)
 
+    def _set_horizon(self, effect: SetHorizon) -> None:
+        self.workers.set_horizon(effect.worker_id, effect.horizon_boot_ns)
+
     def _refuse_work(self, effect: RefuseWork) -> None:
         lease_id, cause = effect.worker_id, effect.cause
         self.workers.refuse(lease_id, word_for(cause), self._shown_reason(lease_id, cause), cause.value)
@@ -366,8 +377,8 @@ class Runtime:
         self.workers.refuse(effect.submit_id, submit_word_for(effect.cause), reason)
 
     def _shown_reason(self, lease_id: int, cause: Cause | None) -> str:
-        """Return the operator's reason for a revocation, which the tenant is told; "" for any other end."""
-        lease = self.table.get(lease_id) if cause is Cause.REVOKED else None
+        """Return the reason that the tenant is told: an operator's, or the fleet's; "" for any other end."""
+        lease = self.table.get(lease_id) if cause in (Cause.REVOKED, Cause.ISOLATED) else None
         return "" if lease is None else lease.reason
 
     def _kill_worker(self, effect: KillWorker) -> None:
@@ -392,6 +403,8 @@ class Runtime:
         self._region_prover.give_up(lease.lease_id)
         self._regions.forget(lease.lease_id)
         self.connections.forget(lease.lease_id)
+        if lease.name and lease.state is not LeaseState.FENCED:
+            self.claims.release(lease.name, lease.epoch)
 
     def _end_submit(self, effect: SubmitEnded) -> None:
         owner = self.table.get(effect.lease_id)
@@ -413,6 +426,9 @@ class Runtime:
 
     def _clear_fences(self, effect: FenceCleared) -> None:
         self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
+        for lease in filter(None, map(self.table.get, effect.lease_ids)):
+            if lease.name:
+                self.claims.release(lease.name, lease.epoch)
         self._answer(effect)
 
     def _settle_worker(self, number: int) -> None:

@@ -526,7 +526,7 @@ LIMIT_SETTINGS: Final = tuple(
 )
 """The keys of `[limits]`; `CoreLimits` has their defaults and checks their bounds."""
 
-GRACE_SETTINGS: Final = tuple(Setting(cause.value) for cause in Cause)
+GRACE_SETTINGS: Final = tuple(Setting(cause.value) for cause in Cause if cause is not Cause.ISOLATED)
 """The keys of `[limits.grace_ms]`, in milliseconds."""
 
 TLS_SETTINGS: Final = (

@@ -30,6 +30,10 @@ sees an old or a new value, never half of one.
    3776  the lease's cause of end, for
          the next broker: 32 bytes,
          filled up with zeros
+   3808  until when a lease with a name
+         may be served, on
+         CLOCK_BOOTTIME, ns; 0 for a
+         lease without a name
 
 The revocation word is 0 while the lease lives. Then it is the (positive) number of the status that answers every
 operation. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
@@ -82,6 +86,11 @@ _REFUSED_GONE_BY: Final = _GONE_BY + 1
 _SESSION: Final = _REFUSED_GONE_BY + 1
 _CAUSE_AT: Final = 8 * (_SESSION + 1)
 _CAUSE_BYTES: Final = 32
+_HORIZON: Final = (_CAUSE_AT + _CAUSE_BYTES) // 8
+
+BEYOND_HORIZON: Final = "its node is cut off from its fleet, and another node may serve its name"
+"""Why a worker refuses everything behind its page's horizon, before a broker or zygote says so."""
+
 _NEVER_OPENED: Final = 1
 _OPENED: Final = 2
 _STATE: Final = struct.Struct("=QQQ")
@@ -159,6 +168,7 @@ class PageState(NamedTuple):
         generation: The number of the last grant or renewal.
         has_session: Whether a connection was sent to the session; True if an older broker did not write it down.
         cause: The cause of the lease's end, by its name; "" while it lives, or if no broker ended it.
+        horizon_boot_ns: Until when a lease with a name may be served, on CLOCK_BOOTTIME; 0 without a name.
     """
 
     word: Status | None
@@ -166,6 +176,7 @@ class PageState(NamedTuple):
     generation: int
     has_session: bool = True
     cause: str = ""
+    horizon_boot_ns: int = 0
 
 
 def state_of(lease_fd: int) -> PageState:
@@ -179,7 +190,8 @@ def state_of(lease_fd: int) -> PageState:
         # No broker writes such a word. Whoever did, the lease is over.
         status = Status.SESSION_FAILED
     cause = page[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES].rstrip(b"\0").decode(errors="replace") if word else ""
-    return PageState(status, deadline_ns, generation, session != _NEVER_OPENED, cause)
+    (horizon_boot_ns,) = struct.unpack_from("=Q", page, 8 * _HORIZON)
+    return PageState(status, deadline_ns, generation, session != _NEVER_OPENED, cause, horizon_boot_ns)
 
 
 class GoneBy(NamedTuple):
@@ -199,8 +211,15 @@ def gone_by(lease_fd: int) -> GoneBy:
     return GoneBy(*_BOTH_GONE_BY.unpack(os.pread(lease_fd, _BOTH_GONE_BY.size, 8 * _GONE_BY)))
 
 
-def flip_word(lease_fd: int, status: Status) -> None:
-    """Set the revocation word of a lease's page, which need not be mapped."""
+def boot_ns() -> int:
+    """Return the time on CLOCK_BOOTTIME, which goes on while the host sleeps (clock_gettime(2)), in nanoseconds."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+def flip_word(lease_fd: int, status: Status, cause: str = "") -> None:
+    """Set the revocation word of a lease's page, which need not be mapped; with `cause`, for the next broker."""
+    if cause:
+        os.pwrite(lease_fd, cause.encode()[:_CAUSE_BYTES].ljust(_CAUSE_BYTES, b"\0"), _CAUSE_AT)
     os.pwrite(lease_fd, struct.pack("=Q", -status), 8 * _WORD)
 
 
@@ -234,6 +253,10 @@ class BrokerPage:
         self._words[_GONE_BY] = gone_by_ns
         self._words[_DEADLINE] = deadline_ns
         self._words[_GENERATION] = generation
+
+    def set_horizon(self, horizon_boot_ns: int) -> None:
+        """Write until when a lease with a name may be served, on CLOCK_BOOTTIME."""
+        self._words[_HORIZON] = horizon_boot_ns
 
     def open_session(self) -> None:
         """Write that a connection is about to be sent to the session: the next broker must know it."""
@@ -341,14 +364,16 @@ class WorkerPage:
         now_ns = time.monotonic_ns()
         if now_ns >= self._state[_DEADLINE]:
             return Status.LEASE_EXPIRED
+        if (horizon_boot_ns := self._state[_HORIZON]) and boot_ns() >= horizon_boot_ns:
+            return Status.REVOKED
         if self.guest is not None and not self._holds(self.guest, now_ns):
             return Status.DENIED
         return None
 
     def reason(self, status: Status) -> str:
-        """Return the operator's reason for the lease's end by that status; "" if there is none."""
+        """Return why the lease ended by that status, if the broker or the horizon says so; else ""."""
         if self._state[_WORD] != -status:
-            return ""
+            return BEYOND_HORIZON if status is Status.REVOKED and self._state[_HORIZON] else ""
         length = min(self._state[_REASON_LENGTH], MAX_REASON_BYTES)
         return self._state_map[_REASON_AT : _REASON_AT + length].decode(errors="ignore")
 

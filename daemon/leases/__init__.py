@@ -91,6 +91,7 @@ from gpulease.daemon.leases.events import (
     WorkerScrubbed,
     WorkerUnlisted,
 )
+from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetHorizon
 from gpulease.daemon.leases.invariants import InvariantBroken
 from gpulease.daemon.leases.model import (
     FIRST_SUBMIT_ID,
@@ -98,6 +99,7 @@ from gpulease.daemon.leases.model import (
     REGION_TRANSITIONS,
     TRANSITIONS,
     Cause,
+    Horizon,
     InvalidTransition,
     LeaseSnapshot,
     LeaseState,
@@ -130,6 +132,7 @@ __all__ = [
     "CardLooked",
     "CardSnapshot",
     "Cause",
+    "ClaimsLost",
     "ConnectionsChanged",
     "CoreLimits",
     "Denial",
@@ -149,6 +152,8 @@ __all__ = [
     "Granted",
     "GuestAttached",
     "HoldTimerFired",
+    "Horizon",
+    "HorizonMoved",
     "InvalidTransition",
     "InvariantBroken",
     "KeptCard",
@@ -201,6 +206,7 @@ __all__ = [
     "SessionFaulted",
     "SessionOpened",
     "SetDeadline",
+    "SetHorizon",
     "SetRegion",
     "ShutdownRequested",
     "SliceResized",

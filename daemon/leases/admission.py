@@ -49,7 +49,7 @@ class Admission:
         """Place the request, queue it, or refuse it."""
         denial = self._store.rates.denial(event.tenant, self._store.limits.tenants.of(event.tenant), now_ns)
         denial = denial or self._store.drain_denial(now_ns)
-        denial = denial or self._check_request(event) or self._check_counts(event)
+        denial = denial or self._check_request(event) or self._check_name(event, now_ns) or self._check_counts(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
@@ -179,6 +179,22 @@ class Admission:
                 "Wait for less, and ask again.",
             )
         return check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
+
+    def _check_name(self, event: AcquireRequested, now_ns: int) -> Denial | None:
+        """Return the denial for a claim that can't be served; None if it can, or without a name."""
+        name, epoch = event.terms.name, event.terms.epoch
+        if not name:
+            return None
+        if self._store.is_isolated(now_ns):
+            return denials.isolated(denials.NO_HORIZON)
+        if (holder := self._store.claimed.get(name)) is not None:
+            return denials.name_taken(name, holder.lease_id)
+        if (waiting := self._store.queue.named(name)) is not None:
+            return denials.name_taken(name, waiting.acquire.lease_id)
+        if (highest := self._store.epochs.of(name)) >= epoch:
+            return denials.old_epoch(name, epoch, highest)
+        self._store.epochs.note(name, epoch)
+        return None
 
     def _check_counts(self, event: AcquireRequested) -> Denial | None:
         # Waiters count as placed, so that placing them later can't go over a limit.

@@ -34,6 +34,8 @@ class DenialReason(Enum):
     DRAINED = "drained"
     BUSY = "busy"
     NOT_ALLOWED = "not_allowed"
+    ISOLATED = "isolated"
+    NAME_TAKEN = "name_taken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,44 @@ def draining(left_ns: int) -> Denial:
         DenialReason.DRAINED,
         f"No lease can be granted because the node is being drained: in {duration_text(left_ms)} all leases end.",
         "Try another node, or ask its operator.",
+    )
+
+
+NO_HORIZON: Final = "the node has not heard from its fleet's store for too long"
+"""Why a lease with a name ends at the horizon, or is not granted behind it."""
+
+
+def isolated(reason: str) -> Denial:
+    """Deny a lease with a name because the node may serve none now; `reason` says why, in a clause."""
+    return Denial(
+        DenialReason.ISOLATED,
+        f"No lease with a name can be granted here now: {reason}.",
+        "Try another node of the fleet, or leave the name out.",
+    )
+
+
+def lease_isolated(lease: LeaseSnapshot) -> Denial:
+    """Deny work because the lease has a name and is past its horizon, though nothing has ended it yet."""
+    reason, what, hint = _ended(Cause.ISOLATED)
+    return Denial(reason, _ended_text(lease, what), hint)
+
+
+def name_taken(name: str, lease_id: int) -> Denial:
+    """Deny a name that another lease of this node has, until that lease's memory is proved free."""
+    return Denial(
+        DenialReason.NAME_TAKEN,
+        f"The name {name!r} is lease {lease_id:032x}'s until its memory is proved free.",
+        "Wait until that lease has ended, or use another name; an operator must clear a fence.",
+    )
+
+
+def old_epoch(name: str, epoch: int, highest: int) -> Denial:
+    """Deny a claim that is not above the highest epoch that the name had on this node."""
+    return Denial(
+        DenialReason.FENCED,
+        f"The claim of the name {name!r} with epoch {epoch} is over: this node has served epoch {highest}.",
+        "Acquire again. If it goes on, the fleet's store was restored from a backup: its operator must raise its"
+        " revision.",
     )
 
 

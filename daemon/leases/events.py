@@ -21,7 +21,8 @@ from typing import NamedTuple
 from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
-from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseTerms, TransitionRecord
+from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetHorizon
+from gpulease.daemon.leases.model import Cause, Horizon, LeaseSnapshot, LeaseTerms, TransitionRecord
 from gpulease.daemon.leases.persisted import KeptLease, KeptRegion
 from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
@@ -38,6 +39,7 @@ class TimerKind(Enum):
     RECLAIM = "reclaim"
     IDLE = "idle"
     ORPHAN = "orphan"
+    HORIZON = "horizon"
 
 
 # --- events ---
@@ -330,11 +332,13 @@ class LeaseRestored:
             and a flipped revocation word makes it DRAINING.
         has_worker: The worker lives. Otherwise its parent has reaped it, or will.
         has_session: Someone may have attached to the session, as the control page says.
+        horizon: Time until which a lease with a name may be served, as the control page says; None if it says none.
     """
 
     kept: KeptLease
     has_worker: bool
     has_session: bool = True
+    horizon: Horizon | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,6 +569,8 @@ Event = (
     | DrainCancelled
     | DrainTimerFired
     | TenantRulesChanged
+    | HorizonMoved
+    | ClaimsLost
     | RegionRequested
     | RegionOpened
     | RegionRefused
@@ -950,6 +956,7 @@ Effect = (
     | RenameWorker
     | WarmEnded
     | SetDeadline
+    | SetHorizon
     | RefuseWork
     | KillWorker
     | ScrubWorker

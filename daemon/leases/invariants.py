@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from gpulease.daemon.contract.regions_page import MAX_NUMBER
 from gpulease.daemon.leases.devices import CardAccount
+from gpulease.daemon.leases.epochs import MAX_NAMES
 from gpulease.daemon.leases.model import (
     ALONE,
     FIRST_SUBMIT_ID,
@@ -50,6 +51,7 @@ def validate(store: LeaseStore) -> None:
     _validate_regions(store)
     _validate_counts(store)
     _validate_queue(store)
+    _validate_claims(store)
 
 
 def validate_charges(store: LeaseStore, before: Mapping[int, int]) -> None:
@@ -118,6 +120,25 @@ def _validate_history(store: LeaseStore, lease: Lease) -> None:
     _require(ends <= 1, f"{name} was torn down {ends} times.")
     is_charged = lease.charge_bytes >= lease.terms.size_bytes and (lease.terms.size_bytes > 0 or lease.is_restored)
     _require(is_charged, f"{name} is charged {lease.charge_bytes} bytes.")
+
+
+def _validate_claims(store: LeaseStore) -> None:
+    named = {lease.terms.name: lease for lease in store.live.values() if lease.terms.name}
+    count = sum(bool(lease.terms.name) for lease in store.live.values())
+    _require(len(named) == count, f"{count} leases have {len(named)} names.")
+    _require(store.claimed == named, "The table misfiles leases with names.")
+    for lease in store.live.values():
+        name, claim = _name(lease), lease.terms
+        _require(bool(claim.name) == (claim.epoch > 0), f"{name} has the name {claim.name!r} and epoch {claim.epoch}.")
+        is_capped = lease.horizon is not None or lease.is_restored
+        _require(not claim.name or lease.state is not LeaseState.ACTIVE or is_capped, f"{name} has no horizon.")
+        _require(bool(claim.name) or lease.horizon is None, f"{name} has a horizon and no name.")
+        is_known = claim.epoch <= store.epochs.of(claim.name) or lease.is_restored
+        _require(not claim.name or is_known, f"{name} has an epoch above the highest.")
+    _require(len(store.epochs) <= MAX_NAMES, f"{len(store.epochs)} names are kept with their epochs.")
+    for (tenant, request_id), lease in store.by_request.items():
+        is_its_own = store.live.get(lease.lease_id) is lease and lease.tenant == tenant
+        _require(is_its_own and lease.terms.request_id == request_id, f"{_name(lease)} is misfiled by its request.")
 
 
 def _validate_account(account: CardAccount, leases: list[Lease]) -> None:

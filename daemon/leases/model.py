@@ -91,6 +91,7 @@ class Cause(Enum):
     DRAINED = "drained"
     LOAD_TIMEOUT = "load_timeout"
     ORPHANED = "orphaned"
+    ISOLATED = "isolated"
 
 
 class Trigger(Enum):
@@ -116,6 +117,7 @@ TRANSITIONS: Final[Mapping[tuple[LeaseState, Trigger | Cause], LeaseState]] = Ma
         (LeaseState.PENDING, Cause.ABANDONED): LeaseState.DRAINING,
         (LeaseState.PENDING, Cause.SHUTDOWN): LeaseState.DRAINING,
         (LeaseState.PENDING, Cause.DRAINED): LeaseState.DRAINING,
+        (LeaseState.PENDING, Cause.ISOLATED): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Trigger.RENEWED): LeaseState.ACTIVE,
         (LeaseState.ACTIVE, Cause.FREED): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.EXPIRED): LeaseState.DRAINING,
@@ -129,6 +131,7 @@ TRANSITIONS: Final[Mapping[tuple[LeaseState, Trigger | Cause], LeaseState]] = Ma
         (LeaseState.ACTIVE, Cause.DRAINED): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.LOAD_TIMEOUT): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.ORPHANED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.ISOLATED): LeaseState.DRAINING,
         (LeaseState.DRAINING, Trigger.RECLAIM_PROVED): LeaseState.TORNDOWN,
         (LeaseState.DRAINING, Trigger.RECLAIM_FAILED): LeaseState.FENCED,
         (LeaseState.FENCED, Trigger.FENCE_CLEARED): LeaseState.TORNDOWN,
@@ -270,6 +273,9 @@ class LeaseTerms(NamedTuple):
         orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default,
             which placement fills in.
         regions_required: The session refuses a launch that names no region set.
+        name: Name that the node's fleet serves once; "": a lease without a name, which no fleet knows of.
+        epoch: Number of the name's claim; 0 without a name.
+        request_id: The tenant's number of this acquire over all its tries, in 32 hexadecimal digits; "" if it has none.
     """
 
     size_bytes: int
@@ -280,6 +286,9 @@ class LeaseTerms(NamedTuple):
     submit_bytes: int = 0
     orphan_ms: int | None = None
     regions_required: bool = False
+    name: str = ""
+    epoch: int = 0
+    request_id: str = ""
 
     @property
     def contexts(self) -> int:
@@ -305,6 +314,8 @@ class LeaseSnapshot(NamedTuple):
         ended_ns: Time at which the lease was torn down or fenced.
         ttl_ms: Time to live last asked for.
         parent_id: For a region, the lease that it lies in; 0 for a lease of a card.
+        name: Name that the fleet serves once; "" without one.
+        epoch: Number of the name's claim; 0 without a name.
     """
 
     lease_id: int
@@ -322,6 +333,20 @@ class LeaseSnapshot(NamedTuple):
     ended_ns: int | None
     ttl_ms: int
     parent_id: int = 0
+    name: str = ""
+    epoch: int = 0
+
+
+class Horizon(NamedTuple):
+    """The time until which a node may serve leases with a name, on two clocks.
+
+    Attributes:
+        at_ns: The time on the monotonic clock, by which the table's timers go. It lies too late after the host slept.
+        boot_ns: The time on CLOCK_BOOTTIME, which goes on while the host sleeps.
+    """
+
+    at_ns: int
+    boot_ns: int
 
 
 @dataclass(slots=True)
@@ -359,6 +384,7 @@ class Lease:
         region_number: Number of the last region opened; none has it again.
         resize: The change of its size that is under way; None without one.
         is_reshaped: A region was opened in it, or its slice was resized, so its context serves no other lease.
+        horizon: Time at which a claimed lease ends unless the horizon moves; None without a name, or before its grant.
     """
 
     lease_id: int
@@ -401,6 +427,7 @@ class Lease:
     region_number: int = 0
     resize: "Resize | None" = None
     is_reshaped: bool = False
+    horizon: Horizon | None = None
     free_request: int | None = None
     revoke_requests: list[int] = field(default_factory=list)
     history: list[TransitionRecord] = field(default_factory=list)
@@ -443,6 +470,12 @@ class Lease:
         """Return whether the lease is ACTIVE past its deadline, because its timer is late."""
         return self.state is LeaseState.ACTIVE and self.deadline_ns is not None and now_ns >= self.deadline_ns
 
+    def is_isolated(self, now_ns: int) -> bool:
+        """Return whether the lease is ACTIVE, has a name, and is past its horizon."""
+        if self.state is not LeaseState.ACTIVE or not self.terms.name:
+            return False
+        return self.horizon is None or now_ns >= self.horizon.at_ns
+
     def snapshot(self) -> LeaseSnapshot:
         """Return the state as an immutable value."""
         return LeaseSnapshot(
@@ -460,6 +493,8 @@ class Lease:
             self.deadline_ns,
             self.ended_ns,
             self.terms.ttl_ms,
+            name=self.terms.name,
+            epoch=self.terms.epoch,
         )
 
 

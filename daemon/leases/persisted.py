@@ -7,7 +7,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpulease.daemon.leases.model import Cause, Lease, LeaseSnapshot, LeaseState, LeaseTerms, Region, RegionState
+from gpulease.daemon.leases.model import (
+    Cause,
+    Horizon,
+    Lease,
+    LeaseSnapshot,
+    LeaseState,
+    LeaseTerms,
+    Region,
+    RegionState,
+)
 
 
 class KeptLease(NamedTuple):
@@ -107,6 +116,7 @@ class Past:
         cleared: Marks of all leases whose fences were cleared, ascending.
         fenced_warm: Warm contexts whose bytes are fenced. Those of missing cards are passed over.
         drain_ns: Time at which a drain ends the leases left; None if the node is not drained.
+        epochs: Names and the highest epoch that each had here (`epochs.HighestEpochs`).
     """
 
     tombstones: tuple[LeaseSnapshot, ...] = ()
@@ -114,6 +124,7 @@ class Past:
     cleared: Collection[int] = ()
     fenced_warm: tuple[KeptWarm, ...] = ()
     drain_ns: int | None = None
+    epochs: tuple[tuple[str, int], ...] = ()
 
 
 def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
@@ -195,7 +206,7 @@ def revive_region(kept: KeptRegion, lease: Lease) -> Region:
     )
 
 
-def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool) -> Lease:
+def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool, horizon: Horizon | None = None) -> Lease:
     """Return the lease of a record, with an empty history."""
     return Lease(
         lease_id=kept.lease_id,
@@ -215,6 +226,7 @@ def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool) -> Lea
         deadline_ns=kept.deadline_ns,
         ended_ns=kept.ended_ns,
         is_restored=True,
+        horizon=horizon,
         has_session=has_session,
         region_number=kept.region_number,
     )

@@ -10,10 +10,12 @@
 6. A submit whose lease goes on goes on too, with its time counted anew. Otherwise it ends with its lease.
 7. A region goes on if its lease does: its word and timer are set again. One that had ended is ended again, and one that
    nobody was told of ends. Otherwise it ends with its lease (`Regions.on_restored`).
-8. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is granted.
+8. A lease with a name keeps its page's horizon. Nothing is granted to a name until the horizon moves.
+9. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is granted.
 """
 
 from gpulease.daemon.leases import events
+from gpulease.daemon.leases.epochs import HighestEpochs
 from gpulease.daemon.leases.events import (
     ArmTimer,
     Effect,
@@ -44,6 +46,7 @@ class Restoration:
         """Remember ended leases, hold fenced bytes, and restore a drain."""
         self._store.revoked, self._store.cleared = RevokedIds(past.revoked), RevokedIds(past.cleared)
         self._store.drain_ns = past.drain_ns
+        self._store.epochs = HighestEpochs(past.epochs)
         for tombstone in past.tombstones:
             self._store.remember(tombstone)
         for kept in past.fenced_warm:
@@ -52,7 +55,9 @@ class Restoration:
 
     def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
         """Enter a lease of an earlier table."""
-        lease = revive(event.kept, self._store.limits.max_story_entries, has_session=event.has_session)
+        lease = revive(
+            event.kept, self._store.limits.max_story_entries, has_session=event.has_session, horizon=event.horizon
+        )
         if lease.lease_id in self._store.live:
             return
         if lease.card_uuid not in self._store.account_by_uuid:
@@ -112,6 +117,9 @@ class Restoration:
         if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
             out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), lease.deadline_ns))
+            if lease.horizon is not None:
+                due_ns = lease.horizon.at_ns
+                out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.HORIZON), due_ns))
 
     def _end_without_card(self, lease: Lease, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
         if lease.state is LeaseState.FENCED:

@@ -27,6 +27,7 @@ from gpulease.daemon.leases.events import (
     ProveReclaimed,
     RefuseSubmit,
     SetDeadline,
+    SetHorizon,
     SpawnSubmit,
     SubmitEnded,
     SubmitFenced,
@@ -182,6 +183,12 @@ class Submits(SubmitViews):
         if submit is not None and submit.state is SubmitState.RUNNING and lease.deadline_ns is not None:
             out.append(SetDeadline(submit.submit_id, lease.generation, lease.deadline_ns))
 
+    def on_horizon(self, lease: Lease, out: list[Effect]) -> None:
+        """Give a submit that has not ended the horizon of its claimed lease."""
+        submit = self._store.submits.get(lease.submit_id)
+        if lease.horizon is not None and submit is not None and submit.state is SubmitState.RUNNING:
+            out.append(SetHorizon(submit.submit_id, lease.horizon.boot_ns))
+
     def fence_with(self, lease: Lease, out: list[Effect]) -> None:
         """Fence a submit's bytes with its lease's."""
         submit = self._store.submits.get(lease.submit_id)
@@ -335,6 +342,7 @@ class Submits(SubmitViews):
     def _run(self, submit: Submit, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         submit.state = SubmitState.RUNNING
         submit.due_ns = now_ns + submit.timeout_ms * NS_PER_MS
+        self.on_horizon(lease, out)
         self.on_deadline(lease, out)
         out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.EXPIRY), submit.due_ns))
 
@@ -506,6 +514,8 @@ def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequeste
         return denials.lease_ended(lease.snapshot())
     if lease.is_expired(now_ns):
         return denials.lease_expired(lease.snapshot())
+    if lease.is_isolated(now_ns):
+        return denials.lease_isolated(lease.snapshot())
     if not lease.terms.submit_bytes and lease.has_session:
         return denials.has_session(lease.lease_id)
     if event.timeout_ms < 1:

@@ -26,9 +26,11 @@ from gpulease.daemon.leases.events import (
     TimerKind,
     Warned,
 )
+from gpulease.daemon.leases.horizons import Horizons
 from gpulease.daemon.leases.model import (
     NS_PER_MS,
     Cause,
+    Horizon,
     Lease,
     LeaseSnapshot,
     LeaseState,
@@ -84,6 +86,7 @@ class LeaseTable:
         self._resizes = self._teardown.resizes
         self._pool = WarmPool(self._store, self._teardown)
         self._admission = Admission(self._store, self._pool)
+        self._horizons = Horizons(self._store, self._teardown)
         self._restoration = Restoration(self._store, self._teardown, self._pool)
         self._restoration.recall(past or Past())
         self._drain = Drain(self._store, self._teardown, self._admission)
@@ -108,6 +111,8 @@ class LeaseTable:
             events.DrainRequested: self._drain.on_requested,
             events.DrainCancelled: self._drain.on_cancelled,
             events.TenantRulesChanged: self._admission.on_rules_changed,
+            events.HorizonMoved: self._horizons.on_moved,
+            events.ClaimsLost: self._horizons.on_claims_lost,
             events.ShutdownRequested: self._on_shutdown_requested,
             events.ConnectionsChanged: self._on_connections_changed,
             events.SessionOpened: self._on_session_opened,
@@ -223,6 +228,24 @@ class LeaseTable:
         """Return the tenants that may know of a lease or region: its own, and that of the lease a region lies in."""
         lease = self._store.get(lease_id)
         return frozenset() if lease is None else self._store.parties(lease)
+
+    def claims(self) -> dict[str, int]:
+        """Return the epoch of each name that a live lease has, fenced leases included."""
+        return {name: lease.terms.epoch for name, lease in self._store.claimed.items()}
+
+    @property
+    def horizon(self) -> Horizon | None:
+        """Time until which leases with a name may be granted; None if they may not."""
+        return self._store.horizon
+
+    def is_isolated(self, now_ns: int) -> bool:
+        """Return whether no lease with a name may be granted now."""
+        return self._store.is_isolated(now_ns)
+
+    def lease_of_request(self, tenant: str, request_id: str) -> LeaseSnapshot | None:
+        """Return the tenant's active lease whose acquire had that number; None if there is none."""
+        lease = self._store.by_request.get((tenant, request_id))
+        return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.snapshot()
 
     def phase(self, lease_id: int, now_ns: int) -> LeasePhase | None:
         """Return the phase of a lease or region on its way to its end; None if it is unknown or was never granted."""
@@ -447,6 +470,8 @@ class LeaseTable:
     def _on_worker_ready(self, lease: Lease, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
         if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
+        if not self._horizons.may_grant(lease, now_ns, out):
+            return
         lease.move(Trigger.WORKER_READY, now_ns)
         self._store.leave_pending(lease)
         self._set_deadline(lease, now_ns + lease.terms.ttl_ms * NS_PER_MS, out)
@@ -538,3 +563,6 @@ class LeaseTable:
         out.append(SetDeadline(lease.lease_id, lease.generation, deadline_ns))
         self.submits.on_deadline(lease, out)
         out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), deadline_ns))
+        if lease.horizon is not None:
+            due_ns = lease.horizon.at_ns
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.HORIZON), due_ns))

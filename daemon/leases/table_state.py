@@ -14,9 +14,11 @@ from typing import Final
 from gpulease.daemon.leases import denials, devices
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardAccount
+from gpulease.daemon.leases.epochs import HighestEpochs
 from gpulease.daemon.leases.events import AcquireRequested
 from gpulease.daemon.leases.model import (
     NS_PER_S,
+    Horizon,
     Lease,
     LeaseSnapshot,
     LeaseState,
@@ -51,6 +53,10 @@ class LeaseStore:
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
         submits: Submits not yet proved gone, by id.
         rates: Each tenant's rate of acquires.
+        claimed: Live leases with a name, by name.
+        by_request: Live leases whose acquire has a number of its tenant's, by tenant and number.
+        epochs: The highest epoch that each name had here.
+        horizon: Time until which leases with a name may be granted; None before the first, and once claims are lost.
         drain_ns: Time at which a drain ends the leases left; None while the node is not drained.
         under_earlier_rules: Tenants that had or awaited a lease when their bounds last changed; they keep those leases.
         has_freed_room: Bytes came back, or the queue got shorter, since the queue was last served.
@@ -77,6 +83,10 @@ class LeaseStore:
         self.warm: dict[int, WarmContext] = {}
         self.submits: dict[int, Submit] = {}
         self.rates = AcquireRates()
+        self.claimed: dict[str, Lease] = {}
+        self.by_request: dict[tuple[str, str], Lease] = {}
+        self.epochs = HighestEpochs()
+        self.horizon: Horizon | None = None
         self.queue = WaitQueue(limits)
         self.under_earlier_rules: set[str] = set()
         self.renamed: set[str] = set()
@@ -87,6 +97,10 @@ class LeaseStore:
         indexes = {account.card.index for account in self.accounts}
         if len(selectors) < len(self.accounts) or len(indexes) < len(self.accounts):
             raise ValueError("Two cards have the same uuid or the same index.")
+
+    def is_isolated(self, now_ns: int) -> bool:
+        """Return whether no lease with a name may be granted now."""
+        return self.horizon is None or now_ns >= self.horizon.at_ns
 
     def may_keep_warm(self, account: CardAccount) -> bool:
         """Return whether contexts may wait for leases on a card."""
@@ -129,7 +143,10 @@ class LeaseStore:
             return denials.lease_pending(lease)
         if lease.state is not LeaseState.ACTIVE:
             return denials.lease_ended(lease)
-        return denials.lease_expired(lease) if found.is_expired(now_ns) else None
+        if found.is_expired(now_ns):
+            return denials.lease_expired(lease)
+        is_isolated = isinstance(found, Lease) and found.is_isolated(now_ns)
+        return denials.lease_isolated(lease) if is_isolated else None
 
     def unknown(self, lease_id: int) -> Denial:
         """Return the denial for a lease that is neither live nor remembered; its tenant is not known any more."""
@@ -240,6 +257,7 @@ class LeaseStore:
             lease.ended_ns = now_ns
         account.give_back(lease)
         del self.live[lease.lease_id]
+        self._forget_claim(lease)
         self.live_by_tenant[lease.tenant] -= 1
         self.bytes_by_tenant[lease.tenant] -= lease.terms.size_bytes
         if not self.live_by_tenant[lease.tenant]:
@@ -295,6 +313,17 @@ class LeaseStore:
         self.live[lease.lease_id] = lease
         self.live_by_tenant[lease.tenant] += 1
         self.bytes_by_tenant[lease.tenant] += lease.terms.size_bytes
+        if lease.terms.name:
+            self.claimed[lease.terms.name] = lease
+        if lease.terms.request_id:
+            self.by_request[lease.tenant, lease.terms.request_id] = lease
+
+    def _forget_claim(self, lease: Lease) -> None:
+        if self.claimed.get(lease.terms.name) is lease:
+            del self.claimed[lease.terms.name]
+        key = lease.tenant, lease.terms.request_id
+        if self.by_request.get(key) is lease:
+            del self.by_request[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +407,10 @@ class WaitQueue:
     def get(self, request: int) -> Waiter | None:
         """Return the waiter with that request number."""
         return self._waiters.get(request)
+
+    def named(self, name: str) -> Waiter | None:
+        """Return the waiter whose lease is to have that name."""
+        return next((waiter for waiter in self._waiters.values() if waiter.acquire.terms.name == name), None)
 
     def has_lease_id(self, lease_id: int) -> bool:
         """Return whether a waiter is to become that lease."""

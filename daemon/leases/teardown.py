@@ -41,6 +41,8 @@ def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
             return lease.deadline_ns if lease.state is LeaseState.ACTIVE else None
         case TimerKind.ORPHAN:
             return lease.orphan_due_ns if lease.state is LeaseState.ACTIVE else None
+        case TimerKind.HORIZON if lease.horizon is not None:
+            return lease.horizon.at_ns if lease.state is LeaseState.ACTIVE else None
         case TimerKind.GRACE if not (lease.is_kill_sent or lease.is_worker_gone):
             return lease.grace_due_ns if lease.state is LeaseState.DRAINING else None
         case TimerKind.RECLAIM:
@@ -110,6 +112,9 @@ class Teardown:
 
     def _grace_ns(self, lease: Lease, cause: Cause, out: list[Effect]) -> int:
         """Return the time until the kill; order a scrub first if the context may be recycled."""
+        if cause is Cause.ISOLATED:
+            # Another node may serve the name soon.
+            return 0
         recycling = self._store.recycling
         if recycling is None or cause is not Cause.FREED or not self._store.may_recycle(lease):
             return self._store.limits.grace_ns(cause)
@@ -143,10 +148,12 @@ class Teardown:
         """End a lease whose time is over, whether its timer or a request notices first."""
         if lease is not None and lease.is_expired(now_ns):
             self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
+        elif lease is not None and lease.is_isolated(now_ns):
+            self.begin(lease, Cause.ISOLATED, denials.NO_HORIZON, now_ns, out)
 
     def on_timer(self, lease: Lease, kind: TimerKind, now_ns: int, out: list[Effect]) -> None:
         """Act on a timer that is due, as `lease_due_ns` says."""
-        if kind is TimerKind.EXPIRY:
+        if kind in (TimerKind.EXPIRY, TimerKind.HORIZON):
             self.expire_if_due(lease, now_ns, out)
         elif kind is TimerKind.ORPHAN:
             self._orphan(lease, now_ns, out)
@@ -168,7 +175,7 @@ class Teardown:
 
     def on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
         """End an active lease whose worker was reaped."""
-        if lease.is_expired(now_ns):
+        if lease.is_expired(now_ns) or lease.is_isolated(now_ns):
             self.expire_if_due(lease, now_ns, out)
         elif lease.fault:
             self.begin(lease, Cause.FAULTED, f"{lease.fault.rstrip('.')}; {reason}", now_ns, out)

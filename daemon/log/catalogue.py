@@ -14,7 +14,7 @@ INFO: Final = logging.INFO
 WARNING: Final = logging.WARNING
 ERROR: Final = logging.ERROR
 
-_LEASE: Final = ("lease_id", "tenant", "card", "size_bytes")
+_LEASE: Final = ("lease_id", "tenant", "card", "size_bytes", "name", "epoch")
 _OR_REGION: Final = (*_LEASE, "parent")
 """A region is a lease whose parent is the lease that it lies in."""
 
@@ -127,7 +127,7 @@ class LogEvent(Enum):
         "request.denied",
         INFO,
         "request denied",
-        ("operation", "tenant", "lease_id", "denial", "reason", "size_bytes", "ttl_ms", "wanted_card"),
+        ("operation", "tenant", "lease_id", "denial", "reason", "size_bytes", "ttl_ms", "wanted_card", "name"),
     )
     OPERATOR_ACTED = Kind(
         "operator.acted",

@@ -55,7 +55,7 @@ _WITH_WORKER: Final = frozenset({FactKind.GRANTED, FactKind.ADOPTED, FactKind.FA
 _SAME_NAMES: Final = frozenset(
     {
         *("card", "size_bytes", "exclusivity", "generation", "ttl_ms", "by", "cause", "reason", "operation"),
-        *("parent", "action", "outcome", "count", "contexts", "within_ms"),
+        *("name", "epoch", "parent", "action", "outcome", "count", "contexts", "within_ms"),
     }
 )
 """Particulars of a record that are fields here by the same name."""

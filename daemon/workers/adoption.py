@@ -8,15 +8,17 @@ import contextlib
 import os
 import secrets
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.contract.control_page import PageState
+from gpulease.daemon.contract.control_page import PageState, boot_ns
 from gpulease.daemon.host.processes import has_ended, name_of
 from gpulease.daemon.leases import (
     Cause,
     Event,
+    Horizon,
     KeptLease,
     KeptRegion,
     LeaseRestored,
@@ -71,6 +73,7 @@ def reconcile(
     overheads: Mapping[str, int],
     latest_ns: int,
     draw: Callable[[], int],
+    clocks: tuple[int, int] = (0, 0),
 ) -> list[Adoption]:
     """Decide what becomes of each lease and of each worker.
 
@@ -80,8 +83,9 @@ def reconcile(
         overheads: The bytes that one context costs on each card, by the card's uuid.
         latest_ns: The latest deadline that a broker could have given, on the monotonic clock.
         draw: Returns a lease id that nobody has.
+        clocks: One moment, on the monotonic clock and on CLOCK_BOOTTIME.
     """
-    adoptions, others = _restore(kept, left, latest_ns)
+    adoptions, others = _restore(kept, left, latest_ns, clocks)
     taken = {lease.lease_id for lease in kept}
     open_for_submits = {lease.lease_id for lease in kept if lease.state is not LeaseState.FENCED}
     for one in others:
@@ -105,7 +109,7 @@ def reconcile(
 
 
 def _restore(
-    kept: Sequence[KeptLease], left: Sequence[LeftWorker], latest_ns: int
+    kept: Sequence[KeptLease], left: Sequence[LeftWorker], latest_ns: int, clocks: tuple[int, int]
 ) -> tuple[list[Adoption], list[LeftWorker]]:
     """Find each lease's own worker. Returns the leases with their workers, and the workers that are left over."""
     adoptions = []
@@ -119,9 +123,18 @@ def _restore(
             continue
         others.remove(best)
         on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
-        restored = LeaseRestored(on_page, has_worker=best.is_alive, has_session=best.page.has_session)
+        horizon = horizon_on(best.page, clocks) if lease.terms.name else None
+        restored = LeaseRestored(on_page, best.is_alive, best.page.has_session, horizon)
         adoptions.append(Adoption(restored, best.worker))
     return adoptions, others
+
+
+def horizon_on(page: PageState, clocks: tuple[int, int]) -> Horizon | None:
+    """Return the horizon on a page, on both clocks; None if it has none. `clocks`: one moment, on both."""
+    monotonic_ns, now_boot_ns = clocks
+    if not page.horizon_boot_ns:
+        return None
+    return Horizon(page.horizon_boot_ns - now_boot_ns + monotonic_ns, page.horizon_boot_ns)
 
 
 def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int, overran: str) -> KeptLease:
@@ -159,7 +172,8 @@ def adopt(
         regions: The regions that the journal has.
     """
     left = [LeftWorker(worker, worker.page()) for worker in workers.found()]
-    adoptions = reconcile(kept, left, overheads, latest_ns, lambda: secrets.randbits(128) or 1)
+    clocks = time.monotonic_ns(), boot_ns()
+    adoptions = reconcile(kept, left, overheads, latest_ns, lambda: secrets.randbits(128) or 1, clocks)
     for adoption in adoptions:
         event, worker = adoption.event, adoption.worker
         match event:

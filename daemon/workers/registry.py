@@ -326,6 +326,11 @@ class Workers:
         if (worker := self._workers.get(lease_id)) is not None:
             worker.set_deadline(deadline_ns, generation, self._grace_ns)
 
+    def set_horizon(self, lease_id: int, horizon_boot_ns: int) -> None:
+        """Write on its page until when a lease with a name may be served, on CLOCK_BOOTTIME."""
+        if (worker := self._workers.get(lease_id)) is not None:
+            worker.page.set_horizon(horizon_boot_ns)
+
     def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
         """Have a worker answer everything with `status` and `reason`, and tell its connections so.
 

@@ -4,9 +4,9 @@ For each worker the table has what the broker said of it, its process and its co
 broker also has the broker's end of the worker's channel. So the worker does not notice that its broker died: the
 channel stays open, and what the worker sends meanwhile waits in it for the next broker.
 
-While there is no broker, the zygote ends leases: by the deadline or the revocation word on the lease's page, or because
-a kernel has run for too long. No worker can write the lease's page. The kernel's times are the worker's own claims, so
-a worker that its tenant took over can hide a kernel, and lives to its deadline.
+While there is no broker, the zygote ends leases: by the deadline, the horizon or the revocation word on the lease's
+page, or because a kernel has run for too long. No worker can write the lease's page. The kernel's times are the
+worker's own claims, so a worker that its tenant took over can hide a kernel, and lives to its deadline.
 
 A broker that is there may hang: stopped, or waiting for a disk. The zygote ends what that broker should have ended a
 second ago.
@@ -20,7 +20,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.contract.control_page import NO_FDS, PageFds, PageState, flip_word, gone_by, overran_on, state_of
+from gpulease.daemon.contract.control_page import (
+    NO_FDS,
+    PageFds,
+    PageState,
+    boot_ns,
+    flip_word,
+    gone_by,
+    overran_on,
+    state_of,
+)
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import EndedWorker, EndSession, HandoverDone, LivingWorker
 from gpulease.daemon.contract.worker_spec import WorkerSpec
@@ -221,6 +230,13 @@ from outliving its lease for as long as a broker hangs."""
 LOOK_NS: Final = 500_000_000
 """Between two looks at a lease's page: the broker ends the lease there, and moves the deadline, without a message."""
 
+BEYOND_NS: Final = 100_000_000
+"""Time behind a lease's horizon after which the zygote acts although there is a broker. Another node may serve the
+lease's name some hundredths of the horizon's length later, so the zygote does not wait for a second here."""
+
+ISOLATED: Final = "isolated"
+"""The cause of an end at the horizon, as the next broker reads it."""
+
 LONGEST_GRACE_NS: Final = 10_000_000_000
 """Grace of a worker whose lease an older broker has ended. That broker does not write the grace down; this is the
 longest one that settings allow."""
@@ -233,7 +249,11 @@ def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
     if now_ns < worker.look_ns:
         return worker.look_ns
     overdue_ns = _gone_by_ns(worker) + OVERDUE_NS
+    horizon_ns = _horizon_ns(worker, now_ns)
     bound_ms = worker.spec.max_kernel_ms
+    if now_ns >= horizon_ns + BEYOND_NS:
+        _end_overdue(worker, Status.REVOKED, ISOLATED)
+        return NEVER_NS
     if now_ns >= overdue_ns:
         is_expired = now_ns >= state_of(worker.page_fds.lease).deadline_ns
         _end_overdue(worker, Status.LEASE_EXPIRED if is_expired else Status.TIMED_OUT)
@@ -242,8 +262,14 @@ def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
         worker.overran = overran_on(worker.page_fds.claims, bound_ms)
         _end_overdue(worker, Status.SESSION_FAILED)
         return NEVER_NS
-    worker.look_ns = min(overdue_ns, now_ns + LOOK_NS)
+    worker.look_ns = min(overdue_ns, horizon_ns + BEYOND_NS, now_ns + LOOK_NS)
     return worker.look_ns
+
+
+def _horizon_ns(worker: WorkerEntry, now_ns: int) -> int:
+    """Return the horizon of a lease with a name, by its page, on the monotonic clock; `NEVER_NS` without a name."""
+    horizon_boot_ns = state_of(worker.page_fds.lease).horizon_boot_ns
+    return now_ns + horizon_boot_ns - boot_ns() if horizon_boot_ns else NEVER_NS
 
 
 def _gone_by_ns(worker: WorkerEntry) -> int:
@@ -259,9 +285,9 @@ def _gone_by_ns(worker: WorkerEntry) -> int:
     return by_ns if state.word is None else by_ns + LONGEST_GRACE_NS
 
 
-def _end_overdue(worker: WorkerEntry, word: Status) -> None:
+def _end_overdue(worker: WorkerEntry, word: Status, cause: str = "") -> None:
     if state_of(worker.page_fds.lease).word is None:
-        flip_word(worker.page_fds.lease, word)
+        flip_word(worker.page_fds.lease, word, cause)
     worker.is_overdue = True
     reason = worker.overran or None
     log_event(LogEvent.WORKER_OVERDUE, lease_id=worker.spec.of_lease, worker_pid=worker.pid, reason=reason)
@@ -289,10 +315,13 @@ def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
         return
     if worker.kill_due_ns is None and (word := _word_for(worker, now_ns)) is not None:
         worker.kill_due_ns = now_ns + GRACE_NS
-        flip_word(worker.page_fds.lease, word)
+        flip_word(worker.page_fds.lease, word, ISOLATED if word is Status.REVOKED else "")
         _wake(worker.channel_fd)
     if worker.kill_due_ns is None:
         yield worker.deadline_ns
+        if (horizon_ns := _horizon_ns(worker, now_ns)) != NEVER_NS:
+            # The host may sleep meanwhile, which the clock of this wait does not count.
+            yield min(horizon_ns, now_ns + LOOK_NS)
         if bound_ns := worker.spec.max_kernel_ms * NS_PER_MS:
             yield now_ns + max(MIN_LOOK_NS, min(bound_ns // LOOKS_PER_BOUND, MAX_LOOK_NS))
     elif now_ns < worker.kill_due_ns:
@@ -306,6 +335,8 @@ def _word_for(worker: WorkerEntry, now_ns: int) -> Status | None:
     """Return the revocation word that ends a lease now; None if nothing ends it."""
     if now_ns >= worker.deadline_ns:
         return Status.LEASE_EXPIRED
+    if now_ns >= _horizon_ns(worker, now_ns):
+        return Status.REVOKED
     worker.overran = overran_on(worker.page_fds.claims, worker.spec.max_kernel_ms)
     return Status.SESSION_FAILED if worker.overran else None
 

@@ -56,6 +56,7 @@ class Faults:
     inflate_while: Path | None = None
     hang_syncs_while: Path | None = None
     others_in: Path | None = None
+    names_in: Path | None = None
     leaks_descriptors: bool = False
     has_hostile_workers: bool = False
 
@@ -63,7 +64,7 @@ class Faults:
         """For the launcher's command line."""
         flags = {
             name: getattr(self, name)
-            for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while", "others_in")
+            for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while", "others_in", "names_in")
         }
         paths = {name: None if path is None else str(path) for name, path in flags.items()}
         others = {"leaks_descriptors": self.leaks_descriptors, "has_hostile_workers": self.has_hostile_workers}

@@ -6,6 +6,7 @@ FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.co
 exists, no card shows a dead worker's bytes back; as long as `inflate_while` does, every worker seems to hold a TiB;
 as long as `hang_syncs_while` does, no file gets to the disk. `others_in` is a file of two numbers: the bytes of each
 card that belong to no process, and those of a program outside the daemon; while it is not there, there are none.
+`names_in` is a folder in which `helpers.local_claims` keeps the claims of names.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
 from gpulease.daemon.workers.registry import Workers
+from helpers.local_claims import serve_names
 
 
 def break_things(faults: dict[str, Any]) -> None:
@@ -37,6 +39,8 @@ def break_things(faults: dict[str, Any]) -> None:
             withhold_proof(cards, Path(faults["withhold_proof_while"]))
     if faults["others_in"] is not None:
         let_others_in(Path(faults["others_in"]))
+    if faults["names_in"] is not None:
+        serve_names(Path(faults["names_in"]))
     if faults["leaks_descriptors"]:
         leak_descriptors()
     if faults["has_hostile_workers"]:

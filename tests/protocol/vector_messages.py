@@ -10,7 +10,10 @@ from gpulease.protocol.opcodes import (
     EXCLUSIVITY_TAG,
     GPU_RESOURCE_TYPE,
     HANDING_OVER,
+    LABELS_TAG,
     MAX_KERNEL_TAG,
+    NAME_TAG,
+    REQUEST_ID_TAG,
     WAITING_TAG,
     ArgumentKind,
     ErrorTlv,
@@ -35,6 +38,11 @@ EXPIRES = 1_790_000_120
 U32, U64, U128 = 2**32 - 1, 2**64 - 1, 2**128 - 1
 AUDIENCE = bytes(range(limits.AUDIENCE_BYTES))
 POINTER = 0x7F8C_2000_0000
+NAMED = (
+    LeaseParameter(NAME_TAG, b"model-a"),
+    LeaseParameter(LABELS_TAG, b"zone=a,tier=gold"),
+    LeaseParameter(REQUEST_ID_TAG, bytes(range(16))),
+)
 SHARED = LeaseParameter(EXCLUSIVITY_TAG, bytes([Exclusivity.SHARED]))
 BOUNDED = LeaseParameter(MAX_KERNEL_TAG, (2500).to_bytes(4, "big"))
 BLOCKING = LeaseParameter(WAITING_TAG, bytes([Waiting.BLOCK]))
@@ -109,7 +117,7 @@ CONTROL: Cases = {
     ),
     "LeaseAlloc": (
         m.LeaseAlloc(0, 0, 0, 0, None, ()),
-        m.LeaseAlloc(GPU_RESOURCE_TYPE, 64 << 20, 120_000, 0, None, (SHARED, BOUNDED, BLOCKING)),
+        m.LeaseAlloc(GPU_RESOURCE_TYPE, 64 << 20, 120_000, 0, None, (SHARED, BOUNDED, BLOCKING, *NAMED)),
         m.LeaseAlloc(0xFFFF, U64, U32, U32, LONG_TEXT, (LeaseParameter(0xFFFF, b"\xee" * 960),) * limits.MAX_TLVS),
     ),
     "LeaseGrant": (

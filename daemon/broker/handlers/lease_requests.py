@@ -2,10 +2,11 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Final
 
 from gpulease.daemon.broker.caller import Caller
+from gpulease.daemon.broker.handlers.acquires import OpenAcquires
 from gpulease.daemon.broker.refusal import Refused, failure_of
 from gpulease.daemon.broker.reports import expires_at_unix_s, remaining_ms
 from gpulease.daemon.capabilities.claims import Demand
@@ -21,19 +22,23 @@ from gpulease.daemon.leases import (
     Outcome,
     Renewed,
     RenewRequested,
-    RequesterGone,
 )
 from gpulease.daemon.leases.denials import not_found
 from gpulease.protocol import messages
 from gpulease.protocol.capabilities import NODE_LEASE, Permission
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.lease_names import NAME, NAME_RULE
+from gpulease.protocol.limits import MAX_LABELS
 from gpulease.protocol.opcodes import (
     EXCLUSIVITY_TAG,
     GPU_RESOURCE_TYPE,
+    LABELS_TAG,
     MAX_KERNEL_TAG,
+    NAME_TAG,
     ORPHAN_TAG,
     REGIONS_REQUIRED_TAG,
+    REQUEST_ID_TAG,
     SUBMIT_TAG,
     WAITING_TAG,
     Exclusivity,
@@ -44,6 +49,7 @@ from gpulease.protocol.primitives import LeaseParameter
 
 U32_BYTES: Final = 4
 U64_BYTES: Final = 8
+U128_BYTES: Final = 16
 
 _CLASSES: Final = {int(member): member for member in Exclusivity}
 
@@ -56,19 +62,15 @@ class LeaseHandler:
         self._runtime = caller.runtime
         self._peer = caller.peer
         self._tokens = caller.tokens
-        self._open_acquires: dict[int, Request] = {}
+        self._acquires = OpenAcquires(caller.runtime, caller.runtime.open_acquires)
 
     def leave(self) -> None:
         """Give up the acquires that wait: the client is gone."""
-        for number in list(self._open_acquires):
-            self._runtime.post(RequesterGone(number))
-            self._runtime.forget(number)
-        self._open_acquires.clear()
+        self._acquires.leave()
 
     def give_up(self, failure: Failure) -> None:
         """Answer the acquires that wait with `failure`."""
-        for request in self._open_acquires.values():
-            self._caller.answer(request, failure)
+        self._acquires.answer_all(failure)
 
     def lease_alloc(self, request: Request, body: messages.LeaseAlloc) -> None:
         """Serve LEASE_ALLOC."""
@@ -83,18 +85,15 @@ class LeaseHandler:
         self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, Permission.LEASE_ALLOC)
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refused(failure_of(denial))
-        event_for = self._acquire_event(body)
+        check_labels(labels_of(body.parameters), self._runtime.claims.labels)
 
-        def on_outcome(outcome: Outcome) -> None:
-            self._open_acquires.pop(number, None)
-            if isinstance(outcome, Granted):
-                self._answer_granted(request, outcome.lease)
+        def on_answer(result: Granted | Failure) -> None:
+            if isinstance(result, Granted):
+                self._answer_granted(request, result.lease)
             else:
-                self._caller.answer_denied(request, outcome)
+                self._caller.answer(request, result)
 
-        number = self._runtime.expect(on_outcome)
-        self._open_acquires[number] = request
-        self._runtime.post(event_for(number))
+        self._acquires.ask(self._acquire_event(body), on_answer)
 
     def lease_renew(self, request: Request, body: messages.LeaseRenew) -> None:
         """Serve LEASE_RENEW."""
@@ -148,7 +147,8 @@ class LeaseHandler:
             raise Refused(failure_of(denial))
         self._runtime.recorder.note(body.lease_id, self._peer.tenant, body.note, on_noted)
 
-    def _acquire_event(self, body: messages.LeaseAlloc) -> Callable[[int], AcquireRequested]:
+    def _acquire_event(self, body: messages.LeaseAlloc) -> AcquireRequested:
+        """Return the acquire without its number, and without the epoch of a name."""
         parameters = body.parameters
         terms = LeaseTerms(
             body.size_bytes,
@@ -159,9 +159,11 @@ class LeaseHandler:
             submit_bytes_of(parameters),
             orphan_ms_of(parameters),
             regions_required_of(parameters),
+            name=name_of(parameters),
+            request_id=request_id_of(parameters),
         )
-        return lambda number: AcquireRequested(
-            request=number,
+        return AcquireRequested(
+            request=0,
             tenant=self._peer.tenant,
             lease_id=secrets.randbits(128) or 1,
             terms=terms,
@@ -253,6 +255,53 @@ def regions_required_of(parameters: tuple[LeaseParameter, ...]) -> bool:
     if len(values) > 1 or values[0] not in (b"\0", b"\1"):
         raise _invalid("whether launches must name regions is one byte, 0 or 1, given once")
     return values[0] == b"\1"
+
+
+def name_of(parameters: tuple[LeaseParameter, ...]) -> str:
+    """Return the name that the fleet is to serve once, "" for none. Raises Refused for a malformed value."""
+    values = _values(parameters, NAME_TAG)
+    if not values:
+        return ""
+    name = values[0].decode(errors="replace")
+    if len(values) > 1 or not NAME.fullmatch(name):
+        raise _invalid(f"a lease's name is given once, and is {NAME_RULE}")
+    return name
+
+
+def labels_of(parameters: tuple[LeaseParameter, ...]) -> dict[str, str]:
+    """Return the labels that the node must have. Raises Refused for a malformed value."""
+    values = _values(parameters, LABELS_TAG)
+    if len(values) > 1:
+        raise _invalid("the labels that the node must have are given once")
+    pairs = values[0].decode(errors="replace").split(",", MAX_LABELS) if values else []
+    if len(pairs) > MAX_LABELS:
+        raise _invalid(f"a lease asks for more than {MAX_LABELS} labels")
+    labels: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, wanted = pair.partition("=")
+        if not equals or key in labels or not NAME.fullmatch(key) or not NAME.fullmatch(wanted):
+            raise _invalid(f"a label is KEY=VALUE, each key once, and key and value are {NAME_RULE}")
+        labels[key] = wanted
+    return labels
+
+
+def check_labels(wanted: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Raise Refused if the node lacks a label that a lease asks for."""
+    for key, value in wanted.items():
+        if own.get(key) != value:
+            has = f"it has {key}={own[key]}" if key in own else "it has no such label"
+            hint = "Ask a directory of the fleet for nodes with that label, or leave it out."
+            raise Refused(Failure(Status.UNSUPPORTED, f"this node is not labelled {key}={value}: {has}", hint=hint))
+
+
+def request_id_of(parameters: tuple[LeaseParameter, ...]) -> str:
+    """Return the request id in hexadecimal digits, "" for none. Raises Refused for a malformed value."""
+    values = _values(parameters, REQUEST_ID_TAG)
+    if not values:
+        return ""
+    if len(values) > 1 or len(values[0]) != U128_BYTES or not any(values[0]):
+        raise _invalid("a request id is 16 bytes, not all of them zero, given once")
+    return values[0].hex()
 
 
 def waiting_of(parameters: tuple[LeaseParameter, ...]) -> Waiting | None:

@@ -195,7 +195,8 @@ def _request(asked: Asked) -> Particulars:
     match asked.request:
         case AcquireRequested(terms=terms, selector=selector):
             card = {} if selector is None else {"card": clean_text(selector)}
-            return {"size_bytes": bounded(terms.size_bytes), "ttl_ms": bounded(terms.ttl_ms)} | card
+            name = {"name": terms.name} if terms.name else {}
+            return {"size_bytes": bounded(terms.size_bytes), "ttl_ms": bounded(terms.ttl_ms)} | card | name
         case RenewRequested(lease_id=lease_id, ttl_ms=ttl_ms):
             return _lease_named(lease_id) | {"ttl_ms": bounded(ttl_ms)}
         case SubmitRequested(lease_id=lease_id, timeout_ms=timeout_ms):
@@ -240,12 +241,17 @@ def _lease_of(fact: Fact) -> Particulars:
 
 def _lease(lease: LeaseSnapshot) -> Particulars:
     parent = {"parent": lease_text(lease.parent_id)} if lease.parent_id else {}
-    return {
-        "lease": lease_text(lease.lease_id),
-        "tenant": lease.tenant,
-        "card": lease.card_uuid,
-        "size_bytes": lease.size_bytes,
-    } | parent
+    claim = {"name": lease.name, "epoch": lease.epoch} if lease.name else {}
+    return (
+        {
+            "lease": lease_text(lease.lease_id),
+            "tenant": lease.tenant,
+            "card": lease.card_uuid,
+            "size_bytes": lease.size_bytes,
+        }
+        | parent
+        | claim
+    )
 
 
 def _times(fact: Fact) -> Particulars:

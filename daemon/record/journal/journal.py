@@ -56,6 +56,7 @@ from gpulease.daemon.leases import (
     WarmEnded,
 )
 from gpulease.daemon.leases.denials import done_but_not_kept, not_kept
+from gpulease.daemon.leases.epochs import HighestEpochs
 from gpulease.daemon.leases.table_state import mark_of
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -166,7 +167,11 @@ class FileJournal(Journal):
         self._replies = DurableReplies(lambda: self._committer.durable, self.problem)
         self._lock_fd = lock_fd
         self._projector = JournalProjector(
-            contents.leases, contents.next_tombstone, contents.regions, contents.next_region_tombstone
+            contents.leases,
+            contents.next_tombstone,
+            contents.regions,
+            contents.next_region_tombstone,
+            contents.epochs,
         )
         kept = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
         self._token_ends = [(ends_ms, kind, spent_key(of, nonce)) for kind, rows in kept for of, nonce, ends_ms in rows]
@@ -361,6 +366,7 @@ class JournalProjector:
         next_tombstone: The number of the next tombstone.
         regions: Regions that have a row already.
         next_region_tombstone: The number of the next region's tombstone.
+        epochs: Names that have a row, with their highest epochs.
     """
 
     def __init__(
@@ -369,9 +375,11 @@ class JournalProjector:
         next_tombstone: int = 0,
         regions: Iterable[KeptRegion] = (),
         next_region_tombstone: int = 0,
+        epochs: Iterable[tuple[str, int]] = (),
     ) -> None:
         self._pids = {lease.lease_id: lease.worker_pid for lease in kept}
         self._next_tombstone = next_tombstone
+        self._epochs = HighestEpochs(epochs)
         self._next_region_tombstone = next_region_tombstone
         # Of each lease, the regions that have a row.
         self._regions: dict[int, set[int]] = {}
@@ -400,6 +408,9 @@ class JournalProjector:
             case Granted(lease=lease):
                 self._pids[lease.lease_id] = pid_of(lease.lease_id)
                 self._update(lease.lease_id, table, out)
+                if lease.name:
+                    changed = self._epochs.note(lease.name, lease.epoch)
+                    out += [Change(RowKind.EPOCH, name.encode(), epoch) for name, epoch in changed]
             case OpenRegion(lease_id=lease_id, region_id=region_id):
                 # The lease's row has the number of its last region.
                 self._update(lease_id, table, out)

@@ -38,6 +38,9 @@ _LATER: Final[dict[str, object]] = {
     "regions_required": False,
     "region_number": 0,
     "parent_id": 0,
+    "name": "",
+    "epoch": 0,
+    "request_id": "",
 }
 """Members that were added later, and their values where a row lacks them. A row with these values leaves them out."""
 
@@ -82,6 +85,7 @@ class RowKind(IntEnum):
     CLEARED = 10
     REGION = 11
     REGION_TOMBSTONE = 12
+    EPOCH = 13
 
 
 class Change(NamedTuple):
@@ -157,7 +161,8 @@ def _lease(kept: KeptLease) -> bytes:
         f'"deadline_ns":{_number(kept.deadline_ns)},"ended_ns":{_number(kept.ended_ns)},"ttl_ms":{terms.ttl_ms},'
         f'"max_kernel_ms":{terms.max_kernel_ms},"waiting":{_number(terms.waiting)},"worker_pid":{kept.worker_pid}'
         f"{_later('submit_bytes', terms.submit_bytes)}{_later('orphan_ms', terms.orphan_ms or 0)}"
-        f"{_later('regions_required', terms.regions_required)}{_later('region_number', kept.region_number)}}}"
+        f"{_later('regions_required', terms.regions_required)}{_later('region_number', kept.region_number)}"
+        f"{_later('name', terms.name)}{_later('epoch', terms.epoch)}{_later('request_id', terms.request_id)}}}"
     ).encode()
 
 
@@ -167,12 +172,13 @@ def _tombstone(lease: LeaseSnapshot) -> bytes:
         f'"size_bytes":{lease.size_bytes},"exclusivity":{lease.exclusivity:d},"generation":{lease.generation},'
         f'"state":{_member(lease.state)},"cause":{_member(lease.cause)},"reason":{_text(lease.reason)},'
         f'"fault":{_text(lease.fault)},"created_ns":{lease.created_ns},"deadline_ns":{_number(lease.deadline_ns)},'
-        f'"ended_ns":{_number(lease.ended_ns)},"ttl_ms":{lease.ttl_ms}{_later("parent_id", lease.parent_id)}}}'
+        f'"ended_ns":{_number(lease.ended_ns)},"ttl_ms":{lease.ttl_ms}{_later("parent_id", lease.parent_id)}'
+        f"{_later('name', lease.name)}{_later('epoch', lease.epoch)}}}"
     ).encode()
 
 
-def _later(name: str, number: int) -> str:
-    return "" if number == _LATER[name] else f',"{name}":{json.dumps(number)}'
+def _later(name: str, value: int | str) -> str:
+    return "" if value == _LATER[name] else f',"{name}":{json.dumps(value)}'
 
 
 def _number(number: int | None) -> str:
@@ -321,6 +327,7 @@ class Contents:
 
     Attributes:
         drain_ns: When a drain ends the leases that are left; None if the node is not drained.
+        epochs: Names and the highest epoch that each had.
         region_tombstones: Regions that ended last.
         next_tombstone: The number of the next tombstone.
         next_region_tombstone: The number of the next region's tombstone.
@@ -337,6 +344,7 @@ class Contents:
     revoked_tokens: list[Spent] = field(default_factory=list)
     cards: dict[str, KeptCard] = field(default_factory=dict)
     drain_ns: int | None = None
+    epochs: list[tuple[str, int]] = field(default_factory=list)
     relays: dict[int, KeptRelay] = field(default_factory=dict)
     next_tombstone: int = 0
     next_region_tombstone: int = 0
@@ -369,6 +377,8 @@ class Contents:
                 self.cards[card.uuid] = card
             case RowKind.DRAIN:
                 self.drain_ns = int(value)
+            case RowKind.EPOCH:
+                self.epochs.append((key.decode(), int(value)))
             case RowKind.RELAY:
                 relay = _read(KeptRelay, value)
                 self.relays[relay.pid] = relay
@@ -376,7 +386,7 @@ class Contents:
     def past(self) -> Past:
         """Return what the lease table remembers of the past, beside live leases."""
         tombstones = (*self.tombstones, *self.region_tombstones)
-        return Past(tombstones, self.revoked, self.cleared, tuple(self.warm), self.drain_ns)
+        return Past(tombstones, self.revoked, self.cleared, tuple(self.warm), self.drain_ns, tuple(self.epochs))
 
     def cross_boot(self) -> list[Change]:
         """Change the contents as a restart of the host does, and return the changes of rows.
@@ -443,12 +453,16 @@ def _ended_with_host(lease: KeptLease) -> LeaseSnapshot:
         deadline_ns=0,
         ended_ns=0,
         ttl_ms=lease.terms.ttl_ms,
+        name=lease.terms.name,
+        epoch=lease.terms.epoch,
     )
 
 
 def _region_ended_with_host(region: KeptRegion, lease: KeptLease) -> LeaseSnapshot:
     ended = _ended_with_host(lease)._replace(lease_id=region.region_id, tenant=region.tenant, parent_id=lease.lease_id)
     return ended._replace(
+        name="",
+        epoch=0,
         size_bytes=region.size_bytes,
         generation=region.generation,
         cause=region.cause or Cause.WORKER_DIED,

@@ -111,7 +111,7 @@ class ChainRecord(ctypes.Structure):
 class ServingState(ctypes.Structure):
     """A session, and the receive buffer that native code works on.
 
-    page          Address of the lease's control page: the revocation word, then the deadline.
+    page          Address of the lease's control page: the revocation word, the deadline, the horizon.
     counters      Address of the control page's counters.
     launch        Address of the driver's launch function (NativeLaunch.launch).
     query         Address of the driver's query function (NativeLaunch.query).

@@ -35,7 +35,7 @@
 ;   Move: from 0, to 8, size 16; takes 24
 ;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, tail 56,
 ;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, quantum_ns 112, answered 120
-;   The control page: revocation word 0, deadline 8. Counters: launches 0, syncs 8, operations 32, current opcode 48,
+;   The control page: revocation word 0, deadline 8, horizon 3808. Counters: launches 0, syncs 8, operations 32, current opcode 48,
 ;     copies 80, copied bytes 88.
 ;   A ring's words: tail 0, head 64, reader sleeps 128, writer sleeps 192; of the requests awaited 8, of the replies
 ;   answer 8.
@@ -51,8 +51,13 @@ declare i64 @llvm.umin.i64(i64, i64)
 declare i64 @llvm.umax.i64(i64, i64)
 
 define internal i64 @now() {
+  %time = call i64 @clock(i32 1)
+  ret i64 %time
+}
+
+define internal i64 @clock(i32 %which) {
   %time = alloca { i64, i64 }
-  %got = call i32 @gpulease_clock_gettime(i32 1, ptr %time)
+  %got = call i32 @gpulease_clock_gettime(i32 %which, ptr %time)
   %seconds = load i64, ptr %time
   %rest.at = getelementptr i8, ptr %time, i64 8
   %rest = load i64, ptr %rest.at
@@ -112,14 +117,27 @@ define internal i1 @is_revoked(ptr %state) {
   ret i1 %is.set
 }
 
-; Whether the deadline has come. Stores the time in clock_ns.
+; Whether the deadline has come, or the horizon of a lease that has a name. Stores the time in clock_ns.
 define internal i1 @is_late(ptr %state) {
   %time = call i64 @now()
   call void @set(ptr %state, i64 128, i64 %time)
   %page = call ptr @place(ptr %state, i64 0)
   %deadline = call i64 @shown(ptr %page, i64 8)
   %is.late = icmp uge i64 %time, %deadline
-  ret i1 %is.late
+  br i1 %is.late, label %late, label %name
+name:
+  %horizon = call i64 @shown(ptr %page, i64 3808)
+  %is.anonymous = icmp eq i64 %horizon, 0
+  br i1 %is.anonymous, label %in.time, label %beyond
+beyond:
+  ; CLOCK_BOOTTIME
+  %boot = call i64 @clock(i32 7)
+  %is.beyond = icmp uge i64 %boot, %horizon
+  ret i1 %is.beyond
+in.time:
+  ret i1 false
+late:
+  ret i1 true
 }
 
 ; Fill the kernel's parameter buffer from the argument bytes.

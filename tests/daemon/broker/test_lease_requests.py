@@ -1,8 +1,27 @@
 import pytest
 
-from gpulease.daemon.broker.handlers.lease_requests import exclusivity_of, max_kernel_ms_of, waiting_of
+from gpulease.daemon.broker.handlers.lease_requests import (
+    check_labels,
+    exclusivity_of,
+    labels_of,
+    max_kernel_ms_of,
+    name_of,
+    request_id_of,
+    waiting_of,
+)
 from gpulease.daemon.broker.refusal import Refused
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, MAX_KERNEL_TAG, WAITING_TAG, Exclusivity, Status, Waiting
+from gpulease.protocol.limits import MAX_LABELS
+from gpulease.protocol.opcodes import (
+    EXCLUSIVITY_TAG,
+    LABELS_TAG,
+    MAX_KERNEL_TAG,
+    NAME_TAG,
+    REQUEST_ID_TAG,
+    WAITING_TAG,
+    Exclusivity,
+    Status,
+    Waiting,
+)
 from gpulease.protocol.primitives import LeaseParameter
 
 
@@ -68,3 +87,49 @@ def test_what_is_no_way_to_wait(values: tuple[bytes, ...], status: Status) -> No
     with pytest.raises(Refused) as caught:
         waiting_of(tuple(LeaseParameter(WAITING_TAG, value) for value in values))
     assert caught.value.failure.status is status
+
+
+def given(tag: int, *values: bytes) -> tuple[LeaseParameter, ...]:
+    return tuple(LeaseParameter(tag, value) for value in values)
+
+
+def test_a_name_labels_and_a_request_id() -> None:
+    assert (name_of(()), labels_of(()), request_id_of(())) == ("", {}, "")
+    assert name_of(given(NAME_TAG, b"model-a.1_B")) == "model-a.1_B"
+    assert labels_of(given(LABELS_TAG, b"zone=a,tier=gold")) == {"zone": "a", "tier": "gold"}
+    assert request_id_of(given(REQUEST_ID_TAG, bytes(range(16)))) == "000102030405060708090a0b0c0d0e0f"
+
+
+@pytest.mark.parametrize("values", [(b"",), (b"-a",), (b"a/b",), (b"a b",), (b"\xff",), (b"a" * 129,), (b"a", b"a")])
+def test_what_is_no_name(values: tuple[bytes, ...]) -> None:
+    with pytest.raises(Refused, match="name") as caught:
+        name_of(given(NAME_TAG, *values))
+    assert caught.value.failure.status is Status.INVALID_REQUEST
+
+
+TOO_MANY = b",".join(b"k%d=v" % number for number in range(MAX_LABELS + 1))
+
+
+@pytest.mark.parametrize(
+    "values", [(b"",), (b"zone",), (b"zone=",), (b"a=b,a=c",), (b"a=b,",), (TOO_MANY,), (b"a=b",) * 2]
+)
+def test_what_are_no_labels(values: tuple[bytes, ...]) -> None:
+    with pytest.raises(Refused, match="label") as caught:
+        labels_of(given(LABELS_TAG, *values))
+    assert caught.value.failure.status is Status.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("values", [(b"",), (bytes(16),), (b"a" * 15,), (b"a" * 17,), (b"a" * 16, b"a" * 16)])
+def test_what_is_no_request_id(values: tuple[bytes, ...]) -> None:
+    with pytest.raises(Refused, match="request id") as caught:
+        request_id_of(given(REQUEST_ID_TAG, *values))
+    assert caught.value.failure.status is Status.INVALID_REQUEST
+
+
+def test_a_node_needs_the_labels_that_are_asked_for() -> None:
+    check_labels({}, {})
+    check_labels({"zone": "a"}, {"zone": "a", "tier": "gold"})
+    for own in ({}, {"zone": "b"}):
+        with pytest.raises(Refused, match="zone=a") as caught:
+            check_labels({"zone": "a"}, own)
+        assert caught.value.failure.status is Status.UNSUPPORTED

@@ -36,7 +36,11 @@ class Disk:
         for (kind, key), value in sorted(self._rows.items()):
             contents.take(kind, key, value)
         self._follower = JournalProjector(
-            contents.leases, contents.next_tombstone, contents.regions, contents.next_region_tombstone
+            contents.leases,
+            contents.next_tombstone,
+            contents.regions,
+            contents.next_region_tombstone,
+            contents.epochs,
         )
         self.is_being_read = True
         return contents

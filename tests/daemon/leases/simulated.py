@@ -69,6 +69,7 @@ from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import Disk, check_answers
+from .expected_names import ExpectedNames
 from .expected_recycling import ExpectedRecycling
 from .expected_regions import ExpectedRegions
 from .expected_submits import ExpectedSubmits
@@ -147,6 +148,7 @@ class Shell:
         self.once: set[tuple[type, int]] = set()
         self.submits = ExpectedSubmits()
         self.regions = ExpectedRegions()
+        self.names = ExpectedNames()
 
     def send(self, event: Event) -> list[Effect]:
         if isinstance(event, WorkerExited):
@@ -176,6 +178,7 @@ class Shell:
         for effect in effects:
             self.execute(effect)
         self.regions.check(self)
+        self.names.saw(event, effects, self)
         return effects
 
     def forget(self, number: int) -> None:
@@ -435,7 +438,9 @@ class Shell:
             self.remembered.clear()
         if is_tail_lost:
             self.disk.lose_tail()
+            self.names.lose_tail()
         self.regions.forget_daemon()
+        self.names.forget_daemon()
         contents = self.disk.read()
         # Nobody knows the id of a lease revoked before its grant if its row was lost.
         if is_tail_lost:
@@ -460,8 +465,7 @@ class Shell:
         going_on = {kept.lease_id for kept in contents.leases} - fenced
         of_leases = {number for number in found if self.submits.leases.get(number) in going_on}
         for kept in contents.leases:
-            was_opened = kept.lease_id in self.submits.opened
-            self.send(LeaseRestored(self.as_its_page_says(kept), kept.lease_id in self.alive, was_opened))
+            self.send(self.names.restored(self.as_its_page_says(kept), self))
         for number in sorted(of_leases):
             self.submits.restore(number, self)
         for region in contents.regions:

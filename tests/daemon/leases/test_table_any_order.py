@@ -12,10 +12,12 @@ from hypothesis.stateful import initialize, precondition, rule
 from gpulease.daemon.leases import (
     AcquireRequested,
     Cause,
+    ClaimsLost,
     ConnectionsChanged,
     DrainCancelled,
     DrainRequested,
     GuestAttached,
+    HorizonMoved,
     LeaseState,
     LeaseTerms,
     PoolTimerFired,
@@ -39,6 +41,7 @@ from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.daemon.leases.warm_pool import MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.protocol.opcodes import Exclusivity
 
+from .expected_names import SLEPT_NS
 from .expected_recycling import RECYCLING
 from .expected_tenants import NARROW, RULES, WIDE
 from .lease_rules import ANY, TENANTS, LeaseRules
@@ -103,6 +106,41 @@ class AnyOrder(LeaseRules):
             if job in self.shell.jobs:
                 self.shell.jobs.remove(job)
                 self.shell.do_job(job, 1)
+
+    @rule(
+        tenant=TENANTS,
+        name=st.sampled_from(["a", "b"]),
+        pick=ANY,
+        wait_ms=st.sampled_from([0, 3000]),
+        is_started=st.booleans(),
+    )
+    def acquire_name(self, tenant: str, name: str, pick: int, wait_ms: int, is_started: bool) -> None:
+        """Ask for a name, as a rule with a claim that is new."""
+        lease_id = self.next_number()
+        epoch = lease_id if pick % 6 else max(1, lease_id - pick % 40)
+        self.shell.names.named[lease_id] = name, epoch
+        self.shell.exclusivity[lease_id] = Exclusivity.SHARED
+        request_id = f"{lease_id:032x}"
+        terms = LeaseTerms(20, 5000, submit_bytes=5 * (pick % 2), name=name, epoch=epoch, request_id=request_id)
+        self.ask(lambda number: AcquireRequested(number, tenant, lease_id, terms, None, wait_ms))
+        for job in [job for job in self.shell.jobs if isinstance(job, SpawnWorker | WarmUp) and is_started]:
+            if job in self.shell.jobs:
+                self.shell.jobs.remove(job)
+                self.shell.do_job(job, 1)
+        lease = self.shell.table.get(lease_id)
+        if lease is not None and lease.state is LeaseState.ACTIVE:
+            assert self.shell.table.lease_of_request(tenant, request_id) == lease
+            assert self.shell.table.lease_of_request("another", request_id) is None
+
+    @rule(by_ms=st.one_of(st.integers(500, 4000), st.integers(-500, 500)))
+    def move_horizon(self, by_ms: int) -> None:
+        horizon_ns = self.shell.now_ns + by_ms * MS
+        self.shell.send(HorizonMoved(horizon_ns, horizon_ns + SLEPT_NS))
+
+    @rule(luck=ANY)
+    def lose_claims(self, luck: int) -> None:
+        if luck % 8 == 1:
+            self.shell.send(ClaimsLost("the fleet has fenced this node"))
 
     @rule(pick=ANY)
     def open_session(self, pick: int) -> None:

@@ -17,6 +17,7 @@ LEASE_ROW = (
     *("lease_id", "tenant", "card_uuid", "size_bytes", "charge_bytes", "exclusivity", "generation", "state", "cause"),
     *("reason", "fault", "created_ns", "deadline_ns", "ended_ns", "ttl_ms", "max_kernel_ms", "waiting", "worker_pid"),
     *("submit_bytes", "orphan_ms", "regions_required", "region_number"),
+    *("name", "epoch", "request_id"),
 )
 """The members of a lease's row, in their order: the file's format."""
 
@@ -37,7 +38,7 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
         members |= content.terms._asdict()
         members = {name: members[name] for name in LEASE_ROW}
     values = {name: value.value if isinstance(value, Enum) else value for name, value in members.items()}
-    for later in ("submit_bytes", "orphan_ms", "regions_required", "region_number", "parent_id"):
+    for later in (*LEASE_ROW[-7:], "parent_id"):
         if not values.get(later):
             values.pop(later, None)
     return json.dumps(values, separators=(",", ":")).encode()
@@ -48,7 +49,14 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
     st.builds(
         KeptLease,
         lease_id=st.integers(0, 2**128 - 1),
-        terms=st.builds(LeaseTerms, submit_bytes=st.integers(0, 3), orphan_ms=st.integers(0, 3)),
+        terms=st.builds(
+            LeaseTerms,
+            submit_bytes=st.integers(0, 3),
+            orphan_ms=st.integers(0, 3),
+            name=st.sampled_from(["", "model-a"]),
+            epoch=st.integers(0, 3),
+            request_id=st.sampled_from(["", "0f" * 16]),
+        ),
         region_number=st.integers(0, 3),
     )
 )
@@ -57,7 +65,15 @@ def test_a_lease_is_written_by_its_names(lease: KeptLease) -> None:
     assert read_lease(encode(lease)) == lease
 
 
-@given(st.builds(LeaseSnapshot, lease_id=st.integers(0, 2**128 - 1), parent_id=st.integers(0, 3)))
+@given(
+    st.builds(
+        LeaseSnapshot,
+        lease_id=st.integers(0, 2**128 - 1),
+        parent_id=st.integers(0, 3),
+        name=st.sampled_from(["", "model-a"]),
+        epoch=st.integers(0, 3),
+    )
+)
 def test_a_tombstone_is_written_by_its_names(lease: LeaseSnapshot) -> None:
     assert encode(lease) == by_names(lease)
     assert read_tombstone(encode(lease)) == lease
@@ -66,6 +82,12 @@ def test_a_tombstone_is_written_by_its_names(lease: LeaseSnapshot) -> None:
 @given(st.builds(KeptRegion, region_id=st.integers(0, 2**128 - 1)))
 def test_a_region_is_read_as_it_was_written(region: KeptRegion) -> None:
     assert read_region(encode(region)) == region
+
+
+def test_a_row_from_before_there_were_names_has_none() -> None:
+    lease = read_lease(encode(kept(5)))
+    assert (lease.terms.name, lease.terms.epoch, lease.terms.request_id) == ("", 0, "")
+    assert b"epoch" not in encode(kept(5))
 
 
 def test_a_row_from_before_there_were_regions_has_none() -> None:

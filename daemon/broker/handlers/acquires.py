@@ -1,0 +1,183 @@
+"""An acquire from its request to its answer: the claim of its name, then the lease table.
+
+Whoever asks again with the request id of an acquire that is still open takes it over: the later connection gets the
+answer, and nothing is asked for twice.
+"""
+
+import time
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from gpulease.daemon.broker.name_claims import ClaimAnswer, Claimed, ClaimWant
+from gpulease.daemon.broker.refusal import failure_of
+from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.leases import AcquireRequested, Denied, Granted, Outcome, RequesterGone
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
+
+NS_PER_MS: Final = 1_000_000
+
+Answer = Callable[[Granted | Failure], None]
+
+TAKEN_OVER: Final = Failure(
+    Status.CANCELLED,
+    "another connection asked with the same request id, and gets the answer",
+    hint="Wait for the answer there.",
+)
+"""Answers the earlier of two requests with one request id."""
+
+
+class Acquire:
+    """An acquire that is not answered yet.
+
+    Args:
+        event: The acquire without its number, and without an epoch.
+        answer: Gets the grant, or why there is none, exactly once, unless the acquire is given up.
+        open_acquires: The node's open acquires by tenant and request id, which this one enters and leaves.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        event: AcquireRequested,
+        answer: Answer,
+        open_acquires: "MutableMapping[tuple[str, str], Acquire]",
+    ) -> None:
+        self._runtime = runtime
+        self._event = event
+        self._answer = answer
+        self._open_acquires = open_acquires
+        self._began_ns = time.monotonic_ns()
+        self._number = 0
+        self._is_over = False
+        self._cancel: Callable[[], None] | None = None
+
+    def begin(self) -> None:
+        """Ask for the claim if the lease is to have a name, then for the lease."""
+        event, terms = self._event, self._event.terms
+        if terms.request_id:
+            self._open_acquires[event.tenant, terms.request_id] = self
+        if not terms.name:
+            self._ask(event)
+            return
+        want = ClaimWant(terms.name, event.lease_id, event.tenant, event.wait_ms)
+        cancel = self._runtime.claims.claim(want, self._on_claim)
+        if not (self._number or self._is_over):
+            self._cancel = cancel
+
+    def pass_to(self, answer: Answer) -> None:
+        """Answer another request instead, and tell the earlier one so."""
+        earlier, self._answer = self._answer, answer
+        earlier(TAKEN_OVER)
+
+    def give_up(self) -> None:
+        """Drop the acquire without an answer: its client is gone."""
+        if self._is_over:
+            return
+        self._leave()
+        if self._cancel is not None:
+            self._cancel()
+        elif self._number:
+            self._runtime.post(RequesterGone(self._number))
+            self._runtime.forget(self._number)
+            self._release_unused()
+
+    def _on_claim(self, answer: ClaimAnswer) -> None:
+        self._cancel = None
+        terms, tenant = self._event.terms, self._event.tenant
+        if isinstance(answer, Claimed):
+            waited_ms = (time.monotonic_ns() - self._began_ns) // NS_PER_MS
+            self._event = replace(
+                self._event,
+                terms=terms._replace(epoch=answer.epoch),
+                wait_ms=max(0, self._event.wait_ms - waited_ms),
+            )
+            self._ask(self._event)
+            return
+        self._runtime.recorder.refused("LEASE_ALLOC", tenant, self._event.lease_id, answer.message)
+        self._runtime.metrics.refused("LEASE_ALLOC", answer.status)
+        self._finish(answer)
+
+    def _ask(self, event: AcquireRequested) -> None:
+        self._number = self._runtime.expect(self._on_outcome)
+        self._runtime.post(replace(event, request=self._number))
+
+    def _on_outcome(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Granted):
+            self._finish(outcome)
+        elif isinstance(outcome, Denied):
+            self._release_unused()
+            self._finish(failure_of(outcome.denial))
+
+    def _release_unused(self) -> None:
+        """End the claim if the lease table knows of no such lease; otherwise the lease's end does it."""
+        event = self._event
+        if event.terms.name and self._runtime.table.get(event.lease_id) is None:
+            self._runtime.claims.release(event.terms.name, event.terms.epoch)
+
+    def _finish(self, result: Granted | Failure) -> None:
+        self._leave()
+        self._answer(result)
+
+    def _leave(self) -> None:
+        self._is_over = True
+        key = self._event.tenant, self._event.terms.request_id
+        if self._open_acquires.get(key) is self:
+            del self._open_acquires[key]
+
+
+class OpenAcquires:
+    """The acquires that one control connection waits for.
+
+    Args:
+        runtime: The node's runtime.
+        by_request: The node's open acquires by tenant and request id.
+    """
+
+    def __init__(self, runtime: Runtime, by_request: MutableMapping[tuple[str, str], Acquire]) -> None:
+        self._runtime = runtime
+        self._by_request = by_request
+        self._answers: dict[int, tuple[Acquire, Answer]] = {}
+        self._last_number = 0
+
+    def ask(self, event: AcquireRequested, answer: Answer) -> None:
+        """Ask for a lease, or for the answer of the open acquire or the active lease with that request id."""
+        request_id = event.terms.request_id
+        self._last_number += 1
+        answer_here = partial(self._answer, self._last_number, answer)
+        acquire = self._by_request.get((event.tenant, request_id)) if request_id else None
+        if acquire is not None:
+            self._answers[self._last_number] = acquire, answer
+            acquire.pass_to(answer_here)
+            return
+        lease = self._runtime.table.lease_of_request(event.tenant, request_id) if request_id else None
+        if lease is not None:
+            self._runtime.answer_again(lease, partial(_answer_again, answer))
+            return
+        acquire = Acquire(self._runtime, event, answer_here, self._by_request)
+        self._answers[self._last_number] = acquire, answer
+        acquire.begin()
+
+    def leave(self) -> None:
+        """Give up all acquires: the client is gone."""
+        open_ones, self._answers = self._answers, {}
+        for acquire, _ in open_ones.values():
+            acquire.give_up()
+
+    def answer_all(self, failure: Failure) -> None:
+        """Answer all acquires with a failure; they stay open until `leave`."""
+        for _, answer in self._answers.values():
+            answer(failure)
+
+    def _answer(self, number: int, answer: Answer, result: Granted | Failure) -> None:
+        self._answers.pop(number, None)
+        answer(result)
+
+
+def _answer_again(answer: Answer, outcome: Outcome) -> None:
+    if isinstance(outcome, Granted):
+        answer(outcome)
+    elif isinstance(outcome, Denied):
+        answer(failure_of(outcome.denial))

@@ -1,0 +1,13 @@
+"""Names of leases in a fleet, and the keys and values of labels."""
+
+import re
+from typing import Final
+
+MAX_NAME_CHARS: Final = 128
+"""Longest name or label's part. Stops names from filling the fleet's store, and none is a path into another's keys."""
+
+NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
+"""A name, to be matched in full."""
+
+NAME_RULE: Final = f"1 to {MAX_NAME_CHARS} letters, digits, dots, dashes and underscores, the first a letter or digit"
+"""The rule of a name, in words."""

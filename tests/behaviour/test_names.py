@@ -1,0 +1,207 @@
+"""Leases with a name in a daemon whose claims a test keeps: epochs, the horizon, and who ends a lease behind it."""
+
+import json
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import Busy, GpuBuilder, GpuSession, Revoked, Unsupported
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import LeaseAlloc, LeaseGrant
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, NAME_TAG, REQUEST_ID_TAG
+from gpulease.protocol.primitives import LeaseParameter
+from helpers.daemon import Daemon, Faults
+from helpers.kernels import check_main_job, start_endless
+from helpers.lasting import LastingDaemon
+from helpers.processes import is_running
+from helpers.waiting import wait_until
+from helpers.working import working
+
+SIZE = 1 << 20
+AHEAD_S = 3.0
+"""How far ahead the horizon lies: longer than a busy host lets a beat wait."""
+
+StartLasting = Callable[..., LastingDaemon]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of claims, whose horizon moves on."""
+    (tmp_path / "horizon").write_text(str(AHEAD_S))
+    return tmp_path
+
+
+@pytest.fixture
+def lasting(folder: Path, start_lasting: StartLasting) -> LastingDaemon:
+    lasting = start_lasting()
+    lasting.restart(Faults(names_in=folder))
+    return lasting
+
+
+def named(daemon: Daemon, name: str = "model-a") -> GpuBuilder:
+    return daemon.builder(SIZE, seconds=120).name(name)
+
+
+def claims_in(folder: Path) -> dict[str, int]:
+    claims: dict[str, int] = json.loads((folder / "claims").read_text())
+    return claims
+
+
+def is_served(session: GpuSession) -> bool:
+    try:
+        check_main_job(session)
+    except Revoked:
+        return False
+    return True
+
+
+def isolate(folder: Path) -> None:
+    """Let the horizon move no further."""
+    (folder / "horizon").unlink()
+
+
+def test_a_name_is_served_once_and_its_epochs_rise(lasting: LastingDaemon, folder: Path) -> None:
+    lease = named(lasting.now).acquire()
+    with GpuSession(lease) as session:
+        check_main_job(session)
+        assert (lease.name, lease.epoch) == ("model-a", 1)
+        with pytest.raises(Busy, match="is taken"):
+            named(lasting.now).acquire()
+        other = named(lasting.now, "model-b").acquire()
+        assert (other.name, other.epoch) == ("model-b", 2)
+        report = lasting.now.query(lease.lease_id)
+        assert (report["name"], report["epoch"]) == ("model-a", 1)
+        assert claims_in(folder) == {"model-a": 1, "model-b": 2}
+    lease.free()
+    wait_until(lambda: claims_in(folder) == {"model-b": 2}, "the claim is released once the memory is free")
+    again = named(lasting.now).acquire()
+    assert again.epoch == 3
+    assert "name=model-a" in lasting.now.log()
+    for one in (again, other):
+        one.free()
+    lasting.check_idle()
+
+
+def test_a_node_without_a_fleet_refuses_names(start_lasting: StartLasting) -> None:
+    lasting = start_lasting()
+    with pytest.raises(Unsupported, match="in no fleet"):
+        named(lasting.now).acquire()
+    with pytest.raises(Unsupported, match="not labelled zone=a"):
+        lasting.now.builder(SIZE).labels(zone="a").acquire()
+    lasting.check_idle()
+
+
+def test_a_lease_asks_for_labels(lasting: LastingDaemon) -> None:
+    lasting.now.builder(SIZE).labels(zone="a").acquire().free()
+    with pytest.raises(Unsupported, match="it has zone=a"):
+        lasting.now.builder(SIZE).labels(zone="b").acquire()
+    lasting.check_idle()
+
+
+def test_claims_that_are_lost_end_the_leases_with_names(lasting: LastingDaemon, folder: Path) -> None:
+    lease, anonymous = named(lasting.now).acquire(), lasting.now.builder(SIZE, seconds=120).acquire()
+    with GpuSession(lease) as session, working(anonymous) as work:
+        (folder / "lost").write_text("another node has fenced this one")
+        wait_until(lambda: lasting.now.query(lease.lease_id)["state"] == "torndown", "it ended")
+        with pytest.raises(Revoked, match="another node has fenced this one"):
+            session.sync()
+        work.check_goes_on()
+    assert lasting.now.query(lease.lease_id)["cause"] == "isolated"
+    anonymous.free()
+    lasting.check_idle()
+
+
+@pytest.mark.parametrize("broker", ["runs", "stopped", "killed"])
+def test_an_endless_kernel_of_a_named_lease_ends_at_the_horizon(
+    lasting: LastingDaemon, folder: Path, broker: str
+) -> None:
+    lease, anonymous = named(lasting.now).acquire(), lasting.now.builder(SIZE, seconds=120).acquire()
+    with working(anonymous) as work, GpuSession(lease) as session:
+        kept = start_endless(session)
+        worker = lasting.worker_pid(lease.lease_id)
+        isolate(folder)
+        if broker == "stopped":
+            os.kill(lasting.now.process.pid, signal.SIGSTOP)
+        elif broker == "killed":
+            lasting.kill()
+        wait_until(lambda: not is_running(worker), "the kernel is ended")
+        work.check_goes_on()
+        if broker == "stopped":
+            os.kill(lasting.now.process.pid, signal.SIGCONT)
+        elif broker == "killed":
+            lasting.start(Faults(names_in=folder))
+        wait_until(lambda: lasting.now.query(lease.lease_id)["state"] == "torndown", "its memory is proved free")
+        assert lasting.now.query(lease.lease_id)["cause"] == "isolated"
+        with pytest.raises(Busy, match="has not heard from its fleet"):
+            named(lasting.now).acquire()
+        work.check_goes_on()
+        with pytest.raises(Revoked):
+            session.sync()
+        del kept
+    with pytest.raises(Revoked):
+        lease.renew(10)
+    anonymous.free()
+    lasting.now.allowed_trouble.append("the broker has not ended it in time")
+    lasting.check_idle()
+
+
+def test_a_session_refuses_launches_behind_the_horizon_though_the_broker_is_stopped(
+    lasting: LastingDaemon, folder: Path
+) -> None:
+    lease = named(lasting.now).acquire()
+    with GpuSession(lease) as session:
+        check_main_job(session)
+        isolate(folder)
+        os.kill(lasting.now.process.pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: not is_served(session), "it is refused")
+        finally:
+            os.kill(lasting.now.process.pid, signal.SIGCONT)
+    wait_until(lambda: lasting.now.query(lease.lease_id)["state"] == "torndown", "its memory is proved free")
+    lasting.check_idle()
+
+
+def test_a_restarted_broker_keeps_the_horizon_and_the_epochs(lasting: LastingDaemon, folder: Path) -> None:
+    lease = named(lasting.now).acquire()
+    with GpuSession(lease) as session:
+        lasting.restart(Faults(names_in=folder))
+        check_main_job(session)
+        report = lasting.now.query(lease.lease_id)
+        assert (report["state"], report["name"], report["epoch"]) == ("active", "model-a", 1)
+        lease.renew(100)
+    lease.free()
+    # A store that was restored from a backup gives the same epoch again.
+    wait_until(lambda: claims_in(folder) == {}, "the claim is released")
+    (folder / "epoch").write_text("0")
+    lasting.restart(Faults(names_in=folder))
+    with pytest.raises(Exception, match="has served epoch 1"):
+        named(lasting.now).acquire()
+    wait_until(lambda: claims_in(folder) == {}, "the claim that could not be used is released")
+    assert named(lasting.now).acquire().epoch == 2
+    lasting.check_idle()
+
+
+def test_one_request_id_places_once(lasting: LastingDaemon, folder: Path) -> None:
+    request_id = secrets.token_bytes(16)
+    parameters = (LeaseParameter(REQUEST_ID_TAG, request_id), LeaseParameter(NAME_TAG, b"model-a"))
+    wanted = LeaseAlloc(GPU_RESOURCE_TYPE, SIZE, 60_000, 0, None, parameters)
+
+    def place() -> LeaseGrant:
+        reply = ask(Opcode.LEASE_ALLOC, wanted, lasting.now.address)
+        assert isinstance(reply, LeaseGrant)
+        return reply
+
+    first = place()
+    assert place().lease_id == first.lease_id
+    lasting.restart(Faults(names_in=folder))
+    assert place().lease_id == first.lease_id
+    lasting.now.revoke(first.lease_id)
+    assert place().lease_id != first.lease_id
+    for report in lasting.now.leases():
+        lasting.now.revoke(int(report["lease_id"], 16))
+    lasting.check_idle()

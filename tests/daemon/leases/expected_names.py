@@ -1,0 +1,122 @@
+"""Names as seen from outside: who was granted each, until when by its page, and which epochs there were."""
+
+from typing import TYPE_CHECKING
+
+from gpulease.daemon.leases import (
+    Cause,
+    ClaimsLost,
+    Effect,
+    Event,
+    FenceCleared,
+    Granted,
+    Horizon,
+    HorizonMoved,
+    KeptLease,
+    LeaseEnded,
+    LeaseRestored,
+    LeaseState,
+    RefuseWork,
+    SetHorizon,
+    TimerFired,
+    TimerKind,
+)
+
+if TYPE_CHECKING:
+    from .simulated import Shell
+
+SLEPT_NS = 7_000_000_000
+"""Time for which the host has slept: what CLOCK_BOOTTIME is ahead of the monotonic clock."""
+
+
+class ExpectedNames:
+    """Names, kept apart from the table's own state.
+
+    Attributes:
+        named: The name and epoch of every lease that was asked for by a name.
+        holders: Leases that were granted a name and are not proved gone.
+        highest: The highest epoch of each name that was granted.
+        pages: The horizon on each worker's page.
+        horizon_ns: The horizon of the node; None if its claims are lost.
+    """
+
+    def __init__(self) -> None:
+        self.named: dict[int, tuple[str, int]] = {}
+        self.holders: dict[str, int] = {}
+        self.highest: dict[str, int] = {}
+        self.pages: dict[int, int] = {}
+        self.horizon_ns: int | None = None
+        self._undo: list[tuple[str, int]] = []
+
+    def saw(self, event: Event, effects: list[Effect], shell: "Shell") -> None:
+        self._undo.clear()
+        if isinstance(event, HorizonMoved):
+            self.horizon_ns = max(event.horizon_ns, self.horizon_ns or 0)
+        elif isinstance(event, ClaimsLost):
+            self.horizon_ns = None
+        for effect in effects:
+            self._on_effect(effect, event, shell)
+        if isinstance(event, ClaimsLost):
+            going_on = {lease.name for lease in shell.table.snapshots() if lease.state is LeaseState.ACTIVE}
+            assert going_on <= {""}, "a lease kept its name although the claims are lost"
+        if isinstance(event, TimerFired) and event.kind is TimerKind.HORIZON:
+            self._check_over(event, shell)
+
+    def _on_effect(self, effect: Effect, event: Event, shell: "Shell") -> None:
+        if isinstance(effect, Granted):
+            self._on_grant(effect, shell)
+        elif isinstance(effect, SetHorizon):
+            assert effect.horizon_boot_ns >= self.pages.get(effect.worker_id, 0), "a horizon went back"
+            self.pages[effect.worker_id] = effect.horizon_boot_ns
+        elif isinstance(effect, RefuseWork):
+            is_of_fleet = isinstance(event, HorizonMoved | ClaimsLost) or effect.cause is Cause.ISOLATED
+            assert not is_of_fleet or effect.worker_id in self.named, "a lease without a name felt the fleet"
+        elif isinstance(effect, LeaseEnded) and effect.lease.state is LeaseState.TORNDOWN:
+            self._release(effect.lease.lease_id)
+        elif isinstance(effect, FenceCleared):
+            for lease_id in effect.lease_ids:
+                self._release(lease_id)
+
+    def _on_grant(self, effect: Granted, shell: "Shell") -> None:
+        lease = effect.lease
+        if not lease.name:
+            assert lease.lease_id not in self.pages, "a lease without a name has a horizon"
+            return
+        assert self.named[lease.lease_id] == (lease.name, lease.epoch)
+        assert lease.name not in self.holders, "two leases have one name"
+        assert lease.epoch > self.highest.get(lease.name, 0), "an epoch fell"
+        assert self.horizon_ns is not None
+        assert shell.now_ns < self.horizon_ns, "a name was granted behind the horizon"
+        assert self.pages[lease.lease_id] == self.horizon_ns + SLEPT_NS, "its page has another horizon"
+        self._undo.append((lease.name, self.highest.get(lease.name, 0)))
+        self.holders[lease.name], self.highest[lease.name] = lease.lease_id, lease.epoch
+
+    def _check_over(self, event: TimerFired, shell: "Shell") -> None:
+        lease = shell.table.get(event.worker_id)
+        if (
+            lease is None
+            or not lease.name
+            or lease.generation != event.generation
+            or lease.state is not LeaseState.ACTIVE
+        ):
+            return
+        assert shell.now_ns < self.pages[event.worker_id] - SLEPT_NS, "a lease with a name outlived its horizon"
+
+    def _release(self, lease_id: int) -> None:
+        self.holders = {name: holder for name, holder in self.holders.items() if holder != lease_id}
+
+    def lose_tail(self) -> None:
+        """Forget the grants of the last event: nobody was told of them."""
+        for name, before in self._undo:
+            self.highest[name] = before
+            del self.holders[name]
+        self._undo.clear()
+
+    def forget_daemon(self) -> None:
+        """A new daemon knows no horizon until its fleet tells one."""
+        self.horizon_ns = None
+
+    def restored(self, kept: KeptLease, shell: "Shell") -> LeaseRestored:
+        """A lease as the next daemon takes it over, with the horizon on its page."""
+        boot_ns = self.pages.get(kept.lease_id)
+        horizon = None if boot_ns is None else Horizon(boot_ns - SLEPT_NS, boot_ns)
+        return LeaseRestored(kept, kept.lease_id in shell.alive, kept.lease_id in shell.submits.opened, horizon)

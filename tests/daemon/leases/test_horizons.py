@@ -1,0 +1,174 @@
+"""Leases with a name, and the horizon of the node that serves them."""
+
+import pytest
+
+from gpulease.daemon.leases import (
+    AcquireRequested,
+    Cause,
+    ClaimsLost,
+    Denied,
+    Effect,
+    FenceClearRequested,
+    Granted,
+    Horizon,
+    HorizonMoved,
+    KillWorker,
+    LeaseRestored,
+    LeaseState,
+    LeaseTable,
+    LeaseTerms,
+    ReclaimFailed,
+    RefuseWork,
+    RenewRequested,
+    SetDeadline,
+    SetHorizon,
+    TimerFired,
+    TimerKind,
+    WorkerReady,
+)
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.epochs import MAX_NAMES, HighestEpochs
+
+from .scenario import S, Scenario, card
+
+SLEPT_NS = 9 * S
+
+
+def moved(s: Scenario, ahead_s: float) -> list[Effect]:
+    at_ns = s.now_ns + int(ahead_s * S)
+    return s.do(HorizonMoved(at_ns, at_ns + SLEPT_NS))
+
+
+def ask(s: Scenario, lease_id: int, epoch: int, name: str = "a", wait_ms: int = 0) -> list[Effect]:
+    terms = LeaseTerms(20, 60_000, name=name, epoch=epoch)
+    return s.do(AcquireRequested(1000 + lease_id, "ann", lease_id, terms, None, wait_ms))
+
+
+def named(ahead_s: float = 30) -> Scenario:
+    s = Scenario()
+    moved(s, ahead_s)
+    ask(s, 1, epoch=7)
+    s.do(WorkerReady(1))
+    return s
+
+
+def denial_of(effects: list[Effect]) -> DenialReason:
+    (denied,) = (effect for effect in effects if isinstance(effect, Denied))
+    return denied.denial.reason
+
+
+def test_the_horizon_is_on_the_page_before_the_lease_begins() -> None:
+    s = Scenario()
+    moved(s, 30)
+    ask(s, 1, epoch=7)
+    effects = s.do(WorkerReady(1))
+    kinds = [type(effect) for effect in effects]
+    assert kinds.index(SetHorizon) < kinds.index(SetDeadline) < kinds.index(Granted)
+    assert SetHorizon(1, s.now_ns + 30 * S + SLEPT_NS) in effects
+    assert s.table.claims() == {"a": 7}
+
+
+def test_a_name_is_not_granted_without_a_horizon_nor_behind_it() -> None:
+    s = Scenario()
+    assert denial_of(ask(s, 1, epoch=7)) is DenialReason.ISOLATED
+    moved(s, 5)
+    ask(s, 2, epoch=8)
+    effects = s.at(5).do(WorkerReady(2))
+    assert denial_of(effects) is DenialReason.ISOLATED
+    assert effects[0] == RefuseWork(2, Cause.ISOLATED)
+    assert KillWorker(2) in effects
+
+
+def test_a_lease_ends_at_the_horizon_at_once_unless_it_moves() -> None:
+    s = named(ahead_s=30)
+    assert moved(s.at(20), 30) == [SetHorizon(1, s.now_ns + 30 * S + SLEPT_NS)]
+    assert s.at(10).fire(1, TimerKind.HORIZON) != []
+    assert s.lease(1).state is LeaseState.ACTIVE
+    effects = s.at(20).fire(1, TimerKind.HORIZON)
+    assert [effects[0], effects[1]] == [RefuseWork(1, Cause.ISOLATED), KillWorker(1)]
+    s.gone(1)
+    assert (s.lease(1).state, s.lease(1).cause) == (LeaseState.TORNDOWN, Cause.ISOLATED)
+    assert s.table.claims() == {}
+
+
+def test_a_horizon_that_moves_too_late_saves_no_lease() -> None:
+    s = named(ahead_s=30)
+    assert RefuseWork(1, Cause.ISOLATED) in moved(s.at(30), 30)
+
+
+def test_a_renewal_does_not_go_beyond_the_horizon() -> None:
+    s = named(ahead_s=30)
+    s.do(RenewRequested(5, 1, "ann", 80_000))
+    assert s.at(30).do(TimerFired(1, 2, TimerKind.HORIZON))[0] == RefuseWork(1, Cause.ISOLATED)
+
+
+def test_claims_that_are_lost_end_names_and_refuse_those_that_wait() -> None:
+    s = named()
+    s.acquire(2, 20, tenant="bob")
+    s.do(WorkerReady(2))
+    ask(s, 3, epoch=9, name="b", wait_ms=1000)
+    effects = s.do(ClaimsLost("it was fenced"))
+    assert RefuseWork(1, Cause.ISOLATED) in effects
+    assert RefuseWork(2, Cause.ISOLATED) not in effects
+    assert s.lease(1).reason == "it was fenced"
+    assert s.lease(2).state is LeaseState.ACTIVE
+    assert denial_of(ask(s, 4, epoch=10, name="c")) is DenialReason.ISOLATED
+
+
+def test_an_epoch_that_is_not_higher_is_refused() -> None:
+    s = named()
+    assert denial_of(ask(s, 2, epoch=8)) is DenialReason.NAME_TAKEN
+    s.do(ClaimsLost("it was fenced"))
+    s.gone(1)
+    moved(s, 40)
+    for epoch in (6, 7):
+        assert denial_of(ask(s, 10 + epoch, epoch=epoch)) is DenialReason.FENCED
+    assert not any(isinstance(effect, Denied) for effect in ask(s, 20, epoch=8))
+
+
+def test_a_fenced_slice_keeps_its_name_until_the_fence_is_cleared() -> None:
+    s = named()
+    s.do(ClaimsLost("it was fenced"))
+    s.do(ReclaimFailed(1, "the card does not answer"))
+    moved(s, 40)
+    assert s.table.claims() == {"a": 7}
+    assert denial_of(ask(s, 2, epoch=8)) is DenialReason.NAME_TAKEN
+    s.do(FenceClearRequested(9, None))
+    assert s.table.claims() == {}
+
+
+@pytest.mark.parametrize("left_s", [10, -1])
+def test_a_restored_lease_keeps_its_page_s_horizon(left_s: int) -> None:
+    before = named()
+    kept = before.table.keep(1, 77)
+    assert kept is not None
+    s = Scenario()
+    s.now_ns = before.now_ns
+    horizon = Horizon(s.now_ns + left_s * S, s.now_ns + left_s * S + SLEPT_NS)
+    s.do(LeaseRestored(kept, has_worker=True, horizon=horizon))
+    assert s.table.claims() == {"a": 7}
+    if left_s < 0:
+        assert s.lease(1).cause is Cause.ISOLATED
+        return
+    assert s.lease(1).state is LeaseState.ACTIVE
+    assert s.at(10).fire(1, TimerKind.HORIZON)[0] == RefuseWork(1, Cause.ISOLATED)
+
+
+def test_the_lowest_epoch_becomes_the_floor_of_names_that_are_not_kept() -> None:
+    epochs = HighestEpochs()
+    for number in range(MAX_NAMES):
+        assert epochs.note(f"name-{number}", 10 + number) == [(f"name-{number}", 10 + number)]
+    assert epochs.note("one-more", 9000) == [("one-more", 9000), ("name-0", None), ("", 10)]
+    assert (len(epochs), epochs.of("name-0"), epochs.of("unknown"), epochs.of("name-1")) == (MAX_NAMES, 10, 10, 11)
+    assert epochs.note("one-more", 8999) == []
+    assert HighestEpochs([("", 10), ("one-more", 9000)]).of("unknown") == 10
+
+
+def test_a_request_id_finds_its_tenant_s_active_lease() -> None:
+    table = LeaseTable([card()])
+    terms = LeaseTerms(20, 60_000, request_id="0f" * 16)
+    table.handle(AcquireRequested(1, "ann", 5, terms), 0)
+    assert table.lease_of_request("ann", "0f" * 16) is None
+    table.handle(WorkerReady(5), 0)
+    assert table.lease_of_request("ann", "0f" * 16) == table.get(5)
+    assert table.lease_of_request("bob", "0f" * 16) is None

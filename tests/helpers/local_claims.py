@@ -1,0 +1,91 @@
+"""Claims of names that one daemon alone keeps, in a folder: as a fleet of one node whose store never fails.
+
+horizon     while it is there, the horizon lies so many seconds ahead, and moves on ten times a second
+lost        once it is there, the claims are lost, with the reason in it
+epoch       the last epoch
+claims      the names that are claimed, as JSON
+released    each claim that was released, NAME EPOCH in a line
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from gpulease.daemon.broker.name_claims import ClaimAnswer, Claimed, ClaimWant
+from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.service import Service
+from gpulease.daemon.leases import ClaimsLost, HorizonMoved
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
+
+BEAT_S = 0.1
+
+
+class LocalClaims:
+    """The claims of names in a folder."""
+
+    labels: Mapping[str, str] = {"zone": "a"}
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
+        """Answer in the loop's next round, as an answer from outside would come."""
+        handle = asyncio.get_running_loop().call_soon(self._answer, want, on_answer)
+        return handle.cancel
+
+    def release(self, name: str, epoch: int) -> None:
+        claims = self._claims()
+        if claims.get(name) == epoch:
+            del claims[name]
+            self._keep(claims)
+        with (self._folder / "released").open("a") as released:
+            released.write(f"{name} {epoch}\n")
+
+    def _answer(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> None:
+        claims = self._claims()
+        if want.name in claims:
+            on_answer(Failure(Status.BUSY, f"the name {want.name!r} is taken", hint="Try again later."))
+            return
+        path = self._folder / "epoch"
+        epoch = int(path.read_text()) + 1 if path.exists() else 1
+        path.write_text(str(epoch))
+        self._keep(claims | {want.name: epoch})
+        on_answer(Claimed(epoch))
+
+    def _claims(self) -> dict[str, int]:
+        path = self._folder / "claims"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def _keep(self, claims: dict[str, int]) -> None:
+        (self._folder / "claims").write_text(json.dumps(claims))
+
+
+def serve_names(folder: Path) -> None:
+    """Have the daemon claim names in a folder."""
+    start = Service.start
+
+    async def starting(self: Service) -> None:
+        self.runtime.claims = LocalClaims(folder)
+        await start(self)
+        # Kept by the loop's task set for as long as the daemon runs.
+        self.beats = asyncio.create_task(beat(self.runtime, folder))  # type: ignore[attr-defined]
+
+    Service.start = starting  # type: ignore[method-assign]
+
+
+async def beat(runtime: Runtime, folder: Path) -> None:
+    """Move the horizon on for as long as the folder says so."""
+    horizon, lost = folder / "horizon", folder / "lost"
+    while True:
+        if horizon.exists():
+            ahead_ns = int(float(horizon.read_text()) * 1e9)
+            boot_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+            runtime.post(HorizonMoved(time.monotonic_ns() + ahead_ns, boot_ns + ahead_ns))
+        if lost.exists():
+            reason = lost.read_text()
+            lost.unlink()
+            runtime.post(ClaimsLost(reason))
+        await asyncio.sleep(BEAT_S)
