@@ -42,6 +42,7 @@ EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
     "--warm-contexts", type=int, metavar="NUMBER", help="Contexts that each card has ready; the default is 0."
 )
 @click.option("--http", metavar="HOST:PORT", help="A web page, health and metrics, on loopback.")
+@click.option("--fleet", metavar="ETCD", help="The fleet's etcd, as etcd://HOST:PORT,HOST:PORT.")
 @click.option("--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.toml", help="Settings.")
 @click.option("--log-format", type=click.Choice(FORMATS), help="For people on a terminal, else JSON, is the default.")
 @click.option("-v", "--verbose", is_flag=True, help="Log what helps to find a fault.")
@@ -54,6 +55,7 @@ def main(
     vram: tuple[str, ...],
     warm_contexts: int | None,
     http: str | None,
+    fleet: str | None,
     config: Path | None,
     log_format: str | None,
     verbose: bool,
@@ -67,7 +69,8 @@ def main(
         sys.exit(error.status)
     overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}
     overrides |= {"arch": arch, "shuffle_warps": shuffle_warps}
-    overrides |= {"warm_contexts": warm_contexts, "http": http, "log_format": log_format}
+    overrides |= {"warm_contexts": warm_contexts, "http": http, "fleet": fleet}
+    overrides["log_format"] = log_format
     if verbose:
         overrides["log_level"] = "debug"
     try:

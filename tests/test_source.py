@@ -280,7 +280,7 @@ PUBLIC_NAMES = {"client/narrowing.py"}
 UNDER_ALL = {"contract", "host", "log", "native", "sandbox", "capabilities", "config", "gpus", "leases", "bench", ""}
 LAYERS = {
     "supervisor": {"broker"},
-    "broker": {"workers", "record", "web", "remote", "supervisor"},
+    "broker": {"workers", "record", "web", "remote", "fleet", "supervisor"},
     "workers": {"record", "zygote"},
     "record": set[str](),
     "web": set[str](),

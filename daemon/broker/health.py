@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gpulease.daemon.broker.fleet_frontend import FleetFrontend
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.record.audit.recorder import Recorder
@@ -31,12 +32,14 @@ class Health:
 
     Attributes:
         is_listening: Whether the daemon listens. The service sets it.
+        fleet: The node's fleet; None if it belongs to none. The service sets it.
     """
 
     def __init__(
         self, table: LeaseTable, workers: Workers, journal: Journal, recorder: Recorder, memory_reserve: MemoryReserve
     ) -> None:
         self.is_listening = False
+        self.fleet: FleetFrontend | None = None
         self._table = table
         self._workers = workers
         self._journal = journal
@@ -65,6 +68,9 @@ class Health:
         yield _check("journal", self._journal.problem())
         # Where the operator does not demand the audit log, leases are granted without it.
         yield Check("audit", self._recorder.denial() is None, self._recorder.problem())
+        if self.fleet is not None:
+            # Leases with a name are refused meanwhile; others as the operator wants it.
+            yield Check("fleet", self.fleet.denial() is None, self.fleet.problem())
 
     def _capacity_problem(self) -> str:
         cards = self._table.cards()

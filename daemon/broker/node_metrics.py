@@ -22,7 +22,7 @@ from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.lease_facts import Fact
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, NodeCollector, chunks
-from gpulease.daemon.record.metrics.gauges import AuditFacts, NodeFacts, gauges
+from gpulease.daemon.record.metrics.gauges import AuditFacts, FleetFacts, NodeFacts, gauges
 from gpulease.daemon.record.metrics.lease_counters import LeaseCounters
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker, counter_increments, held_bytes, skip_counts
@@ -41,11 +41,16 @@ OnText = Callable[[Metrics | Failure], None]
 
 
 class NodeMetrics:
-    """The node's one registry of metrics."""
+    """The node's one registry of metrics.
+
+    Attributes:
+        fleet: Returns the figures of the node's fleet; None if it belongs to none. The service sets it.
+    """
 
     def __init__(
         self, table: LeaseTable, source: CardSource, workers: Workers, recorder: Recorder, health: Health
     ) -> None:
+        self.fleet: Callable[[], FleetFacts] | None = None
         self._table = table
         self._source = source
         self._workers = workers
@@ -192,6 +197,7 @@ class NodeMetrics:
             audit=self._audit(),
             version=VERSION,
             driver=self._source.driver,
+            fleet=None if self.fleet is None else self.fleet(),
         )
         return {**self._counters.counters, **self._counters.histograms, **gauges(facts)}
 

@@ -12,6 +12,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -22,6 +23,7 @@ from typing import Any, Final
 from gpulease.daemon.broker.audit_setup import boot_id, config_digest, open_recorder
 from gpulease.daemon.broker.connection_limiter import ConnectionLimiter
 from gpulease.daemon.broker.control_connection import LINGER_S, ControlConnection
+from gpulease.daemon.broker.fleet_frontend import FleetFrontend
 from gpulease.daemon.broker.listeners import Listeners, NeverListens, cannot_listen
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.runtime import Runtime
@@ -52,7 +54,7 @@ from gpulease.daemon.workers.context_probe import measure_overhead
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.zygote_client import ZygoteBroken
 from gpulease.daemon.workers.zygote_discovery import CannotAdopt, FoundZygote, find_zygotes
-from gpulease.protocol.address import Address, TlsAddress, UnixAddress
+from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import HelloOption, Status
 from gpulease.protocol.primitives import Tlv
@@ -71,6 +73,9 @@ MAX_PATH_BYTES: Final = 107
 """Length of a Unix socket's path (unix(7))."""
 
 NS_PER_S: Final = 1_000_000_000
+
+_EVERY_HOST: Final = ("0.0.0.0", "::", "")
+"""Hosts of an address that listens on every interface."""
 
 _SOCKET_BYTES: Final = len(f"/{ZYGOTES}/01234567.sock")
 
@@ -166,6 +171,11 @@ class Service:
             self._loads = loads = LoadHistory(table, source, workers, self._send_load)
             actions = WebActionRunner(self.runtime)
             self._web = WebFrontend(http, config.of_sandbox, self._new_reader, actions, loads=loads.messages)
+        self._fleet: FleetFrontend | None = None
+        if config.fleet is not None:
+            self._fleet = FleetFrontend(config.fleet, table, self.runtime.post, journal, self._fleet_addresses)
+            self.runtime.claims = self.runtime.health.fleet = self._fleet
+            self.runtime.metrics.fleet = self._fleet.figures
 
     # --- start ---
 
@@ -188,6 +198,8 @@ class Service:
             self.url = await self._web.listen(assigned.of(http) if (http := self._config.http) else ())
         if self._loads is not None:
             self._loads.start()
+        if self._fleet is not None:
+            await self._fleet.start()
         self.runtime.post(PoolTimerFired())
         self.runtime.metrics.start()
         self.runtime.health.is_listening = True
@@ -211,6 +223,11 @@ class Service:
         if self._tls is None:
             raise NeverListens(f"can't listen on {address}: there are no certificates")
         return await self._tls.listen(address, given)
+
+    def _fleet_addresses(self) -> list[str]:
+        """Return where tenants of other hosts reach the node; the host's name stands for all of its addresses."""
+        remote = [address for address in self.addresses if not isinstance(address, UnixAddress)]
+        return [str(_named(address)) for address in remote] or [str(address) for address in self.addresses]
 
     # --- connections ---
 
@@ -295,6 +312,8 @@ class Service:
             await self._leave_sessions()
         else:
             await self._end_sessions()
+        if self._fleet is not None:
+            await self._fleet.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await self._limiter.wait_until_empty()
@@ -454,6 +473,10 @@ def _check_worker_user(config: Config) -> None:
         check_worker_user(config.worker_user)
     except ValueError as error:
         raise ConfigError(f"setting {error}") from None
+
+
+def _named(address: TcpAddress | TlsAddress) -> TcpAddress | TlsAddress:
+    return replace(address, host=os.uname().nodename) if address.host in _EVERY_HOST else address
 
 
 async def _resolve(address: Address) -> list[tuple[str, int]]:

@@ -17,6 +17,14 @@ from typing import Any, Final, TypeVar
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.drivers.driver_registry import ONE_BY_ONE
 from gpulease.daemon.drivers.ptx.architecture import Architecture, parse_architecture
+from gpulease.daemon.fleet.fleet_settings import (
+    FleetSettings,
+    parse_addresses,
+    parse_etcd,
+    parse_isolated,
+    parse_labels,
+    parse_node,
+)
 from gpulease.daemon.leases import Card, Cause, CoreLimits, Recycling
 from gpulease.daemon.leases.quotas import DEFAULT_GRACE_MS, TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle
@@ -132,6 +140,7 @@ class Config:
         http: The address of the web page and the metrics; None to serve none.
         http_hosts: Host names besides that address that clients may ask for.
         http_token_file: The file of the token that shows tenants' names and allows revocation; None to let nobody.
+        fleet: The fleet that the node belongs to; None for none.
         limits: The lease table's bounds, with those of single tenants.
     """
 
@@ -169,6 +178,7 @@ class Config:
     http: TcpAddress | None = None
     http_hosts: frozenset[str] = frozenset()
     http_token_file: Path | None = None
+    fleet: FleetSettings | None = None
     limits: CoreLimits = field(default_factory=CoreLimits)
 
     def driver_of_workers(self, driver: str) -> str:
@@ -211,7 +221,9 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
         overrides: Settings of the command line, by the names that the file uses; None and [] override nothing.
     """
     settings: dict[str, Any] = {} if path is None else _read_file(path)
-    settings |= {key: value for key, value in overrides.items() if value not in (None, [])}
+    settings |= {key: value for key, value in overrides.items() if value not in (None, []) and key != "fleet"}
+    if (etcd := overrides.get("fleet")) is not None:
+        settings["fleet"] = {**settings.get("fleet", {}), "etcd": etcd}
     if "tenants" in settings:
         # An operator mends the node's own settings first.
         settings["tenants"] = settings.pop("tenants")
@@ -453,6 +465,14 @@ def parse_tls(table: Any) -> TlsSettings:
     return settings
 
 
+def parse_fleet(table: Any) -> FleetSettings:
+    """Return the settings of a `[fleet]` table. Raises ValueError."""
+    values = parse_table(table, FLEET_SETTINGS, unknown=_NO_SUCH_KEY, wrong="{key}: {error}")
+    if "etcd" not in values:
+        raise ValueError("etcd must be given")
+    return FleetSettings(**values)
+
+
 def _operators(value: Any) -> frozenset[str]:
     if not isinstance(value, list):
         raise ValueError("it must be a list of tenants")
@@ -514,6 +534,7 @@ SETTINGS: Final = (
     Setting("http", parse_http),
     Setting("http_hosts", lambda value: parse_host_names(_texts(value))),
     Setting("http_token_file", _absolute_path),
+    Setting("fleet", parse_fleet),
     Setting("limits", parse_limits),
     Setting("tenants", parse_rules),
 )
@@ -540,6 +561,19 @@ TLS_SETTINGS: Final = (
 )
 """The keys of `[tls]`; `TlsSettings` has their defaults."""
 
+FLEET_SETTINGS: Final = (
+    Setting("etcd", parse_etcd),
+    Setting("ca", _absolute_path),
+    Setting("certificate", _absolute_path),
+    Setting("key", _absolute_path),
+    Setting("node", parse_node),
+    Setting("addresses", parse_addresses),
+    Setting("labels", parse_labels),
+    Setting("horizon_s"),
+    Setting("isolated", parse_isolated),
+)
+"""The keys of `[fleet]`; `FleetSettings` has their defaults and checks their bounds."""
+
 TENANT_SETTINGS: Final = (
     Setting("max_vram", lambda value: parse_size(_text(value)), field="max_vram_bytes"),
     Setting("max_leases", _tenant_whole),
@@ -556,6 +590,7 @@ TABLES: Final[Mapping[str, tuple[Setting, ...]]] = MappingProxyType(
         "limits": LIMIT_SETTINGS,
         "limits.grace_ms": GRACE_SETTINGS,
         "tls": TLS_SETTINGS,
+        "fleet": FLEET_SETTINGS,
         "tenants": TENANT_SETTINGS,
     }
 )

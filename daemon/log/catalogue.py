@@ -238,6 +238,20 @@ class LogEvent(Enum):
     WEB_WRONG_TOKEN = Kind(
         "web.wrong_token", WARNING, "the web page was asked with what is not the operator's token", ("count",)
     )
+    FLEET_DIED = Kind(
+        "fleet.died", ERROR, "the fleet process died: it will be started again; leases go on meanwhile", ("reason",)
+    )
+    FLEET_HUNG = Kind(
+        "fleet.hung",
+        ERROR,
+        "the fleet process hangs: it is killed and started again; leases go on meanwhile",
+        ("reason",),
+    )
+    FLEET_NOT_STARTED = Kind("fleet.not_started", ERROR, "the fleet process can't be started", ("reason",))
+    FLEET_BACK = Kind("fleet.back", INFO, "the fleet process is back")
+    FLEET_JOINED = Kind("fleet.joined", INFO, "the node has joined its fleet", ("node", "incarnation"))
+    FLEET_FENCED = Kind("fleet.fenced", ERROR, "the fleet has given this node up: its named leases end", ("reason",))
+    FLEET_NOTED = Kind("fleet.noted", INFO, "the node's membership of its fleet", ("what", "reason"))
     TLS_NOT_USED = Kind("tls.not_used", WARNING, "the [tls] table is not used: no address of listen begins with tls:")
     DRAIN_GOES_ON = Kind(
         "drain.goes_on",

@@ -64,6 +64,7 @@ from gpulease.daemon.record.group_commit import CommitTarget, DurableReplies, Gr
 from gpulease.daemon.record.journal.database import Store, prepare
 from gpulease.daemon.record.journal.rows import (
     DRAIN_KEY,
+    MEMBERSHIP_KEY,
     Change,
     Contents,
     KeptRelay,
@@ -92,6 +93,7 @@ class Journal:
         revoked_tokens: Tokens that were revoked, with the same three members.
         cards: Measurements of the GPUs in this boot of the host, by uuid.
         relays: Relays of remote tenants that may still live.
+        incarnation: Which member of its fleet the node was last; 0 for none.
     """
 
     kept: tuple[KeptLease, ...] = ()
@@ -101,6 +103,7 @@ class Journal:
     revoked_tokens: tuple[Spent, ...] = ()
     cards: Mapping[str, KeptCard] = {}
     relays: tuple[KeptRelay, ...] = ()
+    incarnation: int = 0
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
         """Begin to follow a table. `pid_of` gives the process id of a lease's worker, `post` takes events."""
@@ -140,6 +143,9 @@ class Journal:
     def forget_relay(self, pid: int) -> None:
         """Remove a relay that has ended."""
 
+    def remember_incarnation(self, incarnation: int) -> None:
+        """Keep which member of its fleet the node is: the next daemon goes on as the same."""
+
     def once_kept(self, do: Callable[[], None]) -> None:
         """Call `do` when all events so far are durable; never, if they can't be."""
         do()
@@ -163,6 +169,7 @@ class FileJournal(Journal):
         self.revoked_tokens = tuple(contents.revoked_tokens)
         self.cards = dict(contents.cards)
         self.relays = tuple(contents.relays.values())
+        self.incarnation = contents.incarnation
         self._committer = GroupCommitter(_StoreTarget(store))
         self._replies = DurableReplies(lambda: self._committer.durable, self.problem)
         self._lock_fd = lock_fd
@@ -237,6 +244,10 @@ class FileJournal(Journal):
         """Implement `Journal.forget_relay`. A row that stays names a dead process, which the next daemon sees."""
         if not self.problem():
             self._committer.put([Change(RowKind.RELAY, number_key(pid), None)])
+
+    def remember_incarnation(self, incarnation: int) -> None:
+        """Implement `Journal.remember_incarnation`."""
+        self._committer.put([Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, incarnation)])
 
     async def stop(self) -> None:
         """Implement `Journal.stop`. The lease table is at rest by now."""

@@ -32,6 +32,9 @@ LEASE_ID_BYTES: Final = 16
 DRAIN_KEY: Final = b""
 """The key of the one row that tells of a drain."""
 
+MEMBERSHIP_KEY: Final = b""
+"""The key of the one row that tells which member of its fleet the node was last."""
+
 _LATER: Final[dict[str, object]] = {
     "submit_bytes": 0,
     "orphan_ms": 0,
@@ -86,6 +89,7 @@ class RowKind(IntEnum):
     REGION = 11
     REGION_TOMBSTONE = 12
     EPOCH = 13
+    MEMBERSHIP = 14
 
 
 class Change(NamedTuple):
@@ -329,6 +333,7 @@ class Contents:
         drain_ns: When a drain ends the leases that are left; None if the node is not drained.
         epochs: Names and the highest epoch that each had.
         region_tombstones: Regions that ended last.
+        incarnation: Which member of its fleet the node was last; 0 for none.
         next_tombstone: The number of the next tombstone.
         next_region_tombstone: The number of the next region's tombstone.
     """
@@ -345,6 +350,7 @@ class Contents:
     cards: dict[str, KeptCard] = field(default_factory=dict)
     drain_ns: int | None = None
     epochs: list[tuple[str, int]] = field(default_factory=list)
+    incarnation: int = 0
     relays: dict[int, KeptRelay] = field(default_factory=dict)
     next_tombstone: int = 0
     next_region_tombstone: int = 0
@@ -379,6 +385,8 @@ class Contents:
                 self.drain_ns = int(value)
             case RowKind.EPOCH:
                 self.epochs.append((key.decode(), int(value)))
+            case RowKind.MEMBERSHIP:
+                self.incarnation = int(value)
             case RowKind.RELAY:
                 relay = _read(KeptRelay, value)
                 self.relays[relay.pid] = relay

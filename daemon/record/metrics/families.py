@@ -208,6 +208,12 @@ DRAINING: Final = _gauge("gpulease_draining", "Whether the node is drained.", ()
 AUDIT_WRITABLE: Final = _gauge("gpulease_audit_writable", "Whether the audit log can be written, if one is kept.", ())
 AUDIT_WAITING: Final = _gauge("gpulease_audit_records_waiting", "Records that are not on the disk yet.", ())
 AUDIT_DROPPED: Final = _counter("gpulease_audit_records_dropped", "Records that found no room: gaps in the log.", ())
+FLEET_HORIZON_SECONDS: Final = _gauge(
+    "gpu_fleet_horizon_seconds", "Seconds until leases with a name end unless etcd acknowledges a beat.", ()
+)
+FLEET_BEATS: Final = _counter("gpu_fleet_beats", "Beats that etcd acknowledged.", ())
+FLEET_FENCED: Final = _counter("gpu_fleet_fenced", "Times that the fleet had given this node up.", ())
+FLEET_PLACEMENTS: Final = _counter("gpu_fleet_placements", "Claims of names, by what became of them.", ("result",))
 LOOP_LAG_SECONDS: Final = Family(
     "gpulease_loop_lag_seconds",
     Kind.HISTOGRAM,

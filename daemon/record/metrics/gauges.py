@@ -30,6 +30,7 @@ class NodeFacts:
         stray_bytes: Bytes that no process holds and nothing has booked, by card, without cards that gave no answer.
         checks: The readiness checks, by name.
         audit: The audit log's figures; None if none is kept.
+        fleet: The figures of the node's fleet; None if it belongs to none.
     """
 
     now_ns: int
@@ -48,6 +49,7 @@ class NodeFacts:
     audit: "AuditFacts | None"
     version: str
     driver: str
+    fleet: "FleetFacts | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,29 @@ class AuditFacts:
     dropped: int
 
 
+@dataclass(frozen=True, slots=True)
+class FleetFacts:
+    """The figures of the node's fleet.
+
+    Attributes:
+        horizon_s: Seconds until leases with a name end unless a beat is acknowledged; negative once they have ended.
+        beats: Acknowledged beats.
+        fenced: Times that this node was found fenced.
+        placements: Claims of names by result.
+    """
+
+    horizon_s: float
+    beats: int
+    fenced: int
+    placements: Mapping[str, int]
+
+
 def gauges(facts: NodeFacts) -> dict[Family, Values]:
-    """Return the values of every gauge, and of the counter of dropped records. Families that do not apply are empty."""
-    return _of_tenants(facts) | _of_cards(facts) | _of_pool_and_line(facts) | _of_daemon(facts)
+    """Return the values of every gauge, and of the counters of the audit log and the fleet.
+
+    Families that do not apply are empty.
+    """
+    return _of_tenants(facts) | _of_cards(facts) | _of_pool_and_line(facts) | _of_daemon(facts) | _of_fleet(facts.fleet)
 
 
 def _of_tenants(facts: NodeFacts) -> dict[Family, Values]:
@@ -146,4 +168,13 @@ def _of_daemon(facts: NodeFacts) -> dict[Family, Values]:
         families.AUDIT_WAITING: {} if audit is None else {(): audit.waiting},
         families.AUDIT_DROPPED: {} if audit is None else {(): audit.dropped},
         families.BUILD_INFO: {(facts.version, facts.driver): 1},
+    }
+
+
+def _of_fleet(fleet: FleetFacts | None) -> dict[Family, Values]:
+    return {
+        families.FLEET_HORIZON_SECONDS: {} if fleet is None else {(): fleet.horizon_s},
+        families.FLEET_BEATS: {} if fleet is None else {(): fleet.beats},
+        families.FLEET_FENCED: {} if fleet is None else {(): fleet.fenced},
+        families.FLEET_PLACEMENTS: {} if fleet is None else {(key,): n for key, n in fleet.placements.items()},
     }

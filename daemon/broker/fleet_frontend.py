@@ -1,0 +1,239 @@
+"""The fleet process as the broker sees it: claims of names, the horizon, and the node's record.
+
+The broker asks for claims before it lets named leases in, and tells of their ends. It gets the horizon, which the lease
+table takes as an event. A fleet process that dies loses no claim: the next one is told which leases there are.
+"""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from gpulease.daemon.broker.claims import ClaimAnswer, ClaimGiven, ClaimWant
+from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
+from gpulease.daemon.fleet.messages import live_messages
+from gpulease.daemon.fleet.process import NS_PER_S, boot_ns
+from gpulease.daemon.host.ipc import ChannelClosed
+from gpulease.daemon.host.periodic_task import PeriodicTask
+from gpulease.daemon.leases import LeaseState, LeaseTable, denials
+from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.events import ClaimsLost, Event, HorizonMoved
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
+from gpulease.daemon.record.journal import Journal
+from gpulease.daemon.record.metrics.gauges import FleetFacts
+from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts
+
+RECORD_S: Final = 1.0
+"""Between two looks whether the node's record has changed. The next beat carries it, so sooner is of no use."""
+
+ETCD_PART: Final = 15
+"""A request to etcd may last this part of the horizon: several are tried before it comes."""
+
+
+class FleetFrontend:
+    """The node's membership of a fleet.
+
+    Args:
+        settings: The `[fleet]` table.
+        table: The leases.
+        post: Gives the lease table an event.
+        journal: What a restarted daemon will know: which member of the fleet the node was.
+        addresses: Returns where tenants reach the node, as far as the settings do not say it.
+    """
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        table: LeaseTable,
+        post: Callable[[Event], None],
+        journal: Journal,
+        addresses: Callable[[], Sequence[str]],
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self._settings = settings
+        self._table = table
+        self._post = post
+        self._addresses = addresses
+        self._journal = journal
+        self._incarnation = journal.incarnation
+        self._horizon_boot_ns = 0
+        self._is_lost = False
+        self._beats = self._fenced = 0
+        self._placements: Counter[str] = Counter()
+        self._numbers = 0
+        self._waiting: dict[int, Callable[[ClaimAnswer], None]] = {}
+        self._told: dict[str, Any] | None = None
+        self._process = ChildProcess(_KIND, self._begin, self._on_message, self._on_end, timeouts)
+        self._record_task = PeriodicTask(self._tell_record, RECORD_S)
+
+    async def start(self) -> None:
+        """Start the process. It joins the fleet once etcd answers. Raises CannotListen."""
+        await self._process.start()
+        self._record_task.start()
+
+    async def stop(self) -> None:
+        """End the process. Its node's leases stay claimed."""
+        await self._record_task.stop()
+        await self._process.stop()
+
+    # --- what the broker asks ---
+
+    @property
+    def node_id(self) -> str:
+        """The node's id in the fleet."""
+        return self._settings.node or os.uname().nodename
+
+    @property
+    def is_isolated(self) -> bool:
+        """Return whether the horizon has passed: the node is cut off from etcd, or has not joined yet."""
+        return boot_ns() >= self._horizon_boot_ns
+
+    def denial(self) -> Denial | None:
+        """Return why leases without a name are not granted now; None if they are."""
+        if self._settings.isolated is Isolated.SERVE or not self.is_isolated:
+            return None
+        return denials.isolated(self._trouble())
+
+    def problem(self) -> str:
+        """Return what an operator should know of the fleet; "" if all is well."""
+        return self._trouble() if self.is_isolated else ""
+
+    def _trouble(self) -> str:
+        etcd = ", ".join(self._settings.etcd)
+        if not self._horizon_boot_ns:
+            return f"this node has not joined its fleet: etcd at {etcd} has not let it in yet"
+        return f"this node is cut off from its fleet: etcd at {etcd} has not answered in time"
+
+    def figures(self) -> FleetFacts:
+        """Return what metrics tell."""
+        left_s = (self._horizon_boot_ns - boot_ns()) / NS_PER_S
+        return FleetFacts(left_s, self._beats, self._fenced, dict(self._placements))
+
+    def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
+        """Claim a name; `on_answer` is called once, later. Returns a function that gives the claim up."""
+        self._numbers += 1
+        number = self._numbers
+        self._waiting[number] = on_answer
+        message = {"op": "claim", "number": number, "name": want.name, "lease_id": f"{want.lease_id:032x}"}
+        if not self._tell(message | {"tenant": want.tenant, "wait_ms": want.wait_ms}):
+            asyncio.get_running_loop().call_soon(self._answer, number, denials.isolated(self._trouble()), "isolated")
+        return lambda: self._drop(number)
+
+    def release(self, name: str, epoch: int) -> None:
+        """Tell that the lease with that claim is gone, its memory proved free."""
+        # A process that is not there, or does not read, is told all claims when it starts.
+        self._tell({"op": "ended", "name": name, "epoch": epoch})
+        self._tell_all_ended()
+
+    def _drop(self, number: int) -> None:
+        if self._waiting.pop(number, None) is not None:
+            self._tell({"op": "drop", "number": number})
+
+    def _answer(self, number: int, answer: ClaimAnswer, result: str) -> None:
+        if (on_answer := self._waiting.pop(number, None)) is not None:
+            self._placements[result] += 1
+            on_answer(answer)
+
+    # --- the process ---
+
+    async def _begin(self) -> None:
+        settings = self._settings
+        files = {name: getattr(settings, name) for name in ("ca", "certificate", "key")}
+        start = {name: None if path is None else str(path) for name, path in files.items()}
+        start |= {"etcd": settings.etcd, "node": self.node_id, "horizon_s": settings.horizon_s}
+        start |= {"incarnation": self._incarnation, "timeout_s": settings.horizon_s / ETCD_PART}
+        self._process.send(start)
+        await self._process.expect("ready")
+        self._told = None
+        await self._tell_record()
+        self._tell_live(self._claims())
+
+    def _on_end(self) -> None:
+        for number in list(self._waiting):
+            self._answer(number, denials.claim_unknown(), "unknown")
+
+    def _tell(self, message: dict[str, Any]) -> bool:
+        """Send a message; returns whether the process will read it."""
+        try:
+            self._process.send(message)
+        except BlockingIOError:
+            self._process.give_up("it has not read for as long as takes to fill its channel")
+            return False
+        except ChannelClosed:
+            return False
+        return True
+
+    def _tell_live(self, claims: Mapping[str, int]) -> None:
+        for message in live_messages(claims):
+            self._tell(message)
+
+    def _claims(self) -> dict[str, int]:
+        """Return the epochs of the leases with a name. One whose memory is fenced keeps its name."""
+        return {lease.name: lease.epoch for lease in self._table.snapshots() if lease.name}
+
+    def _tell_all_ended(self) -> None:
+        """After a loss, tell that no claimed lease is left: the node may join anew. A fence lasts for days."""
+        states = {lease.state for lease in self._table.snapshots() if lease.name}
+        if self._is_lost and states <= {LeaseState.FENCED}:
+            self._is_lost = False
+            self._tell_live({})
+
+    async def _tell_record(self) -> None:
+        record = self._record()
+        if record != self._told and self._tell(record):
+            self._told = record
+
+    def _record(self) -> dict[str, Any]:
+        counts = Counter(lease.card_uuid for lease in self._table.snapshots())
+        cards = [
+            [card.uuid, card.name, card.capacity_bytes, card.largest_bytes, counts[card.uuid], card.is_partition]
+            for card in self._table.cards()
+        ]
+        addresses = list(self._settings.addresses or self._addresses())
+        record = {"op": "record", "addresses": addresses, "labels": dict(self._settings.labels), "cards": cards}
+        return record | {"is_draining": self._table.drain_ns is not None}
+
+    # --- messages of the process ---
+
+    def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
+        match message:
+            case {"op": "horizon", "boot_ns": int(horizon_ns), "incarnation": int(incarnation)}:
+                self._move_horizon(horizon_ns, incarnation)
+            case {"op": "lost", "reason": str(reason)}:
+                self._lose(reason)
+            case {"op": "claimed", "number": int(number), "epoch": int(epoch)}:
+                self._answer(number, ClaimGiven(epoch), "given")
+            case {"op": "refused", "number": int(number), "why": str(why), "text": str(text)}:
+                self._answer(number, denials.claim_refused(why, text), why)
+            case {"op": "noted", "what": str(what), "text": str(text)}:
+                log_event(LogEvent.FLEET_NOTED, what=what, reason=text)
+
+    def _move_horizon(self, horizon_boot_ns: int, incarnation: int) -> None:
+        if not self._horizon_boot_ns or self._incarnation != incarnation:
+            log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=incarnation)
+            self._journal.remember_incarnation(incarnation)
+        self._beats += 1
+        self._incarnation, self._horizon_boot_ns = incarnation, horizon_boot_ns
+        self._post(HorizonMoved(time.monotonic_ns() + horizon_boot_ns - boot_ns(), horizon_boot_ns))
+        self._tell({"op": "horizon_set"})
+
+    def _lose(self, reason: str) -> None:
+        log_event(LogEvent.FLEET_FENCED, reason=reason)
+        self._fenced += 1
+        self._horizon_boot_ns, self._is_lost = 0, True
+        self._post(ClaimsLost(reason))
+        self._tell_all_ended()
+
+
+_KIND: Final = ChildKind(
+    name="the fleet process",
+    module="gpulease.daemon.fleet",
+    broken="the fleet process can't serve",
+    died=LogEvent.FLEET_DIED,
+    hung=LogEvent.FLEET_HUNG,
+    not_started=LogEvent.FLEET_NOT_STARTED,
+    back=LogEvent.FLEET_BACK,
+)

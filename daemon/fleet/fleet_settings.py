@@ -1,0 +1,121 @@
+"""The `[fleet]` table as a value: which fleet a node belongs to, and how it is seen there."""
+
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from gpulease.daemon.fleet.records import NAME
+from gpulease.protocol.address import parse_address
+
+DEFAULT_PORT: Final = 2379
+"""etcd's port for clients (IANA: etcd-client)."""
+
+MAX_ENDPOINTS: Final = 9
+"""More members than any etcd should have is a typing mistake (etcd.io/docs: seven at most)."""
+
+MIN_HORIZON_S: Final = 2
+"""A shorter horizon is lost by an etcd that elects a leader, which takes one to two seconds."""
+
+MAX_HORIZON_S: Final = 600
+"""A longer one keeps a dead node's names away for a quarter of an hour: the operator mistyped the unit."""
+
+MAX_LABELS: Final = 16
+"""Each beat of each node carries its labels."""
+
+_HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]+\]")
+
+
+class Isolated(Enum):
+    """The choice for new leases without a name while the node is cut off from etcd: refuse them, or grant them."""
+
+    HOLD = "hold"
+    SERVE = "serve"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """The `[fleet]` table.
+
+    Attributes:
+        etcd: The members of etcd, as `etcd://HOST[:PORT][,HOST[:PORT]...]`.
+        ca: The CA of etcd's certificates; None for etcd without TLS.
+        certificate: A PEM file of this node's certificate for etcd, whose common name is etcd's user.
+        key: The file of that certificate's key.
+        node: The node's id; "" for the host's name.
+        addresses: Where tenants reach the node; () for the TLS and TCP addresses that it listens on.
+        labels: What the operator says of the node.
+        horizon_s: Seconds without a beat after which the node's claimed leases have ended.
+        isolated: What becomes of requests for leases without a name while the node is cut off.
+    """
+
+    etcd: tuple[str, ...]
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    node: str = ""
+    addresses: tuple[str, ...] = ()
+    labels: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    horizon_s: int = 30
+    isolated: Isolated = Isolated.HOLD
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key belong together")
+        if self.certificate is not None and self.ca is None:
+            raise ValueError("certificate needs ca, by which etcd is known")
+        if not MIN_HORIZON_S <= self.horizon_s <= MAX_HORIZON_S:
+            raise ValueError(f"horizon_s is {self.horizon_s}; it must be between {MIN_HORIZON_S} and {MAX_HORIZON_S}")
+
+
+def parse_etcd(value: Any) -> tuple[str, ...]:
+    """Return the `HOST:PORT` of each member that `etcd://HOST[:PORT],...` names. Raises ValueError."""
+    if not isinstance(value, str) or not value.startswith("etcd://"):
+        raise ValueError(f"{value!r} is no etcd: write etcd://HOST:PORT,HOST:PORT")
+    endpoints = tuple(_endpoint(part) for part in value.removeprefix("etcd://").split(","))
+    if len(endpoints) > MAX_ENDPOINTS:
+        raise ValueError(f"it names {len(endpoints)} members; an etcd has at most {MAX_ENDPOINTS}")
+    if len(set(endpoints)) < len(endpoints):
+        raise ValueError("it names a member twice")
+    return endpoints
+
+
+def _endpoint(text: str) -> str:
+    matched = re.fullmatch(rf"({_HOST.pattern})(?::(\d{{1,5}}))?", text, re.ASCII)
+    if matched is None or int(matched[2] or DEFAULT_PORT) not in range(1, 1 << 16):
+        raise ValueError(f"{text!r} is no member of etcd: write HOST or HOST:PORT")
+    return f"{matched[1]}:{matched[2] or DEFAULT_PORT}"
+
+
+def parse_node(value: Any) -> str:
+    """Return a node's id. Raises ValueError."""
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ValueError(f"{value!r} is no node's id: use letters, digits, dots, dashes and underscores")
+    return value
+
+
+def parse_labels(table: Any) -> MappingProxyType[str, str]:
+    """Return a node's labels by name. Raises ValueError."""
+    if not isinstance(table, dict) or len(table) > MAX_LABELS:
+        raise ValueError(f"it must be a table of at most {MAX_LABELS} labels")
+    for name, value in table.items():
+        if not NAME.fullmatch(name) or not isinstance(value, str) or not NAME.fullmatch(value):
+            raise ValueError(f"{name} = {value!r} is no label: use letters, digits, dots, dashes and underscores")
+    return MappingProxyType(dict(table))
+
+
+def parse_addresses(value: Any) -> tuple[str, ...]:
+    """Return the addresses that tenants reach the node by. Raises ValueError."""
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError('it must be a list of addresses, such as ["tls:gpu1.example:7443"]')
+    return tuple(str(parse_address(text)) for text in value)
+
+
+def parse_isolated(value: Any) -> Isolated:
+    """Return the choice for a node that is cut off. Raises ValueError."""
+    try:
+        return Isolated(value)
+    except ValueError:
+        raise ValueError(f'it must be "{Isolated.HOLD.value}" or "{Isolated.SERVE.value}"') from None

@@ -1,0 +1,218 @@
+"""The fleet process: it carries a member's effects to etcd and to the broker, and their answers back.
+
+`Member` decides. A beat waits until the broker has written the last horizon to the control pages: a broker that hangs
+does not look alive to the fleet, so its names come free.
+"""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from gpulease.daemon.fleet.etcd.client import EtcdClient
+from gpulease.daemon.fleet.messages import LiveParts
+from gpulease.daemon.fleet.records import CardRecord
+from gpulease.daemon.fleet.rules.events import (
+    Answered,
+    ArmTimer,
+    Ask,
+    Claimed,
+    ClaimDropped,
+    ClaimEnded,
+    ClaimRefused,
+    ClaimWanted,
+    Effect,
+    EndClaimed,
+    Event,
+    LiveClaims,
+    MoveHorizon,
+    Noted,
+    RecordChanged,
+    Started,
+    TimerFired,
+)
+from gpulease.daemon.fleet.rules.member import Member
+from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
+
+NS_PER_S: Final = 1_000_000_000
+NS_PER_MS: Final = 1_000_000
+
+MAX_SLEEP_S: Final = 1.0
+"""Longest sleep of the loop's timer, whose clock stands still while the host is suspended; the rules' clock goes on."""
+
+
+def boot_ns() -> int:
+    """Return the time since the host was booted, its suspension included (clock_gettime(2), CLOCK_BOOTTIME)."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+class FleetProcess:
+    """A member of the fleet with its etcd and its broker.
+
+    Args:
+        member: The rules, with the node's state.
+        client: The way to etcd.
+        channel: The broker's channel.
+        clock_ns: CLOCK_BOOTTIME in nanoseconds.
+    """
+
+    def __init__(
+        self, member: Member, client: EtcdClient, channel: socket.socket, clock_ns: Callable[[], int] = boot_ns
+    ) -> None:
+        self._member = member
+        self._client = client
+        self._channel = channel
+        self._clock_ns = clock_ns
+        self._outbox = Outbox(channel)
+        self._live = LiveParts()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_ns: int | None = None
+        self._asks: set[asyncio.Task[None]] = set()
+        self._unset_horizons = 0
+        self._ended = asyncio.Event()
+        self._handlers = self._effect_handlers()
+
+    async def run(self) -> None:
+        """Serve until the broker is gone."""
+        loop = asyncio.get_running_loop()
+        self._channel.setblocking(False)
+        loop.add_reader(self._channel, self._read)
+        self._send({"op": "ready"})
+        self._post(Started())
+        try:
+            await self._ended.wait()
+        finally:
+            loop.remove_reader(self._channel)
+            loop.remove_writer(self._channel)
+            self._outbox.close()
+            if self._timer is not None:
+                self._timer.cancel()
+            for task in self._asks:
+                task.cancel()
+            await asyncio.gather(*self._asks, return_exceptions=True)
+
+    # --- the rules ---
+
+    def _post(self, event: Event) -> None:
+        for effect in self._member.handle(event, self._clock_ns()):
+            self._handlers[type(effect)](effect)
+
+    def _effect_handlers(self) -> dict[type[Effect], Callable[[Any], None]]:
+        return {
+            Ask: self._ask,
+            ArmTimer: self._arm,
+            MoveHorizon: self._move_horizon,
+            EndClaimed: lambda effect: self._send({"op": "lost", "reason": effect.reason}),
+            Claimed: lambda effect: self._send({"op": "claimed", "number": effect.request, "epoch": effect.epoch}),
+            ClaimRefused: self._refuse,
+            Noted: self._note,
+        }
+
+    def _ask(self, effect: Ask) -> None:
+        task = asyncio.get_running_loop().create_task(self._ask_etcd(effect))
+        self._asks.add(task)
+        task.add_done_callback(self._asks.discard)
+
+    async def _ask_etcd(self, effect: Ask) -> None:
+        outcome = await self._client.do(effect.transaction)
+        self._post(Answered(effect.number, outcome))
+
+    def _arm(self, effect: ArmTimer) -> None:
+        self._due_ns = effect.due_ns
+        self._sleep()
+
+    def _sleep(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._due_ns is not None:
+            left_s = max(0, self._due_ns - self._clock_ns()) / NS_PER_S
+            self._timer = asyncio.get_running_loop().call_later(min(left_s, MAX_SLEEP_S), self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        if self._due_ns is None or self._unset_horizons:
+            return
+        if self._clock_ns() < self._due_ns:
+            self._sleep()
+            return
+        self._due_ns = None
+        self._post(TimerFired())
+
+    def _move_horizon(self, effect: MoveHorizon) -> None:
+        self._unset_horizons += 1
+        self._send({"op": "horizon", "boot_ns": effect.horizon_ns, "incarnation": effect.incarnation})
+
+    def _refuse(self, effect: ClaimRefused) -> None:
+        message = {"op": "refused", "number": effect.request, "why": effect.why.value, "text": effect.text}
+        self._send(message | {"retry_after_ms": effect.retry_after_ms})
+
+    def _note(self, effect: Noted) -> None:
+        self._send({"op": "noted", "what": effect.what.value, "text": effect.text})
+
+    # --- the broker ---
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._outbox.send(message)
+        except ChannelClosed:
+            self._ended.set()
+            return
+        if len(self._outbox):
+            asyncio.get_running_loop().add_writer(self._channel, self._flush)
+
+    def _flush(self) -> None:
+        try:
+            self._outbox.flush()
+        except ChannelClosed:
+            self._ended.set()
+        if not len(self._outbox) or self._ended.is_set():
+            asyncio.get_running_loop().remove_writer(self._channel)
+
+    def _read(self) -> None:
+        try:
+            message, fds = receive_message(self._channel)
+        except BlockingIOError:
+            return
+        except ChannelClosed:
+            self._ended.set()
+            return
+        close_all(fds)
+        try:
+            self._take(message)
+        except (KeyError, TypeError, ValueError) as error:
+            # The broker is of another version, or has a bug: what it said is left out, and the fleet goes on.
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading the broker's {message.get('op')}: {error}")
+
+    def _take(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"op": "ping"}:
+                with contextlib.suppress(BlockingIOError, ChannelClosed):
+                    send_message(self._channel, {"op": "pong"})
+            case {"op": "horizon_set"}:
+                self._unset_horizons -= 1
+                self._sleep()
+            case {"op": "claim"}:
+                wait_until_ns = self._clock_ns() + message["wait_ms"] * NS_PER_MS
+                names = message["name"], message["lease_id"], message["tenant"]
+                self._post(ClaimWanted(message["number"], *names, wait_until_ns))
+            case {"op": "drop", "number": int(number)}:
+                self._post(ClaimDropped(number))
+            case {"op": "ended", "name": str(name), "epoch": int(epoch)}:
+                self._post(ClaimEnded(name, epoch))
+            case {"op": "live"}:
+                claims = self._live.take(message["claims"], is_last=message["is_last"])
+                if claims is not None:
+                    self._post(LiveClaims(claims))
+            case {"op": "record"}:
+                self._post(record_of(message))
+
+
+def record_of(message: dict[str, Any]) -> RecordChanged:
+    """Return the event that a `record` message stands for. Raises KeyError or TypeError."""
+    cards = tuple(CardRecord(*card) for card in message["cards"])
+    return RecordChanged(tuple(message["addresses"]), dict(message["labels"]), cards, message["is_draining"])
