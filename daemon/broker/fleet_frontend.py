@@ -13,16 +13,17 @@ from typing import Any, Final
 
 from gpulease.daemon.broker.claims import ClaimAnswer, ClaimGiven, ClaimWant
 from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
-from gpulease.daemon.fleet.messages import live_messages
+from gpulease.daemon.fleet.live_claims import live_messages
 from gpulease.daemon.fleet.process import NS_PER_S, boot_ns
 from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.host.periodic_task import PeriodicTask
+from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import LeaseState, LeaseTable, denials
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.events import ClaimsLost, Event, HorizonMoved
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.record.journal import Journal
+from gpulease.daemon.record.journal import Journal, KeptMembership
 from gpulease.daemon.record.metrics.gauges import FleetFacts
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts
 
@@ -58,7 +59,7 @@ class FleetFrontend:
         self._post = post
         self._addresses = addresses
         self._journal = journal
-        self._incarnation = journal.incarnation
+        self._membership = journal.membership or KeptMembership(0, 0, "", 0)
         self._horizon_boot_ns = 0
         self._is_lost = False
         self._beats = self._fenced = 0
@@ -144,7 +145,10 @@ class FleetFrontend:
         files = {name: getattr(settings, name) for name in ("ca", "certificate", "key")}
         start = {name: None if path is None else str(path) for name, path in files.items()}
         start |= {"etcd": settings.etcd, "node": self.node_id, "horizon_s": settings.horizon_s}
-        start |= {"incarnation": self._incarnation, "timeout_s": settings.horizon_s / ETCD_PART}
+        member = self._membership
+        identity = {"cluster_id": member.cluster_id, "generation": member.generation, "revision": member.revision}
+        start |= {"incarnation": member.incarnation, "identity": identity}
+        start["timeout_s"] = settings.horizon_s / ETCD_PART
         self._process.send(start)
         await self._process.expect("ready")
         self._told = None
@@ -194,29 +198,33 @@ class FleetFrontend:
         ]
         addresses = list(self._settings.addresses or self._addresses())
         record = {"op": "record", "addresses": addresses, "labels": dict(self._settings.labels), "cards": cards}
-        return record | {"is_draining": self._table.drain_ns is not None}
+        return record | {"is_draining": self._table.drain_ns is not None, "version": VERSION}
 
     # --- messages of the process ---
 
     def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
         match message:
-            case {"op": "horizon", "boot_ns": int(horizon_ns), "incarnation": int(incarnation)}:
-                self._move_horizon(horizon_ns, incarnation)
-            case {"op": "lost", "reason": str(reason)}:
+            case {"op": "horizon", "boot_ns": int(horizon_ns)}:
+                self._move_horizon(horizon_ns)
+            case {"op": "joined", "incarnation": int(incarnation), "identity": dict(identity)}:
+                self._join(KeptMembership(incarnation, **identity))
+            case {"op": "lost", "text": str(reason)}:
                 self._lose(reason)
             case {"op": "claimed", "number": int(number), "epoch": int(epoch)}:
                 self._answer(number, ClaimGiven(epoch), "given")
             case {"op": "refused", "number": int(number), "why": str(why), "text": str(text)}:
                 self._answer(number, denials.claim_refused(why, text), why)
-            case {"op": "noted", "what": str(what), "text": str(text)}:
-                log_event(LogEvent.FLEET_NOTED, what=what, reason=text)
+            case {"op": "noted", "what": str(what), "text": str(text), "node": str(node), "name": str(name)}:
+                log_event(LogEvent.FLEET_NOTED, what=what, reason=text, node=node or None, lease_name=name or None)
 
-    def _move_horizon(self, horizon_boot_ns: int, incarnation: int) -> None:
-        if not self._horizon_boot_ns or self._incarnation != incarnation:
-            log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=incarnation)
-            self._journal.remember_incarnation(incarnation)
+    def _join(self, membership: KeptMembership) -> None:
+        log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=membership.incarnation)
+        self._membership = membership
+        self._journal.remember_membership(membership)
+
+    def _move_horizon(self, horizon_boot_ns: int) -> None:
         self._beats += 1
-        self._incarnation, self._horizon_boot_ns = incarnation, horizon_boot_ns
+        self._horizon_boot_ns = horizon_boot_ns
         self._post(HorizonMoved(time.monotonic_ns() + horizon_boot_ns - boot_ns(), horizon_boot_ns))
         self._tell({"op": "horizon_set"})
 

@@ -5,14 +5,19 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from secrets import token_hex
+from typing import Any, Final
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.process import FleetProcess
-from gpulease.daemon.fleet.rules.member import FleetTerms, Member
+from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, FleetTerms
+from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
+
+INSTANCE_BYTES: Final = 8
+"""Random bytes that tell this process's writes from those of every other of the node."""
 
 
 def main(channel_fd: int, parent_pid: int) -> int:
@@ -38,7 +43,8 @@ async def _serve(start: dict[str, Any], channel: socket.socket) -> None:
     """Raises ChannelClosed, or OSError for a certificate that can't be read."""
     client = EtcdClient(etcd_settings(start))
     try:
-        member = Member(start["node"], FleetTerms(horizon_s=start["horizon_s"]), incarnation=start["incarnation"])
+        terms, identity = FleetTerms(horizon_s=start["horizon_s"]), FleetIdentity(**start["identity"])
+        member = Member(start["node"], terms, start["incarnation"], identity, token_hex(INSTANCE_BYTES))
         await FleetProcess(member, client, channel).run()
     finally:
         await client.close()

@@ -9,23 +9,25 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Final
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient
-from gpulease.daemon.fleet.messages import LiveParts
+from gpulease.daemon.fleet.live_claims import LiveParts
 from gpulease.daemon.fleet.records import CardRecord
-from gpulease.daemon.fleet.rules.events import (
+from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,
     Ask,
-    Claimed,
     ClaimDropped,
+    Claimed,
     ClaimEnded,
     ClaimRefused,
     ClaimWanted,
     Effect,
     EndClaimed,
     Event,
+    Joined,
     LiveClaims,
     MoveHorizon,
     Noted,
@@ -106,7 +108,8 @@ class FleetProcess:
             Ask: self._ask,
             ArmTimer: self._arm,
             MoveHorizon: self._move_horizon,
-            EndClaimed: lambda effect: self._send({"op": "lost", "reason": effect.reason}),
+            Joined: self._join,
+            EndClaimed: lambda effect: self._send({"op": "lost", "why": effect.reason.value, "text": effect.text}),
             Claimed: lambda effect: self._send({"op": "claimed", "number": effect.request, "epoch": effect.epoch}),
             ClaimRefused: self._refuse,
             Noted: self._note,
@@ -151,8 +154,12 @@ class FleetProcess:
         message = {"op": "refused", "number": effect.request, "why": effect.why.value, "text": effect.text}
         self._send(message | {"retry_after_ms": effect.retry_after_ms})
 
+    def _join(self, effect: Joined) -> None:
+        self._send({"op": "joined", "incarnation": effect.incarnation, "identity": asdict(effect.identity)})
+
     def _note(self, effect: Noted) -> None:
-        self._send({"op": "noted", "what": effect.what.value, "text": effect.text})
+        message = {"op": "noted", "what": effect.note.value, "text": effect.text}
+        self._send(message | {"node": effect.node_id, "name": effect.name})
 
     # --- the broker ---
 
@@ -215,4 +222,5 @@ class FleetProcess:
 def record_of(message: dict[str, Any]) -> RecordChanged:
     """Return the event that a `record` message stands for. Raises KeyError or TypeError."""
     cards = tuple(CardRecord(*card) for card in message["cards"])
-    return RecordChanged(tuple(message["addresses"]), dict(message["labels"]), cards, message["is_draining"])
+    addresses, labels = tuple(message["addresses"]), dict(message["labels"])
+    return RecordChanged(addresses, labels, cards, message["is_draining"], message["version"])

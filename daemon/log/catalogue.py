@@ -251,7 +251,9 @@ class LogEvent(Enum):
     FLEET_BACK = Kind("fleet.back", INFO, "the fleet process is back")
     FLEET_JOINED = Kind("fleet.joined", INFO, "the node has joined its fleet", ("node", "incarnation"))
     FLEET_FENCED = Kind("fleet.fenced", ERROR, "the fleet has given this node up: its named leases end", ("reason",))
-    FLEET_NOTED = Kind("fleet.noted", INFO, "the node's membership of its fleet", ("what", "reason"))
+    FLEET_NOTED = Kind(
+        "fleet.noted", INFO, "the node's membership of its fleet", ("what", "reason", "node", "lease_name")
+    )
     TLS_NOT_USED = Kind("tls.not_used", WARNING, "the [tls] table is not used: no address of listen begins with tls:")
     DRAIN_GOES_ON = Kind(
         "drain.goes_on",

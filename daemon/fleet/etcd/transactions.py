@@ -46,10 +46,11 @@ class Delete(NamedTuple):
 
 
 class Get(NamedTuple):
-    """A read of a key, or of all keys that begin with it."""
+    """A read of a key, or of all keys that begin with it; with `keys_only` the values are empty."""
 
     key: bytes
     is_prefix: bool = False
+    keys_only: bool = False
 
 
 Compare = CreateRevisionIs | ModRevisionIs

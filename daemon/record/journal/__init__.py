@@ -6,6 +6,6 @@ to it is on the disk. `Journal` is that of a daemon that keeps none, `FileJourna
 
 from gpulease.daemon.record.journal.database import JournalBroken
 from gpulease.daemon.record.journal.journal import FileJournal, Journal, open_journal
-from gpulease.daemon.record.journal.rows import KeptRelay
+from gpulease.daemon.record.journal.rows import KeptMembership, KeptRelay
 
-__all__ = ["FileJournal", "Journal", "JournalBroken", "KeptRelay", "open_journal"]
+__all__ = ["FileJournal", "Journal", "JournalBroken", "KeptMembership", "KeptRelay", "open_journal"]

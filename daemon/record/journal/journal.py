@@ -67,6 +67,7 @@ from gpulease.daemon.record.journal.rows import (
     MEMBERSHIP_KEY,
     Change,
     Contents,
+    KeptMembership,
     KeptRelay,
     RowKind,
     Spent,
@@ -93,7 +94,7 @@ class Journal:
         revoked_tokens: Tokens that were revoked, with the same three members.
         cards: Measurements of the GPUs in this boot of the host, by uuid.
         relays: Relays of remote tenants that may still live.
-        incarnation: Which member of its fleet the node was last; 0 for none.
+        membership: The node's last membership of a fleet; None if it had none.
     """
 
     kept: tuple[KeptLease, ...] = ()
@@ -103,7 +104,7 @@ class Journal:
     revoked_tokens: tuple[Spent, ...] = ()
     cards: Mapping[str, KeptCard] = {}
     relays: tuple[KeptRelay, ...] = ()
-    incarnation: int = 0
+    membership: KeptMembership | None = None
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
         """Begin to follow a table. `pid_of` gives the process id of a lease's worker, `post` takes events."""
@@ -143,8 +144,8 @@ class Journal:
     def forget_relay(self, pid: int) -> None:
         """Remove a relay that has ended."""
 
-    def remember_incarnation(self, incarnation: int) -> None:
-        """Keep which member of its fleet the node is: the next daemon goes on as the same."""
+    def remember_membership(self, membership: KeptMembership) -> None:
+        """Keep the node's membership of its fleet: the next daemon goes on with it."""
 
     def once_kept(self, do: Callable[[], None]) -> None:
         """Call `do` when all events so far are durable; never, if they can't be."""
@@ -169,7 +170,7 @@ class FileJournal(Journal):
         self.revoked_tokens = tuple(contents.revoked_tokens)
         self.cards = dict(contents.cards)
         self.relays = tuple(contents.relays.values())
-        self.incarnation = contents.incarnation
+        self.membership = contents.membership
         self._committer = GroupCommitter(_StoreTarget(store))
         self._replies = DurableReplies(lambda: self._committer.durable, self.problem)
         self._lock_fd = lock_fd
@@ -245,9 +246,9 @@ class FileJournal(Journal):
         if not self.problem():
             self._committer.put([Change(RowKind.RELAY, number_key(pid), None)])
 
-    def remember_incarnation(self, incarnation: int) -> None:
-        """Implement `Journal.remember_incarnation`."""
-        self._committer.put([Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, incarnation)])
+    def remember_membership(self, membership: KeptMembership) -> None:
+        """Implement `Journal.remember_membership`."""
+        self._committer.put([Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, membership)])
 
     async def stop(self) -> None:
         """Implement `Journal.stop`. The lease table is at rest by now."""

@@ -33,7 +33,7 @@ DRAIN_KEY: Final = b""
 """The key of the one row that tells of a drain."""
 
 MEMBERSHIP_KEY: Final = b""
-"""The key of the one row that tells which member of its fleet the node was last."""
+"""The key of the one row that tells of the node's membership of its fleet."""
 
 _LATER: Final[dict[str, object]] = {
     "submit_bytes": 0,
@@ -70,7 +70,24 @@ class KeptRelay:
     serial: str
 
 
-Kept = KeptLease | KeptRegion | KeptWarm | KeptCard | KeptRelay | LeaseSnapshot | int
+@dataclass(frozen=True, slots=True)
+class KeptMembership:
+    """A node's membership of its fleet, with which the next daemon goes on.
+
+    Attributes:
+        incarnation: Create revision of the node's record in etcd.
+        cluster_id: etcd's number of its cluster.
+        generation: Text of the store's generation key.
+        revision: A revision that the store had reached.
+    """
+
+    incarnation: int
+    cluster_id: int
+    generation: str
+    revision: int
+
+
+Kept = KeptMembership | KeptLease | KeptRegion | KeptWarm | KeptCard | KeptRelay | LeaseSnapshot | int
 
 
 class RowKind(IntEnum):
@@ -212,7 +229,7 @@ def read_tombstone(value: bytes) -> LeaseSnapshot:
     return _read(LeaseSnapshot, value)
 
 
-Shape = TypeVar("Shape", KeptWarm, KeptCard, KeptRelay, LeaseSnapshot)
+Shape = TypeVar("Shape", KeptMembership, KeptWarm, KeptCard, KeptRelay, LeaseSnapshot)
 
 _ENUMS: Final[dict[str, Callable[[Any], Enum]]] = {
     "exclusivity": Exclusivity,
@@ -333,7 +350,7 @@ class Contents:
         drain_ns: When a drain ends the leases that are left; None if the node is not drained.
         epochs: Names and the highest epoch that each had.
         region_tombstones: Regions that ended last.
-        incarnation: Which member of its fleet the node was last; 0 for none.
+        membership: The node's last membership of a fleet; None if it had none.
         next_tombstone: The number of the next tombstone.
         next_region_tombstone: The number of the next region's tombstone.
     """
@@ -351,6 +368,7 @@ class Contents:
     drain_ns: int | None = None
     epochs: list[tuple[str, int]] = field(default_factory=list)
     incarnation: int = 0
+    membership: KeptMembership | None = None
     relays: dict[int, KeptRelay] = field(default_factory=dict)
     next_tombstone: int = 0
     next_region_tombstone: int = 0
@@ -386,7 +404,7 @@ class Contents:
             case RowKind.EPOCH:
                 self.epochs.append((key.decode(), int(value)))
             case RowKind.MEMBERSHIP:
-                self.incarnation = int(value)
+                self.membership = _read(KeptMembership, value)
             case RowKind.RELAY:
                 relay = _read(KeptRelay, value)
                 self.relays[relay.pid] = relay

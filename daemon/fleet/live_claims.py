@@ -1,12 +1,12 @@
 """The messages between the broker and the fleet process, one msgpack map each, by the channel of the process's start.
 
-    from      messages
-    broker    start, once: the settings
-              live: the claims of the leases that there are, in parts
-              record: how the node's record is to read
-              claim, drop, ended: a claim is wanted, is wanted no more, or its lease is gone
-              horizon_set: the broker has written the last horizon to the control pages
-    process   ready, once; horizon, lost, claimed, refused, noted
+from      messages
+broker    start, once: the settings
+          live: the claims of the leases that there are, in parts
+          record: how the node's record is to read
+          claim, drop, ended: a claim is wanted, is wanted no more, or its lease is gone
+          horizon_set: the broker has written the last horizon to the control pages
+process   ready, once; horizon, lost, claimed, refused, noted
 """
 
 from collections.abc import Iterable, Iterator, Mapping
