@@ -1,0 +1,86 @@
+"""The `[fleet]` table: what is taken, and what an operator is told of the rest."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.config.settings import Config, ConfigError, load_config
+from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated, parse_etcd
+
+TABLE = """
+[fleet]
+etcd = "etcd://h1,h2:2400,[::1]"
+ca = "/pki/ca.pem"
+certificate = "/pki/node.pem"
+key = "/pki/node.key"
+node = "gpu1"
+addresses = ["tls:gpu1.example:7443"]
+labels = { zone = "a", model = "h200" }
+horizon_s = 60
+isolated = "serve"
+"""
+
+
+def load(tmp_path: Path, text: str, **overrides: Any) -> Config:
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    return load_config(file, overrides)
+
+
+def test_the_whole_table(tmp_path: Path) -> None:
+    fleet = load(tmp_path, TABLE).fleet
+    assert fleet is not None
+    assert fleet.etcd == ("h1:2379", "h2:2400", "[::1]:2379")
+    assert (fleet.ca, fleet.certificate, fleet.key) == tuple(
+        map(Path, ("/pki/ca.pem", "/pki/node.pem", "/pki/node.key"))
+    )
+    assert (fleet.node, fleet.addresses, dict(fleet.labels)) == (
+        "gpu1",
+        ("tls:gpu1.example:7443",),
+        {"zone": "a", "model": "h200"},
+    )
+    assert (fleet.horizon_s, fleet.isolated) == (60, Isolated.SERVE)
+
+
+def test_the_command_line_names_another_etcd_and_keeps_the_rest_of_the_table(tmp_path: Path) -> None:
+    fleet = load(tmp_path, TABLE, fleet="etcd://h9").fleet
+    assert fleet is not None
+    assert (fleet.etcd, fleet.node) == (("h9:2379",), "gpu1")
+    assert load_config(None, {"fleet": "etcd://h9"}).fleet == FleetSettings(("h9:2379",))
+    assert load_config(None, {}).fleet is None
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ('node = "gpu1"', "etcd must be given"),
+        ('etcd = "http://h1"', "write etcd://"),
+        ('etcd = "etcd://"', "no member"),
+        ('etcd = "etcd://h1:0"', "no member"),
+        ('etcd = "etcd://h1:65536"', "no member"),
+        ('etcd = "etcd://h1/x"', "no member"),
+        ('etcd = "etcd://h1,h1:2379"', "a member twice"),
+        ("etcd = 5", "write etcd://"),
+        ('etcd = "etcd://h1"\nca = "ca.pem"', "ca"),
+        ('etcd = "etcd://h1"\ncertificate = "/c"', "certificate and key belong together"),
+        ('etcd = "etcd://h1"\ncertificate = "/c"\nkey = "/k"', "certificate needs ca"),
+        ('etcd = "etcd://h1"\nnode = "a/b"', "no node's id"),
+        ('etcd = "etcd://h1"\naddresses = "tls:a:1"', "a list of addresses"),
+        ('etcd = "etcd://h1"\naddresses = ["http:a:1"]', "not an address"),
+        ('etcd = "etcd://h1"\nlabels = { "a b" = "c" }', "no label"),
+        ('etcd = "etcd://h1"\nlabels = { a = 5 }', "no label"),
+        ('etcd = "etcd://h1"\nhorizon_s = 1', "between 2 and 600"),
+        ('etcd = "etcd://h1"\nhorizon_s = 30000', "between 2 and 600"),
+        ('etcd = "etcd://h1"\nisolated = "no"', '"hold" or "serve"'),
+        ('etcd = "etcd://h1"\ncolour = "red"', "there is no 'colour'"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, line: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        load(tmp_path, f"[fleet]\n{line}\n")
+
+
+def test_an_etcd_has_few_members() -> None:
+    with pytest.raises(ValueError, match="at most 9"):
+        parse_etcd("etcd://" + ",".join(f"h{number}" for number in range(10)))
