@@ -11,21 +11,24 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from gpulease.daemon.broker.claims import ClaimAnswer, ClaimGiven, ClaimWant
+from gpulease.daemon.broker.name_claims import ClaimAnswer, Claimed, ClaimWant
+from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
 from gpulease.daemon.fleet.live_claims import live_messages
-from gpulease.daemon.fleet.process import NS_PER_S, boot_ns
+from gpulease.daemon.fleet.rules.fleet_events import Why
 from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.version import VERSION
-from gpulease.daemon.leases import LeaseState, LeaseTable, denials
-from gpulease.daemon.leases.denials import Denial
-from gpulease.daemon.leases.events import ClaimsLost, Event, HorizonMoved
+from gpulease.daemon.leases import ClaimsLost, Event, HorizonMoved, LeaseState, LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.journal import Journal, KeptMembership
 from gpulease.daemon.record.metrics.gauges import FleetFacts
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
+
+NS_PER_S: Final = 1_000_000_000
 
 RECORD_S: Final = 1.0
 """Between two looks whether the node's record has changed. The next beat carries it, so sooner is of no use."""
@@ -92,11 +95,16 @@ class FleetFrontend:
         """Return whether the horizon has passed: the node is cut off from etcd, or has not joined yet."""
         return boot_ns() >= self._horizon_boot_ns
 
-    def denial(self) -> Denial | None:
-        """Return why leases without a name are not granted now; None if they are."""
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Implement `Claims.labels`."""
+        return self._settings.labels
+
+    def refusal(self) -> Failure | None:
+        """Implement `Claims.refusal`."""
         if self._settings.isolated is Isolated.SERVE or not self.is_isolated:
             return None
-        return denials.isolated(self._trouble())
+        return self._isolated("no new lease is granted")
 
     def problem(self) -> str:
         """Return what an operator should know of the fleet; "" if all is well."""
@@ -107,6 +115,10 @@ class FleetFrontend:
         if not self._horizon_boot_ns:
             return f"this node has not joined its fleet: etcd at {etcd} has not let it in yet"
         return f"this node is cut off from its fleet: etcd at {etcd} has not answered in time"
+
+    def _isolated(self, what: str) -> Failure:
+        hint = "Try another node of the fleet, or again once this one's operator has mended that."
+        return Failure(Status.BUSY, f"{what}: {self._trouble()}", hint=hint)
 
     def figures(self) -> FleetFacts:
         """Return what metrics tell."""
@@ -120,7 +132,8 @@ class FleetFrontend:
         self._waiting[number] = on_answer
         message = {"op": "claim", "number": number, "name": want.name, "lease_id": f"{want.lease_id:032x}"}
         if not self._tell(message | {"tenant": want.tenant, "wait_ms": want.wait_ms}):
-            asyncio.get_running_loop().call_soon(self._answer, number, denials.isolated(self._trouble()), "isolated")
+            failure = self._isolated(f"the name {want.name!r} can't be claimed")
+            asyncio.get_running_loop().call_soon(self._answer, number, failure, Why.ISOLATED.value)
         return lambda: self._drop(number)
 
     def release(self, name: str, epoch: int) -> None:
@@ -157,7 +170,9 @@ class FleetFrontend:
 
     def _on_end(self) -> None:
         for number in list(self._waiting):
-            self._answer(number, denials.claim_unknown(), "unknown")
+            hint = "Ask again: a claim that was made all the same is deleted."
+            failure = Failure(Status.BUSY, "the node's fleet process ended before it had claimed the name", hint=hint)
+            self._answer(number, failure, Why.UNKNOWN.value)
 
     def _tell(self, message: dict[str, Any]) -> bool:
         """Send a message; returns whether the process will read it."""
@@ -211,9 +226,9 @@ class FleetFrontend:
             case {"op": "lost", "text": str(reason)}:
                 self._lose(reason)
             case {"op": "claimed", "number": int(number), "epoch": int(epoch)}:
-                self._answer(number, ClaimGiven(epoch), "given")
+                self._answer(number, Claimed(epoch), "given")
             case {"op": "refused", "number": int(number), "why": str(why), "text": str(text)}:
-                self._answer(number, denials.claim_refused(why, text), why)
+                self._answer(number, _failure(Why(why), text, message["retry_after_ms"]), why)
             case {"op": "noted", "what": str(what), "text": str(text), "node": str(node), "name": str(name)}:
                 log_event(LogEvent.FLEET_NOTED, what=what, reason=text, node=node or None, lease_name=name or None)
 
@@ -234,6 +249,23 @@ class FleetFrontend:
         self._horizon_boot_ns, self._is_lost = 0, True
         self._post(ClaimsLost(reason))
         self._tell_all_ended()
+
+
+_HINTS: Final = {
+    Why.TAKEN: "Wait until its lease has ended, or use another name.",
+    Why.ISOLATED: "Try another node of the fleet.",
+    Why.UNKNOWN: "Ask again: a claim that was made all the same is deleted.",
+    Why.REJECTED: "The fleet's operator must look at etcd.",
+    Why.STALE: "The fleet's operator must look at etcd.",
+    Why.BUSY: "Ask again in a moment, or another node.",
+}
+
+
+def _failure(why: Why, text: str, retry_after_ms: int) -> Failure:
+    hint = _HINTS[why]
+    if retry_after_ms:
+        hint = f"Ask again in {retry_after_ms / 1000:.1f} s."
+    return Failure(Status.BUSY, text, hint=hint)
 
 
 _KIND: Final = ChildKind(

@@ -70,7 +70,7 @@ class Health:
         yield Check("audit", self._recorder.denial() is None, self._recorder.problem())
         if self.fleet is not None:
             # Leases with a name are refused meanwhile; others as the operator wants it.
-            yield Check("fleet", self.fleet.denial() is None, self.fleet.problem())
+            yield Check("fleet", self.fleet.refusal() is None, self.fleet.problem())
 
     def _capacity_problem(self) -> str:
         cards = self._table.cards()

@@ -54,6 +54,9 @@ class Claims(Protocol):
     def labels(self) -> Mapping[str, str]:
         """Labels of this node."""
 
+    def refusal(self) -> Failure | None:
+        """Return why no lease is granted now, one without a name either; None if leases are."""
+
     def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
         """Ask for a name. Calls `on_answer` once, perhaps before this method returns.
 
@@ -70,6 +73,10 @@ class NoFleet:
     """The claims of a node that is in no fleet: every name is refused."""
 
     labels: Mapping[str, str] = MappingProxyType({})
+
+    def refusal(self) -> Failure | None:
+        """Implement `Claims.refusal`: nothing is refused."""
+        return None
 
     def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
         """Implement `Claims.claim`."""

@@ -7,11 +7,11 @@ does not look alive to the fleet, so its names come free.
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
+from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.live_claims import LiveParts
 from gpulease.daemon.fleet.records import CardRecord
@@ -45,11 +45,6 @@ NS_PER_MS: Final = 1_000_000
 
 MAX_SLEEP_S: Final = 1.0
 """Longest sleep of the loop's timer, whose clock stands still while the host is suspended; the rules' clock goes on."""
-
-
-def boot_ns() -> int:
-    """Return the time since the host was booted, its suspension included (clock_gettime(2), CLOCK_BOOTTIME)."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 class FleetProcess:
