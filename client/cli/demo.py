@@ -10,6 +10,7 @@ import click
 import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession, KernelArgs, LeaseExpired
+from gpulease.client.cli.fleet_demo import run_fleet_demo
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.reports import first_card
 from gpulease.client.cli.tables import size_text
@@ -29,12 +30,19 @@ class DemoFailed(GpuLeaseError):
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def demo(as_json: bool) -> None:
+@click.option("--fleet", "of_fleet", is_flag=True, help="Three daemons on an etcd; one is killed, its name lives on.")
+def demo(as_json: bool, of_fleet: bool) -> None:
     """Lease a slice, run two kernels on it, let another lease expire.
 
-    Uses the daemon that runs; without one, starts a private one on the embedded driver, which needs no GPU.
+    Uses the daemon that runs; without one, starts a private one on the embedded driver, which needs no GPU. A fleet's
+    daemons, and its etcd, are always private.
     """
     say = _silent if as_json else click.echo
+    if of_fleet:
+        report = run_fleet_demo(transform_ptx(), say)
+        if as_json:
+            click.echo(json.dumps(report, indent=2))
+        return
     with contextlib.ExitStack() as stack:
         address = running_address()
         if address is None:

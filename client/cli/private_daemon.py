@@ -81,6 +81,11 @@ class PrivateDaemon:
             )
         _wait_until_it_answers(self._process, self._path, self._log_path)
 
+    @property
+    def is_running(self) -> bool:
+        """Return whether the process was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
     def kill(self) -> None:
         """End the broker as a crash would: the sessions of a daemon that keeps its leases go on."""
         if self._process is not None:
@@ -118,7 +123,7 @@ def private_daemon(
         options += ["--warm-contexts", str(warm_contexts)]
     for size in vram:
         options += ["--vram", size]
-    with _unwound_by_signals(), _folder() as folder:
+    with unwound_by_signals(), _folder() as folder:
         daemon = PrivateDaemon(folder, options, settings)
         try:
             daemon.start()
@@ -130,7 +135,7 @@ def private_daemon(
 @contextlib.contextmanager
 def killable_daemon(driver: str) -> Iterator[PrivateDaemon]:
     """Start a daemon whose leases outlive its broker, until the block ends. Raises CannotStart."""
-    with _unwound_by_signals(), _folder() as folder:
+    with unwound_by_signals(), _folder() as folder:
         daemon = PrivateDaemon(folder, ["--driver", driver], f'state = "{folder / "state"}"\n')
         try:
             daemon.start()
@@ -140,7 +145,7 @@ def killable_daemon(driver: str) -> Iterator[PrivateDaemon]:
 
 
 @contextlib.contextmanager
-def _unwound_by_signals() -> Iterator[None]:
+def unwound_by_signals() -> Iterator[None]:
     """Have SIGTERM and a lost terminal's SIGHUP end the block as an interrupt does, and then the process by them.
 
     Either would otherwise end this process at once and leave the daemon behind.
@@ -171,11 +176,11 @@ def _unwound_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="gpulease-", dir=_short_folder()) as folder:
+    with tempfile.TemporaryDirectory(prefix="gpulease-", dir=short_folder()) as folder:
         yield Path(folder)
 
 
-def _short_folder() -> str | None:
+def short_folder() -> str | None:
     """Return a folder in which a socket's path stays short enough: the usual one (None), else /tmp."""
     usual = tempfile.gettempdir()
     return "/tmp" if len(os.fsencode(usual)) > MAX_UNIX_PATH_BYTES - SOCKET_NAME_BYTES else usual
