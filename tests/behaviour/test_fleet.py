@@ -1,0 +1,148 @@
+"""A fleet of real daemons on a real etcd: a name is served once, whatever is killed, stopped or cut off."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import GpuLeaseError, GpuSession, Revoked
+from helpers.fleet_rig import FleetNode, Worker, claims, fleet, wait_for
+from helpers.waiting import wait_until
+
+NAME = "model-a"
+
+
+def no_overlap(first: Worker, second: Worker) -> bool:
+    return max(end for _, end in first.spans) < min(begin for begin, _ in second.spans)
+
+
+def test_a_name_is_served_by_one_node_at_a_time(tmp_path: Path) -> None:
+    with fleet(tmp_path) as (cluster, (first, second)):
+        with first.builder(NAME).acquire() as lease:
+            assert (lease.name, lease.epoch > 0) == (NAME, True)
+            report = first.now.query(lease.lease_id)
+            assert (report["name"], report["epoch"]) == (NAME, lease.epoch)
+            assert claims(cluster)[NAME]["node_id"] == "node-0"
+            for node in (first, second):
+                with pytest.raises(GpuLeaseError, match=r"(node-0 serves|is lease)"):
+                    node.builder(NAME).acquire()
+            lease.renew(700)
+            with second.builder("model-b").acquire() as other:
+                assert other.epoch > lease.epoch
+        wait_for(lambda: not claims(cluster), "the claims are deleted with the leases")
+        with second.acquire(NAME) as again:
+            assert again.epoch > other.epoch
+
+
+def kill_daemon(node: FleetNode) -> None:
+    node.kill()
+
+
+def stop_daemon(node: FleetNode) -> None:
+    os.kill(node.now.process.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("fault", [kill_daemon, stop_daemon])
+def test_a_dead_nodes_name_lives_on_elsewhere(tmp_path: Path, fault: Callable[[FleetNode], None]) -> None:
+    """With the daemon killed or stopped no claimed lease runs past its horizon, and no name lives twice."""
+    with fleet(tmp_path) as (_, (first, second)):
+        lease = first.acquire(NAME)
+        before = Worker(lease)
+        before.wait_until_working()
+        anonymous = Worker(first.builder().acquire())
+        anonymous.wait_until_working()
+        fault(first)
+        with second.acquire(NAME) as again:
+            after = Worker(again)
+            after.wait_until_working()
+            before.wait_for_end()
+            after.stop()
+            assert no_overlap(before, after)
+            assert again.epoch > lease.epoch
+            assert anonymous.error is None
+        anonymous.stop()
+
+
+def test_who_has_no_name_feels_nothing_while_etcd_is_away(tmp_path: Path) -> None:
+    with fleet(tmp_path) as (cluster, (holding, other)):
+        named = Worker(holding.acquire(NAME))
+        named.wait_until_working()
+        with holding.builder().acquire() as lease, GpuSession(lease) as session:
+            buffer = session.mem_alloc(4096)
+            cluster.pause(cluster.members[0])
+            assert isinstance(named.wait_for_end(), Revoked)
+            holding.wait_until_isolated()
+            assert "etcd" in holding.fleet_check()["detail"]
+            lease.renew(700)
+            session.mem_write(buffer, 0, bytes(4096))
+            for name in (NAME, ""):
+                with pytest.raises(GpuLeaseError, match="fleet"):
+                    holding.builder(name).acquire()
+            cluster.resume(cluster.members[0])
+            holding.wait_until_joined()
+            assert session.mem_read(buffer, 0, 4) == bytes(4)
+        with other.acquire(NAME):
+            pass
+        wait_for(lambda: not claims(cluster), "no claim is orphaned")
+
+
+def test_an_operator_may_have_leases_without_a_name_granted_meanwhile(tmp_path: Path) -> None:
+    with fleet(tmp_path, nodes=1, isolated="serve") as (cluster, (node,)):
+        cluster.pause(cluster.members[0])
+        node.wait_until_isolated()
+        with node.builder().acquire() as lease, GpuSession(lease) as session:
+            session.mem_alloc(4096)
+        with pytest.raises(GpuLeaseError, match="fleet"):
+            node.builder(NAME).acquire()
+        cluster.resume(cluster.members[0])
+        node.wait_until_joined()
+
+
+def test_nothing_is_granted_on_a_claim_whose_result_is_unknown(tmp_path: Path) -> None:
+    with fleet(tmp_path) as (cluster, (first, second)):
+        cluster.pause(cluster.members[0])
+        with pytest.raises(GpuLeaseError) as refused:
+            first.builder(NAME).acquire()
+        assert "etcd" in str(refused.value) or "fleet" in str(refused.value)
+        assert not first.now.leases()
+        cluster.resume(cluster.members[0])
+        first.wait_until_joined()
+        with second.acquire(NAME):
+            assert not first.now.leases()
+
+
+def test_a_fleet_process_that_dies_costs_no_lease(tmp_path: Path) -> None:
+    with fleet(tmp_path, nodes=1) as (cluster, (node,)):
+        node.now.allowed_trouble.append("fleet process died")
+        lease = node.acquire(NAME)
+        work = Worker(lease)
+        work.wait_until_working()
+        killed = node.fleet_pid()
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: node.workers().get("gpul-fleet", killed) != killed, "another runs")
+        beats = node.now.log().count("fleet.joined")
+        with node.acquire("model-b"):
+            assert work.error is None
+            assert claims(cluster)[NAME]["lease_id"] == f"{lease.lease_id:032x}"
+        assert beats >= 0
+        work.stop()
+        lease.drop()
+
+
+def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
+    with fleet(tmp_path, nodes=1) as (cluster, (node,)):
+        lease = node.acquire(NAME)
+        work = Worker(lease)
+        work.wait_until_working()
+        node.restart()
+        node.wait_until_joined()
+        count = len(work.spans)
+        wait_until(lambda: len(work.spans) > count or work.error, "the session goes on")
+        assert work.error is None
+        assert node.now.query(lease.lease_id)["epoch"] == lease.epoch
+        assert NAME in claims(cluster)
+        work.stop()
+        lease.drop()
+        wait_for(lambda: not claims(cluster), "the claim ends with the lease")

@@ -1,0 +1,152 @@
+"""A fleet of real daemons on a real etcd: nodes that can be killed, stopped and cut off."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession
+from helpers.etcd_cluster import EtcdCluster
+from helpers.kernels import TRANSFORM, scale_args
+from helpers.lasting import LastingDaemon
+from helpers.waiting import wait_until
+
+HORIZON_S: Final = 5
+FLEET_PROCESS: Final = "gpul-fleet"
+
+
+class FleetNode(LastingDaemon):
+    """A node whose leases outlive its daemon."""
+
+    def __init__(self, cluster: EtcdCluster, node_id: str, **settings: Any) -> None:
+        table = {"etcd": "etcd://" + ",".join(cluster.endpoints), "node": node_id, "horizon_s": HORIZON_S, **settings}
+        lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
+        super().__init__(config=f"[fleet]\n{lines}\n")
+        self.node_id = node_id
+
+    def builder(self, name: str = "") -> GpuBuilder:
+        """Ask it for a small lease, with a name if one is given."""
+        builder = GpuBuilder(self.address).min_vram(1 << 20).lease_secs(600)
+        return builder.name(name) if name else builder
+
+    def fleet_check(self) -> dict[str, Any]:
+        """What its health says of the fleet."""
+        from gpulease.client.sync.driver import ask
+        from gpulease.protocol import Opcode
+        from gpulease.protocol.messages import Empty
+
+        checks = ask(Opcode.HEALTH, Empty(), self.address).report["checks"]
+        return next(check for check in checks if check["check"] == "fleet")
+
+    def wait_until_joined(self) -> None:
+        """Return once it has joined, and is not cut off."""
+        wait_until(lambda: not self.fleet_check()["detail"], f"{self.node_id} has joined", seen=self.logs)
+
+    def wait_until_isolated(self) -> None:
+        """Return once its horizon has passed."""
+        wait_until(lambda: self.fleet_check()["detail"], f"{self.node_id} is cut off", seen=self.logs)
+
+    def fleet_pid(self) -> int:
+        """The process id of its fleet process."""
+        return wait_until(lambda: self.workers().get(FLEET_PROCESS, 0), "the fleet process runs")
+
+    def acquire(self, name: str) -> GpuLease:
+        """Get the name, again and again until it is free."""
+        got: list[GpuLease] = []
+        refusals: list[str] = []
+
+        def try_once() -> bool:
+            try:
+                got.append(self.builder(name).acquire())
+            except GpuLeaseError as error:
+                refusals.append(str(error))
+                time.sleep(HORIZON_S / 50)
+            return bool(got)
+
+        wait_until(try_once, f"{self.node_id} serves {name}", seen=lambda: (refusals[-3:], self.logs()))
+        return got[0]
+
+
+class Worker:
+    """A tenant who computes in a lease's session until it ends: when, on the monotonic clock, and how."""
+
+    def __init__(self, lease: GpuLease) -> None:
+        self.spans: list[tuple[float, float]] = []
+        self.error: GpuLeaseError | None = None
+        self._lease = lease
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with GpuSession(self._lease) as session:
+                module, buffer = session.module_load(TRANSFORM), session.mem_alloc(4096)
+                args = scale_args(buffer, 1024, 1)
+                while not self._is_over.wait(0.002):
+                    began_s = time.monotonic()
+                    session.launch(module, "scale", [4], [256], args)
+                    session.sync()
+                    self.spans.append((began_s, time.monotonic()))
+        except GpuLeaseError as error:
+            self.error = error
+
+    def wait_until_working(self) -> None:
+        """Return once its first kernel has run."""
+        wait_until(lambda: self.spans or self.error, "a kernel has run")
+        assert self.error is None, self.error
+
+    def wait_for_end(self) -> GpuLeaseError:
+        """The error by which its session ended."""
+        self._thread.join(120)
+        assert self.error is not None
+        return self.error
+
+    def stop(self) -> None:
+        """Compute no more."""
+        self._is_over.set()
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def fleet(
+    folder: Path, nodes: int = 2, members: int = 1, **settings: Any
+) -> Iterator[tuple[EtcdCluster, list[FleetNode]]]:
+    """A cluster and its nodes, which have joined."""
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(EtcdCluster(folder, members))
+        made = []
+        for number in range(nodes):
+            node = FleetNode(cluster, f"node-{number}", **settings)
+            stack.callback(_end, node)
+            node.start()
+            made.append(node)
+        for node in made:
+            node.wait_until_joined()
+        yield cluster, made
+
+
+def _end(node: FleetNode) -> None:
+    """Stop a node, which may be stopped or killed by now, and whatever it left."""
+    if node.now.process.poll() is None:
+        os.kill(node.now.process.pid, signal.SIGCONT)
+    else:
+        node.start()
+    node.stop()
+
+
+def claims(cluster: EtcdCluster) -> dict[str, dict[str, Any]]:
+    """The claims of names that etcd has."""
+    told = cluster.control("get", "--prefix", "/gpulease/v1/names/")
+    lines = [line for line in told.splitlines() if line]
+    return {key.rpartition("/")[2]: json.loads(value) for key, value in zip(lines[::2], lines[1::2], strict=True)}
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Wait for what a fleet needs some horizons for."""
+    wait_until(condition, what)
