@@ -8,7 +8,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
-from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.client import BadEtcdSettings, EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.process import FleetProcess
 from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, FleetTerms
 from gpulease.daemon.fleet.rules.member import Member
@@ -33,18 +33,18 @@ def main(channel_fd: int, parent_pid: int) -> int:
         asyncio.run(_serve(start, channel))
     except ChannelClosed:
         return 0
-    except OSError as error:
+    except (BadEtcdSettings, OSError) as error:
         send_message(channel, {"op": "broken", "reason": str(error)})
         return 1
     return 0
 
 
 async def _serve(start: dict[str, Any], channel: socket.socket) -> None:
-    """Raises ChannelClosed, or OSError for a certificate that can't be read."""
+    """Raises ChannelClosed, or BadEtcdSettings for a certificate that can't be read."""
     client = EtcdClient(etcd_settings(start))
     try:
         terms, identity = FleetTerms(horizon_s=start["horizon_s"]), FleetIdentity(**start["identity"])
-        member = Member(start["node"], terms, start["incarnation"], identity, token_hex(INSTANCE_BYTES))
+        member = Member(start["node"], terms, start["incarnation"], identity, instance=token_hex(INSTANCE_BYTES))
         await FleetProcess(member, client, channel).run()
     finally:
         await client.close()

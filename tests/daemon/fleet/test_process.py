@@ -1,0 +1,137 @@
+"""The fleet process between a real etcd and a broker that the test plays."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from gpulease.daemon.contract.control_page import boot_ns
+from gpulease.daemon.fleet.live_claims import live_messages
+from gpulease.daemon.fleet.records import read_node
+from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
+from helpers.daemon import python_environment
+from helpers.etcd_cluster import EtcdCluster
+from helpers.waiting import PATIENCE_S
+
+HORIZON_S: Final = 5
+CARD: Final = ["GPU-1", "card", 1 << 30, 1 << 29, 2, False]
+
+
+class Broker:
+    """The broker's end of the channel, and the process at the other."""
+
+    def __init__(self, cluster: EtcdCluster, node: str = "node-0", live: dict[str, int] | None = None) -> None:
+        self.channel, theirs = channel_pair()
+        self.channel.settimeout(PATIENCE_S)
+        with theirs:
+            command = [sys.executable, "-P", "-m", "gpulease.daemon.fleet", str(theirs.fileno()), str(os.getpid())]
+            self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=python_environment())
+        identity = {"cluster_id": 0, "generation": "", "revision": 0}
+        start = {"etcd": cluster.endpoints, "ca": None, "certificate": None, "key": None, "node": node}
+        start |= {"horizon_s": HORIZON_S, "incarnation": 0, "identity": identity, "timeout_s": 1.0}
+        send_message(self.channel, start)
+        self.record = {"op": "record", "addresses": ["tls:h:1"], "labels": {"zone": "a"}, "cards": [CARD]}
+        send_message(self.channel, self.record | {"is_draining": False, "version": "1"})
+        for message in live_messages(live or {}):
+            send_message(self.channel, message)
+        self.said: list[dict[str, Any]] = []
+
+    def until(self, op: str) -> dict[str, Any]:
+        """The next message of that op; horizons before it are set."""
+        while True:
+            message, _ = receive_message(self.channel)
+            self.said.append(message)
+            if message["op"] == "horizon":
+                send_message(self.channel, {"op": "horizon_set"})
+            if message["op"] == op:
+                return message
+
+    def next_horizon(self) -> None:
+        """Wait for the next horizon, and do not set it."""
+        while receive_message(self.channel)[0]["op"] != "horizon":
+            pass
+
+    def claim(self, number: int, name: str) -> None:
+        """Ask for a name."""
+        message = {"op": "claim", "number": number, "name": name, "lease_id": f"{number:032x}", "tenant": "ann"}
+        send_message(self.channel, message | {"wait_ms": 0})
+
+    def end(self) -> None:
+        """Go away, which ends the process."""
+        self.channel.close()
+        assert self.process.wait(PATIENCE_S) == 0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
+    with EtcdCluster(tmp_path) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def broker(cluster: EtcdCluster) -> Iterator[Broker]:
+    broker = Broker(cluster)
+    yield broker
+    broker.end()
+
+
+def test_it_joins_beats_and_claims(cluster: EtcdCluster, broker: Broker) -> None:
+    began_ns = boot_ns()
+    assert broker.until("joined")["identity"]["cluster_id"] != 0
+    first = broker.until("horizon")
+    assert began_ns < first["boot_ns"] < boot_ns() + HORIZON_S * 10**9
+    record = read_node(cluster.control("get", "/gpulease/v1/nodes/node-0", "--print-value-only").encode())
+    assert (record.addresses, record.labels, record.cards[0].uuid) == (("tls:h:1",), {"zone": "a"}, "GPU-1")
+    assert broker.until("horizon")["boot_ns"] > first["boot_ns"]
+    broker.claim(1, "model-a")
+    claimed = broker.until("claimed")
+    assert (claimed["number"], claimed["epoch"] > 0) == (1, True)
+    broker.claim(2, "model-a")
+    assert broker.until("refused")["why"] == "taken"
+    send_message(broker.channel, {"op": "ended", "name": "model-a", "epoch": claimed["epoch"]})
+    broker.claim(3, "model-a")
+    assert broker.until("claimed")["epoch"] > claimed["epoch"]
+
+
+def test_it_does_not_beat_for_a_broker_that_hangs(cluster: EtcdCluster, broker: Broker) -> None:
+    """The second horizon is not set, so no third comes, and the node's record stays as it is."""
+    broker.until("horizon")
+    broker.next_horizon()
+    asked = ("get", "/gpulease/v1/nodes/node-0", "--print-value-only")
+    before = cluster.control(*asked)
+    broker.channel.settimeout(HORIZON_S / 2)
+    with pytest.raises((BlockingIOError, TimeoutError, ChannelClosed)):
+        broker.next_horizon()
+    assert cluster.control(*asked) == before
+    broker.channel.settimeout(PATIENCE_S)
+    send_message(broker.channel, {"op": "horizon_set"})
+    broker.until("horizon")
+
+
+def test_leases_of_a_node_that_the_fleet_gave_up_end(cluster: EtcdCluster) -> None:
+    """The node has leases, and no membership that it could go on with."""
+    broker = Broker(cluster, live={"model-a": 5})
+    broker.until("lost")
+    for message in live_messages({}):
+        send_message(broker.channel, message)
+    broker.until("horizon")
+    broker.end()
+
+
+def test_certificates_that_can_not_be_read(cluster: EtcdCluster, tmp_path: Path) -> None:
+    ours, theirs = channel_pair()
+    ours.settimeout(PATIENCE_S)
+    with ours, theirs:
+        command = [sys.executable, "-P", "-m", "gpulease.daemon.fleet", str(theirs.fileno()), str(os.getpid())]
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=python_environment())
+        start = {"etcd": cluster.endpoints, "ca": str(tmp_path / "none.pem"), "certificate": None, "key": None}
+        identity = {"cluster_id": 0, "generation": "", "revision": 0}
+        start |= {"node": "n", "horizon_s": 5, "incarnation": 0, "identity": identity, "timeout_s": 1.0}
+        send_message(ours, start)
+        said, _ = receive_message(ours)
+        assert (said["op"], "none.pem" in said["reason"]) == ("broken", True)
+        assert process.wait(PATIENCE_S) == 1
