@@ -118,7 +118,7 @@ def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]
     say(f"Back     node-2 serves {NAME} {back_s:.1f} s after the kill under epoch {second.epoch}")
     count = overlaps(before.work, after.work)
     say(f"Overlaps {count}: {len(before.work.spans)} kernels before, {len(after.work.spans)} after")
-    second.drop()
+    second.free()
     return {
         "nodes": NODES,
         "name": NAME,
@@ -151,7 +151,7 @@ def _refusal(address: str) -> str:
     until_s = time.monotonic() + JOIN_S
     while True:
         try:
-            GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(LEASE_S).name(NAME).acquire().drop()
+            GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(LEASE_S).name(NAME).acquire().free()
         except GpuLeaseError as error:
             if "serve" in str(error) or time.monotonic() >= until_s:
                 return str(error)

@@ -8,18 +8,18 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from gpulease.daemon.broker.name_claims import ClaimAnswer, Claimed, ClaimWant
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
 from gpulease.daemon.fleet.live_claims import live_messages
-from gpulease.daemon.fleet.rules.fleet_events import Why
+from gpulease.daemon.fleet.rules.fleet_events import Note, Why
 from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.version import VERSION
-from gpulease.daemon.leases import ClaimsLost, Event, HorizonMoved, LeaseState, LeaseTable
+from gpulease.daemon.leases import Card, ClaimsLost, Event, HorizonMoved, LeaseState, LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.journal import Journal, KeptMembership
@@ -43,6 +43,7 @@ class FleetFrontend:
     Args:
         settings: The `[fleet]` table.
         table: The leases.
+        cards: The node's cards.
         post: Gives the lease table an event.
         journal: What a restarted daemon will know: which member of the fleet the node was.
         addresses: Returns where tenants reach the node, as far as the settings do not say it.
@@ -52,6 +53,7 @@ class FleetFrontend:
         self,
         settings: FleetSettings,
         table: LeaseTable,
+        cards: Iterable[Card],
         post: Callable[[Event], None],
         journal: Journal,
         addresses: Callable[[], Sequence[str]],
@@ -59,6 +61,7 @@ class FleetFrontend:
     ) -> None:
         self._settings = settings
         self._table = table
+        self._partitions = frozenset(card.uuid for card in cards if card.is_partition)
         self._post = post
         self._addresses = addresses
         self._journal = journal
@@ -206,9 +209,8 @@ class FleetFrontend:
             self._told = record
 
     def _record(self) -> dict[str, Any]:
-        counts = Counter(lease.card_uuid for lease in self._table.snapshots())
         cards = [
-            [card.uuid, card.name, card.capacity_bytes, card.largest_bytes, counts[card.uuid], card.is_partition]
+            [card.uuid, card.name, card.capacity_bytes, card.available_bytes, card.leases, card.uuid in self._partitions]
             for card in self._table.cards()
         ]
         addresses = list(self._settings.addresses or self._addresses())
@@ -230,7 +232,13 @@ class FleetFrontend:
             case {"op": "refused", "number": int(number), "why": str(why), "text": str(text)}:
                 self._answer(number, _failure(Why(why), text, message["retry_after_ms"]), why)
             case {"op": "noted", "what": str(what), "text": str(text), "node": str(node), "name": str(name)}:
-                log_event(LogEvent.FLEET_NOTED, what=what, reason=text, node=node or None, lease_name=name or None)
+                self._note(what, text, node, name)
+
+    def _note(self, what: str, text: str, node: str, name: str) -> None:
+        if what == Note.BEAT.value:
+            self._beats += 1
+        elif what not in _TOLD_OTHERWISE:
+            log_event(LogEvent.FLEET_NOTED, what=what, reason=text, node=node or None, lease_name=name or None)
 
     def _join(self, membership: KeptMembership) -> None:
         log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=membership.incarnation)
@@ -238,7 +246,6 @@ class FleetFrontend:
         self._journal.remember_membership(membership)
 
     def _move_horizon(self, horizon_boot_ns: int) -> None:
-        self._beats += 1
         self._horizon_boot_ns = horizon_boot_ns
         self._post(HorizonMoved(time.monotonic_ns() + horizon_boot_ns - boot_ns(), horizon_boot_ns))
         self._tell({"op": "horizon_set"})
@@ -250,6 +257,9 @@ class FleetFrontend:
         self._post(ClaimsLost(reason))
         self._tell_all_ended()
 
+
+_TOLD_OTHERWISE: Final = frozenset({Note.JOINED.value, Note.FENCED.value})
+"""Notes that have a log event of their own."""
 
 _HINTS: Final = {
     Why.TAKEN: "Wait until its lease has ended, or use another name.",

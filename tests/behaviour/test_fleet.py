@@ -122,13 +122,11 @@ def test_a_fleet_process_that_dies_costs_no_lease(tmp_path: Path) -> None:
         killed = node.fleet_pid()
         os.kill(killed, signal.SIGKILL)
         wait_until(lambda: node.workers().get("gpul-fleet", killed) != killed, "another runs")
-        beats = node.now.log().count("fleet.joined")
         with node.acquire("model-b"):
-            assert work.error is None
+            assert work.error is None, work.error
             assert claims(cluster)[NAME]["lease_id"] == f"{lease.lease_id:032x}"
-        assert beats >= 0
         work.stop()
-        lease.drop()
+        lease.free()
 
 
 def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
@@ -140,9 +138,9 @@ def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
         node.wait_until_joined()
         count = len(work.spans)
         wait_until(lambda: len(work.spans) > count or work.error, "the session goes on")
-        assert work.error is None
+        assert work.error is None, (work.error, node.logs())
         assert node.now.query(lease.lease_id)["epoch"] == lease.epoch
         assert NAME in claims(cluster)
         work.stop()
-        lease.drop()
+        lease.free()
         wait_for(lambda: not claims(cluster), "the claim ends with the lease")

@@ -137,6 +137,8 @@ def _end(node: FleetNode) -> None:
         os.kill(node.now.process.pid, signal.SIGCONT)
     else:
         node.start()
+    # It may have been fenced meanwhile.
+    node.now.allowed_trouble.append("the fleet has given this node up")
     node.stop()
 
 
