@@ -130,7 +130,8 @@ def test_a_fleet_process_that_dies_costs_no_lease(tmp_path: Path) -> None:
 
 
 def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
-    with fleet(tmp_path, nodes=1) as (cluster, (node,)):
+    """The horizon is far: a busy host takes seconds to start a daemon."""
+    with fleet(tmp_path, nodes=1, horizon_s=120) as (cluster, (node,)):
         lease = node.acquire(NAME)
         work = Worker(lease)
         work.wait_until_working()

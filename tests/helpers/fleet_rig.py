@@ -16,7 +16,7 @@ from helpers.kernels import TRANSFORM, scale_args
 from helpers.lasting import LastingDaemon
 from helpers.waiting import wait_until
 
-HORIZON_S: Final = 5
+HORIZON_S: Final = 10
 FLEET_PROCESS: Final = "gpul-fleet"
 
 
