@@ -33,7 +33,7 @@ INSTALL: Final = "install it, as by `apt install etcd-server`, or from etcd.io"
 
 @dataclass(slots=True)
 class Work:
-    """What a tenant did in one session: kernels that ran and were waited for, each from its launch to its end.
+    """Kernels that a tenant ran in one session and waited for, each from its launch to its end.
 
     Attributes:
         spans: Monotonic seconds.
