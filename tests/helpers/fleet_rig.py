@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession
+from gpulease.daemon.fleet.records import GENERATION
 from helpers.etcd_cluster import EtcdCluster
 from helpers.kernels import TRANSFORM, scale_args
 from helpers.lasting import LastingDaemon
@@ -120,6 +121,8 @@ def fleet(
     """A cluster and its nodes, which have joined."""
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(EtcdCluster(folder, members))
+        # The first node of a new store waits for a horizon, lest the store was lost.
+        cluster.control("put", GENERATION.decode(), "made by the test")
         made = []
         for number in range(nodes):
             node = FleetNode(cluster, f"node-{number}", **settings)
