@@ -2,6 +2,8 @@
 
     /gpulease/v1/nodes/NODE     NodeRecord: a node's membership, rewritten with each beat
     /gpulease/v1/names/NAME     ClaimRecord: who serves a name; its mod revision is the epoch
+    /gpulease/v1/held/NODE/NAME  the claim's nonce, written and deleted with the claim: a node's own claims by one read
+    /gpulease/v1/clocks/SLOT    a node's clock: members compare their clocks' rates by it
     /gpulease/v1/quotas/TENANT/SHARD    a part of a tenant's quota
     /gpulease/v1/fences         how many nodes were fenced lately, over the whole fleet
     /gpulease/v1/generation     the store's generation key, made once: a restored backup has an older one
@@ -17,6 +19,8 @@ from typing import Any, Final, NamedTuple
 PREFIX: Final = b"/gpulease/v1/"
 NODES: Final = PREFIX + b"nodes/"
 NAMES: Final = PREFIX + b"names/"
+HELD: Final = PREFIX + b"held/"
+CLOCKS: Final = PREFIX + b"clocks/"
 QUOTAS: Final = PREFIX + b"quotas/"
 FENCES: Final = PREFIX + b"fences"
 GENERATION: Final = PREFIX + b"generation"
@@ -43,6 +47,11 @@ def node_key(node_id: str) -> bytes:
 def name_key(name: str) -> bytes:
     """Return the key of a name's claim."""
     return NAMES + name.encode()
+
+
+def held_key(node_id: str, name: str = "") -> bytes:
+    """Return the key of a claim among those of its node; without a name the prefix of all of them."""
+    return HELD + node_id.encode() + b"/" + name.encode()
 
 
 def node_id_of(key: bytes) -> str:
