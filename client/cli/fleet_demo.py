@@ -153,7 +153,7 @@ def _refusal(address: str) -> str:
         try:
             GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(LEASE_S).name(NAME).acquire().free()
         except GpuLeaseError as error:
-            if "serve" in str(error) or time.monotonic() >= until_s:
+            if "has the name" in str(error) or time.monotonic() >= until_s:
                 return str(error)
             time.sleep(HORIZON_S / 20)
         else:
