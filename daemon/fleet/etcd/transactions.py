@@ -46,11 +46,10 @@ class Delete(NamedTuple):
 
 
 class Get(NamedTuple):
-    """A read of a key, or of all keys that begin with it; with `keys_only` the values are empty."""
+    """A read of a key, or of all keys that begin with it."""
 
     key: bytes
     is_prefix: bool = False
-    keys_only: bool = False
 
 
 Compare = CreateRevisionIs | ModRevisionIs
