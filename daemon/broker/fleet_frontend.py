@@ -159,7 +159,7 @@ class FleetFrontend:
     async def _begin(self) -> None:
         settings = self._settings
         files = {name: getattr(settings, name) for name in ("ca", "certificate", "key")}
-        start = {name: None if path is None else str(path) for name, path in files.items()}
+        start: dict[str, Any] = {name: None if path is None else str(path) for name, path in files.items()}
         start |= {"etcd": settings.etcd, "node": self.node_id, "horizon_s": settings.horizon_s}
         member = self._membership
         identity = {"cluster_id": member.cluster_id, "generation": member.generation, "revision": member.revision}
@@ -210,7 +210,14 @@ class FleetFrontend:
 
     def _record(self) -> dict[str, Any]:
         cards = [
-            [card.uuid, card.name, card.capacity_bytes, card.available_bytes, card.leases, card.uuid in self._partitions]
+            [
+                card.uuid,
+                card.name,
+                card.capacity_bytes,
+                card.available_bytes,
+                card.leases,
+                card.uuid in self._partitions,
+            ]
             for card in self._table.cards()
         ]
         addresses = list(self._settings.addresses or self._addresses())

@@ -31,7 +31,7 @@ class Broker:
             command = [sys.executable, "-P", "-m", "gpulease.daemon.fleet", str(theirs.fileno()), str(os.getpid())]
             self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=python_environment())
         identity = {"cluster_id": 0, "generation": "", "revision": 0}
-        start = {"etcd": cluster.endpoints, "ca": None, "certificate": None, "key": None, "node": node}
+        start: dict[str, Any] = {"etcd": cluster.endpoints, "ca": None, "certificate": None, "key": None, "node": node}
         start |= {"horizon_s": HORIZON_S, "incarnation": 0, "identity": identity, "timeout_s": 1.0}
         send_message(self.channel, start)
         self.record = {"op": "record", "addresses": ["tls:h:1"], "labels": {"zone": "a"}, "cards": [CARD]}
@@ -128,7 +128,12 @@ def test_certificates_that_can_not_be_read(cluster: EtcdCluster, tmp_path: Path)
     with ours, theirs:
         command = [sys.executable, "-P", "-m", "gpulease.daemon.fleet", str(theirs.fileno()), str(os.getpid())]
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=python_environment())
-        start = {"etcd": cluster.endpoints, "ca": str(tmp_path / "none.pem"), "certificate": None, "key": None}
+        start: dict[str, Any] = {
+            "etcd": cluster.endpoints,
+            "ca": str(tmp_path / "none.pem"),
+            "certificate": None,
+            "key": None,
+        }
         identity = {"cluster_id": 0, "generation": "", "revision": 0}
         start |= {"node": "n", "horizon_s": 5, "incarnation": 0, "identity": identity, "timeout_s": 1.0}
         send_message(ours, start)
