@@ -8,7 +8,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
-from gpulease.daemon.fleet.etcd.client import BadEtcdSettings, EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.process import FleetProcess
 from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, FleetTerms
 from gpulease.daemon.fleet.rules.member import Member

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import click
 
-from gpulease.daemon.fleet.etcd.client import BadEtcdSettings, EtcdSettings, parse_endpoints
+from gpulease.daemon.fleet.etcd.client import EtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, parse_endpoints
 
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
 

@@ -12,7 +12,8 @@ from typing import Final
 
 import click
 
-from gpulease.daemon.fleet.etcd.client import BadEtcdSettings, EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
     CreateRevisionIs,

@@ -1,20 +1,14 @@
 """The `[fleet]` table as a value: which fleet a node belongs to, and how it is seen there."""
 
-import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from gpulease.daemon.fleet.etcd.endpoints import parse_endpoints
 from gpulease.daemon.fleet.records import NAME
 from gpulease.protocol.address import parse_address
-
-DEFAULT_PORT: Final = 2379
-"""etcd's port for clients (IANA: etcd-client)."""
-
-MAX_ENDPOINTS: Final = 9
-"""More members than any etcd should have is a typing mistake (etcd.io/docs: seven at most)."""
 
 MIN_HORIZON_S: Final = 2
 """A shorter horizon is lost by an etcd that elects a leader, which takes one to two seconds."""
@@ -24,8 +18,6 @@ MAX_HORIZON_S: Final = 600
 
 MAX_LABELS: Final = 16
 """Each beat of each node carries its labels."""
-
-_HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]+\]")
 
 
 class Isolated(Enum):
@@ -71,22 +63,10 @@ class FleetSettings:
 
 
 def parse_etcd(value: Any) -> tuple[str, ...]:
-    """Return the `HOST:PORT` of each member that `etcd://HOST[:PORT],...` names. Raises ValueError."""
-    if not isinstance(value, str) or not value.startswith("etcd://"):
-        raise ValueError(f"{value!r} is no etcd: write etcd://HOST:PORT,HOST:PORT")
-    endpoints = tuple(_endpoint(part) for part in value.removeprefix("etcd://").split(","))
-    if len(endpoints) > MAX_ENDPOINTS:
-        raise ValueError(f"it names {len(endpoints)} members; an etcd has at most {MAX_ENDPOINTS}")
-    if len(set(endpoints)) < len(endpoints):
-        raise ValueError("it names a member twice")
-    return endpoints
-
-
-def _endpoint(text: str) -> str:
-    matched = re.fullmatch(rf"({_HOST.pattern})(?::(\d{{1,5}}))?", text, re.ASCII)
-    if matched is None or int(matched[2] or DEFAULT_PORT) not in range(1, 1 << 16):
-        raise ValueError(f"{text!r} is no member of etcd: write HOST or HOST:PORT")
-    return f"{matched[1]}:{matched[2] or DEFAULT_PORT}"
+    """Return the `HOST:PORT` of each member of an etcd. Raises ValueError."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text: write etcd://HOST,HOST:PORT")
+    return parse_endpoints(value)
 
 
 def parse_node(value: Any) -> str:

@@ -13,7 +13,8 @@ import click
 from gpulease.daemon.fleet.directory.directory_server import CannotServe, DirectoryServer
 from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
-from gpulease.daemon.fleet.etcd.client import BadEtcdSettings, EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd_options import etcd_options
 from gpulease.daemon.host.processes import set_name
 from gpulease.daemon.log.writer import flush_logs, go_on_logging

@@ -10,7 +10,6 @@ says so). The client reads the keys back, and says Rejected only where nothing o
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Final
 import grpc
 from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
 
+from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, BadEtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
     Compacted,
@@ -34,11 +34,6 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchBatch,
     WatchRefused,
 )
-
-DEFAULT_PORT: Final = 2379
-
-MAX_ENDPOINTS: Final = 16
-"""Most members that a client is told of; etcd recommends 7 at most. A mistaken list opens no flood of connections."""
 
 MAX_REQUEST_BYTES: Final = 1 << 20
 """Largest request that is sent. etcd takes 1.5 MiB by default, and each of its members keeps it in its log."""
@@ -89,12 +84,6 @@ _REFUSALS: Final = {
 }
 """Codes by which etcd refuses before it writes. gRPC uses some of them itself, so etcd's own prefix is needed, too."""
 
-_ENDPOINT: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}))(?::([0-9]{1,5}))?")
-
-
-class BadEtcdSettings(ValueError):
-    """Raised for settings by which no etcd can be reached; the text says which, and what to write instead."""
-
 
 @dataclass(frozen=True, slots=True)
 class EtcdSettings:
@@ -123,23 +112,6 @@ class EtcdSettings:
             raise BadEtcdSettings("a certificate for etcd needs the CA of etcd's own certificates: set it too")
         if not self.timeout_s > 0:
             raise BadEtcdSettings(f"a timeout of {self.timeout_s:g} s leaves etcd no time: set more than 0")
-
-
-def parse_endpoints(address: str) -> tuple[str, ...]:
-    """Return the members that `etcd://HOST[:PORT][,HOST[:PORT]]...` names, as HOST:PORT. Raises BadEtcdSettings."""
-    scheme, found, hosts = address.partition("://")
-    if not found or scheme != "etcd":
-        raise BadEtcdSettings(f"{address!r} is no address of etcd: write etcd://HOST,HOST:PORT")
-    endpoints = []
-    for host in hosts.split(","):
-        match = _ENDPOINT.fullmatch(host)
-        port = int(match[2] or DEFAULT_PORT) if match else 0
-        if match is None or not 0 < port < 1 << 16:
-            raise BadEtcdSettings(f"{host!r} in {address!r} is no member of etcd: write HOST or HOST:PORT")
-        endpoints.append(f"{match[1]}:{port}")
-    if len(set(endpoints)) != len(endpoints) or len(endpoints) > MAX_ENDPOINTS:
-        raise BadEtcdSettings(f"{address!r} names a member twice, or more than {MAX_ENDPOINTS}")
-    return tuple(endpoints)
 
 
 class _Member:

@@ -12,11 +12,10 @@ import pytest
 from gpulease.daemon.fleet.etcd.client import (
     MAX_ENDPOINTS,
     MAX_REQUEST_BYTES,
-    BadEtcdSettings,
     EtcdClient,
     EtcdSettings,
-    parse_endpoints,
 )
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, parse_endpoints
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
     Compacted,

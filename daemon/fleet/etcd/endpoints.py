@@ -1,0 +1,33 @@
+"""Addresses of etcd as operators write them: `etcd://HOST[:PORT][,HOST[:PORT]]...`."""
+
+import re
+from typing import Final
+
+DEFAULT_PORT: Final = 2379
+"""etcd's port for clients (IANA: etcd-client)."""
+
+MAX_ENDPOINTS: Final = 16
+"""Most members that a client is told of; etcd recommends 7 at most. A mistaken list opens no flood of connections."""
+
+_ENDPOINT: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}))(?::([0-9]{1,5}))?")
+
+
+class BadEtcdSettings(ValueError):
+    """Raised for settings by which no etcd can be reached; the text says which, and what to write instead."""
+
+
+def parse_endpoints(address: str) -> tuple[str, ...]:
+    """Return the members that `etcd://HOST[:PORT][,HOST[:PORT]]...` names, as HOST:PORT. Raises BadEtcdSettings."""
+    scheme, found, hosts = address.partition("://")
+    if not found or scheme != "etcd":
+        raise BadEtcdSettings(f"{address!r} is no address of etcd: write etcd://HOST,HOST:PORT")
+    endpoints = []
+    for host in hosts.split(","):
+        match = _ENDPOINT.fullmatch(host)
+        port = int(match[2] or DEFAULT_PORT) if match else 0
+        if match is None or not 0 < port < 1 << 16:
+            raise BadEtcdSettings(f"{host!r} in {address!r} is no member of etcd: write HOST or HOST:PORT")
+        endpoints.append(f"{match[1]}:{port}")
+    if len(set(endpoints)) != len(endpoints) or len(endpoints) > MAX_ENDPOINTS:
+        raise BadEtcdSettings(f"{address!r} names a member twice, or more than {MAX_ENDPOINTS}")
+    return tuple(endpoints)
