@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.fleet.etcd.client import (
-    MAX_ENDPOINTS,
     MAX_REQUEST_BYTES,
     EtcdClient,
     EtcdSettings,
 )
-from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, parse_endpoints
+from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, BadEtcdSettings, parse_endpoints
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
     Compacted,
