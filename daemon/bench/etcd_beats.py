@@ -29,7 +29,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Put,
     Transaction,
 )
-from gpulease.daemon.fleet.records import NODES, CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import NODES, CardRecord, ClaimRecord, NodeRecord, name_key, node_key
 
 CARDS: Final = 8
 CLAIMS_PER_S: Final = 50

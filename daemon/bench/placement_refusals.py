@@ -16,7 +16,7 @@ from typing import Final
 from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.records import CardRecord, NodeRecord, node_key
+from gpulease.daemon.fleet.fleet_records import CardRecord, NodeRecord, node_key
 
 CARDS: Final = 8
 GIB: Final = 1 << 30

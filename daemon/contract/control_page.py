@@ -220,8 +220,6 @@ def flip_word(lease_fd: int, status: Status, cause: str = "") -> None:
     """Set the revocation word of a lease's page, which need not be mapped; with `cause`, for the next broker."""
     if cause:
         os.pwrite(lease_fd, cause.encode()[:_CAUSE_BYTES].ljust(_CAUSE_BYTES, b"\0"), _CAUSE_AT)
-def flip_word(lease_fd: int, status: Status) -> None:
-    """Set the revocation word of a lease's page, which need not be mapped."""
     os.pwrite(lease_fd, struct.pack("=Q", -status), 8 * _WORD)
 
 

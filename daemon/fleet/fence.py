@@ -26,7 +26,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Unknown,
 )
 from gpulease.daemon.fleet.etcd_options import etcd_options
-from gpulease.daemon.fleet.records import NAMES, BadRecord, name_of, node_key, read_claim
+from gpulease.daemon.fleet.fleet_records import NAMES, BadRecord, name_of, node_key, read_claim
 
 CLOCK_ERROR: Final = 0.01
 """Largest difference of two clocks' rates: the wait is longer by this part of the horizon."""

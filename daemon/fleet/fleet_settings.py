@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.fleet.etcd.endpoints import parse_endpoints
-from gpulease.daemon.fleet.records import NAME
+from gpulease.daemon.fleet.fleet_records import NAME
 from gpulease.protocol.address import parse_address
 
 MIN_HORIZON_S: Final = 2

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.client import EtcdClient
+from gpulease.daemon.fleet.fleet_records import CardRecord
 from gpulease.daemon.fleet.live_claims import LiveParts
-from gpulease.daemon.fleet.records import CardRecord
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.fleet.records import name_key, node_key
+from gpulease.daemon.fleet.fleet_records import name_key, node_key
 from helpers.daemon import Daemon, python_environment
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_directory import Directory, put_claim, put_daemon, put_node, record_of

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self
 
-from gpulease.daemon.fleet.records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
 from helpers.daemon import Daemon, python_environment
 from helpers.etcd_cluster import EtcdCluster
 from helpers.waiting import wait_until

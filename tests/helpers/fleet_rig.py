@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession
-from gpulease.daemon.fleet.records import GENERATION
+from gpulease.daemon.fleet.fleet_records import GENERATION
 from helpers.etcd_cluster import EtcdCluster
 from helpers.kernels import TRANSFORM, scale_args
 from helpers.lasting import LastingDaemon

@@ -85,6 +85,8 @@ class LeaseHandler:
         self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, Permission.LEASE_ALLOC)
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refused(failure_of(denial))
+        if (refusal := self._runtime.claims.refusal()) is not None:
+            raise Refused(refusal)
         check_labels(labels_of(body.parameters), self._runtime.claims.labels)
 
         def on_answer(result: Granted | Failure) -> None:

@@ -12,7 +12,7 @@ from random import Random
 from typing import Final
 
 from gpulease.daemon.fleet.directory.fleet_view import FleetView, SeenNode
-from gpulease.daemon.fleet.records import CardRecord
+from gpulease.daemon.fleet.fleet_records import CardRecord
 from gpulease.protocol.messages import Candidate, Placement
 from gpulease.protocol.opcodes import Exclusivity
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.records import (
+from gpulease.daemon.fleet.fleet_records import (
     NAMES,
     NODES,
     BadRecord,

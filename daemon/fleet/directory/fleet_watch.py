@@ -22,7 +22,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchBatch,
     WatchEnded,
 )
-from gpulease.daemon.fleet.records import GENERATION, NAME, NAMES, NODES, PREFIX
+from gpulease.daemon.fleet.fleet_records import GENERATION, NAME, NAMES, NODES, PREFIX
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.failures import Failure

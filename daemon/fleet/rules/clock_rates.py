@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from zlib import crc32
 
 from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs, Put, Transaction
-from gpulease.daemon.fleet.records import CLOCKS
+from gpulease.daemon.fleet.fleet_records import CLOCKS
 from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
 
 SLOTS: Final = 16

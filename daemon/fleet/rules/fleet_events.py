@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Final
 
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
-from gpulease.daemon.fleet.records import CardRecord
+from gpulease.daemon.fleet.fleet_records import CardRecord
 
 
 @dataclass(frozen=True, slots=True)

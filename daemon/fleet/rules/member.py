@@ -26,7 +26,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
     Unknown,
 )
-from gpulease.daemon.fleet.records import (
+from gpulease.daemon.fleet.fleet_records import (
     FENCES,
     GENERATION,
     BadRecord,

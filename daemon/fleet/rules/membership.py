@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from gpulease.daemon.fleet.etcd.transactions import CreateRevisionIs, Outcome, Transaction
-from gpulease.daemon.fleet.records import node_key
+from gpulease.daemon.fleet.fleet_records import node_key
 from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, Why
 
 NS_PER_S: Final = 10**9

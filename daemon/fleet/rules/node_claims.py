@@ -24,7 +24,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
     Unknown,
 )
-from gpulease.daemon.fleet.records import (
+from gpulease.daemon.fleet.fleet_records import (
     BadRecord,
     ClaimRecord,
     held_key,

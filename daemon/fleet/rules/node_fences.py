@@ -25,7 +25,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Put,
     Transaction,
 )
-from gpulease.daemon.fleet.records import FENCES, NODES, held_key, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import FENCES, NODES, held_key, name_key, node_key
 from gpulease.daemon.fleet.rules.fleet_events import FenceDone, FenceWanted, Note, Noted
 from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
 

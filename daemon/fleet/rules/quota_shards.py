@@ -28,7 +28,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Rejected,
     Transaction,
 )
-from gpulease.daemon.fleet.records import MAX_RECORD_BYTES, QUOTAS, node_key
+from gpulease.daemon.fleet.fleet_records import MAX_RECORD_BYTES, QUOTAS, node_key
 from gpulease.daemon.fleet.rules.fleet_events import (
     QuotaGiven,
     QuotaRefused,

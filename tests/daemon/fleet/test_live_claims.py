@@ -2,8 +2,8 @@
 
 import pytest
 
+from gpulease.daemon.fleet.fleet_records import MAX_NAME_CHARS
 from gpulease.daemon.fleet.live_claims import CLAIMS_PER_MESSAGE, LiveParts, live_messages
-from gpulease.daemon.fleet.records import MAX_NAME_CHARS
 from gpulease.daemon.host.ipc import channel_pair, receive_message, send_message
 
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import pytest
 
 from gpulease.daemon.contract.control_page import boot_ns
+from gpulease.daemon.fleet.fleet_records import read_node
 from gpulease.daemon.fleet.live_claims import live_messages
-from gpulease.daemon.fleet.records import read_node
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster

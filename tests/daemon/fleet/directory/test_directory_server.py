@@ -20,7 +20,7 @@ from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
 from gpulease.daemon.remote.node_identity import IdentityFiles
 from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status
 from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddress, parse_address

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpulease.daemon.fleet.directory.fleet_placement import DRAWN, Order, PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
 from gpulease.protocol.messages import Placement
 from gpulease.protocol.opcodes import Exclusivity
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.records import NODES, QUOTAS, CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import NODES, QUOTAS, CardRecord, ClaimRecord, NodeRecord, name_key, node_key
 
 CARD = CardRecord("GPU-1", "a card", 80 << 30, 40 << 30, 1, False)
 NODE = NodeRecord("n", ("tls:gpu.example:7443",), {"zone": "a"}, (CARD,))

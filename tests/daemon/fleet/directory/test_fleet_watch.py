@@ -11,7 +11,7 @@ from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
-from gpulease.daemon.fleet.records import name_key, node_key
+from gpulease.daemon.fleet.fleet_records import name_key, node_key
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.messages import Place, Placement, Report
 from helpers.etcd_cluster import EtcdCluster

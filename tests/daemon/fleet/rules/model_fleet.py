@@ -23,7 +23,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
     Unknown,
 )
-from gpulease.daemon.fleet.records import NAMES, held_key, name_key, name_of, node_key, read_claim
+from gpulease.daemon.fleet.fleet_records import NAMES, held_key, name_key, name_of, node_key, read_claim
 from gpulease.daemon.fleet.rules.fleet_events import (
     NO_IDENTITY,
     Answered,

@@ -3,7 +3,7 @@
 import pytest
 
 from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, Get, Put, Rejected, Transaction, Unknown
-from gpulease.daemon.fleet.records import FENCES, GENERATION, NODES, held_key, name_key, node_key, read_node
+from gpulease.daemon.fleet.fleet_records import FENCES, GENERATION, NODES, held_key, name_key, node_key, read_node
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ClaimDropped,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.fleet.etcd.transactions import Put, Transaction, Unknown
-from gpulease.daemon.fleet.records import QUOTAS, node_key
+from gpulease.daemon.fleet.fleet_records import QUOTAS, node_key
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     LiveClaims,
