@@ -59,6 +59,7 @@ NOT_RUN: Final = {
     "python3 -m venv /opt/gpulease": "As root",
     "gpuleased --http": "as root",
     "export GPULEASE_ADDRESS=tls:": "From other hosts",
+    "pip install '.[daemon,fleet]'": "On every GPU host",
     "gpulease pki issue /etc/gpulease/pki --server directory1.example": "Where etcd is reached",
 }
 """Shell blocks that are only parsed, by their beginning, and what their section tells the reader of what they need."""

@@ -27,7 +27,6 @@ from gpulease.daemon.leases.events import (
     ProveReclaimed,
     RefuseSubmit,
     SetDeadline,
-    SetHorizon,
     SpawnSubmit,
     SubmitEnded,
     SubmitFenced,
@@ -37,6 +36,7 @@ from gpulease.daemon.leases.events import (
     TimerKind,
     WaitTimerFired,
 )
+from gpulease.daemon.leases.horizon_events import SetHorizon
 from gpulease.daemon.leases.model import (
     FIRST_SUBMIT_ID,
     NS_PER_MS,

@@ -8,7 +8,7 @@ bounded.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, get_args
 
-from gpulease.daemon.leases import denials, devices, events, invariants
+from gpulease.daemon.leases import denials, devices, events, horizon_events, invariants
 from gpulease.daemon.leases.admission import Admission, Drain
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardSnapshot
@@ -111,8 +111,8 @@ class LeaseTable:
             events.DrainRequested: self._drain.on_requested,
             events.DrainCancelled: self._drain.on_cancelled,
             events.TenantRulesChanged: self._admission.on_rules_changed,
-            events.HorizonMoved: self._horizons.on_moved,
-            events.ClaimsLost: self._horizons.on_claims_lost,
+            horizon_events.HorizonMoved: self._horizons.on_moved,
+            horizon_events.ClaimsLost: self._horizons.on_claims_lost,
             events.ShutdownRequested: self._on_shutdown_requested,
             events.ConnectionsChanged: self._on_connections_changed,
             events.SessionOpened: self._on_session_opened,

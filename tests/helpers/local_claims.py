@@ -36,6 +36,9 @@ class LocalClaims:
         handle = asyncio.get_running_loop().call_soon(self._answer, want, on_answer)
         return handle.cancel
 
+    def refusal(self) -> Failure | None:
+        return None
+
     def release(self, name: str, epoch: int) -> None:
         claims = self._claims()
         if claims.get(name) == epoch:
