@@ -79,9 +79,7 @@ def builder(face: Face, address: str) -> GpuBuilder | aio.GpuBuilder:
 
 def named(wish: GpuBuilder | aio.GpuBuilder) -> GpuBuilder | aio.GpuBuilder:
     """Ask for the name model-a, on a node with a label."""
-    wish._parameters[NAME_TAG] = b"model-a"
-    wish._parameters[LABELS_TAG] = b"zone=a"
-    return wish
+    return wish.name("model-a").labels(zone="a")
 
 
 def request_ids(*asked: LeaseAlloc) -> set[bytes]:
@@ -229,8 +227,10 @@ def test_a_name_is_waited_for_at_the_node_that_serves_it(run: Run, fleet: MadeFl
     async def scenario(face: Face) -> None:
         fleet.nodes["n1"].heard.clear()
         fleet.nodes["n1"].script[Opcode.LEASE_ALLOC] = refuse_to_hasty
+        fleet.nodes["n1"].report = {"name": "model-a", "epoch": 7}
         wish = named(builder(face, fleet.address)).timeout(50)
         lease = await face.acquire(wish)
+        assert (lease.name, lease.epoch) == ("model-a", 7)
         hasty, patient = fleet.asked("n1")
         assert hasty.wait_ms == 0
         assert 0 < patient.wait_ms <= 50_000
