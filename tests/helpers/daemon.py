@@ -78,6 +78,9 @@ class Daemon:
         address: Its Unix socket.
         folder: A short path of its own, for the socket and whatever the test puts there.
         allowed_trouble: Patterns of ERROR lines that the test provokes on purpose.
+
+    Args:
+        within: The command by which it is started elsewhere, under the id of its own process.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Daemon:
         listens: bool = True,
         stderr: int | None = None,
         log_format: str = "human",
+        within: Sequence[str] = (),
     ) -> None:
         # Not pytest's tmp_path: a Unix socket's path has at most 107 bytes.
         self.folder = folder or Path(tempfile.mkdtemp(prefix="gpul-", dir="/tmp"))
@@ -116,7 +120,7 @@ class Daemon:
         # To append, so that it can be made short again.
         with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", *module, *arguments],
+                [*within, sys.executable, "-P", "-m", *module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log if stderr is None else stderr,

@@ -168,9 +168,13 @@ class EtcdCluster:
 
     def control(self, *words: str) -> str:
         """What etcdctl says; asserts that it has done it."""
-        done = self._etcdctl([member for member in self.members if self._runs(member)], *words)
+        done = self.try_control(*words)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def try_control(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """How etcdctl ended, and what it said."""
+        return self._etcdctl([member for member in self.members if self._runs(member)], *words)
 
     def _leader(self) -> Member | None:
         for member in self.members:

@@ -173,3 +173,13 @@ def _outside(history: History) -> Iterable[str]:
 def _words(what: Served | Act) -> str:
     begin, end = what[3] / 1e9, what[4] / 1e9
     return f"{what.name} on {what.node} in epoch {what.epoch} ({begin:.3f} to {end:.3f} s)"
+
+
+def capped(lease: Served, horizons: Iterable[HorizonSet]) -> Served:
+    """A lease until the first gap between its node's horizons: there it ended, whatever its node wrote down later."""
+    until_ns = 0
+    for each in sorted((each for each in horizons if each.node == lease.node), key=lambda each: each.at_ns):
+        if each.at_ns > max(until_ns, lease.from_ns):
+            break
+        until_ns = max(until_ns, each.horizon_ns)
+    return lease._replace(to_ns=max(lease.from_ns, min(lease.to_ns, until_ns))) if until_ns > lease.from_ns else lease

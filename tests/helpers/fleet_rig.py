@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,10 +24,18 @@ FLEET_PROCESS: Final = "gpul-fleet"
 class FleetNode(LastingDaemon):
     """A node whose leases outlive its daemon."""
 
-    def __init__(self, cluster: EtcdCluster, node_id: str, **settings: Any) -> None:
+    def __init__(
+        self,
+        cluster: EtcdCluster,
+        node_id: str,
+        *,
+        within: Sequence[str] = (),
+        log_format: str = "human",
+        **settings: Any,
+    ) -> None:
         table = {"etcd": "etcd://" + ",".join(cluster.endpoints), "node": node_id, "horizon_s": HORIZON_S, **settings}
         lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
-        super().__init__(config=f"[fleet]\n{lines}\n")
+        super().__init__(config=f"[fleet]\n{lines}\n", within=within, log_format=log_format)
         self.node_id = node_id
 
     def builder(self, name: str = "") -> GpuBuilder:

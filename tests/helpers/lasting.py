@@ -29,11 +29,13 @@ class LastingDaemon:
         driver: str = "cpu",
         tls: bool = False,
         log_format: str = "human",
+        within: Sequence[str] = (),
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpul-", dir="/tmp"))
         self.state = self.folder / "state"
         self.config = f'state = "{self.state}"\n{config}'
         self._vram, self._driver, self._tls, self._log_format = vram, driver, tls, log_format
+        self._within = within
         self._all: list[Daemon] = []
         self.now: Daemon
 
@@ -53,6 +55,7 @@ class LastingDaemon:
             faults=faults,
             stderr=stderr,
             log_format=self._log_format,
+            within=self._within,
         )
         self._all.append(daemon)
         self.now = daemon

@@ -55,6 +55,8 @@ T = 30 * S
 TIMEOUT = 2 * S
 OWN_TERM = 600 * S
 """A lease's own deadline, which its tenant renews as it likes."""
+STUCK = 3 * S
+"""After an election an old leader, which was stuck, revokes leases that the new one has kept alive."""
 MAX_LATE_S = 90
 MAX_PROOF = S
 
@@ -401,11 +403,14 @@ class Fleet:
 
         def elect() -> None:
             self.has_leader = True
-            if self.design is Design.LEASE:
-                for node_id in {self.owner(key) for key in self.etcd.keys} - {""}:
-                    self.revoke(node_id)
+
+        def revoke() -> None:
+            for node_id in {self.owner(key) for key in self.etcd.keys} - {""}:
+                self.revoke(node_id)
 
         self.at(self.now + int(seconds * S), elect)
+        if self.design is Design.LEASE:
+            self.at(self.now + int(seconds * S) + STUCK, revoke)
 
     # --- after the faults ---
 

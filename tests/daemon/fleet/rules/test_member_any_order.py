@@ -48,7 +48,7 @@ class FleetOrder(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.fleet.advance(seconds)
 
-    @rule(number=NODES, name=NAMES, wait_s=st.sampled_from([0, 5, 100, 100]), seconds=SECONDS)
+    @rule(number=NODES, name=NAMES, wait_s=st.sampled_from([0, 5, 100, 300]), seconds=SECONDS)
     def want(self, number: int, name: str, wait_s: float, seconds: float) -> None:
         self.fleet.want(self.node(number), name, wait_s)
         self.fleet.advance(seconds)
@@ -60,7 +60,7 @@ class FleetOrder(RuleBasedStateMachine):
             for lease in node.living():
                 self.fleet.end(node, lease)
 
-    @rule(number=NODES, fault=st.sampled_from(Fault), seconds=SECONDS)
+    @rule(number=NODES, fault=st.sampled_from([*Fault, Fault.LEADER]), seconds=SECONDS)
     def fault(self, number: int, fault: Fault, seconds: float) -> None:
         fleet, node = self.fleet, self.node(number)
         match fault:

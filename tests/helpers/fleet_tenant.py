@@ -1,0 +1,85 @@
+"""A tenant who wants names served, in a process of its own.
+
+`python -P -m helpers.fleet_tenant FILE SEED HOLD_S NAME,NAME... NODE=ADDRESS...`: for each name it asks one node
+after another, computes in the lease until it has had enough or the lease is over, and begins again. Each kernel that
+ran is a line of JSON in the file. It ends at SIGTERM, and gives its leases back.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from typing import Final
+
+from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession
+from helpers.kernels import TRANSFORM, scale_args
+
+LEASE_S: Final = 6
+"""What a killed tenant leaves behind is over by then."""
+
+LEAST_HOLD_S: Final = 1.0
+RENEW_S: Final = 2.0
+PAUSE_S: Final = 0.01
+REFUSED_PAUSE_S: Final = (0.05, 0.3)
+
+IS_OVER = threading.Event()
+
+
+def boot_ns() -> int:
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+def serve(name: str, nodes: dict[str, str], hold_s: float, file: int, dice: random.Random) -> None:
+    """Want that name served, until it is over, and hold it for at most so long at a time."""
+    while not IS_OVER.is_set():
+        node = dice.choice(sorted(nodes))
+        try:
+            lease = GpuBuilder(nodes[node]).min_vram(1 << 20).lease_secs(LEASE_S).name(name).acquire()
+        except GpuLeaseError:
+            IS_OVER.wait(dice.uniform(*REFUSED_PAUSE_S))
+            continue
+        try:
+            with lease:
+                compute(lease, node, file, time.monotonic() + dice.uniform(LEAST_HOLD_S, hold_s))
+        except GpuLeaseError:
+            continue
+
+
+def compute(lease: GpuLease, node: str, file: int, until_s: float) -> None:
+    """Run kernels until then. Raises GpuLeaseError once the lease is over."""
+    renewed_s = time.monotonic()
+    with GpuSession(lease) as session:
+        module, buffer = session.module_load(TRANSFORM), session.mem_alloc(4096)
+        args = scale_args(buffer, 1024, 1)
+        while time.monotonic() < until_s and not IS_OVER.wait(PAUSE_S):
+            sent_ns = boot_ns()
+            session.launch(module, "scale", [4], [256], args)
+            session.sync()
+            act = {"name": lease.name, "node": node, "epoch": lease.epoch, "sent_ns": sent_ns, "done_ns": boot_ns()}
+            os.write(file, json.dumps(act).encode() + b"\n")
+            if time.monotonic() > renewed_s + RENEW_S:
+                renewed_s = time.monotonic()
+                lease.renew(LEASE_S)
+
+
+def main(path: str, seed: str, hold_s: str, names: str, *nodes: str) -> None:
+    """Be that tenant."""
+    signal.signal(signal.SIGTERM, lambda *_: IS_OVER.set())
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    addresses = dict(node.split("=", 1) for node in nodes)
+    threads = [
+        threading.Thread(target=serve, args=(name, addresses, float(hold_s), file, random.Random(f"{seed}-{name}")))
+        for name in names.split(",")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.close(file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
