@@ -69,8 +69,8 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
 def fleet_of(text: str | None, files: TlsFiles = TlsFiles()) -> Fleet | None:  # noqa: B008  # it can't be changed
     """The fleet that the address given, else GPULEASE_ADDRESS, names; None for a daemon. Raises InvalidRequest."""
     named = text or os.environ.get(ADDRESS_VARIABLE) or ""
-    if not named.startswith(FLEET_SCHEME):
-        return None
+    if not isinstance(named, str) or not named.startswith(FLEET_SCHEME):
+        return None  # `address_of` refuses what is no text
     try:
         utf8(named, "the fleet's address")
         return Fleet.of(parse_fleet_address(named), files)
