@@ -46,6 +46,7 @@ def test_every_setting_is_there() -> None:
             is_table = setting.name in (
                 "limits",
                 "tls",
+                "fleet",
                 "tenants",
                 "tenant_of_uid",
                 "tenant_of_certificate",
