@@ -264,10 +264,12 @@ def _is_it_running(address: Address) -> str:
     return f"Is gpuleased running? It should listen on {address}; GPULEASE_ADDRESS or the builder names another address"
 
 
-def ask_once(address: Address, op: Opcode, body: Body, reply_limit_s: float) -> Procedure[Any]:
+def ask_once(
+    address: Address, op: Opcode, body: Body, reply_limit_s: float, connect_limit_s: float = CONNECT_LIMIT_S
+) -> Procedure[Any]:
     """Ask one control request over a connection of its own; returns the reply's body."""
     doing = doing_of(op)
-    limit = TimeLimit(CONNECT_LIMIT_S, "connect", address)
+    limit = TimeLimit(connect_limit_s, "connect", address)
     channel, _, number = yield from dial_for(address, limit, First(op, body))
     try:
         result = yield from receive(channel, number, TimeLimit(reply_limit_s, doing, address))

@@ -16,15 +16,12 @@ from gpulease.client.engine.exchange import (
     CONNECT_LIMIT_S,
     CONTROL_REPLY_LIMIT_S,
     Clock,
-    First,
     TimeLimit,
     answer_to,
+    ask_once,
     closing_on_failure,
     dial,
-    dial_for,
-    disconnected,
     doing_of,
-    receive,
 )
 from gpulease.client.engine.waits import Procedure, Sleep
 from gpulease.client.errors import (
@@ -37,10 +34,9 @@ from gpulease.client.errors import (
     error_of,
 )
 from gpulease.client.transport.channel import Channel
-from gpulease.client.transport.credentials import SecuredAddress, TlsFiles
-from gpulease.client.transport.link import LinkEnded
+from gpulease.client.transport.credentials import TlsFiles, with_files
 from gpulease.protocol import Exclusivity, Failure, Opcode, Status
-from gpulease.protocol.address import Address, FleetAddress, TlsAddress, parse_address
+from gpulease.protocol.address import Address, FleetAddress, parse_address
 from gpulease.protocol.limits import MAX_LABELS, MAX_TRIED
 from gpulease.protocol.messages import (
     Body,
@@ -100,7 +96,7 @@ class Fleet:
     @classmethod
     def of(cls, address: FleetAddress, files: TlsFiles) -> "Fleet":
         """Join a fleet's address and its files. Raises InvalidRequest if a file is missing."""
-        return cls(address, tuple(_secured(one, files) for one in address.directories), files)
+        return cls(address, tuple(with_files(one, files) for one in address.directories), files)
 
     def __str__(self) -> str:
         return str(self.address)
@@ -114,10 +110,6 @@ class Granted(NamedTuple):
     grant: LeaseGrant
 
 
-def _secured(address: Address, files: TlsFiles) -> Address:
-    return SecuredAddress.of(address, files) if isinstance(address, TlsAddress) else address
-
-
 def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
     """Ask the directories, one after the other, until one answers; returns the reply's body.
 
@@ -128,7 +120,7 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
     errors: list[tuple[Address, GpuLeaseError]] = []
     for directory in directories:
         try:
-            return (yield from _ask_directory(directory, op, body))
+            return (yield from ask_once(directory, op, body, DIRECTORY_LIMIT_S, DIRECTORY_LIMIT_S))
         except InvalidRequest:
             raise
         except GpuLeaseError as error:
@@ -140,21 +132,6 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
     status = errors[-1][1].status if len(kinds) == 1 else Status.DISCONNECTED
     message = f"none of the fleet's {len(errors)} directories can answer: {told}"
     raise error_of(Failure(status, message, errors[-1][1].hint), doing_of(op)) from None
-
-
-def _ask_directory(directory: Address, op: Opcode, body: Body) -> Procedure[Any]:
-    doing = doing_of(op)
-    limit = TimeLimit(DIRECTORY_LIMIT_S, "connect", directory)
-    channel, _, number = yield from dial_for(directory, limit, First(op, body))
-    try:
-        result = yield from receive(channel, number, TimeLimit(DIRECTORY_LIMIT_S, doing, directory))
-        if isinstance(result, Failure):
-            raise error_of(result, doing)
-        return result
-    except LinkEnded as ended:
-        raise disconnected(ended, channel, doing) from None
-    finally:
-        channel.close()
 
 
 def acquire_in(fleet: Fleet, wanted: LeaseAlloc, clock: Clock = time.monotonic) -> Procedure[Granted]:
@@ -267,7 +244,7 @@ class _Search:
         error: GpuLeaseError = Disconnected(f"node {candidate.node_id} has no address that can be used")
         for text in candidate.addresses:
             try:
-                address = _secured(parse_address(text), self._fleet.files)
+                address = with_files(parse_address(text), self._fleet.files)
             except ValueError:
                 continue
             try:

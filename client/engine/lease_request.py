@@ -8,14 +8,13 @@ from typing import Any, Final, Self
 from gpulease.client.engine.fleet_acquire import Fleet
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.texts import bounded, quoted, utf8
-from gpulease.client.transport.credentials import SecuredAddress, TlsFiles
+from gpulease.client.transport.credentials import TlsFiles, with_files
 from gpulease.protocol import Exclusivity, Waiting
 from gpulease.protocol.address import (
     ADDRESS_VARIABLE,
     DEFAULT_ADDRESS,
     FLEET_SCHEME,
     Address,
-    TlsAddress,
     parse_address,
     parse_fleet_address,
 )
@@ -63,7 +62,7 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
         address = parse_address(text or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
     except ValueError as error:
         raise InvalidRequest(f"the daemon's address: {error}") from None
-    return SecuredAddress.of(address, files) if isinstance(address, TlsAddress) else address
+    return with_files(address, files)
 
 
 def fleet_of(text: str | None, files: TlsFiles = TlsFiles()) -> Fleet | None:  # noqa: B008  # it can't be changed

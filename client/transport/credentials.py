@@ -6,7 +6,7 @@ from typing import Any, Final, Self
 
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.texts import quoted
-from gpulease.protocol.address import TlsAddress
+from gpulease.protocol.address import Address, TlsAddress
 
 VARIABLES: Final = {
     "certificate": "GPULEASE_TLS_CERTIFICATE",
@@ -68,3 +68,8 @@ class SecuredAddress(TlsAddress):
 
     def __str__(self) -> str:
         return str(TlsAddress(self.host, self.port))
+
+
+def with_files(address: Address, files: TlsFiles) -> Address:
+    """Return an address with the files that it takes, if it takes any. Raises InvalidRequest if a file is missing."""
+    return SecuredAddress.of(address, files) if isinstance(address, TlsAddress) else address

@@ -169,12 +169,11 @@ class FleetFrontend:
         await self._process.expect("ready")
         self._told = None
         await self._tell_record()
-        self._tell_live(self._claims())
+        self._tell_live(self._table.claims())
 
     def _on_end(self) -> None:
+        failure = _failure(Why.UNKNOWN, "the node's fleet process ended before it had claimed the name")
         for number in list(self._waiting):
-            hint = "Ask again: a claim that was made all the same is deleted."
-            failure = Failure(Status.BUSY, "the node's fleet process ended before it had claimed the name", hint=hint)
             self._answer(number, failure, Why.UNKNOWN.value)
 
     def _tell(self, message: dict[str, Any]) -> bool:
@@ -192,14 +191,9 @@ class FleetFrontend:
         for message in live_messages(claims):
             self._tell(message)
 
-    def _claims(self) -> dict[str, int]:
-        """Return the epochs of the leases with a name. One whose memory is fenced keeps its name."""
-        return {lease.name: lease.epoch for lease in self._table.snapshots() if lease.name}
-
     def _tell_all_ended(self) -> None:
         """After a loss, tell that no claimed lease is left: the node may join anew. A fence lasts for days."""
-        states = {lease.state for lease in self._table.snapshots() if lease.name}
-        if self._is_lost and states <= {LeaseState.FENCED}:
+        if self._is_lost and all(lease.state is LeaseState.FENCED for lease in self._table.snapshots() if lease.name):
             self._is_lost = False
             self._tell_live({})
 
@@ -278,7 +272,7 @@ _HINTS: Final = {
 }
 
 
-def _failure(why: Why, text: str, retry_after_ms: int) -> Failure:
+def _failure(why: Why, text: str, retry_after_ms: int = 0) -> Failure:
     hint = _HINTS[why]
     if retry_after_ms:
         hint = f"Ask again in {retry_after_ms / 1000:.1f} s."

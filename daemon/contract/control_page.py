@@ -219,8 +219,12 @@ def boot_ns() -> int:
 def flip_word(lease_fd: int, status: Status, cause: str = "") -> None:
     """Set the revocation word of a lease's page, which need not be mapped; with `cause`, for the next broker."""
     if cause:
-        os.pwrite(lease_fd, cause.encode()[:_CAUSE_BYTES].ljust(_CAUSE_BYTES, b"\0"), _CAUSE_AT)
+        os.pwrite(lease_fd, _cause_field(cause), _CAUSE_AT)
     os.pwrite(lease_fd, struct.pack("=Q", -status), 8 * _WORD)
+
+
+def _cause_field(cause: str) -> bytes:
+    return cause.encode()[:_CAUSE_BYTES].ljust(_CAUSE_BYTES, b"\0")
 
 
 class BrokerPage:
@@ -272,7 +276,7 @@ class BrokerPage:
             cause: The name of the cause of the end, for the next broker: several causes share one status.
         """
         self._words[_REFUSED_GONE_BY] = gone_by_ns
-        self._map[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES] = cause.encode()[:_CAUSE_BYTES].ljust(_CAUSE_BYTES, b"\0")
+        self._map[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES] = _cause_field(cause)
         text = reason.encode(errors="replace")[:MAX_REASON_BYTES]
         self._map[_REASON_AT : _REASON_AT + len(text)] = text
         self._words[_REASON_LENGTH] = len(text)

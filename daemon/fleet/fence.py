@@ -27,9 +27,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
 )
 from gpulease.daemon.fleet.etcd_options import etcd_options
 from gpulease.daemon.fleet.fleet_records import NAMES, BadRecord, name_of, node_key, read_claim
-
-CLOCK_ERROR: Final = 0.01
-"""Largest difference of two clocks' rates: the wait is longer by this part of the horizon."""
+from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 
 POLL_S: Final = 1.0
 """Longest sleep in a row, since a suspended host's sleep takes longer."""
@@ -83,7 +81,7 @@ async def fence(
     if node is None and not claims:
         raise NotFenced(f"the fleet has no node {node_id}, and no name is claimed by one")
     if waits and claims:
-        wait_s = horizon_s * (1 + CLOCK_ERROR)
+        wait_s = horizon_s * (1 + DEFAULT_TERMS.rho)
         say(f"Waiting {wait_s:.1f} s, until its claimed leases have ended even if nobody can reach it.")
         until = clock() + wait_s
         # In short sleeps: one that spans a suspension of the host is longer by it.

@@ -11,7 +11,6 @@
 A reader ignores members that it does not know, so that nodes of two versions make one fleet.
 """
 
-import re
 from dataclasses import asdict, dataclass
 from json import JSONDecodeError, dumps, loads
 from typing import Any, Final, NamedTuple
@@ -24,12 +23,6 @@ CLOCKS: Final = PREFIX + b"clocks/"
 QUOTAS: Final = PREFIX + b"quotas/"
 FENCES: Final = PREFIX + b"fences"
 GENERATION: Final = PREFIX + b"generation"
-
-MAX_NAME_CHARS: Final = 128
-"""Longest name of a lease, node or label. Keys stay short, and no name is a path into another's keys."""
-
-NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,127})")
-"""A name of a lease, node or label: letters, digits, dots, dashes and underscores."""
 
 MAX_RECORD_BYTES: Final = 64 << 10
 """Largest record that is read. A node with 16 cards has 2 KiB. Stops a foreign writer from filling memory."""

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.fleet.etcd.endpoints import parse_endpoints
-from gpulease.daemon.fleet.fleet_records import NAME
 from gpulease.protocol.address import parse_address
+from gpulease.protocol.lease_names import NAME
 
 MIN_HORIZON_S: Final = 2
 """A shorter horizon is lost by an etcd that elects a leader, which takes one to two seconds."""

@@ -248,15 +248,15 @@ def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
         return NEVER_NS
     if now_ns < worker.look_ns:
         return worker.look_ns
-    overdue_ns = _gone_by_ns(worker) + OVERDUE_NS
-    horizon_ns = _horizon_ns(worker, now_ns)
+    page = state_of(worker.page_fds.lease)
+    overdue_ns = _gone_by_ns(worker, page) + OVERDUE_NS
+    horizon_ns = _horizon_ns(page, now_ns)
     bound_ms = worker.spec.max_kernel_ms
     if now_ns >= horizon_ns + BEYOND_NS:
         _end_overdue(worker, Status.REVOKED, ISOLATED)
         return NEVER_NS
     if now_ns >= overdue_ns:
-        is_expired = now_ns >= state_of(worker.page_fds.lease).deadline_ns
-        _end_overdue(worker, Status.LEASE_EXPIRED if is_expired else Status.TIMED_OUT)
+        _end_overdue(worker, Status.LEASE_EXPIRED if now_ns >= page.deadline_ns else Status.TIMED_OUT)
         return NEVER_NS
     if bound_ms and overran_on(worker.page_fds.claims, bound_ms + OVERDUE_NS // NS_PER_MS):
         worker.overran = overran_on(worker.page_fds.claims, bound_ms)
@@ -266,23 +266,22 @@ def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
     return worker.look_ns
 
 
-def _horizon_ns(worker: WorkerEntry, now_ns: int) -> int:
+def _horizon_ns(page: PageState, now_ns: int) -> int:
     """Return the horizon of a lease with a name, by its page, on the monotonic clock; `NEVER_NS` without a name."""
-    horizon_boot_ns = state_of(worker.page_fds.lease).horizon_boot_ns
-    return now_ns + horizon_boot_ns - boot_ns() if horizon_boot_ns else NEVER_NS
+    return now_ns + page.horizon_boot_ns - boot_ns() if page.horizon_boot_ns else NEVER_NS
 
 
-def _gone_by_ns(worker: WorkerEntry) -> int:
+def _gone_by_ns(worker: WorkerEntry, page: PageState) -> int:
     """Return when a worker is to be gone by its lease's page; `NEVER_NS` if the page does not say."""
-    state, (unrefused_ns, refused_ns) = state_of(worker.page_fds.lease), gone_by(worker.page_fds.lease)
-    if state.word is not None and refused_ns:
+    unrefused_ns, refused_ns = gone_by(worker.page_fds.lease)
+    if page.word is not None and refused_ns:
         return refused_ns
     # An older broker moves the deadline alone. A submit may be over before that, by the timeout that this broker wrote.
     is_of_submit = worker.spec.submit_of and unrefused_ns != worker.left_gone_by_ns
-    by_ns = unrefused_ns if is_of_submit else max(unrefused_ns, state.deadline_ns)
+    by_ns = unrefused_ns if is_of_submit else max(unrefused_ns, page.deadline_ns)
     if not by_ns:
         return NEVER_NS
-    return by_ns if state.word is None else by_ns + LONGEST_GRACE_NS
+    return by_ns if page.word is None else by_ns + LONGEST_GRACE_NS
 
 
 def _end_overdue(worker: WorkerEntry, word: Status, cause: str = "") -> None:
@@ -319,7 +318,7 @@ def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
         _wake(worker.channel_fd)
     if worker.kill_due_ns is None:
         yield worker.deadline_ns
-        if (horizon_ns := _horizon_ns(worker, now_ns)) != NEVER_NS:
+        if (horizon_ns := _horizon_ns(state_of(worker.page_fds.lease), now_ns)) != NEVER_NS:
             # The host may sleep meanwhile, which the clock of this wait does not count.
             yield min(horizon_ns, now_ns + LOOK_NS)
         if bound_ns := worker.spec.max_kernel_ms * NS_PER_MS:
@@ -335,7 +334,7 @@ def _word_for(worker: WorkerEntry, now_ns: int) -> Status | None:
     """Return the revocation word that ends a lease now; None if nothing ends it."""
     if now_ns >= worker.deadline_ns:
         return Status.LEASE_EXPIRED
-    if now_ns >= _horizon_ns(worker, now_ns):
+    if now_ns >= _horizon_ns(state_of(worker.page_fds.lease), now_ns):
         return Status.REVOKED
     worker.overran = overran_on(worker.page_fds.claims, worker.spec.max_kernel_ms)
     return Status.SESSION_FAILED if worker.overran else None

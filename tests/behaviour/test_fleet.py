@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import GpuLeaseError, GpuSession, Revoked
-from helpers.fleet_rig import FleetNode, Worker, claims, fleet, wait_for
+from helpers.fleet_rig import FleetNode, Worker, claims, fleet
 from helpers.waiting import wait_until
 
 NAME = "model-a"
@@ -31,7 +31,7 @@ def test_a_name_is_served_by_one_node_at_a_time(tmp_path: Path) -> None:
             lease.renew(700)
             with second.builder("model-b").acquire() as other:
                 assert other.epoch > lease.epoch
-        wait_for(lambda: not claims(cluster), "the claims are deleted with the leases")
+        wait_until(lambda: not claims(cluster), "the claims are deleted with the leases")
         with second.acquire(NAME) as again:
             assert again.epoch > other.epoch
 
@@ -85,7 +85,7 @@ def test_who_has_no_name_feels_nothing_while_etcd_is_away(tmp_path: Path) -> Non
             assert session.mem_read(buffer, 0, 4) == bytes(4)
         with other.acquire(NAME):
             pass
-        wait_for(lambda: not claims(cluster), "no claim is orphaned")
+        wait_until(lambda: not claims(cluster), "no claim is orphaned")
 
 
 def test_an_operator_may_have_leases_without_a_name_granted_meanwhile(tmp_path: Path) -> None:
@@ -144,4 +144,4 @@ def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
         assert NAME in claims(cluster)
         work.stop()
         lease.free()
-        wait_for(lambda: not claims(cluster), "the claim ends with the lease")
+        wait_until(lambda: not claims(cluster), "the claim ends with the lease")

@@ -6,12 +6,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession
+from gpulease.client.sync.driver import ask
 from gpulease.daemon.fleet.fleet_records import GENERATION
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty
 from helpers.etcd_cluster import EtcdCluster
 from helpers.kernels import TRANSFORM, scale_args
 from helpers.lasting import LastingDaemon
@@ -45,10 +48,6 @@ class FleetNode(LastingDaemon):
 
     def fleet_check(self) -> dict[str, Any]:
         """What its health says of the fleet."""
-        from gpulease.client.sync.driver import ask
-        from gpulease.protocol import Opcode
-        from gpulease.protocol.messages import Empty
-
         checks = ask(Opcode.HEALTH, Empty(), self.address).report["checks"]
         return next(check for check in checks if check["check"] == "fleet")
 
@@ -158,8 +157,3 @@ def claims(cluster: EtcdCluster) -> dict[str, dict[str, Any]]:
     told = cluster.control("get", "--prefix", "/gpulease/v1/names/")
     lines = [line for line in told.splitlines() if line]
     return {key.rpartition("/")[2]: json.loads(value) for key, value in zip(lines[::2], lines[1::2], strict=True)}
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Wait for what a fleet needs some horizons for."""
-    wait_until(condition, what)

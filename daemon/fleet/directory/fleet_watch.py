@@ -22,10 +22,11 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchBatch,
     WatchEnded,
 )
-from gpulease.daemon.fleet.fleet_records import GENERATION, NAME, NAMES, NODES, PREFIX
+from gpulease.daemon.fleet.fleet_records import GENERATION, NAMES, NODES, PREFIX
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.lease_names import NAME
 from gpulease.protocol.messages import Place, Placement, Report
 from gpulease.protocol.opcodes import Exclusivity, Status
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from gpulease.daemon.fleet.fleet_records import MAX_NAME_CHARS
 from gpulease.daemon.fleet.live_claims import CLAIMS_PER_MESSAGE, LiveParts, live_messages
 from gpulease.daemon.host.ipc import channel_pair, receive_message, send_message
+from gpulease.protocol.lease_names import MAX_NAME_CHARS
 
 
 @pytest.mark.parametrize("count", [0, 1, CLAIMS_PER_MESSAGE, CLAIMS_PER_MESSAGE + 1, 3 * CLAIMS_PER_MESSAGE])
