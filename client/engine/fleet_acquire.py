@@ -294,7 +294,7 @@ def _place_of(wanted: LeaseAlloc) -> Place:
     parameters = {parameter.tag: parameter.value for parameter in wanted.parameters}
     exclusivity = parameters.get(EXCLUSIVITY_TAG, bytes([Exclusivity.SESSION_EXCLUSIVE]))[0]
     name = parameters.get(NAME_TAG, b"").decode()
-    labels = tuple(parameter.value.decode() for parameter in wanted.parameters if parameter.tag == LABELS_TAG)
+    labels = tuple(parameters[LABELS_TAG].decode().split(",")) if LABELS_TAG in parameters else ()
     if len(labels) > MAX_LABELS:
         raise InvalidRequest(f"acquire: {len(labels)} labels; {MAX_LABELS} are the most")
     return Place(wanted.size_bytes, exclusivity, name, labels, wanted.device, ())

@@ -247,6 +247,17 @@ def test_a_name_is_waited_for_at_the_node_that_serves_it(run: Run, fleet: MadeFl
     run(scenario)
 
 
+def test_a_directory_is_asked_for_each_label_by_itself(run: Run, fleet: MadeFleet) -> None:
+    fleet.order = ["n1"]
+
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire(builder(face, fleet.address).labels(zone="a", model="h200"))
+        assert sorted(fleet.places[-1].labels) == ["model=h200", "zone=a"]
+        await lease.free()
+
+    run(scenario)
+
+
 def test_directories_that_can_t_answer_are_told(run: Run, fleet: MadeFleet, tmp_path: Path) -> None:
     def away(request: Request) -> Body:
         raise Refusal(Failure(Status.DISCONNECTED, "this directory has not reached etcd for 11 s", "Look at etcd."))
