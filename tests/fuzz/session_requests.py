@@ -1,11 +1,12 @@
 """A session's tenant, what it knows, and the bodies of its requests: see `sessions`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.drivers.ptx.image import CpuModule
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.memory_operations import GRANULE_BYTES
 from gpulease.daemon.session.session import Session
@@ -45,12 +46,16 @@ class Tenant:
     Attributes:
         numbers: What it was given: allocations, modules, streams, graphs.
         contents: What is in its allocations, as far as no kernel ran.
+        own_modules: Modules of the context itself, which no ledger has.
+        own_sizes: Allocations of the context itself: address to bytes.
     """
 
     session: Session
     context: CpuContext
     ledger: Ledger
     page: BrokerPage
+    own_modules: frozenset[CpuModule]
+    own_sizes: Mapping[int, int]
     reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_PAYLOAD_BYTES))
     numbers: list[int] = field(default_factory=lambda: [1])
     contents: dict[int, bytearray] = field(default_factory=dict)

@@ -85,9 +85,12 @@ def opened(*, has_arena: bool) -> Iterator[Tenant]:
     context = CpuContext(SLICE, hosts=1)
     ledger = Ledger(SLICE, ALLOWANCE)
     session = Session(LEASE, context, ledger, view)
+    # The first event takes what all events need, for as long as the context lives.
+    context.event(0)
+    own = frozenset(context._modules), dict(context._arena._sizes)
     arena = session.arena.open(GRANULE_BYTES) if has_arena else None
     try:
-        yield Tenant(session, context, ledger, page)
+        yield Tenant(session, context, ledger, page, *own)
     finally:
         context.close()
         assert context._is_closed
@@ -225,12 +228,13 @@ def check_books(tenant: Tenant) -> None:
     assert ledger.used_bytes == sum(ledger._allocations.values())
     assert 0 <= ledger.used_bytes <= ledger.charged_bytes <= SLICE
     assert ledger._image_bytes == sum(loaded.image_bytes for loaded in ledger._modules.values())
-    assert {loaded.module for loaded in ledger._modules.values()} == context._modules
+    assert {loaded.module for loaded in ledger._modules.values()} == context._modules - tenant.own_modules
     start = context._arena.memory.address
+    sizes = {at: size for at, size in context._arena._sizes.items() if at not in tenant.own_sizes}
     variables = {address - start for module in context._modules for address in module.variable_addresses if address}
     held = {address - start: size for address, size in ledger._allocations.items()}
-    assert context._arena._sizes.keys() == held.keys() | variables
-    assert {at: size for at, size in context._arena._sizes.items() if at not in variables} == held
+    assert sizes.keys() == held.keys() | variables
+    assert {at: size for at, size in sizes.items() if at not in variables} == held
     assert set(tenant.contents) == set(ledger._allocations)
     assert tenant.page.counter(Counter.ALLOCATED_BYTES) == ledger.charged_bytes
     assert tenant.page.counter(Counter.DOING) == 0
