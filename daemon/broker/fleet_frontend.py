@@ -68,6 +68,7 @@ class FleetFrontend:
         self._membership = journal.membership or KeptMembership(0, 0, "", 0)
         self._horizon_boot_ns = 0
         self._is_lost = False
+        self._refused = ""
         self._beats = self._fenced = 0
         self._placements: Counter[str] = Counter()
         self._numbers = 0
@@ -115,6 +116,8 @@ class FleetFrontend:
 
     def _trouble(self) -> str:
         etcd = ", ".join(self._settings.etcd)
+        if self._refused:
+            return f"this node has not joined its fleet: {self._refused}"
         if not self._horizon_boot_ns:
             return f"this node has not joined its fleet: etcd at {etcd} has not let it in yet"
         return f"this node is cut off from its fleet: etcd at {etcd} has not answered in time"
@@ -239,10 +242,13 @@ class FleetFrontend:
         if what == Note.BEAT.value:
             self._beats += 1
         elif what not in _TOLD_OTHERWISE:
+            if what == Note.REFUSED.value:
+                self._refused = text
             log_event(LogEvent.FLEET_NOTED, what=what, reason=text, node=node or None, lease_name=name or None)
 
     def _join(self, membership: KeptMembership) -> None:
         log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=membership.incarnation)
+        self._refused = ""
         self._membership = membership
         self._journal.remember_membership(membership)
 

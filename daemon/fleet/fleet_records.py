@@ -7,6 +7,7 @@
     /gpulease/v1/quotas/TENANT/SHARD    a part of a tenant's quota
     /gpulease/v1/fences         how many nodes were fenced lately, over the whole fleet
     /gpulease/v1/generation     the store's generation key, made once: a restored backup has an older one
+    /gpulease/v1/horizon        seconds after which a silent node's claimed leases have ended, the same for all nodes
 
 A reader ignores members that it does not know, so that nodes of two versions make one fleet.
 """
@@ -23,6 +24,7 @@ CLOCKS: Final = PREFIX + b"clocks/"
 QUOTAS: Final = PREFIX + b"quotas/"
 FENCES: Final = PREFIX + b"fences"
 GENERATION: Final = PREFIX + b"generation"
+HORIZON: Final = PREFIX + b"horizon"
 
 MAX_RECORD_BYTES: Final = 64 << 10
 """Largest record that is read. A node with 16 cards has 2 KiB. Stops a foreign writer from filling memory."""

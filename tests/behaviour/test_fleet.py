@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import GpuLeaseError, GpuSession, Revoked
-from helpers.fleet_rig import FleetNode, Worker, claims, fleet
+from helpers.fleet_rig import HORIZON_S, FleetNode, Worker, claims, fleet
 from helpers.waiting import wait_until
 
 NAME = "model-a"
@@ -145,3 +145,16 @@ def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
         work.stop()
         lease.free()
         wait_until(lambda: not claims(cluster), "the claim ends with the lease")
+
+
+def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> None:
+    with fleet(tmp_path, nodes=1) as (cluster, _):
+        other = FleetNode(cluster, "other", horizon_s=HORIZON_S + 1)
+        other.start().allowed_trouble.append("fleet")
+        try:
+            told = f"horizon_s = '{HORIZON_S}', and this node {HORIZON_S + 1}"
+            wait_until(lambda: told in other.fleet_check()["detail"], "it is refused", seen=other.logs)
+            with pytest.raises(GpuLeaseError, match=told):
+                other.builder("alpha").acquire()
+        finally:
+            other.stop()

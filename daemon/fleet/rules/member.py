@@ -7,6 +7,9 @@ own, or none, was fenced: it ends all claimed leases, and joins anew once their 
 
 The store may be another one: restored from a backup, or made anew. Then its revisions repeat, and epochs with them. A
 node that remembers a higher revision or another cluster stays out until an operator renews the generation key.
+
+Nodes trust each other's horizon: who takes a silent node's names waits for the horizon that it has itself. The first
+node to join writes it down, and a node with another one stays out.
 """
 
 from collections.abc import Callable
@@ -29,6 +32,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
 from gpulease.daemon.fleet.fleet_records import (
     FENCES,
     GENERATION,
+    HORIZON,
     BadRecord,
     NodeRecord,
     held_key,
@@ -70,12 +74,15 @@ from gpulease.daemon.fleet.rules.node_claims import NodeClaims
 from gpulease.daemon.fleet.rules.node_fences import NodeFences
 from gpulease.daemon.fleet.rules.quota_shards import QuotaShards
 
-RENEW: Final = (
-    "an operator waits until no named lease of before runs anywhere,"
-    f" then puts a new text: `etcdctl put {GENERATION.decode()} TEXT`"
-)
+_AFTER: Final = "an operator waits until no named lease of before runs anywhere, then"
+
+RENEW: Final = f"{_AFTER} puts a new text: `etcdctl put {GENERATION.decode()} TEXT`"
 """The act that lets nodes join a store that is not the one they knew."""
 
+NEW_HORIZON: Final = f"set the fleet's; to give all nodes another one, {_AFTER} `etcdctl del {HORIZON.decode()}`"
+"""The act that lets a node join whose horizon is not the fleet's."""
+
+RENEWED: Final = "an operator renewed the fleet's generation key or its horizon"
 
 OnAnswer = Callable[[Answer, int, int], None]
 """Takes an answer, when it was asked, and the time now."""
@@ -117,6 +124,7 @@ class Member:
         self._quotas = QuotaShards(self._membership, self._fences)
         self._identity = identity
         self._membership.revision = max(identity.revision, incarnation)
+        self._horizon = f"{terms.horizon_s:g}"
         self._record = RecordChanged()
         self._phase = _Phase.STARTING
         self._has_started = False
@@ -223,7 +231,7 @@ class Member:
             return f"etcd is cluster {answer.cluster_id:x}, and was {self._identity.cluster_id:x}"
         return f"etcd is at revision {answer.revision}, and was at {floor}" if answer.revision < floor else ""
 
-    def _is_accepted(self, answer: Answer, generation: KeyValue | None, now_ns: int) -> bool:
+    def _is_accepted(self, answer: Answer, generation: KeyValue | None, horizon: KeyValue | None, now_ns: int) -> bool:
         """Return whether the store may be joined; if it is new to this node, remember it."""
         known = self._identity.generation
         if generation is None and not known:
@@ -234,10 +242,14 @@ class Member:
         text = "" if is_renewed else self._difference(answer, self._membership.revision)
         if not value:
             text = "etcd has lost the fleet's generation key"
+        act = RENEW
+        if not text and horizon and _text(horizon) != self._horizon:
+            text = f"the fleet has horizon_s = {_text(horizon)!r}, and this node {self._horizon}"
+            act = NEW_HORIZON
         if text:
             if self._membership.trouble is CUT_OFF:
-                self._note(Note.REFUSED, f"{text}: {RENEW}")
-            self._membership.trouble = Why.STALE, f"{text}: {RENEW}"
+                self._note(Note.REFUSED, f"{text}: {act}")
+            self._membership.trouble = Why.STALE, f"{text}: {act}"
             self._due_ns = now_ns + self._membership.beat_ns
             if self._membership.incarnation:
                 self._lose(Reason.RESTORED, text, self._due_ns)
@@ -245,8 +257,8 @@ class Member:
         self._membership.trouble = CUT_OFF
         self._membership.revision = answer.revision
         self._identity = FleetIdentity(answer.cluster_id, value, answer.revision)
-        if is_renewed and self._membership.incarnation:
-            self._lose(Reason.RENEWED, "an operator renewed the fleet's generation key")
+        if self._membership.incarnation and (is_renewed or horizon is None):
+            self._lose(Reason.RENEWED, RENEWED)
             return False
         return True
 
@@ -275,13 +287,13 @@ class Member:
         self._due_ns = max(self._due_ns, now_ns)
 
     def _read_store(self, now_ns: int) -> None:
-        self._ask(now_ns, Transaction(reads=(Get(self._key), Get(GENERATION))), self._store_read)
+        self._ask(now_ns, Transaction(reads=(Get(self._key), Get(GENERATION), Get(HORIZON))), self._store_read)
 
     def _store_read(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         """Go on as the member of before, or delete its record, or join."""
-        record, generation = (found[0] if found else None for found in answer.found[:2])
+        record, generation, horizon = (found[0] if found else None for found in answer.found[:3])
         self._due_ns = now_ns
-        if not self._is_accepted(answer, generation, now_ns):
+        if not self._is_accepted(answer, generation, horizon, now_ns):
             return
         if self._membership.incarnation:
             if record and record.create_revision == self._membership.incarnation:
@@ -296,8 +308,13 @@ class Member:
             transaction = Transaction((ModRevisionIs(self._key, record.mod_revision),), (Delete(self._key),))
             self._ask(now_ns, transaction, self._again)
         else:
-            compares = (CreateRevisionIs(self._key, 0), ModRevisionIs(GENERATION, _revision(generation)))
-            self._ask(now_ns, Transaction(compares, (self._write(now_ns),)), self._created)
+            compares = (
+                CreateRevisionIs(self._key, 0),
+                ModRevisionIs(GENERATION, _revision(generation)),
+                ModRevisionIs(HORIZON, _revision(horizon)),
+            )
+            writes = (self._write(now_ns), *(() if horizon else (Put(HORIZON, self._horizon.encode()),)))
+            self._ask(now_ns, Transaction(compares, writes), self._created)
 
     def _created(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         if answer.succeeded and not self._difference(answer, self._membership.revision):
@@ -327,7 +344,7 @@ class Member:
     def _beat(self, now_ns: int) -> None:
         writes = (self._write(now_ns), *self._clocks.write())
         held = Get(held_key(self._membership.node_id), is_prefix=True)
-        reads = (Get(self._key), Get(GENERATION), held, Get(FENCES), self._clocks.read())
+        reads = (Get(self._key), Get(GENERATION), held, Get(FENCES), self._clocks.read(), Get(HORIZON))
         compare = ModRevisionIs(self._key, self._mod_revision)
         self._ask(now_ns, Transaction((compare,), writes, reads), self._beaten)
 
@@ -349,8 +366,9 @@ class Member:
         written_ns = asked_ns if answer.succeeded else self._attempts.get(_nonce(record))
         self._due_ns = asked_ns + self._membership.beat_ns if answer.succeeded else now_ns
         self._attempts.clear()
-        if _text(generation) != self._identity.generation:
-            self._lose(Reason.RENEWED, "an operator renewed the fleet's generation key")
+        horizon = answer.found[5]
+        if _text(generation) != self._identity.generation or not horizon or _text(horizon[0]) != self._horizon:
+            self._lose(Reason.RENEWED, RENEWED)
             return
         if lost := self._claims.sweep(answer.found[2], answer.revision, now_ns):
             self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")

@@ -3,7 +3,16 @@
 import pytest
 
 from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, Get, Put, Rejected, Transaction, Unknown
-from gpulease.daemon.fleet.fleet_records import FENCES, GENERATION, NODES, held_key, name_key, node_key, read_node
+from gpulease.daemon.fleet.fleet_records import (
+    FENCES,
+    GENERATION,
+    HORIZON,
+    NODES,
+    held_key,
+    name_key,
+    node_key,
+    read_node,
+)
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ClaimDropped,
@@ -210,6 +219,64 @@ def test_an_operator_s_new_generation_ends_and_joins_anew(etcd: ModelEtcd) -> No
     host.send(LiveClaims())
     host.settle()
     assert host.take(Joined)[-1].identity.generation == "second"
+
+
+def test_the_first_node_writes_down_the_fleet_s_horizon(etcd: ModelEtcd) -> None:
+    Host(etcd).begin()
+    assert etcd.keys[HORIZON].value == b"30"
+    Host(etcd, "b").begin()
+    assert etcd.keys[HORIZON].mod_revision == etcd.keys[node_key("a")].create_revision
+
+
+def test_a_node_with_another_horizon_stays_out_until_the_fleet_s_is_deleted(etcd: ModelEtcd) -> None:
+    etcd.do(Transaction(writes=(Put(HORIZON, b"4"),)))
+    host = Host(etcd).begin()
+    host.run(60)
+    assert host.take(Joined) == []
+    host.ask_for()
+    (refused,) = host.take(ClaimRefused)
+    assert refused.why is Why.STALE
+    assert "the fleet has horizon_s = '4', and this node 30: set the fleet's" in refused.text
+    etcd.delete(HORIZON)
+    host.run(6)
+    assert len(host.take(Joined)) == 1
+    assert etcd.keys[HORIZON].value == b"30"
+
+
+def test_two_nodes_that_join_at_once_agree_on_a_horizon(etcd: ModelEtcd) -> None:
+    one, other = Host(etcd), Host(etcd, "b")
+    for host in (one, other):
+        host.member._horizon = host.node_id
+        host.send(Started())
+        host.send(LiveClaims({}))
+    for host in (one, other, one, other):
+        (ask,) = host.asked
+        host.asked.clear()
+        host.send(Answered(ask.number, etcd.do(ask.transaction)))
+    other.run(60)
+    assert [len(host.take(Joined)) for host in (one, other)] == [1, 0]
+
+
+@pytest.mark.parametrize("value", [None, b"4"])
+def test_a_member_whose_fleet_gets_another_horizon_ends_its_claims(etcd: ModelEtcd, value: bytes | None) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    etcd.do(Transaction(writes=(Put(HORIZON, value) if value else Delete(HORIZON),)))
+    host.run(6)
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.RENEWED]
+
+
+def test_a_daemon_that_comes_back_to_another_horizon_ends_its_claims(etcd: ModelEtcd) -> None:
+    first = Host(etcd).begin()
+    first.ask_for()
+    (claimed,), joined = first.take(Claimed), first.take(Joined)[-1]
+    etcd.do(Transaction(writes=(Put(HORIZON, b"4"),)))
+    host = Host(etcd, now=first.now + 5 * S, run=2, incarnation=joined.incarnation, identity=joined.identity)
+    host.begin({"m": claimed.epoch})
+    assert len(host.take(EndClaimed)) == 1
+    host.send(LiveClaims())
+    host.run(20)
+    assert host.take(Joined) == []
 
 
 # --- claims ---
