@@ -13,17 +13,21 @@ from typing import Any, Final
 
 from gpulease.daemon.broker.name_claims import ClaimAnswer, Claimed, ClaimWant
 from gpulease.daemon.contract.control_page import boot_ns
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
+from gpulease.daemon.fleet.etcd.etcd_certificates import open_certificates
 from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
 from gpulease.daemon.fleet.live_claims import live_messages
 from gpulease.daemon.fleet.rules.fleet_events import Note, Why
-from gpulease.daemon.host.ipc import ChannelClosed
+from gpulease.daemon.host.ipc import ChannelClosed, close_all
 from gpulease.daemon.host.periodic_task import PeriodicTask
+from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import Card, ClaimsLost, Event, HorizonMoved, LeaseState, LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.journal import Journal, KeptMembership
 from gpulease.daemon.record.metrics.gauges import FleetFacts
+from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
@@ -32,6 +36,9 @@ NS_PER_S: Final = 1_000_000_000
 
 RECORD_S: Final = 1.0
 """Between two looks whether the node's record has changed. The next beat carries it, so sooner is of no use."""
+
+CERTIFICATES_S: Final = 5.0
+"""Between two looks whether the certificates for etcd were renewed. They are renewed hours before the old ones end."""
 
 ETCD_PART: Final = 15
 """A request to etcd may last this part of the horizon: several are tried before it comes."""
@@ -42,6 +49,7 @@ class FleetFrontend:
 
     Args:
         settings: The `[fleet]` table.
+        sandbox: The operator's settings of the sandbox.
         table: The leases.
         cards: The node's cards.
         post: Gives the lease table an event.
@@ -52,6 +60,7 @@ class FleetFrontend:
     def __init__(
         self,
         settings: FleetSettings,
+        sandbox: SandboxSettings,
         table: LeaseTable,
         cards: Iterable[Card],
         post: Callable[[Event], None],
@@ -74,17 +83,24 @@ class FleetFrontend:
         self._numbers = 0
         self._waiting: dict[int, Callable[[ClaimAnswer], None]] = {}
         self._told: dict[str, Any] | None = None
-        self._process = ChildProcess(_KIND, self._begin, self._on_message, self._on_end, timeouts)
+        files = {"ca": settings.ca, "key": settings.key, "certificate": settings.certificate}
+        self._files = {name: path for name, path in files.items() if path is not None}
+        self._told_files: tuple[object, ...] = ()
+        self._process = ChildProcess(_fleet_kind(sandbox), self._begin, self._on_message, self._on_end, timeouts)
         self._record_task = PeriodicTask(self._tell_record, RECORD_S)
+        self._certificates_task = PeriodicTask(self._tell_certificates, CERTIFICATES_S)
 
     async def start(self) -> None:
         """Start the process. It joins the fleet once etcd answers. Raises CannotListen."""
         await self._process.start()
         self._record_task.start()
+        if self._files:
+            self._certificates_task.start()
 
     async def stop(self) -> None:
         """End the process. Its node's leases stay claimed."""
         await self._record_task.stop()
+        await self._certificates_task.stop()
         await self._process.stop()
 
     # --- what the broker asks ---
@@ -161,14 +177,20 @@ class FleetFrontend:
 
     async def _begin(self) -> None:
         settings = self._settings
-        files = {name: getattr(settings, name) for name in ("ca", "certificate", "key")}
-        start: dict[str, Any] = {name: None if path is None else str(path) for name, path in files.items()}
-        start |= {"etcd": settings.etcd, "node": self.node_id, "horizon_s": settings.horizon_s}
+        start: dict[str, Any] = {"etcd": settings.etcd, "node": self.node_id, "horizon_s": settings.horizon_s}
+        start["files"] = list(self._files)
         member = self._membership
         identity = {"cluster_id": member.cluster_id, "generation": member.generation, "revision": member.revision}
         start |= {"incarnation": member.incarnation, "identity": identity}
         start["timeout_s"] = settings.horizon_s / ETCD_PART
-        self._process.send(start)
+        try:
+            fds, self._told_files = await asyncio.to_thread(open_certificates, self._files)
+        except BadEtcdSettings as error:
+            raise CannotListen(f"{_BROKEN}: {error}") from None
+        try:
+            self._process.send(start, tuple(fds))
+        finally:
+            close_all(fds)
         await self._process.expect("ready")
         self._told = None
         await self._tell_record()
@@ -179,10 +201,10 @@ class FleetFrontend:
         for number in list(self._waiting):
             self._answer(number, failure, Why.UNKNOWN.value)
 
-    def _tell(self, message: dict[str, Any]) -> bool:
+    def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
         """Send a message; returns whether the process will read it."""
         try:
-            self._process.send(message)
+            self._process.send(message, tuple(fds))
         except BlockingIOError:
             self._process.give_up("it has not read for as long as takes to fill its channel")
             return False
@@ -204,6 +226,18 @@ class FleetFrontend:
         record = self._record()
         if record != self._told and self._tell(record):
             self._told = record
+
+    async def _tell_certificates(self) -> None:
+        """Send the certificates' files if one is another than before."""
+        try:
+            fds, found = await asyncio.to_thread(open_certificates, self._files)
+        except BadEtcdSettings:
+            return  # A file that is being replaced, or no descriptor is left: the process goes on with what it has.
+        try:
+            if found != self._told_files and self._tell({"op": "certificates", "files": list(self._files)}, fds):
+                self._told_files = found
+        finally:
+            close_all(fds)
 
     def _record(self) -> dict[str, Any]:
         cards = [
@@ -285,12 +319,17 @@ def _failure(why: Why, text: str, retry_after_ms: int = 0) -> Failure:
     return Failure(Status.BUSY, text, hint=hint)
 
 
-_KIND: Final = ChildKind(
-    name="the fleet process",
-    module="gpulease.daemon.fleet",
-    broken="the fleet process can't serve",
-    died=LogEvent.FLEET_DIED,
-    hung=LogEvent.FLEET_HUNG,
-    not_started=LogEvent.FLEET_NOT_STARTED,
-    back=LogEvent.FLEET_BACK,
-)
+_BROKEN: Final = "the fleet process can't serve"
+
+
+def _fleet_kind(sandbox: SandboxSettings) -> ChildKind:
+    return ChildKind(
+        name="the fleet process",
+        module="gpulease.daemon.fleet",
+        broken=_BROKEN,
+        died=LogEvent.FLEET_DIED,
+        hung=LogEvent.FLEET_HUNG,
+        not_started=LogEvent.FLEET_NOT_STARTED,
+        back=LogEvent.FLEET_BACK,
+        arguments=[sandbox.to_text()],
+    )

@@ -173,7 +173,9 @@ class Service:
             self._web = WebFrontend(http, config.of_sandbox, self._new_reader, actions, loads=loads.messages)
         self._fleet: FleetFrontend | None = None
         if config.fleet is not None:
-            self._fleet = FleetFrontend(config.fleet, table, cards, self.runtime.post, journal, self._fleet_addresses)
+            self._fleet = FleetFrontend(
+                config.fleet, config.of_sandbox, table, cards, self.runtime.post, journal, self._fleet_addresses
+            )
             self.runtime.claims = self.runtime.health.fleet = self._fleet
             self.runtime.metrics.fleet = self._fleet.figures
 

@@ -1,28 +1,50 @@
-"""`python -m gpulease.daemon.fleet CHANNEL_FD PARENT_PID`: the broker starts it."""
+"""`python -m gpulease.daemon.fleet CHANNEL_FD PARENT_PID SANDBOX`: the broker starts it.
+
+The process parses what etcd says, so it runs in the workers' sandbox, but may connect to etcd's ports. The broker opens
+the files of its certificates.
+"""
 
 import asyncio
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, port_of
+from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, received_certificates
 from gpulease.daemon.fleet.process import FleetProcess
 from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, FleetTerms
 from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
+from gpulease.daemon.sandbox.measures import Needs, SandboxBroken, SandboxSettings
+from gpulease.daemon.sandbox.trial import prepare
 
 INSTANCE_BYTES: Final = 8
 """Random bytes that tell this process's writes from those of every other of the node."""
 
+MAX_PRIVATE_BYTES: Final = 2 << 30
+"""The process's private memory. An honest one uses some 80 MiB, and 8 MiB of addresses for each of gRPC's threads, of
+which many cores have more. Stops answers that make it grow without end."""
 
-def main(channel_fd: int, parent_pid: int) -> int:
-    """Receive the settings from the broker, and serve. Returns the exit status."""
+DNS_PORT: Final = 53
+
+RESOLVER: Final = Path("/etc/resolv.conf")
+
+RANDOM: Final = Path("/dev/urandom")
+"""gRPC's library reads this device for its random numbers, and ends the process where it can't."""
+
+_LIBRARIES: Final = tuple(map(Path, ("/lib", "/lib64", "/usr/lib", "/usr/lib64")))
+"""The C library loads what it resolves names with when it is first asked."""
+
+
+def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
+    """Receive the settings from the broker, enter the sandbox, and serve. Returns the exit status."""
     die_with_parent(parent_pid)
     set_name("gpul-fleet")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -30,33 +52,59 @@ def main(channel_fd: int, parent_pid: int) -> int:
     channel = socket.socket(fileno=channel_fd)
     try:
         start, fds = receive_message(channel)
-        close_all(fds)
-        asyncio.run(_serve(start, channel))
+        files = SentFiles()
+        try:
+            files.take(start["files"], fds)
+        finally:
+            close_all(fds)
+        # gRPC starts threads with its first channel: a thread that runs by now would stay outside.
+        plan, _ = prepare(sandbox, needs_of(start["etcd"]), lambda _: ())
+        plan.enter((channel_fd,), parent_pid)
+        asyncio.run(_serve(start, files, channel))
     except ChannelClosed:
         return 0
-    except (BadEtcdSettings, OSError) as error:
+    except (BadEtcdSettings, SandboxBroken, OSError) as error:
         send_message(channel, {"op": "broken", "reason": str(error)})
         return 1
     return 0
 
 
-async def _serve(start: dict[str, Any], channel: socket.socket) -> None:
-    """Raises ChannelClosed, or BadEtcdSettings for a certificate that can't be read."""
-    client = EtcdClient(etcd_settings(start))
+class SentFiles:
+    """The certificates as the broker last sent them."""
+
+    def __init__(self) -> None:
+        self._last: Certificates | None = None
+
+    def take(self, names: Sequence[str], fds: Sequence[int]) -> None:
+        """Read the open files of those names, which stay open. Raises BadEtcdSettings."""
+        self._last = received_certificates(names, fds)
+
+    def read(self) -> Certificates | None:
+        """Return the certificates; None for plain text."""
+        return self._last
+
+
+def needs_of(endpoints: Sequence[str]) -> Needs:
+    """Return what the process needs inside the sandbox: etcd's ports, and whatever resolves names.
+
+    A file that resolves names is often replaced by another of its name, so the folders are needed.
+    """
+    ports = {DNS_PORT, *map(port_of, endpoints)}
+    readable = (RESOLVER.parent, RESOLVER.resolve().parent, RANDOM, *_LIBRARIES)
+    return Needs(readable=readable, private_bytes=MAX_PRIVATE_BYTES, tcp_ports=tuple(sorted(ports)))
+
+
+async def _serve(start: dict[str, Any], files: SentFiles, channel: socket.socket) -> None:
+    """Raises ChannelClosed."""
+    client = EtcdClient(EtcdSettings(tuple(start["etcd"]), timeout_s=start["timeout_s"]), files.read)
     try:
         terms, identity = FleetTerms(horizon_s=start["horizon_s"]), FleetIdentity(**start["identity"])
         member = Member(start["node"], terms, start["incarnation"], identity, instance=token_hex(INSTANCE_BYTES))
-        await FleetProcess(member, client, channel).run()
+        await FleetProcess(member, client, channel, files.take).run()
     finally:
         await client.close()
 
 
-def etcd_settings(start: dict[str, Any]) -> EtcdSettings:
-    """Return the way to etcd that the broker's first message names."""
-    files = (None if start[name] is None else Path(start[name]) for name in ("ca", "certificate", "key"))
-    ca_file, cert_file, key_file = files
-    return EtcdSettings(tuple(start["etcd"]), ca_file, cert_file, key_file, timeout_s=start["timeout_s"])
-
-
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    fd, parent = map(int, sys.argv[1:3])
+    sys.exit(main(fd, parent, SandboxSettings.from_text(sys.argv[3])))

@@ -54,15 +54,22 @@ class FleetProcess:
         member: The rules, with the node's state.
         client: The way to etcd.
         channel: The broker's channel.
+        on_files: Takes the names and descriptors of certificates' files that the broker opened anew.
         clock_ns: CLOCK_BOOTTIME in nanoseconds.
     """
 
     def __init__(
-        self, member: Member, client: EtcdClient, channel: socket.socket, clock_ns: Callable[[], int] = boot_ns
+        self,
+        member: Member,
+        client: EtcdClient,
+        channel: socket.socket,
+        on_files: Callable[[list[str], list[int]], None],
+        clock_ns: Callable[[], int] = boot_ns,
     ) -> None:
         self._member = member
         self._client = client
         self._channel = channel
+        self._on_files = on_files
         self._clock_ns = clock_ns
         self._outbox = Outbox(channel)
         self._live = LiveParts()
@@ -183,14 +190,15 @@ class FleetProcess:
         except ChannelClosed:
             self._ended.set()
             return
-        close_all(fds)
         try:
-            self._take(message)
+            self._take(message, fds)
         except (KeyError, TypeError, ValueError) as error:
             # The broker is of another version, or has a bug: what it said is left out, and the fleet goes on.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading the broker's {message.get('op')}: {error}")
+        finally:
+            close_all(fds)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
         match message:
             case {"op": "ping"}:
                 with contextlib.suppress(BlockingIOError, ChannelClosed):
@@ -210,6 +218,8 @@ class FleetProcess:
                 claims = self._live.take(message["claims"], is_last=message["is_last"])
                 if claims is not None:
                     self._post(LiveClaims(claims))
+            case {"op": "certificates"}:
+                self._on_files(message["files"], fds)
             case {"op": "record"}:
                 self._post(record_of(message))
 

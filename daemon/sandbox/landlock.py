@@ -23,6 +23,7 @@ _RESTRICT_SELF: Final = 446
 
 _CREATE_RULESET_VERSION: Final = 1
 _RULE_PATH_BENEATH: Final = 1
+_RULE_NET_PORT: Final = 2
 
 FILES_SINCE: Final = 1
 REFER_SINCE: Final = 2
@@ -54,8 +55,12 @@ class Access(IntFlag):
     IOCTL_DEV = 1 << 15
 
 
-_ALL_TCP: Final = 0b11
+_BIND_TCP: Final = 0b01
+_CONNECT_TCP: Final = 0b10
 """LANDLOCK_ACCESS_NET_BIND_TCP and _CONNECT_TCP."""
+
+_ANY_PORT: Final = 0
+"""The port of a bind that leaves the choice to the kernel: gRPC learns by it whether there is IPv6."""
 
 _ALL_SCOPES: Final = 0b11
 """LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL."""
@@ -82,6 +87,12 @@ class _PathBeneath(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
 
 
+class _NetPort(ctypes.Structure):
+    """struct landlock_net_port_attr."""
+
+    _fields_ = (("allowed", ctypes.c_uint64), ("port", ctypes.c_uint64))
+
+
 def abi() -> int:
     """Return the version of this kernel's Landlock. Raises OSError if it has none, or it is not enabled."""
     return system_call(_CREATE_RULESET, 0, 0, _CREATE_RULESET_VERSION)
@@ -94,7 +105,7 @@ class Reach:
     Attributes:
         files: All of the file system except the needed paths.
         devices: ioctl on device nodes other than the driver's.
-        network: TCP.
+        network: TCP except connections to the needed ports.
         scope: Signals and abstract sockets to processes outside.
     """
 
@@ -119,7 +130,7 @@ def restrict(reach: Reach, needs: Needs) -> None:
     """Forbid all of it to this process; no_new_privs must be set. Raises OSError."""
     version = abi()
     handled = reach.handled(version)
-    attributes = _Ruleset(handled, _ALL_TCP * reach.network, _ALL_SCOPES * reach.scope)
+    attributes = _Ruleset(handled, (_BIND_TCP | _CONNECT_TCP) * reach.network, _ALL_SCOPES * reach.scope)
     size = ctypes.sizeof(_Ruleset) if reach.scope else 16 if reach.network else 8
     ruleset = system_call(_CREATE_RULESET, ctypes.addressof(attributes), size, 0)
     try:
@@ -129,6 +140,10 @@ def restrict(reach: Reach, needs: Needs) -> None:
             with _opened(path) as fd:
                 if fd is not None:
                     _allow(ruleset, fd, access & handled)
+        if reach.network and needs.tcp_ports:
+            for port, access_to_it in ((_ANY_PORT, _BIND_TCP), *((port, _CONNECT_TCP) for port in needs.tcp_ports)):
+                net_rule = _NetPort(access_to_it, port)
+                system_call(_ADD_RULE, ruleset, _RULE_NET_PORT, ctypes.addressof(net_rule), 0)
         system_call(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)

@@ -32,7 +32,7 @@ def prctl(option: int, *arguments: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The paths and memory that a driver's workers need inside the sandbox.
+    """The paths, ports and memory that a driver's workers, or another process of the daemon, need inside the sandbox.
 
     Paths that do not exist are skipped: a driver looks for many things that a host need not have.
 
@@ -43,6 +43,8 @@ class Needs:
         kept: Descriptors, open in the zygote, of folders where workers may make, read and remove files.
         writable: Paths of such folders.
         private_bytes: The host memory that a worker may take; None if its slice lies in host memory.
+        tcp_ports: Ports that the process connects to over TCP. With any, it may have sockets of TCP and UDP; it accepts
+            no connection.
     """
 
     readable: tuple[Path, ...] = ()
@@ -51,6 +53,7 @@ class Needs:
     kept: tuple[int, ...] = ()
     writable: tuple[Path, ...] = ()
     private_bytes: int | None = None
+    tcp_ports: tuple[int, ...] = ()
 
     @property
     def writes_files(self) -> bool:
@@ -70,7 +73,7 @@ class Measure(Enum):
         LIMITS: Bounds on its use of the host's resources.
         FILES: The worker opens the driver's paths and nothing else.
         DEVICES: The worker makes no ioctl on devices other than the driver's.
-        NETWORK: The worker can't connect or bind TCP.
+        NETWORK: The worker can't connect or bind TCP; a process with `tcp_ports` connects to those.
         SCOPE: The worker reaches no outside process by a signal or an abstract socket.
         SYSCALLS: The worker makes the system calls it has a use for and no others.
     """

@@ -97,4 +97,7 @@ class Plan:
         if reach != Reach():
             yield Measure.FILES, partial(restrict, reach, self.needs)
         if Measure.SYSCALLS in self.measures:
-            yield Measure.SYSCALLS, partial(install, writes_files=self.needs.writes_files)
+            yield (
+                Measure.SYSCALLS,
+                partial(install, writes_files=self.needs.writes_files, connects=bool(self.needs.tcp_ports)),
+            )

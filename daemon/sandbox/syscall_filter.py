@@ -16,7 +16,7 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -86,9 +86,11 @@ def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, ma
     return code + result(otherwise)
 
 
-def unless_argument(place: int, value: int, then: int) -> Code:
-    """Return instructions that go on if the low half of an argument is this value."""
-    return [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_IF_EQUAL, 1, 0, value), *result(then)]
+def unless_argument(place: int, values: tuple[int, ...], then: int, mask: int = 0xFFFFFFFF) -> Code:
+    """Return instructions that go on if the low half of an argument is one of these values."""
+    code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
+    code += [(_IF_EQUAL, len(values) - number, 0, value) for number, value in enumerate(values)]
+    return code + result(then)
 
 
 def unless_null(place: int, then: int) -> Code:
@@ -472,22 +474,29 @@ class NoFilter(Exception):
     """The machine has no filter; the message says why."""
 
 
-def install(*, writes_files: bool) -> None:
+def install(*, writes_files: bool, connects: bool = False) -> None:
     """Install the filter in this process; no_new_privs must be set. Raises NoFilter and OSError."""
-    program = filter_for(os.getpid(), writes_files=writes_files)
+    program = filter_for(os.getpid(), writes_files=writes_files, connects=connects)
     code = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog.
     head_of_it = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
     prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(head_of_it))
 
 
-def filter_for(pid: int, *, writes_files: bool) -> bytes:
-    """Return the filter for the process of that id. Raises NoFilter."""
+def filter_for(pid: int, *, writes_files: bool, connects: bool = False) -> bytes:
+    """Return the filter for the process of that id. Raises NoFilter.
+
+    Args:
+        pid: The process.
+        writes_files: Whether it makes and removes files in a folder of its own.
+        connects: Whether it connects to others over the network; such a process listens nowhere.
+    """
     machine = platform.machine()
     if machine != MACHINE:
         raise NoFilter(f"there is no filter for {machine}, only for {MACHINE}")
     code = head(_X86_64)
-    for name, then in _by_arguments(pid, writes_files=writes_files).items():
+    by_arguments = _by_arguments(pid, writes_files=writes_files) | dict(_TO_CONNECT if connects else {})
+    for name, then in by_arguments.items():
         code += on(X86_64[name], then)
     for names, action in (
         (ALLOWED, ALLOW),
@@ -506,7 +515,7 @@ def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
     Among them are calls whose failure CUDA tolerates only if it is ENOENT.
     """
     of_itself = (pid,)
-    unix = unless_argument(0, socket.AF_UNIX, _DENY)
+    unix = unless_argument(0, (socket.AF_UNIX,), _DENY)
     # A datagram socket can send to any other; a stream or seqpacket socket only to its peer.
     pair = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
     return {
@@ -527,3 +536,15 @@ def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
         **dict.fromkeys(() if writes_files else FOR_FILES, _NOT_THERE),
         "symlink": _NOT_THERE,
     }
+
+
+_TO_CONNECT: Final[Mapping[str, Code]] = MappingProxyType(
+    {
+        # No socket of the local host: by its path or name it would reach the broker and other services.
+        "socket": unless_argument(1, (socket.SOCK_STREAM, socket.SOCK_DGRAM), _DENY, _SOCKET_KIND)
+        + if_argument(0, (socket.AF_INET, socket.AF_INET6), ALLOW, _DENY),
+        "connect": result(ALLOW),
+        **dict.fromkeys(("listen", "accept", "accept4"), result(_DENY)),
+    }
+)
+"""The calls of a process that connects to others over the network, in the place of a worker's."""

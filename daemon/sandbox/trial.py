@@ -49,6 +49,8 @@ _ABI_OF: Final = {
     Measure.SCOPE: SCOPE_SINCE,
 }
 
+_HIGHEST_PORT: Final = 65_535
+
 _LEFT_OUT: Final = "left out by sandbox_without"
 
 
@@ -223,7 +225,9 @@ class _Trials:
     def _network(self) -> str:
         detail = self._landlock(Measure.NETWORK)
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET) as sock:
-            _must_fail(lambda: sock.bind(("127.0.0.1", 0)))
+            # A process with ports may bind to one that the kernel chooses, and to no other.
+            port = _HIGHEST_PORT if self._needs.tcp_ports else 0
+            _must_fail(lambda: sock.bind(("127.0.0.1", port)))
         return detail
 
     def _scope(self) -> str:
@@ -232,7 +236,7 @@ class _Trials:
         return detail
 
     def _syscalls(self) -> str:
-        install(writes_files=self._needs.writes_files)
+        install(writes_files=self._needs.writes_files, connects=bool(self._needs.tcp_ports))
         # Nothing but the filter refuses this call, and no worker needs it.
         _must_fail(lambda: os.getpriority(os.PRIO_PROCESS, 0))
         return "an allow-list for x86_64"

@@ -10,7 +10,7 @@ says so). The client reads the keys back, and says Rejected only where nothing o
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,7 @@ import grpc
 from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
 
 from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, BadEtcdSettings
+from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, read_certificates
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
     Compacted,
@@ -113,6 +114,11 @@ class EtcdSettings:
         if not self.timeout_s > 0:
             raise BadEtcdSettings(f"a timeout of {self.timeout_s:g} s leaves etcd no time: set more than 0")
 
+    def read_certificates(self) -> Certificates | None:
+        """Return what the files have now; None for plain text. Raises BadEtcdSettings."""
+        files = {"ca": self.ca_file, "key": self.key_file, "certificate": self.cert_file}
+        return read_certificates({name: path for name, path in files.items() if path is not None})
+
 
 class _Member:
     """A member of etcd: the channel to it, and its services."""
@@ -164,11 +170,19 @@ _OPTIONS: Final[Sequence[tuple[str, Any]]] = (
 
 
 class EtcdClient:
-    """A client of one etcd, for one event loop. Raises BadEtcdSettings where its certificates can't be read."""
+    """A client of one etcd, for one event loop.
 
-    def __init__(self, settings: EtcdSettings) -> None:
+    Args:
+        settings: The way to it.
+        read: Returns the certificates as they are now, None for plain text; without it the settings' files are read.
+
+    Raises BadEtcdSettings where its certificates can't be read.
+    """
+
+    def __init__(self, settings: EtcdSettings, read: Callable[[], Certificates | None] | None = None) -> None:
         self._settings = settings
-        self._certificates = _read_certificates(settings)
+        self._read_now = read or settings.read_certificates
+        self._certificates = self._read_now()
         self._members = self._open()
         self._watch_starts = 0
         self._closing: asyncio.Future[list[None]] | None = None
@@ -231,7 +245,9 @@ class EtcdClient:
         await asyncio.gather(*(member.channel.close(None) for member in members))
 
     def _open(self) -> list[_Member]:
-        credentials = grpc.ssl_channel_credentials(*self._certificates) if self._certificates is not None else None
+        credentials, now = None, self._certificates
+        if now is not None:
+            credentials = grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
         return [_Member(endpoint, credentials) for endpoint in self._settings.endpoints]
 
     async def _connected(self, unfit: Sequence[_Member], until: float) -> _Member | None:
@@ -264,9 +280,9 @@ class EtcdClient:
             self._members.append(member)
 
     def _renew_certificates(self) -> bool:
-        """Connect anew if the certificates' files have changed; return whether they have."""
+        """Connect anew if the certificates are others than before; return whether they are."""
         try:
-            certificates = _read_certificates(self._settings)
+            certificates = self._read_now()
         except BadEtcdSettings:
             return False
         if certificates == self._certificates or not self._members:
@@ -352,19 +368,6 @@ async def _first_connected(members: Sequence[_Member], within_s: float) -> _Memb
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _read_certificates(settings: EtcdSettings) -> tuple[bytes, bytes | None, bytes | None] | None:
-    """Return the CA, the key and the certificate; None for plain text. Raises BadEtcdSettings."""
-    if settings.ca_file is None:
-        return None
-    try:
-        ca = settings.ca_file.read_bytes()
-        key = settings.key_file.read_bytes() if settings.key_file is not None else None
-        certificate = settings.cert_file.read_bytes() if settings.cert_file is not None else None
-    except OSError as error:
-        raise BadEtcdSettings(f"{error.filename}: {error.strerror}") from None
-    return ca, key, certificate
 
 
 def _request(transaction: Transaction) -> Any:

@@ -31,3 +31,8 @@ def parse_endpoints(address: str) -> tuple[str, ...]:
     if len(set(endpoints)) != len(endpoints) or len(endpoints) > MAX_ENDPOINTS:
         raise BadEtcdSettings(f"{address!r} names a member twice, or more than {MAX_ENDPOINTS}")
     return tuple(endpoints)
+
+
+def port_of(endpoint: str) -> int:
+    """Return the port of a HOST:PORT that `parse_endpoints` made."""
+    return int(endpoint.rpartition(":")[2])

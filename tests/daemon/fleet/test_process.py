@@ -13,6 +13,7 @@ from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.fleet_records import read_node
 from gpulease.daemon.fleet.live_claims import live_messages
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
+from gpulease.daemon.sandbox.measures import SandboxSettings
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster
 from helpers.waiting import PATIENCE_S
@@ -28,10 +29,11 @@ class Broker:
         self.channel, theirs = channel_pair()
         self.channel.settimeout(PATIENCE_S)
         with theirs:
-            command = [sys.executable, "-P", "-m", "gpulease.daemon.fleet", str(theirs.fileno()), str(os.getpid())]
+            arguments = [str(theirs.fileno()), str(os.getpid()), SandboxSettings().to_text()]
+            command = [sys.executable, "-P", "-m", "gpulease.daemon.fleet", *arguments]
             self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=python_environment())
         identity = {"cluster_id": 0, "generation": "", "revision": 0}
-        start: dict[str, Any] = {"etcd": cluster.endpoints, "ca": None, "certificate": None, "key": None, "node": node}
+        start: dict[str, Any] = {"etcd": cluster.endpoints, "files": [], "node": node}
         start |= {"horizon_s": HORIZON_S, "incarnation": 0, "identity": identity, "timeout_s": 1.0}
         send_message(self.channel, start)
         self.record = {"op": "record", "addresses": ["tls:h:1"], "labels": {"zone": "a"}, "cards": [CARD]}
@@ -120,23 +122,3 @@ def test_leases_of_a_node_that_the_fleet_gave_up_end(cluster: EtcdCluster) -> No
         send_message(broker.channel, message)
     broker.until("horizon")
     broker.end()
-
-
-def test_certificates_that_can_not_be_read(cluster: EtcdCluster, tmp_path: Path) -> None:
-    ours, theirs = channel_pair()
-    ours.settimeout(PATIENCE_S)
-    with ours, theirs:
-        command = [sys.executable, "-P", "-m", "gpulease.daemon.fleet", str(theirs.fileno()), str(os.getpid())]
-        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=python_environment())
-        start: dict[str, Any] = {
-            "etcd": cluster.endpoints,
-            "ca": str(tmp_path / "none.pem"),
-            "certificate": None,
-            "key": None,
-        }
-        identity = {"cluster_id": 0, "generation": "", "revision": 0}
-        start |= {"node": "n", "horizon_s": 5, "incarnation": 0, "identity": identity, "timeout_s": 1.0}
-        send_message(ours, start)
-        said, _ = receive_message(ours)
-        assert (said["op"], "none.pem" in said["reason"]) == ("broken", True)
-        assert process.wait(PATIENCE_S) == 1

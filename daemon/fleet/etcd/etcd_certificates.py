@@ -1,0 +1,70 @@
+"""The certificates by which etcd and its clients know each other.
+
+The fleet process can't open files. The broker opens them and sends the descriptors, anew after each change of a file.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
+from gpulease.daemon.host.ipc import close_all
+
+MAX_FILE_BYTES: Final = 4 << 20
+"""Most bytes of one file: a bundle of all public CAs has 0.3 MiB. A mistaken path fills no memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """The PEM texts that TLS to etcd takes.
+
+    Attributes:
+        ca: The CA of the members' certificates.
+        key: The key of this client's certificate.
+        certificate: That certificate; None where etcd asks for none.
+    """
+
+    ca: bytes
+    key: bytes | None
+    certificate: bytes | None
+
+
+def read_certificates(files: Mapping[str, Path]) -> Certificates | None:
+    """Return what is in the files `ca`, `key` and `certificate`; None without `ca`. Raises BadEtcdSettings."""
+    fds, _ = open_certificates(files)
+    try:
+        return received_certificates(tuple(files), fds)
+    finally:
+        close_all(fds)
+
+
+def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[object, ...]]:
+    """Open the files. Returns descriptors, and a value that is another one once a file was changed or replaced.
+
+    Raises BadEtcdSettings.
+    """
+    fds: list[int] = []
+    path = None
+    try:
+        for path in files.values():
+            fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        found = [os.fstat(fd) for fd in fds]
+    except OSError as error:
+        close_all(fds)
+        raise BadEtcdSettings(f"{path}: {error.strerror}") from None
+    return fds, tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
+
+
+def received_certificates(names: Sequence[str], fds: Sequence[int]) -> Certificates | None:
+    """Return what is in the open files of those names; None without `ca`. Raises BadEtcdSettings."""
+    if len(names) != len(fds):
+        raise BadEtcdSettings("the files of certificates could not be passed on: too many files are open")
+    try:
+        found = {name: os.pread(fd, MAX_FILE_BYTES, 0) for name, fd in zip(names, fds, strict=True)}
+    except OSError as error:
+        raise BadEtcdSettings(f"a certificate can't be read: {error.strerror}") from None
+    if "ca" not in found:
+        return None
+    return Certificates(found["ca"], found.get("key"), found.get("certificate"))
