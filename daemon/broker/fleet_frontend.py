@@ -28,6 +28,7 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.journal import Journal, KeptMembership
 from gpulease.daemon.record.metrics.gauges import FleetFacts
 from gpulease.daemon.sandbox.measures import SandboxSettings
+from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
@@ -55,6 +56,7 @@ class FleetFrontend:
         post: Gives the lease table an event.
         journal: What a restarted daemon will know: which member of the fleet the node was.
         addresses: Returns where tenants reach the node, as far as the settings do not say it.
+        tell_page: Sends the web process a message about the membership.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class FleetFrontend:
         post: Callable[[Event], None],
         journal: Journal,
         addresses: Callable[[], Sequence[str]],
+        tell_page: Callable[[dict[str, Any]], None],
         timeouts: Timeouts | None = None,
     ) -> None:
         self._settings = settings
@@ -73,6 +76,7 @@ class FleetFrontend:
         self._partitions = frozenset(card.uuid for card in cards if card.is_partition)
         self._post = post
         self._addresses = addresses
+        self._tell_page = tell_page
         self._journal = journal
         self._membership = journal.membership or KeptMembership(0, 0, "", 0)
         self._horizon_boot_ns = 0
@@ -146,6 +150,10 @@ class FleetFrontend:
         """Return what metrics tell."""
         left_s = (self._horizon_boot_ns - boot_ns()) / NS_PER_S
         return FleetFacts(left_s, self._beats, self._fenced, dict(self._placements))
+
+    def membership(self) -> FleetMembership:
+        """Return what the web page shows."""
+        return FleetMembership(self.node_id, self._horizon_boot_ns, self._fenced)
 
     def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
         """Claim a name; `on_answer` is called once, later. Returns a function that gives the claim up."""
@@ -290,12 +298,14 @@ class FleetFrontend:
         self._horizon_boot_ns = horizon_boot_ns
         self._post(HorizonMoved(time.monotonic_ns() + horizon_boot_ns - boot_ns(), horizon_boot_ns))
         self._tell({"op": "horizon_set"})
+        self._tell_page(self.membership().to_message())
 
     def _lose(self, reason: str) -> None:
         log_event(LogEvent.FLEET_FENCED, reason=reason)
         self._fenced += 1
         self._horizon_boot_ns, self._is_lost = 0, True
         self._post(ClaimsLost(reason))
+        self._tell_page(self.membership().to_message())
         self._tell_all_ended()
 
 

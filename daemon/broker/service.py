@@ -15,7 +15,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -168,13 +168,20 @@ class Service:
         self._loads: LoadHistory | None = None
         self._web: WebFrontend | None = None
         if (http := config.of_http) is not None:
-            self._loads = loads = LoadHistory(table, source, workers, self._send_load)
+            self._loads = LoadHistory(table, source, workers, self._tell_page)
             actions = WebActionRunner(self.runtime)
-            self._web = WebFrontend(http, config.of_sandbox, self._new_reader, actions, loads=loads.messages)
+            self._web = WebFrontend(http, config.of_sandbox, self._new_reader, actions, first=self._first_for_page)
         self._fleet: FleetFrontend | None = None
         if config.fleet is not None:
             self._fleet = FleetFrontend(
-                config.fleet, config.of_sandbox, table, cards, self.runtime.post, journal, self._fleet_addresses
+                config.fleet,
+                config.of_sandbox,
+                table,
+                cards,
+                self.runtime.post,
+                journal,
+                self._fleet_addresses,
+                self._tell_page,
             )
             self.runtime.claims = self.runtime.health.fleet = self._fleet
             self.runtime.metrics.fleet = self._fleet.figures
@@ -244,9 +251,15 @@ class Service:
         """Connect a process of the daemon's own, which does not count against the limits."""
         return ControlConnection(self.runtime, self._driver, None, {}, peer, options=self._hello_options)
 
-    def _send_load(self, message: dict[str, Any]) -> None:
+    def _tell_page(self, message: dict[str, Any]) -> None:
         if self._web is not None:
-            self._web.send_load(message)
+            self._web.send(message)
+
+    def _first_for_page(self) -> Iterator[dict[str, Any]]:
+        if self._loads is not None:
+            yield from self._loads.messages()
+        if self._fleet is not None:
+            yield self._fleet.membership().to_message()
 
     # --- a new configuration ---
 

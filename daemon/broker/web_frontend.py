@@ -56,7 +56,7 @@ class WebFrontend:
     Args:
         make_connection: Makes a control connection for the web process.
         actions: Performs what operators request by the page.
-        loads: Returns what a new process is sent of the cards' last hour: `LoadHistory.messages`.
+        first: Returns the messages that a new process is sent: those of `LoadHistory.messages` and the like.
 
     Attributes:
         bound: The descriptor of the socket that was made here, if one was, with its address.
@@ -72,9 +72,9 @@ class WebFrontend:
         make_connection: MakeConnection,
         actions: WebActions,
         timeouts: Timeouts | None = None,
-        loads: Callable[[], Iterable[dict[str, Any]]] = tuple,
+        first: Callable[[], Iterable[dict[str, Any]]] = tuple,
     ) -> None:
-        self._loads = loads
+        self._first = first
         self.bound: list[tuple[Address, int]] = []
         self._settings = settings
         self._make_connection = make_connection
@@ -114,8 +114,8 @@ class WebFrontend:
         except ChannelClosed:
             pass  # The next process gets the new token as it starts.
 
-    def send_load(self, message: dict[str, Any]) -> None:
-        """Send a sample of a card. A process that does not read loses it, and its page shows a gap."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a sample of a card or the node's membership. A process that does not read loses it, and shows less."""
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             self._process.send(message)
 
@@ -138,7 +138,7 @@ class WebFrontend:
             self._listener = None
 
     async def _begin(self) -> None:
-        """Send a new process its settings, connect it, and send it the cards' last hour."""
+        """Send a new process its settings, connect it, and send it the first messages."""
         if self._listener is None:
             raise CannotListen("the web page's socket is closed")
         ours, theirs = socket.socketpair()
@@ -159,11 +159,11 @@ class WebFrontend:
             await loop.connect_accepted_socket(lambda: self._make_connection(READER), ours)
             unconnected.pop_all()
         await ready
-        await self._send_loads()
+        await self._send_first()
 
-    async def _send_loads(self) -> None:
-        """Send all samples, however little the channel holds. The start's timeout bounds this."""
-        for message in list(self._loads()):
+    async def _send_first(self) -> None:
+        """Send all first messages, however little the channel holds. The start's timeout bounds this."""
+        for message in list(self._first()):
             while True:
                 try:
                     self._process.send(message)

@@ -56,7 +56,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
 
 def _site(start: dict[str, Any], page: Page, feed: Feed) -> tuple[App, BrokerChannel]:
     access, loads = Access(start["token_digest"]), Loads()
-    broker_channel = BrokerChannel(access.change, loads.take)
+    broker_channel = BrokerChannel(access.change, loads.take, feed.on_membership)
     site = Site(feed, access, Pseudonyms(start["secret"]), page, broker_channel, loads)
     others = frozenset(start["others"])
     return site.app(others | frozenset(start["hosts"]), others), broker_channel

@@ -37,7 +37,17 @@ from gpulease.daemon.web.view import MS_PER_S, Pseudonyms, Snapshot, view_of
 from gpulease.protocol.messages import Empty, Ping
 from gpulease.protocol.opcodes import Opcode, RevokeOutcome
 
-SCRIPTS: Final = ("page.js", "format.js", "elements.js", "cards.js", "plots.js", "events.js", "stream.js", "actions.js")
+SCRIPTS: Final = (
+    "page.js",
+    "format.js",
+    "elements.js",
+    "cards.js",
+    "plots.js",
+    "events.js",
+    "fleet.js",
+    "stream.js",
+    "actions.js",
+)
 
 FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),

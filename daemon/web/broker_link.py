@@ -160,11 +160,18 @@ class BrokerChannel:
     Args:
         on_token: Gets the SHA-256 of the operator's token when the token changes.
         on_loads: Gets the messages of `load_samples.message_of`.
+        on_membership: Gets the messages of `FleetMembership.to_message`.
     """
 
-    def __init__(self, on_token: Callable[[bytes], None], on_loads: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        on_token: Callable[[bytes], None],
+        on_loads: Callable[[Mapping[str, Any]], None],
+        on_membership: Callable[[Mapping[str, Any]], None],
+    ) -> None:
         self._on_token = on_token
         self._on_loads = on_loads
+        self._on_membership = on_membership
         self._channel: socket.socket | None = None
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -229,6 +236,8 @@ class BrokerChannel:
                 self._on_token(digest)
             case {"op": "loads"}:
                 self._on_loads(message)
+            case {"op": "membership"}:
+                self._on_membership(message)
             case {"op": "revoked" | "drain_set" | "fences_cleared" | "refused", "number": int(number)}:
                 if (outcome := self._waiting.get(number)) is not None and not outcome.done():
                     outcome.set_result(message)

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
+from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.web.broker_link import BrokerLink, BrokerSilent
-from gpulease.daemon.web.view import LeaseChange, Report, Snapshot
+from gpulease.daemon.web.fleet_membership import FleetMembership
+from gpulease.daemon.web.view import FleetNow, LeaseChange, Report, Snapshot
 from gpulease.protocol.messages import Empty, LeaseEvent, LeaseRef, LeaseSubscribe
 from gpulease.protocol.opcodes import Opcode, Phase
 
@@ -53,11 +55,20 @@ class Feed:
 
     Args:
         node: The host's name.
+        clock: Seconds on a monotonic clock.
+        boot_clock_ns: CLOCK_BOOTTIME in nanoseconds, by which a fleet counts.
     """
 
-    def __init__(self, node: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        node: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        boot_clock_ns: Callable[[], int] = boot_ns,
+    ) -> None:
         self._node = node
         self._clock = clock
+        self._boot_clock_ns = boot_clock_ns
+        self._membership: FleetMembership | None = None
         self._link: BrokerLink | None = None
         self._snapshot: Snapshot | None = None
         self._fetching: asyncio.Task[None] | None = None
@@ -96,6 +107,10 @@ class Feed:
             self._to_look_up.append(lease_id)
             self._looks_up.set()
         self._wakeup.set()
+
+    def on_membership(self, message: Mapping[str, Any]) -> None:
+        """Take in the broker's message about its node's fleet."""
+        self._membership = FleetMembership.from_message(message)
 
     def _forget_end(self, lease_id: str) -> None:
         """Remove the earlier change of a lease's end, so that the list shows each end once, in its latest phase."""
@@ -183,9 +198,15 @@ class Feed:
             rates,
             {card: tuple(rates_of_card) for card, rates_of_card in self._history.items()},
             tuple(self._changes),
+            self._fleet(),
         )
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _fleet(self) -> FleetNow | None:
+        if (found := self._membership) is None:
+            return None
+        return FleetNow(found.node, found.left_s(self._boot_clock_ns()), found.fenced)
 
     async def ask(self, op: Opcode, body: Any) -> Any:
         """Ask the broker. Returns the body of its reply. Raises BrokerSilent."""

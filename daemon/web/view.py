@@ -70,6 +70,15 @@ class LeaseChange:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetNow:
+    """The node in its fleet at one moment; `left_s`: seconds until its horizon, None if it has not joined."""
+
+    node: str
+    left_s: float | None
+    fenced: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The broker's reports at one moment.
 
@@ -82,6 +91,7 @@ class Snapshot:
         rates: Launches per second by lease id, for leases of two snapshots in a row.
         history: Launches per second of all leases of a card, by its uuid, one figure a snapshot; None for a gap.
         changes: The leases' changes, the newest last.
+        fleet: The node in its fleet; None without one.
     """
 
     at_s: float
@@ -92,6 +102,7 @@ class Snapshot:
     rates: Mapping[str, float]
     history: Mapping[str, Sequence[float | None]]
     changes: Sequence[LeaseChange]
+    fleet: FleetNow | None = None
 
 
 def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
@@ -116,7 +127,25 @@ def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_name
         "drain_left_s": None if left_ms is None else _left_s(left_ms, age_s),
         "cards": [_card(card, snapshot.history, slices.get(card["uuid"], [])) for card in snapshot.cards],
         "events": [_event(change, pseudonyms, now_s, is_named=is_named) for change in reversed(snapshot.changes)],
+        "fleet": _fleet(snapshot, age_s, is_named=is_named),
     }
+
+
+def _fleet(snapshot: Snapshot, age_s: float, *, is_named: bool) -> dict[str, Any] | None:
+    """Return the node in its fleet, and the names that it serves: how many, and which for an operator."""
+    if (fleet := snapshot.fleet) is None:
+        return None
+    served = [lease for lease in snapshot.leases if "name" in lease and lease["state"] != "fenced"]
+    left_s = None if fleet.left_s is None else _rounded(max(0.0, fleet.left_s - age_s))
+    found: dict[str, Any] = {
+        "node": fleet.node,
+        "horizon_left_s": left_s,
+        "fenced": fleet.fenced,
+        "served": len(served),
+    }
+    if is_named:
+        found["names"] = [{"name": lease["name"], "epoch": lease["epoch"]} for lease in served]
+    return found
 
 
 def _card(card: Report, history: Mapping[str, Sequence[float | None]], slices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from gpulease.client.cli.tables import seconds_text, size_text
+from gpulease.daemon.contract.control_page import boot_ns
+from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.web.load_samples import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
 from gpulease.protocol.opcodes import Phase
 from helpers.browser import Browser, lacks_browser
@@ -216,3 +218,27 @@ def test_who_is_no_operator_has_nothing_to_press(rig: WebRig) -> None:
             ".filter(one => one.checkVisibility() && !one.closest('.bar')).map(one => one.id || one.className)"
         )
         assert set(found) == {"names", "copy"}
+
+
+def test_a_fleet_is_shown_with_its_horizon_and_names(browser: Browser, rig: WebRig, scene: Scene) -> None:
+    assert browser.run("return document.getElementById('fleet').hidden"), "a node without a fleet shows none"
+    rig.tell_page(FleetMembership("gpu1", 0, 0).to_message())
+    browser.wait_for("#fleet-horizon", "not joined")
+    rig.tell_page(FleetMembership("gpu1", boot_ns() + 3600 * NS_PER_S, 1).to_message())
+    browser.wait_for("#fleet-horizon", "59 min")
+    assert (browser.text("#fleet-node"), browser.text("#fleet-names")) == ("gpu1", "none")
+    assert browser.text("#fleet-fenced") == "1 time"
+    left = browser.text("#fleet-horizon")
+    wait_until(lambda: browser.text("#fleet-horizon") != left, "it is counted down")
+    name = "<b>a-name-as-long-as-names-may-be-" + "x" * 31
+    scene.leases = [lease(1, "ann", name=name, epoch=41), lease(2, "bob", name="model-b", epoch=42)]
+    browser.wait_for("#fleet-names", f"{name} (epoch 41), model-b (epoch 42)")
+    for width in (390, 1440):
+        look_at(browser, width, "light")
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+    rig.tell_page(FleetMembership("gpu1", boot_ns() - 1, 1).to_message())
+    browser.wait_for("#fleet-horizon", "cut off from etcd")
+    assert not browser.run(CONTRAST)
+    browser.run("document.getElementById('names').click()")
+    wait_until(lambda: browser.text("#fleet-names") == "2", "without the token it says how many")
+    assert browser.complaints() == []

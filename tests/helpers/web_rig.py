@@ -229,11 +229,11 @@ class WebRig:
 
         self._in_loop(change())
 
-    def tell_load(self, message: dict[str, Any]) -> None:
-        """A sample of a card is taken."""
+    def tell_page(self, message: dict[str, Any]) -> None:
+        """A sample of a card is taken, or the node's membership of its fleet is another."""
 
         async def tell() -> None:
-            self._frontend.send_load(message)
+            self._frontend.send(message)
 
         self._in_loop(tell())
 

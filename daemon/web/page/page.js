@@ -7,6 +7,7 @@ import { askForToken, askToDrain, askToEndDrain } from "./actions.js";
 import { countDown, drawCards, drawHistory, leasedOf, usedOf } from "./cards.js";
 import { by, say } from "./elements.js";
 import { ageEvents, drawEvents } from "./events.js";
+import { countDownFleet, drawFleet } from "./fleet.js";
 import { keepHistory } from "./plots.js";
 import { abortIfSilent, keepConnected, keepToken, stream } from "./stream.js";
 import { count, size, span, stateOf } from "./format.js";
@@ -24,6 +25,7 @@ function draw() {
   document.title = state.host ? `${state.host} – gpuleased` : "gpuleased";
   say(by("version"), state.version.replace("/", " "));
   drawTotals();
+  drawFleet(state.fleet);
   drawCards(state.cards, isWanted);
   drawEvents(state.events, isWanted);
   tick();
@@ -71,6 +73,7 @@ function tick() {
   if (state === null) return;
   countDown(sinceS);
   ageEvents(sinceS);
+  countDownFleet(state.fleet, sinceS);
   by("drain").hidden = state.drain_left_s === null;
   by("drain-begin").hidden = !state.named || state.drain_left_s !== null;
   if (state.drain_left_s !== null) {

@@ -225,7 +225,7 @@ def test_the_cards_last_hour_is_told_and_outlives_the_process(rig: WebRig, scene
 
     now_ns = time.monotonic_ns()
     # As a sample that was taken while the process started, and then the history with it in it.
-    rig.tell_load(message_of(CARD, [LoadSample(now_ns, None, GIB, GIB)]))
+    rig.tell_page(message_of(CARD, [LoadSample(now_ns, None, GIB, GIB)]))
     scene.loads = [message_of(CARD, [LoadSample(now_ns - 10**9, 40, 2 * GIB, GIB), LoadSample(now_ns, None, GIB, GIB)])]
     wait_until(lambda: known() == [[None], [GIB]], "the sample is told", seen=known)
     os.kill(rig.process_id, signal.SIGKILL)

@@ -1,10 +1,11 @@
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from gpulease.daemon.web.view import LeaseChange, Pseudonyms, Snapshot, view_of
+from gpulease.daemon.web.view import FleetNow, LeaseChange, Pseudonyms, Snapshot, view_of
 from helpers.web_rig import CARD, GIB, card, lease
 
 SECRET = b"s" * 32
@@ -89,6 +90,21 @@ def test_a_region_stands_under_its_lease_and_is_no_slice_of_the_card(is_named: b
     (found,) = slices[2]["regions"]
     assert (found["size_bytes"], found["is_region"], "lease_id" in found) == (GIB, True, is_named)
     assert found["tenant"] == ("bob" if is_named else NAMES.of_tenant("bob"))
+
+
+def test_a_node_s_fleet_and_the_names_that_it_serves() -> None:
+    assert view_of(snapshot(), NAMES, 100.0, is_named=True)["fleet"] is None
+    served = lease(1, "ann", name="model-a", epoch=7)
+    gone = lease(2, "ann", name="model-b", epoch=8, state="fenced")
+    now = replace(snapshot(served, gone, lease(3, "bob")), fleet=FleetNow("node-0", 20.0, 2))
+    shown = {"node": "node-0", "horizon_left_s": 18.5, "fenced": 2, "served": 1}
+    assert view_of(now, NAMES, 101.5, is_named=False)["fleet"] == shown
+    assert "model-a" not in json.dumps(view_of(now, NAMES, 101.5, is_named=False))
+    named = view_of(now, NAMES, 101.5, is_named=True)["fleet"]
+    assert named == shown | {"names": [{"name": "model-a", "epoch": 7}]}
+    assert view_of(now, NAMES, 130.0, is_named=False)["fleet"]["horizon_left_s"] == 0
+    outside = replace(now, fleet=FleetNow("node-0", None, 0))
+    assert view_of(outside, NAMES, 101.5, is_named=False)["fleet"]["horizon_left_s"] is None
 
 
 def test_no_time_runs_below_zero() -> None:
