@@ -285,7 +285,7 @@ LAYERS = {
     "record": set[str](),
     "web": set[str](),
     "remote": set[str](),
-    "fleet": {"remote"},
+    "fleet": {"remote", "record", "web"},
     "zygote": {"session", "drivers"},
     "session": {"drivers"},
     "drivers": set[str](),

@@ -78,11 +78,18 @@ class Guard:
         app: The application behind the guard.
         hosts: The names and addresses of this server, without ports.
         others: Those of `hosts` that belong to a proxy, behind which the server has another origin.
+        setting: Names the setting that adds to them, for whoever is refused.
     """
 
-    def __init__(self, app: App, hosts: frozenset[str], others: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        app: App,
+        hosts: frozenset[str],
+        others: frozenset[str] = frozenset(),
+        setting: str = "http_hosts in the daemon's settings",
+    ) -> None:
         self._app = app
-        self._known = KnownHosts(hosts, others, "http_hosts in the daemon's settings")
+        self._known = KnownHosts(hosts, others, setting)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI request."""

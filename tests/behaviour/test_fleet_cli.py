@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from gpulease.daemon.fleet.fleet_records import name_key, node_key
@@ -141,6 +143,7 @@ def test_serve_directory_says_what_is_wrong_and_stops_in_order(cluster: EtcdClus
         (("--etcd", "h1", "--listen", f"unix:{tmp_path}/s"), 2, "is no address of etcd"),
         (("--etcd", etcd, "--listen", "tls:127.0.0.1:0"), 1, "TLS needs --certificate, --key and --client-ca"),
         (("--etcd", etcd, "--listen", "tcp:0.0.0.0:0"), 1, "plain TCP is for loopback alone"),
+        (("--etcd", etcd, "--listen", f"unix:{tmp_path}/s", "--http", "0.0.0.0:1"), 2, "is not on loopback"),
         (("--etcd", etcd, "--listen", "unix:/nowhere/s"), 1, "can't listen on unix:/nowhere/s"),
     ):
         done = gpulease("serve", "directory", *words)
@@ -151,6 +154,38 @@ def test_serve_directory_says_what_is_wrong_and_stops_in_order(cluster: EtcdClus
         process.terminate()
         assert process.wait(60) == 0, directory.log()
         assert not (tmp_path / "d" / "directory.sock").exists()
+
+
+def test_a_directory_tells_its_metrics_by_http_and_by_the_command(cluster: EtcdCluster, tmp_path: Path) -> None:
+    put_node(cluster, "n1", record_of("tls:gpu1.example:7443"))
+    with Directory(cluster, tmp_path / "d", "--http", "127.0.0.1:0", "--http-host", "dir.example") as directory:
+        directory.wait_for("/metrics")
+        (base,) = re.findall(r"(http://[^\s\"]+)/metrics", directory.log())
+
+        def fetched(path: str, host: str = "") -> httpx.Response:
+            headers = {"Host": host} if host else {}
+            return httpx.get(f"{base}{path}", headers=headers, timeout=60, trust_env=False)
+
+        wait_until(lambda: fetched("/readyz").status_code == 200, "it has read its fleet", seen=directory.log)
+        for host in ("", "dir.example"):
+            answer = fetched("/metrics", host)
+            assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+            assert 'gpu_directory_nodes{state="ready"} 1.0' in answer.text
+            assert "process_cpu_seconds_total" in answer.text
+        refused = fetched("/metrics", "evil.example")
+        assert (refused.status_code, "--http-host" in refused.text) == (421, True)
+        assert [fetched(path).status_code for path in ("/healthz", "/", "/api/v1/state")] == [200, 404, 404]
+        assert 'gpu_directory_nodes{state="ready"} 1.0' in gpulease("metrics", at=directory.address).stdout
+        cluster.pause(cluster.members[0])
+        wait_until(lambda: fetched("/readyz").status_code == 503, "it does not know its fleet any more")
+        assert "gpu_directory_current 0.0" in fetched("/metrics").text
+        cluster.resume(cluster.members[0])
+        with httpx.Client(trust_env=False) as kept:
+            kept.get(f"{base}/healthz")
+            assert directory.process is not None
+            directory.process.terminate()
+            assert directory.process.wait(60) == 0, directory.log()
+        assert "Traceback" not in directory.log()
 
 
 def test_a_peer_that_leaves_does_not_end_a_directory_started_by_the_command(

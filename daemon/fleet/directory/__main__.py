@@ -4,21 +4,26 @@ import asyncio
 import contextlib
 import resource
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Final
 
 import click
 
-from gpulease.daemon.fleet.directory.directory_server import CannotServe, DirectoryServer
+from gpulease.daemon.fleet.directory.directory_metrics import metrics_served
+from gpulease.daemon.fleet.directory.directory_server import BACKLOG, CannotServe, DirectoryServer
 from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd_options import etcd_options
 from gpulease.daemon.host.processes import set_name
-from gpulease.daemon.log.writer import flush_logs, go_on_logging
+from gpulease.daemon.host.version import AGENT
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import flush_logs, go_on_logging, log_event
 from gpulease.daemon.remote.node_identity import BadIdentity, IdentityFiles
+from gpulease.daemon.web.http_settings import HttpSettings, parse_http
 from gpulease.protocol.address import Address, parse_address
 
 EXIT_CANNOT_SERVE: Final = 1
@@ -44,6 +49,8 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--horizon-secs", type=click.FloatRange(min=1), default=30.0, show_default=True, help="The nodes' horizon_s."
 )
+@click.option("--http", "http_address", metavar="HOST:PORT", help="Serve metrics over HTTP, on loopback.")
+@click.option("--http-host", "http_hosts", multiple=True, help="A further name in Host: a proxy's. Repeatable.")
 def main(
     etcd: EtcdSettings,
     listen: tuple[str, ...],
@@ -54,6 +61,8 @@ def main(
     operators: tuple[str, ...],
     placement: str,
     horizon_secs: float,
+    http_address: str | None,
+    http_hosts: tuple[str, ...],
 ) -> None:
     """Tell the tenants of a fleet which nodes to ask. Two to five such processes serve a fleet."""
     try:
@@ -63,13 +72,14 @@ def main(
             if certificate is None or key is None or client_ca is None:
                 raise ValueError("TLS needs all of --certificate, --key and --client-ca")
             files = IdentityFiles(certificate, key, client_ca, crl)
+        http = None if http_address is None else HttpSettings(parse_http(http_address), frozenset(http_hosts))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     set_name("gpul-directory")
     go_on_logging("directory")
     _raise_descriptor_limit()
     try:
-        asyncio.run(_serve(etcd, addresses, files, frozenset(operators), Order(placement), horizon_secs))
+        asyncio.run(_serve(etcd, addresses, files, frozenset(operators), Order(placement), horizon_secs, http))
     except (CannotServe, BadIdentity, BadEtcdSettings) as error:
         flush_logs()
         click.echo(f"gpulease serve directory: {error}", err=True)
@@ -83,6 +93,7 @@ async def _serve(
     operators: frozenset[str],
     order: Order,
     horizon_s: float,
+    http: HttpSettings | None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises CannotServe, BadIdentity or BadEtcdSettings."""
     stopped = asyncio.Event()
@@ -94,16 +105,19 @@ async def _serve(
     stopping = asyncio.ensure_future(stopped.wait())
     try:
         server = DirectoryServer(fleet, files, operators)
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(server.close)
             for address in addresses:
                 server.listen(address)
             watching = asyncio.ensure_future(fleet.run())
-            await asyncio.wait((stopping, watching), return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                # It never ends by itself, so it failed: better no directory than one that knows nothing more.
-                watching.result()
-        finally:
-            await server.close()
+            awaited = {stopping, watching}
+            if http is not None:
+                listener = stack.enter_context(_bound_http(http))
+                awaited.add(await stack.enter_async_context(metrics_served(server.metrics, http, listener)))
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                # The others never end by themselves, so one failed: better no directory than half of one.
+                task.result()
     finally:
         stopping.cancel()
         if watching is not None:
@@ -111,6 +125,21 @@ async def _serve(
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
         await client.close()
+
+
+def _bound_http(http: HttpSettings) -> socket.socket:
+    """Return a socket that listens where metrics are asked for. Raises CannotServe."""
+    host = http.address.host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, http.address.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise CannotServe(f"can't serve metrics at {host}:{http.address.port}: {error.strerror}") from None
+    listener.setblocking(False)
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{listener.getsockname()[1]}/metrics"
+    log_event(LogEvent.DIRECTORY_LISTENS, address=address, version=AGENT)
+    return listener
 
 
 def _raise_descriptor_limit() -> None:

@@ -1,4 +1,4 @@
-"""A directory's connections: HELLO, PING, PLACE and FLEET_LIST over Unix sockets, loopback TCP and TLS.
+"""A directory's connections: HELLO, PING, PLACE, FLEET_LIST and METRICS over Unix sockets, loopback TCP and TLS.
 
 A peer is bounded in time, in memory, and in connections from its source. The bound counts from accept on, so that a
 handshake that never ends counts too.
@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from gpulease.daemon.fleet.directory.directory_metrics import DirectoryMetrics
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.host.version import AGENT
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import RateLimitedLog
 from gpulease.daemon.log.writer import log_event
+from gpulease.daemon.record.metrics.families import CONTENT_TYPE
 from gpulease.daemon.remote.node_identity import BadIdentity, IdentityFiles, NoTenant, server_context, tenant_named
 from gpulease.daemon.remote.tls_settings import OVER_TCP
 from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddress
@@ -29,7 +31,7 @@ from gpulease.protocol.connection import Connection, EndOfStream, Event, Rejecte
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES
-from gpulease.protocol.messages import Body, HelloReply
+from gpulease.protocol.messages import Body, HelloReply, Metrics
 from gpulease.protocol.opcodes import Opcode, Status
 
 MAX_CONNECTIONS: Final = 2048
@@ -86,6 +88,9 @@ class DirectoryServer:
         fleet: What is served.
         files: The certificate of this directory, its key, and the tenants' CAs; None without TLS.
         operators: Tenants who are operators when they come by TLS.
+
+    Attributes:
+        metrics: What it counts.
     """
 
     def __init__(self, fleet: FleetWatch, files: IdentityFiles | None, operators: frozenset[str] = frozenset()) -> None:
@@ -96,6 +101,7 @@ class DirectoryServer:
         self._context = None if files is None else server_context(files)
         self._stamps = None if files is None else files.stamps()
         self._sources: Counter[object] = Counter()
+        self.metrics = DirectoryMetrics(fleet, lambda: self.connections)
         self._refusals = RateLimitedLog(LogEvent.STRANGER_REFUSED)
         self._tasks: list[asyncio.Task[None]] = []
         self._openings: set[asyncio.Task[None]] = set()
@@ -169,7 +175,7 @@ class DirectoryServer:
                     del self._sources[source]
 
         def connection() -> DirectoryConnection:
-            return DirectoryConnection(self._fleet, self._peer_of, self._connections, release)
+            return DirectoryConnection(self._fleet, self.metrics, self._peer_of, self._connections, release)
 
         is_tls = isinstance(address, TlsAddress)
         try:
@@ -218,6 +224,7 @@ class DirectoryConnection(asyncio.Protocol):
 
     Args:
         fleet: What is served.
+        metrics: What operators are told.
         peer_of: Identifies the peer; raises NoTenant.
         connections: All connections; this one is in it while it is open.
         on_lost: Called once, when the connection is gone.
@@ -226,11 +233,13 @@ class DirectoryConnection(asyncio.Protocol):
     def __init__(
         self,
         fleet: FleetWatch,
+        metrics: DirectoryMetrics,
         peer_of: Callable[[asyncio.BaseTransport], DirectoryPeer],
         connections: "set[DirectoryConnection]",
         on_lost: Callable[[], None],
     ) -> None:
         self._fleet = fleet
+        self._metrics = metrics
         self._peer_of = peer_of
         self._connections = connections
         self._on_lost = on_lost
@@ -344,6 +353,10 @@ class DirectoryConnection(asyncio.Protocol):
                 return self._fleet.place(body)
             case Opcode.FLEET_LIST:
                 return self._fleet.listing(self._peer.tenant, is_operator=self._peer.is_operator)
+            case Opcode.METRICS if self._peer.is_operator:
+                return Metrics(CONTENT_TYPE, self._metrics.text().decode())
+            case Opcode.METRICS:
+                return Failure(Status.DENIED, "METRICS is for operators", hint="Ask as one: --operator names them.")
             case _:
                 return Failure(
                     Status.UNSUPPORTED,

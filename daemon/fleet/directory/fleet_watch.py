@@ -54,12 +54,10 @@ _CLASSES: Final = {int(member): member for member in Exclusivity}
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of requests that were answered, for the log; `refused` counts by status."""
+    """Numbers of requests by result: `placed` or `unplaced`, `listed`, or the status of a refusal."""
 
-    placed: int = 0
-    unplaced: int = 0
-    listed: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    placements: Counter[str] = field(default_factory=lambda: Counter(placed=0, unplaced=0))
+    listings: Counter[str] = field(default_factory=lambda: Counter(listed=0))
 
 
 class FleetWatch:
@@ -106,21 +104,16 @@ class FleetWatch:
     def place(self, body: Place) -> Placement | Failure:
         """Answer PLACE."""
         result = self.denial() or self._placed(body)
-        if isinstance(result, Failure):
-            self.counts.refused[result.status.name] += 1
-        elif result.candidates:
-            self.counts.placed += 1
-        else:
-            self.counts.unplaced += 1
+        self.counts.placements[_result_of(result)] += 1
         return result
 
     def listing(self, tenant: str, *, is_operator: bool) -> Report | Failure:
         """Answer FLEET_LIST: names of that tenant alone, unless an operator asks."""
         denial = self.denial()
         if denial is not None:
-            self.counts.refused[denial.status.name] += 1
+            self.counts.listings[denial.status.name.lower()] += 1
             return denial
-        self.counts.listed += 1
+        self.counts.listings["listed"] += 1
         now_s = self._clock()
         nodes = sorted(self.view.nodes.items())[:MAX_LISTED]
         claims = sorted(
@@ -144,6 +137,15 @@ class FleetWatch:
                 "bad_records": self.view.bad_records,
             }
         )
+
+    def nodes_by_state(self) -> Counter[str]:
+        """Return how many nodes are ready, draining or silent."""
+        silent_before_s = self._clock() - self._silent_s
+        found = Counter({"ready": 0, "draining": 0, "silent": 0})
+        for node in self.view.nodes.values():
+            is_silent = node.changed_s <= silent_before_s
+            found["silent" if is_silent else "draining" if node.record.is_draining else "ready"] += 1
+        return found
 
     def age_s(self) -> float:
         """Return how long ago etcd last answered."""
@@ -246,16 +248,26 @@ class FleetWatch:
         self._was_current = is_current
 
     async def _count(self) -> None:
+        told = Counts()
         while True:
             await asyncio.sleep(COUNTS_S)
-            counts, self.counts = self.counts, Counts()
+            placements = self.counts.placements - told.placements
+            listings = self.counts.listings - told.listings
+            told = Counts(self.counts.placements.copy(), self.counts.listings.copy())
+            answered = placements["placed"], placements["unplaced"], listings["listed"]
             log_event(
                 LogEvent.DIRECTORY_COUNTS,
                 nodes=len(self.view.nodes),
                 names=len(self.view.claims),
-                placed=counts.placed,
-                unplaced=counts.unplaced,
-                listed=counts.listed,
-                refused=sum(counts.refused.values()),
+                placed=answered[0],
+                unplaced=answered[1],
+                listed=answered[2],
+                refused=placements.total() + listings.total() - sum(answered),
                 bad_records=self.view.bad_records,
             )
+
+
+def _result_of(answer: Placement | Failure) -> str:
+    if isinstance(answer, Failure):
+        return answer.status.name.lower()
+    return "placed" if answer.candidates else "unplaced"

@@ -14,7 +14,7 @@ never held for all of it.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -316,20 +316,21 @@ Content = Mapping[Family, Mapping[Labels, float] | Histogram]
 
 
 class NodeCollector(Collector):
-    """Gives a registry the node's families. Calls `read` once a scrape for their values."""
+    """Gives a registry families, the node's if no others are named. Calls `read` once a scrape for their values."""
 
-    def __init__(self, read: Callable[[], Content]) -> None:
+    def __init__(self, read: Callable[[], Content], families: Sequence[Family] = FAMILIES) -> None:
         self._read = read
+        self._families = families
 
     def describe(self) -> Iterator[Metric]:
         """Yield every family without values, which a registry asks for when the collector is registered."""
-        for family in FAMILIES:
+        for family in self._families:
             yield Metric(family.name, family.meaning, family.kind.value)
 
     def collect(self) -> Iterator[Metric]:
         """Yield each family that has values, made when its turn comes."""
         content = self._read()
-        for family in FAMILIES:
+        for family in self._families:
             values = content.get(family)
             if values:
                 yield _metric(family, values)

@@ -26,7 +26,7 @@ from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role,
 from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddress, parse_address
 from gpulease.protocol.framing import MAGIC, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import Body, Empty, Hello, LeaseRef, Ping, Place, Placement, Report
+from gpulease.protocol.messages import Body, Empty, Hello, LeaseRef, Metrics, Ping, Place, Placement, Report
 from helpers.remote import Pki
 
 NODE = NodeRecord("n", ("tls:gpu.example:7443",), {}, (CardRecord("GPU-1", "a card", 8 << 30, 4 << 30, 0, False),))
@@ -182,6 +182,20 @@ async def test_by_tls_a_certificate_says_whose_names_are_shown(scene: Scene) -> 
         peer = await (await scene.connect(address, pki.context(who))).hello()
         listing = await peer.ask(Opcode.FLEET_LIST, Empty())
         assert [name["name"] for name in listing.report["names"]] == names
+        await peer.close()
+
+
+@with_scene
+async def test_metrics_are_told_to_operators(scene: Scene) -> None:
+    address = scene.server.listen(TlsAddress("127.0.0.1", 0))
+    ops = await (await scene.connect(address, scene.pki.context(scene.pki.ops))).hello()
+    told = await ops.ask(Opcode.METRICS, Empty())
+    assert isinstance(told, Metrics)
+    assert 'gpu_directory_nodes{state="ready"} 1.0' in told.exposition
+    assert "gpu_directory_connections 1.0" in told.exposition
+    ann = await (await scene.connect(address, scene.pki.context(scene.pki.ann))).hello()
+    assert (await ann.ask(Opcode.METRICS, Empty())).status is Status.DENIED
+    for peer in (ops, ann):
         await peer.close()
 
 
