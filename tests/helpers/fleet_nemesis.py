@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -47,13 +47,13 @@ class FleetScene:
     """Three members of etcd, three nodes and two tenants, each on a host or in a process of its own.
 
     Args:
-        settings: By node, what its `[fleet]` table has otherwise.
+        horizon_s: All nodes' horizon.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(self, folder: Path, horizon_s: int = HORIZON_S) -> None:
         need_etcd()
         self._folder = folder
-        self._settings = settings or {}
+        self._horizon_s = horizon_s
         self._stack = ExitStack()
         self._tenants: dict[int, subprocess.Popen[bytes]] = {}
         self.nodes: dict[str, FleetNode] = {}
@@ -65,8 +65,8 @@ class FleetScene:
             places = [(self.network.address(member), self.network.within(member)) for member in MEMBERS]
             self.cluster = stack.enter_context(EtcdCluster(self._folder, len(MEMBERS), places=places))
             for name in NODES:
-                table = {"horizon_s": HORIZON_S, **self._settings.get(name, {})}
-                node = FleetNode(self.cluster, name, within=self.network.within(name), log_format="json", **table)
+                within = self.network.within(name)
+                node = FleetNode(self.cluster, name, within=within, log_format="json", horizon_s=self._horizon_s)
                 self.nodes[name] = node
                 stack.callback(self._end, node)
                 self._start(node)
@@ -249,7 +249,7 @@ class FleetScene:
     def history(self) -> History:
         """All that was seen, in one clock. A beat counts as a horizon even if its answer was lost."""
         horizons = tuple(
-            HorizonSet(node, boot_ns, boot_ns + int(self._horizon_s(node) * (1 - RHO) * 1e9) + 1_000_000)
+            HorizonSet(node, boot_ns, boot_ns + int(self._horizon_s * (1 - RHO) * 1e9) + 1_000_000)
             for change in self._changes("/gpulease/v1/nodes/")
             if change["value"] is not None
             for node, boot_ns in [
@@ -263,9 +263,6 @@ class FleetScene:
             for lease in served_by(name, node.logs(1 << 20))
         )
         return History(served, tuple(acts), horizons, tuple(self.claims()), self.live())
-
-    def _horizon_s(self, node: str) -> float:
-        return float(self._settings.get(node, {}).get("horizon_s", HORIZON_S))
 
     def _changes(self, prefix: str) -> list[dict[str, Any]]:
         """All changes of etcd's keys with a prefix, read where etcd is reached."""

@@ -45,6 +45,13 @@ def etcd() -> ModelEtcd:
     return ModelEtcd()
 
 
+def restarted(first: Host, joined: Joined) -> Host:
+    """A daemon that comes after another one, and knows what it knew; the claimed lease lives."""
+    (claimed,) = first.take(Claimed)
+    host = Host(first.etcd, now=first.now + 5 * S, run=2, incarnation=joined.incarnation, identity=joined.identity)
+    return host.begin({"m": claimed.epoch})
+
+
 # --- joining and beats ---
 
 
@@ -134,10 +141,9 @@ def test_a_fenced_member_ends_its_claims_and_joins_once_their_memory_is_free(etc
 
 def test_a_daemon_that_remembers_its_incarnation_goes_on(etcd: ModelEtcd) -> None:
     first = Host(etcd).begin()
+    joined = first.take(Joined)[-1]
     first.ask_for()
-    (claimed,), joined = first.take(Claimed), first.take(Joined)[-1]
-    host = Host(etcd, now=first.now + 5 * S, run=2, incarnation=joined.incarnation, identity=joined.identity)
-    host.begin({"m": claimed.epoch})
+    host = restarted(first, joined)
     assert host.take(EndClaimed) == []
     assert host.take(Joined)[-1].incarnation == joined.incarnation
     assert host.claims() == "a"
@@ -269,10 +275,8 @@ def test_a_member_whose_fleet_gets_another_horizon_ends_its_claims(etcd: ModelEt
 def test_a_daemon_that_comes_back_to_another_horizon_ends_its_claims(etcd: ModelEtcd) -> None:
     first = Host(etcd).begin()
     first.ask_for()
-    (claimed,), joined = first.take(Claimed), first.take(Joined)[-1]
     etcd.do(Transaction(writes=(Put(HORIZON, b"4"),)))
-    host = Host(etcd, now=first.now + 5 * S, run=2, incarnation=joined.incarnation, identity=joined.identity)
-    host.begin({"m": claimed.epoch})
+    host = restarted(first, first.take(Joined)[-1])
     assert len(host.take(EndClaimed)) == 1
     host.send(LiveClaims())
     host.run(20)
