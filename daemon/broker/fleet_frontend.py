@@ -14,7 +14,7 @@ from typing import Any, Final
 from gpulease.daemon.broker.name_claims import ClaimAnswer, Claimed, ClaimWant
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
-from gpulease.daemon.fleet.etcd.etcd_certificates import open_certificates
+from gpulease.daemon.fleet.etcd.etcd_certificates import certificate_files, open_certificates
 from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
 from gpulease.daemon.fleet.live_claims import live_messages
 from gpulease.daemon.fleet.rules.fleet_events import Note, Why
@@ -87,8 +87,7 @@ class FleetFrontend:
         self._numbers = 0
         self._waiting: dict[int, Callable[[ClaimAnswer], None]] = {}
         self._told: dict[str, Any] | None = None
-        files = {"ca": settings.ca, "key": settings.key, "certificate": settings.certificate}
-        self._files = {name: path for name, path in files.items() if path is not None}
+        self._files = certificate_files(settings.ca, settings.key, settings.certificate)
         self._told_files: tuple[object, ...] = ()
         self._process = ChildProcess(_fleet_kind(sandbox), self._begin, self._on_message, self._on_end, timeouts)
         self._record_task = PeriodicTask(self._tell_record, RECORD_S)

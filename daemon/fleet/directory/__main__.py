@@ -12,7 +12,7 @@ from typing import Final
 import click
 
 from gpulease.daemon.fleet.directory.directory_metrics import metrics_served
-from gpulease.daemon.fleet.directory.directory_server import BACKLOG, CannotServe, DirectoryServer
+from gpulease.daemon.fleet.directory.directory_server import CannotServe, DirectoryServer, bound_at
 from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
@@ -25,6 +25,7 @@ from gpulease.daemon.log.writer import flush_logs, go_on_logging, log_event
 from gpulease.daemon.remote.node_identity import BadIdentity, IdentityFiles
 from gpulease.daemon.web.http_settings import HttpSettings, parse_http
 from gpulease.protocol.address import Address, parse_address
+from gpulease.protocol.http_origin import parse_host_names
 
 EXIT_CANNOT_SERVE: Final = 1
 
@@ -72,7 +73,7 @@ def main(
             if certificate is None or key is None or client_ca is None:
                 raise ValueError("TLS needs all of --certificate, --key and --client-ca")
             files = IdentityFiles(certificate, key, client_ca, crl)
-        http = None if http_address is None else HttpSettings(parse_http(http_address), frozenset(http_hosts))
+        http = None if http_address is None else HttpSettings(parse_http(http_address), parse_host_names(http_hosts))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     set_name("gpul-directory")
@@ -129,15 +130,12 @@ async def _serve(
 
 def _bound_http(http: HttpSettings) -> socket.socket:
     """Return a socket that listens where metrics are asked for. Raises CannotServe."""
-    host = http.address.host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, http.address.port), family=family, backlog=BACKLOG)
+        listener, bound = bound_at(http.address)
     except OSError as error:
-        raise CannotServe(f"can't serve metrics at {host}:{http.address.port}: {error.strerror}") from None
-    listener.setblocking(False)
-    shown = f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{listener.getsockname()[1]}/metrics"
+        where = str(http.address).removeprefix("tcp:")
+        raise CannotServe(f"can't serve metrics at {where}: {error.strerror}") from None
+    address = f"http://{str(bound).removeprefix('tcp:')}/metrics"
     log_event(LogEvent.DIRECTORY_LISTENS, address=address, version=AGENT)
     return listener
 

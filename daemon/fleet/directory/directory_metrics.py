@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, Family, Kind, NodeCollector
 from gpulease.daemon.web.http_settings import HttpSettings
+from gpulease.protocol.http_origin import loopback_hosts
 
 if TYPE_CHECKING:
     from gpulease.daemon.web.guard import Receive, Scope, Send
@@ -115,9 +116,8 @@ async def metrics_served(
     from gpulease.daemon.web.http_server import server_of
 
     limit_server_log()
-    host = settings.address.host
-    own = frozenset({f"[{host}]" if ":" in host else host, "localhost"})
-    server = server_of(Guard(metrics.application, own | settings.hosts, settings.hosts, "--http-host"))
+    hosts = loopback_hosts(settings.address.host) | settings.hosts
+    server = server_of(Guard(metrics.application, hosts, settings.hosts, "--http-host"))
     serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
     try:
         yield serving

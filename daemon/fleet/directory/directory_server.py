@@ -119,7 +119,7 @@ class DirectoryServer:
         if isinstance(address, TlsAddress) and self._files is None:
             raise CannotServe(f"{address}: TLS needs --certificate, --key and --client-ca")
         try:
-            sock, bound = _bound(address)
+            sock, bound = bound_at(address)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CannotServe(f"can't listen on {address}: {why}") from None
@@ -419,7 +419,7 @@ def _uid(sock: socket.socket) -> int:
     return int(uid)
 
 
-def _bound(address: Address) -> tuple[socket.socket, Address]:
+def bound_at(address: Address) -> tuple[socket.socket, Address]:
     """Return a listening socket, and its address. Raises OSError, or ValueError for an address that is not allowed."""
     if isinstance(address, UnixAddress):
         return _bound_unix(address), address

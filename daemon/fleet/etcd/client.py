@@ -19,7 +19,7 @@ import grpc
 from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
 
 from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, BadEtcdSettings
-from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, read_certificates
+from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, certificate_files, read_certificates
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
     Compacted,
@@ -116,8 +116,7 @@ class EtcdSettings:
 
     def read_certificates(self) -> Certificates | None:
         """Return what the files have now; None for plain text. Raises BadEtcdSettings."""
-        files = {"ca": self.ca_file, "key": self.key_file, "certificate": self.cert_file}
-        return read_certificates({name: path for name, path in files.items() if path is not None})
+        return read_certificates(certificate_files(self.ca_file, self.key_file, self.cert_file))
 
 
 class _Member:

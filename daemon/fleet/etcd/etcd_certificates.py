@@ -31,6 +31,12 @@ class Certificates:
     certificate: bytes | None
 
 
+def certificate_files(ca: Path | None, key: Path | None, certificate: Path | None) -> dict[str, Path]:
+    """Return those files that are set, by name."""
+    files = {"ca": ca, "key": key, "certificate": certificate}
+    return {name: path for name, path in files.items() if path is not None}
+
+
 def read_certificates(files: Mapping[str, Path]) -> Certificates | None:
     """Return what is in the files `ca`, `key` and `certificate`; None without `ca`. Raises BadEtcdSettings."""
     fds, _ = open_certificates(files)

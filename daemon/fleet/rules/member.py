@@ -129,6 +129,7 @@ class Member:
         self._phase = _Phase.STARTING
         self._has_started = False
         self._key = node_key(node_id)
+        self._reads = Get(self._key), Get(GENERATION), Get(HORIZON)
         self._mod_revision = 0
         self._attempts: dict[str, int] = {}
         """When each write of the record was asked whose fate is not known, by nonce."""
@@ -247,9 +248,10 @@ class Member:
             text = f"the fleet has horizon_s = {_text(horizon)!r}, and this node {self._horizon}"
             act = NEW_HORIZON
         if text:
+            refusal = f"{text}: {act}"
             if self._membership.trouble is CUT_OFF:
-                self._note(Note.REFUSED, f"{text}: {act}")
-            self._membership.trouble = Why.STALE, f"{text}: {act}"
+                self._note(Note.REFUSED, refusal)
+            self._membership.trouble = Why.STALE, refusal
             self._due_ns = now_ns + self._membership.beat_ns
             if self._membership.incarnation:
                 self._lose(Reason.RESTORED, text, self._due_ns)
@@ -287,11 +289,11 @@ class Member:
         self._due_ns = max(self._due_ns, now_ns)
 
     def _read_store(self, now_ns: int) -> None:
-        self._ask(now_ns, Transaction(reads=(Get(self._key), Get(GENERATION), Get(HORIZON))), self._store_read)
+        self._ask(now_ns, Transaction(reads=self._reads), self._store_read)
 
     def _store_read(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         """Go on as the member of before, or delete its record, or join."""
-        record, generation, horizon = (found[0] if found else None for found in answer.found[:3])
+        record, generation, horizon = _own_and_fleet(answer)
         self._due_ns = now_ns
         if not self._is_accepted(answer, generation, horizon, now_ns):
             return
@@ -344,13 +346,13 @@ class Member:
     def _beat(self, now_ns: int) -> None:
         writes = (self._write(now_ns), *self._clocks.write())
         held = Get(held_key(self._membership.node_id), is_prefix=True)
-        reads = (Get(self._key), Get(GENERATION), held, Get(FENCES), self._clocks.read(), Get(HORIZON))
+        reads = (*self._reads, held, Get(FENCES), self._clocks.read())
         compare = ModRevisionIs(self._key, self._mod_revision)
         self._ask(now_ns, Transaction((compare,), writes, reads), self._beaten)
 
     def _beaten(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         """Take the answer to a beat: acknowledged, made by an earlier attempt, or fenced."""
-        record, generation = (found[0] if found else None for found in answer.found[:2])
+        record, generation, horizon = _own_and_fleet(answer)
         if record is None or record.create_revision != self._membership.incarnation:
             if record is not None and not _nonce(record).startswith(self._membership.instance):
                 text = "another daemon joined under this node's id: an operator gives each its own"
@@ -366,19 +368,18 @@ class Member:
         written_ns = asked_ns if answer.succeeded else self._attempts.get(_nonce(record))
         self._due_ns = asked_ns + self._membership.beat_ns if answer.succeeded else now_ns
         self._attempts.clear()
-        horizon = answer.found[5]
-        if _text(generation) != self._identity.generation or not horizon or _text(horizon[0]) != self._horizon:
+        if (_text(generation), _text(horizon)) != (self._identity.generation, self._horizon):
             self._lose(Reason.RENEWED, RENEWED)
             return
-        if lost := self._claims.sweep(answer.found[2], answer.revision, now_ns):
+        if lost := self._claims.sweep(answer.found[3], answer.revision, now_ns):
             self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
             return
-        self._fences.saw_budget(answer.found[3], now_ns)
+        self._fences.saw_budget(answer.found[4], now_ns)
         if written_ns is not None:
             self._acknowledge(written_ns)
             if self._membership.beating_since_ns is None:
                 self._membership.beating_since_ns = now_ns
-        if answer.succeeded and (rate := self._clocks.saw(answer.found[4], answer.revision, asked_ns, now_ns)):
+        if answer.succeeded and (rate := self._clocks.saw(answer.found[5], answer.revision, asked_ns, now_ns)):
             self._is_refused = True
             self._membership.trouble = Why.ISOLATED, "this node's clock is wrong: an operator repairs it and restarts"
             self._lose(Reason.CLOCK, f"the other nodes' clocks run {rate:.4f} times as fast as this node's")
@@ -439,6 +440,11 @@ class Member:
 
     def _note(self, note: Note, text: str = "") -> None:
         self._membership.effects.append(Noted(note, text))
+
+
+def _own_and_fleet(answer: Answer) -> tuple[KeyValue | None, ...]:
+    """Return the node's record, the generation key and the fleet's horizon."""
+    return tuple(found[0] if found else None for found in answer.found[:3])
 
 
 def _nonce(record: KeyValue) -> str:
