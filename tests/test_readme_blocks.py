@@ -61,6 +61,7 @@ NOT_RUN: Final = {
     "export GPULEASE_ADDRESS=tls:": "From other hosts",
     "pip install '.[daemon,fleet]'": "On every GPU host",
     "gpulease pki issue /etc/gpulease/pki --server directory1.example": "Where etcd is reached",
+    "gpulease fleet quota default": "Where etcd may be written",
 }
 """Shell blocks that are only parsed, by their beginning, and what their section tells the reader of what they need."""
 

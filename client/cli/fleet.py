@@ -16,6 +16,7 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
 
 FENCE_MODULE: Final = "gpulease.daemon.fleet.fence"
+QUOTA_MODULE: Final = "gpulease.daemon.fleet.quota"
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
@@ -99,6 +100,13 @@ def drain_node(node: str, within_ms: int, cancel: bool) -> None:
 def fence_node(words: tuple[str, ...]) -> None:
     """Take a dead node out of the fleet and free its names. `gpulease fleet fence -h` says more."""
     become_module(FENCE_MODULE, words)
+
+
+@fleet.command("quota", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def quota(words: tuple[str, ...]) -> None:
+    """Set a tenant's quota over all nodes, or list the quotas. `gpulease fleet quota -h` says more."""
+    become_module(QUOTA_MODULE, words)
 
 
 def _fleet() -> Fleet:

@@ -70,9 +70,14 @@ _LATER: Final = frozenset(
 """Settings that came after the first digests. One that has its default is left out: an upgrade changes no digest."""
 
 
+_LATER_OF_TENANTS: Final[list[Any]] = ["fleet_quota", False]
+"""A tenant's setting that came later, with its default, likewise."""
+
+
 def config_digest(config: Config) -> str:
     """Return the SHA-256 of all settings in canonical form, in hexadecimal. Their order does not change it."""
     unset = [leaf for leaf in _leaves(Config()) if tuple(leaf[:-1]) in _LATER]
+    unset += [leaf for leaf in _leaves(config) if leaf[-2:] == _LATER_OF_TENANTS]
     leaves = sorted((leaf for leaf in _leaves(config) if leaf not in unset), key=lambda leaf: leaf[:-1])
     return hashlib.sha256(canonical_bytes(leaves)).hexdigest()
 

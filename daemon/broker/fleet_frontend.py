@@ -1,7 +1,7 @@
-"""The fleet process as the broker sees it: claims of names, the horizon, and the node's record.
+"""The fleet process as the broker sees it: claims of names and of quotas' bytes, the horizon, and the node's record.
 
-The broker asks for claims before it lets named leases in, and tells of their ends. It gets the horizon, which the lease
-table takes as an event. A fleet process that dies loses no claim: the next one is told which leases there are.
+The broker asks for claims before it lets claimed leases in, and tells of their ends. It gets the horizon, which the
+lease table takes as an event. A fleet process that dies loses no claim: the next one is told which leases there are.
 """
 
 import asyncio
@@ -9,14 +9,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from gpulease.daemon.broker.name_claims import ClaimAnswer, Claimed, ClaimWant
+from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claimed, ClaimWant, Counted
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.etcd_certificates import certificate_files, open_certificates
 from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
-from gpulease.daemon.fleet.live_claims import live_messages
+from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
 from gpulease.daemon.fleet.rules.fleet_events import Note, Why
 from gpulease.daemon.host.ipc import ChannelClosed, close_all
 from gpulease.daemon.host.periodic_task import PeriodicTask
@@ -43,6 +43,25 @@ CERTIFICATES_S: Final = 5.0
 
 ETCD_PART: Final = 15
 """A request to etcd may last this part of the horizon: several are tried before it comes."""
+
+
+DROP_COUNT: Final = "drop_count"
+"""Gives a claim of a quota's bytes up."""
+
+
+class _Waiting(NamedTuple):
+    """A claim that is not answered yet.
+
+    Attributes:
+        drop_op: The message that gives it up.
+        results: Counts what became of such claims.
+        refusal: A clause that says what is not done while the process is not there.
+    """
+
+    on_answer: Callable[[Any], None]
+    drop_op: str
+    results: Counter[str]
+    refusal: str
 
 
 class FleetFrontend:
@@ -84,8 +103,9 @@ class FleetFrontend:
         self._refused = ""
         self._beats = self._fenced = 0
         self._placements: Counter[str] = Counter()
+        self._quota_claims: Counter[str] = Counter()
         self._numbers = 0
-        self._waiting: dict[int, Callable[[ClaimAnswer], None]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._told: dict[str, Any] | None = None
         self._files = certificate_files(settings.ca, settings.key, settings.certificate)
         self._told_files: tuple[object, ...] = ()
@@ -148,7 +168,7 @@ class FleetFrontend:
     def figures(self) -> FleetFacts:
         """Return what metrics tell."""
         left_s = (self._horizon_boot_ns - boot_ns()) / NS_PER_S
-        return FleetFacts(left_s, self._beats, self._fenced, dict(self._placements))
+        return FleetFacts(left_s, self._beats, self._fenced, dict(self._placements), dict(self._quota_claims))
 
     def membership(self) -> FleetMembership:
         """Return what the web page shows."""
@@ -156,12 +176,22 @@ class FleetFrontend:
 
     def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
         """Claim a name; `on_answer` is called once, later. Returns a function that gives the claim up."""
+        waiting = _Waiting(on_answer, "drop", self._placements, f"the name {want.name!r} can't be claimed")
+        return self._ask(waiting, "claim", want, name=want.name)
+
+    def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
+        """Claim bytes of a tenant's quota, as `claim` does a name."""
+        what = f"tenant {want.tenant!r} has a quota in the fleet, which can't be asked"
+        waiting = _Waiting(on_answer, DROP_COUNT, self._quota_claims, what)
+        return self._ask(waiting, "count", want, size_bytes=want.size_bytes)
+
+    def _ask(self, waiting: _Waiting, op: str, want: ClaimWant | BytesWant, **more: str | int) -> Callable[[], None]:
         self._numbers += 1
         number = self._numbers
-        self._waiting[number] = on_answer
-        message = {"op": "claim", "number": number, "name": want.name, "lease_id": f"{want.lease_id:032x}"}
-        if not self._tell(message | {"tenant": want.tenant, "wait_ms": want.wait_ms}):
-            failure = self._isolated(f"the name {want.name!r} can't be claimed")
+        self._waiting[number] = waiting
+        message = {"op": op, "number": number, "lease_id": f"{want.lease_id:032x}", "tenant": want.tenant}
+        if not self._tell(message | {"wait_ms": want.wait_ms} | more):
+            failure = self._isolated(waiting.refusal)
             asyncio.get_running_loop().call_soon(self._answer, number, failure, Why.ISOLATED.value)
         return lambda: self._drop(number)
 
@@ -171,14 +201,20 @@ class FleetFrontend:
         self._tell({"op": "ended", "name": name, "epoch": epoch})
         self._tell_all_ended()
 
-    def _drop(self, number: int) -> None:
-        if self._waiting.pop(number, None) is not None:
-            self._tell({"op": "drop", "number": number})
+    def give_back(self, tenant: str, lease_id: int) -> None:
+        """Tell that the lease with those bytes is gone, its memory proved free."""
+        # As in `release`: the next process sweeps what it is not told of.
+        self._tell({"op": "give_back", "tenant": tenant, "lease_id": f"{lease_id:032x}"})
+        self._tell_all_ended()
 
-    def _answer(self, number: int, answer: ClaimAnswer, result: str) -> None:
-        if (on_answer := self._waiting.pop(number, None)) is not None:
-            self._placements[result] += 1
-            on_answer(answer)
+    def _drop(self, number: int) -> None:
+        if (waiting := self._waiting.pop(number, None)) is not None:
+            self._tell({"op": waiting.drop_op, "number": number})
+
+    def _answer(self, number: int, answer: Claimed | Counted | Failure, result: str) -> None:
+        if (waiting := self._waiting.pop(number, None)) is not None:
+            waiting.results[result] += 1
+            waiting.on_answer(answer)
 
     # --- the process ---
 
@@ -201,10 +237,11 @@ class FleetFrontend:
         await self._process.expect("ready")
         self._told = None
         await self._tell_record()
-        self._tell_live(self._table.claims())
+        quotas = {f"{lease_id:032x}": tenant for lease_id, tenant in self._table.counted().items()}
+        self._tell_live(Live(self._table.claims(), quotas))
 
     def _on_end(self) -> None:
-        failure = _failure(Why.UNKNOWN, "the node's fleet process ended before it had claimed the name")
+        failure = _failure(Why.UNKNOWN, "the node's fleet process ended before it had answered")
         for number in list(self._waiting):
             self._answer(number, failure, Why.UNKNOWN.value)
 
@@ -219,15 +256,16 @@ class FleetFrontend:
             return False
         return True
 
-    def _tell_live(self, claims: Mapping[str, int]) -> None:
-        for message in live_messages(claims):
+    def _tell_live(self, live: Live) -> None:
+        for message in live_messages(live):
             self._tell(message)
 
     def _tell_all_ended(self) -> None:
         """After a loss, tell that no claimed lease is left: the node may join anew. A fence lasts for days."""
-        if self._is_lost and all(lease.state is LeaseState.FENCED for lease in self._table.snapshots() if lease.name):
+        claimed = (lease for lease in self._table.snapshots() if lease.is_claimed)
+        if self._is_lost and all(lease.state is LeaseState.FENCED for lease in claimed):
             self._is_lost = False
-            self._tell_live({})
+            self._tell_live(NOTHING_LIVES)
 
     async def _tell_record(self) -> None:
         record = self._record()
@@ -276,6 +314,10 @@ class FleetFrontend:
                 self._answer(number, Claimed(epoch), "given")
             case {"op": "refused", "number": int(number), "why": str(why), "text": str(text)}:
                 self._answer(number, _failure(Why(why), text, message["retry_after_ms"]), why)
+            case {"op": "counted", "number": int(number)}:
+                self._answer(number, Counted(), "given")
+            case {"op": "not_counted", "number": int(number), "why": str(why), "text": str(text)}:
+                self._answer(number, _quota_failure(Why(why), text, message["retry_after_ms"]), why)
             case {"op": "noted", "what": str(what), "text": str(text), "node": str(node), "name": str(name)}:
                 self._note(what, text, node, name)
 
@@ -305,6 +347,12 @@ class FleetFrontend:
         self._horizon_boot_ns, self._is_lost = 0, True
         self._post(ClaimsLost(reason))
         self._tell_page(self.membership().to_message())
+        # Who waits for bytes may have a name by the claims that are lost.
+        failure = _failure(Why.ISOLATED, f"the fleet has given this node up: {reason}")
+        for number, waiting in list(self._waiting.items()):
+            if waiting.drop_op == DROP_COUNT:
+                self._tell({"op": DROP_COUNT, "number": number})
+                self._answer(number, failure, Why.ISOLATED.value)
         self._tell_all_ended()
 
 
@@ -320,12 +368,25 @@ _HINTS: Final = {
     Why.BUSY: "Ask again in a moment, or another node.",
 }
 
+_QUOTA_HINTS: Final = {
+    Why.TAKEN: "Free a lease at any node of the fleet, or wait until one has ended.",
+    Why.TOO_LARGE: "Ask for less; the fleet's operator raises the quota by `gpulease fleet quota`.",
+    Why.NO_QUOTA: "The fleet's operator sets it by `gpulease fleet quota`.",
+}
+"""What a tenant does whose quota is used up: no other node would answer otherwise."""
+
 
 def _failure(why: Why, text: str, retry_after_ms: int = 0) -> Failure:
     hint = _HINTS[why]
     if retry_after_ms:
         hint = f"Ask again in {retry_after_ms / 1000:.1f} s."
     return Failure(Status.BUSY, text, hint=hint)
+
+
+def _quota_failure(why: Why, text: str, retry_after_ms: int) -> Failure:
+    if why in _QUOTA_HINTS:
+        return Failure(Status.DENIED, text, hint=_QUOTA_HINTS[why])
+    return _failure(why, text, retry_after_ms)
 
 
 _BROKEN: Final = "the fleet process can't serve"

@@ -1,7 +1,8 @@
-"""Claims of names: a lease with a name is served by one node of its fleet at a time.
+"""Claims in the fleet: a lease with a name is served by one node at a time, and tenants keep to their quotas.
 
 A named LEASE_ALLOC is claimed first. The claim's epoch goes into the lease's terms, and the lease is granted only
 before the fleet's horizon. The claim ends once the lease's memory is proved free, or an operator vouches for that.
+Bytes of a quota are claimed likewise, for tenants whose settings say that they have one (`TenantLimits.fleet_quota`).
 `Runtime.claims` has the node's claims: `NoFleet`, until the node joins a fleet.
 """
 
@@ -39,12 +40,35 @@ class Claimed(NamedTuple):
     epoch: int
 
 
+class BytesWant(NamedTuple):
+    """A lease that wants bytes of its tenant's quota in the fleet.
+
+    Attributes:
+        tenant: Whose lease and quota it is.
+        lease_id: The id that the lease will have.
+        size_bytes: Its size.
+        wait_ms: Longest wait for the bytes, if other leases have them; 0: no wait.
+    """
+
+    tenant: str
+    lease_id: int
+    size_bytes: int
+    wait_ms: int
+
+
+class Counted(NamedTuple):
+    """The bytes are the lease's, by a result that is known."""
+
+
+BytesAnswer = Counted | Failure
+"""Bytes of a quota, or the failure that the tenant is told: DENIED if the quota is used up, else as for a name."""
+
 ClaimAnswer = Claimed | Failure
 """A claim, or the failure that the tenant is told: BUSY if another node may do or a later try, else DENIED."""
 
 
 class Claims(Protocol):
-    """The claims of names that this node has in its fleet.
+    """The claims of names and of quotas' bytes that this node has in its fleet.
 
     Attributes:
         labels: Labels of this node; a lease that asks for others is refused.
@@ -67,6 +91,12 @@ class Claims(Protocol):
 
     def release(self, name: str, epoch: int) -> None:
         """End a claim: nothing of its lease is left. A claim that is not there, or is a later one, stays untouched."""
+
+    def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
+        """Ask for bytes of a quota, as `claim` asks for a name; returns what that returns."""
+
+    def give_back(self, tenant: str, lease_id: int) -> None:
+        """Give a lease's bytes of a quota back: nothing of the lease is left. If it has none, nothing happens."""
 
 
 class NoFleet:
@@ -91,6 +121,15 @@ class NoFleet:
 
     def release(self, name: str, epoch: int) -> None:
         """Implement `Claims.release`: there are none."""
+
+    def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
+        """Implement `Claims.count`. The settings give nobody such a quota; if they did, it would be used up."""
+        text = f"tenant {want.tenant!r} has a quota in the fleet, and this node is in no fleet"
+        on_answer(Failure(Status.DENIED, text, hint="The node's operator gives it a [fleet] table."))
+        return _nothing
+
+    def give_back(self, tenant: str, lease_id: int) -> None:
+        """Implement `Claims.give_back`: there are none."""
 
 
 def _nothing() -> None:

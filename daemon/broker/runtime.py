@@ -403,8 +403,8 @@ class Runtime:
         self._region_prover.give_up(lease.lease_id)
         self._regions.forget(lease.lease_id)
         self.connections.forget(lease.lease_id)
-        if lease.name and lease.state is not LeaseState.FENCED:
-            self.claims.release(lease.name, lease.epoch)
+        if lease.state is not LeaseState.FENCED:
+            self._release_claims(lease)
 
     def _end_submit(self, effect: SubmitEnded) -> None:
         owner = self.table.get(effect.lease_id)
@@ -427,9 +427,14 @@ class Runtime:
     def _clear_fences(self, effect: FenceCleared) -> None:
         self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
         for lease in filter(None, map(self.table.get, effect.lease_ids)):
-            if lease.name:
-                self.claims.release(lease.name, lease.epoch)
+            self._release_claims(lease)
         self._answer(effect)
+
+    def _release_claims(self, lease: LeaseSnapshot) -> None:
+        if lease.name:
+            self.claims.release(lease.name, lease.epoch)
+        if lease.fleet_bytes:
+            self.claims.give_back(lease.tenant, lease.lease_id)
 
     def _settle_worker(self, number: int) -> None:
         """Forget a worker whose end is complete."""

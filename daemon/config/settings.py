@@ -581,6 +581,7 @@ TENANT_SETTINGS: Final = (
     Setting("acquires_per_minute", _tenant_whole),
     Setting("acquire_burst", _tenant_whole),
     Setting("devices", _devices),
+    Setting("fleet_quota", _truth),
 )
 """The keys of `[tenants.NAME]`; `TenantLimits` has their defaults and checks their bounds."""
 
@@ -616,6 +617,7 @@ def _check(config: Config) -> None:
     try:
         check_tenants(tenants, config.tenant_of_uid, config.tenant_of_certificate, config.tls)
         check_bounds(tenants, config.limits)
+        check_fleet_quotas(tenants, config.fleet)
         check_recycling(config.recycle, config.recycle_idle_s, config.recycle_leases, config.warm_contexts)
     except ValueError as error:
         raise ConfigError(f"setting {error}") from None
@@ -713,6 +715,13 @@ def check_bounds(rules: TenantRules, limits: CoreLimits) -> None:
                 f"tenants: max_ttl_s of {name!r} is {bounds.max_ttl_s}, and that of [limits], for all tenants, is"
                 f" {limits.max_ttl_s}"
             )
+
+
+def check_fleet_quotas(rules: TenantRules, fleet: FleetSettings | None) -> None:
+    """Check that a node with tenants who have a quota in the fleet is in one. Raises ValueError."""
+    for name, bounds in {"default": rules.default, **rules.by_name}.items():
+        if bounds.fleet_quota and fleet is None:
+            raise ValueError(f"tenants: fleet_quota of {name!r} needs a [fleet] table: this node is in no fleet")
 
 
 def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:

@@ -168,7 +168,7 @@ class PageState(NamedTuple):
         generation: The number of the last grant or renewal.
         has_session: Whether a connection was sent to the session; True if an older broker did not write it down.
         cause: The cause of the lease's end, by its name; "" while it lives, or if no broker ended it.
-        horizon_boot_ns: Until when a lease with a name may be served, on CLOCK_BOOTTIME; 0 without a name.
+        horizon_boot_ns: Until when a claimed lease may be served, on CLOCK_BOOTTIME; 0 without a claim.
     """
 
     word: Status | None

@@ -1,4 +1,4 @@
-"""The options by which commands of a fleet find its etcd."""
+"""The options by which an operator's commands find a fleet's etcd, and their questions to it."""
 
 import signal
 from collections.abc import Callable
@@ -8,10 +8,26 @@ from typing import Any, Final
 
 import click
 
-from gpulease.daemon.fleet.etcd.client import EtcdSettings
+from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, parse_endpoints
+from gpulease.daemon.fleet.etcd.transactions import Answer, Rejected, Transaction, Unknown
 
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
+
+
+class NotDone(Exception):
+    """Raised if etcd refused a command's question, or did not answer it; the text says what to do."""
+
+
+async def done(client: EtcdClient, transaction: Transaction) -> Answer:
+    """Return the answer of etcd. Raises NotDone where there is none."""
+    match await client.do(transaction):
+        case Answer() as answer:
+            return answer
+        case Rejected(reason):
+            raise NotDone(f"etcd refuses: {reason}")
+        case Unknown(reason):
+            raise NotDone(f"etcd did not answer, and what became of it is unknown: {reason}. Run this again")
 
 
 def etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,17 +15,14 @@ import click
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     CreateRevisionIs,
     Delete,
     Get,
     KeyValue,
     ModRevisionIs,
-    Rejected,
     Transaction,
-    Unknown,
 )
-from gpulease.daemon.fleet.etcd_options import etcd_options
+from gpulease.daemon.fleet.etcd_options import NotDone, done, etcd_options
 from gpulease.daemon.fleet.fleet_records import NAMES, BadRecord, name_of, node_key, read_claim
 from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 
@@ -53,7 +50,9 @@ async def fence(
     say: Callable[[str], None],
     clock: Callable[[], float] = boot_s,
 ) -> list[str]:
-    """Remove a node's record, wait until its claimed leases have ended, and free its names. Raises NotFenced.
+    """Remove a node's record, wait until its claimed leases have ended, and free its names.
+
+    Raises NotFenced and NotDone.
 
     Args:
         client: The way to etcd.
@@ -67,16 +66,16 @@ async def fence(
         The names that are free now.
     """
     key = node_key(node_id)
-    found = await _done(client, Transaction(reads=(Get(key),)))
+    found = await done(client, Transaction(reads=(Get(key),)))
     node = next(iter(found.found[0]), None)
     last_incarnation = found.revision if node is None else node.create_revision
     if node is not None:
         removal = Transaction((CreateRevisionIs(key, last_incarnation),), (Delete(key),))
-        if not (await _done(client, removal)).succeeded:
+        if not (await done(client, removal)).succeeded:
             raise NotFenced(f"node {node_id} has joined anew meanwhile: look at it, and fence it again if need be")
         say(f"Node {node_id} is fenced: it can claim nothing more, and its claimed leases end.")
     # Only now: without its record the node claims nothing more.
-    names = await _done(client, Transaction(reads=(Get(NAMES, is_prefix=True),)))
+    names = await done(client, Transaction(reads=(Get(NAMES, is_prefix=True),)))
     claims = [item for item in names.found[0] if _is_of(item, node_id, last_incarnation)]
     if node is None and not claims:
         raise NotFenced(f"the fleet has no node {node_id}, and no name is claimed by one")
@@ -104,20 +103,9 @@ async def _free_names(client: EtcdClient, claims: list[KeyValue]) -> list[str]:
     for item in claims:
         # A claim that is another by now is of a membership that began since, or of another node.
         removal = Transaction((ModRevisionIs(item.key, item.mod_revision),), (Delete(item.key),))
-        if (await _done(client, removal)).succeeded:
+        if (await done(client, removal)).succeeded:
             freed.append(name_of(item.key))
     return freed
-
-
-async def _done(client: EtcdClient, transaction: Transaction) -> Answer:
-    """Return the answer of etcd. Raises NotFenced where there is none."""
-    match await client.do(transaction):
-        case Answer() as answer:
-            return answer
-        case Rejected(reason):
-            raise NotFenced(f"etcd refuses: {reason}")
-        case Unknown(reason):
-            raise NotFenced(f"etcd did not answer, and what became of it is unknown: {reason}. Run this again")
 
 
 @click.command("fence", context_settings={"help_option_names": ["-h", "--help"]})
@@ -140,7 +128,7 @@ def main(node: str, etcd: EtcdSettings, horizon_secs: float, pulled_the_plug: bo
 
     try:
         freed = asyncio.run(run())
-    except (NotFenced, BadEtcdSettings) as error:
+    except (NotFenced, NotDone, BadEtcdSettings) as error:
         click.echo(f"gpulease fleet fence: {error}", err=True)
         sys.exit(EXIT_FAILED)
     click.echo(f"Free names: {', '.join(sorted(freed))}." if freed else "No name was its.")

@@ -4,7 +4,9 @@
     /gpulease/v1/names/NAME     ClaimRecord: who serves a name; its mod revision is the epoch
     /gpulease/v1/held/NODE/NAME  the claim's nonce, written and deleted with the claim: a node's own claims by one read
     /gpulease/v1/clocks/SLOT    a node's clock: members compare their clocks' rates by it
+    /gpulease/v1/held/NODE/TENANT/LEASE  empty, written and deleted with the lease's entry in a quota
     /gpulease/v1/quotas/TENANT/SHARD    a part of a tenant's quota
+    /gpulease/v1/quota_default  the quota of each tenant that has none by name
     /gpulease/v1/fences         how many nodes were fenced lately, over the whole fleet
     /gpulease/v1/generation     the store's generation key, made once: a restored backup has an older one
     /gpulease/v1/horizon        seconds after which a silent node's claimed leases have ended, the same for all nodes
@@ -22,6 +24,7 @@ NAMES: Final = PREFIX + b"names/"
 HELD: Final = PREFIX + b"held/"
 CLOCKS: Final = PREFIX + b"clocks/"
 QUOTAS: Final = PREFIX + b"quotas/"
+QUOTA_DEFAULT: Final = PREFIX + b"quota_default"
 FENCES: Final = PREFIX + b"fences"
 GENERATION: Final = PREFIX + b"generation"
 HORIZON: Final = PREFIX + b"horizon"

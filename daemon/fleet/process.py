@@ -31,6 +31,11 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     LiveClaims,
     MoveHorizon,
     Noted,
+    QuotaDropped,
+    QuotaEnded,
+    QuotaGiven,
+    QuotaRefused,
+    QuotaWanted,
     RecordChanged,
     Started,
     TimerFired,
@@ -113,7 +118,9 @@ class FleetProcess:
             Joined: self._join,
             EndClaimed: lambda effect: self._send({"op": "lost", "why": effect.reason.value, "text": effect.text}),
             Claimed: lambda effect: self._send({"op": "claimed", "number": effect.request, "epoch": effect.epoch}),
-            ClaimRefused: self._refuse,
+            ClaimRefused: lambda effect: self._refuse("refused", effect),
+            QuotaGiven: lambda effect: self._send({"op": "counted", "number": effect.request}),
+            QuotaRefused: lambda effect: self._refuse("not_counted", effect),
             Noted: self._note,
         }
 
@@ -152,8 +159,8 @@ class FleetProcess:
         self._unset_horizons += 1
         self._send({"op": "horizon", "boot_ns": effect.horizon_ns, "incarnation": effect.incarnation})
 
-    def _refuse(self, effect: ClaimRefused) -> None:
-        message = {"op": "refused", "number": effect.request, "why": effect.why.value, "text": effect.text}
+    def _refuse(self, op: str, effect: ClaimRefused | QuotaRefused) -> None:
+        message = {"op": op, "number": effect.request, "why": effect.why.value, "text": effect.text}
         self._send(message | {"retry_after_ms": effect.retry_after_ms})
 
     def _join(self, effect: Joined) -> None:
@@ -215,9 +222,17 @@ class FleetProcess:
             case {"op": "ended", "name": str(name), "epoch": int(epoch)}:
                 self._post(ClaimEnded(name, epoch))
             case {"op": "live"}:
-                claims = self._live.take(message["claims"], is_last=message["is_last"])
-                if claims is not None:
-                    self._post(LiveClaims(claims))
+                live = self._live.take(message["claims"], message["quotas"], is_last=message["is_last"])
+                if live is not None:
+                    self._post(LiveClaims(live.claims, live.quotas))
+            case {"op": "count"}:
+                wait_until_ns = self._clock_ns() + message["wait_ms"] * NS_PER_MS
+                wanted = message["number"], message["tenant"], message["size_bytes"], message["lease_id"]
+                self._post(QuotaWanted(*wanted, wait_until_ns))
+            case {"op": "drop_count", "number": int(number)}:
+                self._post(QuotaDropped(number))
+            case {"op": "give_back", "tenant": str(tenant), "lease_id": str(lease_id)}:
+                self._post(QuotaEnded(tenant, lease_id))
             case {"op": "certificates"}:
                 self._on_files(message["files"], fds)
             case {"op": "record"}:

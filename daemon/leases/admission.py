@@ -49,7 +49,7 @@ class Admission:
         """Place the request, queue it, or refuse it."""
         denial = self._store.rates.denial(event.tenant, self._store.limits.tenants.of(event.tenant), now_ns)
         denial = denial or self._store.drain_denial(now_ns)
-        denial = denial or self._check_request(event) or self._check_name(event, now_ns) or self._check_counts(event)
+        denial = denial or self._check_request(event) or self._check_claim(event, now_ns) or self._check_counts(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
@@ -180,13 +180,13 @@ class Admission:
             )
         return check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
 
-    def _check_name(self, event: AcquireRequested, now_ns: int) -> Denial | None:
-        """Return the denial for a claim that can't be served; None if it can, or without a name."""
+    def _check_claim(self, event: AcquireRequested, now_ns: int) -> Denial | None:
+        """Return the denial for a claim that can't be served; None if it can, or without a claim."""
         name, epoch = event.terms.name, event.terms.epoch
+        if event.terms.is_claimed and self._store.is_isolated(now_ns):
+            return denials.isolated(denials.NO_HORIZON)
         if not name:
             return None
-        if self._store.is_isolated(now_ns):
-            return denials.isolated(denials.NO_HORIZON)
         if (holder := self._store.claimed.get(name)) is not None:
             return denials.name_taken(name, holder.lease_id)
         if (waiting := self._store.queue.named(name)) is not None:

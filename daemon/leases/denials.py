@@ -164,20 +164,20 @@ def draining(left_ns: int) -> Denial:
 
 
 NO_HORIZON: Final = "the node has not heard from its fleet's store for too long"
-"""Why a lease with a name ends at the horizon, or is not granted behind it."""
+"""Why a claimed lease ends at the horizon, or is not granted behind it."""
 
 
 def isolated(reason: str) -> Denial:
-    """Deny a lease with a name because the node may serve none now; `reason` says why, in a clause."""
+    """Deny a claimed lease because the node may serve none now; `reason` says why, in a clause."""
     return Denial(
         DenialReason.ISOLATED,
-        f"No lease with a name can be granted here now: {reason}.",
-        "Try another node of the fleet, or leave the name out.",
+        f"No lease with a name, or with a quota in the fleet, can be granted here now: {reason}.",
+        "Try another node of the fleet.",
     )
 
 
 def lease_isolated(lease: LeaseSnapshot) -> Denial:
-    """Deny work because the lease has a name and is past its horizon, though nothing has ended it yet."""
+    """Deny work because the lease is claimed and past its horizon, though nothing has ended it yet."""
     reason, what, hint = _ended(Cause.ISOLATED)
     return Denial(reason, _ended_text(lease, what), hint)
 
@@ -271,6 +271,16 @@ def over_limit(name: str, message: str, hint: str) -> Denial:
 def over_tenant_limit(tenant: str, name: str, message: str, hint: str) -> Denial:
     """Deny a request over a tenant's bound that the configuration calls `name`."""
     return over_limit(f"{name} of tenant {tenant!r}", message, hint)
+
+
+def over_fleet_bytes(lease_id: int, tenant: str, fleet_bytes: int) -> Denial:
+    """Deny a larger size because only the lease's first size was claimed of its tenant's quota in the fleet."""
+    return over_tenant_limit(
+        tenant,
+        "fleet_quota",
+        f"Lease {lease_id:032x} has {size_text(fleet_bytes)} of its tenant's quota in the fleet, and can't get more",
+        "Ask for another lease.",
+    )
 
 
 def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:

@@ -332,7 +332,7 @@ class LeaseRestored:
             and a flipped revocation word makes it DRAINING.
         has_worker: The worker lives. Otherwise its parent has reaped it, or will.
         has_session: Someone may have attached to the session, as the control page says.
-        horizon: Time until which a lease with a name may be served, as the control page says; None if it says none.
+        horizon: Time until which a claimed lease may be served, as the control page says; None if it says none.
     """
 
     kept: KeptLease

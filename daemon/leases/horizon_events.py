@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class HorizonMoved:
-    """The fleet's store has acknowledged a beat: leases with a name may be served until then. See `horizons`.
+    """The fleet's store has acknowledged a beat: claimed leases may be served until then. See `horizons`.
 
     Attributes:
         horizon_ns: That time on the monotonic clock.
@@ -19,7 +19,7 @@ class HorizonMoved:
 
 @dataclass(frozen=True, slots=True)
 class ClaimsLost:
-    """The node's claims are void, because the fleet has fenced it or began anew: every lease with a name ends.
+    """The node's claims are void, because the fleet has fenced it or began anew: every claimed lease ends.
 
     Attributes:
         reason: A clause that tenants see.

@@ -127,12 +127,16 @@ def _validate_claims(store: LeaseStore) -> None:
     count = sum(bool(lease.terms.name) for lease in store.live.values())
     _require(len(named) == count, f"{count} leases have {len(named)} names.")
     _require(store.claimed == named, "The table misfiles leases with names.")
+    capped = {lease.lease_id: lease for lease in store.live.values() if lease.terms.is_claimed}
+    _require(store.capped == capped, "The table misfiles claimed leases.")
     for lease in store.live.values():
         name, claim = _name(lease), lease.terms
         _require(bool(claim.name) == (claim.epoch > 0), f"{name} has the name {claim.name!r} and epoch {claim.epoch}.")
         is_capped = lease.horizon is not None or lease.is_restored
-        _require(not claim.name or lease.state is not LeaseState.ACTIVE or is_capped, f"{name} has no horizon.")
-        _require(bool(claim.name) or lease.horizon is None, f"{name} has a horizon and no name.")
+        _require(not claim.is_claimed or lease.state is not LeaseState.ACTIVE or is_capped, f"{name} has no horizon.")
+        _require(claim.is_claimed or lease.horizon is None, f"{name} has a horizon and no claim.")
+        is_covered = lease.is_restored or not claim.fleet_bytes or claim.size_bytes <= claim.fleet_bytes
+        _require(is_covered, f"{name} has more bytes than were claimed for it.")
         is_known = claim.epoch <= store.epochs.of(claim.name) or lease.is_restored
         _require(not claim.name or is_known, f"{name} has an epoch above the highest.")
     _require(len(store.epochs) <= MAX_NAMES, f"{len(store.epochs)} names are kept with their epochs.")

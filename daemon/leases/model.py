@@ -276,6 +276,7 @@ class LeaseTerms(NamedTuple):
         name: Name that the node's fleet serves once; "": a lease without a name, which no fleet knows of.
         epoch: Number of the name's claim; 0 without a name.
         request_id: The tenant's number of this acquire over all its tries, in 32 hexadecimal digits; "" if it has none.
+        fleet_bytes: Bytes of the tenant's quota in the fleet that were claimed for it; 0: it counts against none.
     """
 
     size_bytes: int
@@ -289,6 +290,12 @@ class LeaseTerms(NamedTuple):
     name: str = ""
     epoch: int = 0
     request_id: str = ""
+    fleet_bytes: int = 0
+
+    @property
+    def is_claimed(self) -> bool:
+        """Return whether the fleet knows of the lease, so that it ends at the horizon."""
+        return bool(self.name) or self.fleet_bytes > 0
 
     @property
     def contexts(self) -> int:
@@ -316,6 +323,7 @@ class LeaseSnapshot(NamedTuple):
         parent_id: For a region, the lease that it lies in; 0 for a lease of a card.
         name: Name that the fleet serves once; "" without one.
         epoch: Number of the name's claim; 0 without a name.
+        fleet_bytes: Bytes of the tenant's quota in the fleet that were claimed for it; 0: none.
     """
 
     lease_id: int
@@ -335,10 +343,16 @@ class LeaseSnapshot(NamedTuple):
     parent_id: int = 0
     name: str = ""
     epoch: int = 0
+    fleet_bytes: int = 0
+
+    @property
+    def is_claimed(self) -> bool:
+        """Return whether the fleet knows of the lease."""
+        return bool(self.name) or self.fleet_bytes > 0
 
 
 class Horizon(NamedTuple):
-    """The time until which a node may serve leases with a name, on two clocks.
+    """The time until which a node may serve claimed leases, on two clocks.
 
     Attributes:
         at_ns: The time on the monotonic clock, by which the table's timers go. It lies too late after the host slept.
@@ -384,7 +398,7 @@ class Lease:
         region_number: Number of the last region opened; none has it again.
         resize: The change of its size that is under way; None without one.
         is_reshaped: A region was opened in it, or its slice was resized, so its context serves no other lease.
-        horizon: Time at which a claimed lease ends unless the horizon moves; None without a name, or before its grant.
+        horizon: Time at which a claimed lease ends unless the horizon moves; None without a claim, or before its grant.
     """
 
     lease_id: int
@@ -471,8 +485,8 @@ class Lease:
         return self.state is LeaseState.ACTIVE and self.deadline_ns is not None and now_ns >= self.deadline_ns
 
     def is_isolated(self, now_ns: int) -> bool:
-        """Return whether the lease is ACTIVE, has a name, and is past its horizon."""
-        if self.state is not LeaseState.ACTIVE or not self.terms.name:
+        """Return whether the lease is ACTIVE, claimed, and past its horizon."""
+        if self.state is not LeaseState.ACTIVE or not self.terms.is_claimed:
             return False
         return self.horizon is None or now_ns >= self.horizon.at_ns
 
@@ -495,6 +509,7 @@ class Lease:
             self.terms.ttl_ms,
             name=self.terms.name,
             epoch=self.terms.epoch,
+            fleet_bytes=self.terms.fleet_bytes,
         )
 
 

@@ -42,6 +42,7 @@ class TenantLimits:
         acquires_per_minute: Acquires and submits in the long run, refused ones included.
         acquire_burst: Acquires and submits that may come at once.
         devices: Cards it may use, by uuid or index.
+        fleet_quota: Its leases count against its quota in the fleet, which an operator of the fleet sets.
 
     Raises:
         ValueError: A bound is below 1, or the list of cards is empty.
@@ -53,11 +54,12 @@ class TenantLimits:
     acquires_per_minute: int | None = None
     acquire_burst: int = 10
     devices: tuple[str, ...] | None = None
+    fleet_quota: bool = False
 
     def __post_init__(self) -> None:
         for entry in fields(self):
             bound = getattr(self, entry.name)
-            if isinstance(bound, int) and bound < 1:
+            if isinstance(bound, int) and not isinstance(bound, bool) and bound < 1:
                 raise ValueError(f"{entry.name} is {bound}; it must be at least 1")
         if self.devices is not None and not self.devices:
             raise ValueError("devices is empty: name a card, or leave it out")

@@ -67,6 +67,9 @@ class Resizes:
         return self._check_growth(lease, more_bytes, now_ns) if more_bytes > 0 else None
 
     def _check_growth(self, lease: Lease, more_bytes: int, now_ns: int) -> Denial | None:
+        terms = lease.terms
+        if terms.fleet_bytes and terms.size_bytes + more_bytes > terms.fleet_bytes:
+            return denials.over_fleet_bytes(lease.lease_id, lease.tenant, terms.fleet_bytes)
         denial = self._store.drain_denial(now_ns) or self._store.check_bytes(lease.tenant, more_bytes)
         if denial is not None:
             return denial

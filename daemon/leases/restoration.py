@@ -10,7 +10,7 @@
 6. A submit whose lease goes on goes on too, with its time counted anew. Otherwise it ends with its lease.
 7. A region goes on if its lease does: its word and timer are set again. One that had ended is ended again, and one that
    nobody was told of ends. Otherwise it ends with its lease (`Regions.on_restored`).
-8. A lease with a name keeps its page's horizon. Nothing is granted to a name until the horizon moves.
+8. A claimed lease keeps its page's horizon. Nothing is granted on a claim until the horizon moves.
 9. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is granted.
 """
 

@@ -230,16 +230,28 @@ class LeaseTable:
         return frozenset() if lease is None else self._store.parties(lease)
 
     def claims(self) -> dict[str, int]:
-        """Return the epoch of each name that a live lease has, fenced leases included."""
-        return {name: lease.terms.epoch for name, lease in self._store.claimed.items()}
+        """Return the epoch of each name that a live lease has, fenced ones included, or that waits for room."""
+        terms = [lease.terms for lease in self._store.claimed.values()]
+        terms += [waiter.acquire.terms for waiter in self._store.queue if waiter.acquire.terms.name]
+        return {claim.name: claim.epoch for claim in terms}
+
+    def counted(self) -> dict[int, str]:
+        """Return the tenant of each lease that has bytes of a quota in the fleet, as `claims` does for names."""
+        found = {lease.lease_id: lease.tenant for lease in self._store.capped.values() if lease.terms.fleet_bytes}
+        acquires = (waiter.acquire for waiter in self._store.queue)
+        return found | {acquire.lease_id: acquire.tenant for acquire in acquires if acquire.terms.fleet_bytes}
+
+    def counts_in_fleet(self, tenant: str) -> bool:
+        """Return whether a tenant's leases count against a quota in the fleet from now on."""
+        return self._store.limits.tenants.of(tenant).fleet_quota
 
     @property
     def horizon(self) -> Horizon | None:
-        """Time until which leases with a name may be granted; None if they may not."""
+        """Time until which claimed leases may be granted; None if they may not."""
         return self._store.horizon
 
     def is_isolated(self, now_ns: int) -> bool:
-        """Return whether no lease with a name may be granted now."""
+        """Return whether no claimed lease may be granted now."""
         return self._store.is_isolated(now_ns)
 
     def lease_of_request(self, tenant: str, request_id: str) -> LeaseSnapshot | None:

@@ -56,7 +56,8 @@ class LeaseStore:
         claimed: Live leases with a name, by name.
         by_request: Live leases whose acquire has a number of its tenant's, by tenant and number.
         epochs: The highest epoch that each name had here.
-        horizon: Time until which leases with a name may be granted; None before the first, and once claims are lost.
+        capped: Live leases that are claimed, by name or for their bytes, by id.
+        horizon: Time until which claimed leases may be granted; None before the first, and once claims are lost.
         drain_ns: Time at which a drain ends the leases left; None while the node is not drained.
         under_earlier_rules: Tenants that had or awaited a lease when their bounds last changed; they keep those leases.
         has_freed_room: Bytes came back, or the queue got shorter, since the queue was last served.
@@ -84,6 +85,7 @@ class LeaseStore:
         self.submits: dict[int, Submit] = {}
         self.rates = AcquireRates()
         self.claimed: dict[str, Lease] = {}
+        self.capped: dict[int, Lease] = {}
         self.by_request: dict[tuple[str, str], Lease] = {}
         self.epochs = HighestEpochs()
         self.horizon: Horizon | None = None
@@ -99,7 +101,7 @@ class LeaseStore:
             raise ValueError("Two cards have the same uuid or the same index.")
 
     def is_isolated(self, now_ns: int) -> bool:
-        """Return whether no lease with a name may be granted now."""
+        """Return whether no claimed lease may be granted now."""
         return self.horizon is None or now_ns >= self.horizon.at_ns
 
     def may_keep_warm(self, account: CardAccount) -> bool:
@@ -315,12 +317,15 @@ class LeaseStore:
         self.bytes_by_tenant[lease.tenant] += lease.terms.size_bytes
         if lease.terms.name:
             self.claimed[lease.terms.name] = lease
+        if lease.terms.is_claimed:
+            self.capped[lease.lease_id] = lease
         if lease.terms.request_id:
             self.by_request[lease.tenant, lease.terms.request_id] = lease
 
     def _forget_claim(self, lease: Lease) -> None:
         if self.claimed.get(lease.terms.name) is lease:
             del self.claimed[lease.terms.name]
+        self.capped.pop(lease.lease_id, None)
         key = lease.tenant, lease.terms.request_id
         if self.by_request.get(key) is lease:
             del self.by_request[key]

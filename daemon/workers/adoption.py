@@ -123,7 +123,7 @@ def _restore(
             continue
         others.remove(best)
         on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
-        horizon = horizon_on(best.page, clocks) if lease.terms.name else None
+        horizon = horizon_on(best.page, clocks) if lease.terms.is_claimed else None
         restored = LeaseRestored(on_page, best.is_alive, best.page.has_session, horizon)
         adoptions.append(Adoption(restored, best.worker))
     return adoptions, others

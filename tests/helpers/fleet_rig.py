@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +17,7 @@ from gpulease.client.sync.driver import ask
 from gpulease.daemon.fleet.fleet_records import GENERATION
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
+from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster
 from helpers.kernels import TRANSFORM, scale_args
 from helpers.lasting import LastingDaemon
@@ -34,11 +37,12 @@ class FleetNode(LastingDaemon):
         *,
         within: Sequence[str] = (),
         log_format: str = "human",
+        tenants: str = "",
         **settings: Any,
     ) -> None:
         table = {"etcd": "etcd://" + ",".join(cluster.endpoints), "node": node_id, "horizon_s": HORIZON_S, **settings}
         lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
-        super().__init__(config=f"[fleet]\n{lines}\n", within=within, log_format=log_format)
+        super().__init__(config=f"[fleet]\n{lines}\n{tenants}", within=within, log_format=log_format)
         self.node_id = node_id
 
     def builder(self, name: str = "") -> GpuBuilder:
@@ -150,6 +154,25 @@ def _end(node: FleetNode) -> None:
     # It may have been fenced meanwhile.
     node.now.allowed_trouble.append("the fleet has given this node up")
     node.stop()
+
+
+def quota(cluster: EtcdCluster, *words: str) -> str:
+    """Run `gpulease fleet quota`, and return what it says."""
+    etcd = f"etcd://{','.join(cluster.endpoints)}"
+    command = [sys.executable, "-P", "-m", "gpulease.client.cli", "fleet", "quota", *words, "--etcd", etcd]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=python_environment(), timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def counted_bytes(cluster: EtcdCluster) -> dict[str, int]:
+    """The bytes of quotas that leases use, by node."""
+    told = cluster.control("get", "--prefix", "/gpulease/v1/quotas/", "--print-value-only")
+    entries = [entry for line in told.splitlines() if line for entry in json.loads(line)["used"].values()]
+    used: dict[str, int] = {}
+    for node_id, _, size_bytes in entries:
+        used[node_id] = used.get(node_id, 0) + size_bytes
+    return used
 
 
 def claims(cluster: EtcdCluster) -> dict[str, dict[str, Any]]:

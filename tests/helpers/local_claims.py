@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gpulease.daemon.broker.name_claims import ClaimAnswer, Claimed, ClaimWant
+from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claimed, ClaimWant, Counted
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.service import Service
 from gpulease.daemon.leases import ClaimsLost, HorizonMoved
@@ -46,6 +46,14 @@ class LocalClaims:
             self._keep(claims)
         with (self._folder / "released").open("a") as released:
             released.write(f"{name} {epoch}\n")
+
+    def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
+        """Give what is asked for."""
+        return asyncio.get_running_loop().call_soon(on_answer, Counted()).cancel
+
+    def give_back(self, tenant: str, lease_id: int) -> None:
+        with (self._folder / "released").open("a") as released:
+            released.write(f"{tenant} {lease_id:032x}\n")
 
     def _answer(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> None:
         claims = self._claims()

@@ -1,4 +1,4 @@
-"""An acquire from its request to its answer: the claim of its name, then the lease table.
+"""An acquire from its request to its answer: its claims in the fleet, if it needs any, then the lease table.
 
 Whoever asks again with the request id of an acquire that is still open takes it over: the later connection gets the
 answer, and nothing is asked for twice.
@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from gpulease.daemon.broker.name_claims import ClaimAnswer, Claimed, ClaimWant
+from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, ClaimWant
 from gpulease.daemon.broker.refusal import failure_of
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.leases import AcquireRequested, Denied, Granted, Outcome, RequesterGone
@@ -33,7 +33,7 @@ class Acquire:
     """An acquire that is not answered yet.
 
     Args:
-        event: The acquire without its number, and without an epoch.
+        event: The acquire without its number, and without claims.
         answer: Gets the grant, or why there is none, exactly once, unless the acquire is given up.
         open_acquires: The node's open acquires by tenant and request id, which this one enters and leaves.
     """
@@ -52,20 +52,19 @@ class Acquire:
         self._began_ns = time.monotonic_ns()
         self._number = 0
         self._is_over = False
+        self._answers = 0
         self._cancel: Callable[[], None] | None = None
 
     def begin(self) -> None:
-        """Ask for the claim if the lease is to have a name, then for the lease."""
+        """Ask for the name's claim if the lease is to have one, for bytes if its tenant has a quota, then for it."""
         event, terms = self._event, self._event.terms
         if terms.request_id:
             self._open_acquires[event.tenant, terms.request_id] = self
         if not terms.name:
-            self._ask(event)
+            self._count()
             return
         want = ClaimWant(terms.name, event.lease_id, event.tenant, event.wait_ms)
-        cancel = self._runtime.claims.claim(want, self._on_claim)
-        if not (self._number or self._is_over):
-            self._cancel = cancel
+        self._wait(lambda: self._runtime.claims.claim(want, self._on_claim))
 
     def pass_to(self, answer: Answer) -> None:
         """Answer another request instead, and tell the earlier one so."""
@@ -82,25 +81,55 @@ class Acquire:
         elif self._number:
             self._runtime.post(RequesterGone(self._number))
             self._runtime.forget(self._number)
-            self._release_unused()
+        self._release_unused()
+
+    def _wait(self, ask: Callable[[], Callable[[], None]]) -> None:
+        """Ask the fleet, and keep what gives the wish up, unless the answer has come meanwhile."""
+        answers = self._answers
+        cancel = ask()
+        if answers == self._answers:
+            self._cancel = cancel
 
     def _on_claim(self, answer: ClaimAnswer) -> None:
-        self._cancel = None
-        terms, tenant = self._event.terms, self._event.tenant
-        if isinstance(answer, Claimed):
-            waited_ms = (time.monotonic_ns() - self._began_ns) // NS_PER_MS
-            self._event = replace(
-                self._event,
-                terms=terms._replace(epoch=answer.epoch),
-                wait_ms=max(0, self._event.wait_ms - waited_ms),
-            )
-            self._ask(self._event)
+        self._answers, self._cancel = self._answers + 1, None
+        if isinstance(answer, Failure):
+            self._refuse(answer)
             return
-        self._runtime.recorder.refused("LEASE_ALLOC", tenant, self._event.lease_id, answer.message)
-        self._runtime.metrics.refused("LEASE_ALLOC", answer.status)
-        self._finish(answer)
+        self._event = replace(self._event, terms=self._event.terms._replace(epoch=answer.epoch))
+        self._count()
+
+    def _count(self) -> None:
+        """Ask for bytes of the tenant's quota in the fleet. Without one nothing is asked, and nobody waits."""
+        event = self._event
+        if not self._runtime.table.counts_in_fleet(event.tenant):
+            self._ask(event)
+            return
+        want = BytesWant(event.tenant, event.lease_id, event.terms.size_bytes, self._left_ms())
+        self._wait(lambda: self._runtime.claims.count(want, self._on_counted))
+
+    def _on_counted(self, answer: BytesAnswer) -> None:
+        self._answers, self._cancel = self._answers + 1, None
+        if isinstance(answer, Failure):
+            self._refuse(answer)
+            return
+        terms = self._event.terms
+        self._event = replace(self._event, terms=terms._replace(fleet_bytes=terms.size_bytes))
+        self._ask(self._event)
+
+    def _left_ms(self) -> int:
+        """Return how long the tenant still waits."""
+        return max(0, self._event.wait_ms - (time.monotonic_ns() - self._began_ns) // NS_PER_MS)
+
+    def _refuse(self, failure: Failure) -> None:
+        """Answer that the fleet refused a claim."""
+        self._runtime.recorder.refused("LEASE_ALLOC", self._event.tenant, self._event.lease_id, failure.message)
+        self._runtime.metrics.refused("LEASE_ALLOC", failure.status)
+        self._release_unused()
+        self._finish(failure)
 
     def _ask(self, event: AcquireRequested) -> None:
+        if event.terms.is_claimed:
+            event = replace(event, wait_ms=self._left_ms())
         self._number = self._runtime.expect(self._on_outcome)
         self._runtime.post(replace(event, request=self._number))
 
@@ -112,10 +141,14 @@ class Acquire:
             self._finish(failure_of(outcome.denial))
 
     def _release_unused(self) -> None:
-        """End the claim if the lease table knows of no such lease; otherwise the lease's end does it."""
-        event = self._event
-        if event.terms.name and self._runtime.table.get(event.lease_id) is None:
-            self._runtime.claims.release(event.terms.name, event.terms.epoch)
+        """End the claims if the lease table knows of no such lease; otherwise the lease's end does it."""
+        terms, lease_id = self._event.terms, self._event.lease_id
+        if not terms.is_claimed or self._runtime.table.get(lease_id) is not None:
+            return
+        if terms.epoch:
+            self._runtime.claims.release(terms.name, terms.epoch)
+        if terms.fleet_bytes:
+            self._runtime.claims.give_back(self._event.tenant, lease_id)
 
     def _finish(self, result: Granted | Failure) -> None:
         self._leave()

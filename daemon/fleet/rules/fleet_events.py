@@ -56,7 +56,7 @@ class Why(Enum):
     """Reasons for which a claim is refused."""
 
     TAKEN = "taken"
-    """Another lease, here or at another node, has the name."""
+    """Other leases, here or at other nodes, have the name or the quota's bytes."""
     ISOLATED = "isolated"
     """This node is not a member now, or etcd has not acknowledged a beat within the horizon."""
     UNKNOWN = "unknown"
@@ -67,6 +67,10 @@ class Why(Enum):
     """etcd is another store than the one that was joined; an operator must act."""
     BUSY = "busy"
     """Too many claims wait at this node."""
+    NO_QUOTA = "no_quota"
+    """An operator has to set the tenant's quota in the fleet."""
+    TOO_LARGE = "too_large"
+    """More bytes are wanted than the tenant's quota in the fleet has."""
 
 
 class Reason(Enum):
@@ -111,11 +115,15 @@ class Answered:
 class LiveClaims:
     """The claimed leases that the broker has: told at the start, and in answer to each EndClaimed, then empty.
 
+    A lease counts until its memory is proved free.
+
     Attributes:
-        epochs: Epoch by name. A lease counts until its memory is proved free.
+        epochs: Epoch by name.
+        quotas: Tenants of the leases that have bytes of a quota, by lease, in 32 hexadecimal digits.
     """
 
     epochs: Mapping[str, int] = field(default_factory=dict)
+    quotas: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +214,6 @@ class QuotaEnded:
     lease_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaSet:
-    """An operator sets a tenant's quota over all nodes; leases that are there stay."""
-
-    request: int
-    tenant: str
-    total_bytes: int
-
-
 Event = (
     Started
     | TimerFired
@@ -228,7 +227,6 @@ Event = (
     | QuotaWanted
     | QuotaDropped
     | QuotaEnded
-    | QuotaSet
 )
 
 
@@ -335,15 +333,6 @@ class QuotaRefused:
     retry_after_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaSetDone:
-    """An operator's quota is set, or was not; the text says why."""
-
-    request: int
-    is_set: bool
-    text: str
-
-
 class Note(Enum):
     """Kinds of facts for the log and the metrics."""
 
@@ -386,6 +375,5 @@ Effect = (
     | FenceDone
     | QuotaGiven
     | QuotaRefused
-    | QuotaSetDone
     | Noted
 )

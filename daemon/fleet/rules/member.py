@@ -61,7 +61,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Noted,
     QuotaDropped,
     QuotaEnded,
-    QuotaSet,
     QuotaWanted,
     Reason,
     RecordChanged,
@@ -171,8 +170,6 @@ class Member:
                 self._quotas.drop(event.request, now_ns)
             case QuotaEnded():
                 self._quotas.end(event.tenant, event.lease_id, now_ns)
-            case QuotaSet():
-                self._quotas.set_quota(event, now_ns)
             case FenceWanted():
                 self._fences.fence_by_operator(event, now_ns)
         self._advance(now_ns)
@@ -279,11 +276,12 @@ class Member:
     def _take_live(self, live: LiveClaims, now_ns: int) -> None:
         """Take what the broker has: join if it has no claims, or if it knows under which incarnation they were made."""
         if self._phase is _Phase.STARTING:
-            if live.epochs and not self._membership.incarnation:
+            if (live.epochs or live.quotas) and not self._membership.incarnation:
                 self._lose(Reason.FORGOTTEN, "the daemon does not know any more as which member it claimed names")
                 return
             self._claims.restore(live.epochs)
-        elif self._phase is not _Phase.ENDING or live.epochs:
+            self._quotas.restore(live.quotas)
+        elif self._phase is not _Phase.ENDING or live.epochs or live.quotas:
             return
         self._phase = _Phase.REFUSED if self._is_refused else _Phase.JOINING
         self._due_ns = max(self._due_ns, now_ns)
@@ -374,6 +372,7 @@ class Member:
         if lost := self._claims.sweep(answer.found[3], answer.revision, now_ns):
             self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
             return
+        self._quotas.sweep(answer.found[3], now_ns)
         self._fences.saw_budget(answer.found[4], now_ns)
         if written_ns is not None:
             self._acknowledge(written_ns)
@@ -403,6 +402,7 @@ class Member:
         self._attempts.clear()
         self._clocks.lose_slot()
         self._claims.restore({})
+        self._quotas.restore({})
         self._membership.effects.append(EndClaimed(reason, text))
         self._note(Note.REFUSED if self._is_refused else Note.FENCED, text)
 

@@ -224,6 +224,9 @@ class NodeClaims:
         epochs = {}
         for key, value, _, epoch in found:
             name = key.removeprefix(prefix).decode(errors="replace")
+            if "/" in name:
+                # An entry in a quota, which QuotaShards sweeps.
+                continue
             epochs[name] = epoch
             if self._is_orphan(name, epoch, value.decode(errors="replace")):
                 self._membership.effects.append(Noted(Note.ORPHAN_DELETED, name=name))

@@ -188,6 +188,9 @@ class NodeFences:
 
     def _delete_all(self, wanted: FenceWanted, held: tuple[KeyValue, ...], now_ns: int) -> None:
         """Delete the claims of a node that is off and has no record."""
+        prefix = held_key(wanted.node_id)
+        # Entries in quotas, with a slash, are dropped by who wants their bytes.
+        held = tuple(item for item in held if b"/" not in item.key.removeprefix(prefix))
         left = len(held)
         deleted = 0
 
@@ -198,7 +201,6 @@ class NodeFences:
             if not left:
                 self._done(wanted, f"{deleted} of {len(held)} claims are deleted", is_fenced=True)
 
-        prefix = held_key(wanted.node_id)
         for key, _, _, epoch in held:
             name = name_key(key.removeprefix(prefix).decode(errors="replace"))
             compares = (ModRevisionIs(name, epoch), CreateRevisionIs(node_key(wanted.node_id), 0))

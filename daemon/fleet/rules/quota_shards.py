@@ -4,22 +4,21 @@ A tenant's quota is the sum of 16 budgets. A node admits a lease against the bud
 that nodes seldom wait for each other. Where the budget does not do, one transaction takes from others what is missing
 and half of what they have left, ahead of need; the sum stays. An entry is written under the lease's id: an attempt
 whose answer was lost is read back by it. Who gives an entry up rewrites the shard in any case, so that no late attempt
-succeeds.
+succeeds. Each beat reads the node's entries; one that no lease has and nobody waits for is removed, as a name's is.
 
 Entries of a node that was fenced count for as long as its leases may live, as a name's claim does.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from json import dumps, loads
-from typing import Final, TypeGuard
-from urllib.parse import quote
+from typing import Final, NamedTuple, TypeGuard
 from zlib import crc32
 
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
     Compare,
+    Delete,
     Get,
     KeyValue,
     ModRevisionIs,
@@ -28,23 +27,39 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Rejected,
     Transaction,
 )
-from gpulease.daemon.fleet.fleet_records import MAX_RECORD_BYTES, QUOTAS, node_key
+from gpulease.daemon.fleet.fleet_records import QUOTA_DEFAULT, node_key
 from gpulease.daemon.fleet.rules.fleet_events import (
+    Note,
+    Noted,
     QuotaGiven,
     QuotaRefused,
-    QuotaSet,
-    QuotaSetDone,
     QuotaWanted,
     Why,
 )
 from gpulease.daemon.fleet.rules.membership import Membership
 from gpulease.daemon.fleet.rules.node_fences import NodeFences
+from gpulease.daemon.fleet.rules.quota_records import (
+    SHARDS,
+    DefaultQuota,
+    Entry,
+    Shard,
+    all_shards,
+    held_entries,
+    held_entry_key,
+    quota_prefix,
+    read_default,
+    read_shards,
+    shard_key,
+    spread,
+)
+from gpulease.daemon.leases.denials import size_text
 
-SHARDS: Final = 16
-"""Parts of a quota. Nodes of different parts never wait for each other."""
+MAX_ENTRIES: Final = 256
+"""Leases of one tenant in one shard. With node ids of 128 characters it has 50 KB then, less than the largest record
+that is read."""
 
-MAX_ENTRIES: Final = 512
-"""Leases of one tenant in one shard. Keeps a shard's record below the largest that is read."""
+MAX_DROPS: Final = 64
+"""Entries of dead nodes that one attempt drops. Bounds a transaction, as MAX_LOOKS does."""
 
 MAX_LOOKS: Final = 32
 """Nodes that are looked at in one attempt. Bounds a transaction; etcd's own limit is 128 operations."""
@@ -52,33 +67,10 @@ MAX_LOOKS: Final = 32
 MAX_WANTS: Final = 1_024
 """Claims of bytes that may wait at one node. Stops tenants from keeping it busy with asking etcd again and again."""
 
+MAX_TENANTS: Final = 1_024
+"""Tenants whose nodes are remembered between two requests. Bounds memory, whoever asks."""
+
 RETRY_AFTER_MS: Final = 1_000
-
-
-@dataclass(slots=True)
-class _Entry:
-    """Bytes of one lease."""
-
-    node_id: str
-    incarnation: int
-    size_bytes: int
-
-
-@dataclass(slots=True)
-class _Shard:
-    """A part of a quota, as it was read at that revision."""
-
-    key: bytes
-    mod_revision: int
-    budget_bytes: int = 0
-    used: dict[str, _Entry] = field(default_factory=dict)
-
-    def free_bytes(self) -> int:
-        return max(0, self.budget_bytes - sum(entry.size_bytes for entry in self.used.values()))
-
-    def put(self) -> Put:
-        used = {lease: [entry.node_id, entry.incarnation, entry.size_bytes] for lease, entry in self.used.items()}
-        return Put(self.key, dumps({"budget": self.budget_bytes, "used": used}, separators=(",", ":")).encode())
 
 
 @dataclass(slots=True)
@@ -99,15 +91,38 @@ class _Want:
     refusal: tuple[Why, str] | None = None
 
 
+class _Quota(NamedTuple):
+    """A tenant's quota as one attempt read it, with what the attempt changes.
+
+    Attributes:
+        home: The shard that this node's entries lie in.
+        shards: All shards by key.
+        changed: Keys of the shards that are to be written.
+        writes: Writes of other keys, by key.
+        default: The default, if the budgets follow from it; None: they do not.
+    """
+
+    home: Shard
+    shards: dict[bytes, Shard]
+    changed: set[bytes]
+    writes: dict[bytes, Put | Delete]
+    default: DefaultQuota | None
+
+
 class QuotaShards:
     """Claims of bytes by this node."""
 
     def __init__(self, membership: Membership, fences: NodeFences) -> None:
+        self.live: dict[str, str] = {}
+        """Tenants of the leases that have bytes, by lease."""
         self._membership = membership
         self._fences = fences
         self._wants: dict[int, _Want] = {}
         self._endings: dict[tuple[str, str], int] = {}
         """When to try to remove the entry of a tenant's lease; such an attempt is not under way."""
+        self._removing: set[tuple[str, str]] = set()
+        self._looked_at: dict[str, tuple[str, ...]] = {}
+        """By tenant the nodes to look at, so that a dead one's bytes come back though nobody waits for them."""
         self._slot = crc32(membership.node_id.encode()) % SHARDS
 
     def want(self, wanted: QuotaWanted, now_ns: int) -> None:
@@ -115,7 +130,7 @@ class QuotaShards:
         if len(self._wants) >= MAX_WANTS:
             self._refuse(wanted, (Why.BUSY, f"{MAX_WANTS} claims wait at this node: ask another node"))
         else:
-            self._wants[wanted.request] = _Want(wanted, now_ns)
+            self._wants[wanted.request] = _Want(wanted, now_ns, self._looked_at.get(wanted.tenant, ()))
 
     def drop(self, request: int, now_ns: int) -> None:
         """Forget a request, and remove what its last attempt wrote."""
@@ -125,7 +140,22 @@ class QuotaShards:
 
     def end(self, tenant: str, lease_id: str, now_ns: int) -> None:
         """Give a lease's bytes back, as often as it takes."""
+        self.live.pop(lease_id, None)
         self._endings[tenant, lease_id] = now_ns
+
+    def restore(self, quotas: Mapping[str, str]) -> None:
+        """Take the leases that the broker has: their tenants by lease."""
+        self.live = dict(quotas)
+
+    def sweep(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
+        """Remove those of this node's entries, as a beat read them, that no lease has and nobody waits for."""
+        awaited = {want.wanted.lease_id for want in self._wants.values()}
+        for key in held_entries(found, self._membership.node_id):
+            tenant, lease_id = key
+            if lease_id in self.live or lease_id in awaited or key in self._endings or key in self._removing:
+                continue
+            self._membership.effects.append(Noted(Note.ORPHAN_DELETED, f"bytes of {tenant}'s lease {lease_id}"))
+            self.end(tenant, lease_id, now_ns)
 
     def advance(self, now_ns: int) -> None:
         """Make the attempts that are due, and refuse who has waited long enough."""
@@ -155,7 +185,8 @@ class QuotaShards:
     def _read(self, want: _Want, now_ns: int) -> None:
         want.is_asking = True
         nodes = want.nodes
-        reads = (Get(_prefix(want.wanted.tenant), is_prefix=True), *(Get(node_key(node)) for node in nodes))
+        looks = (Get(node_key(node)) for node in nodes)
+        reads = (Get(quota_prefix(want.wanted.tenant), is_prefix=True), Get(QUOTA_DEFAULT), *looks)
         on_outcome = partial(self._answered, want, nodes)
         self._membership.ask(now_ns, Transaction(reads=reads), on_outcome)
 
@@ -163,54 +194,91 @@ class QuotaShards:
         want.is_asking = False
         if self._wants.get(want.wanted.request) is not want or not self._is_answer(outcome, want, now_ns):
             return
-        shards = _shards(outcome.found[0])
-        home = shards.get(_key(want.wanted.tenant, self._slot))
-        if home is None:
-            want.refusal = Why.REJECTED, "an operator has set no quota for this tenant in the fleet"
-            want.next_ns = now_ns + self._membership.poll_ns
-            return
-        mine = home.used.get(want.wanted.lease_id)
-        if mine and mine.incarnation == self._membership.incarnation:
+        tenant = want.wanted.tenant
+        quota = self._quota(tenant, outcome)
+        if quota is None:
+            self._refuse_at_once(want, Why.NO_QUOTA, f"tenant {tenant!r} has no quota in the fleet", now_ns)
+        elif not all(shard.is_readable for shard in quota.shards.values()):
+            text = f"the fleet's quota of tenant {tenant!r} can't be read: an operator of the fleet repairs it"
+            self._refuse_at_once(want, Why.REJECTED, text, now_ns)
+        elif self._is_mine(quota.home.used.get(want.wanted.lease_id)):
             self._give(want, now_ns)
-            return
-        changed = self._drop_dead(shards.values(), dict(zip(nodes, outcome.found[1:], strict=True)), now_ns)
-        self._place(want, home, shards, changed, now_ns)
+        else:
+            self._drop_dead(tenant, quota, dict(zip(nodes, outcome.found[2:], strict=True)), now_ns)
+            self._place(want, quota, now_ns)
 
-    def _place(self, want: _Want, home: _Shard, shards: dict[bytes, _Shard], changed: set[bytes], now_ns: int) -> None:
+    def _quota(self, tenant: str, answer: Answer) -> _Quota | None:
+        """Return a tenant's quota, made by the default if it has none of its own; None: it has none."""
+        shards, default = read_shards(answer.found[0]), read_default(answer.found[1])
+        changed: set[bytes] = set()
+        if shards and not any(shard.default_revision for shard in shards.values()):
+            default = None
+        elif default:
+            shards = all_shards(tenant, shards)
+            if any(shard.default_revision != default.mod_revision for shard in shards.values()):
+                spread(shards.values(), default.total_bytes, default.mod_revision)
+                changed = set(shards)
+        home = shards.get(shard_key(tenant, self._slot))
+        return _Quota(home, shards, changed, {}, default) if home else None
+
+    def _is_mine(self, entry: Entry | None) -> bool:
+        return entry is not None and entry.incarnation == self._membership.incarnation
+
+    def _place(self, want: _Want, quota: _Quota, now_ns: int) -> None:
         """Write a lease's entry into the home shard, with budgets of others if need be."""
-        membership, wanted = self._membership, want.wanted
-        others = sorted((shard for shard in shards.values() if shard is not home), key=_Shard.free_bytes, reverse=True)
-        free = sum(shard.free_bytes() for shard in shards.values())
-        if wanted.size_bytes > free or len(home.used) >= MAX_ENTRIES:
-            want.refusal = Why.TAKEN, f"the tenant's quota in the fleet has {free} bytes left: free leases, or wait"
-            foreign = {entry.node_id for shard in shards.values() for entry in shard.used.values()}
+        membership, wanted, home = self._membership, want.wanted, quota.home
+        shards = quota.shards.values()
+        total_bytes = sum(shard.budget_bytes for shard in shards)
+        left_bytes = total_bytes - sum(shard.used_bytes for shard in shards)
+        whose = f"tenant {wanted.tenant!r} has a quota of {size_text(total_bytes)} in the fleet"
+        asked = f"{size_text(wanted.size_bytes)} were asked for"
+        if wanted.size_bytes > total_bytes:
+            self._refuse_at_once(want, Why.TOO_LARGE, f"{whose}, and {asked}", now_ns)
+            return
+        if wanted.size_bytes > left_bytes or len(home.used) >= MAX_ENTRIES:
+            want.refusal = Why.TAKEN, f"{whose}: {size_text(max(0, left_bytes))} are left, and {asked}"
+            if wanted.size_bytes <= left_bytes:
+                want.refusal = Why.BUSY, f"tenant {wanted.tenant!r} has {MAX_ENTRIES} leases at this node and its like"
+            foreign = {entry.node_id for shard in shards for entry in shard.used.values()}
             # First the nodes that were not looked at just now, so that all have their turn.
             nodes = sorted(foreign - {membership.node_id}, key=lambda node: (node in want.nodes, node))[:MAX_LOOKS]
             want.next_ns = now_ns if nodes and not want.nodes else now_ns + membership.poll_ns
             want.nodes = tuple(nodes)
+            self._remember(wanted.tenant, want.nodes)
             return
-        left = home.budget_bytes - sum(entry.size_bytes for entry in home.used.values())
-        missing = wanted.size_bytes - left
-        for other in others:
-            if missing <= 0:
-                break
-            moved = min(other.free_bytes(), max(missing, other.free_bytes() // 2))
+        missing = wanted.size_bytes - (home.budget_bytes - home.used_bytes)
+        # While one is overdrawn, what is free in the others is not the tenant's: who writes must have seen all.
+        is_overdrawn = any(shard.budget_bytes < shard.used_bytes for shard in shards)
+        for other in sorted(shards, key=lambda shard: shard.free_bytes, reverse=True):
+            if missing <= 0 or other is home:
+                continue
+            moved = min(other.free_bytes, max(missing, other.free_bytes // 2))
             other.budget_bytes -= moved
             home.budget_bytes += moved
             missing -= moved
-            changed.add(other.key)
-        if missing > 0:
-            # The home shard is overdrawn, because an operator lowered the quota.
-            want.refusal = Why.TAKEN, "the tenant uses more than its quota in the fleet: free leases, or wait"
-            want.next_ns = now_ns + membership.poll_ns
-            return
-        home.used[wanted.lease_id] = _Entry(membership.node_id, membership.incarnation, wanted.size_bytes)
-        written = [shards[key] for key in sorted(changed | {home.key})]
-        revisions = (ModRevisionIs(shard.key, shard.mod_revision) for shard in written)
-        compares: tuple[Compare, ...] = (membership.is_mine(), *revisions)
+            quota.changed.add(other.key)
+        home.used[wanted.lease_id] = Entry(membership.node_id, membership.incarnation, wanted.size_bytes)
+        quota.changed.add(home.key)
+        held = held_entry_key(membership.node_id, wanted.tenant, wanted.lease_id)
+        quota.writes[held] = Put(held, b"")
+        self._write(want, quota, set(quota.shards) if is_overdrawn else quota.changed, now_ns)
+
+    def _remember(self, tenant: str, nodes: tuple[str, ...]) -> None:
+        self._looked_at.pop(tenant, None)
+        while len(self._looked_at) >= MAX_TENANTS:
+            del self._looked_at[next(iter(self._looked_at))]
+        self._looked_at[tenant] = nodes
+
+    def _write(self, want: _Want, quota: _Quota, compared: set[bytes], now_ns: int) -> None:
+        membership = self._membership
+        compares: list[Compare] = [membership.is_mine()]
+        compares += [ModRevisionIs(key, quota.shards[key].mod_revision) for key in sorted(compared)]
+        if quota.default:
+            compares.append(ModRevisionIs(QUOTA_DEFAULT, quota.default.mod_revision))
+        writes = (*(quota.shards[key].put() for key in sorted(quota.changed)), *quota.writes.values())
         want.is_asking = True
         on_outcome = partial(self._written, want, membership.incarnation)
-        membership.ask(now_ns, Transaction(compares, tuple(shard.put() for shard in written)), on_outcome)
+        membership.ask(now_ns, Transaction(tuple(compares), writes), on_outcome)
 
     def _written(self, want: _Want, incarnation: int, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         want.is_asking = False
@@ -239,16 +307,18 @@ class QuotaShards:
     def _give(self, want: _Want, now_ns: int) -> None:
         if self._membership.is_member(now_ns):
             del self._wants[want.wanted.request]
+            self.live[want.wanted.lease_id] = want.wanted.tenant
             self._membership.effects.append(QuotaGiven(want.wanted.request))
         else:
             want.refusal, want.next_ns = self._membership.trouble, now_ns + self._membership.retry_ns
 
-    def _drop_dead(self, shards: Iterable[_Shard], found: dict[str, tuple[KeyValue, ...]], now_ns: int) -> set[bytes]:
-        """Drop entries whose leases are surely over. Returns the shards that had some."""
+    def _drop_dead(self, tenant: str, quota: _Quota, found: dict[str, tuple[KeyValue, ...]], now_ns: int) -> None:
+        """Drop entries whose leases are surely over."""
         membership = self._membership
-        changed = set()
-        for shard in shards:
+        for shard in quota.shards.values():
             for lease_id, entry in list(shard.used.items()):
+                if len(quota.writes) >= MAX_DROPS:
+                    return
                 if entry.node_id == membership.node_id:
                     # This node joined with no claimed lease left: an earlier incarnation's leases are over.
                     is_over = entry.incarnation != membership.incarnation
@@ -258,87 +328,41 @@ class QuotaShards:
                     is_over = False
                 if is_over:
                     del shard.used[lease_id]
-                    changed.add(shard.key)
-        return changed
+                    quota.changed.add(shard.key)
+                    held = held_entry_key(entry.node_id, tenant, lease_id)
+                    quota.writes[held] = Delete(held)
 
     # --- giving back ---
 
     def _remove(self, tenant: str, lease_id: str, now_ns: int) -> None:
         """Rewrite the home shard without a lease's entry; its revision rises even if the entry is not there."""
         membership = self._membership
-        key = _key(tenant, self._slot)
-
-        def again(now_ns: int) -> None:
-            self._endings.setdefault((tenant, lease_id), now_ns + membership.retry_ns)
+        key = shard_key(tenant, self._slot)
+        held = Delete(held_entry_key(membership.node_id, tenant, lease_id))
+        self._removing.add((tenant, lease_id))
 
         def on_read(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             if not isinstance(outcome, Answer):
-                again(now_ns)
-            elif shard := _shards(outcome.found[0]).get(key):
+                on_written(outcome, asked_ns, now_ns)
+                return
+            transaction = Transaction((ModRevisionIs(key, 0),), (held,))
+            if shard := read_shards(outcome.found[0]).get(key):
                 shard.used.pop(lease_id, None)
-                transaction = Transaction((ModRevisionIs(key, shard.mod_revision),), (shard.put(),))
-                membership.ask(now_ns, transaction, on_written)
+                writes = (shard.put(), held) if shard.is_readable else (held,)
+                transaction = Transaction((ModRevisionIs(key, shard.mod_revision),), writes)
+            membership.ask(now_ns, transaction, on_written)
 
         def on_written(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+            self._removing.discard((tenant, lease_id))
             if not (isinstance(outcome, Answer) and outcome.succeeded):
-                again(now_ns)
+                self._endings.setdefault((tenant, lease_id), now_ns + membership.retry_ns)
 
         membership.ask(now_ns, Transaction(reads=(Get(key),)), on_read)
 
-    # --- an operator's limit ---
-
-    def set_quota(self, event: QuotaSet, now_ns: int) -> None:
-        """Set the sum of a tenant's budgets; what is used stays used."""
-        membership = self._membership
-
-        def done(text: str, is_set: bool = False) -> None:
-            membership.effects.append(QuotaSetDone(event.request, is_set, text))
-
-        def on_read(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
-            if not isinstance(outcome, Answer):
-                done(f"the fleet's store did not do it: {outcome.reason}")
-                return
-            found = _shards(outcome.found[0])
-            keys = [_key(event.tenant, number) for number in range(SHARDS)]
-            shards = [found.get(key) or _Shard(key, 0) for key in keys]
-            used = [sum(entry.size_bytes for entry in shard.used.values()) for shard in shards]
-            spare = event.total_bytes - sum(used)
-            for number, shard in enumerate(shards):
-                share = spare // SHARDS + (number < spare % SHARDS)
-                shard.budget_bytes = used[number] + share
-            compares = tuple(ModRevisionIs(shard.key, shard.mod_revision) for shard in shards)
-            membership.ask(now_ns, Transaction(compares, tuple(shard.put() for shard in shards)), on_written)
-
-        def on_written(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
-            is_set = isinstance(outcome, Answer) and outcome.succeeded
-            done("" if is_set else "the quota is in use or the store did not answer: try again", is_set)
-
-        reads = (Get(_prefix(event.tenant), is_prefix=True),)
-        membership.ask(now_ns, Transaction(reads=reads), on_read)
+    def _refuse_at_once(self, want: _Want, why: Why, text: str, now_ns: int) -> None:
+        """Refuse who need not wait, because only an operator can change it."""
+        self.drop(want.wanted.request, now_ns)
+        self._refuse(want.wanted, (why, text))
 
     def _refuse(self, wanted: QuotaWanted, refusal: tuple[Why, str]) -> None:
         self._membership.effects.append(QuotaRefused(wanted.request, *refusal, RETRY_AFTER_MS))
-
-
-def _prefix(tenant: str) -> bytes:
-    return QUOTAS + quote(tenant, safe="").encode() + b"/"
-
-
-def _key(tenant: str, number: int) -> bytes:
-    return _prefix(tenant) + b"%02d" % number
-
-
-def _shards(found: tuple[KeyValue, ...]) -> dict[bytes, _Shard]:
-    """Read shards by key; a foreign writer's value is a shard without budget."""
-    shards = {}
-    for key, value, _, mod_revision in found:
-        shards[key] = _Shard(key, mod_revision)
-        if len(value) > MAX_RECORD_BYTES:
-            continue
-        try:
-            record = loads(value)
-            used = {str(lease): _Entry(str(n), int(i), int(size)) for lease, (n, i, size) in record["used"].items()}
-            shards[key] = _Shard(key, mod_revision, int(record["budget"]), used)
-        except (ValueError, RecursionError, LookupError, AttributeError, TypeError):
-            continue
-    return shards

@@ -44,6 +44,7 @@ _LATER: Final[dict[str, object]] = {
     "name": "",
     "epoch": 0,
     "request_id": "",
+    "fleet_bytes": 0,
 }
 """Members that were added later, and their values where a row lacks them. A row with these values leaves them out."""
 
@@ -183,7 +184,8 @@ def _lease(kept: KeptLease) -> bytes:
         f'"max_kernel_ms":{terms.max_kernel_ms},"waiting":{_number(terms.waiting)},"worker_pid":{kept.worker_pid}'
         f"{_later('submit_bytes', terms.submit_bytes)}{_later('orphan_ms', terms.orphan_ms or 0)}"
         f"{_later('regions_required', terms.regions_required)}{_later('region_number', kept.region_number)}"
-        f"{_later('name', terms.name)}{_later('epoch', terms.epoch)}{_later('request_id', terms.request_id)}}}"
+        f"{_later('name', terms.name)}{_later('epoch', terms.epoch)}{_later('request_id', terms.request_id)}"
+        f"{_later('fleet_bytes', terms.fleet_bytes)}}}"
     ).encode()
 
 
@@ -194,7 +196,7 @@ def _tombstone(lease: LeaseSnapshot) -> bytes:
         f'"state":{_member(lease.state)},"cause":{_member(lease.cause)},"reason":{_text(lease.reason)},'
         f'"fault":{_text(lease.fault)},"created_ns":{lease.created_ns},"deadline_ns":{_number(lease.deadline_ns)},'
         f'"ended_ns":{_number(lease.ended_ns)},"ttl_ms":{lease.ttl_ms}{_later("parent_id", lease.parent_id)}'
-        f"{_later('name', lease.name)}{_later('epoch', lease.epoch)}}}"
+        f"{_later('name', lease.name)}{_later('epoch', lease.epoch)}{_later('fleet_bytes', lease.fleet_bytes)}}}"
     ).encode()
 
 
@@ -481,6 +483,7 @@ def _ended_with_host(lease: KeptLease) -> LeaseSnapshot:
         ttl_ms=lease.terms.ttl_ms,
         name=lease.terms.name,
         epoch=lease.terms.epoch,
+        fleet_bytes=lease.terms.fleet_bytes,
     )
 
 
@@ -489,6 +492,7 @@ def _region_ended_with_host(region: KeptRegion, lease: KeptLease) -> LeaseSnapsh
     return ended._replace(
         name="",
         epoch=0,
+        fleet_bytes=0,
         size_bytes=region.size_bytes,
         generation=region.generation,
         cause=region.cause or Cause.WORKER_DIED,

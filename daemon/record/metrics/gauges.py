@@ -66,16 +66,18 @@ class FleetFacts:
     """The figures of the node's fleet.
 
     Attributes:
-        horizon_s: Seconds until leases with a name end unless a beat is acknowledged; negative once they have ended.
+        horizon_s: Seconds until claimed leases end unless a beat is acknowledged; negative once they have ended.
         beats: Acknowledged beats.
         fenced: Times that this node was found fenced.
         placements: Claims of names by result.
+        quota_claims: Claims of quotas' bytes by result.
     """
 
     horizon_s: float
     beats: int
     fenced: int
     placements: Mapping[str, int]
+    quota_claims: Mapping[str, int]
 
 
 def gauges(facts: NodeFacts) -> dict[Family, Values]:
@@ -177,4 +179,5 @@ def _of_fleet(fleet: FleetFacts | None) -> dict[Family, Values]:
         families.FLEET_BEATS: {} if fleet is None else {(): fleet.beats},
         families.FLEET_FENCED: {} if fleet is None else {(): fleet.fenced},
         families.FLEET_PLACEMENTS: {} if fleet is None else {(key,): n for key, n in fleet.placements.items()},
+        families.FLEET_QUOTA_CLAIMS: {} if fleet is None else {(key,): n for key, n in fleet.quota_claims.items()},
     }

@@ -1,6 +1,7 @@
 """The digest of the settings in the audit log's first record."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,19 @@ def test_other_settings_have_another() -> None:
         of_tenants(ann=ANN),
         of_tenants(ann=BOB),
         of_tenants(bob=BOB),
+        of_tenants(bob=replace(BOB, fleet_quota=True)),
         # Numbers that records do not hold, and a path whose bytes are no text.
         {"max_connections": 10**20},
         {"max_connections": 10**20 + 1},
         {"audit": Path("/log/\udcff")},
     ]
     assert len({config_digest(Config(**settings)) for settings in several}) == len(several)
+
+
+def test_a_later_setting_of_tenants_changes_no_earlier_digest() -> None:
+    """The digest is that of the daemon before, which knew no quotas in a fleet."""
+    digest = config_digest(Config(**of_tenants(bob=BOB)))
+    assert digest == "6117c5c959d85158cd593e8675ae84ace91ac67c82ab39c6adc1770e4430c8f8"
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,18 @@ def test_the_whole(tmp_path: Path) -> None:
     assert rules.of("uid:7") == TenantLimits(8 << 30, 4, 60)
 
 
+def test_a_quota_in_the_fleet_needs_a_fleet(tmp_path: Path) -> None:
+    text = "[tenants.default]\nfleet_quota = true\n[tenants.'uid:7']\nfleet_quota = false\n"
+    rules = load(tmp_path, f"{text}[fleet]\netcd = 'etcd://h1'\n").limits.tenants
+    assert (rules.of("uid:8").fleet_quota, rules.of("uid:7").fleet_quota) == (True, False)
+    with pytest.raises(ConfigError, match=r"fleet_quota of 'default' needs a \[fleet\] table"):
+        load(tmp_path, text)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("[tenants.ann]\nfleet_quota = 5", "neither true nor false"),
         ("tenants = 5", "table of tables"),
         ("[tenants]\nann = 5", "table of tables"),
         ("[tenants.ann]\nmax_memory = 5", "unknown key 'max_memory'"),

@@ -11,7 +11,7 @@ import pytest
 
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.fleet_records import read_node
-from gpulease.daemon.fleet.live_claims import live_messages
+from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from helpers.daemon import python_environment
@@ -38,7 +38,7 @@ class Broker:
         send_message(self.channel, start)
         self.record = {"op": "record", "addresses": ["tls:h:1"], "labels": {"zone": "a"}, "cards": [CARD]}
         send_message(self.channel, self.record | {"is_draining": False, "version": "1"})
-        for message in live_messages(live or {}):
+        for message in live_messages(Live(live or {}, {})):
             send_message(self.channel, message)
         self.said: list[dict[str, Any]] = []
 
@@ -118,7 +118,7 @@ def test_leases_of_a_node_that_the_fleet_gave_up_end(cluster: EtcdCluster) -> No
     """The node has leases, and no membership that it could go on with."""
     broker = Broker(cluster, live={"model-a": 5})
     broker.until("lost")
-    for message in live_messages({}):
+    for message in live_messages(NOTHING_LIVES):
         send_message(broker.channel, message)
     broker.until("horizon")
     broker.end()

@@ -1,4 +1,4 @@
-"""Names as seen from outside: who was granted each, until when by its page, and which epochs there were."""
+"""Claims as seen from outside: who was granted each name, until when by its page, and which epochs there were."""
 
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from gpulease.daemon.leases import (
     KeptLease,
     LeaseEnded,
     LeaseRestored,
+    LeaseSnapshot,
     LeaseState,
     RefuseWork,
     SetHorizon,
@@ -33,6 +34,7 @@ class ExpectedNames:
 
     Attributes:
         named: The name and epoch of every lease that was asked for by a name.
+        counted: Every lease that was asked for with bytes of a quota in the fleet.
         holders: Leases that were granted a name and are not proved gone.
         highest: The highest epoch of each name that was granted.
         pages: The horizon on each worker's page.
@@ -41,6 +43,7 @@ class ExpectedNames:
 
     def __init__(self) -> None:
         self.named: dict[int, tuple[str, int]] = {}
+        self.counted: set[int] = set()
         self.holders: dict[str, int] = {}
         self.highest: dict[str, int] = {}
         self.pages: dict[int, int] = {}
@@ -56,8 +59,8 @@ class ExpectedNames:
         for effect in effects:
             self._on_effect(effect, event, shell)
         if isinstance(event, ClaimsLost):
-            going_on = {lease.name for lease in shell.table.snapshots() if lease.state is LeaseState.ACTIVE}
-            assert going_on <= {""}, "a lease kept its name although the claims are lost"
+            going_on = [lease for lease in shell.table.snapshots() if lease.state is LeaseState.ACTIVE]
+            assert not any(map(self._is_claimed, going_on)), "a lease kept its claim although the claims are lost"
         if isinstance(event, TimerFired) and event.kind is TimerKind.HORIZON:
             self._check_over(event, shell)
 
@@ -69,7 +72,8 @@ class ExpectedNames:
             self.pages[effect.worker_id] = effect.horizon_boot_ns
         elif isinstance(effect, RefuseWork):
             is_of_fleet = isinstance(event, HorizonMoved | ClaimsLost) or effect.cause is Cause.ISOLATED
-            assert not is_of_fleet or effect.worker_id in self.named, "a lease without a name felt the fleet"
+            claimed = self.named.keys() | self.counted
+            assert not is_of_fleet or effect.worker_id in claimed, "a lease without a claim felt the fleet"
         elif isinstance(effect, LeaseEnded) and effect.lease.state is LeaseState.TORNDOWN:
             self._release(effect.lease.lease_id)
         elif isinstance(effect, FenceCleared):
@@ -78,15 +82,18 @@ class ExpectedNames:
 
     def _on_grant(self, effect: Granted, shell: "Shell") -> None:
         lease = effect.lease
+        assert (lease.lease_id in self.counted) == (lease.fleet_bytes > 0)
+        if not self._is_claimed(lease):
+            assert lease.lease_id not in self.pages, "a lease without a claim has a horizon"
+            return
+        assert self.horizon_ns is not None
+        assert shell.now_ns < self.horizon_ns, "a claimed lease was granted behind the horizon"
+        assert self.pages[lease.lease_id] == self.horizon_ns + SLEPT_NS, "its page has another horizon"
         if not lease.name:
-            assert lease.lease_id not in self.pages, "a lease without a name has a horizon"
             return
         assert self.named[lease.lease_id] == (lease.name, lease.epoch)
         assert lease.name not in self.holders, "two leases have one name"
         assert lease.epoch > self.highest.get(lease.name, 0), "an epoch fell"
-        assert self.horizon_ns is not None
-        assert shell.now_ns < self.horizon_ns, "a name was granted behind the horizon"
-        assert self.pages[lease.lease_id] == self.horizon_ns + SLEPT_NS, "its page has another horizon"
         self._undo.append((lease.name, self.highest.get(lease.name, 0)))
         self.holders[lease.name], self.highest[lease.name] = lease.lease_id, lease.epoch
 
@@ -94,12 +101,15 @@ class ExpectedNames:
         lease = shell.table.get(event.worker_id)
         if (
             lease is None
-            or not lease.name
+            or not self._is_claimed(lease)
             or lease.generation != event.generation
             or lease.state is not LeaseState.ACTIVE
         ):
             return
-        assert shell.now_ns < self.pages[event.worker_id] - SLEPT_NS, "a lease with a name outlived its horizon"
+        assert shell.now_ns < self.pages[event.worker_id] - SLEPT_NS, "a claimed lease outlived its horizon"
+
+    def _is_claimed(self, lease: LeaseSnapshot) -> bool:
+        return lease.lease_id in self.named or lease.lease_id in self.counted
 
     def _release(self, lease_id: int) -> None:
         self.holders = {name: holder for name, holder in self.holders.items() if holder != lease_id}

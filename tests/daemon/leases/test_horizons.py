@@ -1,4 +1,4 @@
-"""Leases with a name, and the horizon of the node that serves them."""
+"""Claimed leases, with a name or with bytes of a quota, and the horizon of the node that serves them."""
 
 import pytest
 
@@ -113,6 +113,31 @@ def test_claims_that_are_lost_end_names_and_refuse_those_that_wait() -> None:
     assert s.lease(1).reason == "it was fenced"
     assert s.lease(2).state is LeaseState.ACTIVE
     assert denial_of(ask(s, 4, epoch=10, name="c")) is DenialReason.ISOLATED
+
+
+def test_a_lease_with_bytes_of_a_quota_ends_at_the_horizon_too() -> None:
+    s = Scenario()
+    terms = LeaseTerms(20, 60_000, fleet_bytes=20)
+    assert denial_of(s.do(AcquireRequested(1, "ann", 1, terms))) is DenialReason.ISOLATED
+    moved(s, 30)
+    s.do(AcquireRequested(2, "ann", 1, terms))
+    assert SetHorizon(1, s.now_ns + 30 * S + SLEPT_NS) in s.do(WorkerReady(1))
+    assert (s.table.claims(), s.table.counted()) == ({}, {1: "ann"})
+    assert s.at(30).fire(1, TimerKind.HORIZON)[0] == RefuseWork(1, Cause.ISOLATED)
+    assert s.table.counted() == {1: "ann"}
+    s.gone(1)
+    assert s.table.counted() == {}
+
+
+def test_who_waits_for_room_has_claims_and_loses_them_with_the_others() -> None:
+    s = Scenario(card(0, 40))
+    moved(s, 30)
+    s.acquire(1, 20)
+    ask(s, 2, epoch=8, wait_ms=1000)
+    s.do(AcquireRequested(1003, "bob", 3, LeaseTerms(20, 60_000, fleet_bytes=20), None, 1000))
+    assert (s.table.claims(), s.table.counted()) == ({"a": 8}, {3: "bob"})
+    assert len([denied for denied in s.do(ClaimsLost("it was fenced")) if isinstance(denied, Denied)]) == 2
+    assert (s.table.claims(), s.table.counted()) == ({}, {})
 
 
 def test_an_epoch_that_is_not_higher_is_refused() -> None:

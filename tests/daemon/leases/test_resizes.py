@@ -8,6 +8,7 @@ from gpulease.daemon.leases import (
     Denied,
     DrainRequested,
     FreeRequested,
+    HorizonMoved,
     LeaseRestored,
     LeaseState,
     LeaseTerms,
@@ -117,6 +118,18 @@ def test_a_lease_does_not_grow_beyond_its_tenants_bytes() -> None:
     s.do(resize(40))
     s.do(SliceResized(1, 40))
     assert denied(s.acquire(2, 1)).reason is DenialReason.LIMIT
+
+
+def test_a_lease_does_not_grow_beyond_what_was_claimed_of_its_quota_in_the_fleet() -> None:
+    s = Scenario(card(0, 110))
+    s.do(HorizonMoved(s.now_ns + 10**12, s.now_ns + 10**12))
+    s.do(AcquireRequested(2, "ann", 1, LeaseTerms(20, 60_000, fleet_bytes=20)))
+    s.do(WorkerReady(1))
+    assert denied(s.do(resize(21))).reason is DenialReason.LIMIT
+    for size in (5, 20):
+        assert one(s.do(resize(size)), ResizeSlice).size_bytes == size
+        s.do(SliceResized(1, size))
+        s.do(RegionProved(1))
 
 
 def test_a_lease_does_not_grow_on_a_drained_node(s: Scenario) -> None:

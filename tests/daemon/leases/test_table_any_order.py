@@ -109,19 +109,24 @@ class AnyOrder(LeaseRules):
 
     @rule(
         tenant=TENANTS,
-        name=st.sampled_from(["a", "b"]),
+        name=st.sampled_from(["a", "b", ""]),
         pick=ANY,
         wait_ms=st.sampled_from([0, 3000]),
         is_started=st.booleans(),
     )
-    def acquire_name(self, tenant: str, name: str, pick: int, wait_ms: int, is_started: bool) -> None:
-        """Ask for a name, as a rule with a claim that is new."""
+    def acquire_claimed(self, tenant: str, name: str, pick: int, wait_ms: int, is_started: bool) -> None:
+        """Ask for a name, as a rule with a claim that is new, or for bytes of a quota in the fleet, or for both."""
         lease_id = self.next_number()
-        epoch = lease_id if pick % 6 else max(1, lease_id - pick % 40)
-        self.shell.names.named[lease_id] = name, epoch
+        epoch = 0 if not name else lease_id if pick % 6 else max(1, lease_id - pick % 40)
+        fleet_bytes = 20 if not name or pick % 4 == 0 else 0
+        if name:
+            self.shell.names.named[lease_id] = name, epoch
+        if fleet_bytes:
+            self.shell.names.counted.add(lease_id)
         self.shell.exclusivity[lease_id] = Exclusivity.SHARED
         request_id = f"{lease_id:032x}"
         terms = LeaseTerms(20, 5000, submit_bytes=5 * (pick % 2), name=name, epoch=epoch, request_id=request_id)
+        terms = terms._replace(fleet_bytes=fleet_bytes)
         self.ask(lambda number: AcquireRequested(number, tenant, lease_id, terms, None, wait_ms))
         for job in [job for job in self.shell.jobs if isinstance(job, SpawnWorker | WarmUp) and is_started]:
             if job in self.shell.jobs:

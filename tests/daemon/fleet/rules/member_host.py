@@ -11,7 +11,9 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimWanted,
     Effect,
     Event,
+    FleetIdentity,
     FleetTerms,
+    Joined,
     LiveClaims,
     Started,
     TimerFired,
@@ -42,11 +44,16 @@ class Host:
         self.due: int | None = None
         self.is_cut = False
 
-    def begin(self, epochs: dict[str, int] | None = None) -> "Host":
+    def begin(self, epochs: dict[str, int] | None = None, quotas: dict[str, str] | None = None) -> "Host":
         self.send(Started())
-        self.send(LiveClaims(epochs or {}))
+        self.send(LiveClaims(epochs or {}, quotas or {}))
         self.settle()
         return self
+
+    def joined(self) -> tuple[int, FleetIdentity]:
+        """Return what the process after this one is told."""
+        joined = self.take(Joined)[-1]
+        return joined.incarnation, joined.identity
 
     def send(self, event: Event) -> None:
         for effect in self.member.handle(event, self.now):

@@ -6,21 +6,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease.daemon.fleet.etcd.transactions import Put, Transaction, Unknown
-from gpulease.daemon.fleet.fleet_records import QUOTAS, node_key
+from gpulease.daemon.fleet.etcd.transactions import Get, Put, Transaction, Unknown
+from gpulease.daemon.fleet.fleet_records import HELD, QUOTAS, node_key
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
+    EndClaimed,
     LiveClaims,
     QuotaDropped,
     QuotaEnded,
     QuotaGiven,
     QuotaRefused,
-    QuotaSet,
-    QuotaSetDone,
     QuotaWanted,
+    Reason,
     Why,
 )
-from gpulease.daemon.fleet.rules.quota_shards import SHARDS
+from gpulease.daemon.fleet.rules.quota_records import (
+    SHARDS,
+    DefaultQuota,
+    all_shards,
+    quota_prefix,
+    read_shards,
+    spread,
+)
 
 from .member_host import Host, S
 from .model_etcd import ModelEtcd
@@ -39,6 +46,22 @@ def budgets(etcd: ModelEtcd) -> tuple[int, int]:
     return sum(record["budget"] for record in records), used
 
 
+def set_quota(etcd: ModelEtcd, total: int) -> None:
+    """Set the quota as an operator's command does."""
+    found = etcd.read(Get(quota_prefix(TENANT), is_prefix=True))
+    shards = all_shards(TENANT, read_shards(found)).values()
+    spread(shards, total)
+    assert etcd.do(Transaction(writes=tuple(shard.put() for shard in shards))).succeeded
+
+
+def set_default(etcd: ModelEtcd, total: int) -> None:
+    etcd.do(Transaction(writes=(DefaultQuota(total, 0).put(),)))
+
+
+def held(etcd: ModelEtcd) -> list[bytes]:
+    return [key for key in etcd.keys if key.startswith(HELD)]
+
+
 def given_to(host: Host) -> list[int]:
     return [given.request for given in host.take(QuotaGiven)]
 
@@ -51,9 +74,7 @@ def etcd() -> ModelEtcd:
 @pytest.fixture
 def hosts(etcd: ModelEtcd) -> list[Host]:
     hosts = [Host(etcd, f"n{number}").begin() for number in range(3)]
-    hosts[0].send(QuotaSet(99, TENANT, 1_000))
-    hosts[0].settle()
-    assert hosts[0].take(QuotaSetDone) == [QuotaSetDone(99, is_set=True, text="")]
+    set_quota(etcd, 1_000)
     return hosts
 
 
@@ -61,7 +82,35 @@ def test_a_tenant_without_a_quota_is_refused(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
     ask(host, 1, 1)
     host.settle()
-    assert [refused.why for refused in host.take(QuotaRefused)] == [Why.REJECTED]
+    assert [refused.why for refused in host.take(QuotaRefused)] == [Why.NO_QUOTA]
+
+
+def test_more_than_the_quota_is_refused_at_once(hosts: list[Host]) -> None:
+    ask(hosts[0], 1_001, 1, wait_s=100)
+    hosts[0].settle()
+    assert [refused.why for refused in hosts[0].take(QuotaRefused)] == [Why.TOO_LARGE]
+
+
+def test_a_tenant_without_a_quota_has_the_default_and_a_later_one_too(etcd: ModelEtcd) -> None:
+    hosts = [Host(etcd, f"n{number}").begin() for number in range(2)]
+    set_default(etcd, 1_000)
+    ask(hosts[0], 700, 1)
+    hosts[0].settle()
+    assert (given_to(hosts[0]), budgets(etcd)) == ([1], (1_000, 700))
+    set_default(etcd, 800)
+    ask(hosts[1], 101, 2)
+    hosts[1].settle()
+    assert given_to(hosts[1]) == []
+    ask(hosts[1], 100, 3)
+    hosts[1].settle()
+    assert (given_to(hosts[1]), budgets(etcd)) == ([3], (800, 800))
+
+
+def test_a_tenants_own_quota_outlives_the_default(etcd: ModelEtcd, hosts: list[Host]) -> None:
+    set_default(etcd, 10)
+    ask(hosts[0], 1_000, 1)
+    hosts[0].settle()
+    assert given_to(hosts[0]) == [1]
 
 
 def test_budgets_move_to_the_node_that_wants_all_of_them(etcd: ModelEtcd, hosts: list[Host]) -> None:
@@ -128,19 +177,55 @@ def test_a_dead_node_s_bytes_come_back_when_its_leases_are_surely_over(etcd: Mod
     assert node_key("n0") not in etcd.keys
 
 
+def test_a_dead_node_s_bytes_come_back_though_nobody_waits(etcd: ModelEtcd, hosts: list[Host]) -> None:
+    ask(hosts[0], 1_000, 1)
+    hosts[0].settle()
+    for request in range(2, 100):
+        ask(hosts[1], 10, request)
+        hosts[1].settle()
+        if given_to(hosts[1]):
+            break
+        hosts[1].run(1)
+    assert budgets(etcd) == (1_000, 10)
+    assert request >= 32, "its leases may live for so long"
+
+
 def test_a_lower_quota_leaves_leases_and_admits_none(etcd: ModelEtcd, hosts: list[Host]) -> None:
     ask(hosts[0], 500, 1)
     hosts[0].settle()
-    hosts[1].send(QuotaSet(7, TENANT, 300))
-    hosts[1].settle()
+    set_quota(etcd, 300)
     ask(hosts[1], 1, 2)
     hosts[1].settle()
     assert given_to(hosts[1]) == []
     hosts[0].send(QuotaEnded(TENANT, f"{1:032x}"))
     hosts[0].settle()
-    ask(hosts[1], 300, 3)
-    hosts[1].settle()
-    assert given_to(hosts[1]) == [3]
+    assert given_to(hosts[0]) == [1]
+    for request, size, expected in ((3, 301, []), (4, 300, [4]), (5, 1, [])):
+        ask(hosts[0], size, request)
+        hosts[0].settle()
+        assert given_to(hosts[0]) == expected
+    assert budgets(etcd) == (300, 300)
+
+
+def test_two_nodes_never_both_get_what_a_lower_quota_has_left(etcd: ModelEtcd, hosts: list[Host]) -> None:
+    """Leases of three nodes fill the quota. It is lowered, two end, and those nodes ask at the same time."""
+    for number, host in enumerate(hosts):
+        ask(host, (300, 300, 400)[number], number)
+        host.settle()
+        assert given_to(host) == [number]
+    set_quota(etcd, 500)
+    for number, host in enumerate(hosts[:2]):
+        host.send(QuotaEnded(TENANT, f"{number:032x}"))
+        host.settle()
+        ask(host, 100, 10 + number)
+    for _ in range(2):
+        readings = [host.asked.pop(0) for host in hosts[:2]]
+        for host, reading in zip(hosts[:2], readings, strict=True):
+            host.send(Answered(reading.number, etcd.do(reading.transaction)))
+    for host in hosts[:2]:
+        host.settle()
+    assert len(given_to(hosts[0]) + given_to(hosts[1])) == 1
+    assert budgets(etcd) == (500, 500)
 
 
 def test_a_fenced_node_s_own_bytes_are_free_when_it_has_joined_again(etcd: ModelEtcd, hosts: list[Host]) -> None:
@@ -154,6 +239,38 @@ def test_a_fenced_node_s_own_bytes_are_free_when_it_has_joined_again(etcd: Model
     ask(hosts[0], 1_000, 2)
     hosts[0].settle()
     assert given_to(hosts[0]) == [2]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_restarted_process_gives_back_what_no_lease_has(etcd: ModelEtcd, hosts: list[Host], is_late: bool) -> None:
+    """A lease's entry, or an attempt that is done after the restart; another lease lives on."""
+    host = hosts[0]
+    incarnation, identity = host.joined()
+    ask(host, 100, 1)
+    host.settle()
+    ask(host, 100, 2, wait_s=10)
+    reading = host.asked.pop(0)
+    host.send(Answered(reading.number, etcd.do(reading.transaction)))
+    attempt = host.asked.pop(0).transaction
+    if not is_late:
+        assert etcd.do(attempt).succeeded
+    again = Host(etcd, "n0", host.now, run=2, incarnation=incarnation, identity=identity)
+    again.begin(quotas={f"{1:032x}": TENANT})
+    if is_late:
+        assert etcd.do(attempt).succeeded
+    again.run(12)
+    assert budgets(etcd) == (1_000, 100)
+    assert [key.rpartition(b"/")[2] for key in held(etcd)] == [b"%032x" % 1]
+
+
+def test_nothing_is_joined_while_a_lease_of_a_lost_membership_counts(etcd: ModelEtcd) -> None:
+    host = Host(etcd)
+    host.begin(quotas={f"{1:032x}": TENANT})
+    assert [lost.reason for lost in host.take(EndClaimed)] == [Reason.FORGOTTEN]
+    assert node_key("a") not in etcd.keys
+    host.send(LiveClaims())
+    host.settle()
+    assert node_key("a") in etcd.keys
 
 
 @pytest.mark.parametrize("value", [b"\xff", b"[]", b'{"used":{"x":[1]},"budget":9}', b'{"used":{}}', b"0" * 70_000])
@@ -177,8 +294,7 @@ def test_never_more_is_given_than_the_quota(steps: list[tuple[int, str]], size: 
     """Leases that were given and have not ended are never above the sum, in any order of answers, losses and drops."""
     etcd = ModelEtcd()
     hosts = [Host(etcd, f"n{number}").begin() for number in range(3)]
-    hosts[0].send(QuotaSet(99, TENANT, 1_000))
-    hosts[0].settle()
+    set_quota(etcd, 1_000)
     living: dict[int, Host] = {}
     late = []
     for request, (number, step) in enumerate(steps, 1):
@@ -219,6 +335,7 @@ def test_never_more_is_given_than_the_quota(steps: list[tuple[int, str]], size: 
         living |= dict.fromkeys(given_to(host), host)
     assert len(living) * size <= 1_000
     assert budgets(etcd) == (1_000, len(living) * size)
+    assert len(held(etcd)) == len(living)
 
 
 def test_there_are_sixteen_shards(etcd: ModelEtcd, hosts: list[Host]) -> None:

@@ -17,7 +17,7 @@ LEASE_ROW = (
     *("lease_id", "tenant", "card_uuid", "size_bytes", "charge_bytes", "exclusivity", "generation", "state", "cause"),
     *("reason", "fault", "created_ns", "deadline_ns", "ended_ns", "ttl_ms", "max_kernel_ms", "waiting", "worker_pid"),
     *("submit_bytes", "orphan_ms", "regions_required", "region_number"),
-    *("name", "epoch", "request_id"),
+    *("name", "epoch", "request_id", "fleet_bytes"),
 )
 """The members of a lease's row, in their order: the file's format."""
 
@@ -38,7 +38,7 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
         members |= content.terms._asdict()
         members = {name: members[name] for name in LEASE_ROW}
     values = {name: value.value if isinstance(value, Enum) else value for name, value in members.items()}
-    for later in (*LEASE_ROW[-7:], "parent_id"):
+    for later in (*LEASE_ROW[-8:], "parent_id"):
         if not values.get(later):
             values.pop(later, None)
     return json.dumps(values, separators=(",", ":")).encode()
@@ -56,6 +56,7 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
             name=st.sampled_from(["", "model-a"]),
             epoch=st.integers(0, 3),
             request_id=st.sampled_from(["", "0f" * 16]),
+            fleet_bytes=st.integers(0, 3),
         ),
         region_number=st.integers(0, 3),
     )
@@ -72,6 +73,7 @@ def test_a_lease_is_written_by_its_names(lease: KeptLease) -> None:
         parent_id=st.integers(0, 3),
         name=st.sampled_from(["", "model-a"]),
         epoch=st.integers(0, 3),
+        fleet_bytes=st.integers(0, 3),
     )
 )
 def test_a_tombstone_is_written_by_its_names(lease: LeaseSnapshot) -> None:
@@ -87,6 +89,7 @@ def test_a_region_is_read_as_it_was_written(region: KeptRegion) -> None:
 def test_a_row_from_before_there_were_names_has_none() -> None:
     lease = read_lease(encode(kept(5)))
     assert (lease.terms.name, lease.terms.epoch, lease.terms.request_id) == ("", 0, "")
+    assert lease.terms.fleet_bytes == 0
     assert b"epoch" not in encode(kept(5))
 
 

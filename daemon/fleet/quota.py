@@ -1,0 +1,154 @@
+"""`python -m gpulease.daemon.fleet.quota`: what `gpulease fleet quota` runs.
+
+The quotas are in etcd, where all nodes find the same. A node asks for bytes of the quota before each lease of a tenant
+whose settings there have `fleet_quota = true`.
+"""
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final
+
+import click
+
+from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
+from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs, Transaction
+from gpulease.daemon.fleet.etcd_options import NotDone, done, etcd_options
+from gpulease.daemon.fleet.fleet_records import QUOTA_DEFAULT
+from gpulease.daemon.fleet.rules.quota_records import (
+    DefaultQuota,
+    Shard,
+    all_shards,
+    quota_prefix,
+    read_default,
+    read_shards,
+    spread,
+    tenant_of,
+)
+from gpulease.daemon.leases.denials import size_text
+from gpulease.daemon.remote.tls_settings import OVER_TCP, check_tenant
+from gpulease.protocol.sizes import parse_size
+
+DEFAULT: Final = "default"
+"""Stands for all tenants without a quota of their own, as the table `[tenants.default]` does in the settings."""
+
+ATTEMPTS: Final = 8
+"""Attempts to set a quota; a lease that is granted or ends meanwhile fails one."""
+
+EXIT_FAILED: Final = 1
+
+
+class NotSet(Exception):
+    """Raised if a quota was not set; the text says why, and what to do."""
+
+
+async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
+    """Set a tenant's quota; leases that are there stay. Raises NotSet and NotDone.
+
+    Returns:
+        Bytes that its leases use now.
+    """
+    for _ in range(ATTEMPTS):
+        found = await done(client, Transaction(reads=(Get(quota_prefix(tenant), is_prefix=True),)))
+        shards = all_shards(tenant, read_shards(found.found[0])).values()
+        for shard in shards:
+            if not shard.is_readable:
+                key = shard.key.decode(errors="replace")
+                raise NotSet(f"{key} in etcd is no part of a quota: once its leases have ended, `etcdctl del {key}`")
+        spread(shards, total_bytes)
+        compares = tuple(ModRevisionIs(shard.key, shard.mod_revision) for shard in shards)
+        if (await done(client, Transaction(compares, tuple(shard.put() for shard in shards)))).succeeded:
+            return sum(shard.used_bytes for shard in shards)
+    raise NotSet(f"leases of {tenant} come and go all the time: run this again")
+
+
+async def set_default(client: EtcdClient, total_bytes: int) -> None:
+    """Set the quota of each tenant that has none of its own. Raises NotDone."""
+    await done(client, Transaction(writes=(DefaultQuota(total_bytes, 0).put(),)))
+
+
+async def describe(client: EtcdClient, tenant: str = "") -> list[str]:
+    """Return a sentence about the quota of one tenant, or of each, and about the default. Raises NotDone."""
+    reads = Get(quota_prefix(tenant), is_prefix=True), Get(QUOTA_DEFAULT)
+    found = await done(client, Transaction(reads=reads))
+    default = read_default(found.found[1])
+    told = list(_sentences(found.found[0]))
+    if tenant in ("", DEFAULT):
+        every = "no quota, so their leases are refused" if default is None else size_text(default.total_bytes)
+        told.append(f"{DEFAULT}: {every} for each tenant without a quota of its own.")
+    return told or [f"{tenant}: no quota of its own, and no lease yet by the default."]
+
+
+def _sentences(found: tuple[KeyValue, ...]) -> Iterator[str]:
+    of_tenants: dict[str, list[Shard]] = {}
+    for key, shard in read_shards(found).items():
+        of_tenants.setdefault(tenant_of(key), []).append(shard)
+    for tenant, shards in sorted(of_tenants.items()):
+        if not all(shard.is_readable for shard in shards):
+            yield f"{tenant}: a part of its quota can't be read, so its leases are refused."
+            continue
+        entries = [entry for shard in shards for entry in shard.used.values()]
+        nodes: Counter[str] = Counter()
+        for entry in entries:
+            nodes[entry.node_id] += entry.size_bytes
+        total, used = sum(shard.budget_bytes for shard in shards), sum(shard.used_bytes for shard in shards)
+        origin = " by the default" if any(shard.default_revision for shard in shards) else ""
+        where = ", ".join(f"{size_text(size)} at {node}" for node, size in sorted(nodes.items()))
+        of_nodes = f": {where}" if where else ""
+        yield f"{tenant}: {size_text(total)}{origin}, of which {len(entries)} leases use {size_text(used)}{of_nodes}."
+
+
+async def run(etcd: EtcdSettings, tenant: str, total_bytes: int | None) -> list[str]:
+    """Set or describe quotas. Returns what was done, in sentences. Raises NotSet and NotDone."""
+    client = EtcdClient(etcd)
+    try:
+        if total_bytes is None:
+            return await describe(client, tenant)
+        if tenant == DEFAULT:
+            await set_default(client, total_bytes)
+            return [f"Each tenant without a quota of its own has {size_text(total_bytes)}."]
+        used_bytes = await set_quota(client, tenant, total_bytes)
+        return [f"{tenant} has {size_text(total_bytes)} in the fleet; leases use {size_text(used_bytes)}."]
+    finally:
+        await client.close()
+
+
+def _tenant(context: click.Context, option: click.Parameter, value: str | None) -> str:
+    if not value or value in (DEFAULT, OVER_TCP) or value.startswith("uid:"):
+        return value or ""
+    try:
+        return check_tenant(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _size(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command("quota", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("tenant", required=False, callback=_tenant)
+@click.argument("size", required=False, callback=_size)
+@etcd_options
+def main(tenant: str, size: int | None, etcd: EtcdSettings) -> None:
+    """Set TENANT's quota of VRAM over all nodes of the fleet to SIZE, such as 256GiB; without SIZE show it.
+
+    The tenant `default` stands for all that have none of their own. A quota holds for tenants whom the settings of the
+    nodes give `fleet_quota = true`.
+    """
+    try:
+        told = asyncio.run(run(etcd, tenant, size))
+    except (NotSet, NotDone, BadEtcdSettings) as error:
+        click.echo(f"gpulease fleet quota: {error}", err=True)
+        sys.exit(EXIT_FAILED)
+    for sentence in told:
+        click.echo(sentence)
+
+
+if __name__ == "__main__":
+    main()

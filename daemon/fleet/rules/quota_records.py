@@ -1,0 +1,151 @@
+"""A tenant's quota in etcd: 16 shards, each with a part of the quota and the leases that count against it.
+
+The quota is the sum of the shards' budgets, none of which is below zero. An operator sets it for a tenant by name, or
+for all others by the default, whose revision stands in the shards that were made by it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from json import dumps, loads
+from typing import Final, NamedTuple
+from urllib.parse import quote, unquote
+
+from gpulease.daemon.fleet.etcd.transactions import KeyValue, Put
+from gpulease.daemon.fleet.fleet_records import MAX_RECORD_BYTES, QUOTA_DEFAULT, QUOTAS, held_key
+
+SHARDS: Final = 16
+"""Parts of a quota. Nodes of different parts never wait for each other."""
+
+_UNREADABLE: Final = (ValueError, RecursionError, LookupError, AttributeError, TypeError)
+
+
+@dataclass(slots=True)
+class Entry:
+    """Bytes of one lease."""
+
+    node_id: str
+    incarnation: int
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class Shard:
+    """A part of a quota, as it was read at that revision.
+
+    Attributes:
+        mod_revision: Its revision; 0: it is not there.
+        used: Entries by lease, in 32 hexadecimal digits.
+        default_revision: Revision of the default that it was made by; 0: the quota is the tenant's own.
+        is_readable: False for a foreign writer's value, which is left alone.
+    """
+
+    key: bytes
+    mod_revision: int
+    budget_bytes: int = 0
+    used: dict[str, Entry] = field(default_factory=dict)
+    default_revision: int = 0
+    is_readable: bool = True
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of its leases; more than the budget if an operator lowered the quota."""
+        return sum(entry.size_bytes for entry in self.used.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes for further leases."""
+        return max(0, self.budget_bytes - self.used_bytes)
+
+    def put(self) -> Put:
+        """Return the write of this shard."""
+        used = {lease: [entry.node_id, entry.incarnation, entry.size_bytes] for lease, entry in self.used.items()}
+        record = {"budget": self.budget_bytes, "used": used, "default": self.default_revision}
+        return Put(self.key, dumps(record, separators=(",", ":")).encode())
+
+
+class DefaultQuota(NamedTuple):
+    """The quota of each tenant that has none by name, as it was read at that revision."""
+
+    total_bytes: int
+    mod_revision: int
+
+    def put(self) -> Put:
+        """Return the write of the default."""
+        return Put(QUOTA_DEFAULT, dumps({"total": self.total_bytes}).encode())
+
+
+def quota_prefix(tenant: str = "") -> bytes:
+    """Return the prefix of the keys of a tenant's shards; without a tenant, of all shards."""
+    return QUOTAS + quote(tenant, safe="").encode() + b"/" if tenant else QUOTAS
+
+
+def shard_key(tenant: str, number: int) -> bytes:
+    """Return the key of a shard."""
+    return quota_prefix(tenant) + b"%02d" % number
+
+
+def tenant_of(key: bytes) -> str:
+    """Return whose shard has that key."""
+    return unquote(key.removeprefix(QUOTAS).rpartition(b"/")[0].decode(errors="replace"))
+
+
+def held_entry_key(node_id: str, tenant: str, lease_id: str) -> bytes:
+    """Return the key of an entry among the claims of its node. Unlike a name it has a slash."""
+    return held_key(node_id, f"{quote(tenant, safe='')}/{lease_id}")
+
+
+def held_entries(found: Iterable[KeyValue], node_id: str) -> Iterable[tuple[str, str]]:
+    """Yield tenant and lease of each entry among the claims of a node."""
+    prefix = held_key(node_id)
+    for item in found:
+        tenant, slash, lease_id = item.key.removeprefix(prefix).decode(errors="replace").partition("/")
+        if slash:
+            yield unquote(tenant), lease_id
+
+
+def read_shards(found: Iterable[KeyValue]) -> dict[bytes, Shard]:
+    """Read shards by key."""
+    return {item.key: _read_shard(item) for item in found}
+
+
+def _read_shard(item: KeyValue) -> Shard:
+    shard = Shard(item.key, item.mod_revision, is_readable=False)
+    if len(item.value) > MAX_RECORD_BYTES:
+        return shard
+    try:
+        record = loads(item.value)
+        used = {str(lease): Entry(str(n), int(i), int(size)) for lease, (n, i, size) in record["used"].items()}
+        budget_bytes, default_revision = int(record["budget"]), int(record["default"])
+    except _UNREADABLE:
+        return shard
+    return Shard(item.key, item.mod_revision, budget_bytes, used, default_revision)
+
+
+def read_default(found: tuple[KeyValue, ...]) -> DefaultQuota | None:
+    """Read the default; None: there is none, or a foreign writer's."""
+    try:
+        return DefaultQuota(max(0, int(loads(found[0].value)["total"])), found[0].mod_revision) if found else None
+    except _UNREADABLE:
+        return None
+
+
+def all_shards(tenant: str, shards: Mapping[bytes, Shard]) -> dict[bytes, Shard]:
+    """Return the shards of a tenant with those that are not there yet."""
+    keys = [shard_key(tenant, number) for number in range(SHARDS)]
+    return {key: shards.get(key) or Shard(key, 0) for key in keys}
+
+
+def spread(shards: Iterable[Shard], total_bytes: int, default_revision: int = 0) -> None:
+    """Give shards budgets with that sum; what is used stays used, and counts first."""
+    some = list(shards)
+    used = [shard.used_bytes for shard in some]
+    if (spare := total_bytes - sum(used)) >= 0:
+        budgets = [size + spare // len(some) for size in used]
+    else:
+        # Every shard with leases is overdrawn then, and no other has bytes to give.
+        budgets = [size * total_bytes // sum(used) for size in used]
+    rest = total_bytes - sum(budgets)
+    for shard, size, budget_bytes in zip(some, used, budgets, strict=True):
+        more = rest if spare >= 0 else min(rest, size - budget_bytes)
+        shard.budget_bytes, shard.default_revision = budget_bytes + more, default_revision
+        rest -= more
