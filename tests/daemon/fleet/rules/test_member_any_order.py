@@ -109,7 +109,7 @@ TestFleetOrder = FleetOrder.TestCase
 
 @pytest.mark.exhaustive
 class TestManyFleetOrders(TestFleetOrder):  # type: ignore[valid-type, misc]
-    settings = settings(FEW, max_examples=400, stateful_step_count=60)
+    settings = settings(FEW, max_examples=150, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("design", [Design.TRUST, Design.NOCAP, Design.LEASE])
