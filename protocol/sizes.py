@@ -1,4 +1,4 @@
-"""Sizes as people write them in settings, on command lines and in programs."""
+"""Sizes as people write them in settings, on command lines and in programs, and as sentences tell them."""
 
 import re
 from typing import Final
@@ -21,3 +21,11 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise ValueError(f"{text!r} is not a size: it must be at least one byte")
     return size
+
+
+def size_text(size_bytes: int) -> str:
+    """Return a number of bytes for people: the exact figure, and a rounded one where that helps."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if size_bytes >= scale:
+            return f"{size_bytes} bytes ({size_bytes / scale:.1f} {unit})"
+    return f"{size_bytes} bytes"

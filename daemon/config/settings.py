@@ -707,9 +707,14 @@ def _has_certificate(name: str, of_certificate: Mapping[str, str], tls: TlsSetti
     return tls is not None and (not of_certificate or name in of_certificate.values())
 
 
+def _named_bounds(rules: TenantRules) -> Iterable[tuple[str, TenantLimits]]:
+    """Return the bounds of each table under `[tenants]`, that of the default first."""
+    return {DEFAULT: rules.default, **rules.by_name}.items()
+
+
 def check_bounds(rules: TenantRules, limits: CoreLimits) -> None:
     """Check that `[limits]` leaves every tenant's bound within reach. Raises ValueError with a sentence about one."""
-    for name, bounds in {"default": rules.default, **rules.by_name}.items():
+    for name, bounds in _named_bounds(rules):
         if bounds.max_ttl_s is not None and bounds.max_ttl_s > limits.max_ttl_s:
             raise ValueError(
                 f"tenants: max_ttl_s of {name!r} is {bounds.max_ttl_s}, and that of [limits], for all tenants, is"
@@ -719,7 +724,7 @@ def check_bounds(rules: TenantRules, limits: CoreLimits) -> None:
 
 def check_fleet_quotas(rules: TenantRules, fleet: FleetSettings | None) -> None:
     """Check that a node with tenants who have a quota in the fleet is in one. Raises ValueError."""
-    for name, bounds in {"default": rules.default, **rules.by_name}.items():
+    for name, bounds in _named_bounds(rules):
         if bounds.fleet_quota and fleet is None:
             raise ValueError(f"tenants: fleet_quota of {name!r} needs a [fleet] table: this node is in no fleet")
 
@@ -727,7 +732,7 @@ def check_fleet_quotas(rules: TenantRules, fleet: FleetSettings | None) -> None:
 def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:
     """Check that this host has each card that a tenant may use. Raises ValueError with a sentence about one."""
     there = list(cards)
-    for name, bounds in {"default": rules.default, **rules.by_name}.items():
+    for name, bounds in _named_bounds(rules):
         for selector in bounds.devices or ():
             if not any(card.answers_to(selector) for card in there):
                 known = ", ".join(f"{card.index} ({card.uuid})" for card in there[:MAX_CARDS_NAMED])

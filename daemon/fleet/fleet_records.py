@@ -52,6 +52,12 @@ def held_key(node_id: str, name: str = "") -> bytes:
     return HELD + node_id.encode() + b"/" + name.encode()
 
 
+def held_name(key: bytes, node_id: str) -> str | None:
+    """Return the name whose claim has that key among those of its node; None: it is a lease's entry in a quota."""
+    name = key.removeprefix(held_key(node_id)).decode(errors="replace")
+    return None if "/" in name else name
+
+
 def node_id_of(key: bytes) -> str:
     """Return the id of the node whose record has that key."""
     return key.removeprefix(NODES).decode(errors="replace")

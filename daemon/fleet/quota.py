@@ -27,9 +27,8 @@ from gpulease.daemon.fleet.rules.quota_records import (
     spread,
     tenant_of,
 )
-from gpulease.daemon.leases.denials import size_text
 from gpulease.daemon.remote.tls_settings import OVER_TCP, check_tenant
-from gpulease.protocol.sizes import parse_size
+from gpulease.protocol.sizes import parse_size, size_text
 
 DEFAULT: Final = "default"
 """Stands for all tenants without a quota of their own, as the table `[tenants.default]` does in the settings."""

@@ -26,6 +26,7 @@ from gpulease.daemon.leases.quotas import check_ttl, phase_of, region_phase_of
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import WarmPool
+from gpulease.protocol.sizes import size_text
 
 MAX_LEASE_ID = (1 << 128) - 1
 
@@ -161,7 +162,7 @@ class Admission:
         if event.terms.size_bytes < self._store.limits.min_size_bytes:
             return denials.invalid(
                 f"A lease of {event.terms.size_bytes} bytes was asked for; the smallest is"
-                f" {denials.size_text(self._store.limits.min_size_bytes)}.",
+                f" {size_text(self._store.limits.min_size_bytes)}.",
                 "Ask for the bytes you need.",
             )
         if not 0 <= event.terms.submit_bytes < event.terms.size_bytes:

@@ -10,6 +10,7 @@ from gpulease.daemon.leases.model import NS_PER_MS, Cause, LeaseSnapshot, LeaseS
 from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.sizes import size_text
 
 # Enough of a tenant's own text to recognise it, and too little to fill a log line.
 MAX_QUOTED_CHARS: Final = 64
@@ -45,14 +46,6 @@ class Denial:
     reason: DenialReason
     message: str
     hint: str
-
-
-def size_text(size_bytes: int) -> str:
-    """Return a number of bytes for people: the exact figure, and a rounded one where that helps."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if size_bytes >= scale:
-            return f"{size_bytes} bytes ({size_bytes / scale:.1f} {unit})"
-    return f"{size_bytes} bytes"
 
 
 def duration_text(ms: int) -> str:

@@ -14,6 +14,7 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.events import ArmTimer, Denied, Effect, ProveRegion, Resized, ResizeSlice, WaitTimerFired
 from gpulease.daemon.leases.model import NS_PER_S, Lease, LeaseState, Resize
 from gpulease.daemon.leases.table_state import LeaseStore
+from gpulease.protocol.sizes import size_text
 
 
 class Resizes:
@@ -57,7 +58,7 @@ class Resizes:
         if event.size_bytes < store.limits.min_size_bytes or event.size_bytes <= lease.terms.submit_bytes:
             return denials.invalid(
                 f"Lease {lease.lease_id:032x} can't have {event.size_bytes} bytes: the smallest lease has"
-                f" {denials.size_text(store.limits.min_size_bytes)}, beside what it keeps for submits.",
+                f" {size_text(store.limits.min_size_bytes)}, beside what it keeps for submits.",
                 "Ask for the bytes you need.",
             )
         held_bytes = lease.region_bytes + lease.terms.submit_bytes

@@ -32,6 +32,7 @@ from gpulease.daemon.leases.model import (
 )
 from gpulease.daemon.leases.quotas import AcquireRates, CoreLimits
 from gpulease.protocol.opcodes import Exclusivity
+from gpulease.protocol.sizes import size_text
 
 
 class LeaseStore:
@@ -184,8 +185,8 @@ class LeaseStore:
         return denials.over_tenant_limit(
             tenant,
             "max_vram",
-            f"{denials.size_text(more_bytes)} were asked for; this tenant has or awaits"
-            f" {denials.size_text(mine)} and may have {denials.size_text(bound)}",
+            f"{size_text(more_bytes)} were asked for; this tenant has or awaits"
+            f" {size_text(mine)} and may have {size_text(bound)}",
             "Ask for less, or free a lease you no longer need.",
         )
 

@@ -28,6 +28,7 @@ from gpulease.daemon.fleet.fleet_records import (
     BadRecord,
     ClaimRecord,
     held_key,
+    held_name,
     name_key,
     node_key,
     read_claim,
@@ -220,12 +221,11 @@ class NodeClaims:
 
         Deletes claims that no lease has and nobody waits for. Returns a living lease's name whose claim is gone.
         """
-        prefix = held_key(self._membership.node_id)
         epochs = {}
         for key, value, _, epoch in found:
-            name = key.removeprefix(prefix).decode(errors="replace")
-            if "/" in name:
-                # An entry in a quota, which QuotaShards sweeps.
+            name = held_name(key, self._membership.node_id)
+            if name is None:
+                # QuotaShards sweeps it.
                 continue
             epochs[name] = epoch
             if self._is_orphan(name, epoch, value.decode(errors="replace")):

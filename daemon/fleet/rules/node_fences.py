@@ -25,7 +25,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Put,
     Transaction,
 )
-from gpulease.daemon.fleet.fleet_records import FENCES, NODES, held_key, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import FENCES, NODES, held_key, held_name, name_key, node_key
 from gpulease.daemon.fleet.rules.fleet_events import FenceDone, FenceWanted, Note, Noted
 from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
 
@@ -188,10 +188,9 @@ class NodeFences:
 
     def _delete_all(self, wanted: FenceWanted, held: tuple[KeyValue, ...], now_ns: int) -> None:
         """Delete the claims of a node that is off and has no record."""
-        prefix = held_key(wanted.node_id)
-        # Entries in quotas, with a slash, are dropped by who wants their bytes.
-        held = tuple(item for item in held if b"/" not in item.key.removeprefix(prefix))
-        left = len(held)
+        # Entries in quotas are dropped by who wants their bytes.
+        claims = [(item, name) for item in held if (name := held_name(item.key, wanted.node_id)) is not None]
+        left = len(claims)
         deleted = 0
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
@@ -199,13 +198,13 @@ class NodeFences:
             left -= 1
             deleted += isinstance(outcome, Answer) and outcome.succeeded
             if not left:
-                self._done(wanted, f"{deleted} of {len(held)} claims are deleted", is_fenced=True)
+                self._done(wanted, f"{deleted} of {len(claims)} claims are deleted", is_fenced=True)
 
-        for key, _, _, epoch in held:
-            name = name_key(key.removeprefix(prefix).decode(errors="replace"))
-            compares = (ModRevisionIs(name, epoch), CreateRevisionIs(node_key(wanted.node_id), 0))
-            self._membership.ask(now_ns, Transaction(compares, (Delete(name), Delete(key))), on_outcome)
-        if not held:
+        for item, name in claims:
+            claim = name_key(name)
+            compares = (ModRevisionIs(claim, item.mod_revision), CreateRevisionIs(node_key(wanted.node_id), 0))
+            self._membership.ask(now_ns, Transaction(compares, (Delete(claim), Delete(item.key))), on_outcome)
+        if not claims:
             self._done(wanted, "it had no claims", is_fenced=True)
 
     def _done(self, wanted: FenceWanted, text: str, is_fenced: bool = False) -> None:

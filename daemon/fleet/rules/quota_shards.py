@@ -52,7 +52,7 @@ from gpulease.daemon.fleet.rules.quota_records import (
     shard_key,
     spread,
 )
-from gpulease.daemon.leases.denials import size_text
+from gpulease.protocol.sizes import size_text
 
 MAX_ENTRIES: Final = 256
 """Leases of one tenant in one shard. With node ids of 128 characters it has 50 KB then, less than the largest record
