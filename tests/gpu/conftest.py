@@ -7,6 +7,7 @@ import pytest
 
 from gpulease.daemon.gpus.driver_choice import has_nvidia_driver
 from helpers.daemon import Daemon
+from helpers.lasting import LastingDaemon
 from helpers.nvml import Cards
 
 
@@ -44,4 +45,20 @@ def daemon(cards: Cards, cuda_daemon: Daemon) -> Iterator[Daemon]:
     used = cards.used_bytes()
     yield cuda_daemon
     cuda_daemon.check_idle(files)
+    cards.check_back_to(used)
+
+
+@pytest.fixture
+def lasting(cards: Cards) -> Iterator[LastingDaemon]:
+    """A daemon that leases all of each card."""
+    used = cards.used_bytes()
+    lasting = LastingDaemon(driver="cuda", vram=())
+    try:
+        lasting.start()
+        yield lasting
+    except BaseException:
+        print(lasting.logs())
+        lasting.discard()
+        raise
+    lasting.stop()
     cards.check_back_to(used)

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -17,22 +17,6 @@ pytestmark = pytest.mark.gpu
 
 GIB = 1 << 30
 RESTARTS = 5
-
-
-@pytest.fixture
-def lasting(cards: Cards) -> Iterator[LastingDaemon]:
-    """A daemon that leases all of each card."""
-    used = cards.used_bytes()
-    lasting = LastingDaemon(driver="cuda", vram=())
-    try:
-        lasting.start()
-        yield lasting
-    except BaseException:
-        print(lasting.logs())
-        lasting.discard()
-        raise
-    lasting.stop()
-    cards.check_back_to(used)
 
 
 def rounds_until(neighbour: Neighbour, is_over: Callable[[], bool]) -> float:

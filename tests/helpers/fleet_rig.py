@@ -37,12 +37,13 @@ class FleetNode(LastingDaemon):
         *,
         within: Sequence[str] = (),
         log_format: str = "human",
+        driver: str = "cpu",
         tenants: str = "",
         **settings: Any,
     ) -> None:
         table = {"etcd": "etcd://" + ",".join(cluster.endpoints), "node": node_id, "horizon_s": HORIZON_S, **settings}
         lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
-        super().__init__(config=f"[fleet]\n{lines}\n{tenants}", within=within, log_format=log_format)
+        super().__init__(config=f"[fleet]\n{lines}\n{tenants}", within=within, log_format=log_format, driver=driver)
         self.node_id = node_id
 
     def builder(self, name: str = "") -> GpuBuilder:
