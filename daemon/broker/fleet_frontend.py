@@ -100,6 +100,7 @@ class FleetFrontend:
         self._membership = journal.membership or KeptMembership(0, 0, "", 0)
         self._horizon_boot_ns = 0
         self._is_lost = False
+        self._has_begun = False
         self._refused = ""
         self._beats = self._fenced = 0
         self._placements: Counter[str] = Counter()
@@ -234,6 +235,7 @@ class FleetFrontend:
             self._process.send(start, tuple(fds))
         finally:
             close_all(fds)
+        self._has_begun = True
         await self._process.expect("ready")
         self._told = None
         await self._tell_record()
@@ -241,12 +243,16 @@ class FleetFrontend:
         self._tell_live(Live(self._table.claims(), quotas))
 
     def _on_end(self) -> None:
+        self._has_begun = False
         failure = _failure(Why.UNKNOWN, "the node's fleet process ended before it had answered")
         for number in list(self._waiting):
             self._answer(number, failure, Why.UNKNOWN.value)
 
     def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
         """Send a message; returns whether the process will read it."""
+        if not self._has_begun:
+            # Its first message is its settings. What is live, it is told after them.
+            return False
         try:
             self._process.send(message, tuple(fds))
         except BlockingIOError:
