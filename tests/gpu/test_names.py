@@ -62,35 +62,45 @@ def test_an_endless_kernel_of_a_named_lease_ends_at_the_horizon(
     lasting.check_idle()
 
 
-def kill_daemon(node: FleetNode) -> None:
+def kill_daemon(node: FleetNode) -> Callable[[], object]:
+    """Kill it. Returns what starts another in its place."""
     node.kill()
+    return node.start
 
 
-def stop_daemon(node: FleetNode) -> None:
+def stop_daemon(node: FleetNode) -> Callable[[], object]:
+    """Stop it. Returns what has it go on."""
     os.kill(node.now.process.pid, signal.SIGSTOP)
+    return lambda: os.kill(node.now.process.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("fault", [kill_daemon, stop_daemon])
 def test_a_dead_nodes_name_lives_on_though_its_kernel_never_ends(
-    tmp_path: Path, cards: Cards, fault: Callable[[FleetNode], None], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    cards: Cards,
+    fault: Callable[[FleetNode], Callable[[], object]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     need_etcd()
     used = cards.used_bytes()
     with fleet(tmp_path, driver="cuda") as (_, (first, second)):
         lease = first.acquire("model-a")
-        with GpuSession(lease) as session:
-            kept = start_endless(session)
-            worker = first.worker_pid(lease.lease_id)
-            assert cards.process_bytes(0, worker)
-            began_s = time.monotonic()
-            fault(first)
-            with second.acquire("model-a") as again:
-                took_s = time.monotonic() - began_s
-                assert again.epoch > lease.epoch
-                assert not cards.process_bytes(0, worker)
-                with GpuSession(again) as elsewhere:
-                    Neighbour(elsewhere).check()
-            del kept
+        session = GpuSession(lease)
+        kept = start_endless(session)
+        worker = first.worker_pid(lease.lease_id)
+        assert cards.process_bytes(0, worker)
+        began_s = time.monotonic()
+        mend = fault(first)
+        with second.acquire("model-a") as again:
+            took_s = time.monotonic() - began_s
+            assert again.epoch > lease.epoch
+            assert not cards.process_bytes(0, worker)
+            with GpuSession(again) as elsewhere:
+                Neighbour(elsewhere).check()
+        mend()
+        with pytest.raises(Revoked):
+            session.sync()
+        del kept
     with capsys.disabled():
         print(f"{fault.__name__}: granted elsewhere after {took_s:.2f} s")
     cards.check_back_to(used)
