@@ -224,7 +224,9 @@ class FleetFrontend:
         start: dict[str, Any] = {"etcd": settings.etcd, "node": self.node_id, "horizon_s": settings.horizon_s}
         start["files"] = list(self._files)
         member = self._membership
-        identity = {"cluster_id": member.cluster_id, "generation": member.generation, "revision": member.revision}
+        # The journal has an epoch as soon as it is granted, and the store's revision from time to time.
+        revision = max(member.revision, self._table.highest_epoch)
+        identity = {"cluster_id": member.cluster_id, "generation": member.generation, "revision": revision}
         start |= {"incarnation": member.incarnation, "identity": identity}
         start["timeout_s"] = settings.horizon_s / ETCD_PART
         try:
@@ -314,6 +316,8 @@ class FleetFrontend:
                 self._move_horizon(horizon_ns)
             case {"op": "joined", "incarnation": int(incarnation), "identity": dict(identity)}:
                 self._join(KeptMembership(incarnation, **identity))
+            case {"op": "remembered", "identity": dict(identity)}:
+                self._remember(KeptMembership(self._membership.incarnation, **identity))
             case {"op": "lost", "text": str(reason)}:
                 self._lose(reason)
             case {"op": "claimed", "number": int(number), "epoch": int(epoch)}:
@@ -338,6 +342,9 @@ class FleetFrontend:
     def _join(self, membership: KeptMembership) -> None:
         log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=membership.incarnation)
         self._refused = ""
+        self._remember(membership)
+
+    def _remember(self, membership: KeptMembership) -> None:
         self._membership = membership
         self._journal.remember_membership(membership)
 

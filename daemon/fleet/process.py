@@ -37,6 +37,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     QuotaRefused,
     QuotaWanted,
     RecordChanged,
+    Remembered,
     Started,
     TimerFired,
 )
@@ -116,6 +117,7 @@ class FleetProcess:
             ArmTimer: self._arm,
             MoveHorizon: self._move_horizon,
             Joined: self._join,
+            Remembered: lambda effect: self._send({"op": "remembered", "identity": asdict(effect.identity)}),
             EndClaimed: lambda effect: self._send({"op": "lost", "why": effect.reason.value, "text": effect.text}),
             Claimed: lambda effect: self._send({"op": "claimed", "number": effect.request, "epoch": effect.epoch}),
             ClaimRefused: lambda effect: self._refuse("refused", effect),

@@ -32,6 +32,10 @@ class HighestEpochs:
         """Return the highest epoch that a name may have had."""
         return self._by_name.get(name, self._floor)
 
+    def highest(self) -> int:
+        """Return the highest epoch of all."""
+        return max(self._by_name.values(), default=self._floor)
+
     def note(self, name: str, epoch: int) -> list[tuple[str, int | None]]:
         """Take in a claim that is served; return each name whose epoch is another now, None if it is not kept."""
         if epoch <= self.of(name):

@@ -250,6 +250,11 @@ class LeaseTable:
         """Time until which claimed leases may be granted; None if they may not."""
         return self._store.horizon
 
+    @property
+    def highest_epoch(self) -> int:
+        """Return the highest epoch that any name had here."""
+        return self._store.epochs.highest()
+
     def is_isolated(self, now_ns: int) -> bool:
         """Return whether no claimed lease may be granted now."""
         return self._store.is_isolated(now_ns)

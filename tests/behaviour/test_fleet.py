@@ -158,3 +158,42 @@ def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> N
                 other.builder("alpha").acquire()
         finally:
             other.stop()
+
+
+def test_a_second_daemon_of_one_node_id_stays_out(tmp_path: Path) -> None:
+    with fleet(tmp_path, nodes=1) as (cluster, (node,)):
+        lease = node.acquire(NAME)
+        work = Worker(lease)
+        work.wait_until_working()
+        clone = FleetNode(cluster, node.node_id)
+        clone.start().allowed_trouble.append("fleet")
+        try:
+            told = "another daemon runs under this node's id"
+            wait_until(lambda: told in clone.fleet_check()["detail"], "it is refused", seen=clone.logs)
+            with pytest.raises(GpuLeaseError, match=told):
+                clone.builder(NAME).acquire()
+            assert work.error is None, work.error
+            assert claims(cluster)[NAME]["lease_id"] == f"{lease.lease_id:032x}"
+        finally:
+            clone.stop()
+        work.stop()
+        lease.free()
+
+
+def test_a_node_that_lost_its_journal_serves_no_name_that_may_live(tmp_path: Path) -> None:
+    with fleet(tmp_path, nodes=1) as (cluster, (node,)):
+        before = Worker(node.acquire(NAME))
+        before.wait_until_working()
+        node.kill()
+        # The host of before is out of sight, with its worker; another takes its id.
+        heir = FleetNode(cluster, node.node_id)
+        heir.start().allowed_trouble.append("fleet")
+        try:
+            with heir.acquire(NAME) as again:
+                after = Worker(again)
+                after.wait_until_working()
+                before.wait_for_end()
+                after.stop()
+            assert no_overlap(before, after)
+        finally:
+            heir.stop()

@@ -257,6 +257,13 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Remembered:
+    """Keep the store's identity as of now, for the next process."""
+
+    identity: FleetIdentity
+
+
+@dataclass(frozen=True, slots=True)
 class MoveHorizon:
     """Claimed leases may live until then, and no longer; a horizon never moves back.
 
@@ -368,6 +375,7 @@ Effect = (
     Ask
     | ArmTimer
     | Joined
+    | Remembered
     | MoveHorizon
     | EndClaimed
     | Claimed

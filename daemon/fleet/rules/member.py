@@ -5,6 +5,11 @@ acknowledged moves the horizon to T (1 - rho) after the time at which the beat w
 is repeated: if the first was done, the repetition fails and reads its nonce back. Who finds another record than its
 own, or none, was fenced: it ends all claimed leases, and joins anew once their memory is proved free.
 
+A record under this node's id that no membership of this daemon left is another daemon's: of a host with the same name,
+or of this host before its journal was lost. Its leases may live, so it is fenced as any other node: only once it was
+silent for half a horizon is the record deleted, and its claims are given up one more horizon later. While it beats,
+this node stays out.
+
 The store may be another one: restored from a backup, or made anew. Then its revisions repeat, and epochs with them. A
 node that remembers a higher revision or another cluster stays out until an operator renews the generation key.
 
@@ -13,8 +18,9 @@ node to join writes it down, and a node with another one stays out.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
@@ -64,11 +70,12 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     QuotaWanted,
     Reason,
     RecordChanged,
+    Remembered,
     Started,
     TimerFired,
     Why,
 )
-from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
+from gpulease.daemon.fleet.rules.membership import CUT_OFF, NS_PER_S, Membership
 from gpulease.daemon.fleet.rules.node_claims import NodeClaims
 from gpulease.daemon.fleet.rules.node_fences import NodeFences
 from gpulease.daemon.fleet.rules.quota_shards import QuotaShards
@@ -80,6 +87,13 @@ RENEW: Final = f"{_AFTER} puts a new text: `etcdctl put {GENERATION.decode()} TE
 
 NEW_HORIZON: Final = f"set the fleet's; to give all nodes another one, {_AFTER} `etcdctl del {HORIZON.decode()}`"
 """The act that lets a node join whose horizon is not the fleet's."""
+
+TWIN: Final = "another daemon runs under this node's id: an operator gives each its own, as `node` of [fleet]"
+
+LEFT_OVER: Final = "a daemon with this node's id was not stopped, and may run: this one joins once that was silent for"
+
+REMEMBER_NS: Final = 60 * NS_PER_S
+"""Between two times at which the broker keeps the store's revision: a backup that is older than that is noticed."""
 
 RENEWED: Final = "an operator renewed the fleet's generation key or its horizon"
 
@@ -98,6 +112,14 @@ class _Phase(Enum):
     MEMBER = auto()
     REFUSED = auto()
     """The node stays out until its process is started anew."""
+
+
+class _Stranger(NamedTuple):
+    """Another daemon's record under this node's id; `since_ns`: since when it is unchanged."""
+
+    mod_revision: int
+    since_ns: int
+    is_alive: bool
 
 
 class Member:
@@ -123,6 +145,10 @@ class Member:
         self._quotas = QuotaShards(self._membership, self._fences)
         self._identity = identity
         self._membership.revision = max(identity.revision, incarnation)
+        self._own = incarnation
+        """The last membership of this daemon: the broker knows of all its claimed leases."""
+        self._stranger: _Stranger | None = None
+        self._remembered_ns = 0
         self._horizon = f"{terms.horizon_s:g}"
         self._record = RecordChanged()
         self._phase = _Phase.STARTING
@@ -281,6 +307,8 @@ class Member:
                 return
             self._claims.restore(live.epochs)
             self._quotas.restore(live.quotas)
+            # A store that does not reach the epoch of a living lease is an earlier state of the one that was joined.
+            self._membership.revision = max(self._membership.revision, *live.epochs.values(), 0)
         elif self._phase is not _Phase.ENDING or live.epochs or live.quotas:
             return
         self._phase = _Phase.REFUSED if self._is_refused else _Phase.JOINING
@@ -298,16 +326,20 @@ class Member:
         if self._membership.incarnation:
             if record and record.create_revision == self._membership.incarnation:
                 self._mod_revision = record.mod_revision
-                self._enter()
+                self._membership.earlier_over_ns = now_ns + self._membership.wait_ns
+                self._enter(now_ns)
             else:
                 self._lose(Reason.FENCED, "another node fenced this one while its daemon was not running")
         elif record and (attempt_ns := self._attempts.get(_nonce(record))) is not None:
-            self._join(record.create_revision, record.mod_revision, attempt_ns)
+            self._join(record.create_revision, record.mod_revision, attempt_ns, now_ns)
+        elif record and not self._is_own(record) and not self._is_silent(record, now_ns):
+            self._due_ns = now_ns + self._membership.poll_ns
         elif record:
-            # No claimed lease of that incarnation lives here: the broker said so.
+            # No claimed lease of an own one lives here: the broker said so.
             transaction = Transaction((ModRevisionIs(self._key, record.mod_revision),), (Delete(self._key),))
             self._ask(now_ns, transaction, self._again)
         else:
+            self._membership.earlier_over_ns = now_ns + self._membership.wait_ns
             compares = (
                 CreateRevisionIs(self._key, 0),
                 ModRevisionIs(GENERATION, _revision(generation)),
@@ -318,24 +350,44 @@ class Member:
 
     def _created(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         if answer.succeeded and not self._difference(answer, self._membership.revision):
-            self._join(answer.revision, answer.revision, asked_ns)
+            self._join(answer.revision, answer.revision, asked_ns, now_ns)
         else:
             self._due_ns = now_ns + self._membership.retry_ns
+
+    def _is_own(self, record: KeyValue) -> bool:
+        """Return whether a membership of this daemon left the record."""
+        return record.create_revision == self._own or self._membership.is_own_nonce(_nonce(record))
+
+    def _is_silent(self, record: KeyValue, now_ns: int) -> bool:
+        """Return whether another daemon's record was unchanged for half a horizon, and say what is waited for."""
+        membership, seen = self._membership, self._stranger
+        if seen is None or seen.mod_revision != record.mod_revision:
+            self._stranger = _Stranger(record.mod_revision, now_ns, is_alive=seen is not None)
+        stranger = self._stranger
+        assert stranger is not None
+        text = TWIN if stranger.is_alive else f"{LEFT_OVER} {membership.silence_ns / NS_PER_S:g} s"
+        membership.trouble = Why.ISOLATED, text
+        if seen is None or seen.is_alive != stranger.is_alive:
+            self._note(Note.REFUSED, text)
+        return now_ns >= stranger.since_ns + membership.silence_ns
 
     def _again(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         self._due_ns = now_ns
 
-    def _join(self, incarnation: int, mod_revision: int, asked_ns: int) -> None:
+    def _join(self, incarnation: int, mod_revision: int, asked_ns: int, now_ns: int) -> None:
         self._membership.incarnation = incarnation
         self._mod_revision = mod_revision
-        self._enter()
+        self._enter(now_ns)
         self._acknowledge(asked_ns)
 
-    def _enter(self) -> None:
+    def _enter(self, now_ns: int) -> None:
         """Be a member, and beat at once: the beat also finds the claims of earlier incarnations."""
         self._phase = _Phase.MEMBER
         self._is_isolated = False
         self._attempts.clear()
+        self._stranger = None
+        self._own = self._membership.incarnation
+        self._remembered_ns = now_ns
         self._membership.effects.append(Joined(self._identity, self._membership.incarnation))
         self._note(Note.JOINED)
 
@@ -352,10 +404,9 @@ class Member:
         """Take the answer to a beat: acknowledged, made by an earlier attempt, or fenced."""
         record, generation, horizon = _own_and_fleet(answer)
         if record is None or record.create_revision != self._membership.incarnation:
-            if record is not None and not _nonce(record).startswith(self._membership.instance):
-                text = "another daemon joined under this node's id: an operator gives each its own"
-                self._note(Note.TWIN, text)
-                self._lose(Reason.FENCED, text, now_ns + self._membership.wait_ns)
+            if record is not None and not self._membership.is_own_nonce(_nonce(record)):
+                self._note(Note.TWIN, TWIN)
+                self._lose(Reason.FENCED, TWIN)
             else:
                 self._lose(Reason.FENCED, "another node fenced this one: it was silent too long")
             return
@@ -374,6 +425,10 @@ class Member:
             return
         self._quotas.sweep(answer.found[3], now_ns)
         self._fences.saw_budget(answer.found[4], now_ns)
+        if now_ns >= self._remembered_ns + REMEMBER_NS:
+            self._remembered_ns = now_ns
+            self._identity = replace(self._identity, revision=answer.revision)
+            self._membership.effects.append(Remembered(self._identity))
         if written_ns is not None:
             self._acknowledge(written_ns)
             if self._membership.beating_since_ns is None:
@@ -431,6 +486,7 @@ class Member:
                 on_answer(outcome, asked_ns, now_ns)
                 return
             self._membership.beating_since_ns = None
+            self._stranger = None
             self._clocks.lose_slot()
             is_rejected = isinstance(outcome, Rejected)
             self._note(Note.REJECTED if is_rejected else Note.BEAT_UNKNOWN, outcome.reason)

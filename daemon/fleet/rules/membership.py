@@ -37,6 +37,7 @@ class Membership:
         horizon_ns: Until when claimed leases may live.
         beating_since_ns: Since when every beat was acknowledged; None: the last was not.
         revision: A revision that the store has reached.
+        earlier_over_ns: When the leases of all earlier memberships under this node's id are over, whoever had them.
         is_suspect: An answer showed that this node may be no member any more: beat at once.
         trouble: Refusal of claims while this node is no member.
         effects: Effects of the event that is being handled, in their order.
@@ -49,6 +50,7 @@ class Membership:
         self.horizon_ns = 0
         self.beating_since_ns: int | None = None
         self.revision = 0
+        self.earlier_over_ns = 0
         self.is_suspect = False
         self.trouble = CUT_OFF
         self.effects: list[Effect] = []
@@ -76,6 +78,14 @@ class Membership:
     def is_mine(self) -> CreateRevisionIs:
         """Return the comparison that this node was not fenced."""
         return CreateRevisionIs(node_key(self.node_id), self.incarnation)
+
+    def is_own_nonce(self, nonce: str) -> bool:
+        """Return whether this run of the process made a nonce."""
+        return nonce.startswith(f"{self.instance}-")
+
+    def is_over(self, revision: int, now_ns: int) -> bool:
+        """Return whether what was written under this node's id at that revision is no other daemon's any more."""
+        return revision > self.incarnation or now_ns >= self.earlier_over_ns
 
     def nonce(self) -> str:
         """Return a text that nothing else in the store has."""

@@ -3,7 +3,8 @@
 A claim is made by one transaction: the name is absent, and this node's record is the one it joined with. Its revision
 is the epoch. An attempt whose answer was lost is repeated with the same nonce: the repetition fails if the first was
 done, and reads the claim back. Nothing is granted until an answer shows the claim. Each beat reads this node's claims;
-one that no lease has and nobody waits for is deleted, however late the attempt was done.
+one that no lease has and nobody waits for is deleted, however late the attempt was done. A claim of an earlier
+membership that this daemon knows nothing of is another daemon's, and is deleted once all leases of that are over.
 """
 
 from collections.abc import Mapping
@@ -82,6 +83,8 @@ class NodeClaims:
         self._wants: dict[int, _Want] = {}
         self._releasing: set[tuple[str, int]] = set()
         self._holders: dict[str, str] = {}
+        self._former: frozenset[tuple[str, int]] = frozenset()
+        """Claims of this daemon's earlier memberships, whose leases are over."""
 
     # --- what the broker wants ---
 
@@ -104,6 +107,7 @@ class NodeClaims:
 
     def restore(self, epochs: Mapping[str, int]) -> None:
         """Take the claims that the broker has."""
+        self._former = frozenset(self.live.items())
         self.live = dict(epochs)
 
     # --- time ---
@@ -197,8 +201,9 @@ class NodeClaims:
             want.refusal = Why.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
         elif record.node_id == membership.node_id:
             self._holders.pop(name, None)
-            if record.incarnation != membership.incarnation or self._is_orphan(name, epoch, record.nonce):
-                self._release(name, epoch, now_ns)
+            is_earlier = record.incarnation != membership.incarnation
+            if is_earlier or self._is_orphan(name, epoch, record.nonce):
+                self._release_if_over(name, epoch, record.nonce, now_ns)
         elif record.node_id != looked_at:
             self._remember_holder(name, record.node_id)
             want.next_ns = now_ns
@@ -228,9 +233,9 @@ class NodeClaims:
                 # QuotaShards sweeps it.
                 continue
             epochs[name] = epoch
-            if self._is_orphan(name, epoch, value.decode(errors="replace")):
+            nonce = value.decode(errors="replace")
+            if self._is_orphan(name, epoch, nonce) and self._release_if_over(name, epoch, nonce, now_ns):
                 self._membership.effects.append(Noted(Note.ORPHAN_DELETED, name=name))
-                self._release(name, epoch, now_ns)
         # A claim above the beat's revision was made after the beat.
         lost = (name for name, epoch in self.live.items() if epoch <= revision and epochs.get(name) != epoch)
         return next(lost, None)
@@ -240,6 +245,14 @@ class NodeClaims:
         if self.live.get(name) == epoch or (name, epoch) in self._releasing:
             return False
         return all(want.nonce != nonce for want in self._wants.values())
+
+    def _release_if_over(self, name: str, epoch: int, nonce: str, now_ns: int) -> bool:
+        """Delete a claim unless another daemon under this node's id may serve it; return whether it may not."""
+        is_known = (name, epoch) in self._former or self._membership.is_own_nonce(nonce)
+        is_over = is_known or self._membership.is_over(epoch, now_ns)
+        if is_over:
+            self._release(name, epoch, now_ns)
+        return is_over
 
     def _release(self, name: str, epoch: int, now_ns: int) -> None:
         """Delete a claim. If the answer is lost, the next beat's sweep deletes it again."""

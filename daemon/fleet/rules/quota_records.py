@@ -94,13 +94,13 @@ def held_entry_key(node_id: str, tenant: str, lease_id: str) -> bytes:
     return held_key(node_id, f"{quote(tenant, safe='')}/{lease_id}")
 
 
-def held_entries(found: Iterable[KeyValue], node_id: str) -> Iterable[tuple[str, str]]:
-    """Yield tenant and lease of each entry among the claims of a node."""
+def held_entries(found: Iterable[KeyValue], node_id: str) -> Iterable[tuple[str, str, int]]:
+    """Yield tenant, lease and revision of each entry among the claims of a node."""
     prefix = held_key(node_id)
     for item in found:
         tenant, slash, lease_id = item.key.removeprefix(prefix).decode(errors="replace").partition("/")
         if slash:
-            yield unquote(tenant), lease_id
+            yield unquote(tenant), lease_id, item.mod_revision
 
 
 def read_shards(found: Iterable[KeyValue]) -> dict[bytes, Shard]:

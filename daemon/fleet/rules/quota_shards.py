@@ -115,6 +115,8 @@ class QuotaShards:
     def __init__(self, membership: Membership, fences: NodeFences) -> None:
         self.live: dict[str, str] = {}
         """Tenants of the leases that have bytes, by lease."""
+        self._former: frozenset[str] = frozenset()
+        """Leases of this daemon's earlier memberships, which are over."""
         self._membership = membership
         self._fences = fences
         self._wants: dict[int, _Want] = {}
@@ -145,14 +147,17 @@ class QuotaShards:
 
     def restore(self, quotas: Mapping[str, str]) -> None:
         """Take the leases that the broker has: their tenants by lease."""
+        self._former = frozenset(self.live)
         self.live = dict(quotas)
 
     def sweep(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
         """Remove those of this node's entries, as a beat read them, that no lease has and nobody waits for."""
         awaited = {want.wanted.lease_id for want in self._wants.values()}
-        for key in held_entries(found, self._membership.node_id):
-            tenant, lease_id = key
+        for tenant, lease_id, revision in held_entries(found, self._membership.node_id):
+            key = tenant, lease_id
             if lease_id in self.live or lease_id in awaited or key in self._endings or key in self._removing:
+                continue
+            if lease_id not in self._former and not self._membership.is_over(revision, now_ns):
                 continue
             self._membership.effects.append(Noted(Note.ORPHAN_DELETED, f"bytes of {tenant}'s lease {lease_id}"))
             self.end(tenant, lease_id, now_ns)
@@ -320,8 +325,9 @@ class QuotaShards:
                 if len(quota.writes) >= MAX_DROPS:
                     return
                 if entry.node_id == membership.node_id:
-                    # This node joined with no claimed lease left: an earlier incarnation's leases are over.
-                    is_over = entry.incarnation != membership.incarnation
+                    is_known = lease_id in self._former
+                    is_earlier = entry.incarnation != membership.incarnation
+                    is_over = is_earlier and (is_known or membership.is_over(entry.incarnation, now_ns))
                 elif entry.node_id in found:
                     is_over, _ = self._fences.look(entry.node_id, entry.incarnation, found[entry.node_id], now_ns)
                 else:

@@ -57,6 +57,7 @@ OWN_TERM = 600 * S
 """A lease's own deadline, which its tenant renews as it likes."""
 STUCK = 3 * S
 """After an election an old leader, which was stuck, revokes leases that the new one has kept alive."""
+TWIN = "twin"
 MAX_LATE_S = 90
 MAX_PROOF = S
 
@@ -93,8 +94,9 @@ class Lease:
 
 @dataclass
 class Node:
-    """A host: its clock, its fleet process, and what outlives that."""
+    """A host: its clock, its fleet process, and what outlives that; `key` tells it from another with its node id."""
 
+    key: str
     node_id: str
     rate: float
     offset: int
@@ -160,12 +162,17 @@ class Fleet:
         self.is_broken = False
         self.kept: dict[str, int] = {}
         """When etcd last had a beat of each node, for the design with leases."""
+        keys = [f"n{number}" for number in range(len(rates) - 1)]
+        # The last is a host with the id of another: a clone, or what that was before it lost its journal.
         self.nodes = {
-            f"n{number}": Node(f"n{number}", rate, self.random.randrange(10**6) * S)
-            for number, rate in enumerate(rates)
+            key: Node(key, node_id, rate, self.random.randrange(10**6) * S)
+            for key, node_id, rate in zip([*keys, TWIN], [*keys, keys[0]], rates, strict=True)
         }
-        for node in self.nodes.values():
-            self.start(node, remembers=False)
+        self.forgot = False
+        """Whether a node was started without its journal, so that it waits before it joins."""
+        for key in keys:
+            self.start(self.nodes[key], remembers=False)
+        self.forgot = False
 
     def broken(self, text: str) -> Broken:
         """Return an error to raise, and remember that there was one."""
@@ -191,10 +198,11 @@ class Fleet:
     def start(self, node: Node, remembers: bool) -> None:
         """Start a node's daemon anew; what it remembers is in its journal."""
         node.runs += 1
+        self.forgot |= not remembers
         node.notes.clear()
         node.inbox.clear()
         node.is_ending = False
-        instance = f"{node.node_id}.{node.runs}"
+        instance = f"{node.key}.{node.runs}"
         if self.design is Design.TRUST:
             node.decider = TrustingMember(node.node_id)
         else:
@@ -307,9 +315,9 @@ class Fleet:
             if self.ends(node) <= self.now:
                 continue
             for lease in node.living():
-                other = places.setdefault(lease.name, node.node_id)
-                if other != node.node_id:
-                    raise self.broken(f"{lease.name} lives on {other} and {node.node_id} at {self.now / S:.3f} s")
+                other = places.setdefault(lease.name, node.key)
+                if other != node.key:
+                    raise self.broken(f"{lease.name} lives on {other} and {node.key} at {self.now / S:.3f} s")
 
     def expire(self, node: Node) -> None:
         """End what the horizon has ended: the page and the zygote did it, not the daemon."""
@@ -422,21 +430,20 @@ class Fleet:
         for node in self.nodes.values():
             if node.is_paused:
                 self.resume(node)
-            if node.decider is None:
+            if node.decider is None and node.runs:
                 self.start(node, remembers=self.random.random() < 0.5)
 
     def check_back(self) -> None:
-        """Check that every node may grant, but one that refused itself, whose clock's rate is far from the others'."""
-        middle = median(node.rate for node in self.nodes.values())
-        for node in self.nodes.values():
-            is_refused = node.decider is not None and any(noted.note is Note.REFUSED for noted in node.notes)
-            if is_refused and abs(middle / node.rate - 1) > TERMS.rho / 2:
+        """Check that one daemon of every node id may grant, but one whose clock's rate is far from the others'."""
+        middle = median(node.rate for node in self.nodes.values() if node.runs)
+        for node_id in {node.node_id for node in self.nodes.values()}:
+            hosts = [node for node in self.nodes.values() if node.node_id == node_id and node.runs]
+            far_off = [node for node in hosts if abs(middle / node.rate - 1) > TERMS.rho / 2]
+            if any(noted.note is Note.REFUSED for node in far_off for noted in node.notes):
                 continue
-            clock = node.clock(self.now)
-            if clock >= node.horizon or node.is_ending:
-                raise self.broken(
-                    f"{node.node_id} is not back: its horizon passed {(clock - node.horizon) / S:.1f} s ago"
-                )
+            back = [node.key for node in hosts if node.clock(self.now) < node.horizon and not node.is_ending]
+            if len(back) != 1:
+                raise self.broken(f"of {[node.key for node in hosts]} are back: {back}")
 
     def check_healed(self) -> None:
         """Check that every node may grant, and that etcd has the claims of living leases alone."""

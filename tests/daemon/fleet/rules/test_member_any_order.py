@@ -11,13 +11,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from .model_fleet import MAX_LATE_S, MAX_PROOF, TERMS, TIMEOUT, Broken, Design, Fleet, Node, S
+from .model_fleet import MAX_LATE_S, MAX_PROOF, TERMS, TIMEOUT, TWIN, Broken, Design, Fleet, Node, S
 
 NAMES = st.sampled_from(["model-a", "model-b"])
-NODES = st.integers(0, 2)
+KEYS = st.sampled_from(["n0", "n1", "n2", TWIN])
 RATES = st.sampled_from([1 - TERMS.rho, 1.0, 1 + TERMS.rho])
 SECONDS = st.sampled_from([0.01, 0.3, 1, 4, 10, 16, 32, 50])
 TWO_BEATS_S = 2 * TERMS.horizon_s / 6
+SILENCE_S = TERMS.horizon_s * 0.55
+"""Half a horizon by the slowest clock, and a look."""
 
 
 class Fault(Enum):
@@ -36,39 +38,39 @@ class FleetOrder(RuleBasedStateMachine):
 
     design: ClassVar[Design] = Design.RULES
 
-    @initialize(seed=st.integers(0, 2**32), rates=st.tuples(RATES, RATES, RATES))
+    @initialize(seed=st.integers(0, 2**32), rates=st.tuples(RATES, RATES, RATES, RATES))
     def begin(self, seed: int, rates: tuple[float, ...]) -> None:
         self.fleet = Fleet(seed, list(rates), self.design)
         self.fleet.advance(1)
 
-    def node(self, number: int) -> Node:
-        return self.fleet.nodes[f"n{number}"]
+    def node(self, key: str) -> Node:
+        return self.fleet.nodes[key]
 
     @rule(seconds=SECONDS)
     def time_passes(self, seconds: float) -> None:
         self.fleet.advance(seconds)
 
-    @rule(number=NODES, name=NAMES, wait_s=st.sampled_from([0, 5, 100, 300]), seconds=SECONDS)
-    def want(self, number: int, name: str, wait_s: float, seconds: float) -> None:
-        self.fleet.want(self.node(number), name, wait_s)
+    @rule(key=KEYS, name=NAMES, wait_s=st.sampled_from([0, 5, 100, 300]), seconds=SECONDS)
+    def want(self, key: str, name: str, wait_s: float, seconds: float) -> None:
+        self.fleet.want(self.node(key), name, wait_s)
         self.fleet.advance(seconds)
 
-    @rule(number=NODES)
-    def end_all(self, number: int) -> None:
-        node = self.node(number)
+    @rule(key=KEYS)
+    def end_all(self, key: str) -> None:
+        node = self.node(key)
         if node.decider and not node.is_paused:
             for lease in node.living():
                 self.fleet.end(node, lease)
 
-    @rule(number=NODES, fault=st.sampled_from([*Fault, Fault.LEADER]), seconds=SECONDS)
-    def fault(self, number: int, fault: Fault, seconds: float) -> None:
-        fleet, node = self.fleet, self.node(number)
+    @rule(key=KEYS, fault=st.sampled_from([*Fault, Fault.LEADER]), seconds=SECONDS)
+    def fault(self, key: str, fault: Fault, seconds: float) -> None:
+        fleet, node = self.fleet, self.node(key)
         match fault:
             case Fault.CUT:
                 node.is_cut = True
             case Fault.PAUSE if node.decider:
                 fleet.pause(node)
-            case Fault.KILL | Fault.RESET:
+            case Fault.KILL | Fault.RESET if node.runs:
                 node.is_paused = False
                 fleet.kill(node, fault is Fault.RESET)
             case Fault.LEADER if fleet.has_leader:
@@ -77,10 +79,10 @@ class FleetOrder(RuleBasedStateMachine):
                 fleet.slowness_s = min(seconds, 4)
         fleet.advance(seconds)
 
-    @rule(number=NODES, remembers=st.booleans())
-    def recover(self, number: int, remembers: bool) -> None:
+    @rule(key=KEYS, remembers=st.booleans())
+    def recover(self, key: str, remembers: bool) -> None:
         """End a node's faults."""
-        fleet, node = self.fleet, self.node(number)
+        fleet, node = self.fleet, self.node(key)
         node.is_cut = False
         fleet.slowness_s = 0
         if node.is_paused:
@@ -96,8 +98,11 @@ class FleetOrder(RuleBasedStateMachine):
         fleet.heal()
         # Leases end, their memory is proved free, and requests of before the cut are answered; then two beats.
         fleet.advance((TIMEOUT + 2 * MAX_PROOF) / S + TWO_BEATS_S)
+        if fleet.forgot:
+            # Who does not know that a record is its own has others' silence to wait for.
+            fleet.advance(SILENCE_S)
         fleet.check_back()
-        # Requests that were held up are done by now; then two beats.
+        # Requests that were held up are done by now, and claims of earlier daemons are over; then two beats.
         fleet.advance(MAX_LATE_S + TWO_BEATS_S)
         fleet.check_healed()
 

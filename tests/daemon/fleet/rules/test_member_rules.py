@@ -30,10 +30,12 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Noted,
     Reason,
     RecordChanged,
+    Remembered,
     Started,
     TimerFired,
     Why,
 )
+from gpulease.daemon.fleet.rules.member import LEFT_OVER, TWIN
 from gpulease.daemon.fleet.rules.node_claims import MAX_WANTS
 
 from .member_host import BEAT, Host, S, T, together
@@ -155,16 +157,105 @@ def test_a_daemon_that_forgot_its_incarnation_ends_its_claims_first(etcd: ModelE
     assert host.asked == []
 
 
-def test_a_twin_is_noted_and_gives_way_for_a_horizon(etcd: ModelEtcd) -> None:
-    host, twin = Host(etcd).begin(), Host(etcd, run=2).begin()
-    host.run(6)
+def test_a_twin_stays_out_while_the_first_beats(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    epoch = host.take(Claimed)[0].epoch
+    twin = Host(etcd, run=2).begin()
+    together(60, host, twin)
+    assert (twin.take(Joined), host.take(EndClaimed)) == ([], [])
+    assert [noted.text for noted in twin.take(Noted) if noted.note is Note.REFUSED] == [f"{LEFT_OVER} 15 s", TWIN]
+    twin.ask_for("other")
+    (refused,) = twin.take(ClaimRefused)
+    assert (refused.why, refused.text) == (Why.ISOLATED, TWIN)
+    assert etcd.keys[name_key("m")].mod_revision == epoch
+
+
+def test_a_node_that_lost_its_journal_waits_until_its_leases_of_before_are_over(etcd: ModelEtcd) -> None:
+    first = Host(etcd).begin()
+    first.ask_for()
+    epoch = first.take(Claimed)[0].epoch
+    # Nobody knows that its lease lives, until its horizon.
+    horizon = first.take(MoveHorizon)[-1].horizon_ns
+    host = Host(etcd, now=first.now, run=2).begin()
+    host.want(wait_s=100)
+    host.run(14.9)
+    assert host.take(Joined) == []
+    host.run(1.2)
+    assert host.take(Joined)[-1].incarnation == etcd.keys[node_key("a")].create_revision
+    while not (claimed := host.take(Claimed)):
+        assert name_key("m") not in etcd.keys or etcd.keys[name_key("m")].mod_revision == epoch
+        host.run(0.1)
+    assert host.now > horizon
+    assert claimed[0].epoch > epoch
+    assert host.now < first.now + 50 * S
+
+
+def test_the_claims_of_a_node_that_was_fenced_and_lost_its_journal_wait_too(etcd: ModelEtcd) -> None:
+    first = Host(etcd).begin()
+    first.ask_for()
+    etcd.delete(node_key("a"))
+    host = Host(etcd, now=first.now, run=2).begin()
+    host.run(1)
+    assert len(host.take(Joined)) == 1, "no other daemon's record is there"
+    host.run(28)
+    assert host.claims() == "a"
+    host.run(8)
+    assert host.claims() == ""
+
+
+def test_a_twin_that_took_over_ends_the_first_once_that_is_silent(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.effects.clear()
+    host.is_cut = True
+    twin = Host(etcd, now=host.now, run=2).begin()
+    together(20, host, twin)
+    assert len(twin.take(Joined)) == 1
+    host.is_cut = False
+    together(6, host, twin)
+    assert [(end.reason, end.text) for end in host.take(EndClaimed)] == [(Reason.FENCED, TWIN)]
     assert Note.TWIN in [noted.note for noted in host.take(Noted)]
     host.send(LiveClaims())
-    host.run(20)
-    assert etcd.keys[node_key("a")].create_revision == twin.take(Joined)[-1].incarnation
+    together(100, host, twin)
+    assert (host.take(Joined), twin.take(EndClaimed)) == ([], [])
+
+
+def test_another_daemon_s_silence_counts_only_while_etcd_answers(etcd: ModelEtcd) -> None:
+    Host(etcd).begin()
+    host = Host(etcd, run=2).begin()
+    host.run(10)
+    host.is_cut = True
+    host.run(10)
+    host.is_cut = False
+    host.run(14)
+    assert host.take(Joined) == []
+    host.run(4)
+    assert len(host.take(Joined)) == 1
 
 
 # --- the store ---
+
+
+def test_a_backup_older_than_a_minute_is_noticed_after_a_restart(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    incarnation, _ = host.joined()
+    backup = etcd.copy()
+    host.run(130)
+    identity = host.take(Remembered)[-1].identity
+    assert identity.revision > backup.revision
+    host = Host(backup, now=host.now, run=2, incarnation=incarnation, identity=identity).begin()
+    assert host.take(Joined) == []
+    assert "was at" in host.take(Noted)[0].text
+
+
+def test_a_living_lease_s_epoch_shows_that_the_store_went_back(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    incarnation, identity = host.joined()
+    backup = etcd.copy()
+    host.ask_for()
+    epoch = host.take(Claimed)[0].epoch
+    host = Host(backup, now=host.now, run=2, incarnation=incarnation, identity=identity).begin({"m": epoch})
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
 
 
 def test_a_store_that_went_back_is_refused_until_an_operator_renews_it(etcd: ModelEtcd) -> None:
