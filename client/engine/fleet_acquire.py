@@ -68,7 +68,8 @@ LOST_PAUSE_S: Final = 0.1
 """Pause between two such tries."""
 
 WAIT_SLICE_S: Final = 2.0
-"""Longest wait in one node's line for room, before others are asked again: room may be free elsewhere by then."""
+"""Longest wait in one node's line for room, before others are asked again: room may be free elsewhere by then. And
+longest wait for a name at the node that serves it, before another is asked."""
 
 ROUND_PAUSE_S: Final = 0.25
 """Pause between two rounds where no node has a line to wait in."""
@@ -190,16 +191,33 @@ class _Search:
         return None
 
     def _wait(self, left_s: float) -> Procedure[Granted | None]:
-        """Wait where that helps: for a name at a node that said it is taken, else for room in one node's line."""
+        """Wait where that helps: for a name where it may come free, else for room in one node's line."""
         waits = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
         named = [refusal for refusal in waits if self._place.name and type(refusal.error) is Busy]
         full = [refusal for refusal in waits if type(refusal.error) is CapacityExceeded]
         if named:
-            return (yield from self._ask(named[0].candidate, left_s))
+            return (yield from self._wait_for_name(named[0], left_s))
         if full:
             return (yield from self._ask(full[0].candidate, min(left_s, WAIT_SLICE_S)))
         yield Sleep(min(left_s, ROUND_PAUSE_S))
         return None
+
+    def _wait_for_name(self, refusal: _Refusal, left_s: float) -> Procedure[Granted | None]:
+        """Wait at the node that serves the name, where it comes free first, and then at another.
+
+        A node that is cut off from its fleet keeps who waits there waiting. Only another node can fence it.
+        """
+        if not refusal.holds_name:
+            return (yield from self._ask(refusal.candidate, left_s))
+        granted = yield from self._ask(refusal.candidate, min(left_s, WAIT_SLICE_S))
+        left_s = self._end - self._clock()
+        if granted is not None or left_s <= 0:
+            return granted
+        place = replace(self._place, tried=(refusal.candidate.node_id,))
+        self._last = yield from ask_directories(self._fleet, Opcode.PLACE, place)
+        for candidate in self._last.candidates[:1]:
+            granted = yield from self._ask(candidate, left_s)
+        return granted
 
     def _is_taken(self, candidate: Candidate) -> bool:
         """Return whether the node that serves the name keeps it: no other node can have it now."""

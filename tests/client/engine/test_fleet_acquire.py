@@ -17,6 +17,7 @@ from gpulease.client import (
     InvalidRequest,
     aio,
 )
+from gpulease.client.engine.fleet_acquire import WAIT_SLICE_S
 from gpulease.protocol import Exclusivity, Failure, Opcode, Request, Status
 from gpulease.protocol.messages import Body, Candidate, LeaseAlloc, Place, Placement
 from gpulease.protocol.opcodes import LABELS_TAG, NAME_TAG, REQUEST_ID_TAG
@@ -243,6 +244,26 @@ def test_a_name_is_waited_for_at_the_node_that_serves_it(run: Run, fleet: MadeFl
         with pytest.raises(Busy, match="the name 'model-a' is served by node n1"):
             await face.acquire(named(builder(face, fleet.address)))
         assert fleet.asked("n2") == []
+
+    run(scenario)
+
+
+def test_a_name_is_waited_for_elsewhere_if_its_node_does_not_let_it_go(run: Run, fleet: MadeFleet) -> None:
+    fleet.order, fleet.holder = ["n1", "n2"], "n1"
+    fleet.refuse("n1", Status.BUSY, "this node is cut off from its fleet")
+    fleet.nodes["n2"].report = {"name": "model-a", "epoch": 8}
+
+    async def scenario(face: Face) -> None:
+        for node in fleet.nodes.values():
+            node.heard.clear()
+        lease = await face.acquire(named(builder(face, fleet.address)).timeout(50))
+        assert (lease.address, lease.epoch) == (fleet.nodes["n2"].address, 8)
+        at_the_holder = [body.wait_ms for body in fleet.asked("n1")]
+        assert at_the_holder == [0, 1000 * WAIT_SLICE_S]
+        (elsewhere,) = fleet.asked("n2")
+        assert 1000 * WAIT_SLICE_S < elsewhere.wait_ms <= 50_000
+        assert len(request_ids(*fleet.asked("n1"), elsewhere)) == 1
+        await lease.free()
 
     run(scenario)
 
