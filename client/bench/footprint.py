@@ -77,6 +77,14 @@ def footprints_of(broker: int) -> Footprints:
     return Footprints(_footprint(broker), _footprint(zygote), len(workers), mean_kib)
 
 
+def processes_of(broker: int) -> list[int]:
+    """Return the process ids of a daemon: its broker's, and those of all below it."""
+    found = [broker]
+    for pid in found:
+        found += [child for child, _ in _children(pid)]
+    return found
+
+
 def _footprint(pid: int) -> Footprint:
     looks = []
     for look in range(LOOKS):

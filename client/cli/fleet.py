@@ -119,9 +119,14 @@ def _fleet() -> Fleet:
     return found
 
 
-def _listing() -> Report:
-    report: Any = drive(ask_directories(_fleet(), Opcode.FLEET_LIST, Empty())).report
+def listing_of(fleet: Fleet) -> Report:
+    """Ask a fleet's directories for its nodes and names. Raises Disconnected if none answers."""
+    report: Any = drive(ask_directories(fleet, Opcode.FLEET_LIST, Empty())).report
     return _checked(report)
+
+
+def _listing() -> Report:
+    return listing_of(_fleet())
 
 
 def _checked(report: Any) -> Report:

@@ -14,11 +14,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from gpulease.client.bench.footprint import processes_of
 from gpulease.client.cli.exit_status import CannotStart, die_by_signal
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
 
 START_TIMEOUT_S: Final = 90.0
 """Seconds for a daemon to listen: on a GPU host it first makes a context on every card."""
+
+SOCKET_NAME: Final = "daemon.sock"
 
 STOP_TIMEOUT_S: Final = 15.0
 """Seconds for the daemon to release everything, before it is killed."""
@@ -55,47 +58,77 @@ def _cache() -> dict[str, str]:
     return {CACHE_VARIABLE: str(folder / "gpulease" / "cpu")}
 
 
-class PrivateDaemon:
-    """A daemon's process in a folder of its own.
+class PrivateServer:
+    """A process of gpulease's that listens at a socket in a folder of its own.
 
     Attributes:
         address: Where it listens.
     """
 
-    def __init__(self, folder: Path, options: list[str], settings: str = "") -> None:
-        self._path = str(folder / "daemon.sock")
+    def __init__(self, folder: Path, module: str, options: list[str]) -> None:
+        self._path = str(folder / SOCKET_NAME)
         self.address = f"unix:{self._path}"
         self._log_path = folder / "log"
-        self._command = [sys.executable, "-P", "-m", "gpulease.daemon", "--listen", self.address, *options]
-        if settings:
-            file = folder / "settings.toml"
-            file.write_text(settings)
-            self._command += ["--config", str(file)]
+        self._command = [sys.executable, "-P", "-m", module, "--listen", self.address, *options]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start the process, and wait until it answers. Raises CannotStart."""
+        self.begin()
+        self.await_answer()
+
+    def begin(self) -> None:
+        """Start the process, and return at once."""
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_cache() | os.environ
             )
-        _wait_until_it_answers(self._process, self._path, self._log_path)
+
+    def await_answer(self) -> None:
+        """Wait until the process answers. Raises CannotStart."""
+        if self._process is not None:
+            _wait_until_it_answers(self._process, self._path, self._log_path)
 
     @property
-    def is_running(self) -> bool:
-        """Return whether the process was started and has not ended."""
-        return self._process is not None and self._process.poll() is None
+    def has_crashed(self) -> bool:
+        """Return whether the process has ended, and not in order: what it had started may run still."""
+        return self._process is not None and self._process.poll() not in (None, 0)
 
     def kill(self) -> None:
-        """End the broker as a crash would: the sessions of a daemon that keeps its leases go on."""
+        """End the process as a crash would: the sessions of a daemon that keeps its leases go on."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+    def kill_all(self) -> None:
+        """End the process and all below it as the loss of its host would."""
+        if self._process is not None:
+            for pid in processes_of(self._process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def ask_to_stop(self) -> None:
+        """Have the process stop in order, and return at once."""
+        if self._process is not None:
+            _ask_to_stop(self._process)
 
     def stop(self) -> None:
         """Stop the process in order, or kill it."""
         if self._process is not None:
             _stop(self._process)
+
+
+class PrivateDaemon(PrivateServer):
+    """A daemon's process."""
+
+    def __init__(self, folder: Path, options: list[str], settings: str = "") -> None:
+        if settings:
+            file = folder / "settings.toml"
+            file.write_text(settings)
+            options = [*options, "--config", str(file)]
+        super().__init__(folder, "gpulease.daemon", options)
 
 
 @contextlib.contextmanager
@@ -204,9 +237,13 @@ def _answers(path: str) -> bool:
         return sock.connect_ex(path) == 0
 
 
-def _stop(process: "subprocess.Popen[bytes]") -> None:
+def _ask_to_stop(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    _ask_to_stop(process)
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
