@@ -5,6 +5,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,37 @@ def per_call_us(action: Callable[[], object], fence: Callable[[], object], count
 def gigabytes_per_s(action: Callable[[], object], size_bytes: int, count: int) -> float:
     """Return the median throughput of `count` copies of `size_bytes`, in 1e9 bytes per second."""
     return size_bytes / percentile(timed_us(action, count), 50) / 1e3
+
+
+def load_figures(ask: Callable[[], float], at_a_time: int, seconds: float) -> Figures:
+    """Keep so many calls of `ask` under way for so long; return the rate, and percentiles of the seconds it returns.
+
+    Raises what the first call that fails raises.
+    """
+    took_s: list[float] = []
+    errors: list[BaseException] = []
+    started = time.perf_counter()
+
+    def go_on() -> None:
+        try:
+            while time.perf_counter() - started < seconds and not errors:
+                took_s.append(ask())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=go_on) for _ in range(at_a_time)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return {"per_s": len(took_s) / (time.perf_counter() - started)} | percentiles_ms(took_s)
+
+
+def percentiles_ms(took_s: Sequence[float]) -> Figures:
+    """Return the median and the 99th percentile of seconds, in milliseconds."""
+    return {f"p{part}_ms": percentile(took_s, part) * 1e3 for part in (50, 99)}
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:

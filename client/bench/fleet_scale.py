@@ -1,27 +1,30 @@
-"""Measure a fleet without its hosts: refusals of simulated nodes, and simulated nodes' beats on a real etcd."""
+"""Measure a fleet: what it costs a tenant, how soon a name lives on, and what nodes beyond this host would do.
+
+Leases, grants, launches and fail-overs are those of real daemons on the embedded driver, real directories and a real
+etcd. Refusals are simulated, and so are the nodes that beat on a real etcd.
+"""
 
 import json
 import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.bench.figures import Say
+from gpulease.client.bench.fleet_fail_over import FAULTS, GOAL_HORIZON_S, STAYS, fails_over, measure_fail_over
+from gpulease.client.bench.fleet_leases import measure_leases
 from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.cli.private_daemon import short_folder, unwound_by_signals
+from gpulease.client.cli.private_fleet import etcd_program, private_etcd
 
 USED: Final = (0.5, 0.9, 0.97)
 ORDERS: Final = ("spread", "pack")
-NODES: Final = 1_000
-QUICK_NODES: Final = 50
-"""Simulated nodes for refusals. What a node meets does not depend on how many there are, beyond some hundred."""
-
-BEAT_NODES: Final = (1_000, 10_000)
-QUICK_BEAT_NODES: Final = (100,)
 MEMBERS: Final = 3
 BEAT_S: Final = 5.0
 """A sixth of the horizon at its default."""
 
-BEATS_FOR_S: Final = 20.0
-QUICK_BEATS_FOR_S: Final = 5.0
 TIMEOUT_S: Final = 1_800.0
 """Seconds for one part; one that hangs must not hang the benchmark."""
 
@@ -31,28 +34,89 @@ GOAL_PERCENT: Final = 1.0
 Figures = dict[str, Any]
 
 
-def measure_fleet(nodes: int | None, quick: bool, say: Say) -> Figures:
-    """Measure all that needs no fleet; `nodes` are those whose refusals are simulated. Raises CannotStart."""
-    nodes = nodes or (QUICK_NODES if quick else NODES)
-    found: Figures = {"refusals": [], "beats": []}
-    for used in USED:
-        for order in ORDERS:
-            say(f"refusals of {nodes:,} simulated nodes, {used:.0%} of their memory asked for, {order}")
-            found["refusals"].append(_figures("placement_refusals", str(nodes), str(used), order))
-    for count in QUICK_BEAT_NODES if quick else BEAT_NODES:
-        say(f"beats of {count:,} simulated nodes on {MEMBERS} members of etcd")
-        seconds = QUICK_BEATS_FOR_S if quick else BEATS_FOR_S
-        found["beats"].append(_figures("etcd_beats", str(MEMBERS), str(count), str(BEAT_S), str(seconds)))
-    return found
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """The size of one run.
+
+    Attributes:
+        nodes: Simulated nodes for refusals; what a node meets does not depend on how many there are, beyond some
+            hundred.
+        beat_nodes: Simulated nodes that beat, in each run.
+        beats_for_s: Seconds of each such run.
+        acquires: Acquires of each kind that are timed.
+        load_s: Seconds of each load of grants.
+        rounds: Rounds of launches, and of each fault.
+        launches: Launches pipelined in a round.
+        horizon_s: The horizon of the fleets, in seconds.
+        faults: Names of the faults.
+    """
+
+    nodes: int = 1_000
+    beat_nodes: tuple[int, ...] = (1_000, 10_000)
+    beats_for_s: float = 20.0
+    acquires: int = 300
+    load_s: float = 10.0
+    rounds: int = 3
+    launches: int = 20_000
+    horizon_s: int = GOAL_HORIZON_S
+    faults: tuple[str, ...] = tuple(FAULTS)
 
 
-def packs_well(found: Figures) -> bool:
-    """Return whether packing refuses as little as it should."""
-    return all(
+QUICK: Final = FleetPlan(50, (100,), 5.0, 30, 1.0, 1, 5_000, 4, ("daemon", "node", "cut", STAYS))
+"""About 90 s on two quiet cores."""
+
+
+def plan_of(quick: bool, **given: int | None) -> FleetPlan:
+    """Return the plan of a usual or a quick run, with the sizes that are given instead of its own."""
+    sizes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(QUICK if quick else FleetPlan(), **sizes)
+
+
+def measure_fleet(plan: FleetPlan, say: Say) -> Figures:
+    """Measure all of it. Raises CannotStart, at once if there is no etcd, or GpuLeaseError."""
+    etcd_program()
+    with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="gpulease-", dir=short_folder()) as name:
+        folder = Path(name)
+        leases = measure_leases(folder, plan.horizon_s, plan.acquires, plan.load_s, plan.rounds, plan.launches, say)
+        fail_over = measure_fail_over(plan.faults, plan.horizon_s, plan.rounds, say)
+        return {
+            "placement": leases.placement,
+            "grants": leases.grants,
+            "launches": leases.launches,
+            "fail_over": fail_over,
+            "refusals": _refusals(plan, say),
+            "beats": _beats(plan, folder, say),
+        }
+
+
+def reaches_fleet_goals(found: Figures) -> bool:
+    """Return whether packing refuses as little as it should, and names fail over in time and without an overlap."""
+    packs_well = all(
         one["refused_percent"] <= GOAL_PERCENT
         for one in found["refusals"]
         if one["order"] == "pack" and one["asked_part"] == 0.9
     )
+    return packs_well and fails_over(found["fail_over"])
+
+
+def _refusals(plan: FleetPlan, say: Say) -> list[Figures]:
+    found = []
+    for used in USED:
+        for order in ORDERS:
+            say(f"refusals of {plan.nodes:,} simulated nodes, {used:.0%} of their memory asked for, {order}")
+            found.append(_figures("placement_refusals", str(plan.nodes), str(used), order))
+    return found
+
+
+def _beats(plan: FleetPlan, folder: Path, say: Say) -> list[Figures]:
+    found = []
+    for count in plan.beat_nodes:
+        say(f"beats of {count:,} simulated nodes on {MEMBERS} members of etcd")
+        with private_etcd(folder / f"beats-{count}", MEMBERS) as members:
+            endpoints = ",".join(member.endpoint for member in members)
+            pids = ",".join(str(member.pid) for member in members)
+            found.append(_figures("etcd_beats", endpoints, pids, str(count), str(BEAT_S), str(plan.beats_for_s)))
+    return found
 
 
 def _figures(module: str, *arguments: str) -> Figures:

@@ -3,13 +3,12 @@
 import itertools
 import secrets
 import tempfile
-import threading
 import time
 from typing import Final
 
 import numpy as np
 
-from gpulease.client.bench.figures import percentile
+from gpulease.client.bench.figures import load_figures, percentiles_ms
 from gpulease.client.bench.lease_life import await_pool
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.serve.gateway import (
@@ -60,28 +59,6 @@ class _Load:
             raise GpuLeaseError("a request's output is wrong")
         return took_s
 
-    def run(self, at_a_time: int, seconds: float) -> dict[str, float]:
-        """Keep `at_a_time` requests in flight for so long; return the figures."""
-        took: list[float] = []
-        errors: list[BaseException] = []
-        started = time.perf_counter()
-
-        def go_on() -> None:
-            try:
-                while time.perf_counter() - started < seconds and not errors:
-                    took.append(self.ask())
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=go_on) for _ in range(at_a_time)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return {"per_s": len(took) / (time.perf_counter() - started)} | _times(took)
-
 
 def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str, dict[str, float]]:
     """Measure rates and times by requests in flight; with a pool, also requests that find it full.
@@ -96,17 +73,13 @@ def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str
         try:
             load = _Load(store, address)
             load.ask()  # compiles the kernel
-            figures = {f"{count} at a time": load.run(count, seconds) for count in AT_A_TIME}
+            figures = {f"{count} at a time": load_figures(load.ask, count, seconds) for count in AT_A_TIME}
             if has_pool:
                 took = []
                 for _ in range(SPACED):
                     await_pool(address)
                     took.append(load.ask())
-                figures["alone, pool full"] = _times(took)
+                figures["alone, pool full"] = percentiles_ms(took)
             return figures
         finally:
             store.close()
-
-
-def _times(took: list[float]) -> dict[str, float]:
-    return {f"p{part}_ms": percentile(took, part) * 1e3 for part in (50, 99)}

@@ -13,7 +13,8 @@ import click
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import measure_core, reaches_all_goals
 from gpulease.client.bench.figures import Figures, Say, print_figures
-from gpulease.client.bench.fleet_scale import measure_fleet, packs_well
+from gpulease.client.bench.fleet_scale import FleetPlan, measure_fleet, plan_of, reaches_fleet_goals
+from gpulease.client.bench.fleet_tables import fleet_tables
 from gpulease.client.bench.load import main as measure_load
 from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import keeps_the_pin, measure_regions
@@ -49,6 +50,10 @@ REQUEST_S: Final = 5.0
 
 LOAD_MINUTES: Final = 10.0
 
+MIN_HORIZON_S: Final = 2
+MAX_HORIZON_S: Final = 600
+"""Horizons that a daemon takes."""
+
 _POSITIVE: Final = click.IntRange(min=1)
 
 
@@ -61,7 +66,7 @@ _POSITIVE: Final = click.IntRange(min=1)
     "--leases",
     type=_POSITIVE,
     help="Acquired and freed, and as many left to expire, and revoked: 30, or 5 with --quick. At a time: with --load"
-    " 200, --core 10,000.",
+    " 200, --core 10,000. Of --fleet, of each kind: 300, or 30 with --quick.",
 )
 @click.option("--tcp", default="", help="Where the daemon that runs listens for TCP, to measure that too.")
 @click.option(
@@ -79,7 +84,17 @@ _POSITIVE: Final = click.IntRange(min=1)
     is_flag=True,
     help="Instead, the decode engine's steps and kernels, a JSON object a figure, a line each.",
 )
-@click.option("--fleet", is_flag=True, help="Instead, a fleet: simulated refusals, and beats of nodes on a real etcd.")
+@click.option(
+    "--fleet",
+    is_flag=True,
+    help="Instead, a fleet: leases and launches beside one host, fail-overs of a name, simulated refusals, beats of"
+    " simulated nodes on a real etcd; fails if a name is served twice or too late.",
+)
+@click.option(
+    "--horizon-secs",
+    type=click.IntRange(MIN_HORIZON_S, MAX_HORIZON_S),
+    help="Of --fleet: the horizon; 30, 4 with --quick.",
+)
 @click.option("--nodes", type=_POSITIVE, help="Of --fleet: nodes whose refusals are simulated; 1,000, 50 with --quick.")
 @click.option(
     "--round-trips", is_flag=True, help="Instead, round trips alone, beside C, cuda-bindings and pycuda in turn."
@@ -102,6 +117,7 @@ def bench(
     storm: bool,
     decode: bool,
     fleet: bool,
+    horizon_secs: int | None,
     nodes: int | None,
     round_trips: bool,
     peers: bool,
@@ -127,7 +143,8 @@ def bench(
         _run_decode(driver, quick, say, as_json)
         return
     if fleet:
-        _run_fleet(nodes, quick, say, as_json)
+        sizes = {"nodes": nodes, "rounds": rounds, "launches": launches, "acquires": leases, "horizon_s": horizon_secs}
+        _run_fleet(plan_of(quick, **sizes), say, as_json)
     if core:
         say("the lease core alone")
         _run_core(leases or CORE_LEASES, as_json)
@@ -189,41 +206,10 @@ def _run_core(leases: int, as_json: bool) -> NoReturn:
     sys.exit(0 if reaches_all_goals(figures) else 1)
 
 
-def _run_fleet(nodes: int | None, quick: bool, say: Say, as_json: bool) -> NoReturn:
-    found = measure_fleet(nodes, quick, say)
-    click.echo(json.dumps(found, indent=2) if as_json else _fleet_tables(found))
-    sys.exit(0 if packs_well(found) else 1)
-
-
-def _fleet_tables(found: Mapping[str, list[dict[str, Any]]]) -> str:
-    refusals = [
-        [
-            f"{one['asked_part']:.0%}",
-            one["order"],
-            f"{one['refused_percent']:.2f} %",
-            f"{one['asked_again_percent']:.1f} %",
-            f"{one['used_percent']:.1f} %",
-        ]
-        for one in found["refusals"]
-    ]
-    nodes = found["refusals"][0]["nodes"]
-    titles = [f"{nodes:,} nodes: memory asked for", "order", "refused", "another node asked", "memory used"]
-    beats = [
-        [
-            f"{one['nodes']:,}",
-            f"{one['beats_per_s']:.0f} of {one['beats_wanted_per_s']:.0f}",
-            *(f"{one[name]:.1f} ms" if one[name] is not None else "-" for name in _BEAT_TIMES),
-            ", ".join(f"{cores:.2f}" for cores in one["etcd_cores"]),
-            f"{max(one['etcd_us_per_write'])} us",
-        ]
-        for one in found["beats"]
-    ]
-    head = ["nodes that beat", "beats a second", "p50", "p99", "claim p50", "p99", "plain put p50"]
-    head += ["etcd's cores, by member", "a write"]
-    return f"{table(titles, refusals)}\n\n{table(head, beats)}"
-
-
-_BEAT_TIMES: Final = ("beat_p50_ms", "beat_p99_ms", "claim_p50_ms", "claim_p99_ms", "plain_put_p50_ms")
+def _run_fleet(plan: FleetPlan, say: Say, as_json: bool) -> NoReturn:
+    found = measure_fleet(plan, say)
+    click.echo(json.dumps(found, indent=2) if as_json else fleet_tables(found))
+    sys.exit(0 if reaches_fleet_goals(found) else 1)
 
 
 def _run_regions(driver: str, samples: int, say: Say, as_json: bool) -> NoReturn:

@@ -1,22 +1,16 @@
-"""`python -m gpulease.daemon.bench.etcd_beats MEMBERS NODES BEAT_S SECONDS`: what a fleet's beats cost, as JSON.
+"""`python -m gpulease.daemon.bench.etcd_beats ENDPOINTS PIDS NODES BEAT_S SECONDS`: what a fleet's beats cost, as JSON.
 
-Starts MEMBERS of a real etcd on loopback, in a folder of its own. This process simulates NODES: each has a record of 8
+ENDPOINTS and PIDS are those of a new etcd's members on this host. This process simulates NODES: each has a record of 8
 cards, and rewrites it every BEAT_S seconds if it is the one that it wrote last, as a member of a fleet does. Beside
 them CLAIMS_PER_S names are claimed, each while its node is still the same. One watch follows all nodes.
 Before the load: etcd's processor time while it rests, and plain puts one after the other, the least that a claim costs.
 """
 
 import asyncio
-import contextlib
 import json
 import os
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -46,39 +40,6 @@ PLAIN_PUTS: Final = 200
 START_LIMIT_S: Final = 30.0
 TIMEOUT_S: Final = 5.0
 SETTLE_S: Final = 0.05
-
-
-@contextlib.contextmanager
-def etcd_members(count: int) -> Iterator[tuple[list[str], list[int]]]:
-    """Run members of one etcd; yield their endpoints and process ids. Raises FileNotFoundError if there is no etcd."""
-    if shutil.which("etcd") is None:
-        raise FileNotFoundError("etcd is missing: apt-get install etcd-server")
-    ports = _free_ports(2 * count)
-    urls = [(f"http://127.0.0.1:{ports[2 * n]}", f"http://127.0.0.1:{ports[2 * n + 1]}") for n in range(count)]
-    cluster = ",".join(f"m{number}={peer}" for number, (_, peer) in enumerate(urls))
-    with tempfile.TemporaryDirectory(prefix="gpulease-etcd-") as folder, contextlib.ExitStack() as stack:
-        processes = []
-        for number, (client, peer) in enumerate(urls):
-            command = [
-                *("etcd", "--name", f"m{number}", "--data-dir", f"{folder}/m{number}", "--log-level", "error"),
-                *("--listen-client-urls", client, "--advertise-client-urls", client),
-                *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-                *("--initial-cluster", cluster, "--initial-cluster-state", "new", "--logger", "zap"),
-            ]
-            log = stack.enter_context(Path(folder, f"log{number}").open("wb"))
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            processes.append(process.pid)
-        yield [url.removeprefix("http://") for url, _ in urls], processes
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
 
 
 class BeatLoad:
@@ -182,36 +143,38 @@ class BeatLoad:
             self.seen += len(batch.changes)
 
 
-async def measure(members: int, nodes: int, every_s: float, seconds: float) -> dict[str, object]:
-    """Run the load; return its figures."""
-    with etcd_members(members) as (endpoints, pids):
-        clients = [
-            EtcdClient(EtcdSettings((endpoints[number % members],), timeout_s=TIMEOUT_S))
-            for number in range(members * CLIENTS_PER_MEMBER)
-        ]
-        try:
-            await _wait_for(clients)
-            load = BeatLoad(clients, nodes)
-            before = [_cpu_s(pid) for pid in pids]
-            await asyncio.sleep(REST_S)
-            resting = [(_cpu_s(pid) - cpu_s) / REST_S for pid, cpu_s in zip(pids, before, strict=True)]
-            plain_s = await load.plain_puts()
-            began_s = time.monotonic()
-            await load.join()
-            joined_s = time.monotonic() - began_s
-            watch = asyncio.create_task(load.watch(load.joined_at + 1))
-            before, own = [_cpu_s(pid) for pid in pids], time.process_time()
-            began_s = time.monotonic()
-            until_s = began_s + seconds
-            await asyncio.gather(load.claim(until_s), *(load.beat(node, every_s, until_s) for node in range(nodes)))
-            took_s = time.monotonic() - began_s
-            cores = [(_cpu_s(pid) - cpu_s) / took_s for pid, cpu_s in zip(pids, before, strict=True)]
-            own_cores = (time.process_time() - own) / took_s
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-        finally:
-            for client in clients:
-                await client.close()
+async def measure(
+    endpoints: list[str], pids: list[int], nodes: int, every_s: float, seconds: float
+) -> dict[str, object]:
+    """Run the load on etcd's members, which have those endpoints and process ids; return its figures."""
+    members = len(endpoints)
+    clients = [
+        EtcdClient(EtcdSettings((endpoints[number % members],), timeout_s=TIMEOUT_S))
+        for number in range(members * CLIENTS_PER_MEMBER)
+    ]
+    try:
+        await _wait_for(clients)
+        load = BeatLoad(clients, nodes)
+        before = [_cpu_s(pid) for pid in pids]
+        await asyncio.sleep(REST_S)
+        resting = [(_cpu_s(pid) - cpu_s) / REST_S for pid, cpu_s in zip(pids, before, strict=True)]
+        plain_s = await load.plain_puts()
+        began_s = time.monotonic()
+        await load.join()
+        joined_s = time.monotonic() - began_s
+        watch = asyncio.create_task(load.watch(load.joined_at + 1))
+        before, own = [_cpu_s(pid) for pid in pids], time.process_time()
+        began_s = time.monotonic()
+        until_s = began_s + seconds
+        await asyncio.gather(load.claim(until_s), *(load.beat(node, every_s, until_s) for node in range(nodes)))
+        took_s = time.monotonic() - began_s
+        cores = [(_cpu_s(pid) - cpu_s) / took_s for pid, cpu_s in zip(pids, before, strict=True)]
+        own_cores = (time.process_time() - own) / took_s
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+    finally:
+        for client in clients:
+            await client.close()
     per_s = len(load.beat_s) / took_s
     writes_per_s = per_s + len(load.claim_s) / took_s
     return {
@@ -259,8 +222,9 @@ def _quantile_ms(found_s: list[float], part: float) -> float | None:
 
 def main() -> None:
     """Measure what the command line says, and print the figures."""
-    members, nodes, every_s, seconds = sys.argv[1:5]
-    print(json.dumps(asyncio.run(measure(int(members), int(nodes), float(every_s), float(seconds)))))
+    endpoints, pids, nodes, every_s, seconds = sys.argv[1:6]
+    members = endpoints.split(","), [int(pid) for pid in pids.split(",")]
+    print(json.dumps(asyncio.run(measure(*members, int(nodes), float(every_s), float(seconds)))))
 
 
 if __name__ == "__main__":

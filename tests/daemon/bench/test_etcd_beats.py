@@ -3,17 +3,21 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from helpers.daemon import python_environment
-from helpers.etcd_cluster import need_etcd
+from helpers.etcd_cluster import EtcdCluster
 
 NODES = 20
 
 
-def test_every_node_beats_and_no_write_fails() -> None:
-    need_etcd()
-    command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.etcd_beats", "1", str(NODES), "0.5", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), check=True)
+def test_every_node_beats_and_no_write_fails(tmp_path: Path) -> None:
+    with EtcdCluster(tmp_path) as cluster:
+        (member,) = cluster.members
+        assert member.process is not None
+        words = [member.endpoint, str(member.process.pid), str(NODES), "0.5", "2"]
+        command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.etcd_beats", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), check=True)
     found = json.loads(done.stdout)
     assert found["failed"] == 0
     assert found["nodes"] == NODES

@@ -1,0 +1,199 @@
+"""Measure how long a name is served nowhere after a node died or was cut off, or etcd's leader died."""
+
+import contextlib
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.client.bench.figures import Say
+from gpulease.client.cli.demo import transform_ptx
+from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.cli.named_tenant import Tenant, Work, acquire_name, overlaps
+from gpulease.client.cli.private_daemon import PrivateDaemon, short_folder
+from gpulease.client.cli.private_fleet import EtcdMember, Link, PrivateFleet, leader_of, private_etcd
+
+MEMBERS: Final = 3
+NODES: Final = 2
+NAME: Final = "model-a"
+OTHER_NAME: Final = "model-b"
+
+GOAL_HORIZON_S: Final = 30
+GOAL_S: Final = 45.0
+"""Longest time from a fault to the first kernel at another node, at the default horizon: one and a half of it.
+
+A node is fenced when it was silent for half a horizon. Its claim is deleted a horizon and a hundredth after its last
+beat was seen, or, where somebody else has fenced it, after that was seen: its leases have surely ended by then. With a
+shorter horizon, what does not get shorter with it counts too, as the tries of the tenant and the start of its session.
+"""
+
+WAIT_HORIZONS: Final = 4.0
+WAIT_S: Final = 60.0
+"""Longest wait for a name, beside those horizons: what takes longer is an error, and no figure."""
+
+STEADY_KERNELS: Final = 20
+"""Kernels that a tenant runs before the fault, and after it at the node that serves the name then."""
+
+LEADER_S: Final = 10.0
+_LOOK_S: Final = 0.02
+
+Figures = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Scene:
+    """A fleet of two nodes; node-1 reaches etcd by the links alone."""
+
+    members: list[EtcdMember]
+    links: list[Link]
+    fleet: PrivateFleet
+
+    @property
+    def node(self) -> PrivateDaemon:
+        """The node that serves the name."""
+        return self.fleet.nodes[0]
+
+    def kill_daemon(self) -> None:
+        """Kill the broker alone: its workers and its fleet process see that it is gone."""
+        self.node.kill()
+
+    def kill_node(self) -> None:
+        """Kill all that runs at the node."""
+        self.node.kill_all()
+
+    def cut_node(self) -> None:
+        """Let nothing through between the node and etcd."""
+        for link in self.links:
+            link.cut()
+
+    def kill_leader(self) -> None:
+        """Kill the member of etcd that leads. Raises CannotStart if nobody does."""
+        until_s = time.monotonic() + LEADER_S
+        while (leader := leader_of(self.members)) is None:
+            if time.monotonic() > until_s:
+                raise CannotStart("etcd has no leader")
+            time.sleep(_LOOK_S)
+        leader.kill()
+
+    def kill_leader_and_node(self) -> None:
+        """Kill both."""
+        self.kill_leader()
+        self.kill_node()
+
+
+FAULTS: Final[Mapping[str, Callable[[_Scene], None]]] = {
+    "daemon": _Scene.kill_daemon,
+    "node": _Scene.kill_node,
+    "cut": _Scene.cut_node,
+    "leader and node": _Scene.kill_leader_and_node,
+    "leader": _Scene.kill_leader,
+}
+"""Faults by name. After the last one the name stays where it is, so another name is asked for."""
+
+STAYS: Final = "leader"
+
+
+def measure_fail_over(faults: Sequence[str], horizon_s: int, rounds: int, say: Say) -> Figures:
+    """Measure each of these faults so often, each time in a new fleet: a fleet fences only so many nodes a minute.
+
+    Raises CannotStart, or GpuLeaseError if the name is served nowhere again.
+    """
+    found: Figures = {
+        "horizon_s": horizon_s,
+        "goal_s": GOAL_S if horizon_s == GOAL_HORIZON_S else None,
+        "faults": [],
+    }
+    for fault in faults:
+        runs = []
+        for number in range(1, rounds + 1):
+            say(f"fail-over, {fault}, {number} of {rounds}, a horizon of {horizon_s} s")
+            runs.append(_run(fault, horizon_s))
+        found["faults"].append(_summary(fault, runs))
+    return found
+
+
+def fails_over(found: Figures) -> bool:
+    """Return whether no name was served twice, epochs rose, and no time was beyond the goal, if there is one."""
+    goal_s = found["goal_s"] or math.inf
+    return all(
+        one["overlaps"] == 0 and one["epochs_rise"] and one["served_again_max_s"] <= goal_s for one in found["faults"]
+    )
+
+
+def _summary(fault: str, runs: list[Figures]) -> Figures:
+    def column(name: str) -> list[Any]:
+        return [run[name] for run in runs]
+
+    return {
+        "fault": fault,
+        "runs": len(runs),
+        "served_again_s": column("served_again_s"),
+        "served_again_median_s": statistics.median(column("served_again_s")),
+        "served_again_max_s": max(column("served_again_s")),
+        "ended_after_s": column("ended_after_s"),
+        "session_ends": column("session_end"),
+        "longest_gap_ms": column("longest_gap_ms"),
+        "overlaps": sum(column("overlaps")),
+        "epochs_rise": all(column("epochs_rise")),
+    }
+
+
+@contextlib.contextmanager
+def _scene(horizon_s: int) -> Iterator[_Scene]:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-", dir=short_folder())))
+        members = stack.enter_context(private_etcd(folder / "etcd", MEMBERS))
+        endpoints = [member.endpoint for member in members]
+        links = [stack.enter_context(contextlib.closing(Link(endpoint))) for endpoint in endpoints]
+        fleet = stack.enter_context(PrivateFleet(folder, endpoints, horizon_s))
+        fleet.open_directory()
+        fleet.add(NODES, [link.endpoint for link in links])
+        fleet.await_nodes()
+        yield _Scene(members, links, fleet)
+
+
+def _run(fault: str, horizon_s: int) -> Figures:
+    """Serve a name at one node, do the fault, and have another tenant ask the fleet at once."""
+    with _scene(horizon_s) as scene, contextlib.ExitStack() as stack:
+        wait_s = WAIT_S + WAIT_HORIZONS * horizon_s
+        first = acquire_name(scene.node.address, NAME, wait_s)
+        before = stack.enter_context(_computing(Tenant(first, transform_ptx())))
+        before.await_kernels(STEADY_KERNELS)
+        fault_s = time.monotonic()
+        FAULTS[fault](scene)
+        second = acquire_name(scene.fleet.address, OTHER_NAME if fault == STAYS else NAME, wait_s)
+        after = stack.enter_context(_computing(Tenant(second, transform_ptx())))
+        after.await_kernels(STEADY_KERNELS)
+        if not after.work.spans:
+            raise CannotStart(f"the session of the second lease ended at once: {after.work.end}")
+        if fault != STAYS:
+            before.join()
+        before.stop()
+        return _figures(before.work, after.work, fault, fault_s) | {"epochs_rise": second.epoch > first.epoch}
+
+
+@contextlib.contextmanager
+def _computing(tenant: Tenant) -> Iterator[Tenant]:
+    tenant.start()
+    try:
+        yield tenant
+    finally:
+        tenant.stop()
+
+
+def _figures(before: Work, after: Work, fault: str, fault_s: float) -> Figures:
+    ends_s = [fault_s, *(end_s for _, end_s in before.spans if end_s > fault_s)]
+    gap_s = max((later - earlier for earlier, later in pairwise(ends_s)), default=0.0)
+    is_over = fault != STAYS
+    return {
+        "served_again_s": round(after.spans[0][1] - fault_s, 3),
+        "ended_after_s": round(ends_s[-1] - fault_s, 3) if is_over else None,
+        "session_end": before.end,
+        "longest_gap_ms": None if is_over else round(1e3 * gap_s, 1),
+        "overlaps": overlaps(before, after) if is_over else 0,
+    }

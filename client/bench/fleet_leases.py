@@ -1,0 +1,154 @@
+"""Measure what a fleet costs a tenant: leases through a directory, with and without a name, and launches."""
+
+import contextlib
+import itertools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gpulease.client import GpuBuilder
+from gpulease.client.bench.figures import Figures, Say, load_figures, medians, percentiles_ms
+from gpulease.client.bench.session_speed import hot_path
+from gpulease.client.cli.demo import transform_ptx
+from gpulease.client.cli.private_fleet import PrivateFleet, end_all, lasting_daemon, private_etcd
+
+MEMBERS: Final = 3
+"""Members of etcd, as many as a fleet has."""
+
+DAEMONS: Final = (1, 3, 5)
+"""Nodes of the fleet for each load of grants."""
+
+TIMED_DAEMONS: Final = 3
+"""Nodes of the fleet whose placements and launches are timed."""
+
+AT_A_TIME: Final = 8
+"""Acquires under way together in a load."""
+
+SLICE_BYTES: Final = 1 << 20
+LEASE_S: Final = 60
+SAMPLES: Final = 500
+"""Launches with a wait that are timed alone in a round."""
+
+HOST: Final = "host"
+ANONYMOUS: Final = "anonymous"
+NAMED: Final = "named"
+FLEET_KINDS: Final = (ANONYMOUS, NAMED)
+LAUNCH_ROWS: Final = ("launch_pipelined_us", "launch_own_us", "launch_sync_p50_us")
+"""Figures of a session that a fleet must not make slower."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFigures:
+    """Figures of a fleet's leases.
+
+    Attributes:
+        placement: Times of an acquire by kind, and the kinds' ratio to the host's.
+        grants: Rates by the number of nodes and the kind; the host's own with no node.
+        launches: Times of calls in a session at the host and at a node, and their ratio.
+    """
+
+    placement: dict[str, Figures]
+    grants: list[dict[str, object]]
+    launches: dict[str, Figures]
+
+
+class _Leases:
+    """Leases of each kind: of a daemon without a fleet, of a fleet, and of a fleet under a new name each."""
+
+    def __init__(self, host: str, fleet: str) -> None:
+        self._addresses = {HOST: host, ANONYMOUS: fleet, NAMED: fleet}
+        self._numbers = itertools.count()
+
+    def acquire_s(self, kind: str) -> float:
+        """Return the seconds until a lease was granted, which is free again."""
+        builder = GpuBuilder(self._addresses[kind]).min_vram(SLICE_BYTES).lease_secs(LEASE_S)
+        if kind == NAMED:
+            builder = builder.name(f"bench-{next(self._numbers)}")
+        began_s = time.perf_counter()
+        lease = builder.acquire()
+        took_s = time.perf_counter() - began_s
+        lease.free()
+        return took_s
+
+
+def measure_leases(
+    folder: Path, horizon_s: int, acquires: int, load_s: float, rounds: int, launches: int, say: Say
+) -> LeaseFigures:
+    """Measure placements, grants a second and launches on private daemons in a new folder.
+
+    Args:
+        folder: For all processes' files.
+        horizon_s: The fleet's horizon.
+        acquires: Acquires of each kind that are timed, in turn.
+        load_s: Seconds of each load of grants.
+        rounds: Rounds of launches at the host and at a node in turn.
+        launches: Launches pipelined in a round.
+        say: Is told what is measured next.
+
+    Raises CannotStart, or GpuLeaseError.
+    """
+    home = folder / "host"
+    home.mkdir(parents=True)
+    with (
+        private_etcd(folder / "etcd", MEMBERS) as members,
+        contextlib.ExitStack() as stack,
+        PrivateFleet(folder, [member.endpoint for member in members], horizon_s) as fleet,
+    ):
+        host = lasting_daemon(home)
+        stack.callback(end_all, host)
+        host.start()
+        # The emptiest node first: the other order fills one node before it asks the next.
+        fleet.open_directory("spread")
+        leases = _Leases(host.address, fleet.address)
+        say(f"grants a second of one daemon without a fleet, {AT_A_TIME} at a time")
+        found = LeaseFigures({}, [_grants(leases, 0, HOST, load_s)], {})
+        for count in DAEMONS:
+            fleet.add(count - len(fleet.nodes))
+            fleet.await_nodes()
+            for kind in FLEET_KINDS:
+                say(f"grants a second of {count} daemons, {kind}, {AT_A_TIME} at a time")
+                found.grants.append(_grants(leases, count, kind, load_s))
+            if count == TIMED_DAEMONS:
+                say(f"{acquires} placements of each kind in a fleet of {count}, and on one host")
+                found.placement.update(_placements(leases, acquires))
+                say(f"launches at a node of it, and on one host, {rounds} rounds")
+                found.launches.update(_launches(host.address, fleet.nodes[0].address, rounds, launches))
+        return found
+
+
+def _grants(leases: _Leases, daemons: int, kind: str, load_s: float) -> dict[str, object]:
+    figures = load_figures(lambda: leases.acquire_s(kind), AT_A_TIME, load_s)
+    return {"daemons": daemons, "kind": kind, "at_a_time": AT_A_TIME} | _rounded(figures)
+
+
+def _placements(leases: _Leases, count: int) -> dict[str, Figures]:
+    """Time acquires of all kinds in turn, each kind as often the first, the second and the third."""
+    took_s: dict[str, list[float]] = {HOST: [], ANONYMOUS: [], NAMED: []}
+    kinds = list(took_s)
+    for number in range(count):
+        first = number % len(kinds)
+        for kind in kinds[first:] + kinds[:first]:
+            took_s[kind].append(leases.acquire_s(kind))
+    found = {kind: percentiles_ms(samples) for kind, samples in took_s.items()}
+    ratio = {
+        f"{kind}_{name[:3]}": found[kind][name] / found[HOST][name] for kind in FLEET_KINDS for name in found[HOST]
+    }
+    return {kind: _rounded(figures) for kind, figures in (found | {"ratio": ratio}).items()}
+
+
+def _launches(host: str, node: str, rounds: int, launches: int) -> dict[str, Figures]:
+    """Time calls of an anonymous lease's session at both, in turn."""
+    found: dict[str, list[Figures]] = {"host": [], "node": []}
+    addresses = {"host": host, "node": node}
+    for number in range(rounds):
+        for name in ("host", "node") if number % 2 == 0 else ("node", "host"):
+            figures = hot_path(addresses[name], transform_ptx(), launches, SAMPLES)
+            found[name].append({row: figures[row] for row in LAUNCH_ROWS})
+    both = {name: medians(figures) for name, figures in found.items()}
+    ratio = {row: both["node"][row] / both["host"][row] for row in LAUNCH_ROWS}
+    return both | {"ratio": _rounded(ratio)}
+
+
+def _rounded(figures: Figures) -> Figures:
+    return {name: round(value, 3) for name, value in figures.items()}

@@ -1,0 +1,171 @@
+"""`gpulease bench --fleet`: real daemons, a real directory and a real etcd; what it measures is the host's to say."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from gpulease.client.bench import fleet_scale
+from gpulease.client.bench.fleet_fail_over import FAULTS, GOAL_HORIZON_S, GOAL_S, fails_over, measure_fail_over
+from gpulease.client.bench.fleet_leases import DAEMONS, LAUNCH_ROWS
+from gpulease.client.bench.fleet_scale import QUICK, FleetPlan, plan_of, reaches_fleet_goals
+from gpulease.client.bench.fleet_tables import fleet_tables
+from gpulease.client.cli.bench import bench
+from helpers.daemon import python_environment
+from helpers.etcd_cluster import need_etcd
+from helpers.waiting import wait_until
+
+SOME = 3
+"""Acquires of each kind: this looks at what is told, not at how long it takes."""
+
+SECONDS = 0.2
+LAUNCHES = 200
+
+FAILED_OVER = {
+    "fault": "node",
+    "runs": 1,
+    "served_again_s": [33.0],
+    "served_again_median_s": 33.0,
+    "served_again_max_s": 33.0,
+    "ended_after_s": [0.1],
+    "session_ends": ["Disconnected"],
+    "longest_gap_ms": [None],
+    "overlaps": 0,
+    "epochs_rise": True,
+}
+REFUSED = {
+    "nodes": 50,
+    "asked_part": 0.9,
+    "order": "pack",
+    "refused_percent": 0.5,
+    "asked_again_percent": 1.0,
+    "used_percent": 88.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_etcd()
+    monkeypatch.setenv("PYTHONPATH", python_environment()["PYTHONPATH"])
+
+
+def silent(text: str) -> None: ...
+
+
+def all_positive(figures: dict[str, float]) -> bool:
+    return all(value > 0 for value in figures.values())
+
+
+def check_leases(found: dict[str, Any]) -> None:
+    placement, launches = found["placement"], found["launches"]
+    assert set(placement) == {"host", "anonymous", "named", "ratio"}
+    assert all(all_positive(figures) for figures in placement.values())
+    assert all(figures["p50_ms"] <= figures["p99_ms"] for kind, figures in placement.items() if kind != "ratio")
+    kinds = [(one["daemons"], one["kind"]) for one in found["grants"]]
+    assert kinds == [(0, "host"), *((count, kind) for count in DAEMONS for kind in ("anonymous", "named"))]
+    assert all(one["per_s"] > 0 for one in found["grants"])
+    assert set(launches) == {"host", "node", "ratio"}
+    assert all(set(figures) == set(LAUNCH_ROWS) for figures in launches.values())
+    assert all(all_positive(figures) for figures in launches.values())
+
+
+OTHERS = [pytest.param(fault, marks=pytest.mark.exhaustive) for fault in FAULTS if fault not in ("cut", "leader")]
+
+
+@pytest.mark.parametrize("fault", ["cut", *OTHERS])
+def test_a_name_is_served_again_and_never_twice(fault: str) -> None:
+    found = measure_fail_over([fault], QUICK.horizon_s, 1, silent)
+    (one,) = found["faults"]
+    assert (one["fault"], one["runs"], one["overlaps"], one["epochs_rise"]) == (fault, 1, 0, True)
+    assert one["served_again_max_s"] > 0
+    assert one["session_ends"] != [""]
+    # The first session had ended when the second one's first kernel was done.
+    assert 0 <= one["ended_after_s"][0] <= one["served_again_s"][0]
+    assert found["goal_s"] is None
+    assert fails_over(found)
+
+
+@pytest.mark.parametrize(
+    ("horizon_s", "changes", "is_good"),
+    [
+        (GOAL_HORIZON_S, {}, True),
+        (GOAL_HORIZON_S, {"overlaps": 1}, False),
+        (GOAL_HORIZON_S, {"epochs_rise": False}, False),
+        (GOAL_HORIZON_S, {"served_again_max_s": GOAL_S + 0.1}, False),
+        (GOAL_HORIZON_S, {"refused_percent": 1.1}, False),
+        (4, {"served_again_max_s": GOAL_S + 0.1}, True),
+        (4, {"overlaps": 1}, False),
+    ],
+)
+def test_goals(horizon_s: int, changes: dict[str, Any], is_good: bool) -> None:
+    fault, refused = ({name: changes.get(name, value) for name, value in one.items()} for one in (FAILED_OVER, REFUSED))
+    goal_s = GOAL_S if horizon_s == GOAL_HORIZON_S else None
+    fail_over = {"horizon_s": horizon_s, "goal_s": goal_s, "faults": [fault]}
+    assert reaches_fleet_goals({"refusals": [refused], "fail_over": fail_over}) == is_good
+
+
+def test_the_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(QUICK, beat_nodes=(10,), beats_for_s=1.0, load_s=SECONDS, faults=("leader",))
+    monkeypatch.setattr(fleet_scale, "QUICK", small)
+    words = ["--fleet", "--quick", "--nodes", "10", "--leases", str(SOME), "--launches", str(LAUNCHES), "--json"]
+    result = CliRunner().invoke(bench, words, catch_exceptions=False)
+    found = json.loads(result.stdout)
+    assert set(found) == {"placement", "grants", "launches", "fail_over", "refusals", "beats"}
+    check_leases(found)
+    assert found["fail_over"]["horizon_s"] == QUICK.horizon_s
+    # The name stays where it is.
+    (leader,) = found["fail_over"]["faults"]
+    assert (leader["session_ends"], leader["ended_after_s"], leader["overlaps"]) == ([""], [None], 0)
+    assert leader["longest_gap_ms"][0] > 0
+    assert [one["nodes"] for one in found["beats"]] == [10]
+    assert result.exit_code == (0 if reaches_fleet_goals(found) else 1)
+    shown = fleet_tables(found)
+    for head in ("a fleet, by a name", "launch, pipelined", "etcd's leader is killed", "etcd's cores, by member"):
+        assert head in shown
+
+
+def test_sizes_that_are_given_replace_the_plan_s() -> None:
+    assert plan_of(True, horizon_s=7, rounds=None) == replace(QUICK, horizon_s=7)
+    assert plan_of(False, rounds=9) == replace(FleetPlan(), rounds=9)
+    assert CliRunner().invoke(bench, ["--fleet", "--horizon-secs", "1"]).exit_code == 2
+
+
+def test_an_etcd_that_is_missing_is_told_at_once() -> None:
+    command = [sys.executable, "-P", "-m", "gpulease.client.cli", "bench", "--fleet", "--quick"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"PATH": "/nowhere"}, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "etcd is not installed: install it, as by `apt install etcd-server`" in done.stderr
+
+
+def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "gpulease.client.cli", "bench", "--fleet", "--quick"]
+    variables = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
+    lines = process.stderr
+    assert lines is not None
+    # By then a fleet of one is up.
+    wait_until(lambda: "1 daemons, anonymous" in lines.readline(), "a fleet is measured")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGINT
+    assert list(tmp_path.iterdir()) == []
+    assert not [words for words in _commands() if str(tmp_path) in words]
+
+
+def _commands() -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue  # It ended meanwhile.
+    return found
