@@ -95,6 +95,10 @@ class Known:
     def losses(self) -> list[Loss]:
         return [happened for happened in self.history if isinstance(happened, Loss)]
 
+    def sequence(self) -> LiveSequence:
+        """The request as it is admitted, without any position computed."""
+        return LiveSequence(self.current, TENANT, 0, [0] * self.current.blocks, 0)
+
     def yielded(self) -> list[Emitted]:
         """All tokens, each with the number of losses before it."""
         return [
@@ -237,8 +241,9 @@ class AnyOrder(RuleBasedStateMachine):
         filling, emitting = chosen[:parts], chosen[parts:]
         step = StepPlan(0, [], [], [], [], [], [], len(emitting))
         for known in chosen:
-            sequence = LiveSequence(known.current, TENANT, 0, [0], 0)
-            step.add_chunk(sequence, 1 if known in filling else 2)
+            sequence = known.sequence()
+            # Only the chunk that ends a prompt has a token; a replay's prompt has all that was emitted.
+            step.add_chunk(sequence, 1 if known in filling else sequence.prompt)
             sequence.filled = sequence.next
             known.steps_s.append(took_s)
         results = np.zeros(len(step), RESULT)
@@ -266,7 +271,7 @@ class AnyOrder(RuleBasedStateMachine):
     def admit(self, data: st.DataObject, region: int) -> None:
         for known in self.some(data):
             known.regions.append(region)
-            self.ledger.admitted(LiveSequence(known.current, TENANT, 0, [0], 0), region)
+            self.ledger.admitted(known.sequence(), region)
 
     # --- losses and ends ---
 
