@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from gpulease.client.errors import Drained, GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
+from gpulease.client.engine.lease_request import fleet_of
+from gpulease.client.errors import Disconnected, Drained, GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
 from gpulease.client.serve.decode import engine_losses
 from gpulease.client.serve.decode.background_tasks import BackgroundTasks
 from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
 
 ABANDON_S: Final = 2.0
 """Seconds for which the remains of a lost engine may take to close before the next one is asked for."""
+
+ANSWER_S: Final = 2.0
+"""Seconds for which steps of an engine that is given up may still end by themselves; those of a dead host never do."""
 
 MAX_POSITIONS: Final = 4096
 """Positions of a sequence where the caller does not say: of a model's 131,072, blocks for few would fill a card."""
@@ -131,6 +135,8 @@ class Decoder:
         # What becomes of whole engines.
         self._loss: _Loss | None = None
         self._told_loss: Exception | None = None
+        self._loop: asyncio.Task[None]
+        self._is_broken_off = False
         self._starting: StepPlan | None = None
         self._losses = 0
         self._suspects = Suspects()
@@ -158,7 +164,7 @@ class Decoder:
             model: A folder with safetensors, a `.gguf` file, or an opened checkpoint.
             tenants: Who may submit; without any, one tenant, "default", with the engine's whole room.
             settings: What to make room for.
-            address: The daemon's address, as `GpuBuilder` takes it.
+            address: The daemon's or the fleet's address, as `GpuBuilder` takes it.
             progress: Called with the bytes loaded and the bytes in all.
             observers: Who hears what the decoder does.
 
@@ -171,15 +177,15 @@ class Decoder:
         )
         decoder = cls(spec, scheduler, address, observers)
         decoder._serving = await ServingEngine.open(spec, decoder, address, progress)
-        task = asyncio.create_task(decoder._run())
+        decoder._loop = asyncio.create_task(decoder._run())
         decoder._tasks.start(decoder.moves.watch())
         try:
             yield decoder
         except BaseException:
             with suppress(GpuLeaseError):
-                await decoder._stop(task)
+                await decoder._stop()
             raise
-        await decoder._stop(task)
+        await decoder._stop()
 
     @property
     def engine(self) -> DecodeEngine:
@@ -284,6 +290,12 @@ class Decoder:
                 self._wake.clear()
                 try:
                     await self._go_on()
+                except asyncio.CancelledError:
+                    if not self._is_broken_off or self._told_loss is None:
+                        raise
+                    self._is_broken_off = False
+                    self._loop.uncancel()
+                    self._lose_engine(self._told_loss)
                 except Exception as error:
                     self._lose_engine(error)
                 self.moves.step_answered()
@@ -457,10 +469,25 @@ class Decoder:
         if serving is not self._serving or self._loss is not None:
             return
         if isinstance(error, Drained) and serving.lease.is_alive:
-            LOG.warning("the decoder's node is drained; `move` takes its load to another: %s", _told(error))
+            if not serving.is_of_fleet:
+                LOG.warning("the decoder's node is drained; `move` takes its load to another: %s", _told(error))
             return
         self._told_loss = error
         self._wake.set()
+        self._tasks.start(self._break_off(serving, error))
+
+    async def _break_off(self, serving: ServingEngine, error: Exception) -> None:
+        """Take an engine as gone whose steps do not end: nothing else tells that its host is dead."""
+        await asyncio.sleep(ANSWER_S)
+        if serving is self._serving and self._loss is None and self._failure is None:
+            self._told_loss, self._is_broken_off = error, True
+            self._loop.cancel()
+
+    def lease_warned(self, serving: ServingEngine, warning: GpuLeaseError) -> None:
+        """Leave a fleet's node before the lease there ends; the engine calls this, again and again."""
+        if serving is self._serving and self.is_serving and not self._changing.locked():
+            LOG.warning("the decoder leaves its node for another of the fleet: %s", _told(warning))
+            self._tasks.start(self._leave(serving, warning))
 
     def _lose_engine(self, error: Exception) -> None:
         """Take the engine as gone: all sequences end, and wait for another engine."""
@@ -514,10 +541,12 @@ class Decoder:
 
     async def _next_engine(self, loss: "_Loss") -> ServingEngine:
         """Open an engine, with pauses, for as long as it takes. Raises the last error if that is too long."""
+        is_of_fleet = fleet_of(self._address) is not None
+        final = engine_losses.FINAL_FLEET_REFUSALS if is_of_fleet else engine_losses.FINAL_REFUSALS
         for attempt in count():
             try:
                 return await ServingEngine.open(self._spec, self, self._address)
-            except engine_losses.FINAL_REFUSALS:
+            except final:
                 raise
             except GpuLeaseError as error:
                 pause_s = engine_losses.pause_s(attempt)
@@ -533,7 +562,8 @@ class Decoder:
         Nothing is lost: sequences are replayed there, and go on with the same tokens. The old lease is given back.
 
         Args:
-            address: The daemon's address; None: the one of this engine, which then has room for both.
+            address: The daemon's or the fleet's address; None: the one that this engine was asked of. A daemon then
+                has room for both; a fleet finds a node that has.
 
         Raises what `open` raises, EngineDecodeFailed or NoModelLoaded if the decoder has ended. This engine serves on
         then, if it can.
@@ -556,6 +586,23 @@ class Decoder:
             await self._take_over(await ServingEngine.open(self._spec, self, address))
             self._address = address
             await old.abandon()
+
+    async def _leave(self, left: ServingEngine, warning: GpuLeaseError) -> None:
+        """Move the load away from an engine to another of its fleet, if it is still there."""
+        async with self._changing:
+            if left is not self._serving or not self.is_serving:
+                return
+            try:
+                successor = await ServingEngine.open(self._spec, self, self._address)
+                if isinstance(warning, Disconnected):
+                    # Its steps go on without the daemon, if the host does.
+                    self._tasks.start(self._break_off(left, warning))
+                await self._take_over(successor)
+            except GpuLeaseError as error:
+                LOG.warning("no node of the fleet takes the decoder's load yet: %s", _told(error))
+                return
+        # The new engine does not wait for a daemon that is away.
+        await left.abandon()
 
     async def _take_over(self, serving: ServingEngine) -> None:
         """Let the loop adopt an engine; it is closed if the loop ends before."""
@@ -652,10 +699,10 @@ class Decoder:
             self._adopted.set_exception(error)
         self._wake.set()
 
-    async def _stop(self, task: asyncio.Task[None]) -> None:
+    async def _stop(self) -> None:
         self._failure = self._failure or NoModelLoaded("The decoder is closed", "Open one with Decoder.open")
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        self._loop.cancel()
+        await asyncio.gather(self._loop, return_exceptions=True)
         await self._tasks.stop()
         self._fail(self._failure)
         await (self._serving.close() if self._loss is None else self._serving.abandon())

@@ -30,7 +30,10 @@ CONTEXT_FAULTS: Final = (GpuSessionFailed, SyncFailed)
 """Errors that say that the context is lost: something that was computed may be the cause."""
 
 FINAL_REFUSALS: Final = (ModelRejected, Denied, Unsupported, Untrusted)
-"""Errors of an engine's opening that the same attempt will meet again."""
+"""Errors of an engine's opening that the same attempt will meet again at one daemon."""
+
+FINAL_FLEET_REFUSALS: Final = (ModelRejected,)
+"""Such errors of a fleet: another node may grant, and a lost node's bytes of a quota are counted until it is fenced."""
 
 FIRST_PAUSE_S: Final = 0.1
 """Pause in seconds behind the first attempt to open an engine; it doubles with each that follows."""

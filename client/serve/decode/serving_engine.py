@@ -1,24 +1,39 @@
 """A lease, the engine on it and the tenants' regions in it, which open and close as one.
 
-A decoder has one; while its load moves, or after a loss, it opens another of the same specification.
+A decoder has one; while its load moves, or after a loss, it opens another of the same specification. In a fleet the
+engine's lease is watched, so that the load can leave its node in time.
 """
 
+import asyncio
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol, Self
 
 from gpulease.client.aio import GpuBuilder, GpuLease
-from gpulease.client.errors import GpuLeaseError
+from gpulease.client.engine.lease_request import fleet_of
+from gpulease.client.errors import Busy, Disconnected, Drained, GpuLeaseError
+from gpulease.client.serve.decode.background_tasks import BackgroundTasks
 from gpulease.client.serve.decode.checkpoint import Checkpoint
 from gpulease.client.serve.decode.decode_requests import TenantConfig
 from gpulease.client.serve.decode.engine import BlockPool, DecodeEngine
 from gpulease.client.serve.decode.forward_pass import StepLimits
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
 from gpulease.client.serve.decode.tenant_regions import TenantRegions
+from gpulease.protocol import Phase
 
 LEASE_S: Final = 120.0
 """Seconds of the lease; renewed in time for as long as the engine is open."""
+
+FLEET_LEASE_S: Final = 40.0
+"""Seconds of a fleet's lease. A host that falls silent is given up when they are over, for another node."""
+
+AWAY_S: Final = 10.0
+"""Seconds for which a fleet's daemon may be away before its engine is left; one that restarts is back sooner."""
+
+WATCH_PAUSE_S: Final = 5.0
+"""Pause before a lease's events are asked for anew, and so between two tries of the load to leave."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +72,9 @@ class EngineUser(Protocol):
     def engine_failed(self, serving: "ServingEngine", error: Exception) -> None:
         """Hear, outside of any step, that the lease is lost, or is about to be."""
 
+    def lease_warned(self, serving: "ServingEngine", warning: GpuLeaseError) -> None:
+        """Hear, again and again, that a fleet's lease will end: Drained, or Disconnected if the daemon stays away."""
+
 
 class ServingEngine:
     """A lease with an engine and its tenants' regions.
@@ -66,6 +84,7 @@ class ServingEngine:
         engine: The engine.
         regions: The tenants' regions.
         shares_clock: Whether the daemon is on this host, so that its monotonic times are those of here.
+        is_of_fleet: Whether a fleet was asked for the lease, and has others.
     """
 
     def __init__(
@@ -75,9 +94,11 @@ class ServingEngine:
         user: EngineUser,
         stack: AsyncExitStack,
         region_life_s: float | None = None,
+        *,
+        is_of_fleet: bool = False,
     ) -> None:
         """Use `open`."""
-        self.lease, self.engine = lease, engine
+        self.lease, self.engine, self.is_of_fleet = lease, engine, is_of_fleet
         self.regions = TenantRegions(
             engine,
             user.scheduler,
@@ -96,7 +117,7 @@ class ServingEngine:
         address: str | None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
-        """Acquire a lease, load the model, open every tenant's region.
+        """Acquire a lease of a daemon or a fleet, load the model, open every tenant's region.
 
         Raises ModelRejected, CapacityExceeded if no card has the room, and what `GpuBuilder.acquire` raises. Nothing
         stays open then.
@@ -108,18 +129,45 @@ class ServingEngine:
                 user.engine_failed(serving, error)
 
         async with AsyncExitStack() as stack:
-            builder = GpuBuilder(address).min_vram(spec.size_bytes).lease_secs(LEASE_S).regions_required()
+            is_of_fleet = fleet_of(address) is not None
+            lease_s = FLEET_LEASE_S if is_of_fleet else LEASE_S
+            builder = GpuBuilder(address).min_vram(spec.size_bytes).lease_secs(lease_s).regions_required()
             lease = await stack.enter_async_context(builder.acquire())
             await stack.enter_async_context(lease.keep_alive(lose))
             engine = await DecodeEngine.open(lease, spec.checkpoint, spec.limits, packed=spec.packed, progress=progress)
             stack.push_async_callback(engine.close)
-            opened = cls(lease, engine, user, stack, spec.region_life_s)
+            opened = cls(lease, engine, user, stack, spec.region_life_s, is_of_fleet=is_of_fleet)
             stack.push_async_callback(opened.regions.close)
             for tenant in spec.tenants:
                 await opened.regions.open(tenant)
+            if is_of_fleet:
+                watch = BackgroundTasks()
+                stack.push_async_callback(watch.stop)
+                watch.start(opened._watch(user))
             opened._stack = stack.pop_all()
             serving = opened
         return opened
+
+    async def _watch(self, user: EngineUser) -> None:
+        """Tell of the lease's end before it comes."""
+        away_since: float | None = None
+        while self.lease.is_alive:
+            try:
+                warning: GpuLeaseError | None = await _warning_of(self.lease)
+                if warning is None:
+                    return  # It has ended, as the session hears, too.
+                away_since = None
+            except Disconnected as error:
+                now = time.monotonic()
+                away_since = now if away_since is None else away_since
+                warning = error.with_traceback(None) if now - away_since >= AWAY_S else None
+            except Busy:
+                warning = None
+            except GpuLeaseError:
+                return
+            if warning is not None:
+                user.lease_warned(self, warning)
+            await asyncio.sleep(WATCH_PAUSE_S)
 
     async def close(self) -> None:
         """Close all of it, and give the lease back."""
@@ -129,3 +177,15 @@ class ServingEngine:
         """Close what is left of an engine that is lost, or no longer wanted."""
         with suppress(GpuLeaseError):
             await self.close()
+
+
+async def _warning_of(lease: GpuLease) -> Drained | None:
+    """Wait for the warning that a lease is about to end; None if it has ended. Raises what `events` raises.
+
+    An engine's lease is renewed and has a session, so only a drain warns of its end, unless this process was stopped.
+    """
+    async with lease.events() as events:
+        async for event in events:
+            if event.phase == Phase.WARNING:
+                return Drained(f"{event.reason}: the lease lasts {event.left_s:.0f} s more")
+    return None

@@ -1,9 +1,11 @@
 """A decoder of four tenants on a daemon, their prompts, and an observer that keeps what it hears."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
+
+import pytest
 
 from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
 from gpulease.client.serve.decode.decode_reports import (
@@ -14,9 +16,10 @@ from gpulease.client.serve.decode.decode_reports import (
     RebindReport,
     StepReport,
 )
-from gpulease.client.serve.decode.decode_requests import SamplingParameters, TenantConfig
+from gpulease.client.serve.decode.decode_requests import CompletionReason, SamplingParameters, TenantConfig
 from gpulease.client.serve.decode.decoder import Decoder, DecoderSettings
 from gpulease.client.serve.decode.generation import Emitted, Generation
+from gpulease.client.serve.decode.serving_engine import ServingEngine
 from helpers.daemon import Daemon
 from helpers.decode.random_models import TINY
 
@@ -31,20 +34,20 @@ Outputs = dict[str, list[Emitted]]
 
 
 @asynccontextmanager
-async def opened(daemon: Daemon, *observers: DecoderObserver) -> AsyncIterator[Decoder]:
-    """A decoder of four tenants; afterwards no task of it is left."""
+async def opened(at: Daemon | str, *observers: DecoderObserver) -> AsyncIterator[Decoder]:
+    """A decoder of four tenants at a daemon, or at an address; afterwards no task of it is left."""
     before = asyncio.all_tasks()
-    model, address = RandomCheckpoint(TINY, 1), daemon.address
+    model, address = RandomCheckpoint(TINY, 1), at if isinstance(at, str) else at.address
     async with Decoder.open(model, TENANTS, SETTINGS, address=address, observers=observers) as decoder:
         yield decoder
     assert asyncio.all_tasks() == before
 
 
-def play(daemon: Daemon, scene: Callable[[Decoder], Coroutine[Any, Any, None]], *observers: DecoderObserver) -> None:
+def play(at: Daemon | str, scene: Callable[[Decoder], Coroutine[Any, Any, None]], *observers: DecoderObserver) -> None:
     """Play a scene with a decoder of its own."""
 
     async def part() -> None:
-        async with opened(daemon, *observers) as decoder:
+        async with opened(at, *observers) as decoder:
             await scene(decoder)
 
     asyncio.run(part())
@@ -93,3 +96,38 @@ class Recorder(DecoderObserver):
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
         self.rebuilt.append(report)
+
+
+async def outputs_around(decoder: Decoder, event: Callable[[], Awaitable[None]], after: int = 4) -> Outputs:
+    """Everybody's outputs; the event happens behind so many tokens of the first."""
+    generations = {name: submit(decoder, name) for name in PROMPTS}
+    first, *others = generations.values()
+    reads = asyncio.gather(*map(read, others))
+    output = []
+    async for emitted in first:
+        output.append(emitted)
+        if len(output) == after:
+            await event()
+    outputs = dict(zip(PROMPTS, [output, *await reads], strict=True))
+    assert all(generation.reason is CompletionReason.MAX_TOKENS_REACHED for generation in generations.values())
+    return outputs
+
+
+class Gate:
+    """Lets the opening of engines wait, or fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, opens_before: bool = False) -> None:
+        self._opens_before = opens_before
+        self.is_asked, self.may_open = asyncio.Event(), asyncio.Event()
+        self.errors: list[Exception] = []
+        self._open = ServingEngine.open
+        monkeypatch.setattr(ServingEngine, "open", self.open)
+
+    async def open(self, *arguments: Any) -> ServingEngine:
+        """Stand in for `ServingEngine.open`."""
+        serving = await self._open(*arguments) if self._opens_before else None
+        self.is_asked.set()
+        if self.errors:
+            raise self.errors.pop()
+        await self.may_open.wait()
+        return serving or await self._open(*arguments)

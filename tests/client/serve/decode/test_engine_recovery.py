@@ -20,7 +20,6 @@ from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.engine import DecodeEngine
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.row_records import Rows
-from gpulease.client.serve.decode.serving_engine import ServingEngine
 from helpers.audit_log import check_whole, config, records, stop
 from helpers.daemon import Daemon
 from helpers.decode.decoder_rig import (
@@ -28,10 +27,12 @@ from helpers.decode.decoder_rig import (
     SETTINGS,
     TENANTS,
     TOKENS,
+    Gate,
     Outputs,
     Recorder,
     one_by_one,
     opened,
+    outputs_around,
     play,
     read,
     submit,
@@ -54,21 +55,6 @@ async def kill_worker(daemon: Daemon, decoder: Decoder) -> None:
     """End the process that has the context, as a fault of a kernel would."""
     daemon.allowed_trouble.append("worker")
     os.kill(daemon.worker_pid(decoder._serving.lease.lease_id), signal.SIGKILL)
-
-
-async def outputs_around(decoder: Decoder, event: Callable[[], Awaitable[None]], after: int = 4) -> Outputs:
-    """Everybody's outputs; the event happens behind so many tokens of the first."""
-    generations = {name: submit(decoder, name) for name in PROMPTS}
-    first, *others = generations.values()
-    reads = asyncio.gather(*map(read, others))
-    output = []
-    async for emitted in first:
-        output.append(emitted)
-        if len(output) == after:
-            await event()
-    outputs = dict(zip(PROMPTS, [output, *await reads], strict=True))
-    assert all(generation.reason is CompletionReason.MAX_TOKENS_REACHED for generation in generations.values())
-    return outputs
 
 
 @pytest.mark.parametrize("lose", [revoke_lease, free_lease, kill_worker])
@@ -294,26 +280,6 @@ def test_a_daemon_that_keeps_its_leases_is_killed_and_nobody_is_replayed(
 
 
 # --- While there is no engine. ---
-
-
-class Gate:
-    """Lets the opening of engines wait, or fail."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, opens_before: bool = False) -> None:
-        self._opens_before = opens_before
-        self.is_asked, self.may_open = asyncio.Event(), asyncio.Event()
-        self.errors: list[Exception] = []
-        self._open = ServingEngine.open
-        monkeypatch.setattr(ServingEngine, "open", self.open)
-
-    async def open(self, *arguments: Any) -> ServingEngine:
-        """Stand in for `ServingEngine.open`."""
-        serving = await self._open(*arguments) if self._opens_before else None
-        self.is_asked.set()
-        if self.errors:
-            raise self.errors.pop()
-        await self.may_open.wait()
-        return serving or await self._open(*arguments)
 
 
 async def lose(daemon: Daemon, decoder: Decoder, gate: Gate) -> dict[str, Generation]:

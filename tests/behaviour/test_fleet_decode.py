@@ -1,0 +1,257 @@
+"""A decoder on a fleet's address: whatever becomes of its node, everybody gets the same tokens from another one."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gpulease.client.serve.decode import Decoder, serving_engine
+from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
+from gpulease.client.serve.decode.decoder import _engine_spec
+from gpulease.client.serve.decode.openai_http.decode_settings import EXAMPLE
+from gpulease.client.serve.decode.sample_models import TINY_MODEL
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Drain, Empty
+from helpers.daemon import python_environment
+from helpers.decode.decoder_rig import (
+    SETTINGS,
+    TENANTS,
+    Gate,
+    Recorder,
+    one_by_one,
+    outputs_around,
+    play,
+)
+from helpers.decode.random_models import TINY
+from helpers.etcd_cluster import EtcdCluster
+from helpers.fleet_directory import Directory
+from helpers.fleet_rig import HORIZON_S, FleetNode, counted_bytes, fleet, quota
+from helpers.waiting import wait_until
+
+KEY = "replace-this-key"
+"""The key of the example's first tenant."""
+
+
+@contextmanager
+def nodes_at(folder: Path, tenants: str = "") -> Iterator[tuple[str, EtcdCluster, list[FleetNode]]]:
+    """A fleet of two nodes: its address, its etcd and the nodes."""
+    with (
+        fleet(folder, tenants=tenants) as (cluster, nodes),
+        Directory(cluster, folder / "d", horizon_s=str(HORIZON_S)) as directory,
+    ):
+        directory.wait_for("view of its fleet is current")
+        yield f"fleet:{directory.address}", cluster, nodes
+
+
+def place_of(address: str, nodes: list[FleetNode]) -> tuple[FleetNode, FleetNode]:
+    """The node that has this address, and another one."""
+    here = next(node for node in nodes if node.address == address)
+    return here, next(node for node in nodes if node is not here)
+
+
+def kill_node(node: FleetNode) -> None:
+    """Kill all of a node's processes at once, as a host that loses its power."""
+    node.now.allowed_trouble += ["worker", "zygote", "fleet"]
+    for info in node.processes():
+        os.kill(info.pid, signal.SIGKILL)
+    node.kill()
+
+
+def test_a_drained_node_is_left_for_another_before_its_leases_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Recorder()
+    monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.2)
+
+    async def scene(decoder: Decoder) -> None:
+        alone = await one_by_one(decoder)
+        for _ in range(2):  # There, and back.
+            here, there = place_of(decoder.engine.lease.address, nodes)
+            with monkeypatch.context() as patched:
+                gate = Gate(patched, opens_before=True)
+                ask(Opcode.DRAIN, Drain(3_600_000), here.address)
+                await gate.is_asked.wait()
+
+                async def let_it_leave(gate: Gate = gate) -> None:
+                    gate.may_open.set()
+
+                assert await outputs_around(decoder, let_it_leave) == alone
+            assert decoder.engine.lease.address == there.address
+            await asyncio.to_thread(wait_until, lambda here=here: not here.now.leases(), "the drained node is empty")
+            ask(Opcode.DRAIN_CANCEL, Empty(), here.address)
+        assert await one_by_one(decoder) == alone
+
+    with nodes_at(tmp_path) as (address, _, nodes):
+        play(address, scene, heard)
+    assert [report.is_planned for report in heard.rebuilt] == [True, True]
+    assert {report.tenant_id for report in heard.rebinds} == set("abcd"), "they were in the midst of it"
+
+
+def stop_node(node: FleetNode) -> None:
+    """Stop all of a node's processes: connections stay open, and nothing answers."""
+    for info in node.processes():
+        os.kill(info.pid, signal.SIGSTOP)
+
+
+def kill_daemon(node: FleetNode) -> None:
+    """Kill the daemon alone: the engine's session goes on without it."""
+    node.kill()
+
+
+async def abandoned(decoder: Decoder, node: FleetNode) -> None:
+    """Start a node that was lost, and return when nothing tries any more to end the engine there."""
+    for info in node.processes():
+        os.kill(info.pid, signal.SIGKILL)
+    await asyncio.to_thread(node.now.process.wait)
+    await asyncio.to_thread(node.start)
+    while len(decoder._tasks._tasks) > 1:  # noqa: ASYNC110  # nothing tells of it
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("lose", [kill_node, pytest.param(stop_node, marks=pytest.mark.exhaustive)])
+def test_a_node_that_is_lost_is_replaced_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[FleetNode], None]
+) -> None:
+    heard = Recorder()
+    if lose is stop_node:
+        monkeypatch.setattr(serving_engine, "FLEET_LEASE_S", 10.0)
+    monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.1)
+    monkeypatch.setattr(serving_engine, "AWAY_S", 0.2)
+
+    async def scene(decoder: Decoder) -> None:
+        alone = await one_by_one(decoder)
+        here, there = place_of(decoder.engine.lease.address, nodes)
+
+        async def lose_it() -> None:
+            lose(here)
+
+        assert await outputs_around(decoder, lose_it) == alone
+        assert decoder.engine.lease.address == there.address
+        await abandoned(decoder, here)
+
+    with nodes_at(tmp_path) as (address, _, nodes):
+        play(address, scene, heard)
+    assert [report.is_planned for report in heard.rebuilt] == [False]
+    assert heard.rebinds
+
+
+def test_a_node_whose_daemon_stays_away_is_left_while_its_session_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Recorder()
+    monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.1)
+    monkeypatch.setattr(serving_engine, "AWAY_S", 0.2)
+
+    async def scene(decoder: Decoder) -> None:
+        alone = await one_by_one(decoder)
+        here, there = place_of(decoder.engine.lease.address, nodes)
+        with monkeypatch.context() as patched:
+            gate = Gate(patched, opens_before=True)
+            kill_daemon(here)
+            await gate.is_asked.wait()
+
+            async def let_it_leave() -> None:
+                gate.may_open.set()
+
+            assert await outputs_around(decoder, let_it_leave) == alone
+        assert decoder.engine.lease.address == there.address
+        await abandoned(decoder, here)
+
+    with nodes_at(tmp_path) as (address, _, nodes):
+        play(address, scene, heard)
+    assert [report.is_planned for report in heard.rebuilt] == [True]
+
+
+@pytest.mark.exhaustive
+def test_a_killed_node_s_share_of_a_quota_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for one engine in the quota, the next one is refused until the fleet has given the node up."""
+    heard, counted = Recorder(), "[tenants.default]\nfleet_quota = true\n"
+    monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.1)
+    monkeypatch.setattr(serving_engine, "AWAY_S", 0.2)
+    size_bytes = _engine_spec(RandomCheckpoint(TINY, 1), tuple(TENANTS), SETTINGS).size_bytes
+
+    async def scene(decoder: Decoder) -> None:
+        alone = await one_by_one(decoder)
+        here, there = place_of(decoder.engine.lease.address, nodes)
+
+        async def kill() -> None:
+            kill_node(here)
+
+        assert await outputs_around(decoder, kill) == alone
+        assert decoder.engine.lease.address == there.address
+        await abandoned(decoder, here)
+
+    with nodes_at(tmp_path, counted) as (address, cluster, nodes):
+        quota(cluster, "default", str(size_bytes))
+        play(address, scene, heard)
+        wait_until(lambda: not counted_bytes(cluster), "all bytes came back")
+    assert [report.is_planned for report in heard.rebuilt] == [False]
+
+
+# --- As a user types it. ---
+
+
+@contextmanager
+def server_at(address: str, folder: Path) -> Iterator[httpx.Client]:
+    """`gpulease serve decode` on the fleet's address, with the settings of the example."""
+    config, sock, log = folder / "decode.toml", folder / "server.sock", folder / "server.log"
+    config.write_text(
+        EXAMPLE.read_text().replace("../../tiny", str(TINY_MODEL)).replace("max_rows = 64", "max_rows = 32")
+    )
+    words = ["serve", "decode", str(config), "--listen", f"unix:{sock}"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gpulease.client.cli", *words],
+            stdout=file,
+            stderr=file,
+            env=python_environment() | {"GPULEASE_ADDRESS": address},
+        )
+    try:
+        wait_until(lambda: "decode listens on" in log.read_text(), "the server listens", seen=log.read_text)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with httpx.Client(
+            base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(sock)), headers=headers, timeout=300
+        ) as client:
+            yield client
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+
+
+def text_around(client: httpx.Client, event: Callable[[], None]) -> str:
+    """The text that a streamed completion brings; the event happens behind its first pieces."""
+    asked = {"prompt": "Changed in version", "max_tokens": 100, "temperature": 0, "stream": True}
+    text, pieces = "", 0
+    with client.stream("POST", "/v1/completions", json=asked) as reply:
+        assert reply.status_code == 200
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                pieces += 1
+                if pieces == 4:
+                    event()
+    return text
+
+
+def test_a_served_stream_outlives_the_node_that_it_began_on(tmp_path: Path) -> None:
+    with nodes_at(tmp_path) as (address, _, nodes), server_at(address, tmp_path) as client:
+        undisturbed = text_around(client, lambda: None)
+
+        def lose_node() -> None:
+            lost.append(next(node for node in nodes if node.now.leases()))
+            kill_node(lost[0])
+
+        lost: list[FleetNode] = []
+        assert text_around(client, lose_node) == undisturbed
+        (other,) = [node for node in nodes if node is not lost[0]]
+        assert other.now.leases()
+        assert client.get("/healthz").status_code == 200
