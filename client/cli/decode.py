@@ -26,6 +26,7 @@ from gpulease.client.serve.decode import (
     open_model,
 )
 from gpulease.client.serve.decode.sample_models import TINY_MODEL, find_smollm2
+from gpulease.protocol.address import FLEET_SCHEME
 
 if TYPE_CHECKING:
     # Needs the extra `decode`, without which `open_model` says what to install.
@@ -128,7 +129,9 @@ def decode(
 
 
 def model_at_hand(address: str) -> tuple[Path, str]:
-    """Choose a model for the daemon there, where nobody names one. Returns its path, and why it is this one."""
+    """Choose a model where nobody names one, for the daemon or fleet there. Returns its path, and why this one."""
+    if address.startswith(FLEET_SCHEME):
+        return TINY_MODEL, "a tiny one, because a fleet's nodes may be of any kind. Name a larger one with --model"
     if first_card(address)["driver"] == EMBEDDED_DRIVER:
         return TINY_MODEL, "a tiny one, because the embedded driver is slow. Name a larger one with --model"
     found = find_smollm2()

@@ -197,6 +197,11 @@ class SessionView:
         return attachment.reply.slice_bytes + attachment.lease.grant.size_bytes - attachment.lease_bytes
 
     @property
+    def shares_memory(self) -> bool:
+        """True if `empty` makes arrays that the session's process reads, and graphs copy; False over TCP."""
+        return self._session.attachment.arena is not None
+
+    @property
     def region_granule_bytes(self) -> int:
         """Regions of the lease have multiples of so many bytes; 0 if its session is too old to have regions."""
         return self._session.region_sets.granule_bytes

@@ -21,7 +21,7 @@ from gpulease.client.serve.decode.sample_models import TINY_MODEL
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
-from helpers.daemon import python_environment
+from helpers.daemon import Daemon, python_environment
 from helpers.decode.decoder_rig import (
     SETTINGS,
     TENANTS,
@@ -33,8 +33,9 @@ from helpers.decode.decoder_rig import (
 )
 from helpers.decode.random_models import TINY
 from helpers.etcd_cluster import EtcdCluster
-from helpers.fleet_directory import Directory
+from helpers.fleet_directory import Directory, put_daemon
 from helpers.fleet_rig import HORIZON_S, FleetNode, counted_bytes, fleet, quota
+from helpers.remote import Pki
 from helpers.waiting import wait_until
 
 KEY = "replace-this-key"
@@ -123,7 +124,7 @@ def test_a_node_that_is_lost_is_replaced_by_another(
 ) -> None:
     heard = Recorder()
     if lose is stop_node:
-        monkeypatch.setattr(serving_engine, "FLEET_LEASE_S", 10.0)
+        monkeypatch.setattr(serving_engine, "FLEET_LEASE_S", 16.0)
     monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.1)
     monkeypatch.setattr(serving_engine, "AWAY_S", 0.2)
 
@@ -195,6 +196,38 @@ def test_a_killed_node_s_share_of_a_quota_is_waited_for(tmp_path: Path, monkeypa
         play(address, scene, heard)
         wait_until(lambda: not counted_bytes(cluster), "all bytes came back")
     assert [report.is_planned for report in heard.rebuilt] == [False]
+
+
+def test_nodes_that_share_no_memory_with_the_decoder_give_the_same_tokens(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TLS, as from another host: a region is revoked, then the load moves to the other node."""
+    pki = Pki.make(tmp_path / "pki")
+    pki.be(pki.ann, monkeypatch)
+    daemons = [start_daemon(tls=True, config=pki.settings()) for _ in range(2)]
+
+    async def scene(decoder: Decoder) -> None:
+        alone, here = await one_by_one(decoder), decoder.engine.lease.address
+        assert not decoder.engine.session.shares_memory
+        (daemon,) = [daemon for daemon in daemons if daemon.tls_address == here]
+
+        async def revoke() -> None:
+            daemon.revoke(decoder.regions.pools["a"].region.lease_id)
+
+        assert await outputs_around(decoder, revoke) == alone
+        ask(Opcode.DRAIN, Drain(3_600_000), daemon.address)
+        while decoder.engine.lease.address == here:  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+        assert await one_by_one(decoder) == alone
+
+    with EtcdCluster(tmp_path / "etcd") as cluster:
+        for number, daemon in enumerate(daemons):
+            put_daemon(cluster, f"n{number}", daemon, addresses=(daemon.tls_address,))
+        with Directory(cluster, tmp_path / "d") as directory:
+            directory.wait_for("view of its fleet is current")
+            play(f"fleet:{directory.address}", scene, heard := Recorder())
+    assert {report.tenant_id for report in heard.rebinds} == {"a"}
+    assert [report.is_planned for report in heard.rebuilt] == [True]
 
 
 # --- As a user types it. ---

@@ -1,17 +1,21 @@
 """What runs on leases runs on a fleet's address as on a host's: regions, submits, tokens, gateway, models, decoding."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from gpulease.client import GpuBuilder, GpuSession, InvalidRequest, Permission
+from gpulease.client.cli.__main__ import main
 from gpulease.client.serve.decode import Decoder
 from gpulease.client.serve.decode.checkpoint.random_checkpoint import RandomCheckpoint
 from gpulease.client.serve.gateway import DaemonEffects, NodeAuthority, SqliteStore, serve_inference_request
 from gpulease.client.sync.lease import my_audience
 from gpulease.protocol import Phase
+from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon
 from helpers.decode.decoder_rig import PROMPTS, SETTINGS, TENANTS, read, submit
 from helpers.decode.random_models import TINY
@@ -74,6 +78,14 @@ def test_a_model_server(fleet: str, daemon: Daemon) -> None:
             assert [report["lease_id"] for report in daemon.leases()] == [f"{lease_id:032x}"]
 
     asyncio.run(play())
+
+
+def test_a_prompt_that_is_continued_by_hand(fleet: str, daemon: Daemon) -> None:
+    words = ["decode", "Changed in version", "--max-tokens", "2", "--json"]
+    done = CliRunner().invoke(main, words, env={ADDRESS_VARIABLE: fleet})
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.output)["tokens"]) == 2
+    assert daemon.leases() == []
 
 
 def test_a_decoder_whose_second_engine_comes_from_the_fleet_too(fleet: str) -> None:

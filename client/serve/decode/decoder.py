@@ -323,7 +323,7 @@ class Decoder:
 
     async def _start_steps(self) -> None:
         """Start what there is to compute, up to two steps."""
-        while self.scheduler.unanswered_steps < MAX_STEPS:
+        while self.scheduler.unanswered_steps < self.engine.max_steps:
             now = time.monotonic()
             plan = self.scheduler.plan(now)
             self._ledger.tell(plan.events)

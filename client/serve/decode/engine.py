@@ -32,7 +32,8 @@ from gpulease.client.serve.decode.linear_tiles import target_of
 from gpulease.client.serve.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
 
 MAX_STEPS: Final = 2
-"""Steps under way at most: one computes, one waits behind it."""
+"""Steps under way at most: one computes, one waits behind it. On another host there is one: without shared memory the
+step's graph can't copy rows and results, and requests of their own do."""
 
 MAX_REGION_SETS: Final = 256
 """Compositions of tenants whose region sets are kept; a worker has room for more, and older ones are made anew."""
@@ -88,11 +89,13 @@ class DecodeEngine:
         lease: The lease that it is on.
         session: The engine's session.
         limits: Rows, sequences and positions that it has room for.
+        max_steps: Steps that may be under way: MAX_STEPS, or 1 in a session that shares no memory.
     """
 
     def __init__(self, lease: GpuLease, session: GpuSession, forward: ForwardPass) -> None:
         """Use `open`."""
         self.session = session
+        self.max_steps = MAX_STEPS if session.shares_memory else 1
         self.limits = forward.limits
         self.lease = lease
         self._forward: ForwardPass | None = forward
@@ -151,7 +154,7 @@ class DecodeEngine:
 
     async def _record(self) -> None:
         session, forward, rows = self.session, self.forward, self.limits.max_rows
-        for parity in range(MAX_STEPS):
+        for parity in range(self.max_steps):
             self._streams.append(await session.stream())
             given, found = session.empty(rows, ROW), session.empty(rows, RESULT)
             given[:] = np.zeros(1, ROW)
@@ -160,9 +163,11 @@ class DecodeEngine:
             self._results.append(found)
             for bucket in self._buckets:
                 async with session.record() as graph:
-                    await session.mem_write(forward.rows, 0, given[:bucket])
+                    if session.shares_memory:
+                        await session.mem_write(forward.rows, 0, given[:bucket])
                     await forward.launch(bucket)
-                    await session.mem_read(forward.results, 0, bucket * RESULT.itemsize, into=found[:bucket])
+                    if session.shares_memory:
+                        await session.mem_read(forward.results, 0, bucket * RESULT.itemsize, into=found[:bucket])
                 self._graphs[bucket, parity] = graph
 
     # --- the tenants' blocks ---
@@ -272,11 +277,11 @@ class DecodeEngine:
         count, most = len(rows), self.forward.limits.max_rows
         if not 0 < count <= most:
             raise RequestRejected(f"A step has 1 to {most} rows, not {count}")
-        if len(self._steps) >= MAX_STEPS:
-            raise RequestRejected(f"{MAX_STEPS} steps are under way", "Await `finish` first")
+        if len(self._steps) >= self.max_steps:
+            raise RequestRejected(f"{self.max_steps} steps are under way", "Await `finish` first")
         if self._refused is not None:
             raise self._refused
-        number, parity = self._next, self._next % MAX_STEPS
+        number, parity = self._next, self._next % self.max_steps
         bucket = self._bucket(count)
         given, stream = self._rows[parity], self._streams[parity]
         given[:count] = rows
@@ -286,7 +291,10 @@ class DecodeEngine:
         self._steps.append(_Step(number, count))
         try:
             named = await self._region_set(frozenset(pools))
-            await stream.wait_for(self._streams[1 - parity])
+            if self.session.shares_memory:
+                await stream.wait_for(self._streams[1 - parity])
+            else:
+                await self.session.mem_write(self.forward.rows, 0, given[:bucket], stream=stream)
             await self._graphs[bucket, parity].launch(stream=stream, regions=named, position=number)
         except BaseException as error:
             self._steps.pop()
@@ -306,17 +314,24 @@ class DecodeEngine:
         if not self._steps:
             raise RequestRejected("No step is under way", "`start` one first")
         step = self._steps[0]
-        parity = step.number % MAX_STEPS
+        parity = step.number % self.max_steps
         try:
             await self._wait(parity)
             if self._refused is not None and (self._refused.position or 0) <= step.number:
                 raise self._refused
+            if not self.session.shares_memory:
+                await self._fetch(parity, step.rows)
         except BaseException:
             self._steps.clear()
             self._refused = None
             raise
         self._steps.popleft()
         return self._results[parity][: step.rows].copy()
+
+    async def _fetch(self, parity: int, rows: int) -> None:
+        """Read a step's results, which its graph did not copy here."""
+        found, stream = self._results[parity][:rows], self._streams[parity]
+        await self.session.mem_read(self.forward.results, 0, found.nbytes, into=found, stream=stream)
 
     async def _wait(self, parity: int) -> None:
         try:

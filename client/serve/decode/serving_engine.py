@@ -13,7 +13,7 @@ from typing import Final, Protocol, Self
 
 from gpulease.client.aio import GpuBuilder, GpuLease
 from gpulease.client.engine.lease_request import fleet_of
-from gpulease.client.errors import Busy, Disconnected, Drained, GpuLeaseError
+from gpulease.client.errors import Busy, Disconnected, Drained, GpuLeaseError, LeaseExpired
 from gpulease.client.serve.decode.background_tasks import BackgroundTasks
 from gpulease.client.serve.decode.checkpoint import Checkpoint
 from gpulease.client.serve.decode.decode_requests import TenantConfig
@@ -149,14 +149,19 @@ class ServingEngine:
         return opened
 
     async def _watch(self, user: EngineUser) -> None:
-        """Tell of the lease's end before it comes."""
+        """Tell of the lease's end before it comes, or when its time is over and nobody has answered a renewal."""
         away_since: float | None = None
         while self.lease.is_alive:
+            warning: GpuLeaseError | None
             try:
-                warning: GpuLeaseError | None = await _warning_of(self.lease)
+                # A renewal to a silent host is given up later.
+                async with asyncio.timeout(self.lease.remaining_s):
+                    warning = await _warning_of(self.lease)
                 if warning is None:
                     return  # It has ended, as the session hears, too.
                 away_since = None
+            except TimeoutError:
+                continue
             except Disconnected as error:
                 now = time.monotonic()
                 away_since = now if away_since is None else away_since
@@ -168,6 +173,7 @@ class ServingEngine:
             if warning is not None:
                 user.lease_warned(self, warning)
             await asyncio.sleep(WATCH_PAUSE_S)
+        user.engine_failed(self, LeaseExpired("the lease's time ran out before it was renewed"))
 
     async def close(self) -> None:
         """Close all of it, and give the lease back."""
