@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
-from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import CardRecord, NodeRecord, node_key
+from gpulease.daemon.leases import PlacementOrder
 
 CARDS: Final = 8
 GIB: Final = 1 << 30
@@ -47,7 +48,7 @@ class SimulatedFleet:
     """
 
     nodes: int
-    order: Order
+    order: PlacementOrder
     draw: Random
     free_gib: list[list[int]] = field(init=False)
     used_gib: int = 0
@@ -81,7 +82,7 @@ class SimulatedFleet:
         fitting = [(gib, number) for number, gib in enumerate(free) if gib >= size_gib]
         if not fitting:
             return False
-        _, card = max(fitting) if self.order is Order.SPREAD else min(fitting)
+        _, card = max(fitting) if self.order is PlacementOrder.SPREAD else min(fitting)
         free[card] -= size_gib
         self.used_gib += size_gib
         heapq.heappush(self.ends, (now_s + self.draw.expovariate(1 / HOLD_S), node, card, size_gib))
@@ -96,7 +97,7 @@ class SimulatedFleet:
 
     def fill(self, target_gib: float) -> None:
         """Grant at once, each lease on the best of a few random nodes, until so much is leased."""
-        sign = 1 if self.order is Order.PACK else -1
+        sign = 1 if self.order is PlacementOrder.PACK else -1
         while self.used_gib < target_gib:
             size_gib = self.draw.choice(SIZES_GIB)
             nodes = [self.draw.randrange(self.nodes) for _ in range(FILL_CHOICES)]
@@ -122,7 +123,7 @@ class SimulatedFleet:
         return 0
 
 
-def simulate(nodes: int, used: float, order: Order, seed: int = 7) -> dict[str, float]:
+def simulate(nodes: int, used: float, order: PlacementOrder, seed: int = 7) -> dict[str, float]:
     """Return the refusals in percent, the first tries that failed, and the memory that is leased at the end."""
     draw = Random(seed)
     fleet = SimulatedFleet(nodes, order, draw)
@@ -160,7 +161,7 @@ def simulate(nodes: int, used: float, order: Order, seed: int = 7) -> dict[str, 
 def main() -> None:
     """Simulate what the command line says, and print the figures."""
     nodes, used, order = sys.argv[1:4]
-    print(json.dumps({"order": order} | simulate(int(nodes), float(used), Order(order))))
+    print(json.dumps({"order": order} | simulate(int(nodes), float(used), PlacementOrder(order))))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,14 @@ def boot_id() -> str:
 
 
 _LATER: Final = frozenset(
-    {("limits", "session_timeout_s"), ("limits", "region_grace_ms"), ("shuffle_warps",), ("launch_chains",), ("fleet",)}
+    {
+        ("limits", "session_timeout_s"),
+        ("limits", "region_grace_ms"),
+        ("shuffle_warps",),
+        ("launch_chains",),
+        ("fleet",),
+        ("placement",),
+    }
 )
 """Settings that came after the first digests. One that has its default is left out: an upgrade changes no digest."""
 

@@ -143,7 +143,7 @@ class Service:
         journal: Journal,
         given: Sequence[GivenSocket] = (),
     ) -> None:
-        table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past, config.recycling)
+        table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past, config.recycling, config.placement)
         tokens = TokenService(
             table, config.require_token, config.token_key_file, config.state, journal.spent, journal.revoked_tokens
         )

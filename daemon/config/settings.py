@@ -25,7 +25,7 @@ from gpulease.daemon.fleet.fleet_settings import (
     parse_labels,
     parse_node,
 )
-from gpulease.daemon.leases import Card, Cause, CoreLimits, Recycling
+from gpulease.daemon.leases import Card, Cause, CoreLimits, PlacementOrder, Recycling
 from gpulease.daemon.leases.quotas import DEFAULT_GRACE_MS, TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle
 from gpulease.daemon.remote.tls_settings import OVER_TCP, TlsSettings, check_tenant
@@ -114,6 +114,7 @@ class Config:
         recycle: "same-tenant" if a context serves its tenant's next lease too, "off" if each serves one lease.
         recycle_idle_s: Seconds that a context waits for its tenant's next lease.
         recycle_leases: Leases that a context serves at most.
+        placement: The card that a lease gets if its tenant names none: the emptiest that fits, or the fullest.
         max_connections: Control connections at a time, all tenants together.
         max_connections_per_tenant: Control connections at a time of one tenant; operators are not counted.
         state: The folder of what survives the daemon; None to keep nothing.
@@ -155,6 +156,7 @@ class Config:
     recycle: str = "off"
     recycle_idle_s: int = 10
     recycle_leases: int = 1000
+    placement: PlacementOrder = PlacementOrder.SPREAD
     max_connections: int = 1024
     max_connections_per_tenant: int = 512
     state: Path | None = None
@@ -511,6 +513,7 @@ SETTINGS: Final = (
     Setting("recycle", str),
     Setting("recycle_idle_s"),
     Setting("recycle_leases"),
+    Setting("placement", lambda value: _member(PlacementOrder, value)),
     Setting("max_connections", least=1),
     Setting("max_connections_per_tenant"),
     Setting("state", _absolute_path),

@@ -5,7 +5,7 @@ draws no random numbers. An effect that takes time is answered by a later event.
 """
 
 from gpulease.daemon.leases.denials import Denial, DenialReason
-from gpulease.daemon.leases.devices import Card, CardSnapshot
+from gpulease.daemon.leases.devices import Card, CardSnapshot, PlacementOrder
 from gpulease.daemon.leases.events import (
     AcquireRequested,
     ArmTimer,
@@ -171,6 +171,7 @@ __all__ = [
     "OpenRegion",
     "Outcome",
     "Past",
+    "PlacementOrder",
     "PoolTimerFired",
     "ProveReclaimed",
     "ProveRegion",

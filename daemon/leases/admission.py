@@ -68,7 +68,7 @@ class Admission:
             self.serve_queue(now_ns, out)
         held = self._store.queue.held_cards()
         allowed = [account for account in candidates if account.card.uuid not in held]
-        account = placement.choose(allowed, event.terms)
+        account = placement.choose(allowed, event.terms, self._store.order)
         if account is not None:
             self._place(event, account, now_ns, out)
         elif event.wait_ms == 0:
@@ -273,7 +273,7 @@ class Admission:
 
     def _no_room(self, event: AcquireRequested, candidates: tuple[CardAccount, ...], waited_ms: int = 0) -> Denial:
         available = placement.available_bytes(candidates, event.terms.contexts)
-        if placement.choose(candidates, event.terms) is not None:
+        if any(placement.fits_now(account, event.terms) for account in candidates):
             why = "others that wait for the same cards are first in line"
         elif available >= event.terms.size_bytes:
             why = "no card is without other leases"

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from gpulease.daemon.leases.model import (
@@ -18,6 +19,17 @@ from gpulease.daemon.leases.model import (
 from gpulease.protocol.opcodes import Exclusivity
 
 GPU_PREFIX: Final = "gpu-"
+
+
+class PlacementOrder(Enum):
+    """The order of places that fit: the emptiest first, or the fullest.
+
+    Packing keeps large gaps, and whole cards, for the leases that need them. Spreading gives each lease the quietest
+    card.
+    """
+
+    SPREAD = "spread"
+    PACK = "pack"
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +334,18 @@ def fits_now(account: CardAccount, terms: LeaseTerms) -> bool:
     return account.charge_bytes(terms) <= account.free_bytes
 
 
-def choose(candidates: Iterable[CardAccount], terms: LeaseTerms) -> CardAccount | None:
-    """Return the fitting card with the most free bytes (on a tie the lowest index); None if none fits now."""
+def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: PlacementOrder) -> CardAccount | None:
+    """Return the first fitting card of an order (on a tie the lowest index); None if none fits now.
+
+    Args:
+        candidates: Cards that the lease may be on.
+        terms: The lease's terms.
+        order: SPREAD prefers the card with the most free bytes, PACK the one with the fewest. The bytes of warm
+            contexts count as free, because they give way.
+    """
+    sign = 1 if order is PlacementOrder.PACK else -1
     fitting = [account for account in candidates if fits_now(account, terms)]
-    return min(fitting, key=lambda account: (-account.free_bytes, account.card.index), default=None)
+    return min(fitting, key=lambda account: (sign * account.free_bytes, account.card.index), default=None)
 
 
 def largest_slice_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Final, get_args
 from gpulease.daemon.leases import denials, devices, events, horizon_events, invariants
 from gpulease.daemon.leases.admission import Admission, Drain
 from gpulease.daemon.leases.denials import Denial
-from gpulease.daemon.leases.devices import Card, CardSnapshot
+from gpulease.daemon.leases.devices import Card, CardSnapshot, PlacementOrder
 from gpulease.daemon.leases.events import (
     ArmTimer,
     Denied,
@@ -65,6 +65,7 @@ class LeaseTable:
         warm_contexts: Number of contexts each card keeps ready for leases to come.
         past: Records of an earlier table. Its leases come as events, before all others.
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
+        order: The order in which leases prefer cards.
 
     Raises:
         ValueError: Two cards have the same uuid or index.
@@ -77,9 +78,10 @@ class LeaseTable:
         warm_contexts: int = 0,
         past: Past | None = None,
         recycling: Recycling | None = None,
+        order: PlacementOrder = PlacementOrder.SPREAD,
     ) -> None:
         self._limits = limits or CoreLimits()
-        self._store = LeaseStore(cards, self._limits, warm_contexts, recycling)
+        self._store = LeaseStore(cards, self._limits, warm_contexts, recycling, order)
         self._teardown = Teardown(self._store)
         self.submits = self._teardown.submits
         self.regions = self._teardown.regions

@@ -13,7 +13,7 @@ from typing import Final
 
 from gpulease.daemon.leases import denials, devices
 from gpulease.daemon.leases.denials import Denial
-from gpulease.daemon.leases.devices import Card, CardAccount
+from gpulease.daemon.leases.devices import Card, CardAccount, PlacementOrder
 from gpulease.daemon.leases.epochs import HighestEpochs
 from gpulease.daemon.leases.events import AcquireRequested
 from gpulease.daemon.leases.model import (
@@ -52,6 +52,7 @@ class LeaseStore:
         warm: Contexts of the pool, by id.
         renamed: Tenant names that may have belonged to other people: nobody may reuse the contexts they leave.
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
+        order: The order in which leases prefer cards.
         submits: Submits not yet proved gone, by id.
         rates: Each tenant's rate of acquires.
         claimed: Live leases with a name, by name.
@@ -65,10 +66,16 @@ class LeaseStore:
     """
 
     def __init__(
-        self, cards: Iterable[Card], limits: CoreLimits, warm_contexts: int, recycling: Recycling | None = None
+        self,
+        cards: Iterable[Card],
+        limits: CoreLimits,
+        warm_contexts: int,
+        recycling: Recycling | None = None,
+        order: PlacementOrder = PlacementOrder.SPREAD,
     ) -> None:
         self.limits = limits
         self.recycling = recycling
+        self.order = order
         self.accounts = tuple(CardAccount(card, warm_contexts) for card in sorted(cards, key=lambda card: card.index))
         self.account_by_uuid = {account.card.uuid: account for account in self.accounts}
         self.live: dict[int, Lease] = {}
@@ -90,7 +97,7 @@ class LeaseStore:
         self.by_request: dict[tuple[str, str], Lease] = {}
         self.epochs = HighestEpochs()
         self.horizon: Horizon | None = None
-        self.queue = WaitQueue(limits)
+        self.queue = WaitQueue(limits, order)
         self.under_earlier_rules: set[str] = set()
         self.renamed: set[str] = set()
         self.has_freed_room = False
@@ -397,12 +404,13 @@ class WaitQueue:
         holders: Waiters that may still hold others back, by request.
     """
 
-    def __init__(self, limits: CoreLimits) -> None:
+    def __init__(self, limits: CoreLimits, order: PlacementOrder) -> None:
         self.terms = HoldTerms(limits)
         self.holders: dict[int, Waiter] = {}
         self._waiters: dict[int, Waiter] = {}
         self._lease_ids: set[int] = set()
         self._by_tenant: Counter[str] = Counter()
+        self._order = order
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -470,7 +478,7 @@ class WaitQueue:
         for waiter in self._waiters.values():
             allowed = [account for account in waiter.candidates if account.card.uuid not in blocked]
             acquire = waiter.acquire
-            account = devices.choose(allowed, acquire.terms)
+            account = devices.choose(allowed, acquire.terms, self._order)
             if account is not None:
                 return waiter, account
             if acquire.request in self.holders and not waiter.has_own_lease():

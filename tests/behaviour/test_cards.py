@@ -86,6 +86,38 @@ def test_a_whole_card_leaves_the_other_to_everybody(cards: Daemon) -> None:
             cards.builder().device(0).acquire()
 
 
+@pytest.fixture
+def packed_cards(start_daemon: Callable[..., Daemon]) -> Daemon:
+    """A daemon with three cards of 1 GiB, a warm context on each, that gives leases the fullest one that fits."""
+    return start_daemon(vram=("1GiB",) * 3, config='placement = "pack"\nwarm_contexts = 1\n')
+
+
+def test_packing_fills_one_card_and_keeps_the_others_whole(packed_cards: Daemon) -> None:
+    first, second, third = uuids(packed_cards)
+    with ExitStack() as stack:
+        packed = [stack.enter_context(packed_cards.builder(GIB // 4).acquire()) for _ in range(3)]
+        assert [lease.card_uuid for lease in packed] == [first] * 3
+        larger = stack.enter_context(packed_cards.builder(GIB // 2).acquire())
+        assert larger.card_uuid == second, "it does not fit the first any more"
+        with GpuSession(packed[2]) as session:
+            check_main_job(session)
+        last = stack.enter_context(packed_cards.builder(GIB // 4).acquire())
+        assert last.card_uuid == first
+        alone = packed_cards.builder(GIB).exclusivity(GpuExclusivityClass.DEVICE_EXCLUSIVE)
+        assert stack.enter_context(alone.acquire()).card_uuid == third, "a whole card was left"
+        with pytest.raises(CapacityExceeded):
+            packed_cards.builder(GIB // 2 + 1).acquire()
+
+
+def test_a_packed_lease_grows_on_its_card_alone(packed_cards: Daemon) -> None:
+    with packed_cards.builder(GIB // 2).acquire() as first, packed_cards.builder(GIB // 4).acquire() as second:
+        assert first.card_uuid == second.card_uuid
+        with pytest.raises(CapacityExceeded):
+            second.grow(GIB // 2)
+        second.grow(GIB // 4)
+        assert packed_cards.inventory().entries[0].available_bytes == 0
+
+
 @pytest.mark.exhaustive
 def test_a_cards_uuid_survives_a_restart(start_daemon: Callable[..., Daemon], cards: Daemon) -> None:
     again = start_daemon(vram=("1GiB", "4GiB"))

@@ -119,6 +119,7 @@ KEYS = (
     "recycle",
     "recycle_idle_s",
     "recycle_leases",
+    "placement",
     "max_connections",
     "max_connections_per_tenant",
     "audit",

@@ -17,6 +17,7 @@ DEFAULTS |= {
     "recycle",
     "recycle_idle_s",
     "recycle_leases",
+    "placement",
     "audit_file_bytes",
     "audit_keep_files",
     "sandbox",

@@ -13,13 +13,13 @@ import click
 
 from gpulease.daemon.fleet.directory.directory_metrics import metrics_served
 from gpulease.daemon.fleet.directory.directory_server import CannotServe, DirectoryServer, bound_at
-from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd_options import etcd_options
 from gpulease.daemon.host.processes import set_name
 from gpulease.daemon.host.version import AGENT
+from gpulease.daemon.leases import PlacementOrder
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import flush_logs, go_on_logging, log_event
 from gpulease.daemon.remote.node_identity import BadIdentity, IdentityFiles
@@ -42,7 +42,7 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 @click.option("--operator", "operators", multiple=True, help="A tenant who sees everybody's names. Repeatable.")
 @click.option(
     "--placement",
-    type=click.Choice([order.value for order in Order]),
+    type=click.Choice([order.value for order in PlacementOrder]),
     default="pack",
     show_default=True,
     help="The fullest node that fits first, or the emptiest.",
@@ -80,7 +80,7 @@ def main(
     go_on_logging("directory")
     _raise_descriptor_limit()
     try:
-        asyncio.run(_serve(etcd, addresses, files, frozenset(operators), Order(placement), horizon_secs, http))
+        asyncio.run(_serve(etcd, addresses, files, frozenset(operators), PlacementOrder(placement), horizon_secs, http))
     except (CannotServe, BadIdentity, BadEtcdSettings) as error:
         flush_logs()
         click.echo(f"gpulease serve directory: {error}", err=True)
@@ -92,7 +92,7 @@ async def _serve(
     addresses: list[Address],
     files: IdentityFiles | None,
     operators: frozenset[str],
-    order: Order,
+    order: PlacementOrder,
     horizon_s: float,
     http: HttpSettings | None,
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 
 from gpulease.daemon.fleet.directory.fleet_view import FleetView, SeenNode
 from gpulease.daemon.fleet.fleet_records import CardRecord
+from gpulease.daemon.leases import PlacementOrder
 from gpulease.protocol.messages import Candidate, Placement
 from gpulease.protocol.opcodes import Exclusivity
 
@@ -22,16 +23,6 @@ CHOICES: Final = 8
 DRAWN: Final = 1024
 """Nodes that are drawn at random, one by one, before the rest is looked at in a row: if so many have not eight that
 fit, the fleet is full, and its last places are few."""
-
-
-class Order(Enum):
-    """The order of candidates: the emptiest that fits first, or the fullest that fits.
-
-    Packing keeps large gaps for large leases; spreading gives each lease the quietest card.
-    """
-
-    SPREAD = "spread"
-    PACK = "pack"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +59,13 @@ class _Misfit(Enum):
 
 
 def place(
-    view: FleetView, wanted: PlaceWanted, order: Order, draw: Random, *, silent_before_s: float, choices: int = CHOICES
+    view: FleetView,
+    wanted: PlaceWanted,
+    order: PlacementOrder,
+    draw: Random,
+    *,
+    silent_before_s: float,
+    choices: int = CHOICES,
 ) -> Placement:
     """Choose the nodes to ask.
 
@@ -98,12 +95,14 @@ def place(
         found.append((fit, node_id, node))
         if len(found) == choices:
             break
-    found.sort(key=lambda one: one[0], reverse=order is Order.SPREAD)
+    found.sort(key=lambda one: one[0], reverse=order is PlacementOrder.SPREAD)
     candidates = tuple(_candidate(node_id, node) for _, node_id, node in found)
     return Placement(candidates, holder, len(view.ids), "" if candidates else _sentence(misfits))
 
 
-def _fit(node_id: str, node: SeenNode, wanted: PlaceWanted, order: Order, silent_before_s: float) -> int | _Misfit:
+def _fit(
+    node_id: str, node: SeenNode, wanted: PlaceWanted, order: PlacementOrder, silent_before_s: float
+) -> int | _Misfit:
     """Return the free bytes of the card that the node would take, or why it takes none."""
     record = node.record
     labels = record.labels or {}
@@ -126,7 +125,7 @@ def _fit(node_id: str, node: SeenNode, wanted: PlaceWanted, order: Order, silent
     free = [card.largest_bytes for card in cards if _has_room(card, wanted)]
     if not free:
         return _Misfit.FULL
-    return max(free) if order is Order.SPREAD else min(free)
+    return max(free) if order is PlacementOrder.SPREAD else min(free)
 
 
 def _is_meant(card: CardRecord, index: int, device: str | None) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
-from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView, SeenNode
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.etcd.transactions import (
@@ -23,6 +23,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchEnded,
 )
 from gpulease.daemon.fleet.fleet_records import GENERATION, NAMES, NODES, PREFIX
+from gpulease.daemon.leases import PlacementOrder
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.failures import Failure
@@ -74,7 +75,7 @@ class FleetWatch:
     def __init__(
         self,
         client: EtcdClient,
-        order: Order,
+        order: PlacementOrder,
         horizon_s: float,
         draw: Random | None = None,
         clock: Callable[[], float] = time.monotonic,

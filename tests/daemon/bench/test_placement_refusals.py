@@ -5,11 +5,11 @@ from random import Random
 import pytest
 
 from gpulease.daemon.bench.placement_refusals import CARD_GIB, CARDS, GIB, SimulatedFleet, simulate
-from gpulease.daemon.fleet.directory.fleet_placement import Order
+from gpulease.daemon.leases import PlacementOrder
 
 
-@pytest.mark.parametrize("order", Order)
-def test_no_byte_is_granted_twice_and_every_lease_ends(order: Order) -> None:
+@pytest.mark.parametrize("order", PlacementOrder)
+def test_no_byte_is_granted_twice_and_every_lease_ends(order: PlacementOrder) -> None:
     fleet = SimulatedFleet(6, order, Random(1))
     fleet.fill(0.8 * fleet.total_gib)
     for step in range(400):
@@ -26,7 +26,7 @@ def test_no_byte_is_granted_twice_and_every_lease_ends(order: Order) -> None:
 
 
 def test_an_old_view_costs_another_try_and_not_the_lease() -> None:
-    fleet = SimulatedFleet(3, Order.PACK, Random(1))
+    fleet = SimulatedFleet(3, PlacementOrder.PACK, Random(1))
     for node in range(3):
         fleet.publish(node)
     fleet.free_gib[0] = [0] * CARDS
@@ -38,7 +38,7 @@ def test_an_old_view_costs_another_try_and_not_the_lease() -> None:
 
 
 def test_the_view_has_what_was_published_and_nothing_newer() -> None:
-    fleet = SimulatedFleet(1, Order.PACK, Random(1))
+    fleet = SimulatedFleet(1, PlacementOrder.PACK, Random(1))
     fleet.publish(0)
     assert fleet.grant(0, 16, 0.0)
     assert fleet.view.nodes["0"].record.cards[0].largest_bytes == CARD_GIB * GIB
@@ -48,6 +48,6 @@ def test_the_view_has_what_was_published_and_nothing_newer() -> None:
 
 @pytest.mark.exhaustive
 def test_packing_refuses_less_than_spreading() -> None:
-    pack, spread = (simulate(40, 0.9, order) for order in (Order.PACK, Order.SPREAD))
+    pack, spread = (simulate(40, 0.9, order) for order in (PlacementOrder.PACK, PlacementOrder.SPREAD))
     assert pack["refused_percent"] < spread["refused_percent"]
     assert pack["used_percent"] > spread["used_percent"]

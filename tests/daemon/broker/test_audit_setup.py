@@ -10,7 +10,7 @@ import pytest
 from gpulease.daemon.broker.audit_setup import config_digest, open_recorder
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.config.settings import Config, ConfigError, load_config
-from gpulease.daemon.leases import CoreLimits
+from gpulease.daemon.leases import CoreLimits, PlacementOrder
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 
 ANN, BOB = TenantLimits(max_leases=1), TenantLimits(devices=("0",))
@@ -40,6 +40,7 @@ def test_other_settings_have_another() -> None:
         {"tenant_of_uid": {7: "ann"}},
         {"vram_bytes": (7,)},
         {"limits": CoreLimits(max_leases=7)},
+        {"placement": PlacementOrder.PACK},
         of_tenants(ann=ANN),
         of_tenants(ann=BOB),
         of_tenants(bob=BOB),

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.config.settings import MAX_EMBEDDED_CARDS, Config, ConfigError, OnStop, load_config
-from gpulease.daemon.leases import Recycling
+from gpulease.daemon.leases import PlacementOrder, Recycling
 from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.protocol.address import TcpAddress, UnixAddress
 
@@ -22,7 +22,8 @@ def test_a_whole_file(tmp_path: Path) -> None:
         'state = "/var/lib/g"\non_stop = "keep"\n'
         'audit = "/var/log/g"\naudit_head = "/mnt/head.json"\naudit_required = true\n'
         'audit_file_size = "8MiB"\naudit_keep_files = 9\n'
-        "max_connections = 9\nmax_connections_per_tenant = 8\nwarm_contexts = 3\n[limits]\nmax_leases = 3\n"
+        'max_connections = 9\nmax_connections_per_tenant = 8\nwarm_contexts = 3\nplacement = "pack"\n'
+        "[limits]\nmax_leases = 3\n"
     )
     config = load_config(path, {})
     assert config.listen == (UnixAddress("/tmp/a.sock"), TcpAddress("::1", 7))
@@ -34,6 +35,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
     assert (config.max_connections, config.max_connections_per_tenant) == (9, 8)
     assert config.limits.max_leases == 3
     assert config.warm_contexts == 3
+    assert (config.placement, Config().placement) == (PlacementOrder.PACK, PlacementOrder.SPREAD)
     assert load_config(path, {"warm_contexts": 0, "vram": []}).warm_contexts == 0
 
 
@@ -79,6 +81,7 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"recycle": "same-tenant"}, "recycle needs warm_contexts"),
         ({"recycle_idle_s": 0}, "recycle_idle_s is 0; it must be between 1 and 3600"),
         ({"recycle_leases": 0}, "recycle_leases is 0; it must be at least 1"),
+        ({"placement": "tight"}, "setting placement: 'tight' is none of spread, pack"),
         ({"colour": "red"}, "unknown setting 'colour'; known are: listen, driver, arch, shuffle_warps, launch_chains"),
         ({"launch_chains": "no"}, "setting launch_chains"),
         ({"launch_chains": False, "driver": "cpu"}, "launch_chains is for cards"),

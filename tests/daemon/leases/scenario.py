@@ -18,6 +18,7 @@ from gpulease.daemon.leases import (
     LeaseSnapshot,
     LeaseTable,
     LeaseTerms,
+    PlacementOrder,
     ReclaimProved,
     RegionGranted,
     RegionOpened,
@@ -48,8 +49,10 @@ def card(index: int = 0, capacity: int = 110, *, is_partition: bool = False) -> 
 class Scenario:
     """A lease table that validates itself after every event, so that passing through a bad state fails."""
 
-    def __init__(self, *cards: Card, limits: CoreLimits | None = None) -> None:
-        self.table = LeaseTable(cards or (card(),), limits)
+    def __init__(
+        self, *cards: Card, limits: CoreLimits | None = None, order: PlacementOrder = PlacementOrder.SPREAD
+    ) -> None:
+        self.table = LeaseTable(cards or (card(),), limits, order=order)
         self.now_ns = 1000 * S
         self.requests = 0
 

@@ -7,6 +7,7 @@ which bytes are not yet proved free, and who waits for a reply. That view is kep
 from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
+    AcquireRequested,
     ArmTimer,
     Card,
     CardLooked,
@@ -27,6 +28,7 @@ from gpulease.daemon.leases import (
     LeaseRestored,
     LeaseState,
     LeaseTable,
+    PlacementOrder,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
@@ -117,9 +119,15 @@ AnyJob = SpawnWorker | SpawnSubmit | WarmUp | KillWorker | ScrubWorker | ProveRe
 class Shell:
     """The node as seen from outside, and the effects still to execute."""
 
-    def __init__(self, warm_contexts: int = 0, recycling: Recycling | None = None) -> None:
-        self.table = LeaseTable(CARDS, LIMITS, warm_contexts, recycling=recycling)
+    def __init__(
+        self,
+        warm_contexts: int = 0,
+        recycling: Recycling | None = None,
+        order: PlacementOrder = PlacementOrder.SPREAD,
+    ) -> None:
+        self.table = LeaseTable(CARDS, LIMITS, warm_contexts, recycling=recycling, order=order)
         self.cards = CARDS
+        self.order = order
         self.warm_contexts = warm_contexts
         self.recycled = ExpectedRecycling(recycling)
         self.disk = Disk()
@@ -160,7 +168,9 @@ class Shell:
         if isinstance(event, WorkerUnlisted) and self.is_provable(event):
             self.unproved.pop(event.worker_id, None)
         charges = self.table.charges()
+        preferred = self.preferred_card(event)
         effects = self.table.handle(event, self.now_ns)
+        self.check_card(event, preferred)
         self.table.validate()
         if not isinstance(event, LeaseRestored | RegionRestored | WorkerFound | SubmitFound):
             self.table.validate_charges(charges)
@@ -180,6 +190,31 @@ class Shell:
         self.regions.check(self)
         self.names.saw(event, effects, self)
         return effects
+
+    def preferred_card(self, event: Event) -> str:
+        """Return the card that the order prefers for an acquire; "" if there is none, or others come first."""
+        if not isinstance(event, AcquireRequested) or event.selector is not None or self.table.waiting():
+            return ""
+        devices = self.tenants.limits.tenants.of(event.tenant).devices
+        fitting = []
+        for card, state in zip(CARDS, self.table.cards(), strict=True):
+            is_alone = state.is_exclusive or (event.terms.exclusivity in ALONE and state.leases)
+            is_usable = devices is None or any(map(card.answers_to, devices))
+            is_kind = event.terms.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
+            charge = event.terms.size_bytes + event.terms.contexts * card.overhead_bytes
+            if is_usable and is_kind and not is_alone and charge <= state.free_bytes:
+                fitting.append((state.free_bytes, card.index))
+        if not fitting:
+            return ""
+        free, _ = min(fitting) if self.order is PlacementOrder.PACK else max(fitting)
+        return CARDS[min(index for bytes_, index in fitting if bytes_ == free)].uuid
+
+    def check_card(self, event: Event, preferred: str) -> None:
+        """Check that a lease that was placed at once is on the card that the order prefers."""
+        if preferred and isinstance(event, AcquireRequested):
+            lease = self.table.get(event.lease_id)
+            if lease is not None and lease.state is LeaseState.PENDING:
+                assert lease.card_uuid == preferred, f"{self.order} prefers {preferred}"
 
     def forget(self, number: int) -> None:
         """Drop a worker whose bytes an operator vouches for."""
@@ -445,7 +480,7 @@ class Shell:
         # Nobody knows the id of a lease revoked before its grant if its row was lost.
         if is_tail_lost:
             self.revoked -= self.revoked_last - {kept.lease_id for kept in contents.leases}
-        self.table = LeaseTable(CARDS, LIMITS, self.warm_contexts, contents.past(), self.recycled.bounds)
+        self.table = LeaseTable(CARDS, LIMITS, self.warm_contexts, contents.past(), self.recycled.bounds, self.order)
         self.tenants.change(LIMITS.tenants, (kept.tenant for kept in contents.leases))
         self.open_requests, self.timers, self.lost_timers, self.jobs = set(), [], [], []
         self.recycled.renamed, self.asked_to_prove, self.once = (

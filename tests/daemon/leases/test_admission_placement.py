@@ -14,6 +14,7 @@ from gpulease.daemon.leases import (
     HoldTimerFired,
     LeaseTable,
     LeaseTerms,
+    PlacementOrder,
     ReclaimFailed,
     ReclaimProved,
     RequesterGone,
@@ -30,6 +31,62 @@ def test_the_card_with_the_most_free_bytes_is_chosen_and_the_lowest_index_at_a_t
     assert placed(s.acquire(1, 20)) == [(1, "GPU-c")]
     assert placed(s.acquire(2, 20)) == [(2, "GPU-a")]
     assert placed(s.acquire(3, 20)) == [(3, "GPU-b")]
+
+
+def packing(*cards: Card) -> Scenario:
+    return Scenario(*cards, order=PlacementOrder.PACK)
+
+
+def test_packing_chooses_the_fullest_card_that_fits_and_the_lowest_index_at_a_tie() -> None:
+    s = packing(card(1), card(0), card(2, 120))
+    assert placed(s.acquire(1, 20)) == [(1, "GPU-a")]
+    assert placed(s.acquire(2, 20)) == [(2, "GPU-a")]
+    assert placed(s.acquire(3, 70)) == [(3, "GPU-b")], "it does not fit the fullest one"
+    assert placed(s.acquire(4, 40)) == [(4, "GPU-a")], "exactly what is left"
+    assert placed(s.acquire(5, 100)) == [(5, "GPU-c")]
+
+
+@pytest.mark.parametrize(("order", "is_whole_card_left"), [(PlacementOrder.SPREAD, False), (PlacementOrder.PACK, True)])
+def test_packing_leaves_whole_cards_to_those_who_need_one(order: PlacementOrder, is_whole_card_left: bool) -> None:
+    s = Scenario(card(0), card(1), order=order)
+    s.active(1, 20)
+    s.active(2, 20)
+    assert bool(placed(s.acquire(3, 100))) is is_whole_card_left
+    s = Scenario(card(0), card(1), order=order)
+    s.active(1, 20)
+    s.active(2, 20)
+    alone = s.acquire(3, 10, exclusivity=Exclusivity.DEVICE_EXCLUSIVE)
+    assert bool(placed(alone)) is is_whole_card_left
+
+
+def test_packing_never_puts_a_lease_beside_one_that_has_its_card_alone() -> None:
+    s = packing(card(0), card(1))
+    s.active(1, 90, exclusivity=Exclusivity.DEVICE_EXCLUSIVE)
+    assert placed(s.acquire(2, 5)) == [(2, "GPU-b")]
+    assert "without other leases" in denied(s.acquire(3, 5, exclusivity=Exclusivity.DEVICE_EXCLUSIVE)).message
+
+
+def test_packing_prefers_the_smaller_of_two_empty_cards() -> None:
+    """A whole large card is kept for a lease that fits no other, also from one that will be alone."""
+    s = packing(card(0, 500), card(1))
+    assert placed(s.acquire(1, 50, exclusivity=Exclusivity.DEVICE_EXCLUSIVE)) == [(1, "GPU-b")]
+    assert placed(s.acquire(2, 50)) == [(2, "GPU-a")]
+
+
+def test_a_named_card_is_taken_whatever_the_order() -> None:
+    s = packing(card(0), card(1))
+    s.active(1, 20)
+    assert placed(s.acquire(2, 20, selector="1")) == [(2, "GPU-b")]
+
+
+@pytest.mark.parametrize(("order", "uuid"), [(PlacementOrder.SPREAD, "GPU-a"), (PlacementOrder.PACK, "GPU-b")])
+def test_waiters_are_placed_in_the_same_order(order: PlacementOrder, uuid: str) -> None:
+    s = Scenario(card(0), card(1), order=order)
+    s.active(1, 50)
+    s.active(2, 60, selector="1")
+    s.acquire(3, 100, tenant="bob", wait_ms=5000)
+    assert placed(s.acquire(4, 20, tenant="cid", wait_ms=5000)) == [], "it would fit, but 3 was first"
+    assert placed(s.do(RequesterGone(1003))) == [(4, uuid)]
 
 
 @pytest.mark.parametrize("selector", ["GPU-b", "gpu-B", "b", "B", "1"])

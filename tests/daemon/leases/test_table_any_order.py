@@ -20,6 +20,7 @@ from gpulease.daemon.leases import (
     HorizonMoved,
     LeaseState,
     LeaseTerms,
+    PlacementOrder,
     PoolTimerFired,
     ReclaimProved,
     Recycling,
@@ -51,10 +52,14 @@ from .simulated import CARDS, LIMITS, MS, Shell
 class AnyOrder(LeaseRules):
     """State machine that draws the next event."""
 
-    @initialize(warm_contexts=st.sampled_from([0, 1, 3]), recycling=st.sampled_from([None, RECYCLING]))
-    def begin(self, warm_contexts: int, recycling: Recycling | None) -> None:
+    @initialize(
+        warm_contexts=st.sampled_from([0, 1, 3]),
+        recycling=st.sampled_from([None, RECYCLING]),
+        order=st.sampled_from(PlacementOrder),
+    )
+    def begin(self, warm_contexts: int, recycling: Recycling | None, order: PlacementOrder) -> None:
         self.warm_contexts = warm_contexts
-        self.shell = Shell(warm_contexts, recycling)
+        self.shell = Shell(warm_contexts, recycling, order)
         self.shell.send(PoolTimerFired())
 
     @rule(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from gpulease.daemon.leases import (
     AcquireRequested,
@@ -24,6 +24,7 @@ from gpulease.daemon.leases import (
     HoldTimerFired,
     LeaseTable,
     LeaseTerms,
+    PlacementOrder,
     ReclaimProved,
     RequesterGone,
     SpawnWorker,
@@ -66,6 +67,10 @@ class Line(RuleBasedStateMachine):
         self.kept_off_at: dict[str, list[int]] = {}
         self.wait_due: dict[int, int] = {}
         self.hold_due: int | None = None
+
+    @initialize(order=st.sampled_from(PlacementOrder))
+    def begin(self, order: PlacementOrder) -> None:
+        self.table = LeaseTable(CARDS, LIMITS, order=order)
 
     # --- The node, from outside. ---
 

@@ -12,11 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpulease.daemon.fleet.directory.directory_metrics import DIRECTORY_FAMILIES, FRESH_S, DirectoryMetrics
-from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import VIEW_LIMIT_S, FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import ClaimRecord, name_key, node_key
+from gpulease.daemon.leases import PlacementOrder
 from gpulease.daemon.record.metrics.families import FAMILIES
 from gpulease.protocol.messages import Place
 from helpers.fleet_directory import record_of
@@ -30,7 +30,7 @@ class Scene:
 
     def __init__(self, client: EtcdClient) -> None:
         self.now_s = 100.0
-        self.fleet = FleetWatch(client, Order.PACK, HORIZON_S, clock=lambda: self.now_s)
+        self.fleet = FleetWatch(client, PlacementOrder.PACK, HORIZON_S, clock=lambda: self.now_s)
         self.fleet.view.put(KeyValue(node_key("n1"), record_of("tls:h:1").encode(), 3, 4), self.now_s)
         self.fleet.view.put(KeyValue(node_key("n2"), b"no record", 3, 4), self.now_s)
         claim = ClaimRecord("n1", 3, "0" * 32, "ann", "n")

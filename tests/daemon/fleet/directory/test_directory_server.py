@@ -16,11 +16,11 @@ import pytest
 
 from gpulease.daemon.fleet.directory import directory_server
 from gpulease.daemon.fleet.directory.directory_server import CannotServe, DirectoryServer
-from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.leases import PlacementOrder
 from gpulease.daemon.remote.node_identity import IdentityFiles
 from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status
 from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddress, parse_address
@@ -43,7 +43,7 @@ class Watch(FleetWatch):
 
     def __init__(self, client: EtcdClient) -> None:
         self.now_s = 100.0
-        super().__init__(client, Order.PACK, 30.0, Random(1), lambda: self.now_s)
+        super().__init__(client, PlacementOrder.PACK, 30.0, Random(1), lambda: self.now_s)
         self.view.put(KeyValue(node_key("n1"), NODE.encode(), 3, 4), self.now_s)
         for name, tenant in (("model-a", "ann"), ("model-b", "bob"), ("model-c", f"uid:{os.getuid()}")):
             claim = ClaimRecord("n1", 3, "0" * 32, tenant, "n")

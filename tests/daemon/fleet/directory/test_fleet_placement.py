@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.fleet.directory.fleet_placement import DRAWN, Order, PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_placement import DRAWN, PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.leases import PlacementOrder
 from gpulease.protocol.messages import Placement
 from gpulease.protocol.opcodes import Exclusivity
 
@@ -40,7 +41,7 @@ def fleet(nodes: dict[str, NodeRecord], *, changed_s: float = NOW_S, names: dict
     return view
 
 
-def placed(view: FleetView, order: Order = Order.PACK, seed: int = 1, **wanted: Any) -> Placement:
+def placed(view: FleetView, order: PlacementOrder = PlacementOrder.PACK, seed: int = 1, **wanted: Any) -> Placement:
     asked = PlaceWanted(**{"size_bytes": 8 * GIB} | wanted)
     return place(view, asked, order, Random(seed), silent_before_s=SILENT_BEFORE_S)
 
@@ -51,16 +52,16 @@ def ids(placement: Placement) -> list[str]:
 
 def test_packing_asks_the_fullest_that_fits_first_and_spreading_the_emptiest() -> None:
     view = fleet({"half": node(40), "full": node(4), "tight": node(9), "empty": node(80)})
-    assert ids(placed(view, Order.PACK)) == ["tight", "half", "empty"]
-    assert ids(placed(view, Order.SPREAD)) == ["empty", "half", "tight"]
+    assert ids(placed(view, PlacementOrder.PACK)) == ["tight", "half", "empty"]
+    assert ids(placed(view, PlacementOrder.SPREAD)) == ["empty", "half", "tight"]
     assert placed(view).nodes == 4
 
 
 def test_a_node_of_several_cards_counts_by_the_one_that_the_lease_would_take() -> None:
     view = fleet({"mixed": node(9, 80), "even": node(40, 40)})
-    assert ids(placed(view, Order.PACK)) == ["mixed", "even"]
-    assert ids(placed(view, Order.SPREAD)) == ["mixed", "even"]
-    assert ids(placed(view, Order.SPREAD, device="0")) == ["even", "mixed"]
+    assert ids(placed(view, PlacementOrder.PACK)) == ["mixed", "even"]
+    assert ids(placed(view, PlacementOrder.SPREAD)) == ["mixed", "even"]
+    assert ids(placed(view, PlacementOrder.SPREAD, device="0")) == ["even", "mixed"]
 
 
 @pytest.mark.parametrize(
@@ -157,11 +158,11 @@ def test_the_last_place_of_a_large_fleet_is_found() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 80), st.booleans(), st.booleans()), max_size=30),
     st.integers(0, 80),
-    st.sampled_from(list(Order)),
+    st.sampled_from(list(PlacementOrder)),
     st.integers(0, 2**32),
 )
 def test_whoever_is_named_fits_and_nobody_who_fits_is_missed(
-    nodes: list[tuple[int, bool, bool]], size_gib: int, order: Order, seed: int
+    nodes: list[tuple[int, bool, bool]], size_gib: int, order: PlacementOrder, seed: int
 ) -> None:
     records = {f"n{at}": node(free, is_draining=draining) for at, (free, draining, _) in enumerate(nodes)}
     tried = frozenset(f"n{at}" for at, (_, _, was_tried) in enumerate(nodes) if was_tried)
@@ -175,5 +176,5 @@ def test_whoever_is_named_fits_and_nobody_who_fits_is_missed(
     assert set(named) <= fitting
     assert len(named) == len(set(named)) == min(8, len(fitting))
     free = [records[node_id].cards[0].largest_bytes for node_id in named]
-    assert free == sorted(free, reverse=order is Order.SPREAD)
+    assert free == sorted(free, reverse=order is PlacementOrder.SPREAD)
     assert bool(answer.why) is not bool(named)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import NODES, QUOTAS, CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.leases import PlacementOrder
 
 CARD = CardRecord("GPU-1", "a card", 80 << 30, 40 << 30, 1, False)
 NODE = NodeRecord("n", ("tls:gpu.example:7443",), {"zone": "a"}, (CARD,))
@@ -107,8 +108,10 @@ ANY_JSON = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from([*NodeRecord.__slots__, "other"]), ANY_JSON), st.sampled_from(list(Order)))
-def test_no_record_stops_a_placement(members: dict[str, Any], order: Order) -> None:
+@given(
+    st.dictionaries(st.sampled_from([*NodeRecord.__slots__, "other"]), ANY_JSON), st.sampled_from(list(PlacementOrder))
+)
+def test_no_record_stops_a_placement(members: dict[str, Any], order: PlacementOrder) -> None:
     view = FleetView()
     view.put(of(node_key("good"), NODE.encode()), 5.0)
     view.put(of(NODES + b"any", changed(**members)), 5.0)

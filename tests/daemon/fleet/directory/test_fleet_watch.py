@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
 from gpulease.daemon.fleet.fleet_records import name_key, node_key
+from gpulease.daemon.leases import PlacementOrder
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.messages import Place, Placement, Report
 from helpers.etcd_cluster import EtcdCluster
@@ -65,7 +65,7 @@ def run_beside(make: Callable[[], EtcdClient], play: Callable[[FleetWatch], Awai
 
     async def run() -> None:
         client = make()
-        watch = FleetWatch(client, Order.PACK, 3600.0)
+        watch = FleetWatch(client, PlacementOrder.PACK, 3600.0)
         task = asyncio.ensure_future(watch.run())
         try:
             await play(watch)
