@@ -1,5 +1,7 @@
 """A daemon's address as one string: `unix:/path`, `tcp:HOST:PORT` or `tls:HOST:PORT` (IPv6: `tls:[::1]:PORT`).
 
+`tls://HOST:PORT` and `tcp://HOST:PORT` are understood as well, as URLs are typed; addresses print without slashes.
+
 A fleet's address is that of its directories: `fleet:tls:HOST:PORT,tls:HOST:PORT`.
 """
 
@@ -91,10 +93,7 @@ def parse_address(text: str) -> Address:
 
 
 def parse_fleet_address(text: str) -> FleetAddress:
-    """Return the fleet that a string `fleet:ADDRESS[,ADDRESS...]` names. Raises ValueError.
-
-    `fleet:tls://HOST:PORT` is understood as well.
-    """
+    """Return the fleet that a string `fleet:ADDRESS[,ADDRESS...]` names. Raises ValueError."""
     if len(text) > MAX_ADDRESS_CHARS:
         raise ValueError(f"{text[:40]!r}... is not an address: it has {len(text)} characters")
     if not text.startswith(FLEET_SCHEME):
@@ -102,15 +101,10 @@ def parse_fleet_address(text: str) -> FleetAddress:
     parts = text.removeprefix(FLEET_SCHEME).split(",")
     if len(parts) > MAX_DIRECTORIES:
         raise ValueError(f"{text[:40]!r}...: a fleet's address names at most {MAX_DIRECTORIES} directories")
-    directories = tuple(parse_address(_without_slashes(part)) for part in parts)
+    directories = tuple(parse_address(part) for part in parts)
     if len(set(directories)) < len(directories):
         raise ValueError(f"{text!r} names a directory twice")
     return FleetAddress(directories)
-
-
-def _without_slashes(text: str) -> str:
-    scheme, _, rest = text.partition(":")
-    return f"{scheme}:{rest.removeprefix('//')}" if scheme in ("tcp", "tls") else text
 
 
 def _parse_unix(text: str, path: str) -> UnixAddress:
@@ -122,7 +116,7 @@ def _parse_unix(text: str, path: str) -> UnixAddress:
 
 
 def _parse_host_and_port(text: str, scheme: str, rest: str) -> tuple[str, int]:
-    host, _, port = rest.rpartition(":")
+    host, _, port = rest.removeprefix("//").rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
@@ -136,7 +130,7 @@ def _parse_host_and_port(text: str, scheme: str, rest: str) -> tuple[str, int]:
 def _check_host(text: str, host: str) -> None:
     """Raise ValueError for a name that no look-up accepts, which would fail otherwise than an unknown name does."""
     try:
-        if "\0" not in host and host.encode("idna"):
+        if not {"\0", "/"} & {*host} and host.encode("idna"):
             return
     except UnicodeError:
         pass

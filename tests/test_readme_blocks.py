@@ -24,6 +24,7 @@ import click
 import pytest
 
 from gpulease.client.cli.__main__ import main as gpulease
+from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE
 from gpulease.client.transport.credentials import VARIABLES
 from gpulease.daemon.__main__ import main as gpuleased
 from gpulease.daemon.config.settings import load_config
@@ -256,7 +257,9 @@ def test_what_is_run_in_the_documents_order(stage: Stage, document: str) -> None
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_is_what_its_tag_says(block: Block, tmp_path: Path) -> None:
+def test_a_block_is_what_its_tag_says(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As after `gpulease acquire`: some commands mean this lease.
+    monkeypatch.setenv(LEASE_ID_VARIABLE, f"{1:032x}")
     match block.language:
         case "python":
             compile(block.text, str(block), "exec")
@@ -325,5 +328,8 @@ def check_command(words: list[str]) -> None:
             assert set(re.findall(r"\w+", words[-1])) <= extras.keys(), words
         case "export":
             assert {word.partition("=")[0] for word in rest} <= {ADDRESS_VARIABLE, *VARIABLES.values()}, words
+        case "eval":
+            (printing,) = commands_of(rest[0].removeprefix("$(").removesuffix(")"))
+            check_command(printing)
         case other:
             assert other in PROGRAMS, f"{words}: a program of ours, or one of PROGRAMS"

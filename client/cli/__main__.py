@@ -14,6 +14,7 @@ from gpulease.client.cli.start import run
 PROGRAM: Final = "gpulease"
 
 COMMANDS: Final = {
+    "acquire": ("acquire:acquire", "Get a lease that outlives this command, for programs to find."),
     "audit": ("daemon_modules:audit", "Read audit logs: verify, show, usage, head, recompute."),
     "bench": ("bench:bench", "Measure what a lease costs beside the driver called directly."),
     "completion": ("completion:completion", "Print what makes a shell complete commands and lease ids."),
@@ -23,12 +24,14 @@ COMMANDS: Final = {
     "events": ("lease_events:events", "Print what leases go through, a line each as it happens."),
     "fence": ("node:fence", "Look after memory that could not be proved free."),
     "fleet": ("fleet:fleet", "Look after a fleet: its nodes and names; drain or fence a node."),
+    "free": ("acquire:free", "Give a lease back, before its time is over."),
     "health": ("metrics:health", "Show whether the daemon can grant leases, and what keeps it from it."),
     "info": ("node:info", "Show the cards: what may be leased, what is free, what is fenced."),
     "install-service": ("service:install_service", "Print or install the units for systemd."),
     "leases": ("node:leases", "List leases: your own, or everybody's if you are the operator."),
     "metrics": ("metrics:metrics", "Print the node's metrics as Prometheus reads them."),
     "pki": ("daemon_modules:pki", "Make a test authority and certificates: init, issue, revoke."),
+    "renew": ("acquire:renew", "Make a lease last longer."),
     "revoke": ("node:revoke", "End a lease at once, whatever it is doing."),
     "run": ("run:run", "Run a program with a lease of its own, which ends with it."),
     "serve": ("serve:serve", "Serve others on leases."),

@@ -13,7 +13,8 @@ from gpulease.client.engine.lease_request import fleet_of
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, NotFound
 from gpulease.client.sync.driver import ask, drive
 from gpulease.protocol import Opcode
-from gpulease.protocol.messages import Drain, DrainStatus, Empty
+from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.messages import Body, Drain, DrainStatus, Empty
 
 FENCE_MODULE: Final = "gpulease.daemon.fleet.fence"
 QUOTA_MODULE: Final = "gpulease.daemon.fleet.quota"
@@ -160,7 +161,23 @@ def _node(node_id: str) -> Report:
     raise NotFound(f"the fleet has no node {node_id}", "`gpulease fleet nodes` lists them")
 
 
-def _ask_node(node: Report, op: Opcode, body: Drain | Empty) -> Any:
+def ask_about(lease_id: LeaseId, op: Opcode, body: Body) -> Any:
+    """Ask about a lease: the daemon that GPULEASE_ADDRESS names, or of a fleet the node that serves the lease's name.
+
+    A directory knows leases by their names alone. Raises NotFound for a lease that has none.
+    """
+    if fleet_of(None) is None:
+        return ask(op, body)
+    node_ids = [name["node_id"] for name in _listing()["names"] if name["lease_id"] == str(lease_id)]
+    if not node_ids:
+        raise NotFound(
+            f"lease {lease_id} serves no name of the fleet, or none that you may see",
+            "Set GPULEASE_ADDRESS to its node's address, which the lease was acquired with",
+        )
+    return _ask_node(_node(node_ids[0]), op, body)
+
+
+def _ask_node(node: Report, op: Opcode, body: Body) -> Any:
     """Ask a node at the first of its addresses that answers."""
     error: GpuLeaseError = Disconnected(f"node {node['node_id']} has no address")
     for address in node["addresses"]:

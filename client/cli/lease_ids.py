@@ -35,9 +35,22 @@ _LEASE_ID: Final = re.compile("[0-9a-fA-F]{32}")
 could be a command."""
 
 
-def lease_id_argument(*, required: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare the argument LEASE_ID: a whole id, or the first digits of just one lease that this user may see."""
-    return click.argument("lease_id", required=required, callback=_parse_lease_id, shell_complete=complete_lease_ids)
+def lease_id_argument(
+    *, required: bool = True, variable: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare the argument LEASE_ID: a whole id, or the first digits of just one lease that this user may see.
+
+    Args:
+        required: Whether there must be one.
+        variable: The environment variable that has the id if no argument has.
+    """
+    return click.argument(
+        "lease_id",
+        required=required,
+        envvar=variable,
+        callback=_parse_lease_id,
+        shell_complete=complete_lease_ids,
+    )
 
 
 def _parse_lease_id(ctx: click.Context, param: click.Parameter, value: str | None) -> LeaseId | None:

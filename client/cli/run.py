@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
-from gpulease.client.cli.drain import milliseconds_of
 from gpulease.client.cli.exit_status import die_by_signal, fail
+from gpulease.client.cli.lease_options import WantedLease, lease_options
 from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE
 from gpulease.client.errors import Disconnected, GpuLeaseError
 from gpulease.client.sync.events import LeaseEvents
 from gpulease.protocol import Phase
 from gpulease.protocol.address import ADDRESS_VARIABLE
-from gpulease.protocol.sizes import parse_size
 
 if TYPE_CHECKING:
     # Not at run time: this imports numpy, whose threads must start after `_block`.
@@ -67,45 +66,10 @@ _LEASE_ENDED: Final = signal.SIGRTMIN
 _AWAITED: Final = frozenset({*FORWARDED, signal.SIGCHLD, _LEASE_ENDED})
 
 
-def _size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise click.BadParameter(f"{error}.", ctx, param) from None
-
-
-def _labels_of(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    pairs = [value.partition("=") for value in values]
-    for key, equals, value in pairs:
-        if not (key and equals and value):
-            raise click.BadParameter(f"{key}{equals}{value} is not KEY=VALUE.", ctx, param)
-    return {key: value for key, _, value in pairs}
-
-
 @click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
-@click.option("--vram", "vram_bytes", required=True, callback=_size_of, help="Device memory: 4GiB, 512MiB.")
-@click.option(
-    "--for",
-    "ttl_ms",
-    callback=milliseconds_of,
-    default="10m",
-    show_default=True,
-    help="The lease's time: 30s, 2h.",
-)
-@click.option("--wait", "wait_ms", callback=milliseconds_of, default="0s", show_default=True, help="For room.")
-@click.option("--device", help="The card's UUID or index; any that has room without it.")
-@click.option("--name", help="The name that the daemon's fleet serves once.")
-@click.option("--label", "labels", multiple=True, callback=_labels_of, help="What the node must have: zone=a.")
+@lease_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
-def run(
-    vram_bytes: int,
-    ttl_ms: int,
-    wait_ms: int,
-    device: str | None,
-    name: str | None,
-    labels: dict[str, str],
-    command: tuple[str, ...],
-) -> None:
+def run(wanted: WantedLease, command: tuple[str, ...]) -> None:
     """Run CMD with a lease of its own, which ends with it and is not renewed.
 
     CMD opens a session with `GpuSession.attach()`. Exit status: CMD's, or the signal that ended it; 124 if the lease
@@ -116,12 +80,7 @@ def run(
     # Imported after `_block`: numpy starts threads at its import, and they inherit the blocked signals.
     from gpulease.client.sync.public import GpuBuilder
 
-    builder = GpuBuilder().min_vram(vram_bytes).lease_secs(ttl_ms / 1000).timeout(wait_ms / 1000).orphan_secs(ORPHAN_S)
-    if device is not None:
-        builder.device(device)
-    if name is not None:
-        builder.name(name)
-    builder.labels(**labels)
+    builder = wanted.described_to(GpuBuilder()).orphan_secs(ORPHAN_S)
     # No lease exists yet that could be left behind, so a wait for room can be interrupted.
     signal.pthread_sigmask(signal.SIG_SETMASK, usual)
     lease = builder.acquire()

@@ -13,9 +13,11 @@ import httpx
 import pytest
 
 from gpulease.daemon.fleet.fleet_records import name_key, node_key
+from gpulease.protocol.lease_ids import lease_id_of
 from helpers.daemon import Daemon, python_environment
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_directory import Directory, put_claim, put_daemon, put_node, record_of
+from helpers.fleet_rig import fleet
 from helpers.remote import Pki
 from helpers.waiting import wait_until
 
@@ -84,6 +86,42 @@ def test_nodes_and_names_are_listed(cluster: EtcdCluster, directory: Directory, 
     assert (unknown.returncode, "the fleet has no node n9" in unknown.stderr) == (1, True)
     nowhere = gpulease("fleet", "nodes", at=daemon.address)
     assert "GPULEASE_ADDRESS names no fleet" in nowhere.stderr
+
+
+def test_a_name_is_acquired_used_by_another_process_and_freed_at_a_fleet_s_address(tmp_path: Path) -> None:
+    attach = (
+        "from gpulease.client import GpuSession\n"
+        "with GpuSession.attach() as session: print(session.lease.name, session.lease.epoch, session.mem_alloc(4))"
+    )
+    with fleet(tmp_path / "etcd", nodes=1) as (cluster, (node,)), Directory(cluster, tmp_path / "d") as directory:
+        at = f"fleet:{directory.address}"
+
+        def acquired() -> dict[str, object]:
+            done = gpulease("acquire", "--vram", "1MiB", "--name", "model-a", "--json", at=at)
+            return json.loads(done.stdout) if done.returncode == 0 else {}
+
+        lease = wait_until(acquired, "the directory knows the node, and the node has room", seen=directory.log)
+        assert (lease["address"], lease["name"]) == (node.address, "model-a")
+        environment = dict(lease["environment"])  # type: ignore[call-overload]
+        assert environment == {
+            "GPULEASE_ADDRESS": node.address,
+            "GPULEASE_LEASE_ID": lease["lease_id"],
+            "GPULEASE_EPOCH": str(lease["epoch"]),
+        }
+        program = [sys.executable, "-P", "-c", attach]
+        used = subprocess.run(
+            program, capture_output=True, text=True, check=False, env=python_environment() | environment, timeout=60
+        )
+        assert used.stdout.split()[:2] == ["model-a", str(lease["epoch"])], used.stderr
+        # Neither command knows the node: the directory does, by the lease's name.
+        words = (str(lease["lease_id"]), "--json")
+        wait_until(lambda: gpulease("renew", *words, at=at).returncode == 0, "the directory knows the name")
+        assert gpulease("free", *words, at=at).returncode == 0
+        assert node.now.query(lease_id_of(words[0]))["cause"] == "freed"
+        unnamed = json.loads(gpulease("acquire", "--vram", "1MiB", "--json", at=at).stdout)
+        unknown = gpulease("free", unnamed["lease_id"], at=at)
+        assert (unknown.returncode, "serves no name of the fleet" in unknown.stderr) == (1, True)
+        assert gpulease("free", unnamed["lease_id"], at=unnamed["address"]).returncode == 0
 
 
 def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdCluster) -> None:

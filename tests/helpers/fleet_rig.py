@@ -44,6 +44,8 @@ class FleetNode(LastingDaemon):
         table = {"etcd": "etcd://" + ",".join(cluster.endpoints), "node": node_id, "horizon_s": HORIZON_S, **settings}
         lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
         super().__init__(config=f"[fleet]\n{lines}\n{tenants}", within=within, log_format=log_format, driver=driver)
+        # Tenants on this host reach it by its socket, whose folder was just made.
+        self.config = self.config.replace("[fleet]\n", f'[fleet]\naddresses = ["{self.address}"]\n')
         self.node_id = node_id
 
     def builder(self, name: str = "") -> GpuBuilder:

@@ -25,6 +25,11 @@ GOOD = {
     "tls:gpu1.example:7071": TlsAddress("gpu1.example", 7071),
     "tls:[fe80::1]:7071": TlsAddress("fe80::1", 7071),
 }
+WITH_SLASHES = {
+    "tls://gpu1.example:7071": TlsAddress("gpu1.example", 7071),
+    "tcp://[::1]:7070": TcpAddress("::1", 7070),
+    "unix:///run/gpulease.sock": UnixAddress("///run/gpulease.sock"),
+}
 BAD = {
     "": "is not an address",
     "/run/gpulease.sock": "is not an address",
@@ -35,6 +40,10 @@ BAD = {
     "unix:/a\0b": "no NUL",
     "unix:/" + "x" * MAX_UNIX_PATH_BYTES: "at most 107 bytes",
     "unix:/" + "é" * 54: "at most 107 bytes",
+    "tls:///localhost:1": "is no name of a host",
+    "tls:/localhost:1": "is no name of a host",
+    "tls://": "port from 0 to 65535",
+    "tls://localhost:1/x": "port from 0 to 65535",
     "tcp:": "port from 0 to 65535",
     "tcp:localhost": "port from 0 to 65535",
     "tcp::80": "port from 0 to 65535",
@@ -62,6 +71,11 @@ BAD = {
 def test_an_address_reads_and_prints_as_itself(text: str) -> None:
     assert parse_address(text) == GOOD[text]
     assert str(parse_address(text)) == text
+
+
+@pytest.mark.parametrize("text", WITH_SLASHES)
+def test_an_address_may_have_slashes(text: str) -> None:
+    assert parse_address(text) == WITH_SLASHES[text]
 
 
 @pytest.mark.parametrize("text", BAD)

@@ -1,0 +1,119 @@
+"""`gpulease acquire`, `renew` and `free`: a lease that outlives the command that asked for it.
+
+Nothing holds such a lease but its time: it is never orphaned. Programs find it by GPULEASE_ADDRESS and
+GPULEASE_LEASE_ID, as those of `gpulease run` do.
+"""
+
+import json
+import math
+import shlex
+import threading
+from contextlib import suppress
+from typing import Any, Final
+
+import click
+
+from gpulease.client.cli.fleet import ask_about
+from gpulease.client.cli.lease_ids import lease_id_argument
+from gpulease.client.cli.lease_options import WantedLease, lease_options, time_option
+from gpulease.client.cli.tables import seconds_text
+from gpulease.client.engine import lease as engine
+from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, LeaseRequest
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.sync.driver import drive
+from gpulease.protocol import Opcode
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.messages import LeaseRef, LeaseRenew, LeaseRenewed
+
+EPOCH_VARIABLE: Final = "GPULEASE_EPOCH"
+"""Environment variable by which `gpulease acquire` tells a program the number of its name's claim."""
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
+_lease = lease_id_argument(variable=LEASE_ID_VARIABLE)
+
+
+class _LastingRequest(LeaseRequest):
+    """Asks for a lease that nobody needs to be connected to."""
+
+    def acquire(self) -> engine.LeaseState:
+        """Get the lease. Raises what `GpuBuilder.acquire` raises."""
+        self.orphan_secs(0)
+        return drive(engine.acquire(self._where(), self._request(), threading.RLock()))
+
+
+@click.command()
+@lease_options
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead of a shell's commands.")
+def acquire(wanted: WantedLease, as_json: bool) -> None:
+    """Get a lease that lasts for its time, whoever uses it; `gpulease free` ends it earlier.
+
+    Prints what lets a shell's programs find it: eval "$(gpulease acquire --vram 4GiB)". Such a program opens a
+    session with `GpuSession.attach()`. At a fleet's address the lease is its node's, and GPULEASE_ADDRESS becomes the
+    node's.
+    """
+    lease = wanted.described_to(_LastingRequest()).acquire()
+    try:
+        click.echo(json.dumps(_fields(lease)) if as_json else _exports(lease))
+    except BaseException:
+        # Nobody was told of it, so nobody could free it.
+        with suppress(GpuLeaseError):
+            drive(lease.free())
+        raise
+    finally:
+        lease.channel.close()
+
+
+def _environment(lease: engine.LeaseState) -> dict[str, str]:
+    """Return the variables by which a program finds a lease."""
+    found = {ADDRESS_VARIABLE: str(lease.address), LEASE_ID_VARIABLE: str(LeaseId(lease.grant.lease_id))}
+    return found | ({EPOCH_VARIABLE: str(lease.epoch)} if lease.name else {})
+
+
+def _exports(lease: engine.LeaseState) -> str:
+    """Return commands for any shell; the semicolons let those of one line be evaluated, too."""
+    return "\n".join(f"export {name}={shlex.quote(value)};" for name, value in _environment(lease).items())
+
+
+def _fields(lease: engine.LeaseState) -> dict[str, Any]:
+    claim = {"name": lease.name, "epoch": lease.epoch} if lease.name else {}
+    return {
+        "lease_id": str(LeaseId(lease.grant.lease_id)),
+        "address": str(lease.address),
+        "environment": _environment(lease),
+        **claim,
+        "generation": lease.generation,
+        "size_bytes": lease.grant.size_bytes,
+        "card_uuid": lease.grant.card_uuid,
+        "ttl_ms": lease.grant.ttl_ms,
+        "expires_at_unix_s": lease.expires_at_unix_s,
+    }
+
+
+@click.command()
+@_lease
+@time_option
+@_json
+def renew(lease_id: LeaseId, ttl_ms: int, as_json: bool) -> None:
+    """Make a lease or a region last so long from now.
+
+    Without LEASE_ID it is the one of GPULEASE_LEASE_ID.
+    """
+    renewed: LeaseRenewed = ask_about(lease_id, Opcode.LEASE_RENEW, LeaseRenew(lease_id, ttl_ms))
+    if as_json:
+        fields = {"lease_id": str(lease_id), "generation": renewed.generation, "ttl_ms": renewed.ttl_ms}
+        click.echo(json.dumps(fields | {"expires_at_unix_s": renewed.expires_at_unix_s}))
+    else:
+        click.echo(f"Lease {lease_id} lasts for {seconds_text(math.ceil(renewed.ttl_ms / 1000))}.")
+
+
+@click.command()
+@_lease
+@_json
+def free(lease_id: LeaseId, as_json: bool) -> None:
+    """Give a lease or a region back, with all that is in its memory.
+
+    Without LEASE_ID it is the one of GPULEASE_LEASE_ID.
+    """
+    ask_about(lease_id, Opcode.LEASE_FREE, LeaseRef(lease_id))
+    click.echo(json.dumps({"lease_id": str(lease_id)}) if as_json else f"Lease {lease_id} is given back.")

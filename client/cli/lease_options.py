@@ -1,0 +1,87 @@
+"""The options by which commands describe the lease that they ask for."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+import click
+
+from gpulease.client.cli.drain import milliseconds_of
+from gpulease.client.engine.lease_request import LeaseRequest
+from gpulease.protocol.sizes import parse_size
+
+Builder = TypeVar("Builder", bound=LeaseRequest)
+
+
+class WantedLease(NamedTuple):
+    """The lease that a command line describes.
+
+    Attributes:
+        vram_bytes: Its device memory.
+        ttl_ms: Its time.
+        wait_ms: Longest wait for room.
+        device: Its card, by UUID or index; None for any.
+        name: Its name in the fleet; None for none.
+        labels: Labels that its node must have.
+    """
+
+    vram_bytes: int
+    ttl_ms: int
+    wait_ms: int
+    device: str | None
+    name: str | None
+    labels: dict[str, str]
+
+    def described_to(self, builder: Builder) -> Builder:
+        """Tell a builder all of it, and return the builder. Raises InvalidRequest."""
+        builder.min_vram(self.vram_bytes).lease_secs(self.ttl_ms / 1000).timeout(self.wait_ms / 1000)
+        if self.device is not None:
+            builder.device(self.device)
+        if self.name is not None:
+            builder.name(self.name)
+        return builder.labels(**self.labels)
+
+
+def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of a lease. The command gets them as one argument `wanted`, a WantedLease."""
+
+    @wraps(command)
+    def with_lease(**values: Any) -> Any:
+        wanted = WantedLease(**{name: values.pop(name) for name in WantedLease._fields})
+        return command(wanted=wanted, **values)
+
+    for option in (
+        click.option("--label", "labels", multiple=True, callback=_labels_of, help="What the node must have: zone=a."),
+        click.option("--name", help="The name that the daemon's fleet serves once."),
+        click.option("--device", help="The card's UUID or index; any that has room without it."),
+        click.option("--wait", "wait_ms", callback=milliseconds_of, default="0s", show_default=True, help="For room."),
+        time_option,
+        click.option("--vram", "vram_bytes", required=True, callback=_size_of, help="Device memory: 4GiB, 512MiB."),
+    ):
+        with_lease = option(with_lease)
+    return with_lease
+
+
+time_option = click.option(
+    "--for",
+    "ttl_ms",
+    callback=milliseconds_of,
+    default="10m",
+    show_default=True,
+    help="The lease's time: 30s, 2h.",
+)
+
+
+def _size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.", ctx, param) from None
+
+
+def _labels_of(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    pairs = [value.partition("=") for value in values]
+    for key, equals, value in pairs:
+        if not (key and equals and value):
+            raise click.BadParameter(f"{key}{equals}{value} is not KEY=VALUE.", ctx, param)
+    return {key: value for key, _, value in pairs}
