@@ -7,12 +7,14 @@ GPULEASE_LEASE_ID, as those of `gpulease run` do.
 import json
 import math
 import shlex
+import sys
 import threading
 from contextlib import suppress
 from typing import Any, Final
 
 import click
 
+from gpulease.client.cli.exit_status import CannotStart
 from gpulease.client.cli.fleet import ask_about
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.lease_options import WantedLease, lease_options, time_option
@@ -52,6 +54,8 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
     session with `GpuSession.attach()`. At a fleet's address the lease is its node's, and GPULEASE_ADDRESS becomes the
     node's.
     """
+    if sys.stdout is None:
+        raise CannotStart("there is no output to tell of a lease")
     lease = wanted.described_to(_LastingRequest()).acquire()
     try:
         click.echo(json.dumps(_fields(lease)) if as_json else _exports(lease))

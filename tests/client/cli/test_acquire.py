@@ -105,9 +105,16 @@ def test_it_lasts_though_nobody_is_connected_whatever_the_node_s_default(daemon:
     assert shell(daemon, f"{GPULEASE} free", GPULEASE_LEASE_ID=str(found["lease_id"])).returncode == 0
 
 
-def test_a_lease_that_nobody_was_told_of_is_given_back(daemon: Daemon) -> None:
-    done = shell(daemon, f"{ACQUIRE} >/dev/full")
-    assert (done.returncode, done.stderr) == (74, "gpulease: can't read or write: No space left on device\n")
+@pytest.mark.parametrize(
+    ("output", "status", "said"),
+    [
+        (">/dev/full", 74, "can't read or write: No space left on device"),
+        (">&-", 1, "there is no output to tell of a lease"),
+    ],
+)
+def test_no_lease_is_left_that_nobody_was_told_of(daemon: Daemon, output: str, status: int, said: str) -> None:
+    done = shell(daemon, f"{ACQUIRE} {output}")
+    assert (done.returncode, done.stderr) == (status, f"gpulease: {said}\n")
     assert daemon.leases() == []
 
 
