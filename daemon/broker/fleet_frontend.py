@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claimed, ClaimWant, Counted
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
-from gpulease.daemon.fleet.etcd.etcd_certificates import certificate_files, open_certificates
+from gpulease.daemon.fleet.etcd.etcd_certificates import Stamp, certificate_files, certificate_stamps, open_certificates
 from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
 from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
 from gpulease.daemon.fleet.rules.fleet_events import Note, Why
@@ -22,7 +22,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, close_all
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.version import VERSION
-from gpulease.daemon.leases import Card, ClaimsLost, Event, HorizonMoved, LeaseState, LeaseTable
+from gpulease.daemon.leases import Card, ClaimsLost, Event, HorizonMoved, LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.journal import Journal, KeptMembership
@@ -109,7 +109,7 @@ class FleetFrontend:
         self._waiting: dict[int, _Waiting] = {}
         self._told: dict[str, Any] | None = None
         self._files = certificate_files(settings.ca, settings.key, settings.certificate)
-        self._told_files: tuple[object, ...] = ()
+        self._told_files: tuple[Stamp, ...] = ()
         self._process = ChildProcess(_fleet_kind(sandbox), self._begin, self._on_message, self._on_end, timeouts)
         self._record_task = PeriodicTask(self._tell_record, RECORD_S)
         self._certificates_task = PeriodicTask(self._tell_certificates, CERTIFICATES_S)
@@ -270,8 +270,7 @@ class FleetFrontend:
 
     def _tell_all_ended(self) -> None:
         """After a loss, tell that no claimed lease is left: the node may join anew. A fence lasts for days."""
-        claimed = (lease for lease in self._table.snapshots() if lease.is_claimed)
-        if self._is_lost and all(lease.state is LeaseState.FENCED for lease in claimed):
+        if self._is_lost and not self._table.has_claimed_lease:
             self._is_lost = False
             self._tell_live(NOTHING_LIVES)
 
@@ -283,11 +282,13 @@ class FleetFrontend:
     async def _tell_certificates(self) -> None:
         """Send the certificates' files if one is another than before."""
         try:
+            if await asyncio.to_thread(certificate_stamps, self._files) == self._told_files:
+                return
             fds, found = await asyncio.to_thread(open_certificates, self._files)
         except BadEtcdSettings:
             return  # A file that is being replaced, or no descriptor is left: the process goes on with what it has.
         try:
-            if found != self._told_files and self._tell({"op": "certificates", "files": list(self._files)}, fds):
+            if self._tell({"op": "certificates", "files": list(self._files)}, fds):
                 self._told_files = found
         finally:
             close_all(fds)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
+from gpulease.daemon.leases import LeaseSnapshot, LeaseTerms
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
@@ -97,6 +98,14 @@ class Claims(Protocol):
 
     def give_back(self, tenant: str, lease_id: int) -> None:
         """Give a lease's bytes of a quota back: nothing of the lease is left. If it has none, nothing happens."""
+
+
+def release_all(claims: Claims, tenant: str, lease_id: int, held: LeaseTerms | LeaseSnapshot) -> None:
+    """End all that a lease has claimed: nothing of the lease is left, or it was never granted."""
+    if held.epoch:
+        claims.release(held.name, held.epoch)
+    if held.fleet_bytes:
+        claims.give_back(tenant, lease_id)
 
 
 class NoFleet:

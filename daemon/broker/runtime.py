@@ -18,7 +18,7 @@ from gpulease.daemon.broker.connection_tracker import ConnectionTracker
 from gpulease.daemon.broker.fair_queue import FairQueue
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
-from gpulease.daemon.broker.name_claims import NO_FLEET, Claims
+from gpulease.daemon.broker.name_claims import NO_FLEET, Claims, release_all
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.subscriptions import Publisher
 from gpulease.daemon.broker.timers import Timers
@@ -404,7 +404,7 @@ class Runtime:
         self._regions.forget(lease.lease_id)
         self.connections.forget(lease.lease_id)
         if lease.state is not LeaseState.FENCED:
-            self._release_claims(lease)
+            release_all(self.claims, lease.tenant, lease.lease_id, lease)
 
     def _end_submit(self, effect: SubmitEnded) -> None:
         owner = self.table.get(effect.lease_id)
@@ -427,14 +427,8 @@ class Runtime:
     def _clear_fences(self, effect: FenceCleared) -> None:
         self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
         for lease in filter(None, map(self.table.get, effect.lease_ids)):
-            self._release_claims(lease)
+            release_all(self.claims, lease.tenant, lease.lease_id, lease)
         self._answer(effect)
-
-    def _release_claims(self, lease: LeaseSnapshot) -> None:
-        if lease.name:
-            self.claims.release(lease.name, lease.epoch)
-        if lease.fleet_bytes:
-            self.claims.give_back(lease.tenant, lease.lease_id)
 
     def _settle_worker(self, number: int) -> None:
         """Forget a worker whose end is complete."""

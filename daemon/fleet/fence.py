@@ -23,7 +23,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
 )
 from gpulease.daemon.fleet.etcd_options import NotDone, done, etcd_options
-from gpulease.daemon.fleet.fleet_records import NAMES, BadRecord, name_of, node_key, read_claim
+from gpulease.daemon.fleet.fleet_records import NAMES, BadRecord, held_key, name_of, node_key, read_claim
 from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 
 POLL_S: Final = 1.0
@@ -86,7 +86,7 @@ async def fence(
         # In short sleeps: one that spans a suspension of the host is longer by it.
         while (left_s := until - clock()) > 0:  # noqa: ASYNC110  # nothing happens that an event could tell
             await asyncio.sleep(min(left_s, POLL_S))
-    return await _free_names(client, claims)
+    return await _free_names(client, node_id, claims)
 
 
 def _is_of(item: KeyValue, node_id: str, last_incarnation: int) -> bool:
@@ -98,13 +98,15 @@ def _is_of(item: KeyValue, node_id: str, last_incarnation: int) -> bool:
     return claim.node_id == node_id and claim.incarnation <= last_incarnation
 
 
-async def _free_names(client: EtcdClient, claims: list[KeyValue]) -> list[str]:
+async def _free_names(client: EtcdClient, node_id: str, claims: list[KeyValue]) -> list[str]:
     freed = []
     for item in claims:
         # A claim that is another by now is of a membership that began since, or of another node.
-        removal = Transaction((ModRevisionIs(item.key, item.mod_revision),), (Delete(item.key),))
+        name = name_of(item.key)
+        deletes = (Delete(item.key), Delete(held_key(node_id, name)))
+        removal = Transaction((ModRevisionIs(item.key, item.mod_revision),), deletes)
         if (await done(client, removal)).succeeded:
-            freed.append(name_of(item.key))
+            freed.append(name)
     return freed
 
 

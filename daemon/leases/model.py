@@ -345,11 +345,6 @@ class LeaseSnapshot(NamedTuple):
     epoch: int = 0
     fleet_bytes: int = 0
 
-    @property
-    def is_claimed(self) -> bool:
-        """Return whether the fleet knows of the lease."""
-        return bool(self.name) or self.fleet_bytes > 0
-
 
 class Horizon(NamedTuple):
     """The time until which a node may serve claimed leases, on two clocks.

@@ -243,6 +243,11 @@ class LeaseTable:
         acquires = (waiter.acquire for waiter in self._store.queue)
         return found | {acquire.lease_id: acquire.tenant for acquire in acquires if acquire.terms.fleet_bytes}
 
+    @property
+    def has_claimed_lease(self) -> bool:
+        """Whether a claimed lease lives; one that is fenced does not, though its claim stays."""
+        return any(lease.state is not LeaseState.FENCED for lease in self._store.capped.values())
+
     def counts_in_fleet(self, tenant: str) -> bool:
         """Return whether a tenant's leases count against a quota in the fleet from now on."""
         return self._store.limits.tenants.of(tenant).fleet_quota

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpulease.daemon.fleet.fleet_records import name_key, node_key
+from gpulease.daemon.fleet.fleet_records import held_key, name_key, node_key
 from gpulease.protocol.lease_ids import lease_id_of
 from helpers.daemon import Daemon, python_environment
 from helpers.etcd_cluster import EtcdCluster
@@ -131,6 +131,8 @@ def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdC
     put_claim(cluster, "model-a", "n1", old)
     put_claim(cluster, "model-b", "n1", old + 1000)
     put_claim(cluster, "model-c", "n2", other)
+    for node_id, name in (("n1", "model-a"), ("n1", "model-b"), ("n2", "model-c")):
+        cluster.control("put", held_key(node_id, name).decode(), "nonce")
     words = ("fleet", "fence", "n1", "--etcd", etcd_of(cluster))
     # The shortest horizon, so that the test does not take long.
     done = gpulease(*words, "--horizon-secs", "1")
@@ -142,6 +144,8 @@ def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdC
     ]
     assert [bool(keys(cluster, node_key(node_id))) for node_id in ("n1", "n2")] == [False, True]
     assert [bool(keys(cluster, name_key(f"model-{letter}"))) for letter in "abc"] == [False, True, True]
+    held = [held_key("n1", "model-a"), held_key("n1", "model-b"), held_key("n2", "model-c")]
+    assert [bool(keys(cluster, key)) for key in held] == [False, True, True]
     again = gpulease(*words, "--pulled-the-plug")
     assert (again.returncode, "the fleet has no node n1" in again.stderr) == (1, True)
     at_once = gpulease("fleet", "fence", "n2", "--etcd", etcd_of(cluster), "--pulled-the-plug")

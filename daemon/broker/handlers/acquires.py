@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, ClaimWant
+from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, ClaimWant, release_all
 from gpulease.daemon.broker.refusal import failure_of
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.leases import AcquireRequested, Denied, Granted, Outcome, RequesterGone
@@ -143,12 +143,8 @@ class Acquire:
     def _release_unused(self) -> None:
         """End the claims if the lease table knows of no such lease; otherwise the lease's end does it."""
         terms, lease_id = self._event.terms, self._event.lease_id
-        if not terms.is_claimed or self._runtime.table.get(lease_id) is not None:
-            return
-        if terms.epoch:
-            self._runtime.claims.release(terms.name, terms.epoch)
-        if terms.fleet_bytes:
-            self._runtime.claims.give_back(self._event.tenant, lease_id)
+        if terms.is_claimed and self._runtime.table.get(lease_id) is None:
+            release_all(self._runtime.claims, self._event.tenant, lease_id, terms)
 
     def _finish(self, result: Granted | Failure) -> None:
         self._leave()

@@ -23,6 +23,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchEnded,
 )
 from gpulease.daemon.fleet.fleet_records import GENERATION, NAMES, NODES, PREFIX
+from gpulease.daemon.fleet.rules.membership import SILENT_PART
 from gpulease.daemon.leases import PlacementOrder
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -40,9 +41,6 @@ CHECK_S: Final = 2.0
 
 RETRY_S: Final = 0.5
 """Pause before the view is read anew after that failed."""
-
-SILENT_PART: Final = 0.5
-"""Part of the horizon after which a node without a beat is left out: nodes may fence it from then on."""
 
 COUNTS_S: Final = 60.0
 """Pause between two log lines about what was answered."""
@@ -84,6 +82,7 @@ class FleetWatch:
         self.counts = Counts()
         self._client = client
         self._order = order
+        # Nodes may fence it from then on.
         self._silent_s = horizon_s * SILENT_PART
         self._draw = draw or Random()
         self._clock = clock

@@ -12,6 +12,9 @@ from typing import Final
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.host.ipc import close_all
 
+Stamp = tuple[int, int, int, int]
+"""A file's device, number, size and time of its last change."""
+
 MAX_FILE_BYTES: Final = 4 << 20
 """Most bytes of one file: a bundle of all public CAs has 0.3 MiB. A mistaken path fills no memory."""
 
@@ -46,11 +49,8 @@ def read_certificates(files: Mapping[str, Path]) -> Certificates | None:
         close_all(fds)
 
 
-def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[object, ...]]:
-    """Open the files. Returns descriptors, and a value that is another one once a file was changed or replaced.
-
-    Raises BadEtcdSettings.
-    """
+def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[Stamp, ...]]:
+    """Open the files. Returns descriptors, and what `certificate_stamps` returns of them. Raises BadEtcdSettings."""
     fds: list[int] = []
     path = None
     try:
@@ -60,7 +60,19 @@ def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[objec
     except OSError as error:
         close_all(fds)
         raise BadEtcdSettings(f"{path}: {error.strerror}") from None
-    return fds, tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
+    return fds, tuple(map(_stamp_of, found))
+
+
+def certificate_stamps(files: Mapping[str, Path]) -> tuple[Stamp, ...]:
+    """Return a value that is another one once a file was changed or replaced. Raises BadEtcdSettings."""
+    try:
+        return tuple(_stamp_of(os.stat(path)) for path in files.values())
+    except OSError as error:
+        raise BadEtcdSettings(f"{error.filename}: {error.strerror}") from None
+
+
+def _stamp_of(found: os.stat_result) -> Stamp:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def received_certificates(names: Sequence[str], fds: Sequence[int]) -> Certificates | None:

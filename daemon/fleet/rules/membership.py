@@ -9,6 +9,9 @@ from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, Wh
 
 NS_PER_S: Final = 10**9
 
+SILENT_PART: Final = 0.5
+"""Part of the horizon after which a node that did not beat may be fenced."""
+
 CUT_OFF: Final = Why.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
 """A refusal while this node is no member, and nobody need act."""
 
@@ -59,7 +62,7 @@ class Membership:
         """A beat's worth: the horizon lies so long after the beat was asked."""
         self.wait_ns = int(horizon_ns * (1 + terms.rho))
         """A wait on this node's clock in which the horizon of every other node's last beat passes."""
-        self.silence_ns = horizon_ns // 2
+        self.silence_ns = int(horizon_ns * SILENT_PART)
         """A node that did not beat for so long may be fenced."""
         self.beat_ns = horizon_ns // 6
         self.poll_ns = horizon_ns // 30
