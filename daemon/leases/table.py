@@ -245,7 +245,7 @@ class LeaseTable:
 
     @property
     def has_claimed_lease(self) -> bool:
-        """Whether a claimed lease lives; one that is fenced does not, though its claim stays."""
+        """Return whether a claimed lease lives; one that is fenced does not, though its claim stays."""
         return any(lease.state is not LeaseState.FENCED for lease in self._store.capped.values())
 
     def counts_in_fleet(self, tenant: str) -> bool:
