@@ -4,10 +4,10 @@
 `ErrorBody`, whatever its operation.
 """
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.protocol import limits
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.primitives import (
     I16,

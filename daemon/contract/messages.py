@@ -28,7 +28,6 @@ version, so an op, a key and a type never change their meaning: what differs get
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
 
 from gpulease.daemon.contract.control_page import PageState
@@ -52,6 +51,7 @@ from gpulease.daemon.contract.message_fields import (
     nested,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Status
 
 HANDOVER: Final = 3

@@ -14,7 +14,6 @@ A region's id is a lease's: renew, free and revoke take it, and `Renewed`, `Free
 timers carry it.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetH
 from gpulease.daemon.leases.model import Cause, Horizon, LeaseSnapshot, LeaseTerms, TransitionRecord
 from gpulease.daemon.leases.persisted import KeptLease, KeptRegion
 from gpulease.daemon.leases.quotas import TenantRules
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
 
 

@@ -3,10 +3,11 @@
 Names are resolved: an operand holds the register or variable it means.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 
 from gpulease.daemon.drivers.interface import ImageRejected
+from gpulease.protocol.fast_dataclass import dataclass
 
 
 class Kind(Enum):

@@ -1,0 +1,196 @@
+"""Classes of `fast_dataclass` do what the standard library's do."""
+
+import copy
+import dataclasses
+import inspect
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.protocol.fast_dataclass import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """No field."""
+
+
+@dataclass(frozen=True, slots=True)
+class One:
+    """One field."""
+
+    only: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """Every kind of field."""
+
+    first: int
+    second: str = "two"
+    made: list[int] = field(default_factory=list)
+    hidden: int = field(default=0, repr=False)
+    ignored: int = field(default=0, compare=False)
+    unhashed: Any = field(default=0, hash=False)
+    named: int = field(default=7, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One that checks itself, and has methods of its own."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise ValueError("negative")
+
+    def __repr__(self) -> str:
+        return "own"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Checked) and self.number % 10 == other.number % 10
+
+    def __hash__(self) -> int:
+        return self.number % 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """Parameters by name."""
+
+    left: int
+    right: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StandardNothing:
+    """No field."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StandardOne:
+    """One field."""
+
+    only: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StandardMany:
+    """Every kind of field."""
+
+    first: int
+    second: str = "two"
+    made: list[int] = field(default_factory=list)
+    hidden: int = field(default=0, repr=False)
+    ignored: int = field(default=0, compare=False)
+    unhashed: Any = field(default=0, hash=False)
+    named: int = field(default=7, kw_only=True)
+
+
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
+PAIRS: list[Pair] = [(Nothing, StandardNothing), (One, StandardOne), (Many, StandardMany)]
+IN_PAIRS = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["none", "one", "many"])
+
+
+def outcome(act: Callable[[], Any]) -> Any:
+    """What it returns or the error it raises, without the class's prefix."""
+    try:
+        found = act()
+    except (TypeError, FrozenInstanceError) as error:
+        found = (type(error), str(error))
+    return str(found).replace("Standard", "")
+
+
+@IN_PAIRS
+@given(
+    arguments=st.lists(st.integers(0, 2), max_size=3),
+    named=st.dictionaries(st.sampled_from(["named", "made"]), st.just(3)),
+)
+def test_calls_give_the_same_instance_or_error(
+    ours: Any, theirs: Any, arguments: list[int], named: dict[str, int]
+) -> None:
+    assert outcome(lambda: ours(*arguments, **named)) == outcome(lambda: theirs(*arguments, **named))
+
+
+@IN_PAIRS
+def test_signature_fields_and_patterns(ours: Any, theirs: Any) -> None:
+    ours_takes, theirs_takes = (
+        [(item.name, item.kind, item.annotation) for item in inspect.signature(kind).parameters.values()]
+        for kind in (ours, theirs)
+    )
+    assert ours_takes == theirs_takes
+    assert outcome(lambda: dataclasses.fields(ours)) == outcome(lambda: dataclasses.fields(theirs))
+    assert ours.__match_args__ == theirs.__match_args__
+    assert repr(ours.__dataclass_params__) == repr(theirs.__dataclass_params__)
+    assert ours.__slots__ == theirs.__slots__
+
+
+values = st.sampled_from([0, 1, math.nan, "1", ()])
+many = st.tuples(values, values, st.just([1]), values, values, values)
+
+
+@given(many, many)
+def test_equality_and_hash(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
+    for ours, theirs, one, other in (
+        (One, StandardOne, first[:1], second[:1]),
+        (Many, StandardMany, first, second),
+        (Nothing, StandardNothing, (), ()),
+    ):
+        assert (ours(*one) == ours(*other)) is (theirs(*one) == theirs(*other))
+        assert ours(*one) != theirs(*one)
+
+
+def test_hashes_are_those_of_the_compared_fields() -> None:
+    assert hash(One("a")) == hash(StandardOne("a"))
+    assert hash(Nothing()) == hash(StandardNothing())
+    assert outcome(lambda: hash(Many(1))) == outcome(lambda: hash(StandardMany(1)))
+
+
+@IN_PAIRS
+def test_an_instance_can_not_be_changed(ours: Any, theirs: Any) -> None:
+    item, like = (kind(*kind.__match_args__[:1]) for kind in (ours, theirs))
+    for name in ours.__match_args__:
+        assert outcome(lambda name=name: setattr(item, name, 1)) == outcome(lambda name=name: setattr(like, name, 1))
+        assert outcome(lambda name=name: delattr(item, name)) == outcome(lambda name=name: delattr(like, name))
+    with pytest.raises(FrozenInstanceError):
+        item.new = 1
+    assert repr(item) == repr(like).replace("Standard", "")
+
+
+def test_a_copy_is_equal_and_replaced_fields_differ() -> None:
+    item = Many(1, made=[2], named=3)
+    assert copy.deepcopy(item) == item
+    assert copy.deepcopy(item).made is not item.made
+    assert pickle.loads(pickle.dumps(item)) == item
+    assert dataclasses.replace(item, first=5) == Many(5, made=[2], named=3)
+    assert Many(1).made is not Many(1).made
+
+
+def test_a_class_keeps_methods_of_its_own() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        Checked(-1)
+    assert (repr(Checked(1)), Checked(1) == Checked(11), hash(Checked(13))) == ("own", True, 3)
+
+
+def test_parameters_by_name_alone() -> None:
+    assert Named(left=2) == Named(left=2, right=1)
+    assert str(inspect.signature(Named)) == "(*, left: int, right: int = 1) -> None"
+    with pytest.raises(TypeError, match="positional"):
+        Named(1)  # type: ignore[misc]
+
+
+def test_what_it_can_not_do_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"dataclasses\.dataclass"):
+        dataclass(frozen=False, slots=True)
+    with pytest.raises(TypeError, match="no parameters"):
+
+        @dataclass(frozen=True, slots=True)
+        class _Hidden:
+            number: int = field(default=0, init=False)
