@@ -64,7 +64,7 @@ def url_of(daemon: Daemon) -> str:
 
 
 def fetched(daemon: Daemon, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
-    return httpx.get(url_of(daemon) + path, headers=headers, timeout=60, trust_env=False)
+    return httpx.get(url_of(daemon) + path, headers=headers, timeout=60, trust_env=False, verify=False)
 
 
 @pytest.fixture

@@ -52,6 +52,8 @@ class Browser:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        # One for all commands, and without certificates, which take longer to read than a command takes.
+        self._http = httpx.Client(timeout=START_LIMIT_S, trust_env=False, verify=False)
         self._root = f"http://127.0.0.1:{port}"
         try:
             wait_until(self._is_ready, "chromedriver listens", START_LIMIT_S)
@@ -127,6 +129,7 @@ class Browser:
         self.close()
 
     def _end(self) -> None:
+        self._http.close()
         self._process.send_signal(signal.SIGTERM)
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -138,7 +141,7 @@ class Browser:
             return False
 
     def _ask(self, method: str, path: str, body: Any) -> Any:
-        answer = httpx.request(method, self._root + path, json=body, timeout=START_LIMIT_S, trust_env=False)
+        answer = self._http.request(method, self._root + path, json=body)
         value = answer.json()["value"]
         assert answer.status_code == 200, value
         return value

@@ -27,7 +27,7 @@ class GatewayProcess(ServingProcess):
         if self.url.startswith("http+unix://"):
             transport = httpx.HTTPTransport(uds=self.url.removeprefix("http+unix://"))
             return httpx.Client(base_url="http://gateway", transport=transport, timeout=60, **options)
-        return httpx.Client(base_url=self.url, timeout=60, **options)
+        return httpx.Client(base_url=self.url, timeout=60, verify=False, **options)
 
 
 def infer(

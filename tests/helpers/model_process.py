@@ -25,7 +25,7 @@ class ModelProcess(ServingProcess):
 
     def http(self) -> httpx.Client:
         """Somebody who asks it over HTTP; to be closed."""
-        return httpx.Client(base_url=self.url, timeout=60)
+        return httpx.Client(base_url=self.url, timeout=60, verify=False)
 
     def rpc(self, **options: Any) -> RpcClient:
         """Somebody who asks it through shared memory; to be closed."""

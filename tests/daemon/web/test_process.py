@@ -47,7 +47,7 @@ def rig(scene: Scene, tmp_path: Path) -> Iterator[WebRig]:
 
 
 def asked(rig: WebRig, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
-    return httpx.get(rig.url + path, headers=headers, timeout=60, trust_env=False)
+    return httpx.get(rig.url + path, headers=headers, timeout=60, trust_env=False, verify=False)
 
 
 def tenants(answer: httpx.Response) -> list[str]:
@@ -109,7 +109,9 @@ def test_a_stream(rig: WebRig, scene: Scene) -> None:
             if line.startswith("data: "):
                 yield json.loads(line.removeprefix("data: "))
 
-    with httpx.stream("GET", rig.url + "api/v1/events", headers=BEARER, timeout=60, trust_env=False) as answer:
+    with httpx.stream(
+        "GET", rig.url + "api/v1/events", headers=BEARER, timeout=60, trust_env=False, verify=False
+    ) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         told = states(answer.iter_lines())
         assert len(next(told)["cards"][0]["slices"]) == 2
@@ -124,7 +126,7 @@ def test_a_stream(rig: WebRig, scene: Scene) -> None:
 def test_streams_are_bounded_and_given_back(rig: WebRig) -> None:
     with ExitStack() as stack:
         for _ in range(MAX_STREAMS):
-            stream = httpx.stream("GET", rig.url + "api/v1/events", timeout=60, trust_env=False)
+            stream = httpx.stream("GET", rig.url + "api/v1/events", timeout=60, trust_env=False, verify=False)
             lines = stack.enter_context(stream).iter_lines()
             stack.callback(lines.close)  # type: ignore[attr-defined]
             assert next(lines).startswith(":")
@@ -151,7 +153,9 @@ def test_streams_asked_for_at_once_are_bounded_too(rig: WebRig) -> None:
 
 
 def asked_stream(rig: WebRig, headers: dict[str, str] | None = None) -> int:
-    with httpx.stream("GET", rig.url + "api/v1/events", headers=headers, timeout=60, trust_env=False) as answer:
+    with httpx.stream(
+        "GET", rig.url + "api/v1/events", headers=headers, timeout=60, trust_env=False, verify=False
+    ) as answer:
         return answer.status_code
 
 
@@ -194,7 +198,7 @@ def test_nobody_else_does(rig: WebRig, scene: Scene) -> None:
 
 def acted(rig: WebRig, method: str, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
     headers = BEARER if headers is None else headers
-    return httpx.request(method, f"{rig.url}api/v1/{path}", headers=headers, timeout=10, trust_env=False)
+    return httpx.request(method, f"{rig.url}api/v1/{path}", headers=headers, timeout=10, trust_env=False, verify=False)
 
 
 @pytest.mark.exhaustive
@@ -236,7 +240,9 @@ def test_the_cards_last_hour_is_told_and_outlives_the_process(rig: WebRig, scene
 @pytest.mark.exhaustive
 def test_another_token_counts_from_when_it_is_read(rig: WebRig, scene: Scene) -> None:
     other = {"Authorization": f"Bearer {TOKEN[::-1]}"}
-    with httpx.stream("GET", rig.url + "api/v1/events", headers=BEARER, timeout=60, trust_env=False) as answer:
+    with httpx.stream(
+        "GET", rig.url + "api/v1/events", headers=BEARER, timeout=60, trust_env=False, verify=False
+    ) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith(":")
         rig.change_token(TOKEN[::-1])
