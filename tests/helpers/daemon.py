@@ -59,6 +59,7 @@ class Faults:
     names_in: Path | None = None
     leaks_descriptors: bool = False
     has_hostile_workers: bool = False
+    fleet_design: str | None = None
 
     def as_argument(self) -> str:
         """For the launcher's command line."""
@@ -67,8 +68,8 @@ class Faults:
             for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while", "others_in", "names_in")
         }
         paths = {name: None if path is None else str(path) for name, path in flags.items()}
-        others = {"leaks_descriptors": self.leaks_descriptors, "has_hostile_workers": self.has_hostile_workers}
-        return json.dumps({"constants": self.constants} | others | paths)
+        names = ("constants", "leaks_descriptors", "has_hostile_workers", "fleet_design")
+        return json.dumps({name: getattr(self, name) for name in names} | paths)
 
 
 class Daemon:

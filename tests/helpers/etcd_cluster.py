@@ -20,6 +20,9 @@ START_LIMIT_S: Final = 60.0
 SMALLEST_QUOTA_BYTES: Final = 1 << 20
 """A quota that some hundred writes of 16 KiB use up."""
 
+FULL_BYTES: Final = 1
+"""A quota that every member's data exceed."""
+
 
 def need_etcd() -> None:
     """Skip the test, with what to install, where there is no etcd."""
@@ -39,6 +42,8 @@ class Member:
     folder: Path
     within: tuple[str, ...] = ()
     """The command by which it is started elsewhere, such as in a network namespace."""
+    quota_bytes: int | None = None
+    """The size of its data that raises the alarm NOSPACE; None for etcd's own."""
     process: subprocess.Popen[bytes] | None = None
     is_paused: bool = field(default=False, init=False)
 
@@ -59,7 +64,7 @@ class EtcdCluster:
         folder: For data and logs.
         members: How many.
         authority: Whose certificates it shows to clients and asks them for; None for plain text.
-        quota_bytes: The size of its data that raises the alarm NOSPACE; None for etcd's own.
+        quota_bytes: Each member's.
         places: For each member the host it listens on and the command that starts it there; None for this one.
     """
 
@@ -73,7 +78,7 @@ class EtcdCluster:
         places: Sequence[tuple[str, tuple[str, ...]]] | None = None,
     ) -> None:
         need_etcd()
-        self._authority, self._quota_bytes = authority, quota_bytes
+        self._authority = authority
         self._server = authority.issue_server(["127.0.0.1", "localhost"]) if authority is not None else None
         ports = _free_ports(2 * members)
         self.members = []
@@ -81,7 +86,8 @@ class EtcdCluster:
             host, within = places[number] if places is not None else ("127.0.0.1", ())
             name = f"m{number}"
             (folder / name).mkdir(parents=True)
-            self.members.append(Member(name, host, ports[2 * number], ports[2 * number + 1], folder / name, within))
+            where = host, ports[2 * number], ports[2 * number + 1], folder / name, within
+            self.members.append(Member(name, *where, quota_bytes))
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -112,8 +118,8 @@ class EtcdCluster:
         words += ["--listen-peer-urls", f"http://{member.host}:{member.peer_port}"]
         words += ["--initial-advertise-peer-urls", f"http://{member.host}:{member.peer_port}"]
         words += ["--initial-cluster", peers]
-        if self._quota_bytes is not None:
-            words += ["--quota-backend-bytes", str(self._quota_bytes)]
+        if member.quota_bytes is not None:
+            words += ["--quota-backend-bytes", str(member.quota_bytes)]
         if self._authority is not None and self._server is not None:
             words += ["--client-cert-auth", "--trusted-ca-file", str(self._authority.certificate_path)]
             words += ["--cert-file", str(self._server.certificate), "--key-file", str(self._server.key)]
@@ -134,6 +140,17 @@ class EtcdCluster:
         self.kill(member)
         self.start(member)
         self.wait_for(member)
+
+    def fill(self, member: Member) -> None:
+        """Leave one member no space for any write: it raises the alarm with the next, and no member writes any more."""
+        member.quota_bytes = FULL_BYTES
+        self.restart(member)
+
+    def make_room(self, member: Member) -> None:
+        """Give a member space again, and disarm the alarm."""
+        member.quota_bytes = None
+        self.restart(member)
+        self.control("alarm", "disarm")
 
     def wait_for(self, member: Member) -> None:
         """Wait until a member answers, and knows a leader."""

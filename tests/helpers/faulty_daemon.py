@@ -2,7 +2,8 @@
 
 FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control_connection:HELLO_TIMEOUT_S": 0.3);
 `leaks_descriptors`, whether one is left open with each worker; `has_hostile_workers`, whether its zygote's workers of
-`helpers.hostile_worker.HOSTILE_BYTES` are taken over; and paths. As long as `withhold_proof_while`
+`helpers.hostile_worker.HOSTILE_BYTES` are taken over; `fleet_design`, that of `helpers.broken_fleet` by which its fleet
+process decides; and paths. As long as `withhold_proof_while`
 exists, no card shows a dead worker's bytes back; as long as `inflate_while` does, every worker seems to hold a TiB;
 as long as `hang_syncs_while` does, no file gets to the disk. `others_in` is a file of two numbers: the bytes of each
 card that belong to no process, and those of a program outside the daemon; while it is not there, there are none.
@@ -44,7 +45,9 @@ def break_things(faults: dict[str, Any]) -> None:
     if faults["leaks_descriptors"]:
         leak_descriptors()
     if faults["has_hostile_workers"]:
-        take_workers_over()
+        run_instead("gpulease.daemon.zygote", "helpers.hostile_worker")
+    if faults["fleet_design"] is not None:
+        run_instead("gpulease.daemon.fleet", "helpers.broken_fleet", faults["fleet_design"])
     if faults["hang_syncs_while"] is not None:
         hang_syncs(Path(faults["hang_syncs_while"]))
     if faults["inflate_while"] is not None:
@@ -67,13 +70,14 @@ def leak_descriptors() -> None:
     Workers.spawn = leaking  # type: ignore[method-assign]
 
 
-def take_workers_over() -> None:
-    """Have a zygote started whose workers are not ours."""
+def run_instead(module: str, instead: str, *arguments: str) -> None:
+    """Have a process of another program started in the place of one of the daemon's, with more arguments."""
     start = subprocess.Popen.__init__
 
     def starting(self: Any, command: list[str], **options: Any) -> None:
-        instead = {"gpulease.daemon.zygote": "helpers.hostile_worker"}
-        start(self, [instead.get(part, part) for part in command], **options)
+        if module in command:
+            command = [*(instead if part == module else part for part in command), *arguments]
+        start(self, command, **options)
 
     subprocess.Popen.__init__ = starting  # type: ignore[method-assign, assignment]
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -12,20 +13,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import datetime
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
-from helpers.daemon import python_environment
+from gpulease.daemon.fleet.fleet_records import GENERATION
+from helpers.broken_fleet import FOREVER_NS, Design
+from helpers.daemon import Faults, python_environment
 from helpers.etcd_cluster import EtcdCluster, need_etcd
 from helpers.fleet_checker import Act, Claim, History, HorizonSet, Served, capped
-from helpers.fleet_rig import FleetNode
+from helpers.fleet_rig import FLEET_PROCESS, FleetNode
 from helpers.network_namespaces import Network
+from helpers.scaled_clock import ScaledClock
+from helpers.small_disk import SmallDisk
 from helpers.waiting import wait_until
 
 HORIZON_S: Final = 4
 RHO: Final = 0.01
 MEMBERS: Final = ("m0", "m1", "m2")
-NODES: Final = ("d0", "d1", "d2")
+NODES: Final = tuple(f"d{number}" for number in range(int(os.environ.get("GPULEASE_NEMESIS_NODES", "3"))))
+FASTER_PPM: Final = (-4_500, 4_500, 0)
+"""How much faster each node's clock is than the host's, in turn: as much as a fleet bears whose median is true."""
+
 ONLOOKER: Final = "o0"
 """A host that is never cut off, from which etcd is read."""
 
@@ -36,40 +46,60 @@ FAULT_S: Final = (0.5, 2.5 * HORIZON_S)
 """Length of a fault: some pass within a horizon, some outlast fence and wait."""
 
 CALM_S: Final = (0.0, 1.5 * HORIZON_S)
-ALLOWED: Final = ("fleet", "zygote", "overdue", "hung", "died", "stopped", "killed")
+ALLOWED: Final = ("fleet", "zygote", "overdue", "hung", "died", "stopped", "killed", "journal", "No space left")
 """Words of the errors that the nemesis makes the daemons log."""
+
+_WORKER: Final = re.compile(r"gpul-[0-9a-f]{10}")
 
 _BEGUN: Final = "lease.granted"
 _ENDED: Final = ("lease.reclaimed", "lease.fenced")
 
 
+Fault = Callable[[], AbstractContextManager[None]]
+
+
 class FleetScene:
-    """Three members of etcd, three nodes and two tenants, each on a host or in a process of its own.
+    """Three members of etcd, nodes and two tenants, each on a host or in a process of its own.
 
     Args:
         horizon_s: All nodes' horizon.
+        nodes: Their ids.
+        design: The rules by which they make one fleet.
+        faster_ppm: Millionths by which their clocks are faster than the host's, in turn.
+
+    Attributes:
+        clocks: The nodes'.
+        faults: How many there were of each kind.
     """
 
-    def __init__(self, folder: Path, horizon_s: int = HORIZON_S) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        horizon_s: int = HORIZON_S,
+        nodes: Sequence[str] = NODES,
+        design: Design = Design.RULES,
+        faster_ppm: Sequence[int] = FASTER_PPM,
+    ) -> None:
         need_etcd()
         self._folder = folder
         self._horizon_s = horizon_s
+        self._design = design
         self._stack = ExitStack()
         self._tenants: dict[int, subprocess.Popen[bytes]] = {}
+        self._disks: dict[str, SmallDisk] = {}
+        self.clocks = {node: ScaledClock(folder, ppm) for node, ppm in zip(nodes, cycle(faster_ppm), strict=False)}
         self.nodes: dict[str, FleetNode] = {}
         self.faults: Counter[str] = Counter()
 
     def __enter__(self) -> "FleetScene":
         with ExitStack() as stack:
-            self.network = stack.enter_context(Network((*MEMBERS, *NODES, ONLOOKER)))
+            self.network = stack.enter_context(Network((*MEMBERS, *self.clocks, ONLOOKER)))
             places = [(self.network.address(member), self.network.within(member)) for member in MEMBERS]
             self.cluster = stack.enter_context(EtcdCluster(self._folder, len(MEMBERS), places=places))
-            for name in NODES:
-                within = self.network.within(name)
-                node = FleetNode(self.cluster, name, within=within, log_format="json", horizon_s=self._horizon_s)
-                self.nodes[name] = node
-                stack.callback(self._end, node)
-                self._start(node)
+            # The first node of a new store waits for a horizon, lest the store was lost.
+            self.cluster.control("put", GENERATION.decode(), "made by the test")
+            for name in self.clocks:
+                self._add(name, stack)
             for node in self.nodes.values():
                 node.wait_until_joined()
             stack.callback(self.stop_tenants)
@@ -82,16 +112,16 @@ class FleetScene:
 
     # --- tenants ---
 
-    def start_tenants(self, names: Sequence[str] = NAMES, nodes: Sequence[str] = NODES) -> None:
-        """Have tenants want all these names from these nodes."""
+    def start_tenants(self) -> None:
+        """Have tenants want all names from all nodes."""
         for number in range(TENANTS):
-            self.start_tenant(number, names, nodes)
+            self.start_tenant(number)
 
     def start_tenant(
-        self, number: int, names: Sequence[str] = NAMES, nodes: Sequence[str] = NODES, hold_s: float = HOLD_S
+        self, number: int, names: Sequence[str] = NAMES, nodes: Sequence[str] = (), hold_s: float = HOLD_S
     ) -> None:
-        """Start one tenant, who holds a name for at most so long at a time."""
-        addresses = [f"{name}={self.nodes[name].address}" for name in nodes]
+        """Start one tenant, who holds a name for at most so long at a time, of all nodes or of some."""
+        addresses = [f"{name}={self.nodes[name].address}" for name in nodes or self.nodes]
         command = [sys.executable, "-P", "-m", "helpers.fleet_tenant", str(self._folder / f"acts-{number}")]
         self._tenants[number] = subprocess.Popen(
             [*command, str(number), str(hold_s), ",".join(names), *addresses],
@@ -175,40 +205,72 @@ class FleetScene:
             os.kill(pid, signal.SIGKILL)
         yield
 
+    @contextlib.contextmanager
+    def member_full(self) -> Iterator[None]:
+        """Leave a member of etcd no space, so that none writes any more."""
+        member = self.cluster.follower()
+        self.cluster.fill(member)
+        yield
+        self.cluster.make_room(member)
+
+    @contextlib.contextmanager
+    def disk_full(self, name: str) -> Iterator[None]:
+        """Leave a node's daemon no space for its journal."""
+        self._disks[name].fill()
+        yield
+        self._disks[name].free()
+
     def fault(self, dice: random.Random) -> tuple[str, AbstractContextManager[None]]:
         """One fault by chance, with its name."""
-        name = dice.choice(NODES)
-        node = self.nodes[name]
+        node = self.nodes[dice.choice(sorted(self.nodes))]
+        makers = self._cuts(node.node_id) | self._faults_of_etcd() | self._faults_of_node(node)
+        makers |= self._faults_of_tenant(dice.randrange(TENANTS))
+        processes = node.workers()
+        workers = sorted(pid for name, pid in processes.items() if _WORKER.fullmatch(name))
+        pids = {"fleet process": processes.get(FLEET_PROCESS), "zygote": next(iter(node.zygotes()), None)}
+        for name, pid in (pids | {"worker": dice.choice(workers) if workers else None}).items():
+            if pid is not None:
+                makers[f"{name} stopped"] = partial(self.stopped, pid)
+                makers[f"{name} killed"] = partial(self.killed, pid)
+        kind = dice.choice(sorted(makers))
+        return kind, makers[kind]()
+
+    def _cuts(self, node: str) -> dict[str, Fault]:
         leader = self.cluster.leader().name
         followers = [member for member in MEMBERS if member != leader]
-        fleet_pid, zygote_pid = node.workers().get("gpul-fleet", 0), next(iter(node.zygotes()), 0)
-        makers: dict[str, Callable[[], AbstractContextManager[None]]] = {
-            "node cut from etcd": lambda: self.cut([name], MEMBERS),
-            "node hears nothing": lambda: self.cut(MEMBERS, [name], one_way=True),
-            "node is not heard": lambda: self.cut([name], MEMBERS, one_way=True),
-            "node cut from leader": lambda: self.cut([name], [leader]),
-            "node unplugged": lambda: self.unplugged(name),
+        return {
+            "node cut from etcd": lambda: self.cut([node], MEMBERS),
+            "node hears nothing": lambda: self.cut(MEMBERS, [node], one_way=True),
+            "node is not heard": lambda: self.cut([node], MEMBERS, one_way=True),
+            "node cut from leader": lambda: self.cut([node], [leader]),
+            "node unplugged": lambda: self.unplugged(node),
             "leader cut": lambda: self.cut([leader], followers),
             "leader is not heard": lambda: self.cut([leader], followers, one_way=True),
             "member unplugged": lambda: self.unplugged(followers[0]),
             "all members cut": lambda: self.cut(MEMBERS, MEMBERS),
+        }
+
+    def _faults_of_etcd(self) -> dict[str, Fault]:
+        return {
             "leader stopped": lambda: self.member_stopped(is_leader=True),
             "leader killed": lambda: self.member_killed(is_leader=True),
             "member stopped": lambda: self.member_stopped(is_leader=False),
             "member killed": lambda: self.member_killed(is_leader=False),
-            "daemon stopped": lambda: self.stopped(node.now.process.pid),
-            "daemon killed": lambda: self.daemon_killed(name),
-            "tenant stopped": lambda: self.stopped(self._tenants[dice.randrange(TENANTS)].pid),
-            "tenant killed": lambda: self.tenant_killed(dice.randrange(TENANTS)),
+            "etcd has no space": self.member_full,
         }
-        if fleet_pid:
-            makers["fleet process stopped"] = lambda: self.stopped(fleet_pid)
-            makers["fleet process killed"] = lambda: self.killed(fleet_pid)
-        if zygote_pid:
-            makers["zygote stopped"] = lambda: self.stopped(zygote_pid)
-            makers["zygote killed"] = lambda: self.killed(zygote_pid)
-        kind = dice.choice(sorted(makers))
-        return kind, makers[kind]()
+
+    def _faults_of_node(self, node: FleetNode) -> dict[str, Fault]:
+        return {
+            "daemon stopped": lambda: self.stopped(node.now.process.pid),
+            "daemon killed": lambda: self.daemon_killed(node.node_id),
+            "daemon's disk full": lambda: self.disk_full(node.node_id),
+        }
+
+    def _faults_of_tenant(self, number: int) -> dict[str, Fault]:
+        return {
+            "tenant stopped": lambda: self.stopped(self._tenants[number].pid),
+            "tenant killed": lambda: self.tenant_killed(number),
+        }
 
     def torment(self, for_s: float, dice: random.Random) -> None:
         """Let faults come and go, one at a time, for so many seconds."""
@@ -246,23 +308,34 @@ class FleetScene:
             for name, node in self.nodes.items()
         }
 
+    def acts(self) -> list[Act]:
+        """The tenants' operations."""
+        return [Act(**json.loads(line)) for path in self._folder.glob("acts-*") for line in _lines(path.read_text())]
+
+    def logs(self) -> str:
+        """What the nodes have logged."""
+        return "\n".join(node.logs() for node in self.nodes.values())
+
     def history(self) -> History:
-        """All that was seen, in one clock. A beat counts as a horizon even if its answer was lost."""
-        horizons = tuple(
-            HorizonSet(node, boot_ns, boot_ns + int(self._horizon_s * (1 - RHO) * 1e9) + 1_000_000)
-            for change in self._changes("/gpulease/v1/nodes/")
-            if change["value"] is not None
-            for node, boot_ns in [
-                (change["key"].rpartition("/")[2], json.loads(change["value"])["boot_ms"] * 1_000_000)
-            ]
-        )
-        acts = [Act(**json.loads(line)) for path in self._folder.glob("acts-*") for line in _lines(path.read_text())]
+        """All that was seen, in the host's clock. A beat counts as a horizon even if its answer was lost."""
+        horizons = tuple(self._horizons())
         served = tuple(
             capped(lease, horizons)
             for name, node in self.nodes.items()
             for lease in served_by(name, node.logs(1 << 20))
         )
-        return History(served, tuple(acts), horizons, tuple(self.claims()), self.live())
+        return History(served, tuple(self.acts()), horizons, tuple(self.claims()), self.live())
+
+    def _horizons(self) -> Iterator[HorizonSet]:
+        if not self._design.is_capped:
+            yield from (HorizonSet(node, 0, FOREVER_NS) for node in self.nodes)
+            return
+        for change in self._changes("/gpulease/v1/nodes/"):
+            if change["value"] is not None:
+                node = change["key"].rpartition("/")[2]
+                beat_ns = json.loads(change["value"])["boot_ms"] * 1_000_000
+                horizon_ns = beat_ns + int(self._horizon_s * (1 - RHO) * 1e9) + 1_000_000
+                yield HorizonSet(node, *map(self.clocks[node].host_ns, (beat_ns, horizon_ns)))
 
     def _changes(self, prefix: str) -> list[dict[str, Any]]:
         """All changes of etcd's keys with a prefix, read where etcd is reached."""
@@ -273,8 +346,24 @@ class FleetScene:
         )
         return [json.loads(line) for line in _lines(path.read_text())]
 
+    def _add(self, name: str, stack: ExitStack) -> None:
+        """Start a node on a host, with a clock and a disk of its own."""
+        disk = self._disks[name] = stack.enter_context(SmallDisk())
+        within = (*self.network.within(name), *self.clocks[name].within())
+        node = self.nodes[name] = FleetNode(
+            self.cluster,
+            name,
+            within=within,
+            log_format="json",
+            state=disk.folder / "state",
+            horizon_s=self._horizon_s,
+        )
+        stack.callback(self._end, node)
+        self._start(node)
+
     def _start(self, node: FleetNode) -> None:
-        node.start().allowed_trouble += ALLOWED
+        faults = None if self._design is Design.RULES else Faults(fleet_design=self._design.value)
+        node.start(faults).allowed_trouble += ALLOWED
 
     def _end(self, node: FleetNode) -> None:
         if node.now.process.poll() is None:

@@ -39,11 +39,13 @@ class FleetNode(LastingDaemon):
         log_format: str = "human",
         driver: str = "cpu",
         tenants: str = "",
+        state: Path | None = None,
         **settings: Any,
     ) -> None:
         table = {"etcd": "etcd://" + ",".join(cluster.endpoints), "node": node_id, "horizon_s": HORIZON_S, **settings}
         lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
-        super().__init__(config=f"[fleet]\n{lines}\n{tenants}", within=within, log_format=log_format, driver=driver)
+        config = f"[fleet]\n{lines}\n{tenants}"
+        super().__init__(config=config, within=within, log_format=log_format, driver=driver, state=state)
         # Tenants on this host reach it by its socket, whose folder was just made.
         self.config = self.config.replace("[fleet]\n", f'[fleet]\naddresses = ["{self.address}"]\n')
         self.node_id = node_id

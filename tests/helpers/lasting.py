@@ -16,6 +16,9 @@ from helpers.waiting import wait_until
 class LastingDaemon:
     """One daemon after another, with the same state.
 
+    Args:
+        state: The folder of what outlives each, where it is not in the daemon's own.
+
     Attributes:
         now: The one that runs, or ran last.
         state: The folder of what outlives each.
@@ -30,9 +33,10 @@ class LastingDaemon:
         tls: bool = False,
         log_format: str = "human",
         within: Sequence[str] = (),
+        state: Path | None = None,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpul-", dir="/tmp"))
-        self.state = self.folder / "state"
+        self.state = state or self.folder / "state"
         self.config = f'state = "{self.state}"\n{config}'
         self._vram, self._driver, self._tls, self._log_format = vram, driver, tls, log_format
         self._within = within

@@ -2,21 +2,38 @@
 
 import os
 import random
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from gpulease.daemon.fleet.fleet_records import held_key, name_key
-from helpers.fleet_checker import check
-from helpers.fleet_nemesis import MEMBERS, FleetScene
+from helpers.broken_fleet import Design
+from helpers.fleet_checker import Verdict, check
+from helpers.fleet_nemesis import FASTER_PPM, MEMBERS, FleetScene
 from helpers.waiting import wait_until
 
 NEMESIS_S: Final = float(os.environ.get("GPULEASE_NEMESIS_S", "90"))
 """Seconds of faults."""
 
+WRONG_PPM: Final = 15_000
+PROCESSES: Final = 3
+"""Those of a node without a lease: the daemon, its zygote and its fleet process."""
+
+PAIR: Final = ("d0", "d1")
+FOR_EVER_S: Final = 1 << 20
+
 LONG_HORIZON_S: Final = 20
 """Time for another tenant to come while a node that is cut off still serves."""
+
+ETCD_LEASE_S: Final = 6
+LEADER_STOPPED_S: Final = 8.0
+"""To the leader that was stopped, all leases are over."""
+
+LEADERS_STOPPED: Final = 5
+"""A leader that learns of its successor before it looks at its leases revokes none."""
 
 
 @pytest.mark.exhaustive
@@ -35,16 +52,73 @@ def test_no_name_is_served_twice_under_any_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_node_whose_clock_is_wrong_is_refused(tmp_path: Path) -> None:
+    with FleetScene(tmp_path, nodes=("d0", "d1", "d2"), faster_ppm=(*FASTER_PPM[:2], WRONG_PPM)) as scene:
+        wrong = scene.nodes["d2"]
+        # A worker, too, has its node's clock.
+        scene.start_tenant(0, ["alpha"], ["d2"], hold_s=FOR_EVER_S)
+        wait_until(lambda: scene.acts() or "clock" in wrong.fleet_check()["detail"], "d2 serves, or is refused")
+        for node in scene.nodes.values():
+            pids = [info.pid for info in node.processes()]
+            assert all(scene.clocks[node.node_id].is_of(pid) for pid in pids)
+            assert len(pids) >= PROCESSES
+        wait_until(lambda: "clock" in wrong.fleet_check()["detail"], "d2 is refused", seen=wrong.logs)
+        wait_until(lambda: not scene.live()["d2"], "d2 serves no name")
+        assert not any(scene.nodes[node].fleet_check()["detail"] for node in PAIR)
+
+
+@pytest.mark.exhaustive
 def test_a_name_whose_claim_somebody_deleted_is_found(tmp_path: Path) -> None:
     """A fleet whose claims do not stay serves a name twice, and the checker sees it."""
-    with FleetScene(tmp_path, LONG_HORIZON_S) as scene:
-        scene.start_tenant(0, ["alpha"], ["d0"], hold_s=1 << 20)
-        wait_until(lambda: scene.live()["d0"], "d0 serves the name")
+    with FleetScene(tmp_path, LONG_HORIZON_S, PAIR) as scene:
+        want_for_ever(scene, "d0")
         with scene.cut(["d0"], MEMBERS):
             for key in (name_key("alpha"), held_key("d0", "alpha")):
                 scene.cluster.control("del", key.decode())
-            scene.start_tenant(1, ["alpha"], ["d1"])
-            wait_until(lambda: scene.live()["d1"], "d1 serves the name, too")
+            want_for_ever(scene, "d1")
             verdict = check(scene.history())
-        scene.stop_tenants()
         assert verdict.overlaps, verdict
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("design", [Design.TRUST, Design.NOCAP])
+def test_a_node_that_serves_on_without_etcd_is_found(tmp_path: Path, design: Design) -> None:
+    """Its name comes free by etcd's lease, or by another node's fence, and is served twice."""
+    with FleetScene(tmp_path, nodes=PAIR, design=design) as scene:
+        want_for_ever(scene, "d0")
+        with scene.cut(["d0"], MEMBERS):
+            want_for_ever(scene, "d1")
+            verdict = check(scene.history())
+        print(f"{design.name}: {summary(verdict)}")
+        assert verdict.overlaps, verdict
+
+
+@pytest.mark.exhaustive
+def test_leases_of_etcd_that_an_old_leader_revokes_are_found(tmp_path: Path) -> None:
+    """A leader that was stopped takes the leases for over that another one has kept alive (etcd, #15247)."""
+    with FleetScene(tmp_path, ETCD_LEASE_S, PAIR, Design.LEASE) as scene:
+        want_for_ever(scene, "d0")
+        scene.start_tenant(1, ["alpha"], ["d1"], hold_s=FOR_EVER_S)
+        for _ in range(LEADERS_STOPPED):
+            (serving,) = wait_until(lambda: [node for node, names in scene.live().items() if names], "a node serves")
+            with ExitStack() as cut:
+                with scene.member_stopped(is_leader=True):
+                    time.sleep(LEADER_STOPPED_S)
+                    # Its leases end within the lease of etcd's, if that stays.
+                    cut.enter_context(scene.cut([serving], MEMBERS))
+                time.sleep(ETCD_LEASE_S)
+            if (verdict := check(scene.history())).overlaps:
+                break
+        print(f"LEASE: {summary(verdict)}")
+        assert verdict.overlaps, verdict
+
+
+def want_for_ever(scene: FleetScene, node: str) -> None:
+    """Have a tenant want the name from that node, until it computes there."""
+    scene.start_tenant(PAIR.index(node), ["alpha"], [node], hold_s=FOR_EVER_S)
+    wait_until(lambda: any(act.node == node for act in scene.acts()), f"{node} serves the name", seen=scene.logs)
+
+
+def summary(verdict: Verdict) -> str:
+    """The counts alone."""
+    return str(verdict).partition("\n")[0]

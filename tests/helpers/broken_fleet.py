@@ -1,0 +1,102 @@
+"""`python -P -m helpers.broken_fleet CHANNEL_FD PARENT_PID SANDBOX DESIGN`: a fleet process of a design that fails.
+
+It is the daemon's own one, in its sandbox, with one rule broken. The checker of a fleet's history has to find it out.
+"""
+
+import sys
+from enum import Enum
+from importlib import import_module
+from typing import Any, Final
+
+from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
+
+from gpulease.daemon.broker.fleet_frontend import ETCD_PART
+from gpulease.daemon.fleet.etcd.client import EtcdClient
+from gpulease.daemon.fleet.etcd.transactions import Answer, Transaction
+from gpulease.daemon.fleet.fleet_records import HELD, NAMES, NODES
+from gpulease.daemon.fleet.rules.fleet_events import Effect, EndClaimed, Event, LiveClaims, MoveHorizon
+from gpulease.daemon.fleet.rules.member import Member
+from gpulease.daemon.sandbox.measures import SandboxSettings
+
+FOREVER_NS: Final = 1 << 60
+"""A horizon that caps nothing."""
+
+
+class Design(Enum):
+    """Designs of a fleet: the daemon's own, and three that do not hold."""
+
+    RULES = "rules"
+    TRUST = "trust"
+    """A placer writes a key with a time to live, and the node believes its grant whatever becomes of the key."""
+    NOCAP = "nocap"
+    """The node claims and is fenced, and its leases run to their own deadlines."""
+    LEASE = "lease"
+    """Claims lie under a lease of etcd's, and are capped by its last keep-alive."""
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether leases end at their node's horizon."""
+        return self in (Design.RULES, Design.LEASE)
+
+
+class UncappedMember(Member):
+    """A member whose leases have no horizon."""
+
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        effects = super().handle(event, now_ns)
+        return [
+            MoveHorizon(now_ns + FOREVER_NS, effect.incarnation) if isinstance(effect, MoveHorizon) else effect
+            for effect in effects
+        ]
+
+
+class TrustingMember(UncappedMember):
+    """A member who goes on serving what it was once given, and joins anew as if it had nothing."""
+
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        effects = super().handle(event, now_ns)
+        kept: list[Effect] = [effect for effect in effects if not isinstance(effect, EndClaimed)]
+        return kept if len(kept) == len(effects) else kept + self.handle(LiveClaims(), now_ns)
+
+
+class LeasingClient(EtcdClient):
+    """A client that keeps a lease of etcd's alive with each write, and lets it end with the node's keys."""
+
+    _lease_id = 0
+
+    async def _ask(self, member: Any, transaction: Transaction, request: Any, limit_s: float) -> Answer:
+        if transaction.writes:
+            await self._keep_alive(member, limit_s)
+        for operation in request.success:
+            if operation.request_put.key.startswith((NODES, NAMES, HELD)):
+                operation.request_put.lease = self._lease_id
+        return await super()._ask(member, transaction, request, limit_s)
+
+    async def _keep_alive(self, member: Any, limit_s: float) -> None:
+        """Have a lease that lives by etcd's answer. Raises AioRpcError."""
+        leases: Any = rpc_pb2_grpc.LeaseStub(member.channel)
+        if self._lease_id:
+            call = leases.LeaseKeepAlive(timeout=limit_s)
+            await call.write(rpc_pb2.LeaseKeepAliveRequest(ID=self._lease_id))
+            reply = await call.read()
+            call.cancel()
+            if reply.TTL > 0:
+                return
+        ttl_s = round(self._settings.timeout_s * ETCD_PART)
+        self._lease_id = (await leases.LeaseGrant(rpc_pb2.LeaseGrantRequest(TTL=ttl_s), timeout=limit_s)).ID
+
+
+MEMBERS: Final = {Design.TRUST: TrustingMember, Design.NOCAP: UncappedMember}
+
+
+def main(channel_fd: str, parent_pid: str, sandbox: str, design: str) -> int:
+    """Serve with that design in the rules' place."""
+    process: Any = import_module("gpulease.daemon.fleet.__main__")
+    process.Member = MEMBERS.get(Design(design), Member)
+    if Design(design) in (Design.TRUST, Design.LEASE):
+        process.EtcdClient = LeasingClient
+    return int(process.main(int(channel_fd), int(parent_pid), SandboxSettings.from_text(sandbox)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
