@@ -18,7 +18,8 @@ from helpers.waiting import wait_until
 NEMESIS_S: Final = float(os.environ.get("GPULEASE_NEMESIS_S", "90"))
 """Seconds of faults."""
 
-WRONG_PPM: Final = 15_000
+WRONG_PPM: Final = 100_000
+"""Far beyond the bound: a rate is measured the sooner the more it is wrong."""
 PROCESSES: Final = 3
 """Those of a node without a lease: the daemon, its zygote and its fleet process."""
 
