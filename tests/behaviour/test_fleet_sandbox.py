@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_the_fleet_process_is_shut_in_with_all_its_threads(tmp_path: Path) -> No
             assert not {kind for kind in kinds if "gpulease" in kind or "state" in kind}, kinds
 
 
-def write_pki(folder: Path, authority: Authority) -> dict[str, str]:
+def write_pki(folder: Path, authority: Authority) -> dict[str, Any]:
     """Certificates in a folder that only its owner can look into."""
     folder.mkdir(mode=0o700, exist_ok=True)
     issued = issued_tenant(authority, "node")

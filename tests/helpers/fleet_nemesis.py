@@ -33,8 +33,8 @@ HORIZON_S: Final = 4
 RHO: Final = 0.01
 MEMBERS: Final = ("m0", "m1", "m2")
 NODES: Final = tuple(f"d{number}" for number in range(int(os.environ.get("GPULEASE_NEMESIS_NODES", "3"))))
-FASTER_PPM: Final = (-4_500, 4_500, 0)
-"""How much faster each node's clock is than the host's, in turn: as much as a fleet bears whose median is true."""
+FASTER_PPM: Final = (0, -4_500, 4_500)
+"""How much faster each node's clock is than the host's, in turn: nearly as much as a fleet bears."""
 
 ONLOOKER: Final = "o0"
 """A host that is never cut off, from which etcd is read."""
@@ -49,11 +49,11 @@ CALM_S: Final = (0.0, 1.5 * HORIZON_S)
 ALLOWED: Final = ("fleet", "zygote", "overdue", "hung", "died", "stopped", "killed", "journal", "No space left")
 """Words of the errors that the nemesis makes the daemons log."""
 
-_WORKER: Final = re.compile(r"gpul-[0-9a-f]{10}")
+WORKER: Final = re.compile(r"gpul-[0-9a-f]{10}")
+"""What workers are called, as the kernel keeps 15 bytes."""
 
 _BEGUN: Final = "lease.granted"
 _ENDED: Final = ("lease.reclaimed", "lease.fenced")
-
 
 Fault = Callable[[], AbstractContextManager[None]]
 
@@ -220,20 +220,13 @@ class FleetScene:
         yield
         self._disks[name].free()
 
-    def fault(self, dice: random.Random) -> tuple[str, AbstractContextManager[None]]:
-        """One fault by chance, with its name."""
+    def draw(self, dice: random.Random) -> list[tuple[str, Fault]]:
+        """One fault by chance, or two of different parts, with their names, in the order in which they are to begin."""
         node = self.nodes[dice.choice(sorted(self.nodes))]
-        makers = self._cuts(node.node_id) | self._faults_of_etcd() | self._faults_of_node(node)
-        makers |= self._faults_of_tenant(dice.randrange(TENANTS))
-        processes = node.workers()
-        workers = sorted(pid for name, pid in processes.items() if _WORKER.fullmatch(name))
-        pids = {"fleet process": processes.get(FLEET_PROCESS), "zygote": next(iter(node.zygotes()), None)}
-        for name, pid in (pids | {"worker": dice.choice(workers) if workers else None}).items():
-            if pid is not None:
-                makers[f"{name} stopped"] = partial(self.stopped, pid)
-                makers[f"{name} killed"] = partial(self.killed, pid)
-        kind = dice.choice(sorted(makers))
-        return kind, makers[kind]()
+        # Cuts begin last and end first: what is started again has to find its peers.
+        parts = [self._faults_of_processes(node, dice), self._faults_of_etcd(), self._cuts(node.node_id)]
+        drawn = sorted(dice.sample(range(len(parts)), dice.choice((1, 2))))
+        return [dice.choice(sorted(parts[number].items(), key=lambda each: each[0])) for number in drawn]
 
     def _cuts(self, node: str) -> dict[str, Fault]:
         leader = self.cluster.leader().name
@@ -259,27 +252,33 @@ class FleetScene:
             "etcd has no space": self.member_full,
         }
 
-    def _faults_of_node(self, node: FleetNode) -> dict[str, Fault]:
-        return {
+    def _faults_of_processes(self, node: FleetNode, dice: random.Random) -> dict[str, Fault]:
+        """Those of a node's processes, of its disk, and of a tenant."""
+        tenant, processes = dice.randrange(TENANTS), node.workers()
+        faults: dict[str, Fault] = {
             "daemon stopped": lambda: self.stopped(node.now.process.pid),
             "daemon killed": lambda: self.daemon_killed(node.node_id),
             "daemon's disk full": lambda: self.disk_full(node.node_id),
+            "tenant stopped": lambda: self.stopped(self._tenants[tenant].pid),
+            "tenant killed": lambda: self.tenant_killed(tenant),
         }
-
-    def _faults_of_tenant(self, number: int) -> dict[str, Fault]:
-        return {
-            "tenant stopped": lambda: self.stopped(self._tenants[number].pid),
-            "tenant killed": lambda: self.tenant_killed(number),
-        }
+        workers = sorted(pid for name, pid in processes.items() if WORKER.fullmatch(name))
+        pids = {"fleet process": processes.get(FLEET_PROCESS), "zygote": next(iter(node.zygotes()), None)}
+        for name, pid in (pids | {"worker": dice.choice(workers) if workers else None}).items():
+            if pid is not None:
+                faults[f"{name} stopped"] = partial(self.stopped, pid)
+                faults[f"{name} killed"] = partial(self.killed, pid)
+        return faults
 
     def torment(self, for_s: float, dice: random.Random) -> None:
-        """Let faults come and go, one at a time, for so many seconds."""
+        """Let faults come and go for so many seconds."""
         until_s = time.monotonic() + for_s
         while time.monotonic() < until_s:
-            kind, fault = self.fault(dice)
-            with fault:
+            with ExitStack() as faults:
+                for kind, fault in self.draw(dice):
+                    faults.enter_context(fault())
+                    self.faults[kind] += 1
                 time.sleep(dice.uniform(*FAULT_S))
-            self.faults[kind] += 1
             time.sleep(dice.uniform(*CALM_S))
 
     # --- what was seen ---
