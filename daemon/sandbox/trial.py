@@ -133,7 +133,9 @@ def _run_trial(
                 found.append((measure.value, False, str(error)))
             except (OSError, ValueError) as error:
                 found.append((measure.value, False, f"the kernel refuses it: {error}"))
-        os.write(writing, json.dumps(found).encode())
+        # Nobody reads it where the process that wants to know was killed meanwhile.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(writing, json.dumps(found).encode())
         status = 0
     except Exception:
         # A bug: the traceback goes to the log.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -25,6 +26,19 @@ try:
     print(json.dumps({"on": on, "found": {found.measure.value: found.detail for found in findings}}))
 except SandboxBroken as error:
     print(json.dumps({"broken": str(error), "hint": error.hint}))
+"""
+
+KILLED = """
+import os, signal
+from gpulease.daemon.sandbox.measures import Needs, SandboxSettings
+from gpulease.daemon.sandbox.trial import prepare
+fork = os.fork
+def killed():
+    if not fork():
+        return 0
+    os.kill(os.getpid(), signal.SIGKILL)
+os.fork = killed
+prepare(SandboxSettings(), Needs(), lambda owner: ())
 """
 
 
@@ -66,3 +80,11 @@ def test_a_measure_that_the_kernel_refuses_is_off() -> None:
     assert "this host lacks" in told["broken"]
     assert "scope (the kernel refuses it" in told["broken"]
     assert "sandbox_without" in told["hint"]
+
+
+def test_a_trial_whose_process_was_killed_ends_in_silence() -> None:
+    """As when a daemon is killed just after its start: there is no bug to be told of."""
+    program = [sys.executable, "-P", "-c", KILLED]
+    ended = subprocess.run(program, capture_output=True, text=True, env=python_environment(), timeout=60, check=False)
+    # Its output ends with the trial.
+    assert (ended.returncode, ended.stderr) == (-signal.SIGKILL, "")
