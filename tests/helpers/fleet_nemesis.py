@@ -300,6 +300,10 @@ class FleetScene:
             Claim(key.rpartition("/")[2], record["node_id"], latest[key]["revision"]) for key, record in records.items()
         ]
 
+    def beats(self) -> Counter[str]:
+        """How often each node has written its record."""
+        return Counter(change["key"].rpartition("/")[2] for change in self._changes("/gpulease/v1/nodes/"))
+
     def live(self) -> dict[str, dict[str, int]]:
         """The named leases that the nodes have."""
         return {
