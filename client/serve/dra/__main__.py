@@ -11,7 +11,6 @@ import click
 
 from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences
 from gpulease.client.cli.reports import cards_of, json_text
-from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
@@ -89,10 +88,7 @@ def serve(
     _say(f"serves {DRIVER} on {plugin.socket}, for the daemon at {address}")
     try:
         while not stopped.wait(TOKEN_REFRESH_S):
-            try:
-                claims.refresh_tokens()
-            except (GpuLeaseError, OSError) as error:
-                _say(f"tokens are not renewed: {error}")
+            claims.refresh_tokens()
     finally:
         plugin.close()
     _say("has stopped; prepared claims keep their leases")

@@ -149,18 +149,21 @@ class ClaimLeases:
     # --- tokens ---
 
     def refresh_tokens(self) -> None:
-        """Give every pod a new token; what fails for one lease is told and tried again with the next call."""
-        for known in self._files.records():
-            with self._turn(known.uid):
-                record = self._files.record(known.uid)
-                if record is not None and record.is_ready:
-                    self._renew_tokens(record)
+        """Give every pod a new token; what fails for one claim or lease is told and tried again with the next call."""
+        for uid in self._files.uids():
+            with self._turn(uid):
+                try:
+                    record = self._files.record(uid)
+                    if record is not None and record.is_ready:
+                        self._renew_tokens(record)
+                except (GpuLeaseError, OSError) as error:
+                    self._on_message(f"claim {uid}: no new tokens: {error}")
 
     def _renew_tokens(self, record: ClaimRecord) -> None:
         for number, lease in enumerate(record.leases):
             try:
                 self._give_token(record, number)
-            except GpuLeaseError as error:
+            except (GpuLeaseError, OSError) as error:
                 if not isinstance(error, Disconnected):
                     self._files.drop_token(record.uid, number)
                 self._on_message(f"claim {record.uid}: no new token for lease {lease.lease_id}: {error}")

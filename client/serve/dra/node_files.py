@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.serve.dra.kubernetes_objects import MAX_USER
+from gpulease.protocol.lease_ids import lease_id_of
 
 CDI_VERSION: Final = "0.6.0"
 CDI_KIND: Final = "gpulease.internal/lease"
@@ -82,12 +84,12 @@ class NodeFiles:
 
     # --- records ---
 
-    def records(self) -> list[ClaimRecord]:
-        """Return the records of all claims. Raises RecordUnreadable."""
-        return [self._read(path) for path in sorted(self._records.glob("*.json"))]
+    def uids(self) -> list[str]:
+        """Return the uids of all claims that have a record, readable or not."""
+        return sorted(path.stem for path in self._records.glob("*.json"))
 
     def record(self, uid: str) -> ClaimRecord | None:
-        """Return a claim's record, None if it has none. Raises RecordUnreadable."""
+        """Return a claim's record, None if it has none. Raises RecordUnreadable, OSError."""
         try:
             return self._read(self._records / f"{uid}.json")
         except FileNotFoundError:
@@ -99,8 +101,10 @@ class NodeFiles:
                 found = json.loads(file.read(MAX_RECORD_BYTES))
             if found.pop("version") != _RECORD_VERSION or found["uid"] != path.stem:
                 raise ValueError("another version, or another claim's")
-            return ClaimRecord(**found | {"leases": tuple(HeldLease(**lease) for lease in found["leases"])})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            record = ClaimRecord(**found | {"leases": tuple(HeldLease(**lease) for lease in found["leases"])})
+            _check(record)
+            return record
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RecordUnreadable(f"{path}: {error}") from None
 
     def save(self, record: ClaimRecord) -> None:
@@ -136,6 +140,17 @@ class NodeFiles:
 
     def _spec_path(self, uid: str) -> Path:
         return self._cdi / f"gpulease-{uid}.json"
+
+
+def _check(record: ClaimRecord) -> None:
+    """Raises ValueError or TypeError for a record that this driver never wrote: its parts go on to the kernel."""
+    if type(record.user) is not int or not 0 < record.user <= MAX_USER or type(record.is_ready) is not bool:
+        raise ValueError("its user is none, or it does not say whether it is ready")
+    bytes.fromhex(record.audience)
+    for lease in record.leases:
+        lease_id_of(lease.lease_id)
+        if not all(isinstance(text, str) for text in (lease.request, lease.pool, lease.device, lease.share_id)):
+            raise ValueError(f"the request of {lease.lease_id} is no text")
 
 
 def cdi_id(uid: str, number: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,6 +177,47 @@ def test_a_driver_killed_while_it_prepared_begins_anew(own_node: Node) -> None:
     assert isinstance(own_node.kubelet.prepare(claim), list)
     assert own_node.daemon.query(early)["state"] == "torndown"
     assert own_node.lease_ids(claim) != [early]
+
+
+def test_a_record_that_can_t_be_read_keeps_no_other_pod_from_its_tokens(own_node: Node) -> None:
+    claim = claim_of(own_node)
+    assert isinstance(own_node.kubelet.prepare(claim), list)
+    own_node.stop(kill=True)
+    records = own_node.state / "claims"
+    good = json.loads((records / f"{claim.uid}.json").read_text())
+    nested = "[" * 100_000
+    texts = ("", "{}", nested, json.dumps(good | {"user": "root"}), json.dumps(good | {"audience": "no digits"}))
+    bad = [Claim({}, uid=str(uuid.UUID(int=number))) for number in range(len(texts))]
+    for one, text in zip(bad, texts, strict=True):
+        (records / f"{one.uid}.json").write_text(text.replace(claim.uid, one.uid))
+    token = own_node.state / "tokens" / claim.uid / "token-0"
+    token.unlink()
+    own_node.start()
+    assert token.exists()
+    for one in bad:
+        path = records / f"{one.uid}.json"
+        assert str(path) in own_node.log()
+        assert str(path) in str(own_node.kubelet.prepare(one))
+        assert str(path) in own_node.kubelet.unprepare(one)
+    assert own_node.kubelet.unprepare(claim) == ""
+
+
+def test_a_token_that_can_t_be_written_keeps_no_other_pod_from_its_own(own_node: Node) -> None:
+    claims = [claim_of(own_node, name=name) for name in ("one", "two")]
+    for claim in claims:
+        assert isinstance(own_node.kubelet.prepare(claim), list)
+    first, second = sorted(claims, key=lambda claim: claim.uid)
+    own_node.stop()
+    tokens = own_node.state / "tokens"
+    shutil.rmtree(tokens / first.uid)
+    (tokens / first.uid).write_text("a file where a folder belongs")
+    (tokens / second.uid / "token-0").unlink()
+    own_node.start()
+    assert (tokens / second.uid / "token-0").exists()
+    assert f"claim {first.uid}: no new token" in own_node.log()
+    (tokens / first.uid).unlink()
+    for claim in claims:
+        assert own_node.kubelet.unprepare(claim) == ""
 
 
 def test_unprepare_twice_and_of_what_was_never_prepared_is_done(node: Node) -> None:
