@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 from gpulease.client.engine.lease_request import milliseconds
 from gpulease.client.engine.tokens import issue_request
-from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, NotFound
+from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, NotFound, Revoked
 from gpulease.client.serve.dra.kubelet_plugin import ClaimRef, PreparedDevice
 from gpulease.client.serve.dra.kubernetes_objects import (
     DRIVER,
@@ -33,7 +33,7 @@ from gpulease.client.serve.dra.kubernetes_objects import (
     device_name,
     parse_claim,
 )
-from gpulease.client.serve.dra.node_files import ClaimRecord, HeldLease, NodeFiles, cdi_id
+from gpulease.client.serve.dra.node_files import ClaimRecord, HeldLease, NodeFiles, boot_id, cdi_id
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.capabilities import Permission
@@ -53,6 +53,9 @@ TOKEN_REFRESH_S: Final = 20.0
 
 PROOF_LIMIT_S: Final = 30.0
 """Seconds to wait until memory is proved free; the kubelet gives the whole request 45 s, and asks again."""
+
+REVOKED: Final = "revoked"
+"""The cause in the report of a lease that an operator ended."""
 
 LOOK_S: Final = 0.05
 AUDIENCE_LIMIT_S: Final = 15.0
@@ -76,9 +79,9 @@ class NotProvedFree(GpuLeaseError):
 
 
 class LeaseOver(GpuLeaseError):
-    """A prepared claim's lease has ended before its pod."""
+    """An operator revoked a prepared claim's lease; a restart of its pod must not get it another one."""
 
-    default_hint = "Delete the pod: a claim is prepared once. `gpulease leases` and the audit log say why it ended"
+    default_hint = "Delete the pod. The audit log says who revoked it, and why"
 
 
 class ClaimReader(Protocol):
@@ -124,13 +127,12 @@ class ClaimLeases:
         check_ref(ref)
         with self._turn(ref.uid):
             record = self._files.record(ref.uid)
-            if record is None or not record.is_ready:
-                if record is not None:
-                    self._end(record)
+            if record is not None and not self._is_whole(record):
+                self._end(record)
+                record = None
+            if record is None:
                 record = self._acquire(ref)
             else:
-                self._check_alive(record)
-                # Specifications lie in memory on many hosts, so a boot takes them away.
                 self._give_tokens(record)
                 self._files.write_spec(record, self._socket)
             return [
@@ -185,7 +187,8 @@ class ClaimLeases:
         cards = {device_name(card["uuid"]): card for card in self._cards()}
         if missing := [device.device for device in want.devices if device.device not in cards]:
             raise ClaimRefused(f"this node has no card {missing[0][:64]!r}", "Publish its ResourceSlice anew")
-        record = ClaimRecord(ref.uid, want.user, audience_of_user(want.user, self._address, self._socket).hex())
+        audience = audience_of_user(want.user, self._address, self._socket)
+        record = ClaimRecord(ref.uid, boot_id(), want.user, audience.hex())
         try:
             for number, device in enumerate(want.devices):
                 record = record.with_lease(self._lease(device, cards[device.device], request_id(ref.uid, number)))
@@ -218,20 +221,33 @@ class ClaimLeases:
     def _cards(self) -> list[dict[str, Any]]:
         return list(ask(Opcode.GET_INVENTORY, Empty(), self._address).details)
 
-    def _state(self, lease: HeldLease) -> str:
-        """Return a lease's state as reports have it; "torndown" for one that the daemon does not know."""
+    def _report(self, lease: HeldLease) -> dict[str, Any]:
+        """Return a lease's report; of one that the daemon does not remember, its state and cause alone."""
         try:
             report = ask(Opcode.LEASE_QUERY, LeaseRef(lease_id_of(lease.lease_id)), self._address).report
         except NotFound:
             # A daemon that keeps no journal began anew: it ended its workers, and looked at the cards.
-            return "torndown"
-        return str(report.get("state"))
+            return {"state": "torndown", "cause": None}
+        except Revoked:
+            # That an operator ended it is remembered for longer than the lease is.
+            return {"state": "torndown", "cause": REVOKED}
+        return dict(report)
 
-    def _check_alive(self, record: ClaimRecord) -> None:
-        for lease in record.leases:
-            state = self._state(lease)
-            if state != "active":
-                raise LeaseOver(f"the lease {lease.lease_id} of this claim is {state}")
+    def _state(self, lease: HeldLease) -> str:
+        return str(self._report(lease).get("state"))
+
+    def _is_whole(self, record: ClaimRecord) -> bool:
+        """Return whether a claim has all of its leases, so that it is not to be prepared anew. Raises LeaseOver.
+
+        The kubelet asks before it makes a pod's sandbox: containers that used a lease that is over are gone.
+        """
+        if not record.is_ready or record.boot_id != boot_id():
+            return False
+        reports = list(map(self._report, record.leases))
+        for lease, report in zip(record.leases, reports, strict=True):
+            if report.get("cause") == REVOKED:
+                raise LeaseOver(f"an operator revoked the lease {lease.lease_id} of this claim")
+        return all(report.get("state") == "active" for report in reports)
 
     def _end(self, record: ClaimRecord) -> None:
         """Free a record's leases, wait until every byte is proved free, forget the claim. Raises NotProvedFree."""

@@ -29,6 +29,7 @@ MAX_RECORD_BYTES: Final = 1 << 20
 """Largest record: one of 32 devices has some 10 KiB. More is no record of this driver's."""
 
 _RECORD_VERSION: Final = 1
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class RecordUnreadable(GpuLeaseError):
@@ -54,6 +55,7 @@ class ClaimRecord:
 
     Attributes:
         uid: The claim's uid.
+        boot_id: The host's (random(4)) when the leases were made. No lease outlives a boot.
         user: The user id that its pods run as.
         audience: The user's audience on the node, in hex digits.
         leases: The leases that were made for it so far.
@@ -61,6 +63,7 @@ class ClaimRecord:
     """
 
     uid: str
+    boot_id: str
     user: int
     audience: str
     leases: tuple[HeldLease, ...] = ()
@@ -146,11 +149,18 @@ def _check(record: ClaimRecord) -> None:
     """Raises ValueError or TypeError for a record that this driver never wrote: its parts go on to the kernel."""
     if type(record.user) is not int or not 0 < record.user <= MAX_USER or type(record.is_ready) is not bool:
         raise ValueError("its user is none, or it does not say whether it is ready")
+    if not isinstance(record.boot_id, str):
+        raise ValueError("its boot id is no text")
     bytes.fromhex(record.audience)
     for lease in record.leases:
         lease_id_of(lease.lease_id)
         if not all(isinstance(text, str) for text in (lease.request, lease.pool, lease.device, lease.share_id)):
             raise ValueError(f"the request of {lease.lease_id} is no text")
+
+
+def boot_id() -> str:
+    """Return the host's boot id (random(4)), in containers too."""
+    return _BOOT_ID.read_text().strip()
 
 
 def cdi_id(uid: str, number: int) -> str:

@@ -17,7 +17,7 @@ import pytest
 from gpulease.client.serve.dra.kubernetes_objects import device_name, resource_slices
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
-from gpulease.protocol.messages import FenceClear
+from gpulease.protocol.messages import FenceClear, LeaseRef
 from helpers.daemon import Daemon, Faults, python_environment
 from helpers.kubelet import DRIVER, NODE, POD_USER, CallFailed, Claim, Device, Node, encode
 from helpers.waiting import wait_until
@@ -336,8 +336,52 @@ def test_a_claim_whose_lease_was_revoked_is_not_prepared_again(node: Node) -> No
     node.kubelet.prepare(claim)
     (lease_id,) = node.lease_ids(claim)
     node.daemon.revoke(lease_id)
-    assert "torndown" in str(node.kubelet.prepare(claim))
+    assert "an operator revoked the lease" in str(node.kubelet.prepare(claim))
     assert node.kubelet.unprepare(claim) == ""
+
+
+def test_a_claim_whose_lease_is_over_gets_another_one(node: Node) -> None:
+    claim = claim_of(node, None)
+    node.kubelet.prepare(claim)
+    (early,) = node.lease_ids(claim)
+    ask(Opcode.LEASE_FREE, LeaseRef(early), node.daemon.address)
+    assert isinstance(node.kubelet.prepare(claim), list)
+    assert node.lease_ids(claim) != [early]
+    assert run_pod(node, claim) == "from a pod\n"
+    assert len(node.daemon.leases()) == 1
+
+
+def test_a_claim_of_another_boot_is_prepared_anew(own_node: Node, start_daemon: Callable[..., Daemon]) -> None:
+    claim = claim_of(own_node, None)
+    assert isinstance(own_node.kubelet.prepare(claim), list)
+    (early,) = own_node.lease_ids(claim)
+    own_node.stop(kill=True)
+    own_node.daemon.kill()
+    own_node.daemon.check_nothing_is_left()
+    # What a boot leaves: the disk. Specifications lie in memory on many hosts.
+    shutil.rmtree(own_node.cdi)
+    record = own_node.state / "claims" / f"{claim.uid}.json"
+    of_boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert of_boot in record.read_text()
+    record.write_text(record.read_text().replace(of_boot, str(uuid.uuid4())))
+    own_node.daemon = start_daemon(vram=["64MiB"], config=OPEN_SOCKET, folder=own_node.daemon.folder)
+    own_node.start()
+    assert isinstance(own_node.kubelet.prepare(claim), list)
+    assert own_node.lease_ids(claim) != [early]
+    assert run_pod(own_node, claim) == "from a pod\n"
+    assert own_node.kubelet.unprepare(claim) == ""
+
+
+def test_a_lease_of_another_boot_that_lives_is_ended_first(node: Node) -> None:
+    """Then there is room for the claim's next one, though it takes the whole card."""
+    claim = claim_of(node, None)
+    assert isinstance(node.kubelet.prepare(claim), list)
+    (early,) = node.lease_ids(claim)
+    record = node.state / "claims" / f"{claim.uid}.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"boot_id": str(uuid.uuid4())}))
+    assert isinstance(node.kubelet.prepare(claim), list)
+    assert node.daemon.query(early)["state"] == "torndown"
+    assert node.lease_ids(claim) != [early]
 
 
 def test_an_older_kubelet_is_served_by_v1beta1(node: Node) -> None:
