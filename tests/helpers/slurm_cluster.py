@@ -55,11 +55,15 @@ class SlurmCluster:
             f"--seed-file={folder}/run/seed",
             f"--log-file={folder}/m.log",
         ]
-        self._start(munged)
-        wait_until(self._munge.exists, "munged listens")
-        self._start(["slurmctld", "-D", "-i"])
-        self._start(["slurmd", "-D", "-N", "gpu1"])
-        wait_until(lambda: "idle" in self.ask("sinfo", "-h", "-o", "%T"), "the node is idle", seen=self.logs)
+        try:
+            self._start(munged)
+            wait_until(self._munge.exists, "munged listens")
+            self._start(["slurmctld", "-D", "-i"])
+            self._start(["slurmd", "-D", "-N", "gpu1"])
+            wait_until(lambda: "idle" in self.ask("sinfo", "-h", "-o", "%T"), "the node is idle", seen=self.logs)
+        except BaseException:
+            self.stop()
+            raise
 
     def _configure(self, vram_mib: int) -> None:
         ports = []
@@ -108,6 +112,14 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
         """A command's output and errors."""
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment, check=False)
         return done.stdout + done.stderr
+
+    def run_prolog(self, job: str) -> None:
+        """Run a running job's prolog once more, as root's job has it. Fails with what it says if it fails."""
+        told = {"SLURM_JOB_ID": job, "SLURM_JOB_UID": "0", "SLURM_JOB_RESTART_COUNT": "0"}
+        told |= {"SLURMD_NODENAME": "gpu1", "SLURM_CLUSTER_NAME": "test"}
+        command = [str(self.folder / "prolog.sh")]
+        done = subprocess.run(command, capture_output=True, text=True, env=self.environment | told, check=False)
+        assert done.returncode == 0, done.stderr
 
     def submit(self, script: str, vram_mib: int, *options: str) -> str:
         """A job's number."""

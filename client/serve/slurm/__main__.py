@@ -5,6 +5,7 @@ the job, and at the job's time limit if the epilog never runs. An epilog that ca
 Slurm drains the node.
 """
 
+import hashlib
 import json
 import os
 import pwd
@@ -20,13 +21,13 @@ import click
 
 from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences
 from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, milliseconds
-from gpulease.client.errors import Disconnected, Fenced, GpuLeaseError, NotFound, TimedOut
+from gpulease.client.errors import Disconnected, Fenced, GpuLeaseError, NotFound, Revoked, TimedOut
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.messages import LeaseAlloc, LeaseRef, LeaseRenew
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ORPHAN_TAG
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ORPHAN_TAG, REQUEST_ID_TAG
 from gpulease.protocol.primitives import LeaseParameter
 
 GRES: Final = "vram"
@@ -47,12 +48,13 @@ WAIT_S: Final = 10.0
 PROOF_LIMIT_S: Final = 60.0
 """Seconds to wait until the memory is proved free, well within Slurm's PrologEpilogTimeout."""
 
-SCONTROL_LIMIT_S: Final = 20.0
+SQUEUE_LIMIT_S: Final = 20.0
 LOOK_S: Final = 0.05
 
 _JOB_ID: Final = re.compile(r"[1-9]\d{0,9}")
-_TRES: Final = re.compile(rf"(?:^|[ ,=])gres[:/]{GRES}[:=](\d{{1,12}})([KMGTkmgt]?)(?![\w.])")
-_SCALE: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_LISTED: Final = re.compile(r"^(\d+)\|", re.MULTILINE)
+_ASKED: Final = re.compile(rf"gres[:/]{GRES}(?:[:=]\s*\+?(\d{{1,12}})([KMGTPkmgtp]?))?")
+_SCALE: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 
 _folder = click.option(
     "--folder", type=click.Path(path_type=Path), default=Path("/run/gpulease-slurm"), show_default=True
@@ -73,20 +75,28 @@ def main() -> None:
 def prolog(folder: Path, address: str) -> None:
     """Acquire the job's lease. For slurm.conf's Prolog, with PrologFlags=Alloc."""
     job, user = _job_id(os.environ), _number(os.environ, "SLURM_JOB_UID")
-    size_bytes = size_of_job(_job_line(job))
-    path = folder / f"{job}.json"
-    if not size_bytes or path.exists():
-        # Slurm may run a prolog again, for the job's further steps.
+    size_bytes = size_of_job(_asked_of_jobs(job), job)
+    if not size_bytes:
         return
+    path, restarts = folder / f"{job}.json", _number(os.environ, "SLURM_JOB_RESTART_COUNT", "0")
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    record = _read(path)
+    if record is not None:
+        if _serves(record, restarts):
+            # Slurm may run a prolog again, for the job's further steps.
+            return
+        _end(path, record)
     first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
     wait_ms = milliseconds(WAIT_S, "the wait", least_ms=0)
-    orphan = (LeaseParameter(ORPHAN_TAG, bytes(4)),)
-    request = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, wait_ms, None, orphan)
+    again = LeaseParameter(REQUEST_ID_TAG, request_id(os.environ, job, restarts))
+    parameters = (LeaseParameter(ORPHAN_TAG, bytes(4)), again)
+    request = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, wait_ms, None, parameters)
     lease_id = as_user(user, lambda: str(LeaseId(ask(Opcode.LEASE_ALLOC, request, address).lease_id)))
-    _write(path, {"lease_id": lease_id, "user": user, "address": address})
+    record = {"lease_id": lease_id, "user": user, "address": address, "restarts": restarts, "is_ready": False}
+    _write(path, record)
     renew = LeaseRenew(lease_id_of(lease_id), milliseconds(_left_s(os.environ), "the lease's time", least_ms=1))
     as_user(user, lambda: str(ask(Opcode.LEASE_RENEW, renew, address).generation))
+    _write(path, record | {"is_ready": True})
 
 
 @main.command("task-prolog")
@@ -105,8 +115,22 @@ def epilog(folder: Path) -> None:
     path = folder / f"{_job_id(os.environ)}.json"
     record = _read(path)
     if record is not None:
-        as_user(int(str(record["user"])), lambda: _free(lease_id_of(str(record["lease_id"])), str(record["address"])))
-        path.unlink()
+        _end(path, record)
+
+
+def _serves(record: Mapping[str, object], restarts: int) -> bool:
+    """Return whether a record's lease is this start's of the job, lasts for its time, and is not over."""
+    if not record["is_ready"] or record["restarts"] != restarts:
+        return False
+    user, lease_id, address = int(str(record["user"])), lease_id_of(str(record["lease_id"])), str(record["address"])
+    return as_user(user, lambda: _state(lease_id, address)) == "active"
+
+
+def _end(path: Path, record: Mapping[str, object]) -> None:
+    """Free a record's lease, wait for the proof, and forget it."""
+    user, lease_id, address = int(str(record["user"])), lease_id_of(str(record["lease_id"])), str(record["address"])
+    as_user(user, lambda: _free(lease_id, address))
+    path.unlink()
 
 
 def _free(lease_id: LeaseId, address: str) -> str:
@@ -130,30 +154,44 @@ def _free(lease_id: LeaseId, address: str) -> str:
 def _state(lease_id: LeaseId, address: str) -> str:
     try:
         return str(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), address).report.get("state"))
-    except NotFound:
-        # A daemon that keeps no journal began anew: it ended its workers, and looked at the cards.
+    except (NotFound, Revoked):
+        # A daemon that keeps no journal began anew: it ended its workers, and looked at the cards. Of a lease that was
+        # revoked long ago it remembers that alone.
         return "torndown"
 
 
 # --- what Slurm tells ---
 
 
-def size_of_job(line: str) -> int:
-    """Return the bytes per node that a job's line of `scontrol show job -o` asks for; 0 if it names no vram."""
-    for field in line.split(" "):
-        if field.startswith("TresPerNode="):
-            found = _TRES.search(field)
-            if found:
-                return int(found[1]) * _SCALE[found[2].lower()] * MIB
-    return 0
+def size_of_job(told: str, job: str) -> int:
+    """Return the bytes per node that a job asks for, 0 if it names no vram. Slurm counts the last of several.
+
+    Args:
+        told: The output of `squeue -o "%A|%b"`. Slurm accepts no "|" in what a job asks for.
+        job: The job's number. The first job of an array is listed with the others.
+    """
+    _, *found = _LISTED.split(told)
+    size_bytes = 0
+    for entry in dict(zip(found[::2], found[1::2], strict=True)).get(job, "").split(","):
+        asked = _ASKED.fullmatch(entry.strip())
+        if asked:
+            size_bytes = int(asked[1] or 1) * _SCALE[(asked[2] or "").lower()] * MIB
+    return size_bytes
 
 
-def _job_line(job: str) -> str:
-    command = ["scontrol", "show", "job", "-o", job]
+def request_id(environment: Mapping[str, str], job: str, restarts: int) -> bytes:
+    """Return the 16 bytes by which a daemon knows the request again, if a prolog is killed before its record."""
+    cluster, node = (environment.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURMD_NODENAME"))
+    return hashlib.sha256(json.dumps(["gpulease slurm 1", cluster, node, job, restarts]).encode()).digest()[:16]
+
+
+def _asked_of_jobs(job: str) -> str:
+    """Return what a job and others of its array ask for. No field of it is free text, as a job's name is."""
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%A|%b"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_LIMIT_S, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_LIMIT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise CannotStart(f"scontrol does not describe job {job}: {error}") from None
+        raise CannotStart(f"squeue does not describe job {job}: {error}") from None
 
 
 def _job_id(environment: Mapping[str, str]) -> str:
@@ -163,8 +201,8 @@ def _job_id(environment: Mapping[str, str]) -> str:
     return job
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "")
+def _number(environment: Mapping[str, str], name: str, default: str = "") -> int:
+    text = environment.get(name, default)
     if not re.fullmatch(r"\d{1,10}", text):
         raise CannotStart(f"{name} is {text[:32]!r}, not a number")
     return int(text)
@@ -184,7 +222,7 @@ def _left_s(environment: Mapping[str, str]) -> float:
 def _read(path: Path) -> dict[str, object] | None:
     try:
         found = json.loads(path.read_text())
-        return {name: found[name] for name in ("lease_id", "user", "address")}
+        return {name: found[name] for name in ("lease_id", "user", "address", "restarts", "is_ready")}
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
