@@ -151,9 +151,14 @@ class ClaimLeases:
     # --- tokens ---
 
     def refresh_tokens(self) -> None:
-        """Give every pod a new token; what fails for one claim or lease is told and tried again with the next call."""
+        """Give every pod a new token; what fails for one claim or lease is told and tried again with the next call.
+
+        A claim that is being prepared or unprepared is left out: its wait for a proof must not hold up the others.
+        """
         for uid in self._files.uids():
-            with self._turn(uid):
+            with self._turn(uid, waits=False) as is_ours:
+                if not is_ours:
+                    continue
                 try:
                     record = self._files.record(uid)
                     if record is not None and record.is_ready:
@@ -166,9 +171,10 @@ class ClaimLeases:
             try:
                 self._give_token(record, number)
             except (GpuLeaseError, OSError) as error:
-                if not isinstance(error, Disconnected):
-                    self._files.drop_token(record.uid, number)
                 self._on_message(f"claim {record.uid}: no new token for lease {lease.lease_id}: {error}")
+                # The lease's state decides, not the error: a daemon that is busy, or starts, says no for a moment.
+                if self._state(lease) != "active":
+                    self._files.drop_token(record.uid, number)
 
     def _give_token(self, record: ClaimRecord, number: int) -> None:
         lease_id = lease_id_of(record.leases[number].lease_id)
@@ -268,14 +274,17 @@ class ClaimLeases:
         self._files.forget(record.uid)
 
     @contextmanager
-    def _turn(self, uid: str) -> Iterator[None]:
+    def _turn(self, uid: str, *, waits: bool = True) -> Iterator[bool]:
+        """Give a claim's turn to the caller; without `waits`, whether it was free."""
         with self._guard:
             lock, users = self._turns.get(uid, (threading.Lock(), 0))
             self._turns[uid] = lock, users + 1
+        is_ours = lock.acquire(blocking=waits)
         try:
-            with lock:
-                yield
+            yield is_ours
         finally:
+            if is_ours:
+                lock.release()
             with self._guard:
                 _, users = self._turns.pop(uid)
                 if users > 1:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -116,9 +117,10 @@ class NodeFiles:
         _replace(self._records / f"{record.uid}.json", text.encode(), 0o600, is_synced=True)
 
     def forget(self, uid: str) -> None:
-        """Take a claim's files away, its record last."""
+        """Take a claim's files away, its record last. Raises OSError; then the record stays."""
         self._spec_path(uid).unlink(missing_ok=True)
-        shutil.rmtree(self._tokens / uid, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self._tokens / uid)
         (self._records / f"{uid}.json").unlink(missing_ok=True)
         _sync(self._records)
 

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpulease.client import Busy, GpuLease
 from gpulease.client.serve.dra.kubernetes_objects import device_name, resource_slices
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
@@ -165,7 +168,7 @@ def test_a_driver_that_starts_again_knows_what_it_prepared(own_node: Node, kill:
     assert own_node.daemon.available_bytes() == CARD_BYTES
 
 
-def test_a_driver_killed_while_it_prepared_begins_anew(own_node: Node) -> None:
+def test_a_claim_that_is_not_ready_is_prepared_anew(own_node: Node) -> None:
     """The record of a claim that is not ready names leases that nobody was told of."""
     claim = claim_of(own_node, None)
     assert isinstance(own_node.kubelet.prepare(claim), list)
@@ -215,9 +218,40 @@ def test_a_token_that_can_t_be_written_keeps_no_other_pod_from_its_own(own_node:
     own_node.start()
     assert (tokens / second.uid / "token-0").exists()
     assert f"claim {first.uid}: no new token" in own_node.log()
+    # A token that stays is told, too, and the claim is not forgotten.
+    assert "Not a directory" in own_node.kubelet.unprepare(first)
+    assert (own_node.state / "claims" / f"{first.uid}.json").exists()
     (tokens / first.uid).unlink()
     for claim in claims:
         assert own_node.kubelet.unprepare(claim) == ""
+
+
+def test_a_busy_daemon_costs_no_pod_its_token(start_daemon: Callable[..., Daemon]) -> None:
+    most = 3
+    few = Faults(constants={"gpulease.daemon.broker.connection_limiter:OPERATOR_CONNECTIONS": 0})
+    config = f"max_connections = {most}\n{OPEN_SOCKET}"
+    with Node(start_daemon(vram=["64MiB"], config=config, faults=few)) as node, ExitStack() as held:
+        claim = claim_of(node)
+        assert isinstance(node.kubelet.prepare(claim), list)
+        node.stop()
+        token = node.state / "tokens" / claim.uid / "token-0"
+        before = token.read_text()
+        for _ in range(most):
+            held.callback(wait_until(partial(lease_or_none, node.daemon), "a connection is free").free)
+        node.start()
+        assert "no new token for lease" in node.log()
+        assert token.read_text() == before
+        held.close()
+        assert run_pod(node, claim) == "from a pod\n"
+        wait_until(lambda: node.kubelet.unprepare(claim) == "", "a connection is free")
+
+
+def lease_or_none(daemon: Daemon) -> GpuLease | None:
+    """A lease, which holds a connection."""
+    try:
+        return daemon.builder().acquire()
+    except Busy:
+        return None
 
 
 def test_unprepare_twice_and_of_what_was_never_prepared_is_done(node: Node) -> None:
