@@ -82,18 +82,21 @@ def run_instead(module: str, instead: str, *arguments: str) -> None:
     subprocess.Popen.__init__ = starting  # type: ignore[method-assign, assignment]
 
 
-def hang_syncs(flag: Path) -> None:
-    """A disk that takes its time: fdatasync(2) returns when the flag is gone. It says in the flag that one waits."""
-    sync = os.fdatasync
+def hang_syncs(flag: Path, call: str = "fdatasync") -> None:
+    """A disk that takes its time: fdatasync(2), or that call, returns when the flag is gone.
 
-    def fdatasync(fd: int) -> None:
+    It says in the flag that one waits.
+    """
+    sync = getattr(os, call)
+
+    def hanging(fd: int) -> None:
         while flag.exists():
             with contextlib.suppress(FileNotFoundError), flag.open("r+") as file:
                 file.write("waits")
             time.sleep(0.01)
         sync(fd)
 
-    os.fdatasync = fdatasync  # type: ignore[assignment]
+    setattr(os, call, hanging)
 
 
 def card_sources() -> list[type[CardSource]]:

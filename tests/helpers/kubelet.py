@@ -211,6 +211,10 @@ class Kubelet:
         assert found[0] == claim.uid
         return found[1].get(1, [b""])[0].decode()
 
+    def drop(self) -> None:
+        """End the process at once, and its connection in the midst of a call."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
@@ -221,12 +225,18 @@ class Kubelet:
 
 
 class Node:
-    """A driver's process on a daemon, with the kubelet that calls it and the API server that it asks."""
+    """A driver's process on a daemon, with the kubelet that calls it and the API server that it asks.
 
-    def __init__(self, daemon: Daemon) -> None:
+    Attributes:
+        stuck: While it exists, records of a driver that `may_hang` wait for the disk; it says whether one does.
+    """
+
+    def __init__(self, daemon: Daemon, *, may_hang: bool = False) -> None:
         self._stack = ExitStack()
         self.daemon = daemon
         self.folder = daemon.folder / "k"
+        self.stuck = self.folder / "stuck"
+        self._module = ("helpers.faulty_driver", str(self.stuck)) if may_hang else ("gpulease.client.serve.dra",)
         self.cdi = self.folder / "cdi"
         self.folder.mkdir()
         # Pods are other users.
@@ -242,11 +252,11 @@ class Node:
         return self.folder / "plugins" / DRIVER / "state"
 
     def start(self) -> None:
-        """Start the driver, and a kubelet that has found its service by the registration."""
+        """Start the driver, and its kubelet."""
         self._log = (self.folder / "log").open("a+")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-P", "-m", "gpulease.client.serve.dra", "serve"),
+                *(sys.executable, "-P", "-m", *self._module, "serve"),
                 *("--node", NODE, "--daemon", self.daemon.address, "--lease-secs", "600"),
                 *("--kubelet", str(self.folder), "--cdi", str(self.cdi)),
                 *("--api-server", self.api.url, "--api-token", str(self.folder / "account")),
@@ -256,14 +266,17 @@ class Node:
             stdin=subprocess.DEVNULL,
             env=python_environment(),
         )
-        registration = self.folder / "plugins_registry" / f"{DRIVER}-reg.sock"
 
         def serves() -> bool:
             assert self.process.poll() is None, self.log()
             return bool(re.search("serves .*\n$", self.log()))
 
         wait_until(serves, "the driver serves", seen=self.log)
-        registrar = Kubelet(registration)
+        self.connect()
+
+    def connect(self) -> None:
+        """Start a kubelet that finds the driver's service by the registration."""
+        registrar = Kubelet(self.folder / "plugins_registry" / f"{DRIVER}-reg.sock")
         try:
             info = decode(registrar.call("/pluginregistration.Registration/GetInfo"))
             assert info[1] == [b"DRAPlugin"]

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.client import Busy, GpuLease
+from gpulease.client import Busy
 from gpulease.client.serve.dra.kubernetes_objects import device_name, resource_slices
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
@@ -168,6 +169,64 @@ def test_a_driver_that_starts_again_knows_what_it_prepared(own_node: Node, kill:
     assert own_node.daemon.available_bytes() == CARD_BYTES
 
 
+@pytest.fixture
+def hanging_node(start_daemon: Callable[..., Daemon]) -> Iterator[Node]:
+    """A node whose driver's records wait for the disk while the test says so."""
+    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), may_hang=True) as node:
+        yield node
+
+
+def begin_to_prepare(node: Node, claim: Claim) -> threading.Thread:
+    """A call that no kubelet gets an answer to; its driver has a lease, whose record is not on the disk."""
+    node.stuck.touch()
+
+    def prepare() -> None:
+        with pytest.raises(CallFailed):
+            node.kubelet.prepare(claim)
+
+    call = threading.Thread(target=prepare)
+    call.start()
+    wait_until(node.stuck.read_text, "the record waits for the disk", seen=node.log)
+    assert not (node.state / "claims" / f"{claim.uid}.json").exists()
+    return call
+
+
+def test_a_driver_killed_between_a_grant_and_its_record_finds_the_lease_again(hanging_node: Node) -> None:
+    """Beside it another lease would have no room: this one takes the whole card."""
+    claim = claim_of(hanging_node, None)
+    call = begin_to_prepare(hanging_node, claim)
+    hanging_node.process.kill()
+    call.join()
+    (granted,) = hanging_node.daemon.leases()
+    hanging_node.stop(kill=True)
+    hanging_node.stuck.unlink()
+    hanging_node.start()
+    prepared_devices(hanging_node.kubelet.prepare(claim))
+    # A host that takes longer than the first lease's 30 s has seen it end by itself.
+    early = int(granted["lease_id"], 16)
+    assert hanging_node.lease_ids(claim) == [early] or hanging_node.daemon.query(early)["cause"] == "expired"
+    assert len(hanging_node.daemon.leases()) == 1
+    assert run_pod(hanging_node, claim) == "from a pod\n"
+    assert hanging_node.kubelet.unprepare(claim) == ""
+    assert hanging_node.daemon.available_bytes() == CARD_BYTES
+
+
+def test_a_kubelet_that_lost_the_answer_gets_the_same_lease(hanging_node: Node) -> None:
+    claim = claim_of(hanging_node)
+    call = begin_to_prepare(hanging_node, claim)
+    (granted,) = hanging_node.daemon.leases()
+    hanging_node.kubelet.drop()
+    call.join()
+    hanging_node.stuck.unlink()
+    hanging_node.kubelet.close()
+    hanging_node.connect()
+    prepared_devices(hanging_node.kubelet.prepare(claim))
+    assert hanging_node.lease_ids(claim) == [int(granted["lease_id"], 16)]
+    assert len(hanging_node.daemon.leases()) == 1
+    assert hanging_node.kubelet.unprepare(claim) == ""
+    assert hanging_node.daemon.available_bytes() == CARD_BYTES
+
+
 def test_a_claim_that_is_not_ready_is_prepared_anew(own_node: Node) -> None:
     """The record of a claim that is not ready names leases that nobody was told of."""
     claim = claim_of(own_node, None)
@@ -237,7 +296,7 @@ def test_a_busy_daemon_costs_no_pod_its_token(start_daemon: Callable[..., Daemon
         token = node.state / "tokens" / claim.uid / "token-0"
         before = token.read_text()
         for _ in range(most):
-            held.callback(wait_until(partial(lease_or_none, node.daemon), "a connection is free").free)
+            wait_until(partial(has_room, node.daemon, held), "a connection is free")
         node.start()
         assert "no new token for lease" in node.log()
         assert token.read_text() == before
@@ -246,12 +305,13 @@ def test_a_busy_daemon_costs_no_pod_its_token(start_daemon: Callable[..., Daemon
         wait_until(lambda: node.kubelet.unprepare(claim) == "", "a connection is free")
 
 
-def lease_or_none(daemon: Daemon) -> GpuLease | None:
-    """A lease, which holds a connection."""
+def has_room(daemon: Daemon, held: ExitStack) -> bool:
+    """Whether there was room for a lease, which holds a connection."""
     try:
-        return daemon.builder().acquire()
+        held.callback(daemon.builder().acquire().free)
     except Busy:
-        return None
+        return False
+    return True
 
 
 def test_unprepare_twice_and_of_what_was_never_prepared_is_done(node: Node) -> None:

@@ -1,0 +1,11 @@
+"""`python -m helpers.faulty_driver FLAG ARGUMENTS...`: `gpulease-dra` on a disk that hangs while FLAG exists."""
+
+import sys
+from pathlib import Path
+
+from gpulease.client.serve.dra.__main__ import run
+from helpers.faulty_daemon import hang_syncs
+
+if __name__ == "__main__":
+    hang_syncs(Path(sys.argv.pop(1)), "fsync")
+    run()
