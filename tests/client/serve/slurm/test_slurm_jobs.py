@@ -75,7 +75,7 @@ def cluster(folder: Path, daemon: Daemon) -> Iterator[SlurmCluster]:
 
 
 @needs_slurm
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_job_has_a_lease_from_prolog_to_epilog(
     cluster: SlurmCluster, daemon: Daemon, folder: Path, withheld: Path
 ) -> None:
@@ -101,7 +101,7 @@ def test_a_job_has_a_lease_from_prolog_to_epilog(
 
 
 @needs_slurm
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_prolog_that_runs_again_looks_at_the_lease(cluster: SlurmCluster, daemon: Daemon, folder: Path) -> None:
     job = cluster.submit("sleep 600", 64)
     path = folder / "jobs" / f"{job}.json"
@@ -131,5 +131,6 @@ def test_a_prolog_that_runs_again_looks_at_the_lease(cluster: SlurmCluster, daem
     assert record()["lease_id"] != before
     assert daemon.query(int(record()["lease_id"], 16))["state"] == "active"
     cluster.ask("scancel", job)
-    wait_until(lambda: not path.exists(), "the epilog freed it", seen=cluster.logs)
+    wait_until(lambda: "idle" in cluster.ask("sinfo", "-h", "-o", "%T"), "the epilog is done", seen=cluster.logs)
+    assert not path.exists()
     assert daemon.available_bytes() == 64 << 20
