@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 from gpulease.client.engine.lease_request import milliseconds
 from gpulease.client.engine.tokens import issue_request
-from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, NotFound, Revoked
+from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
 from gpulease.client.serve.dra.kubelet_plugin import ClaimRef, PreparedDevice
 from gpulease.client.serve.dra.kubernetes_objects import (
     DRIVER,
@@ -34,11 +34,12 @@ from gpulease.client.serve.dra.kubernetes_objects import (
     parse_claim,
 )
 from gpulease.client.serve.dra.node_files import ClaimRecord, HeldLease, NodeFiles, boot_id, cdi_id
+from gpulease.client.serve.proved_end import REVOKED, free_and_prove, report_of
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
-from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRef, LeaseRenew
+from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRenew
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, ORPHAN_TAG, REQUEST_ID_TAG
 from gpulease.protocol.primitives import LeaseParameter
 
@@ -54,10 +55,9 @@ TOKEN_REFRESH_S: Final = 20.0
 PROOF_LIMIT_S: Final = 30.0
 """Seconds to wait until memory is proved free; the kubelet gives the whole request 45 s, and asks again."""
 
-REVOKED: Final = "revoked"
-"""The cause in the report of a lease that an operator ended."""
+LEAST_PROOF_S: Final = 1.0
+"""Seconds for each further lease of a claim, whatever those before it took."""
 
-LOOK_S: Final = 0.05
 AUDIENCE_LIMIT_S: Final = 15.0
 """Seconds for a process that asks the node for a user's audience."""
 
@@ -70,12 +70,6 @@ _PARAMETERS: Final = (
     LeaseParameter(EXCLUSIVITY_TAG, bytes([Exclusivity.SHARED])),  # containers of a pod, and pods, may share a claim
     LeaseParameter(ORPHAN_TAG, bytes(4)),  # no connection stays open between the pod's
 )
-
-
-class NotProvedFree(GpuLeaseError):
-    """A lease's memory is not proved free; nobody gets it until then."""
-
-    default_hint = "The kubelet asks again. If the lease is fenced, an operator must clear it: gpulease fence clear"
 
 
 class LeaseOver(GpuLeaseError):
@@ -173,7 +167,7 @@ class ClaimLeases:
             except (GpuLeaseError, OSError) as error:
                 self._on_message(f"claim {record.uid}: no new token for lease {lease.lease_id}: {error}")
                 # The lease's state decides, not the error: a daemon that is busy, or starts, says no for a moment.
-                if self._state(lease) != "active":
+                if self._report(lease)["state"] != "active":
                     self._files.drop_token(record.uid, number)
 
     def _give_token(self, record: ClaimRecord, number: int) -> None:
@@ -228,19 +222,7 @@ class ClaimLeases:
         return list(ask(Opcode.GET_INVENTORY, Empty(), self._address).details)
 
     def _report(self, lease: HeldLease) -> dict[str, Any]:
-        """Return a lease's report; of one that the daemon does not remember, its state and cause alone."""
-        try:
-            report = ask(Opcode.LEASE_QUERY, LeaseRef(lease_id_of(lease.lease_id)), self._address).report
-        except NotFound:
-            # A daemon that keeps no journal began anew: it ended its workers, and looked at the cards.
-            return {"state": "torndown", "cause": None}
-        except Revoked:
-            # That an operator ended it is remembered for longer than the lease is.
-            return {"state": "torndown", "cause": REVOKED}
-        return dict(report)
-
-    def _state(self, lease: HeldLease) -> str:
-        return str(self._report(lease).get("state"))
+        return report_of(lease_id_of(lease.lease_id), self._address)
 
     def _is_whole(self, record: ClaimRecord) -> bool:
         """Return whether a claim has all of its leases, so that it is not to be prepared anew. Raises LeaseOver.
@@ -251,26 +233,16 @@ class ClaimLeases:
             return False
         reports = list(map(self._report, record.leases))
         for lease, report in zip(record.leases, reports, strict=True):
-            if report.get("cause") == REVOKED:
+            if report["cause"] == REVOKED:
                 raise LeaseOver(f"an operator revoked the lease {lease.lease_id} of this claim")
-        return all(report.get("state") == "active" for report in reports)
+        return all(report["state"] == "active" for report in reports)
 
     def _end(self, record: ClaimRecord) -> None:
         """Free a record's leases, wait until every byte is proved free, forget the claim. Raises NotProvedFree."""
-        limit_s = time.monotonic() + PROOF_LIMIT_S
+        until_s = time.monotonic() + PROOF_LIMIT_S
         for lease in record.leases:
-            if self._state(lease) in ("active", "pending"):
-                try:
-                    ask(Opcode.LEASE_FREE, LeaseRef(lease_id_of(lease.lease_id)), self._address, PROOF_LIMIT_S)
-                except Disconnected:
-                    raise
-                except GpuLeaseError as error:
-                    # It ended by itself, or its end takes long: its state tells.
-                    self._on_message(f"claim {record.uid}: freeing {lease.lease_id}: {error}")
-            while (state := self._state(lease)) != "torndown":
-                if state == "fenced" or time.monotonic() > limit_s:
-                    raise NotProvedFree(f"the lease {lease.lease_id} of this claim is {state}")
-                time.sleep(LOOK_S)
+            left_s = max(until_s - time.monotonic(), LEAST_PROOF_S)
+            free_and_prove(lease_id_of(lease.lease_id), self._address, left_s, self._on_message)
         self._files.forget(record.uid)
 
     @contextmanager

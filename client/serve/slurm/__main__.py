@@ -21,12 +21,12 @@ import click
 
 from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences
 from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, milliseconds
-from gpulease.client.errors import Disconnected, Fenced, GpuLeaseError, NotFound, Revoked, TimedOut
+from gpulease.client.serve.proved_end import free_and_prove, report_of
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
-from gpulease.protocol.messages import LeaseAlloc, LeaseRef, LeaseRenew
+from gpulease.protocol.messages import LeaseAlloc, LeaseRenew
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ORPHAN_TAG, REQUEST_ID_TAG
 from gpulease.protocol.primitives import LeaseParameter
 
@@ -49,7 +49,6 @@ PROOF_LIMIT_S: Final = 60.0
 """Seconds to wait until the memory is proved free, well within Slurm's PrologEpilogTimeout."""
 
 SQUEUE_LIMIT_S: Final = 20.0
-LOOK_S: Final = 0.05
 
 _JOB_ID: Final = re.compile(r"[1-9]\d{0,9}")
 _LISTED: Final = re.compile(r"^(\d+)\|", re.MULTILINE)
@@ -123,7 +122,7 @@ def _serves(record: Mapping[str, object], restarts: int) -> bool:
     if not record["is_ready"] or record["restarts"] != restarts:
         return False
     user, lease_id, address = int(str(record["user"])), lease_id_of(str(record["lease_id"])), str(record["address"])
-    return as_user(user, lambda: _state(lease_id, address)) == "active"
+    return as_user(user, lambda: str(report_of(lease_id, address)["state"])) == "active"
 
 
 def _end(path: Path, record: Mapping[str, object]) -> None:
@@ -134,30 +133,8 @@ def _end(path: Path, record: Mapping[str, object]) -> None:
 
 
 def _free(lease_id: LeaseId, address: str) -> str:
-    limit_s = time.monotonic() + PROOF_LIMIT_S
-    try:
-        ask(Opcode.LEASE_FREE, LeaseRef(lease_id), address, PROOF_LIMIT_S)
-    except Disconnected:
-        raise
-    except GpuLeaseError as error:
-        # It ended before, by its time or an operator: its state tells of its memory.
-        click.echo(f"gpulease-slurm: {error}", err=True)
-    while (state := _state(lease_id, address)) != "torndown":
-        if state == "fenced":
-            raise Fenced(f"lease {lease_id}: its memory is not proved free", "Clear it: gpulease fence clear")
-        if time.monotonic() > limit_s:
-            raise TimedOut(f"lease {lease_id} is {state} after {PROOF_LIMIT_S:g} s")
-        time.sleep(LOOK_S)
+    free_and_prove(lease_id, address, PROOF_LIMIT_S, lambda said: click.echo(f"gpulease-slurm: {said}", err=True))
     return ""
-
-
-def _state(lease_id: LeaseId, address: str) -> str:
-    try:
-        return str(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), address).report.get("state"))
-    except (NotFound, Revoked):
-        # A daemon that keeps no journal began anew: it ended its workers, and looked at the cards. Of a lease that was
-        # revoked long ago it remembers that alone.
-        return "torndown"
 
 
 # --- what Slurm tells ---

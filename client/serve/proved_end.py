@@ -1,0 +1,59 @@
+"""The end of a lease that serves another program: free it, then wait until its memory is proved free."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from gpulease.client.errors import Disconnected, GpuLeaseError, NotFound, Revoked
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.messages import LeaseRef
+
+REVOKED: Final = "revoked"
+"""The cause in the report of a lease that an operator ended."""
+
+_LOOK_S: Final = 0.05
+
+
+class NotProvedFree(GpuLeaseError):
+    """A lease's memory is not proved free; nobody gets it until then."""
+
+    default_hint = "Ask again. If the lease is fenced, an operator must clear it: gpulease fence clear"
+
+
+def report_of(lease_id: LeaseId, address: str) -> dict[str, Any]:
+    """Return a lease's report; of one that the daemon does not remember, its state and cause alone."""
+    try:
+        return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), address).report)
+    except NotFound:
+        # A daemon that keeps no journal began anew: it ended its workers, and looked at the cards.
+        return {"state": "torndown", "cause": None}
+    except Revoked:
+        # That an operator ended it is remembered for longer than the lease is.
+        return {"state": "torndown", "cause": REVOKED}
+
+
+def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: Callable[[str], None]) -> None:
+    """Free a lease, if it is not over, and return once every byte is proved free.
+
+    Args:
+        lease_id: The lease.
+        address: The daemon's.
+        limit_s: Seconds to wait. Raises NotProvedFree then, or once the lease is fenced; Disconnected without a daemon.
+        on_message: Gets a sentence if the lease can't be freed: it ended by itself, or its end takes long.
+    """
+    until_s = time.monotonic() + limit_s
+    state = report_of(lease_id, address)["state"]
+    if state in ("active", "pending"):
+        try:
+            ask(Opcode.LEASE_FREE, LeaseRef(lease_id), address, limit_s)
+        except Disconnected:
+            raise
+        except GpuLeaseError as error:
+            # Its state tells of its memory.
+            on_message(f"freeing {lease_id}: {error}")
+    while (state := report_of(lease_id, address)["state"]) != "torndown":
+        if state == "fenced" or time.monotonic() > until_s:
+            raise NotProvedFree(f"the lease {lease_id} is {state}, its memory not proved free")
+        time.sleep(_LOOK_S)
