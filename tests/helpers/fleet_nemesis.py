@@ -369,6 +369,8 @@ class FleetScene:
         node.start(faults).allowed_trouble += ALLOWED
 
     def _end(self, node: FleetNode) -> None:
+        # A fault that a failed test broke off is not undone.
+        self._disks[node.node_id].free()
         if node.now.process.poll() is None:
             os.kill(node.now.process.pid, signal.SIGCONT)
         else:

@@ -1,4 +1,4 @@
-"""A disk of a few megabytes that is filled and emptied (tmpfs(5))."""
+"""A disk of some megabytes that is filled and emptied (tmpfs(5))."""
 
 import contextlib
 import os
@@ -7,7 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-SIZE_BYTES: Final = 8 << 20
+SIZE_BYTES: Final = 64 << 20
+"""Room for a journal of an hour, which has a row for each lease that ended a while ago."""
+
 PART_BYTES: Final = 4096
 
 
