@@ -68,10 +68,10 @@ LOST_PAUSE_S: Final = 0.1
 """Pause between two such tries."""
 
 WAIT_SLICE_S: Final = 2.0
-"""Longest wait in one node's line for room, before others are asked again: room may be free elsewhere by then."""
+"""Longest wait in one node's line, before others are asked again: room or the name may be free elsewhere by then."""
 
 ROUND_PAUSE_S: Final = 0.25
-"""Pause between two rounds where no node has a line to wait in."""
+"""Pause between two rounds where no node has a line to wait in, or none for this wait."""
 
 MAX_TOLD: Final = 8
 """Most nodes whose refusals an error tells in words."""
@@ -190,15 +190,22 @@ class _Search:
         return None
 
     def _wait(self, left_s: float) -> Procedure[Granted | None]:
-        """Wait where that helps: for a name at a node that said it is taken, else for room in one node's line."""
+        """Wait a slice where that helps: for a name at a node that said it is taken, else for room in one node's line.
+
+        A node that refuses before the slice is over has no line for this wait: a pause follows, so that nobody is asked
+        again at once.
+        """
+        slice_s = min(left_s, WAIT_SLICE_S)
+        slice_end = self._clock() + slice_s
         waits = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
         named = [refusal for refusal in waits if self._place.name and type(refusal.error) is Busy]
         full = [refusal for refusal in waits if type(refusal.error) is CapacityExceeded]
-        if named:
-            return (yield from self._ask(named[0].candidate, left_s))
-        if full:
-            return (yield from self._ask(full[0].candidate, min(left_s, WAIT_SLICE_S)))
-        yield Sleep(min(left_s, ROUND_PAUSE_S))
+        for refusal in (named or full)[:1]:
+            granted = yield from self._ask(refusal.candidate, slice_s)
+            if granted is not None:
+                return granted
+        if (pause_s := min(slice_end - self._clock(), ROUND_PAUSE_S)) > 0:
+            yield Sleep(pause_s)
         return None
 
     def _is_taken(self, candidate: Candidate) -> bool:

@@ -17,6 +17,7 @@ from gpulease.client import (
     InvalidRequest,
     aio,
 )
+from gpulease.client.engine.fleet_acquire import ROUND_PAUSE_S, WAIT_SLICE_S
 from gpulease.protocol import Exclusivity, Failure, Opcode, Request, Status
 from gpulease.protocol.messages import Body, Candidate, LeaseAlloc, Place, Placement
 from gpulease.protocol.opcodes import LABELS_TAG, NAME_TAG, REQUEST_ID_TAG
@@ -243,6 +244,49 @@ def test_a_name_is_waited_for_at_the_node_that_serves_it(run: Run, fleet: MadeFl
         with pytest.raises(Busy, match="the name 'model-a' is served by node n1"):
             await face.acquire(named(builder(face, fleet.address)))
         assert fleet.asked("n2") == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("status", [Status.BUSY, Status.CAPACITY_EXCEEDED])
+def test_nodes_that_refuse_to_wait_are_asked_a_few_times_a_second(run: Run, fleet: MadeFleet, status: Status) -> None:
+    fleet.order = ["n1", "n2"]
+    for node in fleet.order:
+        fleet.refuse(node, status, "no new lease is granted: this node is cut off from its fleet")
+    wait_s = 1.0
+    rounds = wait_s / ROUND_PAUSE_S + 2
+
+    async def scenario(face: Face) -> None:
+        fleet.places.clear()
+        with pytest.raises((Busy, CapacityExceeded)):
+            await face.acquire(named(builder(face, fleet.address)).timeout(wait_s))
+        # Two in each round: for candidates, and for those beyond them. A slow host makes fewer rounds.
+        assert 2 < len(fleet.places) <= 2 * rounds
+
+    run(scenario)
+
+
+def test_a_name_that_comes_free_elsewhere_is_asked_for_there(run: Run, fleet: MadeFleet) -> None:
+    fleet.nodes["n2"].report = {"name": "model-a", "epoch": 7}
+
+    def hold_on(request: Request) -> Body:
+        body: LeaseAlloc = request.body  # type: ignore[assignment]
+        if body.wait_ms:
+            # The name's next home, as the directory will have it when this wait is over.
+            fleet.order, fleet.holder = ["n2"], None
+        raise Refusal(Failure(Status.BUSY, "another lease has the name"))
+
+    async def scenario(face: Face) -> None:
+        fleet.order, fleet.holder = ["n1"], "n1"
+        fleet.nodes["n1"].heard.clear()
+        fleet.nodes["n1"].script[Opcode.LEASE_ALLOC] = hold_on
+        lease = await face.acquire(named(builder(face, fleet.address)).timeout(60))
+        assert lease.address == fleet.nodes["n2"].address
+        waits_ms = [body.wait_ms for body in fleet.asked("n1")]
+        assert waits_ms[0] == 0
+        assert 0 < waits_ms[1] <= WAIT_SLICE_S * 1000
+        assert len(waits_ms) == 2
+        await lease.free()
 
     run(scenario)
 
