@@ -47,9 +47,6 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
     show_default=True,
     help="The fullest node that fits first, or the emptiest.",
 )
-@click.option(
-    "--horizon-secs", type=click.FloatRange(min=1), default=30.0, show_default=True, help="The nodes' horizon_s."
-)
 @click.option("--http", "http_address", metavar="HOST:PORT", help="Serve metrics over HTTP, on loopback.")
 @click.option("--http-host", "http_hosts", multiple=True, help="A further name in Host: a proxy's. Repeatable.")
 def main(
@@ -61,7 +58,6 @@ def main(
     crl: Path | None,
     operators: tuple[str, ...],
     placement: str,
-    horizon_secs: float,
     http_address: str | None,
     http_hosts: tuple[str, ...],
 ) -> None:
@@ -80,7 +76,7 @@ def main(
     go_on_logging("directory")
     _raise_descriptor_limit()
     try:
-        asyncio.run(_serve(etcd, addresses, files, frozenset(operators), Order(placement), horizon_secs, http))
+        asyncio.run(_serve(etcd, addresses, files, frozenset(operators), Order(placement), http))
     except (CannotServe, BadIdentity, BadEtcdSettings) as error:
         flush_logs()
         click.echo(f"gpulease serve directory: {error}", err=True)
@@ -93,7 +89,6 @@ async def _serve(
     files: IdentityFiles | None,
     operators: frozenset[str],
     order: Order,
-    horizon_s: float,
     http: HttpSettings | None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises CannotServe, BadIdentity or BadEtcdSettings."""
@@ -101,7 +96,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     client = EtcdClient(settings)
-    fleet = FleetWatch(client, order, horizon_s)
+    fleet = FleetWatch(client, order)
     watching: asyncio.Task[None] | None = None
     stopping = asyncio.ensure_future(stopped.wait())
     try:

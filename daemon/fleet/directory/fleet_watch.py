@@ -12,7 +12,8 @@ from random import Random
 from typing import Any, Final
 
 from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
-from gpulease.daemon.fleet.directory.fleet_view import FleetView, SeenNode
+from gpulease.daemon.fleet.directory.fleet_view import FleetView
+from gpulease.daemon.fleet.directory.node_index import SeenNode
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
@@ -22,7 +23,8 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchBatch,
     WatchEnded,
 )
-from gpulease.daemon.fleet.fleet_records import GENERATION, NAMES, NODES, PREFIX
+from gpulease.daemon.fleet.fleet_records import GENERATION, HORIZON, NAMES, NODES, PREFIX
+from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.failures import Failure
@@ -42,6 +44,9 @@ RETRY_S: Final = 0.5
 
 SILENT_PART: Final = 0.5
 """Part of the horizon after which a node without a beat is left out: nodes may fence it from then on."""
+
+FLEET_READS: Final = Get(NODES, is_prefix=True), Get(NAMES, is_prefix=True), Get(HORIZON)
+"""All that a view holds."""
 
 COUNTS_S: Final = 60.0
 """Pause between two log lines about what was answered."""
@@ -66,7 +71,6 @@ class FleetWatch:
     Args:
         client: The way to etcd.
         order: The order of candidates.
-        horizon_s: The fleet's horizon.
         draw: Random numbers.
         clock: Seconds on a monotonic clock.
     """
@@ -75,7 +79,6 @@ class FleetWatch:
         self,
         client: EtcdClient,
         order: Order,
-        horizon_s: float,
         draw: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,7 +86,6 @@ class FleetWatch:
         self.counts = Counts()
         self._client = client
         self._order = order
-        self._silent_s = horizon_s * SILENT_PART
         self._draw = draw or Random()
         self._clock = clock
         self._began_s = clock()
@@ -140,12 +142,10 @@ class FleetWatch:
 
     def nodes_by_state(self) -> Counter[str]:
         """Return how many nodes are ready, draining or silent."""
-        silent_before_s = self._clock() - self._silent_s
-        found = Counter({"ready": 0, "draining": 0, "silent": 0})
-        for node in self.view.nodes.values():
-            is_silent = node.changed_s <= silent_before_s
-            found["silent" if is_silent else "draining" if node.record.is_draining else "ready"] += 1
-        return found
+        self.view.settle(self._silent_before_s())
+        index = self.view.index
+        silent, draining = len(index.silent), len(index.draining - index.silent)
+        return Counter({"ready": len(self.view.nodes) - silent - draining, "draining": draining, "silent": silent})
 
     def age_s(self) -> float:
         """Return how long ago etcd last answered."""
@@ -176,7 +176,12 @@ class FleetWatch:
             )
         labels = dict(text.partition("=")[::2] for text in body.labels)
         wanted = PlaceWanted(body.size_bytes, exclusivity, body.name, labels, body.device, frozenset(body.tried))
-        return place(self.view, wanted, self._order, self._draw, silent_before_s=self._clock() - self._silent_s)
+        return place(self.view, wanted, self._order, self._draw, silent_before_s=self._silent_before_s())
+
+    def _silent_before_s(self) -> float:
+        """Return when a record must have changed since, so that its node is not silent."""
+        horizon_s = self.view.horizon_s or DEFAULT_TERMS.horizon_s
+        return self._clock() - horizon_s * SILENT_PART
 
     def _node_map(self, node_id: str, node: SeenNode, now_s: float) -> dict[str, Any]:
         record = node.record
@@ -195,7 +200,7 @@ class FleetWatch:
                 for card in record.cards
             ],
             "draining": record.is_draining,
-            "silent": node.changed_s <= now_s - self._silent_s,
+            "silent": node_id in self.view.index.silent,
             "silent_ms": int((now_s - node.changed_s) * 1000),
             "version": record.version,
         }
@@ -204,7 +209,7 @@ class FleetWatch:
 
     async def _follow(self) -> None:
         while True:
-            answer = await self._client.do(Transaction(reads=(Get(NODES, is_prefix=True), Get(NAMES, is_prefix=True))))
+            answer = await self._client.do(Transaction(reads=FLEET_READS))
             if not isinstance(answer, Answer):
                 self._why = answer.reason
                 await asyncio.sleep(RETRY_S)

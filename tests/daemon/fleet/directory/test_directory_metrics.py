@@ -30,7 +30,7 @@ class Scene:
 
     def __init__(self, client: EtcdClient) -> None:
         self.now_s = 100.0
-        self.fleet = FleetWatch(client, Order.PACK, HORIZON_S, clock=lambda: self.now_s)
+        self.fleet = FleetWatch(client, Order.PACK, clock=lambda: self.now_s)
         self.fleet.view.put(KeyValue(node_key("n1"), record_of("tls:h:1").encode(), 3, 4), self.now_s)
         self.fleet.view.put(KeyValue(node_key("n2"), b"no record", 3, 4), self.now_s)
         claim = ClaimRecord("n1", 3, "0" * 32, "ann", "n")

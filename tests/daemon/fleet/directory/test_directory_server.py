@@ -43,7 +43,7 @@ class Watch(FleetWatch):
 
     def __init__(self, client: EtcdClient) -> None:
         self.now_s = 100.0
-        super().__init__(client, Order.PACK, 30.0, Random(1), lambda: self.now_s)
+        super().__init__(client, Order.PACK, Random(1), lambda: self.now_s)
         self.view.put(KeyValue(node_key("n1"), NODE.encode(), 3, 4), self.now_s)
         for name, tenant in (("model-a", "ann"), ("model-b", "bob"), ("model-c", f"uid:{os.getuid()}")):
             claim = ClaimRecord("n1", 3, "0" * 32, tenant, "n")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.fleet.directory.fleet_placement import DRAWN, Order, PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
+from gpulease.daemon.fleet.directory.node_index import SeenNode
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
 from gpulease.protocol.messages import Placement
@@ -139,7 +140,7 @@ def test_eight_of_many_are_drawn_and_not_the_same_eight() -> None:
     drawn = [frozenset(ids(placed(view, seed=seed))) for seed in range(40)]
     assert {len(one) for one in drawn} == {8}
     # 40 draws of 8 of 50 leave out one given node with a chance of 0.1 %; with these seeds none is left out.
-    assert frozenset().union(*drawn) == set(view.ids)
+    assert frozenset().union(*drawn) == set(view.nodes)
 
 
 def test_the_last_place_of_a_large_fleet_is_found() -> None:
@@ -177,3 +178,104 @@ def test_whoever_is_named_fits_and_nobody_who_fits_is_missed(
     free = [records[node_id].cards[0].largest_bytes for node_id in named]
     assert free == sorted(free, reverse=order is Order.SPREAD)
     assert bool(answer.why) is not bool(named)
+
+
+class CountedNodes(dict[str, SeenNode]):
+    """Nodes of a view, and how many of them were looked at."""
+
+    looks = 0
+
+    def __getitem__(self, node_id: str) -> SeenNode:
+        self.looks += 1
+        return super().__getitem__(node_id)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"size_bytes": 1 << 62}, "300 without room"),
+        ({"labels": {"zone": "b"}}, "300 without these labels"),
+        ({"labels": {"zone": "a", "rack": "7", "tier": "gold"}}, "300 without these labels"),
+        ({"device": "GPU-none"}, "300 without this card"),
+        ({"device": "2"}, "300 without this card"),
+        ({"exclusivity": Exclusivity.DEVICE_EXCLUSIVE}, "300 without room"),
+        ({"size_bytes": 1 << 62, "labels": {"rack": "7"}, "device": "1"}, "299 without these labels, 1 without room"),
+    ],
+)
+def test_who_asks_for_what_nobody_has_costs_no_look_at_the_nodes(wanted: dict[str, Any], why: str) -> None:
+    view = fleet({f"n{number}": node(80, 80, labels={"zone": "a", "rack": str(number)}) for number in range(300)})
+    view.nodes = CountedNodes(view.nodes)
+    assert placed(view, **wanted).why == why
+    assert view.nodes.looks == 0
+
+
+def test_silent_and_draining_nodes_are_not_looked_at() -> None:
+    view = fleet({f"n{number}": node(80) for number in range(300)}, changed_s=SILENT_BEFORE_S)
+    for number in range(300, 600):
+        view.put(KeyValue(node_key(f"n{number}"), node(80, is_draining=True).encode(), INCARNATION, 9), NOW_S)
+    view.nodes = CountedNodes(view.nodes)
+    assert placed(view).why == "300 silent, 300 draining"
+    assert view.nodes.looks == 0
+
+
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "c", "d"]),
+        st.none()
+        | st.builds(
+            lambda free, leases, zone, drains, addresses: NodeRecord(
+                "n", addresses, zone, tuple(card(one, leases, f"GPU-{one}") for one in free), drains
+            ),
+            st.lists(st.integers(0, 3), max_size=3),
+            st.integers(0, 1),
+            st.sampled_from([{}, {"zone": "a"}, {"zone": "b"}]),
+            st.booleans(),
+            st.sampled_from([(), ("tls:gpu.example:7443",)]),
+        ),
+        st.integers(0, 20),
+    ),
+    max_size=20,
+)
+
+
+@given(
+    CHANGES,
+    st.integers(0, 3),
+    st.sampled_from([{}, {"zone": "a"}]),
+    st.sampled_from([None, "0", "GPU-2"]),
+    st.sampled_from(list(Exclusivity)),
+)
+def test_an_index_that_lived_through_changes_answers_as_a_look_at_each_node(
+    changes: list[tuple[str, NodeRecord | None, int]],
+    size_gib: int,
+    labels: dict[str, str],
+    device: str | None,
+    exclusivity: Exclusivity,
+) -> None:
+    view, now_s = FleetView(), NOW_S
+    for node_id, record, passed_s in changes:
+        now_s += passed_s
+        if record is None:
+            view.delete(node_key(node_id))
+        else:
+            view.put(KeyValue(node_key(node_id), record.encode(), INCARNATION, 9), now_s)
+        view.settle(now_s - 15.0)
+    wanted = PlaceWanted(size_gib * GIB, exclusivity, labels=labels, device=device)
+    answer = place(view, wanted, Order.PACK, Random(1), silent_before_s=now_s - 15.0)
+    fitting = {node_id for node_id, seen in view.nodes.items() if fits(seen, wanted, now_s - 15.0)}
+    assert set(ids(answer)) == fitting
+    counted = [int(part.split()[0]) for part in answer.why.split(", ")] if answer.why and view.nodes else []
+    assert sum(counted) == (0 if fitting else len(view.nodes))
+
+
+def fits(seen: SeenNode, wanted: PlaceWanted, silent_before_s: float) -> bool:
+    """Say by the node's record alone whether it may be asked."""
+    record = seen.record
+    cards = [one for at, one in enumerate(record.cards) if wanted.device in (None, str(at), one.uuid)]
+    if wanted.exclusivity in (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE):
+        cards = [one for one in cards if not one.leases]
+    if wanted.exclusivity is Exclusivity.PARTITION_EXCLUSIVE:
+        cards = [one for one in cards if one.is_partition]
+    is_up = seen.changed_s > silent_before_s and not record.is_draining and bool(record.addresses)
+    has_labels = all((record.labels or {}).get(key) == value for key, value in (wanted.labels or {}).items())
+    return is_up and has_labels and any(one.largest_bytes >= wanted.size_bytes for one in cards)

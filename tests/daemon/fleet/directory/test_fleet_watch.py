@@ -11,7 +11,7 @@ from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
-from gpulease.daemon.fleet.fleet_records import name_key, node_key
+from gpulease.daemon.fleet.fleet_records import HORIZON, name_key, node_key
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.messages import Place, Placement, Report
 from helpers.etcd_cluster import EtcdCluster
@@ -65,7 +65,7 @@ def run_beside(make: Callable[[], EtcdClient], play: Callable[[FleetWatch], Awai
 
     async def run() -> None:
         client = make()
-        watch = FleetWatch(client, Order.PACK, 3600.0)
+        watch = FleetWatch(client, Order.PACK)
         task = asyncio.ensure_future(watch.run())
         try:
             await play(watch)
@@ -82,7 +82,7 @@ def place(watch: FleetWatch, name: str = "") -> Placement | Failure:
 
 
 def ids(watch: FleetWatch) -> list[str]:
-    return sorted(watch.view.ids)
+    return sorted(watch.view.nodes)
 
 
 def test_a_view_follows_nodes_and_names(cluster: EtcdCluster) -> None:
@@ -120,6 +120,23 @@ def test_a_history_that_is_gone_is_read_anew(cluster: EtcdCluster) -> None:
         await until(lambda: ids(watch) == ["n1", "n3", "n4"], "it goes on")
 
     run_beside(lambda: CompactingClient(cluster), play)
+
+
+def test_the_horizon_is_the_one_that_the_nodes_agreed_on(cluster: EtcdCluster) -> None:
+    put_node(cluster, "n1", record_of(ADDRESS))
+
+    def placed(watch: FleetWatch) -> bool:
+        answer = place(watch)
+        return isinstance(answer, Placement) and bool(answer.candidates)
+
+    async def play(watch: FleetWatch) -> None:
+        await until(lambda: placed(watch), "it names the node")
+        await asyncio.to_thread(cluster.control, "put", HORIZON.decode(), "0.001")
+        await until(lambda: not placed(watch), "the node is silent by a short horizon")
+        await asyncio.to_thread(cluster.control, "put", HORIZON.decode(), "3600")
+        await until(lambda: placed(watch), "it is not by a long one")
+
+    run_beside(lambda: EtcdClient(EtcdSettings(cluster.endpoints)), play)
 
 
 def test_an_etcd_that_restarts_is_followed_again(cluster: EtcdCluster) -> None:
