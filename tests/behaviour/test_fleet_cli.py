@@ -154,15 +154,19 @@ def test_a_directory_by_tls_places_leases_of_a_tls_node(
     put_node(cluster, "n1", record_of(node.tls_address))
     options = ["--certificate", str(pki.server.certificate), "--key", str(pki.server.key)]
     options += ["--client-ca", str(pki.authority.certificate_path), "--crl", str(pki.authority.crl_path)]
+    options += ["--operator", "ops"]
     with Directory(cluster, tmp_path / "d", *options, listen=["tls:127.0.0.1:0"]) as directory:
         directory.wait_for("view of its fleet is current")
         lease = pki.builder(f"fleet:{directory.address}", pki.ann).acquire()
         with lease:
             assert lease.address == node.tls_address
             assert [one["tenant"] for one in node.leases()] == ["ann"]
+        at = f"fleet:{directory.address.replace('tls:', 'tls://')}"
         pki.be(pki.ann, monkeypatch)
-        listed = gpulease("fleet", "nodes", at=f"fleet:{directory.address.replace('tls:', 'tls://')}", **os.environ)
-        assert node.tls_address in listed.stdout
+        denied = gpulease("fleet", "nodes", at=at, **os.environ)
+        assert (denied.returncode, "the fleet's nodes are listed for operators" in denied.stderr) == (1, True)
+        pki.be(pki.ops, monkeypatch)
+        assert node.tls_address in gpulease("fleet", "nodes", at=at, **os.environ).stdout
 
 
 def test_serve_directory_says_what_is_wrong_and_stops_in_order(cluster: EtcdCluster, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Placement: the nodes that a tenant should ask for a lease, and in which order.
 
-The view's index knows the nodes that fit. Candidates are drawn at random out of them, so that tenants who ask at the same
-time, of a view that is seconds old, do not all go to one node (Mitzenmacher, "How Useful Is Old Information?", 2000).
+The view's index knows the nodes that fit. Candidates are drawn at random out of them, so that tenants who ask at the
+same time, of a view that is seconds old, do not all go to one node (Mitzenmacher, "How Useful Is Old Information?",
+2000).
 """
 
 from collections.abc import Iterator, Mapping

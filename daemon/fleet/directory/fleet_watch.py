@@ -27,6 +27,7 @@ from gpulease.daemon.fleet.fleet_records import GENERATION, HORIZON, NAMES, NODE
 from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.codec import build_body
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.lease_names import NAME
 from gpulease.protocol.messages import Place, Placement, Report
@@ -52,7 +53,13 @@ COUNTS_S: Final = 60.0
 """Pause between two log lines about what was answered."""
 
 MAX_LISTED: Final = 20_000
-"""Most nodes, and most names, in one listing: some 20 MiB, which a connection holds until its peer has read it."""
+"""Most nodes, and most names, in one listing: some 20 MiB."""
+
+LISTING_S: Final = 1.0
+"""Greatest age of a listing. Whoever asks again gets the same bytes: one of 10,000 nodes takes 200 ms and 11 MiB."""
+
+MAX_LISTINGS: Final = 64
+"""Listings that are kept for so long, one for each tenant and one for operators. More are made for each request."""
 
 _CLASSES: Final = {int(member): member for member in Exclusivity}
 
@@ -93,6 +100,8 @@ class FleetWatch:
         self._confirmed_s: float | None = None
         self._why = "it has not answered yet"
         self._was_current = False
+        self._listings: dict[str | None, tuple[float, bytes]] = {}
+        """When each listing was made, by its tenant; None: that of operators."""
 
     async def run(self) -> None:
         """Keep the view current until this is cancelled."""
@@ -109,20 +118,40 @@ class FleetWatch:
         self.counts.placements[_result_of(result)] += 1
         return result
 
-    def listing(self, tenant: str, *, is_operator: bool) -> Report | Failure:
-        """Answer FLEET_LIST: names of that tenant alone, unless an operator asks."""
+    def listing(self, tenant: str, *, is_operator: bool) -> bytes | Failure:
+        """Answer FLEET_LIST, by the encoded Report: all nodes and names to an operator, to others their own names.
+
+        Everybody who may see the same gets the same bytes object, at most LISTING_S old.
+        """
         denial = self.denial()
         if denial is not None:
             self.counts.listings[denial.status.name.lower()] += 1
             return denial
         self.counts.listings["listed"] += 1
-        now_s = self._clock()
-        nodes = sorted(self.view.nodes.items())[:MAX_LISTED]
-        claims = sorted(
-            (name, claim) for name, claim in self.view.claims.items() if is_operator or claim.record.tenant == tenant
-        )[:MAX_LISTED]
+        viewer, now_s = None if is_operator else tenant, self._clock()
+        while self._listings:
+            # In the order in which they were made.
+            oldest, (made_s, _) = next(iter(self._listings.items()))
+            if now_s - made_s < LISTING_S:
+                break
+            del self._listings[oldest]
+        if viewer in self._listings:
+            return self._listings[viewer][1]
+        payload = build_body(self._report(viewer, now_s))
+        if len(self._listings) < MAX_LISTINGS:
+            self._listings[viewer] = now_s, payload
+        return payload
+
+    def _report(self, viewer: str | None, now_s: float) -> Report:
+        """Return what an operator is told, or with a viewer that tenant."""
+        view = self.view
+        view.settle(self._silent_before_s())
+        nodes = sorted(view.nodes.items())[:MAX_LISTED] if viewer is None else []
+        names = sorted(view.claims if viewer is None else view.names_of(viewer))[:MAX_LISTED]
+        claims = ((name, view.claims[name]) for name in names)
         return Report(
             {
+                "operator": viewer is None,
                 "nodes": [self._node_map(node_id, node, now_s) for node_id, node in nodes],
                 "names": [
                     {
@@ -136,7 +165,7 @@ class FleetWatch:
                 ],
                 "view_age_ms": int(self.age_s() * 1000),
                 "placement": self._order.value,
-                "bad_records": self.view.bad_records,
+                "bad_records": view.bad_records,
             }
         )
 

@@ -13,6 +13,7 @@ from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
 from gpulease.daemon.fleet.fleet_records import HORIZON, name_key, node_key
 from gpulease.protocol import Failure, Status
+from gpulease.protocol.codec import parse_body
 from gpulease.protocol.messages import Place, Placement, Report
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_directory import put_claim, put_node, record_of
@@ -101,9 +102,10 @@ def test_a_view_follows_nodes_and_names(cluster: EtcdCluster) -> None:
         placed = place(watch, "model-a")
         assert isinstance(placed, Placement)
         assert placed.holder == "n2"
-        report = watch.listing("ann", is_operator=False)
-        assert isinstance(report, Report)
-        assert [name["epoch"] for name in report.report["names"]] == [watch.view.claims["model-a"].epoch]
+        listing = watch.listing("ann", is_operator=False)
+        assert isinstance(listing, bytes)
+        report = parse_body(Report, listing).report
+        assert [name["epoch"] for name in report["names"]] == [watch.view.claims["model-a"].epoch]
         for key in (node_key("n2"), name_key("model-a")):
             await asyncio.to_thread(cluster.control, "del", key.decode())
         await until(lambda: ids(watch) == ["n1"] and not watch.view.claims, "it sees what goes")
