@@ -73,6 +73,10 @@ WAIT_SLICE_S: Final = 2.0
 ROUND_PAUSE_S: Final = 0.25
 """Pause between two rounds where no node has a line to wait in, or none for this wait."""
 
+NAME_TRIES: Final = 3
+"""Nodes of a round that may say BUSY to a name. Who serves another tenant's name is not told, and each node that is
+asked asks the fleet's store. A node that is cut off says BUSY, too, so the first is not the last."""
+
 MAX_TOLD: Final = 8
 """Most nodes whose refusals an error tells in words."""
 
@@ -209,9 +213,12 @@ class _Search:
         return None
 
     def _is_taken(self, candidate: Candidate) -> bool:
-        """Return whether the node that serves the name keeps it: no other node can have it now."""
+        """Return whether it is vain to ask others for the name: the node that serves it keeps it, or several say so."""
         refusal = self._refusals[candidate.node_id]
-        return bool(self._place.name) and refusal.holds_name and type(refusal.error) is Busy
+        if not self._place.name or type(refusal.error) is not Busy:
+            return False
+        busy = sum(type(one.error) is Busy for one in self._refusals.values())
+        return refusal.holds_name or busy >= NAME_TRIES
 
     def _ask(self, candidate: Candidate, wait_s: float) -> Procedure[Granted | None]:
         """Ask one node; None if it refuses in a way by which another may grant. Raises what no other would grant."""

@@ -173,6 +173,25 @@ def test_serve_directory_says_what_is_wrong_and_stops_in_order(cluster: EtcdClus
     etcd = etcd_of(cluster)
     for words, status, told in (
         (("--etcd", etcd), 2, "Missing option '--listen'"),
+        (
+            ("--etcd", etcd, "--listen", f"unix:{tmp_path}/s", "--tenant-of-certificate", "ann"),
+            2,
+            "is no name of a certificate",
+        ),
+        (
+            (
+                "--etcd",
+                etcd,
+                "--listen",
+                f"unix:{tmp_path}/s",
+                "--tenant-of-certificate",
+                "URI:x:ann=ann",
+                "--operator",
+                "ops",
+            ),
+            2,
+            "no --tenant-of-certificate names this tenant",
+        ),
         (("--etcd", "h1", "--listen", f"unix:{tmp_path}/s"), 2, "is no address of etcd"),
         (("--etcd", etcd, "--listen", "tls:127.0.0.1:0"), 1, "TLS needs --certificate, --key and --client-ca"),
         (("--etcd", etcd, "--listen", "tcp:0.0.0.0:0"), 1, "plain TCP is for loopback alone"),

@@ -6,13 +6,15 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import click
 
+from gpulease.daemon.config.settings import parse_certificate_names
 from gpulease.daemon.fleet.directory.directory_metrics import metrics_served
-from gpulease.daemon.fleet.directory.directory_server import CannotServe, DirectoryServer, bound_at
+from gpulease.daemon.fleet.directory.directory_server import NO_TENANTS, CannotServe, DirectoryServer, bound_at
 from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
@@ -41,6 +43,13 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 @click.option("--crl", type=_FILE, help="Lists of revoked certificates, one for each of those CAs.")
 @click.option("--operator", "operators", multiple=True, help="A tenant who sees everybody's names. Repeatable.")
 @click.option(
+    "--tenant-of-certificate",
+    "tenants",
+    multiple=True,
+    metavar="NAME=TENANT",
+    help="An entry of the nodes' [tenant_of_certificate]: URI:... or DNS:... Repeatable.",
+)
+@click.option(
     "--placement",
     type=click.Choice([order.value for order in Order]),
     default="pack",
@@ -57,6 +66,7 @@ def main(
     client_ca: Path | None,
     crl: Path | None,
     operators: tuple[str, ...],
+    tenants: tuple[str, ...],
     placement: str,
     http_address: str | None,
     http_hosts: tuple[str, ...],
@@ -69,6 +79,7 @@ def main(
             if certificate is None or key is None or client_ca is None:
                 raise ValueError("TLS needs all of --certificate, --key and --client-ca")
             files = IdentityFiles(certificate, key, client_ca, crl)
+        of_certificate = _of_certificate(tenants, operators)
         http = None if http_address is None else HttpSettings(parse_http(http_address), parse_host_names(http_hosts))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
@@ -76,7 +87,7 @@ def main(
     go_on_logging("directory")
     _raise_descriptor_limit()
     try:
-        asyncio.run(_serve(etcd, addresses, files, frozenset(operators), Order(placement), http))
+        asyncio.run(_serve(etcd, addresses, files, frozenset(operators), of_certificate, Order(placement), http))
     except (CannotServe, BadIdentity, BadEtcdSettings) as error:
         flush_logs()
         click.echo(f"gpulease serve directory: {error}", err=True)
@@ -88,6 +99,7 @@ async def _serve(
     addresses: list[Address],
     files: IdentityFiles | None,
     operators: frozenset[str],
+    of_certificate: Mapping[str, str],
     order: Order,
     http: HttpSettings | None,
 ) -> None:
@@ -100,7 +112,7 @@ async def _serve(
     watching: asyncio.Task[None] | None = None
     stopping = asyncio.ensure_future(stopped.wait())
     try:
-        server = DirectoryServer(fleet, files, operators)
+        server = DirectoryServer(fleet, files, operators, of_certificate)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(server.close)
             for address in addresses:
@@ -121,6 +133,17 @@ async def _serve(
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
         await client.close()
+
+
+def _of_certificate(texts: tuple[str, ...], operators: tuple[str, ...]) -> Mapping[str, str]:
+    """Return tenants by names of certificates, as the nodes' settings have them. Raises ValueError."""
+    if not texts:
+        return NO_TENANTS
+    named = parse_certificate_names(dict(text.rpartition("=")[::2] for text in texts))
+    for operator in operators:
+        if operator not in named.values():
+            raise ValueError(f"--operator {operator}: no --tenant-of-certificate names this tenant")
+    return named
 
 
 def _bound_http(http: HttpSettings) -> socket.socket:

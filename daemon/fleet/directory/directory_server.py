@@ -12,9 +12,10 @@ import socket
 import ssl
 import struct
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.fleet.directory.directory_metrics import DirectoryMetrics
@@ -68,6 +69,8 @@ BACKLOG: Final = 512
 NO_DESCRIPTORS_PAUSE_S: Final = 0.1
 """After the host had no descriptor for a connection, until the next accept."""
 
+NO_TENANTS: Final[Mapping[str, str]] = MappingProxyType({})
+
 _UCRED: Final = struct.Struct("3i")
 
 
@@ -90,16 +93,24 @@ class DirectoryServer:
         fleet: What is served.
         files: The certificate of this directory, its key, and the tenants' CAs; None without TLS.
         operators: Tenants who are operators when they come by TLS.
+        tenants: The nodes' `[tenant_of_certificate]`, tenants by names of certificates; empty without that table.
 
     Attributes:
         metrics: What it counts.
     """
 
-    def __init__(self, fleet: FleetWatch, files: IdentityFiles | None, operators: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        fleet: FleetWatch,
+        files: IdentityFiles | None,
+        operators: frozenset[str] = frozenset(),
+        tenants: Mapping[str, str] = NO_TENANTS,
+    ) -> None:
         """Raises BadIdentity."""
         self._fleet = fleet
         self._files = files
         self._operators = operators
+        self._tenants = tenants
         self._context = None if files is None else server_context(files)
         self._stamps = None if files is None else files.stamps()
         self._sources: Counter[Hashable] = Counter()
@@ -215,7 +226,7 @@ class DirectoryServer:
         sock = transport.get_extra_info("socket")
         if certificate is not None:
             names = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
-            tenant = tenant_named(names, {})
+            tenant = tenant_named(names, self._tenants)
             return DirectoryPeer(tenant, tenant in self._operators)
         if sock.family == socket.AF_UNIX:
             uid = _uid(sock)
@@ -372,7 +383,7 @@ class DirectoryConnection(asyncio.Protocol):
             case Opcode.PING:
                 return body  # type: ignore[no-any-return]
             case Opcode.PLACE:
-                return self._fleet.place(body)
+                return self._fleet.place(body, self._peer.tenant, is_operator=self._peer.is_operator)
             case Opcode.FLEET_LIST:
                 return self._fleet.listing(self._peer.tenant, is_operator=self._peer.is_operator)
             case Opcode.METRICS if self._peer.is_operator:

@@ -64,7 +64,14 @@ _ROOMS: Final = {
 
 
 def place(
-    view: FleetView, wanted: PlaceWanted, order: Order, draw: Random, *, silent_before_s: float, choices: int = CHOICES
+    view: FleetView,
+    wanted: PlaceWanted,
+    order: Order,
+    draw: Random,
+    *,
+    silent_before_s: float,
+    tells_holder: bool = True,
+    choices: int = CHOICES,
 ) -> Placement:
     """Choose the nodes to ask.
 
@@ -74,27 +81,32 @@ def place(
         order: The order of the candidates.
         draw: Random numbers.
         silent_before_s: Nodes whose record last changed at this time of the view's clock, or earlier, are left out.
+        tells_holder: The asker may know which node serves the name.
         choices: Most candidates.
 
     Returns:
-        The candidates. The node that serves the name is the only one, unless it was tried: its claim may have ended
-        since. Without a candidate, why each node is none.
+        The candidates. The node that serves the name is the first, unless it was tried: its claim may have ended since.
+        It is the only one if the asker may know that. Without a candidate, why each node is none.
     """
     view.settle(silent_before_s)
     holder = view.holder_of(wanted.name, silent_before_s) if wanted.name else None
+    told = holder if tells_holder else None
+    first: tuple[Candidate, ...] = ()
     if holder is not None and holder not in wanted.tried and view.nodes[holder].record.addresses:
-        return Placement((_candidate(holder, view.nodes[holder]),), holder, len(view.nodes), "")
+        first = (_candidate(holder, view.nodes[holder]),)
+        if tells_holder:
+            return Placement(first, told, len(view.nodes), "")
     found: list[tuple[int, str, SeenNode]] = []
     for _, node_id in _shuffled(_fitting(view, wanted), draw):
         node = view.nodes[node_id]
-        if node_id in wanted.tried or (free_bytes := _free_bytes(node, wanted, order)) is None:
+        if node_id in wanted.tried or node_id == holder or (free_bytes := _free_bytes(node, wanted, order)) is None:
             continue
         found.append((free_bytes, node_id, node))
-        if len(found) == choices:
+        if len(first) + len(found) == choices:
             break
     found.sort(key=lambda one: one[0], reverse=order is Order.SPREAD)
-    candidates = tuple(_candidate(node_id, node) for _, node_id, node in found)
-    return Placement(candidates, holder, len(view.nodes), "" if candidates else _sentence(view, wanted))
+    candidates = first + tuple(_candidate(node_id, node) for _, node_id, node in found)
+    return Placement(candidates, told, len(view.nodes), "" if candidates else _sentence(view, wanted))
 
 
 def _fitting(view: FleetView, wanted: PlaceWanted) -> list[tuple[int, str]]:

@@ -112,9 +112,11 @@ class FleetWatch:
 
     # --- requests ---
 
-    def place(self, body: Place) -> Placement | Failure:
-        """Answer PLACE."""
-        result = self.denial() or self._placed(body)
+    def place(self, body: Place, tenant: str, *, is_operator: bool) -> Placement | Failure:
+        """Answer PLACE. The node that serves a name is told to the tenant of its lease and to operators."""
+        claim = self.view.claims.get(body.name)
+        tells_holder = is_operator or (claim is not None and claim.record.tenant == tenant)
+        result = self.denial() or self._placed(body, tells_holder)
         self.counts.placements[_result_of(result)] += 1
         return result
 
@@ -193,7 +195,7 @@ class FleetWatch:
             hint="Ask another directory. Its operator should look at etcd and the network to it; running leases go on.",
         )
 
-    def _placed(self, body: Place) -> Placement | Failure:
+    def _placed(self, body: Place, tells_holder: bool) -> Placement | Failure:
         exclusivity = _CLASSES.get(body.exclusivity)
         if exclusivity is None:
             return Failure(Status.UNSUPPORTED, f"exclusivity class {body.exclusivity} is unknown", hint="Use 0 to 3.")
@@ -205,7 +207,14 @@ class FleetWatch:
             )
         labels = dict(text.partition("=")[::2] for text in body.labels)
         wanted = PlaceWanted(body.size_bytes, exclusivity, body.name, labels, body.device, frozenset(body.tried))
-        return place(self.view, wanted, self._order, self._draw, silent_before_s=self._silent_before_s())
+        return place(
+            self.view,
+            wanted,
+            self._order,
+            self._draw,
+            silent_before_s=self._silent_before_s(),
+            tells_holder=tells_holder,
+        )
 
     def _silent_before_s(self) -> float:
         """Return when a record must have changed since, so that its node is not silent."""

@@ -266,6 +266,24 @@ def test_nodes_that_refuse_to_wait_are_asked_a_few_times_a_second(run: Run, flee
     run(scenario)
 
 
+def test_a_name_that_several_nodes_say_is_taken_is_asked_for_no_further(run: Run, fleet: MadeFleet) -> None:
+    # Who serves it is not told: it is another tenant's.
+    fleet.order, fleet.holder = ["n1", "n2", "n1-too", "n2-too"], None
+    fleet.addresses |= {"n1-too": fleet.addresses["n1"], "n2-too": fleet.addresses["n2"]}
+    for node in ("n1", "n2"):
+        fleet.refuse(node, Status.BUSY, "another lease has the name")
+
+    async def scenario(face: Face) -> None:
+        for node in ("n1", "n2"):
+            fleet.nodes[node].heard.clear()
+        fleet.places.clear()
+        with pytest.raises(Busy, match="another lease has the name"):
+            await face.acquire(named(builder(face, fleet.address)))
+        assert (len(fleet.asked("n1")), len(fleet.asked("n2")), len(fleet.places)) == (2, 1, 1)
+
+    run(scenario)
+
+
 def test_a_name_that_comes_free_elsewhere_is_asked_for_there(run: Run, fleet: MadeFleet) -> None:
     fleet.nodes["n2"].report = {"name": "model-a", "epoch": 7}
 

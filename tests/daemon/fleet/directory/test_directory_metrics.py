@@ -42,7 +42,7 @@ class Scene:
         self.fleet._is_read, self.fleet._confirmed_s = True, self.now_s
 
     def place(self, size_bytes: int) -> None:
-        self.fleet.place(Place(size_bytes, 0, "", (), None, ()))
+        self.fleet.place(Place(size_bytes, 0, "", (), None, ()), "ann", is_operator=False)
 
     def told(self) -> dict[str, float]:
         """Series of the directory's own, a second later."""

@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.fleet.directory import directory_server, fleet_watch
-from gpulease.daemon.fleet.directory.directory_server import CannotServe, DirectoryServer
+from gpulease.daemon.fleet.directory.directory_server import NO_TENANTS, CannotServe, DirectoryServer
 from gpulease.daemon.fleet.directory.fleet_placement import Order
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
-from gpulease.daemon.remote.node_identity import IdentityFiles
+from gpulease.daemon.remote.node_identity import TENANT_PREFIX, IdentityFiles
 from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status
 from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddress, parse_address
 from gpulease.protocol.codec import build_body, parse_body
@@ -107,13 +107,13 @@ class Peer:
 
 
 @contextlib.asynccontextmanager
-async def scene_of(folder: Path, pki: Pki) -> AsyncIterator[Scene]:
+async def scene_of(folder: Path, pki: Pki, tenants: Mapping[str, str] = NO_TENANTS) -> AsyncIterator[Scene]:
     client = EtcdClient(EtcdSettings(("127.0.0.1:1",)))
     files = IdentityFiles(
         pki.server.certificate, pki.server.key, pki.authority.certificate_path, pki.authority.crl_path
     )
     watch = Watch(client)
-    server = DirectoryServer(watch, files, frozenset({"ops"}))
+    server = DirectoryServer(watch, files, frozenset({"ops"}), tenants)
     try:
         yield Scene(server, watch, folder, pki)
     finally:
@@ -187,6 +187,35 @@ async def test_by_tls_a_certificate_says_whose_names_are_shown_and_who_sees_node
         assert listing.report["operator"] is is_operator
         assert [node["node_id"] for node in listing.report["nodes"]] == (["n1"] if is_operator else [])
         await peer.close()
+
+
+@with_scene
+async def test_who_serves_a_name_is_told_to_its_tenant_and_to_operators(scene: Scene) -> None:
+    address = scene.server.listen(TlsAddress("127.0.0.1", 0))
+    pki = scene.pki
+    for who, holder in ((pki.ann, "n1"), (pki.ops, "n1"), (pki.bob, None)):
+        peer = await (await scene.connect(address, pki.context(who))).hello()
+        placed = await peer.ask(Opcode.PLACE, Place(1 << 30, 0, "model-a", (), None, ()))
+        assert (placed.holder, [one.node_id for one in placed.candidates]) == (holder, ["n1"])
+        await peer.close()
+
+
+def test_a_directory_names_tenants_as_the_nodes_do(tmp_path: Path, pki: Pki) -> None:
+    async def run() -> None:
+        tenants = {f"{TENANT_PREFIX}bob": "ann", f"{TENANT_PREFIX}ann": "ops"}
+        async with scene_of(tmp_path, pki, tenants) as scene:
+            address = scene.server.listen(TlsAddress("127.0.0.1", 0))
+            for who, names in ((pki.bob, ["model-a"]), (pki.ann, ["model-a", "model-b", "model-c"])):
+                peer = await (await scene.connect(address, pki.context(who))).hello()
+                listing = await peer.ask(Opcode.FLEET_LIST, Empty())
+                assert [name["name"] for name in listing.report["names"]] == names
+                await peer.close()
+            nobody = await scene.connect(address, pki.context(pki.ops))
+            assert isinstance(goodbye := await nobody.event(), Goodbye)
+            assert "no name of a tenant is in the certificate" in goodbye.failure.message
+            await nobody.close()
+
+    asyncio.run(run())
 
 
 @with_scene

@@ -41,9 +41,11 @@ def fleet(nodes: dict[str, NodeRecord], *, changed_s: float = NOW_S, names: dict
     return view
 
 
-def placed(view: FleetView, order: Order = Order.PACK, seed: int = 1, **wanted: Any) -> Placement:
+def placed(
+    view: FleetView, order: Order = Order.PACK, seed: int = 1, *, tells_holder: bool = True, **wanted: Any
+) -> Placement:
     asked = PlaceWanted(**{"size_bytes": 8 * GIB} | wanted)
-    return place(view, asked, order, Random(seed), silent_before_s=SILENT_BEFORE_S)
+    return place(view, asked, order, Random(seed), silent_before_s=SILENT_BEFORE_S, tells_holder=tells_holder)
 
 
 def ids(placement: Placement) -> list[str]:
@@ -116,6 +118,15 @@ def test_a_name_that_lives_leads_to_its_node() -> None:
     again = placed(view, name="model-a", tried=frozenset({"n1"}))
     assert (ids(again), again.holder) == (["n2"], "n1")
     assert (ids(placed(view, name="model-b")), placed(view, name="model-b").holder) == (["n2"], None)
+
+
+def test_whoever_may_not_know_where_a_name_lives_is_sent_there_first_untold() -> None:
+    view = fleet({"n1": node(0)} | {f"m{number}": node(80) for number in range(20)}, names={"model-a": "n1"})
+    answer = placed(view, name="model-a", tells_holder=False)
+    assert answer.holder is None
+    assert (ids(answer)[0], len(set(ids(answer)))) == ("n1", 8)
+    again = placed(view, name="model-a", tells_holder=False, tried=frozenset({"n1"}))
+    assert (again.holder, "n1" in ids(again), len(ids(again))) == (None, False, 8)
 
 
 def test_a_name_of_a_node_that_is_gone_silent_or_another_incarnation_is_free_to_ask_for() -> None:

@@ -79,7 +79,7 @@ def run_beside(make: Callable[[], EtcdClient], play: Callable[[FleetWatch], Awai
 
 
 def place(watch: FleetWatch, name: str = "") -> Placement | Failure:
-    return watch.place(Place(1 << 30, 0, name, (), None, ()))
+    return watch.place(Place(1 << 30, 0, name, (), None, ()), "ann", is_operator=False)
 
 
 def ids(watch: FleetWatch) -> list[str]:
