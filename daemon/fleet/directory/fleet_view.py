@@ -27,7 +27,7 @@ from gpulease.protocol.address import parse_address
 from gpulease.protocol.limits import MAX_NODE_ADDRESSES, MAX_TEXT_BYTES
 
 MAX_NODES: Final = 50_000
-"""Most nodes of a view, some 2 KiB each. Stops whoever can write to etcd from filling the directory's memory."""
+"""Most nodes of a view, some 6 KiB each. Stops whoever can write to etcd from filling the directory's memory."""
 
 MAX_NAMES: Final = 500_000
 """Most claims of a view, some 500 bytes each; the reason is that of MAX_NODES."""
@@ -59,6 +59,8 @@ class FleetView:
         self.bad_records = 0
         self._names_of: dict[str, set[str]] = {}
         self._settled_s = -inf
+        self._is_indexing = True
+        """False while all nodes are read anew: the index is made once, in the order of their changes."""
 
     def replace(self, found: Iterable[KeyValue], now_s: float) -> None:
         """Take the whole store's records in place of what the view has.
@@ -67,7 +69,7 @@ class FleetView:
         """
         before = self.nodes
         self.nodes, self.claims, self._names_of, self.horizon_s = {}, {}, {}, None
-        self.index = NodeIndex()
+        self._is_indexing = False
         for item in found:
             self.put(item, now_s)
         for node_id, seen in self.nodes.items():
@@ -81,7 +83,9 @@ class FleetView:
         try:
             if item.key.startswith(NODES):
                 record = _sound_node(item.value)
-                self._put_node(node_id_of(item.key), SeenNode(record, item.create_revision, now_s, rooms_of(record)))
+                self._put_node(
+                    node_id_of(item.key), SeenNode(record, item.create_revision, now_s, rooms_of(*record.cards))
+                )
             elif item.key.startswith(NAMES):
                 self._put_claim(name_of(item.key), SeenClaim(_sound_claim(item.value), item.mod_revision))
             elif item.key == HORIZON:
@@ -126,9 +130,11 @@ class FleetView:
         if old is None and (len(self.nodes) >= MAX_NODES or len(node_id.encode()) > MAX_TEXT_BYTES):
             raise BadRecord("the view has no room for it")
         self.nodes[node_id] = seen
-        self.index.put(node_id, seen, old)
+        if self._is_indexing:
+            self.index.put(node_id, seen, old)
 
     def _index_anew(self) -> None:
+        self._is_indexing = True
         self.index = NodeIndex()
         for node_id, seen in sorted(self.nodes.items(), key=lambda node: node[1].changed_s):
             self.index.put(node_id, seen, None)

@@ -8,13 +8,11 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
-from gpulease.daemon.fleet.fleet_records import NodeRecord
+from gpulease.daemon.fleet.fleet_records import CardRecord, NodeRecord
 
-Key = TypeVar("Key")
-
-MAX_UUIDS: Final = 64
+MAX_CARDS: Final = 64
 """Cards of one node that are found by their UUID or index. No host has as many; a foreign writer's record may."""
 
 
@@ -26,6 +24,10 @@ class Room(IntEnum):
     EMPTY_PARTITION = 2
 
 
+Rooms = tuple[int, ...]
+"""The largest slice that cards of each kind of Room would grant; -1 without such a card."""
+
+
 class SeenNode(NamedTuple):
     """A node as the view has it.
 
@@ -33,19 +35,19 @@ class SeenNode(NamedTuple):
         record: Its record.
         incarnation: The record's create revision: another one is another membership.
         changed_s: When the view last saw the record change, on the reader's monotonic clock.
-        rooms: Largest slice that the cards of each kind of Room would grant; -1 without such a card.
+        rooms: What its cards would grant.
     """
 
     record: NodeRecord
     incarnation: int
     changed_s: float
-    rooms: tuple[int, ...]
+    rooms: Rooms
 
 
-def rooms_of(record: NodeRecord) -> tuple[int, ...]:
-    """Return the largest slice of each kind of Room."""
+def rooms_of(*cards: CardRecord) -> Rooms:
+    """Return what one of these cards would grant."""
     found = [-1] * len(Room)
-    for card in record.cards:
+    for card in cards:
         kinds = Room.ANY if card.leases else Room.EMPTY_PARTITION if card.is_partition else Room.EMPTY
         for kind in range(kinds + 1):
             found[kind] = max(found[kind], card.largest_bytes)
@@ -66,10 +68,10 @@ class NodeIndex:
         self.draining: set[str] = set()
         self.unreachable: set[str] = set()
         self._by_room: tuple[list[tuple[int, str]], ...] = tuple([] for _ in Room)
-        self._listed: dict[str, tuple[int, ...]] = {}
+        self._listed: dict[str, Rooms] = {}
         """Rooms by which each node is in these lists."""
         self._by_label: dict[tuple[str, str], set[str]] = {}
-        self._by_card: dict[str, set[str]] = {}
+        self._by_card: dict[str, dict[str, Rooms]] = {}
         self._changes: OrderedDict[str, float] = OrderedDict()
         """When nodes that are not silent changed, the oldest first."""
 
@@ -77,9 +79,10 @@ class NodeIndex:
         """Take a node in place of what was there. Nodes come in the order of their changes."""
         record = seen.record
         before = None if old is None else old.record
-        if before is None or (before.labels, before.cards) != (record.labels, record.cards):
-            _move(self._by_label, node_id, _labels(before), _labels(record))
-            _move(self._by_card, node_id, _cards(before), _cards(record))
+        if before is None or before.labels != record.labels:
+            self._put_labels(node_id, _labels(before), _labels(record))
+        if before is None or before.cards != record.cards:
+            self._put_cards(node_id, _cards(before), _cards(record))
         for nodes, is_in in ((self.draining, record.is_draining), (self.unreachable, not record.addresses)):
             (nodes.add if is_in else nodes.discard)(node_id)
         self.silent.discard(node_id)
@@ -89,8 +92,8 @@ class NodeIndex:
 
     def remove(self, node_id: str, old: SeenNode) -> None:
         """Forget a node."""
-        _move(self._by_label, node_id, _labels(old.record), set())
-        _move(self._by_card, node_id, _cards(old.record), set())
+        self._put_labels(node_id, _labels(old.record), set())
+        self._put_cards(node_id, _cards(old.record), {})
         for nodes in (self.draining, self.unreachable, self.silent):
             nodes.discard(node_id)
         self._changes.pop(node_id, None)
@@ -115,11 +118,27 @@ class NodeIndex:
         """Return the ids of nodes that have all these labels, not to be changed; None: all have."""
         return _meet([self._by_label.get(label, set()) for label in labels.items()])
 
-    def with_card(self, device: str | None) -> set[str] | None:
-        """Return the ids of nodes that have a card of that UUID or index, not to be changed; None: any card will do."""
-        return None if device is None else self._by_card.get(device, set())
+    def with_card(self, device: str | None) -> Mapping[str, Rooms] | None:
+        """Return the rooms of the card with that UUID or index, by node, not to be changed; None: any card will do."""
+        return None if device is None else self._by_card.get(device, {})
 
-    def _list(self, node_id: str, rooms: tuple[int, ...]) -> None:
+    def _put_labels(self, node_id: str, before: set[tuple[str, str]], after: set[tuple[str, str]]) -> None:
+        for label in before - after:
+            self._by_label[label].discard(node_id)
+            if not self._by_label[label]:
+                del self._by_label[label]
+        for label in after - before:
+            self._by_label.setdefault(label, set()).add(node_id)
+
+    def _put_cards(self, node_id: str, before: dict[str, Rooms], after: dict[str, Rooms]) -> None:
+        for text in before.keys() - after.keys():
+            del self._by_card[text][node_id]
+            if not self._by_card[text]:
+                del self._by_card[text]
+        for text, rooms in after.items():
+            self._by_card.setdefault(text, {})[node_id] = rooms
+
+    def _list(self, node_id: str, rooms: Rooms) -> None:
         before = self._listed.pop(node_id, ())
         if rooms:
             self._listed[node_id] = rooms
@@ -133,16 +152,6 @@ class NodeIndex:
                 insort(nodes, (new, node_id))
 
 
-def _move(index: dict[Key, set[str]], node_id: str, before: set[Key], after: set[Key]) -> None:
-    """Have a node found by other keys than before."""
-    for key in before - after:
-        index[key].discard(node_id)
-        if not index[key]:
-            del index[key]
-    for key in after - before:
-        index.setdefault(key, set()).add(node_id)
-
-
 def _meet(found: Iterable[set[str]]) -> set[str] | None:
     """Return what all sets have, the smallest first, so that no step costs more than that has; None without sets."""
     by_size = sorted(found, key=len)
@@ -153,7 +162,11 @@ def _labels(record: NodeRecord | None) -> set[tuple[str, str]]:
     return set() if record is None or not record.labels else set(record.labels.items())
 
 
-def _cards(record: NodeRecord | None) -> set[str]:
-    """Return the texts by which tenants ask for the node's cards."""
-    cards = () if record is None else record.cards[:MAX_UUIDS]
-    return {text for index, card in enumerate(cards) for text in (card.uuid, str(index))}
+def _cards(record: NodeRecord | None) -> dict[str, Rooms]:
+    """Return the texts by which tenants ask for the node's cards, and what is free there."""
+    found: dict[str, Rooms] = {}
+    for index, card in enumerate(() if record is None else record.cards[:MAX_CARDS]):
+        rooms = rooms_of(card)
+        for text in (card.uuid, str(index)):
+            found[text] = tuple(map(max, found[text], rooms)) if text in found else rooms
+    return found

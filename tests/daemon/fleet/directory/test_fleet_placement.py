@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.fleet.directory.fleet_placement import DRAWN, Order, PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_placement import Order, PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.directory.node_index import SeenNode
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
@@ -157,13 +157,13 @@ def test_eight_of_many_are_drawn_and_not_the_same_eight() -> None:
 def test_the_last_place_of_a_large_fleet_is_found() -> None:
     full = node(0).encode()
     view = FleetView()
-    for number in range(DRAWN + 200):
+    for number in range(1_200):
         view.put(KeyValue(node_key(f"n{number}"), full, INCARNATION, 9), NOW_S)
-    for last in ("n0", f"n{DRAWN + 199}"):
+    for last in ("n0", "n1199"):
         view.put(KeyValue(node_key(last), node(80).encode(), INCARNATION, 9), NOW_S)
         assert all(ids(placed(view, seed=seed)) == [last] for seed in range(5))
         view.put(KeyValue(node_key(last), full, INCARNATION, 9), NOW_S)
-    assert placed(view).why == f"{DRAWN + 200} without room"
+    assert placed(view).why == "1200 without room"
 
 
 @given(
@@ -209,12 +209,13 @@ class CountedNodes(dict[str, SeenNode]):
         ({"labels": {"zone": "a", "rack": "7", "tier": "gold"}}, "300 without these labels"),
         ({"device": "GPU-none"}, "300 without this card"),
         ({"device": "2"}, "300 without this card"),
+        ({"device": "1", "size_bytes": 60 * GIB}, "300 without room"),
         ({"exclusivity": Exclusivity.DEVICE_EXCLUSIVE}, "300 without room"),
         ({"size_bytes": 1 << 62, "labels": {"rack": "7"}, "device": "1"}, "299 without these labels, 1 without room"),
     ],
 )
 def test_who_asks_for_what_nobody_has_costs_no_look_at_the_nodes(wanted: dict[str, Any], why: str) -> None:
-    view = fleet({f"n{number}": node(80, 80, labels={"zone": "a", "rack": str(number)}) for number in range(300)})
+    view = fleet({f"n{number}": node(80, 40, labels={"zone": "a", "rack": str(number)}) for number in range(300)})
     view.nodes = CountedNodes(view.nodes)
     assert placed(view, **wanted).why == why
     assert view.nodes.looks == 0
