@@ -20,7 +20,7 @@ from typing import Any, Final
 from gpulease.protocol.codec import build_body, parse_body, reply_body, request_body
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
+from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame, build_header
 from gpulease.protocol.limits import MAX_IN_FLIGHT, RECEIVE_BUFFER_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import Body, ErrorBody, LeaseEvent, LeaseUnsubscribe, RegionEvent
 from gpulease.protocol.opcodes import HANDING_OVER, SESSION_OPCODES, Flag, Opcode, Status
@@ -400,6 +400,19 @@ class Connection:
         payload = build_body(body)
         return self._answer(request, payload, Status.OK)
 
+    def send_reply_header(self, request: Request, payload_bytes: int) -> bytes:
+        """Return the header of a successful reply. Its body, which many peers may get, is sent behind it as it is."""
+        header = build_header(
+            request.op,
+            payload_bytes,
+            request_id=request.request_id,
+            session_id=request.session_id,
+            flags=Flag.REPLY,
+            status=Status.OK,
+        )
+        self._note_answer(request, Status.OK)
+        return header
+
     def send_failure(self, request: Request | Rejected, failure: Failure) -> bytes:
         """Return the bytes of an error reply."""
         return self._answer(request, build_body(failure.to_body()), failure.status)
@@ -426,13 +439,16 @@ class Connection:
             status=status,
         )
         if isinstance(request, Request):
-            # The process that received an ATTACH may have handed the socket over to this one.
-            if request.request_id not in self._in_flight and self.state is not State.ATTACHING:
-                raise LocalProtocolError(f"request {request.request_id} was answered before, or was quiet")
-            self._move(reply_trigger(request.op, refused=status is not Status.OK), request.op)
-            self._in_flight.pop(request.request_id, None)
-            self._subscriptions.on_reply(request.op, request.request_id, succeeded=status is Status.OK)
+            self._note_answer(request, status)
         return frame
+
+    def _note_answer(self, request: Request, status: Status) -> None:
+        # The process that received an ATTACH may have handed the socket over to this one.
+        if request.request_id not in self._in_flight and self.state is not State.ATTACHING:
+            raise LocalProtocolError(f"request {request.request_id} was answered before, or was quiet")
+        self._move(reply_trigger(request.op, refused=status is not Status.OK), request.op)
+        self._in_flight.pop(request.request_id, None)
+        self._subscriptions.on_reply(request.op, request.request_id, succeeded=status is Status.OK)
 
     def _move(self, trigger: Trigger | None, op: Opcode) -> None:
         state = None if trigger is None else TRANSITIONS.get((self.state, trigger))

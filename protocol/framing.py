@@ -97,17 +97,24 @@ def build_frame(
     status: int = 0,
 ) -> bytes:
     """Return a frame's bytes. Raises LocalProtocolError for a frame that a receiver would refuse."""
+    header = build_header(op, len(payload), request_id=request_id, session_id=session_id, flags=flags, status=status)
+    return b"".join((header, payload))
+
+
+def build_header(
+    op: int, payload_bytes: int, *, request_id: int, session_id: int = 0, flags: int = 0, status: int = 0
+) -> bytes:
+    """Return the header of a frame whose payload is sent behind it. Raises LocalProtocolError as `build_frame` does."""
     flags = int(flags)
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise LocalProtocolError(f"a payload of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
+    if payload_bytes > MAX_PAYLOAD_BYTES:
+        raise LocalProtocolError(f"a payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
     if op >> 16:
         raise LocalProtocolError(f"an operation of {op:#x}; it is a u16")
     _check_header(flags, status, 0, LocalProtocolError)
     try:
-        header = _FAST.pack(head_of(op, flags), status, 0, len(payload), request_id, session_id.to_bytes(16, "big"))
+        return _FAST.pack(head_of(op, flags), status, 0, payload_bytes, request_id, session_id.to_bytes(16, "big"))
     except (struct.error, OverflowError) as error:
         raise LocalProtocolError(f"a header field is out of range: {error}") from None
-    return b"".join((header, payload))
 
 
 def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tuple[int, int, int, int, int, bytes]:

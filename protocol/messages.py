@@ -186,7 +186,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The nodes to ask, in order. `holder` is the node that serves the name, None if none does.
+    """The nodes to ask, in order. `holder` is the node that serves the name, None if none does or it is not told.
 
     A view of the fleet that may be seconds old chose them: each decides by itself. `nodes` counts the fleet's nodes.
     `why` says why none is a candidate, "" if any is.

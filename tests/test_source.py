@@ -247,7 +247,6 @@ SINGLE = {
     "client/serve/decode/engine_losses.py",
     "client/serve/decode/kernel_library.py",
     "client/serve/decode/tenant_regions.py",
-    "daemon/broker/fair_queue.py",
     "daemon/drivers/ptx/parse/stack_memory.py",
     "daemon/leases/horizons.py",
     "daemon/session/native/chains.py",

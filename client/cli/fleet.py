@@ -10,7 +10,7 @@ from gpulease.client.cli.reports import Report, json_text
 from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text
 from gpulease.client.engine.fleet_acquire import Fleet, ask_directories
 from gpulease.client.engine.lease_request import fleet_of
-from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, NotFound
+from gpulease.client.errors import Denied, Disconnected, GpuLeaseError, InvalidRequest, NotFound
 from gpulease.client.sync.driver import ask, drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.lease_ids import LeaseId
@@ -30,10 +30,10 @@ def fleet() -> None:
 @fleet.command()
 @_as_json
 def nodes(as_json: bool) -> None:
-    """List the fleet's nodes: what may be leased there, who drains, who is silent."""
-    listing = _listing()
+    """List the fleet's nodes, to an operator: what may be leased there, who drains, who is silent."""
+    nodes = _nodes()
     if as_json:
-        click.echo(json_text(listing["nodes"]))
+        click.echo(json_text(nodes))
         return
     head = ["node", "state", "address", "cards", "capacity", "largest", "leases", "labels", "version"]
     rows = [
@@ -48,7 +48,7 @@ def nodes(as_json: bool) -> None:
             ",".join(f"{name}={value}" for name, value in sorted(node["labels"].items())) or MISSING,
             node["version"] or MISSING,
         ]
-        for node in listing["nodes"]
+        for node in nodes
     ]
     texts = ("node", "address", "labels", "version")
     spared = ("version", "labels", "capacity", "address")
@@ -130,6 +130,14 @@ def _listing() -> Report:
     return listing_of(_fleet())
 
 
+def _nodes() -> list[Report]:
+    """Return the fleet's nodes. Raises Denied: directories tell them to operators alone."""
+    listing = _listing()
+    if not listing.get("operator", True):
+        raise Denied("the fleet's nodes are listed for operators", "A directory's option --operator names them.")
+    return list(listing["nodes"])
+
+
 def _checked(report: Any) -> Report:
     """Check what a directory sent. Raises Disconnected if it is no listing."""
     try:
@@ -155,7 +163,7 @@ def _state(node: Report) -> str:
 
 
 def _node(node_id: str) -> Report:
-    for node in _listing()["nodes"]:
+    for node in _nodes():
         if node["node_id"] == node_id:
             return dict(node)
     raise NotFound(f"the fleet has no node {node_id}", "`gpulease fleet nodes` lists them")

@@ -176,7 +176,7 @@ class PrivateFleet:
         """Start the directory, and return at once."""
         home = self._folder / "directory"
         home.mkdir()
-        options = ["--etcd", f"etcd://{','.join(self._endpoints)}", "--horizon-secs", str(self._horizon_s)]
+        options = ["--etcd", f"etcd://{','.join(self._endpoints)}"]
         directory = PrivateServer(home, DIRECTORY_MODULE, [*options, "--placement", placement])
         self._stack.callback(directory.stop)
         directory.begin()

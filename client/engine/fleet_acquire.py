@@ -68,11 +68,14 @@ LOST_PAUSE_S: Final = 0.1
 """Pause between two such tries."""
 
 WAIT_SLICE_S: Final = 2.0
-"""Longest wait in one node's line for room, before others are asked again: room may be free elsewhere by then. And
-longest wait for a name at the node that serves it, before another is asked."""
+"""Longest wait in one node's line, before others are asked again: room or the name may be free elsewhere by then."""
 
 ROUND_PAUSE_S: Final = 0.25
-"""Pause between two rounds where no node has a line to wait in."""
+"""Pause between two rounds where no node has a line to wait in, or none for this wait."""
+
+NAME_TRIES: Final = 3
+"""Nodes of a round that may say BUSY to a name. Who serves another tenant's name is not told, and each node that is
+asked asks the fleet's store. A node that is cut off says BUSY, too, so the first is not the last."""
 
 MAX_TOLD: Final = 8
 """Most nodes whose refusals an error tells in words."""
@@ -191,38 +194,44 @@ class _Search:
         return None
 
     def _wait(self, left_s: float) -> Procedure[Granted | None]:
-        """Wait where that helps: for a name where it may come free, else for room in one node's line."""
+        """Wait a slice where that helps: for a name at a node that said it is taken, else for room in one node's line.
+
+        A node that refuses before the slice is over has no line for this wait: a pause follows, so that nobody is asked
+        again at once.
+        """
+        slice_s = min(left_s, WAIT_SLICE_S)
+        slice_end = self._clock() + slice_s
         waits = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
         named = [refusal for refusal in waits if self._place.name and type(refusal.error) is Busy]
         full = [refusal for refusal in waits if type(refusal.error) is CapacityExceeded]
-        if named:
-            return (yield from self._wait_for_name(named[0], left_s))
-        if full:
-            return (yield from self._ask(full[0].candidate, min(left_s, WAIT_SLICE_S)))
-        yield Sleep(min(left_s, ROUND_PAUSE_S))
+        for refusal in (named or full)[:1]:
+            granted = yield from self._ask(refusal.candidate, slice_s)
+            if granted is None and named and refusal.holds_name and (left_s := self._end - self._clock()) > 0:
+                granted = yield from self._ask_another(refusal.candidate, min(left_s, WAIT_SLICE_S))
+            if granted is not None:
+                return granted
+        if (pause_s := min(slice_end - self._clock(), ROUND_PAUSE_S)) > 0:
+            yield Sleep(pause_s)
         return None
 
-    def _wait_for_name(self, refusal: _Refusal, left_s: float) -> Procedure[Granted | None]:
-        """Wait at the node that serves the name, where it comes free first, and then at another.
+    def _ask_another(self, holder: Candidate, wait_s: float) -> Procedure[Granted | None]:
+        """Wait for a name at another node than the one that serves it.
 
         A node that is cut off from its fleet keeps who waits there waiting. Only another node can fence it.
         """
-        if not refusal.holds_name:
-            return (yield from self._ask(refusal.candidate, left_s))
-        granted = yield from self._ask(refusal.candidate, min(left_s, WAIT_SLICE_S))
-        left_s = self._end - self._clock()
-        if granted is not None or left_s <= 0:
-            return granted
-        place = replace(self._place, tried=(refusal.candidate.node_id,))
+        place = replace(self._place, tried=(holder.node_id,))
         self._last = yield from ask_directories(self._fleet, Opcode.PLACE, place)
         for candidate in self._last.candidates[:1]:
-            granted = yield from self._ask(candidate, left_s)
-        return granted
+            return (yield from self._ask(candidate, wait_s))
+        return None
 
     def _is_taken(self, candidate: Candidate) -> bool:
-        """Return whether the node that serves the name keeps it: no other node can have it now."""
+        """Return whether it is vain to ask others for the name: the node that serves it keeps it, or several say so."""
         refusal = self._refusals[candidate.node_id]
-        return bool(self._place.name) and refusal.holds_name and type(refusal.error) is Busy
+        if not self._place.name or type(refusal.error) is not Busy:
+            return False
+        busy = sum(type(one.error) is Busy for one in self._refusals.values())
+        return refusal.holds_name or busy >= NAME_TRIES
 
     def _ask(self, candidate: Candidate, wait_s: float) -> Procedure[Granted | None]:
         """Ask one node; None if it refuses in a way by which another may grant. Raises what no other would grant."""

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Final
 
 from gpulease.daemon.broker.connection_tracker import ConnectionTracker
-from gpulease.daemon.broker.fair_queue import FairQueue
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.broker.name_claims import NO_FLEET, Claims, release_all
@@ -26,6 +25,7 @@ from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.contract.messages import ForwardRevoked
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource
+from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.leases import (
     ArmTimer,
     CapacityChanged,

@@ -23,7 +23,16 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
 )
 from gpulease.daemon.fleet.etcd_options import NotDone, done, etcd_options
-from gpulease.daemon.fleet.fleet_records import NAMES, BadRecord, held_key, name_of, node_key, read_claim
+from gpulease.daemon.fleet.fleet_records import (
+    HORIZON,
+    NAMES,
+    BadRecord,
+    held_key,
+    name_of,
+    node_key,
+    read_claim,
+    read_horizon_s,
+)
 from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 
 POLL_S: Final = 1.0
@@ -44,7 +53,6 @@ def boot_s() -> float:
 async def fence(
     client: EtcdClient,
     node_id: str,
-    horizon_s: float,
     *,
     waits: bool,
     say: Callable[[str], None],
@@ -57,7 +65,6 @@ async def fence(
     Args:
         client: The way to etcd.
         node_id: The node.
-        horizon_s: The fleet's horizon.
         waits: False if the node surely has no power.
         say: Told what is done, in sentences.
         clock: Seconds that pass while the host sleeps, too.
@@ -66,8 +73,10 @@ async def fence(
         The names that are free now.
     """
     key = node_key(node_id)
-    found = await done(client, Transaction(reads=(Get(key),)))
+    found = await done(client, Transaction(reads=(Get(key), Get(HORIZON))))
     node = next(iter(found.found[0]), None)
+    # Before anything is done: a fence whose wait is unknown would free names that are in use.
+    horizon_s = _horizon_s(found.found[1]) if waits else 0.0
     last_incarnation = found.revision if node is None else node.create_revision
     if node is not None:
         removal = Transaction((CreateRevisionIs(key, last_incarnation),), (Delete(key),))
@@ -89,6 +98,20 @@ async def fence(
     return await _free_names(client, node_id, claims)
 
 
+def _horizon_s(found: tuple[KeyValue, ...]) -> float:
+    """Return the horizon by which the fleet's nodes end claimed leases, in seconds. Raises NotFenced."""
+    where = HORIZON.decode()
+    if not found:
+        raise NotFenced(
+            f"etcd has no {where}, so nobody knows how long the node's leases live: nothing was done. Start a node,"
+            " which writes it, and fence again; or pull the plug of this one and say so (--pulled-the-plug)"
+        )
+    try:
+        return read_horizon_s(found[0].value)
+    except BadRecord as error:
+        raise NotFenced(f"{where} {error}: nothing was done. Put the nodes' horizon_s there, and fence again") from None
+
+
 def _is_of(item: KeyValue, node_id: str, last_incarnation: int) -> bool:
     """Return whether a claim is of one of the node's memberships until then."""
     try:
@@ -101,11 +124,10 @@ def _is_of(item: KeyValue, node_id: str, last_incarnation: int) -> bool:
 async def _free_names(client: EtcdClient, node_id: str, claims: list[KeyValue]) -> list[str]:
     freed = []
     for item in claims:
-        # A claim that is another by now is of a membership that began since, or of another node.
         name = name_of(item.key)
-        deletes = (Delete(item.key), Delete(held_key(node_id, name)))
-        removal = Transaction((ModRevisionIs(item.key, item.mod_revision),), deletes)
-        if (await done(client, removal)).succeeded:
+        # A claim that is another by now is of a membership that began since, or of another node.
+        removal = (Delete(item.key), Delete(held_key(node_id, name)))
+        if (await done(client, Transaction((ModRevisionIs(item.key, item.mod_revision),), removal))).succeeded:
             freed.append(name)
     return freed
 
@@ -113,18 +135,20 @@ async def _free_names(client: EtcdClient, node_id: str, claims: list[KeyValue]) 
 @click.command("fence", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("node")
 @etcd_options
-@click.option("--horizon-secs", type=click.FloatRange(min=1), default=30.0, show_default=True, help="Nodes' horizon_s.")
 @click.option("--pulled-the-plug", is_flag=True, help="Do not wait: the node surely has no power.")
-def main(node: str, etcd: EtcdSettings, horizon_secs: float, pulled_the_plug: bool) -> None:
+@click.option("--yes", is_flag=True, help="Do not ask whether the node has no power; for scripts.")
+def main(node: str, etcd: EtcdSettings, pulled_the_plug: bool, yes: bool) -> None:
     """Take NODE out of the fleet and free its names, a horizon later.
 
     With --pulled-the-plug at once. If the node runs all the same, a name is then served twice: pull the plug first.
     """
+    if pulled_the_plug and not yes:
+        click.confirm(f"If node {node} runs all the same, its names are served twice. Has it no power?", abort=True)
 
     async def run() -> list[str]:
         client = EtcdClient(etcd)
         try:
-            return await fence(client, node, horizon_secs, waits=not pulled_the_plug, say=click.echo)
+            return await fence(client, node, waits=not pulled_the_plug, say=click.echo)
         finally:
             await client.close()
 

@@ -16,6 +16,7 @@ A reader ignores members that it does not know, so that nodes of two versions ma
 
 from dataclasses import asdict, dataclass
 from json import JSONDecodeError, dumps, loads
+from math import isfinite, nan
 from typing import Any, Final, NamedTuple
 
 PREFIX: Final = b"/gpulease/v1/"
@@ -154,6 +155,17 @@ def read_claim(value: bytes) -> ClaimRecord:
         return ClaimRecord(**_known(ClaimRecord.__slots__, _members(value)))
     except TypeError as error:
         raise BadRecord(f"it is no claim: {error}") from None
+
+
+def read_horizon_s(value: bytes) -> float:
+    """Read the fleet's horizon, in seconds. Raises BadRecord."""
+    try:
+        horizon_s = float(value.decode())
+    except ValueError:
+        horizon_s = nan
+    if not (isfinite(horizon_s) and horizon_s > 0):
+        raise BadRecord("is no number of seconds")
+    return horizon_s
 
 
 def _members(value: bytes) -> dict[str, Any]:

@@ -189,9 +189,10 @@ class Admission:
         if not name:
             return None
         if (holder := self._store.claimed.get(name)) is not None:
-            return denials.name_taken(name, holder.lease_id)
+            return denials.name_taken(name, holder.lease_id if holder.tenant == event.tenant else None)
         if (waiting := self._store.queue.named(name)) is not None:
-            return denials.name_taken(name, waiting.acquire.lease_id)
+            is_own = waiting.acquire.tenant == event.tenant
+            return denials.name_taken(name, waiting.acquire.lease_id if is_own else None)
         if (highest := self._store.epochs.of(name)) >= epoch:
             return denials.old_epoch(name, epoch, highest)
         self._store.epochs.note(name, epoch)

@@ -175,11 +175,15 @@ def lease_isolated(lease: LeaseSnapshot) -> Denial:
     return Denial(reason, _ended_text(lease, what), hint)
 
 
-def name_taken(name: str, lease_id: int) -> Denial:
-    """Deny a name that another lease of this node has, until that lease's memory is proved free."""
+def name_taken(name: str, lease_id: int | None) -> Denial:
+    """Deny a name that another lease of this node has, until that lease's memory is proved free.
+
+    `lease_id` is None for whoever asks as another tenant.
+    """
+    whose = "another tenant's lease's" if lease_id is None else f"lease {lease_id:032x}'s"
     return Denial(
         DenialReason.NAME_TAKEN,
-        f"The name {name!r} is lease {lease_id:032x}'s until its memory is proved free.",
+        f"The name {name!r} is {whose} until its memory is proved free.",
         "Wait until that lease has ended, or use another name; an operator must clear a fence.",
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpulease.daemon.fleet.fleet_records import held_key, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import HORIZON, held_key, name_key, node_key
 from gpulease.protocol.lease_ids import lease_id_of
 from helpers.daemon import Daemon, python_environment
 from helpers.etcd_cluster import EtcdCluster
@@ -34,11 +34,11 @@ def directory(cluster: EtcdCluster, tmp_path: Path) -> Iterator[Directory]:
         yield directory
 
 
-def gpulease(*words: str, at: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; `at` is its GPULEASE_ADDRESS."""
+def gpulease(*words: str, at: str = "", typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; `at` is its GPULEASE_ADDRESS, `typed` what it reads."""
     command = [sys.executable, "-P", "-m", "gpulease.client.cli", *words]
     variables = python_environment() | {"GPULEASE_ADDRESS": at, "COLUMNS": "200"} | environment
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, input=typed, check=False, env=variables, timeout=60)
 
 
 def etcd_of(cluster: EtcdCluster) -> str:
@@ -134,22 +134,48 @@ def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdC
     for node_id, name in (("n1", "model-a"), ("n1", "model-b"), ("n2", "model-c")):
         cluster.control("put", held_key(node_id, name).decode(), "nonce")
     words = ("fleet", "fence", "n1", "--etcd", etcd_of(cluster))
-    # The shortest horizon, so that the test does not take long.
-    done = gpulease(*words, "--horizon-secs", "1")
+    # A short horizon, so that the test does not take long.
+    cluster.control("put", HORIZON.decode(), "1.5")
+    done = gpulease(*words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "Node n1 is fenced: it can claim nothing more, and its claimed leases end.",
-        "Waiting 1.0 s, until its claimed leases have ended even if nobody can reach it.",
+        "Waiting 1.5 s, until its claimed leases have ended even if nobody can reach it.",
         "Free names: model-a.",
     ]
     assert [bool(keys(cluster, node_key(node_id))) for node_id in ("n1", "n2")] == [False, True]
     assert [bool(keys(cluster, name_key(f"model-{letter}"))) for letter in "abc"] == [False, True, True]
     held = [held_key("n1", "model-a"), held_key("n1", "model-b"), held_key("n2", "model-c")]
     assert [bool(keys(cluster, key)) for key in held] == [False, True, True]
-    again = gpulease(*words, "--pulled-the-plug")
+    again = gpulease(*words)
     assert (again.returncode, "the fleet has no node n1" in again.stderr) == (1, True)
-    at_once = gpulease("fleet", "fence", "n2", "--etcd", etcd_of(cluster), "--pulled-the-plug")
-    assert at_once.stdout.splitlines()[1:] == ["Free names: model-c."]
+
+
+def test_an_operator_who_pulled_the_plug_says_so_twice_and_does_not_wait(cluster: EtcdCluster) -> None:
+    put_node(cluster, "n1", record_of("tls:gpu.example:7443"))
+    put_claim(cluster, "model-a", "n1", create_revision(cluster, node_key("n1")))
+    # Nobody could wait for this one.
+    cluster.control("put", HORIZON.decode(), "1e9")
+    words = ("fleet", "fence", "n1", "--etcd", etcd_of(cluster), "--pulled-the-plug")
+    for typed in ("", "n\n"):
+        kept = gpulease(*words, typed=typed)
+        assert (kept.returncode, "its names are served twice. Has it no power?" in kept.stdout) == (1, True)
+        assert keys(cluster, node_key("n1"))
+    assert gpulease(*words, typed="y\n").stdout.splitlines()[-1] == "Free names: model-a."
+    put_node(cluster, "n1", record_of("tls:gpu.example:7443"))
+    assert gpulease(*words, "--yes").stdout.splitlines()[-1] == "No name was its."
+
+
+@pytest.mark.parametrize(
+    ("horizon", "told"), [(None, "etcd has no /gpulease/v1/horizon"), ("soon", "is no number"), ("nan", "is no number")]
+)
+def test_a_fence_whose_wait_nobody_knows_does_nothing(cluster: EtcdCluster, horizon: str | None, told: str) -> None:
+    put_node(cluster, "n1", record_of("tls:gpu.example:7443"))
+    if horizon is not None:
+        cluster.control("put", HORIZON.decode(), horizon)
+    done = gpulease("fleet", "fence", "n1", "--etcd", etcd_of(cluster))
+    assert (done.returncode, told in done.stderr) == (1, True), done.stderr
+    assert keys(cluster, node_key("n1"))
 
 
 def test_a_fence_without_etcd_says_that_nothing_is_known(tmp_path: Path) -> None:
@@ -167,21 +193,44 @@ def test_a_directory_by_tls_places_leases_of_a_tls_node(
     put_node(cluster, "n1", record_of(node.tls_address))
     options = ["--certificate", str(pki.server.certificate), "--key", str(pki.server.key)]
     options += ["--client-ca", str(pki.authority.certificate_path), "--crl", str(pki.authority.crl_path)]
+    options += ["--operator", "ops"]
     with Directory(cluster, tmp_path / "d", *options, listen=["tls:127.0.0.1:0"]) as directory:
         directory.wait_for("view of its fleet is current")
         lease = pki.builder(f"fleet:{directory.address}", pki.ann).acquire()
         with lease:
             assert lease.address == node.tls_address
             assert [one["tenant"] for one in node.leases()] == ["ann"]
+        at = f"fleet:{directory.address.replace('tls:', 'tls://')}"
         pki.be(pki.ann, monkeypatch)
-        listed = gpulease("fleet", "nodes", at=f"fleet:{directory.address.replace('tls:', 'tls://')}", **os.environ)
-        assert node.tls_address in listed.stdout
+        denied = gpulease("fleet", "nodes", at=at, **os.environ)
+        assert (denied.returncode, "the fleet's nodes are listed for operators" in denied.stderr) == (1, True)
+        pki.be(pki.ops, monkeypatch)
+        assert node.tls_address in gpulease("fleet", "nodes", at=at, **os.environ).stdout
 
 
 def test_serve_directory_says_what_is_wrong_and_stops_in_order(cluster: EtcdCluster, tmp_path: Path) -> None:
     etcd = etcd_of(cluster)
     for words, status, told in (
         (("--etcd", etcd), 2, "Missing option '--listen'"),
+        (
+            ("--etcd", etcd, "--listen", f"unix:{tmp_path}/s", "--tenant-of-certificate", "ann"),
+            2,
+            "is no name of a certificate",
+        ),
+        (
+            (
+                "--etcd",
+                etcd,
+                "--listen",
+                f"unix:{tmp_path}/s",
+                "--tenant-of-certificate",
+                "URI:x:ann=ann",
+                "--operator",
+                "ops",
+            ),
+            2,
+            "no --tenant-of-certificate names this tenant",
+        ),
         (("--etcd", "h1", "--listen", f"unix:{tmp_path}/s"), 2, "is no address of etcd"),
         (("--etcd", etcd, "--listen", "tls:127.0.0.1:0"), 1, "TLS needs --certificate, --key and --client-ca"),
         (("--etcd", etcd, "--listen", "tcp:0.0.0.0:0"), 1, "plain TCP is for loopback alone"),

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from gpulease.daemon.broker.fair_queue import FairQueue
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
@@ -25,6 +24,7 @@ from gpulease.daemon.capabilities.keys import KeyRing
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
+from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.leases import Event, LeaseTable, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.workers.registry import Workers

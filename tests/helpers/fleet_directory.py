@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self
 
-from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import HORIZON, CardRecord, ClaimRecord, NodeRecord, name_key, node_key
 from helpers.daemon import Daemon, python_environment
 from helpers.etcd_cluster import EtcdCluster
 from helpers.waiting import wait_until
@@ -37,11 +37,13 @@ class Directory:
         listen: Sequence[str] = (),
         horizon_s: str = MANY_SECONDS,
     ) -> None:
+        """Give the fleet that horizon, which its first node writes elsewhere."""
         folder.mkdir(parents=True, exist_ok=True)
+        cluster.control("put", HORIZON.decode(), horizon_s)
         self._listen = list(listen) or [f"unix:{folder / 'directory.sock'}"]
         self._log_path = folder / "log"
         self._command = [sys.executable, "-P", "-m", "gpulease.daemon.fleet.directory"]
-        self._command += ["--etcd", f"etcd://{','.join(cluster.endpoints)}", "--horizon-secs", horizon_s, *options]
+        self._command += ["--etcd", f"etcd://{','.join(cluster.endpoints)}", *options]
         self._command += [word for address in self._listen for word in ("--listen", address)]
         self.process: subprocess.Popen[bytes] | None = None
         self.address = ""

@@ -6,13 +6,15 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import click
 
+from gpulease.daemon.config.settings import parse_certificate_names
 from gpulease.daemon.fleet.directory.directory_metrics import metrics_served
-from gpulease.daemon.fleet.directory.directory_server import CannotServe, DirectoryServer, bound_at
+from gpulease.daemon.fleet.directory.directory_server import NO_TENANTS, CannotServe, DirectoryServer, bound_at
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
@@ -41,14 +43,18 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 @click.option("--crl", type=_FILE, help="Lists of revoked certificates, one for each of those CAs.")
 @click.option("--operator", "operators", multiple=True, help="A tenant who sees everybody's names. Repeatable.")
 @click.option(
+    "--tenant-of-certificate",
+    "tenants",
+    multiple=True,
+    metavar="NAME=TENANT",
+    help="An entry of the nodes' [tenant_of_certificate]: URI:... or DNS:... Repeatable.",
+)
+@click.option(
     "--placement",
     type=click.Choice([order.value for order in PlacementOrder]),
     default="pack",
     show_default=True,
     help="The fullest node that fits first, or the emptiest.",
-)
-@click.option(
-    "--horizon-secs", type=click.FloatRange(min=1), default=30.0, show_default=True, help="The nodes' horizon_s."
 )
 @click.option("--http", "http_address", metavar="HOST:PORT", help="Serve metrics over HTTP, on loopback.")
 @click.option("--http-host", "http_hosts", multiple=True, help="A further name in Host: a proxy's. Repeatable.")
@@ -60,8 +66,8 @@ def main(
     client_ca: Path | None,
     crl: Path | None,
     operators: tuple[str, ...],
+    tenants: tuple[str, ...],
     placement: str,
-    horizon_secs: float,
     http_address: str | None,
     http_hosts: tuple[str, ...],
 ) -> None:
@@ -73,6 +79,7 @@ def main(
             if certificate is None or key is None or client_ca is None:
                 raise ValueError("TLS needs all of --certificate, --key and --client-ca")
             files = IdentityFiles(certificate, key, client_ca, crl)
+        of_certificate = _of_certificate(tenants, operators)
         http = None if http_address is None else HttpSettings(parse_http(http_address), parse_host_names(http_hosts))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
@@ -80,7 +87,9 @@ def main(
     go_on_logging("directory")
     _raise_descriptor_limit()
     try:
-        asyncio.run(_serve(etcd, addresses, files, frozenset(operators), PlacementOrder(placement), horizon_secs, http))
+        asyncio.run(
+            _serve(etcd, addresses, files, frozenset(operators), of_certificate, PlacementOrder(placement), http)
+        )
     except (CannotServe, BadIdentity, BadEtcdSettings) as error:
         flush_logs()
         click.echo(f"gpulease serve directory: {error}", err=True)
@@ -92,8 +101,8 @@ async def _serve(
     addresses: list[Address],
     files: IdentityFiles | None,
     operators: frozenset[str],
+    of_certificate: Mapping[str, str],
     order: PlacementOrder,
-    horizon_s: float,
     http: HttpSettings | None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises CannotServe, BadIdentity or BadEtcdSettings."""
@@ -101,11 +110,11 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     client = EtcdClient(settings)
-    fleet = FleetWatch(client, order, horizon_s)
+    fleet = FleetWatch(client, order)
     watching: asyncio.Task[None] | None = None
     stopping = asyncio.ensure_future(stopped.wait())
     try:
-        server = DirectoryServer(fleet, files, operators)
+        server = DirectoryServer(fleet, files, operators, of_certificate)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(server.close)
             for address in addresses:
@@ -126,6 +135,17 @@ async def _serve(
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
         await client.close()
+
+
+def _of_certificate(texts: tuple[str, ...], operators: tuple[str, ...]) -> Mapping[str, str]:
+    """Return tenants by names of certificates, as the nodes' settings have them. Raises ValueError."""
+    if not texts:
+        return NO_TENANTS
+    named = parse_certificate_names(dict(text.rpartition("=")[::2] for text in texts))
+    for operator in operators:
+        if operator not in named.values():
+            raise ValueError(f"--operator {operator}: no --tenant-of-certificate names this tenant")
+    return named
 
 
 def _bound_http(http: HttpSettings) -> socket.socket:

@@ -1,7 +1,7 @@
 """A directory's connections: HELLO, PING, PLACE, FLEET_LIST and METRICS over Unix sockets, loopback TCP and TLS.
 
 A peer is bounded in time, in memory, and in connections from its source. The bound counts from accept on, so that a
-handshake that never ends counts too.
+handshake that never ends counts too. Each source has its turn, whatever the number of its connections.
 """
 
 import asyncio
@@ -12,13 +12,15 @@ import socket
 import ssl
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.fleet.directory.directory_metrics import DirectoryMetrics
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
+from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.host.version import AGENT
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import RateLimitedLog
@@ -47,16 +49,17 @@ HELLO_TIMEOUT_S: Final = 5.0
 """From then to HELLO; the reason is that of HANDSHAKE_TIMEOUT_S."""
 
 STALL_TIMEOUT_S: Final = 5.0
-"""From the first byte of a frame to its last, and for a peer to read what was written."""
+"""From the first byte of a frame to its last, and for a peer to read the whole of an answer."""
 
 IDLE_TIMEOUT_S: Final = 30.0
 """Without a request. A tenant asks once and leaves."""
 
 REQUESTS_PER_TURN: Final = 4
-"""Requests of one connection that are served in a row: one that fits no node looks at every node."""
+"""Requests of one connection that are served in a row, if they take less than a quantum."""
 
 WRITE_BUFFER_BYTES: Final = 256 << 10
-"""Unread answers from which on nothing more is read from the peer."""
+"""Unread answers from which on nothing more is read from the peer. Of a longer answer so much is given to the kernel or
+to TLS at a time; the rest is the listing's own bytes, which all its readers share."""
 
 READ_BUFFER_BYTES: Final = 4 << 10
 """Size of a connection's read buffer, which nearly every request fits."""
@@ -65,6 +68,8 @@ BACKLOG: Final = 512
 
 NO_DESCRIPTORS_PAUSE_S: Final = 0.1
 """After the host had no descriptor for a connection, until the next accept."""
+
+NO_TENANTS: Final[Mapping[str, str]] = MappingProxyType({})
 
 _UCRED: Final = struct.Struct("3i")
 
@@ -88,20 +93,29 @@ class DirectoryServer:
         fleet: What is served.
         files: The certificate of this directory, its key, and the tenants' CAs; None without TLS.
         operators: Tenants who are operators when they come by TLS.
+        tenants: The nodes' `[tenant_of_certificate]`, tenants by names of certificates; empty without that table.
 
     Attributes:
         metrics: What it counts.
     """
 
-    def __init__(self, fleet: FleetWatch, files: IdentityFiles | None, operators: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        fleet: FleetWatch,
+        files: IdentityFiles | None,
+        operators: frozenset[str] = frozenset(),
+        tenants: Mapping[str, str] = NO_TENANTS,
+    ) -> None:
         """Raises BadIdentity."""
         self._fleet = fleet
         self._files = files
         self._operators = operators
+        self._tenants = tenants
         self._context = None if files is None else server_context(files)
         self._stamps = None if files is None else files.stamps()
-        self._sources: Counter[object] = Counter()
+        self._sources: Counter[Hashable] = Counter()
         self.metrics = DirectoryMetrics(fleet, lambda: self.connections)
+        self._turns = FairQueue()
         self._refusals = RateLimitedLog(LogEvent.STRANGER_REFUSED)
         self._tasks: list[asyncio.Task[None]] = []
         self._openings: set[asyncio.Task[None]] = set()
@@ -162,7 +176,7 @@ class DirectoryServer:
             self._openings.add(task)
             task.add_done_callback(self._openings.discard)
 
-    async def _open(self, sock: socket.socket, source: object, address: Address) -> None:
+    async def _open(self, sock: socket.socket, source: Hashable, address: Address) -> None:
         """Shake hands and begin to serve. The source is counted until the connection is lost."""
         released = False
 
@@ -175,7 +189,8 @@ class DirectoryServer:
                     del self._sources[source]
 
         def connection() -> DirectoryConnection:
-            return DirectoryConnection(self._fleet, self.metrics, self._peer_of, self._connections, release)
+            turns = self._turns, source
+            return DirectoryConnection(self._fleet, self.metrics, self._peer_of, turns, self._connections, release)
 
         is_tls = isinstance(address, TlsAddress)
         try:
@@ -211,7 +226,7 @@ class DirectoryServer:
         sock = transport.get_extra_info("socket")
         if certificate is not None:
             names = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
-            tenant = tenant_named(names, {})
+            tenant = tenant_named(names, self._tenants)
             return DirectoryPeer(tenant, tenant in self._operators)
         if sock.family == socket.AF_UNIX:
             uid = _uid(sock)
@@ -226,6 +241,7 @@ class DirectoryConnection(asyncio.Protocol):
         fleet: What is served.
         metrics: What operators are told.
         peer_of: Identifies the peer; raises NoTenant.
+        turns: The queue of all connections, and the source by which this one takes its turns.
         connections: All connections; this one is in it while it is open.
         on_lost: Called once, when the connection is gone.
     """
@@ -235,12 +251,14 @@ class DirectoryConnection(asyncio.Protocol):
         fleet: FleetWatch,
         metrics: DirectoryMetrics,
         peer_of: Callable[[asyncio.BaseTransport], DirectoryPeer],
+        turns: tuple[FairQueue, Hashable],
         connections: "set[DirectoryConnection]",
         on_lost: Callable[[], None],
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._peer_of = peer_of
+        self._turns, self._source = turns
         self._connections = connections
         self._on_lost = on_lost
         self._connection = Connection(
@@ -250,9 +268,11 @@ class DirectoryConnection(asyncio.Protocol):
         self._peer = DirectoryPeer("")
         self._deadline: asyncio.TimerHandle | None = None
         self._is_mid_frame = False
-        self._is_turn_due = False
+        self._is_queued = False
         self._has_greeted = False
+        self._unsent = memoryview(b"")
         self._is_peer_slow = False
+        self._is_answer_late = False
 
     # --- asyncio.Protocol ---
 
@@ -271,8 +291,7 @@ class DirectoryConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Serve the requests that are whole."""
         self._connection.receive_data(data)
-        if not self._is_turn_due:
-            self._serve_turn()
+        self._enqueue()
 
     def eof_received(self) -> bool:
         """Close: whoever sends no more is not answered."""
@@ -281,6 +300,7 @@ class DirectoryConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Stop the clocks, and release the place."""
         self._transport = None
+        self._unsent = memoryview(b"")
         self._connections.discard(self)
         if self._deadline is not None:
             self._deadline.cancel()
@@ -288,19 +308,24 @@ class DirectoryConnection(asyncio.Protocol):
         self._on_lost()
 
     def pause_writing(self) -> None:
-        """Read nothing from a peer that does not read, and cut it off if it goes on."""
+        """Read nothing from a peer that does not read, and cut it off if it has not read the answer in time."""
         self._is_peer_slow = True
-        if self._transport is not None:
+        if self._transport is not None and not self._is_answer_late:
+            self._is_answer_late = True
             self._transport.pause_reading()
-        self._start(STALL_TIMEOUT_S, self.abort)
+            self._start(STALL_TIMEOUT_S, self.abort)
 
     def resume_writing(self) -> None:
         """Go on with a peer that reads again."""
         self._is_peer_slow = False
+        self._write_on()
+        if self._is_peer_slow:
+            return
+        self._is_answer_late = False
         if self._transport is not None and not self._transport.is_closing():
             self._await_request()
             self._transport.resume_reading()
-            self._serve_turn()
+            self._enqueue()
 
     def abort(self) -> None:
         """Cut the connection."""
@@ -309,8 +334,17 @@ class DirectoryConnection(asyncio.Protocol):
 
     # --- requests ---
 
+    def _enqueue(self) -> None:
+        if self._is_queued:
+            return
+        self._is_queued = True
+        self._turns.enqueue(self._source, self._serve_turn)
+        if self._is_queued and self._transport is not None:
+            # Others first; the kernel keeps what the peer sends meanwhile.
+            self._transport.pause_reading()
+
     def _serve_turn(self) -> None:
-        self._is_turn_due = False
+        self._is_queued = False
         for _ in range(REQUESTS_PER_TURN):
             if self._transport is None or self._transport.is_closing() or self._is_peer_slow:
                 return
@@ -320,11 +354,9 @@ class DirectoryConnection(asyncio.Protocol):
                 self._await_more()
                 return
             self._on_event(event)
-        if self._transport is not None:
-            # Others first; the kernel keeps what the peer sends meanwhile.
-            self._is_turn_due = True
-            self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._serve_turn)
+            if self._turns.is_quantum_over:
+                break
+        self._enqueue()
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -341,7 +373,8 @@ class DirectoryConnection(asyncio.Protocol):
             case _:
                 pass
 
-    def _result(self, request: Request) -> Body | Failure:
+    def _result(self, request: Request) -> Body | bytes | Failure:
+        """Return the reply's body, or its bytes where many peers get them."""
         body: Any = request.body
         match request.op:
             case Opcode.HELLO:
@@ -350,7 +383,7 @@ class DirectoryConnection(asyncio.Protocol):
             case Opcode.PING:
                 return body  # type: ignore[no-any-return]
             case Opcode.PLACE:
-                return self._fleet.place(body)
+                return self._fleet.place(body, self._peer.tenant, is_operator=self._peer.is_operator)
             case Opcode.FLEET_LIST:
                 return self._fleet.listing(self._peer.tenant, is_operator=self._peer.is_operator)
             case Opcode.METRICS if self._peer.is_operator:
@@ -364,8 +397,13 @@ class DirectoryConnection(asyncio.Protocol):
                     hint="Write its address behind fleet:, or ask a node at its own address (lease.address).",
                 )
 
-    def _answer(self, request: Request, result: Body | Failure) -> None:
+    def _answer(self, request: Request, result: Body | bytes | Failure) -> None:
         if self._transport is None:
+            return
+        if isinstance(result, bytes):
+            self._transport.write(self._connection.send_reply_header(request, len(result)))
+            self._unsent = memoryview(result)
+            self._write_on()
             return
         try:
             if isinstance(result, Failure):
@@ -377,6 +415,12 @@ class DirectoryConnection(asyncio.Protocol):
             failure = Failure(Status.INTERNAL, "the directory's answer can't be encoded", hint="Tell the operator.")
             frame = self._connection.send_failure(request, failure)
         self._transport.write(frame)
+
+    def _write_on(self) -> None:
+        """Write the answer's rest, as far as the peer reads it."""
+        while self._unsent and not self._is_peer_slow and self._transport is not None:
+            part, self._unsent = self._unsent[:WRITE_BUFFER_BYTES], self._unsent[WRITE_BUFFER_BYTES:]
+            self._transport.write(part)
 
     def _await_request(self) -> None:
         self._await(IDLE_TIMEOUT_S, f"no request came within {IDLE_TIMEOUT_S:g} s")
@@ -406,7 +450,7 @@ class DirectoryConnection(asyncio.Protocol):
             self._start(STALL_TIMEOUT_S, self.abort)
 
 
-def _source(sock: socket.socket) -> object:
+def _source(sock: socket.socket) -> Hashable:
     """Return what a connection counts for: an IP address or a local user; None if the peer is gone already."""
     try:
         return _uid(sock) if sock.family == socket.AF_UNIX else sock.getpeername()[0]

@@ -1,17 +1,17 @@
 """Placement: the nodes that a tenant should ask for a lease, and in which order.
 
-Candidates are drawn at random out of the nodes that fit, so that tenants who ask at the same time, of a view that is
-seconds old, do not all go to one node (Mitzenmacher, "How Useful Is Old Information?", 2000).
+The view's index knows the nodes that fit. Candidates are drawn at random out of them, so that tenants who ask at the
+same time, of a view that is seconds old, do not all go to one node (Mitzenmacher, "How Useful Is Old Information?",
+2000).
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from enum import Enum
 from random import Random
 from typing import Final
 
-from gpulease.daemon.fleet.directory.fleet_view import FleetView, SeenNode
+from gpulease.daemon.fleet.directory.fleet_view import FleetView
+from gpulease.daemon.fleet.directory.node_index import Room, SeenNode
 from gpulease.daemon.fleet.fleet_records import CardRecord
 from gpulease.daemon.leases import PlacementOrder
 from gpulease.protocol.messages import Candidate, Placement
@@ -19,10 +19,6 @@ from gpulease.protocol.opcodes import Exclusivity
 
 CHOICES: Final = 8
 """Candidates of one answer. With a view 10 s old and 90 % of the memory leased, eight miss 0.7 % of the requests."""
-
-DRAWN: Final = 1024
-"""Nodes that are drawn at random, one by one, before the rest is looked at in a row: if so many have not eight that
-fit, the fleet is full, and its last places are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +42,11 @@ class PlaceWanted:
     tried: frozenset[str] = frozenset()
 
 
-class _Misfit(Enum):
-    """The reason why a node is no candidate, as one of several."""
-
-    TRIED = "{} asked already"
-    SILENT = "{} silent"
-    DRAINING = "{} draining"
-    UNREACHABLE = "{} without an address"
-    LABELS = "{} without these labels"
-    DEVICE = "{} without this card"
-    FULL = "{} without room"
+_ROOMS: Final = {
+    Exclusivity.DEVICE_EXCLUSIVE: Room.EMPTY,
+    Exclusivity.PARTITION_EXCLUSIVE: Room.EMPTY_PARTITION,
+}
+"""Kinds of room that leases need which share no card."""
 
 
 def place(
@@ -65,6 +56,7 @@ def place(
     draw: Random,
     *,
     silent_before_s: float,
+    tells_holder: bool = True,
     choices: int = CHOICES,
 ) -> Placement:
     """Choose the nodes to ask.
@@ -75,56 +67,52 @@ def place(
         order: The order of the candidates.
         draw: Random numbers.
         silent_before_s: Nodes whose record last changed at this time of the view's clock, or earlier, are left out.
+        tells_holder: The asker may know which node serves the name.
         choices: Most candidates.
 
     Returns:
-        The candidates. The node that serves the name is the only one, unless it was tried: its claim may have ended
-        since. Without a candidate, why each node is none.
+        The candidates. The node that serves the name is the first, unless it was tried: its claim may have ended since.
+        It is the only one if the asker may know that. Without a candidate, why each node is none.
     """
+    view.settle(silent_before_s)
     holder = view.holder_of(wanted.name, silent_before_s) if wanted.name else None
+    told = holder if tells_holder else None
+    first: tuple[Candidate, ...] = ()
     if holder is not None and holder not in wanted.tried and view.nodes[holder].record.addresses:
-        return Placement((_candidate(holder, view.nodes[holder]),), holder, len(view.ids), "")
+        first = (_candidate(holder, view.nodes[holder]),)
+        if tells_holder:
+            return Placement(first, told, len(view.nodes), "")
     found: list[tuple[int, str, SeenNode]] = []
-    misfits: Counter[_Misfit] = Counter()
-    for node_id in _shuffled(view.ids, draw):
+    for _, node_id in _shuffled(_fitting(view, wanted), draw):
         node = view.nodes[node_id]
-        fit = _fit(node_id, node, wanted, order, silent_before_s)
-        if isinstance(fit, _Misfit):
-            misfits[fit] += 1
+        if node_id in wanted.tried or node_id == holder:
             continue
-        found.append((fit, node_id, node))
-        if len(found) == choices:
+        found.append((_free_bytes(node, wanted, order), node_id, node))
+        if len(first) + len(found) == choices:
             break
     found.sort(key=lambda one: one[0], reverse=order is PlacementOrder.SPREAD)
-    candidates = tuple(_candidate(node_id, node) for _, node_id, node in found)
-    return Placement(candidates, holder, len(view.ids), "" if candidates else _sentence(misfits))
+    candidates = first + tuple(_candidate(node_id, node) for _, node_id, node in found)
+    return Placement(candidates, told, len(view.nodes), "" if candidates else _sentence(view, wanted))
 
 
-def _fit(
-    node_id: str, node: SeenNode, wanted: PlaceWanted, order: PlacementOrder, silent_before_s: float
-) -> int | _Misfit:
-    """Return the free bytes of the card that the node would take, or why it takes none."""
-    record = node.record
-    labels = record.labels or {}
-    if node_id in wanted.tried:
-        return _Misfit.TRIED
-    if node.changed_s <= silent_before_s:
-        return _Misfit.SILENT
-    if record.is_draining:
-        return _Misfit.DRAINING
-    if not record.addresses:
-        return _Misfit.UNREACHABLE
-    if wanted.labels and any(labels.get(name) != value for name, value in wanted.labels.items()):
-        return _Misfit.LABELS
-    if node.largest_bytes < wanted.size_bytes:
-        # Most nodes of a full fleet end here, and none of their cards is looked at.
-        return _Misfit.FULL
-    cards = [card for index, card in enumerate(record.cards) if _is_meant(card, index, wanted.device)]
-    if not cards:
-        return _Misfit.DEVICE
+def _fitting(view: FleetView, wanted: PlaceWanted) -> list[tuple[int, str]]:
+    """Return the largest slice and the id of each node that has the labels, and the room on the card that is wanted."""
+    index, room = view.index, _ROOMS.get(wanted.exclusivity, Room.ANY)
+    labelled, cards = index.with_labels(wanted.labels or {}), index.with_card(wanted.device)
+    if labelled == set() or cards == {}:
+        return []
+    nodes = index.with_room(room, wanted.size_bytes)
+    if labelled is not None:
+        nodes = [node for node in nodes if node[1] in labelled]
+    if cards is not None:
+        nodes = [node for node in nodes if node[1] in cards and cards[node[1]][room] >= wanted.size_bytes]
+    return nodes
+
+
+def _free_bytes(node: SeenNode, wanted: PlaceWanted, order: PlacementOrder) -> int:
+    """Return the free bytes of the card that a node which fits would take."""
+    cards = [card for index, card in enumerate(node.record.cards) if _is_meant(card, index, wanted.device)]
     free = [card.largest_bytes for card in cards if _has_room(card, wanted)]
-    if not free:
-        return _Misfit.FULL
     return max(free) if order is PlacementOrder.SPREAD else min(free)
 
 
@@ -144,21 +132,40 @@ def _candidate(node_id: str, node: SeenNode) -> Candidate:
     return Candidate(node_id, node.record.addresses)
 
 
-def _shuffled(ids: list[str], draw: Random) -> Iterator[str]:
-    """Yield the ids, each once, in an order that is random as long as it matters.
-
-    A few drawn of many cost little (Fisher and Yates, one step at a time). Whoever looks at DRAWN nodes in vain looks
-    at all the others, too, so from then on they come in the list's order.
-    """
+def _shuffled(nodes: list[tuple[int, str]], draw: Random) -> Iterator[tuple[int, str]]:
+    """Yield the nodes, each once, at random. A few drawn of many cost little (Fisher and Yates, a step at a time)."""
     moved: dict[int, int] = {}
-    for first in range(min(DRAWN, len(ids))):
-        other = draw.randrange(first, len(ids))
-        yield ids[moved.get(other, other)]
+    for first in range(len(nodes)):
+        other = draw.randrange(first, len(nodes))
+        yield nodes[moved.get(other, other)]
         moved[other] = moved.get(first, first)
-    for place in range(DRAWN, len(ids)):
-        yield ids[moved.get(place, place)]
 
 
-def _sentence(misfits: Counter[_Misfit]) -> str:
-    counted = [misfit.value.format(misfits[misfit]) for misfit in _Misfit if misfits[misfit]]
-    return ", ".join(counted) or "the fleet has no node"
+def _sentence(view: FleetView, wanted: PlaceWanted) -> str:
+    """Tell why each node is no candidate, as one of several: each counts once, by the first of these reasons."""
+    index = view.index
+    out: set[str] = set()
+    counts = []
+    tried = {node_id for node_id in wanted.tried if node_id in view.nodes}
+    for reason, nodes in (
+        ("asked already", tried),
+        ("silent", index.silent),
+        ("draining", index.draining),
+        ("without an address", index.unreachable),
+    ):
+        counts.append((len(nodes - out), reason))
+        out |= nodes
+    left = len(view.nodes) - len(out)
+    fitting: Set[str] | None = None
+    cards = index.with_card(wanted.device)
+    for reason, ids in (
+        ("without these labels", index.with_labels(wanted.labels or {})),
+        ("without this card", None if cards is None else cards.keys()),
+    ):
+        if ids is None:
+            continue
+        fitting = ids - out if fitting is None else fitting & ids
+        counts.append((left - len(fitting), reason))
+        left = len(fitting)
+    counts.append((left, "without room"))
+    return ", ".join(f"{count} {reason}" for count, reason in counts if count) or "the fleet has no node"

@@ -3,11 +3,14 @@
 The view trusts no record. A record that can't be read, or whose members have other types, is counted and left out.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from math import inf
 from typing import Any, Final, NamedTuple
 
+from gpulease.daemon.fleet.directory.node_index import NodeIndex, SeenNode, rooms_of
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import (
+    HORIZON,
     NAMES,
     NODES,
     BadRecord,
@@ -17,32 +20,17 @@ from gpulease.daemon.fleet.fleet_records import (
     name_of,
     node_id_of,
     read_claim,
+    read_horizon_s,
     read_node,
 )
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.limits import MAX_NODE_ADDRESSES, MAX_TEXT_BYTES
 
 MAX_NODES: Final = 50_000
-"""Most nodes of a view, some 2 KiB each. Stops whoever can write to etcd from filling the directory's memory."""
+"""Most nodes of a view, some 6 KiB each. Stops whoever can write to etcd from filling the directory's memory."""
 
 MAX_NAMES: Final = 500_000
 """Most claims of a view, some 500 bytes each; the reason is that of MAX_NODES."""
-
-
-class SeenNode(NamedTuple):
-    """A node as the view has it.
-
-    Attributes:
-        record: Its record.
-        incarnation: The record's create revision: another one is another membership.
-        changed_s: When the view last saw the record change, on the reader's monotonic clock.
-        largest_bytes: Largest slice that any of its cards would grant.
-    """
-
-    record: NodeRecord
-    incarnation: int
-    changed_s: float
-    largest_bytes: int
 
 
 class SeenClaim(NamedTuple):
@@ -58,40 +46,50 @@ class FleetView:
     Attributes:
         nodes: The nodes.
         claims: The claims.
-        ids: The nodes' ids in a list, from which some can be drawn at random.
+        index: The nodes by what a placement asks for.
+        horizon_s: The horizon that the nodes have agreed on; None before the first node has joined.
         bad_records: Records that were left out since the view began.
     """
 
     def __init__(self) -> None:
         self.nodes: dict[str, SeenNode] = {}
         self.claims: dict[str, SeenClaim] = {}
-        self.ids: list[str] = []
+        self.index = NodeIndex()
+        self.horizon_s: float | None = None
         self.bad_records = 0
-        self._index: dict[str, int] = {}
+        self._names_of: dict[str, set[str]] = {}
+        self._settled_s = -inf
+        self._is_indexing = True
+        """False while all nodes are read anew: the index is made once, in the order of their changes."""
 
     def replace(self, found: Iterable[KeyValue], now_s: float) -> None:
-        """Take the whole store's nodes and names in place of what the view has.
+        """Take the whole store's records in place of what the view has.
 
         A node whose record is the one that the view had keeps its time: reading anew makes no silent node fresh.
         """
         before = self.nodes
-        self.nodes, self.claims, self.ids, self._index = {}, {}, [], {}
+        self.nodes, self.claims, self._names_of, self.horizon_s = {}, {}, {}, None
+        self._is_indexing = False
         for item in found:
             self.put(item, now_s)
         for node_id, seen in self.nodes.items():
             old = before.get(node_id)
             if old is not None and (old.record, old.incarnation) == (seen.record, seen.incarnation):
                 self.nodes[node_id] = old
+        self._index_anew()
 
     def put(self, item: KeyValue, now_s: float) -> None:
         """Take a key's new value; a value that can't be read is as good as none."""
         try:
             if item.key.startswith(NODES):
                 record = _sound_node(item.value)
-                largest_bytes = max((card.largest_bytes for card in record.cards), default=0)
-                self._put_node(node_id_of(item.key), SeenNode(record, item.create_revision, now_s, largest_bytes))
+                self._put_node(
+                    node_id_of(item.key), SeenNode(record, item.create_revision, now_s, rooms_of(*record.cards))
+                )
             elif item.key.startswith(NAMES):
                 self._put_claim(name_of(item.key), SeenClaim(_sound_claim(item.value), item.mod_revision))
+            elif item.key == HORIZON:
+                self.horizon_s = read_horizon_s(item.value)
         except BadRecord:
             self.bad_records += 1
             self.delete(item.key)
@@ -99,17 +97,25 @@ class FleetView:
     def delete(self, key: bytes) -> None:
         """Forget a key's value."""
         if key.startswith(NAMES):
-            self.claims.pop(name_of(key), None)
+            self._delete_claim(name_of(key))
         elif key.startswith(NODES):
-            self._delete_node(node_id_of(key))
+            node_id = node_id_of(key)
+            if (old := self.nodes.pop(node_id, None)) is not None:
+                self.index.remove(node_id, old)
+        elif key == HORIZON:
+            self.horizon_s = None
 
-    def _delete_node(self, node_id: str) -> None:
-        if self.nodes.pop(node_id, None) is not None:
-            # The last id takes the place of this one, so that no list of thousands is moved.
-            place, last = self._index.pop(node_id), self.ids.pop()
-            if last != node_id:
-                self.ids[place] = last
-                self._index[last] = place
+    def settle(self, silent_before_s: float) -> None:
+        """Leave out of the index the nodes whose record last changed at this time or earlier."""
+        if silent_before_s < self._settled_s:
+            # The horizon is a longer one now.
+            self._index_anew()
+        self._settled_s = silent_before_s
+        self.index.settle(silent_before_s)
+
+    def names_of(self, tenant: str) -> Collection[str]:
+        """Return the names whose claims are of a tenant's leases."""
+        return self._names_of.get(tenant, ())
 
     def holder_of(self, name: str, silent_before_s: float) -> str | None:
         """Return the id of the node that serves a name; None if nobody does, or a node that is gone or silent."""
@@ -120,17 +126,32 @@ class FleetView:
         return None if node.changed_s <= silent_before_s else claim.record.node_id
 
     def _put_node(self, node_id: str, seen: SeenNode) -> None:
-        if node_id not in self.nodes:
-            if len(self.nodes) >= MAX_NODES or len(node_id.encode()) > MAX_TEXT_BYTES:
-                raise BadRecord("the view has no room for it")
-            self._index[node_id] = len(self.ids)
-            self.ids.append(node_id)
+        old = self.nodes.get(node_id)
+        if old is None and (len(self.nodes) >= MAX_NODES or len(node_id.encode()) > MAX_TEXT_BYTES):
+            raise BadRecord("the view has no room for it")
         self.nodes[node_id] = seen
+        if self._is_indexing:
+            self.index.put(node_id, seen, old)
+
+    def _index_anew(self) -> None:
+        self._is_indexing = True
+        self.index = NodeIndex()
+        for node_id, seen in sorted(self.nodes.items(), key=lambda node: node[1].changed_s):
+            self.index.put(node_id, seen, None)
 
     def _put_claim(self, name: str, seen: SeenClaim) -> None:
         if name not in self.claims and len(self.claims) >= MAX_NAMES:
             raise BadRecord("the view has no room for it")
+        self._delete_claim(name)
         self.claims[name] = seen
+        self._names_of.setdefault(seen.record.tenant, set()).add(name)
+
+    def _delete_claim(self, name: str) -> None:
+        if (old := self.claims.pop(name, None)) is not None:
+            tenant = old.record.tenant
+            self._names_of[tenant].discard(name)
+            if not self._names_of[tenant]:
+                del self._names_of[tenant]
 
 
 def _sound_node(value: bytes) -> NodeRecord:

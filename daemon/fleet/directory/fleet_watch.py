@@ -12,7 +12,8 @@ from random import Random
 from typing import Any, Final
 
 from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
-from gpulease.daemon.fleet.directory.fleet_view import FleetView, SeenNode
+from gpulease.daemon.fleet.directory.fleet_view import FleetView
+from gpulease.daemon.fleet.directory.node_index import SeenNode
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
@@ -22,11 +23,13 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchBatch,
     WatchEnded,
 )
-from gpulease.daemon.fleet.fleet_records import GENERATION, NAMES, NODES, PREFIX
+from gpulease.daemon.fleet.fleet_records import GENERATION, HORIZON, NAMES, NODES, PREFIX
+from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 from gpulease.daemon.fleet.rules.membership import SILENT_PART
 from gpulease.daemon.leases import PlacementOrder
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.codec import build_body
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.lease_names import NAME
 from gpulease.protocol.messages import Place, Placement, Report
@@ -42,11 +45,20 @@ CHECK_S: Final = 2.0
 RETRY_S: Final = 0.5
 """Pause before the view is read anew after that failed."""
 
+FLEET_READS: Final = Get(NODES, is_prefix=True), Get(NAMES, is_prefix=True), Get(HORIZON)
+"""All that a view holds."""
+
 COUNTS_S: Final = 60.0
 """Pause between two log lines about what was answered."""
 
 MAX_LISTED: Final = 20_000
-"""Most nodes, and most names, in one listing: some 20 MiB, which a connection holds until its peer has read it."""
+"""Most nodes, and most names, in one listing: some 20 MiB."""
+
+LISTING_S: Final = 1.0
+"""Greatest age of a listing. Whoever asks again gets the same bytes: one of 10,000 nodes takes 200 ms and 11 MiB."""
+
+MAX_LISTINGS: Final = 64
+"""Listings that are kept for so long, one for each tenant and one for operators. More are made for each request."""
 
 _CLASSES: Final = {int(member): member for member in Exclusivity}
 
@@ -65,7 +77,6 @@ class FleetWatch:
     Args:
         client: The way to etcd.
         order: The order of candidates.
-        horizon_s: The fleet's horizon.
         draw: Random numbers.
         clock: Seconds on a monotonic clock.
     """
@@ -74,7 +85,6 @@ class FleetWatch:
         self,
         client: EtcdClient,
         order: PlacementOrder,
-        horizon_s: float,
         draw: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -82,8 +92,6 @@ class FleetWatch:
         self.counts = Counts()
         self._client = client
         self._order = order
-        # Nodes may fence it from then on.
-        self._silent_s = horizon_s * SILENT_PART
         self._draw = draw or Random()
         self._clock = clock
         self._began_s = clock()
@@ -91,6 +99,8 @@ class FleetWatch:
         self._confirmed_s: float | None = None
         self._why = "it has not answered yet"
         self._was_current = False
+        self._listings: dict[str | None, tuple[float, bytes]] = {}
+        """When each listing was made, by its tenant; None: that of operators."""
 
     async def run(self) -> None:
         """Keep the view current until this is cancelled."""
@@ -101,26 +111,48 @@ class FleetWatch:
 
     # --- requests ---
 
-    def place(self, body: Place) -> Placement | Failure:
-        """Answer PLACE."""
-        result = self.denial() or self._placed(body)
+    def place(self, body: Place, tenant: str, *, is_operator: bool) -> Placement | Failure:
+        """Answer PLACE. The node that serves a name is told to the tenant of its lease and to operators."""
+        claim = self.view.claims.get(body.name)
+        tells_holder = is_operator or (claim is not None and claim.record.tenant == tenant)
+        result = self.denial() or self._placed(body, tells_holder)
         self.counts.placements[_result_of(result)] += 1
         return result
 
-    def listing(self, tenant: str, *, is_operator: bool) -> Report | Failure:
-        """Answer FLEET_LIST: names of that tenant alone, unless an operator asks."""
+    def listing(self, tenant: str, *, is_operator: bool) -> bytes | Failure:
+        """Answer FLEET_LIST, by the encoded Report: all nodes and names to an operator, to others their own names.
+
+        Everybody who may see the same gets the same bytes object, at most LISTING_S old.
+        """
         denial = self.denial()
         if denial is not None:
             self.counts.listings[denial.status.name.lower()] += 1
             return denial
         self.counts.listings["listed"] += 1
-        now_s = self._clock()
-        nodes = sorted(self.view.nodes.items())[:MAX_LISTED]
-        claims = sorted(
-            (name, claim) for name, claim in self.view.claims.items() if is_operator or claim.record.tenant == tenant
-        )[:MAX_LISTED]
+        viewer, now_s = None if is_operator else tenant, self._clock()
+        while self._listings:
+            # In the order in which they were made.
+            oldest, (made_s, _) = next(iter(self._listings.items()))
+            if now_s - made_s < LISTING_S:
+                break
+            del self._listings[oldest]
+        if viewer in self._listings:
+            return self._listings[viewer][1]
+        payload = build_body(self._report(viewer, now_s))
+        if len(self._listings) < MAX_LISTINGS:
+            self._listings[viewer] = now_s, payload
+        return payload
+
+    def _report(self, viewer: str | None, now_s: float) -> Report:
+        """Return what an operator is told, or with a viewer that tenant."""
+        view = self.view
+        view.settle(self._silent_before_s())
+        nodes = sorted(view.nodes.items())[:MAX_LISTED] if viewer is None else []
+        names = sorted(view.claims if viewer is None else view.names_of(viewer))[:MAX_LISTED]
+        claims = ((name, view.claims[name]) for name in names)
         return Report(
             {
+                "operator": viewer is None,
                 "nodes": [self._node_map(node_id, node, now_s) for node_id, node in nodes],
                 "names": [
                     {
@@ -134,18 +166,16 @@ class FleetWatch:
                 ],
                 "view_age_ms": int(self.age_s() * 1000),
                 "placement": self._order.value,
-                "bad_records": self.view.bad_records,
+                "bad_records": view.bad_records,
             }
         )
 
     def nodes_by_state(self) -> Counter[str]:
         """Return how many nodes are ready, draining or silent."""
-        silent_before_s = self._clock() - self._silent_s
-        found = Counter({"ready": 0, "draining": 0, "silent": 0})
-        for node in self.view.nodes.values():
-            is_silent = node.changed_s <= silent_before_s
-            found["silent" if is_silent else "draining" if node.record.is_draining else "ready"] += 1
-        return found
+        self.view.settle(self._silent_before_s())
+        index = self.view.index
+        silent, draining = len(index.silent), len(index.draining - index.silent)
+        return Counter({"ready": len(self.view.nodes) - silent - draining, "draining": draining, "silent": silent})
 
     def age_s(self) -> float:
         """Return how long ago etcd last answered."""
@@ -164,7 +194,7 @@ class FleetWatch:
             hint="Ask another directory. Its operator should look at etcd and the network to it; running leases go on.",
         )
 
-    def _placed(self, body: Place) -> Placement | Failure:
+    def _placed(self, body: Place, tells_holder: bool) -> Placement | Failure:
         exclusivity = _CLASSES.get(body.exclusivity)
         if exclusivity is None:
             return Failure(Status.UNSUPPORTED, f"exclusivity class {body.exclusivity} is unknown", hint="Use 0 to 3.")
@@ -176,7 +206,19 @@ class FleetWatch:
             )
         labels = dict(text.partition("=")[::2] for text in body.labels)
         wanted = PlaceWanted(body.size_bytes, exclusivity, body.name, labels, body.device, frozenset(body.tried))
-        return place(self.view, wanted, self._order, self._draw, silent_before_s=self._clock() - self._silent_s)
+        return place(
+            self.view,
+            wanted,
+            self._order,
+            self._draw,
+            silent_before_s=self._silent_before_s(),
+            tells_holder=tells_holder,
+        )
+
+    def _silent_before_s(self) -> float:
+        """Return when a record must have changed since, so that its node is not silent."""
+        horizon_s = self.view.horizon_s or DEFAULT_TERMS.horizon_s
+        return self._clock() - horizon_s * SILENT_PART
 
     def _node_map(self, node_id: str, node: SeenNode, now_s: float) -> dict[str, Any]:
         record = node.record
@@ -195,7 +237,7 @@ class FleetWatch:
                 for card in record.cards
             ],
             "draining": record.is_draining,
-            "silent": node.changed_s <= now_s - self._silent_s,
+            "silent": node_id in self.view.index.silent,
             "silent_ms": int((now_s - node.changed_s) * 1000),
             "version": record.version,
         }
@@ -204,7 +246,7 @@ class FleetWatch:
 
     async def _follow(self) -> None:
         while True:
-            answer = await self._client.do(Transaction(reads=(Get(NODES, is_prefix=True), Get(NAMES, is_prefix=True))))
+            answer = await self._client.do(Transaction(reads=FLEET_READS))
             if not isinstance(answer, Answer):
                 self._why = answer.reason
                 await asyncio.sleep(RETRY_S)

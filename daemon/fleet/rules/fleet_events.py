@@ -170,19 +170,6 @@ class RecordChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class FenceWanted:
-    """An operator removes a node from the fleet, alive or dead; this node's own id is refused.
-
-    Attributes:
-        is_off: The operator vouches that the node has no power: its claims are deleted without a wait.
-    """
-
-    request: int
-    node_id: str
-    is_off: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class QuotaWanted:
     """The broker asks for bytes of a tenant's quota in the fleet before it admits a lease.
 
@@ -223,7 +210,6 @@ Event = (
     | ClaimDropped
     | ClaimEnded
     | RecordChanged
-    | FenceWanted
     | QuotaWanted
     | QuotaDropped
     | QuotaEnded
@@ -311,19 +297,6 @@ class ClaimRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class FenceDone:
-    """An operator's request was carried out or refused.
-
-    Attributes:
-        text: What was done, or why nothing was.
-    """
-
-    request: int
-    is_fenced: bool
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class QuotaGiven:
     """The bytes are the lease's until QuotaEnded. The lease is a claimed one: it ends at the horizon."""
 
@@ -380,7 +353,6 @@ Effect = (
     | EndClaimed
     | Claimed
     | ClaimRefused
-    | FenceDone
     | QuotaGiven
     | QuotaRefused
     | Noted

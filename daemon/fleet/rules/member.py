@@ -57,7 +57,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Effect,
     EndClaimed,
     Event,
-    FenceWanted,
     FleetIdentity,
     FleetTerms,
     Joined,
@@ -196,8 +195,6 @@ class Member:
                 self._quotas.drop(event.request, now_ns)
             case QuotaEnded():
                 self._quotas.end(event.tenant, event.lease_id, now_ns)
-            case FenceWanted():
-                self._fences.fence_by_operator(event, now_ns)
         self._advance(now_ns)
         return self._membership.effects
 

@@ -16,7 +16,6 @@ from typing import Final
 
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
-    CreateRevisionIs,
     Delete,
     Get,
     KeyValue,
@@ -25,8 +24,8 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Put,
     Transaction,
 )
-from gpulease.daemon.fleet.fleet_records import FENCES, NODES, held_key, held_name, name_key, node_key
-from gpulease.daemon.fleet.rules.fleet_events import FenceDone, FenceWanted, Note, Noted
+from gpulease.daemon.fleet.fleet_records import FENCES, NODES, held_key, name_key, node_key
+from gpulease.daemon.fleet.rules.fleet_events import Note, Noted
 from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
 
 FENCES_SPAN_S: Final = 60
@@ -34,9 +33,6 @@ FENCES_SPAN_S: Final = 60
 
 NODES_PER_FENCE: Final = 100
 """The budget is one node of so many, and at least one. Stops a broken network from fencing the fleet away."""
-
-OPERATOR_ATTEMPTS: Final = 4
-"""Attempts to delete the record of a node that an operator fences; a beat between reading and deleting fails one."""
 
 MAX_SIGHTINGS: Final = 1_024
 """Nodes that are watched at once. More than that at once is no node's failure, but the network's."""
@@ -154,61 +150,6 @@ class NodeFences:
         self._is_asking = False
         if isinstance(outcome, Answer):
             self._nodes, self._counted_ns = len(outcome.found[0]), now_ns
-
-    # --- an operator's fence ---
-
-    def fence_by_operator(self, wanted: FenceWanted, now_ns: int, attempts: int = OPERATOR_ATTEMPTS) -> None:
-        """Remove a node from the fleet; if it is off, its claims too."""
-        membership = self._membership
-        key = node_key(wanted.node_id)
-        if wanted.node_id == membership.node_id:
-            self._done(wanted, "a node does not fence itself: ask another node")
-            return
-
-        def on_read(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
-            if not isinstance(outcome, Answer):
-                self._done(wanted, f"the fleet's store did not do it: {outcome.reason}")
-            elif record := outcome.found[0]:
-                transaction = Transaction((ModRevisionIs(key, record[0].mod_revision),), (Delete(key),))
-                membership.ask(now_ns, transaction, on_delete)
-            elif wanted.is_off:
-                self._delete_all(wanted, outcome.found[1], now_ns)
-            else:
-                self._done(wanted, "", is_fenced=True)
-
-        def on_delete(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
-            # Reading again shows whether the record is gone, and the claims that no beat adds to any more.
-            if attempts > 1:
-                self.fence_by_operator(wanted, now_ns, attempts - 1)
-            else:
-                self._done(wanted, "the node beats all the time, or the fleet's store does not answer: try again")
-
-        reads = (Get(key), Get(held_key(wanted.node_id), is_prefix=True))
-        membership.ask(now_ns, Transaction(reads=reads), on_read)
-
-    def _delete_all(self, wanted: FenceWanted, held: tuple[KeyValue, ...], now_ns: int) -> None:
-        """Delete the claims of a node that is off and has no record."""
-        # Entries in quotas are dropped by who wants their bytes.
-        claims = [(item, name) for item in held if (name := held_name(item.key, wanted.node_id)) is not None]
-        left = len(claims)
-        deleted = 0
-
-        def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
-            nonlocal left, deleted
-            left -= 1
-            deleted += isinstance(outcome, Answer) and outcome.succeeded
-            if not left:
-                self._done(wanted, f"{deleted} of {len(claims)} claims are deleted", is_fenced=True)
-
-        for item, name in claims:
-            claim = name_key(name)
-            compares = (ModRevisionIs(claim, item.mod_revision), CreateRevisionIs(node_key(wanted.node_id), 0))
-            self._membership.ask(now_ns, Transaction(compares, (Delete(claim), Delete(item.key))), on_outcome)
-        if not claims:
-            self._done(wanted, "it had no claims", is_fenced=True)
-
-    def _done(self, wanted: FenceWanted, text: str, is_fenced: bool = False) -> None:
-        self._membership.effects.append(FenceDone(wanted.request, is_fenced, text))
 
 
 def _used(value: bytes) -> int:

@@ -140,6 +140,19 @@ def test_who_waits_for_room_has_claims_and_loses_them_with_the_others() -> None:
     assert (s.table.claims(), s.table.counted()) == ({}, {})
 
 
+def test_a_taken_name_tells_the_lease_to_its_own_tenant_alone() -> None:
+    s = named()
+    told = {}
+    for tenant in ("ann", "bob"):
+        terms = LeaseTerms(20, 60_000, name="a", epoch=8)
+        (denied,) = (
+            effect for effect in s.do(AcquireRequested(1002, tenant, 2, terms, None, 0)) if isinstance(effect, Denied)
+        )
+        assert denied.denial.reason is DenialReason.NAME_TAKEN
+        told[tenant] = f"{1:032x}" in denied.denial.message
+    assert told == {"ann": True, "bob": False}
+
+
 def test_an_epoch_that_is_not_higher_is_refused() -> None:
     s = named()
     assert denial_of(ask(s, 2, epoch=8)) is DenialReason.NAME_TAKEN

@@ -30,7 +30,7 @@ class Scene:
 
     def __init__(self, client: EtcdClient) -> None:
         self.now_s = 100.0
-        self.fleet = FleetWatch(client, PlacementOrder.PACK, HORIZON_S, clock=lambda: self.now_s)
+        self.fleet = FleetWatch(client, PlacementOrder.PACK, clock=lambda: self.now_s)
         self.fleet.view.put(KeyValue(node_key("n1"), record_of("tls:h:1").encode(), 3, 4), self.now_s)
         self.fleet.view.put(KeyValue(node_key("n2"), b"no record", 3, 4), self.now_s)
         claim = ClaimRecord("n1", 3, "0" * 32, "ann", "n")
@@ -42,7 +42,7 @@ class Scene:
         self.fleet._is_read, self.fleet._confirmed_s = True, self.now_s
 
     def place(self, size_bytes: int) -> None:
-        self.fleet.place(Place(size_bytes, 0, "", (), None, ()))
+        self.fleet.place(Place(size_bytes, 0, "", (), None, ()), "ann", is_operator=False)
 
     def told(self) -> dict[str, float]:
         """Series of the directory's own, a second later."""

@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.fleet.directory import directory_server
-from gpulease.daemon.fleet.directory.directory_server import CannotServe, DirectoryServer
+from gpulease.daemon.fleet.directory import directory_server, fleet_watch
+from gpulease.daemon.fleet.directory.directory_server import NO_TENANTS, CannotServe, DirectoryServer
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
 from gpulease.daemon.leases import PlacementOrder
-from gpulease.daemon.remote.node_identity import IdentityFiles
+from gpulease.daemon.remote.node_identity import TENANT_PREFIX, IdentityFiles
 from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status
 from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddress, parse_address
+from gpulease.protocol.codec import build_body, parse_body
 from gpulease.protocol.framing import MAGIC, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, Empty, Hello, LeaseRef, Metrics, Ping, Place, Placement, Report
@@ -43,7 +44,7 @@ class Watch(FleetWatch):
 
     def __init__(self, client: EtcdClient) -> None:
         self.now_s = 100.0
-        super().__init__(client, PlacementOrder.PACK, 30.0, Random(1), lambda: self.now_s)
+        super().__init__(client, PlacementOrder.PACK, Random(1), lambda: self.now_s)
         self.view.put(KeyValue(node_key("n1"), NODE.encode(), 3, 4), self.now_s)
         for name, tenant in (("model-a", "ann"), ("model-b", "bob"), ("model-c", f"uid:{os.getuid()}")):
             claim = ClaimRecord("n1", 3, "0" * 32, tenant, "n")
@@ -106,13 +107,13 @@ class Peer:
 
 
 @contextlib.asynccontextmanager
-async def scene_of(folder: Path, pki: Pki) -> AsyncIterator[Scene]:
+async def scene_of(folder: Path, pki: Pki, tenants: Mapping[str, str] = NO_TENANTS) -> AsyncIterator[Scene]:
     client = EtcdClient(EtcdSettings(("127.0.0.1:1",)))
     files = IdentityFiles(
         pki.server.certificate, pki.server.key, pki.authority.certificate_path, pki.authority.crl_path
     )
     watch = Watch(client)
-    server = DirectoryServer(watch, files, frozenset({"ops"}))
+    server = DirectoryServer(watch, files, frozenset({"ops"}), tenants)
     try:
         yield Scene(server, watch, folder, pki)
     finally:
@@ -175,14 +176,46 @@ async def test_a_view_that_is_too_old_names_no_nodes(scene: Scene) -> None:
 
 
 @with_scene
-async def test_by_tls_a_certificate_says_whose_names_are_shown(scene: Scene) -> None:
+async def test_by_tls_a_certificate_says_whose_names_are_shown_and_who_sees_nodes(scene: Scene) -> None:
     address = scene.server.listen(TlsAddress("127.0.0.1", 0))
     pki = scene.pki
     for who, names in ((pki.ann, ["model-a"]), (pki.bob, ["model-b"]), (pki.ops, ["model-a", "model-b", "model-c"])):
         peer = await (await scene.connect(address, pki.context(who))).hello()
         listing = await peer.ask(Opcode.FLEET_LIST, Empty())
         assert [name["name"] for name in listing.report["names"]] == names
+        is_operator = who is pki.ops
+        assert listing.report["operator"] is is_operator
+        assert [node["node_id"] for node in listing.report["nodes"]] == (["n1"] if is_operator else [])
         await peer.close()
+
+
+@with_scene
+async def test_who_serves_a_name_is_told_to_its_tenant_and_to_operators(scene: Scene) -> None:
+    address = scene.server.listen(TlsAddress("127.0.0.1", 0))
+    pki = scene.pki
+    for who, holder in ((pki.ann, "n1"), (pki.ops, "n1"), (pki.bob, None)):
+        peer = await (await scene.connect(address, pki.context(who))).hello()
+        placed = await peer.ask(Opcode.PLACE, Place(1 << 30, 0, "model-a", (), None, ()))
+        assert (placed.holder, [one.node_id for one in placed.candidates]) == (holder, ["n1"])
+        await peer.close()
+
+
+def test_a_directory_names_tenants_as_the_nodes_do(tmp_path: Path, pki: Pki) -> None:
+    async def run() -> None:
+        tenants = {f"{TENANT_PREFIX}bob": "ann", f"{TENANT_PREFIX}ann": "ops"}
+        async with scene_of(tmp_path, pki, tenants) as scene:
+            address = scene.server.listen(TlsAddress("127.0.0.1", 0))
+            for who, names in ((pki.bob, ["model-a"]), (pki.ann, ["model-a", "model-b", "model-c"])):
+                peer = await (await scene.connect(address, pki.context(who))).hello()
+                listing = await peer.ask(Opcode.FLEET_LIST, Empty())
+                assert [name["name"] for name in listing.report["names"]] == names
+                await peer.close()
+            nobody = await scene.connect(address, pki.context(pki.ops))
+            assert isinstance(goodbye := await nobody.event(), Goodbye)
+            assert "no name of a tenant is in the certificate" in goodbye.failure.message
+            await nobody.close()
+
+    asyncio.run(run())
 
 
 @with_scene
@@ -313,6 +346,81 @@ async def _ask_for_ever(sock: socket.socket) -> None:
     for number in count(2):
         frame = build_frame(Opcode.FLEET_LIST, request_id=number)
         await asyncio.get_running_loop().sock_sendall(sock, frame)
+
+
+@with_scene
+async def test_a_listing_is_made_once_a_second_for_all_who_see_the_same(scene: Scene) -> None:
+    watch = scene.watch
+    operators, ann, nobody = (
+        watch.listing(tenant, is_operator=is_operator)
+        for tenant, is_operator in (("ops", True), ("ann", False), ("", False))
+    )
+    watch.view.delete(name_key("model-a"))
+    watch.now_s += 0.9
+    assert watch.listing("ops-too", is_operator=True) is operators
+    assert watch.listing("ann", is_operator=False) is ann
+    watch.now_s += 0.2
+    again = watch.listing("ann", is_operator=False)
+    assert isinstance(again, bytes)
+    assert again is not ann
+    assert parse_body(Report, again).report["names"] == []
+    assert isinstance(nobody, bytes)
+    assert parse_body(Report, nobody).report["names"] == []
+    for number in range(200):
+        watch.listing(f"tenant{number}", is_operator=False)
+    assert len(watch._listings) <= fleet_watch.MAX_LISTINGS
+
+
+@with_scene
+async def test_an_answer_that_nobody_reads_is_not_copied_for_each(scene: Scene) -> None:
+    long = build_body(Report({"names": [os.urandom(1 << 20) for _ in range(16)]}))
+    scene.watch.listing = lambda tenant, *, is_operator: long  # type: ignore[method-assign]
+    unix, tls = scene.unix(), scene.server.listen(TlsAddress("127.0.0.1", 0))
+    context = scene.pki.context(scene.pki.ann)
+    lazy = [await (await scene.connect(unix)).hello() for _ in range(4)]
+    lazy += [await (await scene.connect(tls, context)).hello() for _ in range(4)]
+    for peer in lazy:
+        _, frame = peer.connection.send_request(Opcode.FLEET_LIST, Empty())
+        peer.writer.write(frame)
+    await _until(lambda: sum(one._is_peer_slow for one in scene.server._connections) == len(lazy))
+    held = [one._transport.get_write_buffer_size() for one in scene.server._connections if one._transport]
+    assert max(held) <= 2 * directory_server.WRITE_BUFFER_BYTES
+    # Whoever reads gets all of it, and others are served meanwhile.
+    for address, secured in ((unix, None), (tls, context)):
+        peer = await (await scene.connect(address, secured)).hello()
+        assert build_body(await peer.ask(Opcode.FLEET_LIST, Empty())) == long
+        assert await peer.ask(Opcode.PING, Ping(7)) == Ping(7)
+        await peer.close()
+    for peer in lazy:
+        await peer.close()
+
+
+@with_scene
+async def test_a_source_of_many_connections_has_one_turn_a_round(scene: Scene) -> None:
+    unix, tcp = scene.unix(), scene.server.listen(TcpAddress("127.0.0.1", 0))
+    flood = [await (await scene.connect(unix)).hello() for _ in range(20)]
+    other = await (await scene.connect(tcp)).hello()
+    rounds = 0
+
+    def count_round() -> None:
+        nonlocal rounds
+        rounds += 1
+        loop.call_soon(count_round)
+
+    loop = asyncio.get_running_loop()
+    loop.call_soon(count_round)
+    for peer in flood:
+        for _ in range(300):
+            _, frame = peer.connection.send_request(Opcode.PLACE, PLACE)
+            peer.writer.write(frame)
+    before = rounds
+    for number in range(20):
+        assert await other.ask(Opcode.PING, Ping(number)) == Ping(number)
+    placed = scene.watch.counts.placements["placed"]
+    assert 0 < placed <= directory_server.REQUESTS_PER_TURN * (rounds - before + 2)
+    await _until(lambda: scene.watch.counts.placements["placed"] == 20 * 300)
+    for peer in (*flood, other):
+        await peer.close()
 
 
 @with_scene

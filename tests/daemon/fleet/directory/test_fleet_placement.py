@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.fleet.directory.fleet_placement import DRAWN, PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
+from gpulease.daemon.fleet.directory.node_index import SeenNode
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
 from gpulease.daemon.leases import PlacementOrder
@@ -41,9 +42,16 @@ def fleet(nodes: dict[str, NodeRecord], *, changed_s: float = NOW_S, names: dict
     return view
 
 
-def placed(view: FleetView, order: PlacementOrder = PlacementOrder.PACK, seed: int = 1, **wanted: Any) -> Placement:
+def placed(
+    view: FleetView,
+    order: PlacementOrder = PlacementOrder.PACK,
+    seed: int = 1,
+    *,
+    tells_holder: bool = True,
+    **wanted: Any,
+) -> Placement:
     asked = PlaceWanted(**{"size_bytes": 8 * GIB} | wanted)
-    return place(view, asked, order, Random(seed), silent_before_s=SILENT_BEFORE_S)
+    return place(view, asked, order, Random(seed), silent_before_s=SILENT_BEFORE_S, tells_holder=tells_holder)
 
 
 def ids(placement: Placement) -> list[str]:
@@ -118,6 +126,15 @@ def test_a_name_that_lives_leads_to_its_node() -> None:
     assert (ids(placed(view, name="model-b")), placed(view, name="model-b").holder) == (["n2"], None)
 
 
+def test_whoever_may_not_know_where_a_name_lives_is_sent_there_first_untold() -> None:
+    view = fleet({"n1": node(0)} | {f"m{number}": node(80) for number in range(20)}, names={"model-a": "n1"})
+    answer = placed(view, name="model-a", tells_holder=False)
+    assert answer.holder is None
+    assert (ids(answer)[0], len(set(ids(answer)))) == ("n1", 8)
+    again = placed(view, name="model-a", tells_holder=False, tried=frozenset({"n1"}))
+    assert (again.holder, "n1" in ids(again), len(ids(again))) == (None, False, 8)
+
+
 def test_a_name_of_a_node_that_is_gone_silent_or_another_incarnation_is_free_to_ask_for() -> None:
     gone = fleet({"n2": node(80)}, names={"model-a": "n1"})
     silent = fleet({"n1": node(80)}, changed_s=SILENT_BEFORE_S, names={"model-a": "n1"})
@@ -140,19 +157,19 @@ def test_eight_of_many_are_drawn_and_not_the_same_eight() -> None:
     drawn = [frozenset(ids(placed(view, seed=seed))) for seed in range(40)]
     assert {len(one) for one in drawn} == {8}
     # 40 draws of 8 of 50 leave out one given node with a chance of 0.1 %; with these seeds none is left out.
-    assert frozenset().union(*drawn) == set(view.ids)
+    assert frozenset().union(*drawn) == set(view.nodes)
 
 
 def test_the_last_place_of_a_large_fleet_is_found() -> None:
     full = node(0).encode()
     view = FleetView()
-    for number in range(DRAWN + 200):
+    for number in range(1_200):
         view.put(KeyValue(node_key(f"n{number}"), full, INCARNATION, 9), NOW_S)
-    for last in ("n0", f"n{DRAWN + 199}"):
+    for last in ("n0", "n1199"):
         view.put(KeyValue(node_key(last), node(80).encode(), INCARNATION, 9), NOW_S)
         assert all(ids(placed(view, seed=seed)) == [last] for seed in range(5))
         view.put(KeyValue(node_key(last), full, INCARNATION, 9), NOW_S)
-    assert placed(view).why == f"{DRAWN + 200} without room"
+    assert placed(view).why == "1200 without room"
 
 
 @given(
@@ -178,3 +195,105 @@ def test_whoever_is_named_fits_and_nobody_who_fits_is_missed(
     free = [records[node_id].cards[0].largest_bytes for node_id in named]
     assert free == sorted(free, reverse=order is PlacementOrder.SPREAD)
     assert bool(answer.why) is not bool(named)
+
+
+class CountedNodes(dict[str, SeenNode]):
+    """Nodes of a view, and how many of them were looked at."""
+
+    looks = 0
+
+    def __getitem__(self, node_id: str) -> SeenNode:
+        self.looks += 1
+        return super().__getitem__(node_id)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"size_bytes": 1 << 62}, "300 without room"),
+        ({"labels": {"zone": "b"}}, "300 without these labels"),
+        ({"labels": {"zone": "a", "rack": "7", "tier": "gold"}}, "300 without these labels"),
+        ({"device": "GPU-none"}, "300 without this card"),
+        ({"device": "2"}, "300 without this card"),
+        ({"device": "1", "size_bytes": 60 * GIB}, "300 without room"),
+        ({"exclusivity": Exclusivity.DEVICE_EXCLUSIVE}, "300 without room"),
+        ({"size_bytes": 1 << 62, "labels": {"rack": "7"}, "device": "1"}, "299 without these labels, 1 without room"),
+    ],
+)
+def test_who_asks_for_what_nobody_has_costs_no_look_at_the_nodes(wanted: dict[str, Any], why: str) -> None:
+    view = fleet({f"n{number}": node(80, 40, labels={"zone": "a", "rack": str(number)}) for number in range(300)})
+    view.nodes = CountedNodes(view.nodes)
+    assert placed(view, **wanted).why == why
+    assert view.nodes.looks == 0
+
+
+def test_silent_and_draining_nodes_are_not_looked_at() -> None:
+    view = fleet({f"n{number}": node(80) for number in range(300)}, changed_s=SILENT_BEFORE_S)
+    for number in range(300, 600):
+        view.put(KeyValue(node_key(f"n{number}"), node(80, is_draining=True).encode(), INCARNATION, 9), NOW_S)
+    view.nodes = CountedNodes(view.nodes)
+    assert placed(view).why == "300 silent, 300 draining"
+    assert view.nodes.looks == 0
+
+
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "c", "d"]),
+        st.none()
+        | st.builds(
+            lambda free, leases, zone, drains, addresses: NodeRecord(
+                "n", addresses, zone, tuple(card(one, leases, f"GPU-{one}") for one in free), drains
+            ),
+            st.lists(st.integers(0, 3), max_size=3),
+            st.integers(0, 1),
+            st.sampled_from([{}, {"zone": "a"}, {"zone": "b"}]),
+            st.booleans(),
+            st.sampled_from([(), ("tls:gpu.example:7443",)]),
+        ),
+        st.integers(0, 20),
+    ),
+    max_size=20,
+)
+
+
+@given(
+    CHANGES,
+    st.integers(0, 3),
+    st.sampled_from([{}, {"zone": "a"}]),
+    st.sampled_from([None, "0", "GPU-2"]),
+    st.sampled_from(list(Exclusivity)),
+)
+def test_an_index_that_lived_through_changes_answers_as_a_look_at_each_node(
+    changes: list[tuple[str, NodeRecord | None, int]],
+    size_gib: int,
+    labels: dict[str, str],
+    device: str | None,
+    exclusivity: Exclusivity,
+) -> None:
+    view, now_s = FleetView(), NOW_S
+    for node_id, record, passed_s in changes:
+        now_s += passed_s
+        if record is None:
+            view.delete(node_key(node_id))
+        else:
+            view.put(KeyValue(node_key(node_id), record.encode(), INCARNATION, 9), now_s)
+        view.settle(now_s - 15.0)
+    wanted = PlaceWanted(size_gib * GIB, exclusivity, labels=labels, device=device)
+    answer = place(view, wanted, PlacementOrder.PACK, Random(1), silent_before_s=now_s - 15.0)
+    fitting = {node_id for node_id, seen in view.nodes.items() if fits(seen, wanted, now_s - 15.0)}
+    assert set(ids(answer)) == fitting
+    counted = [int(part.split()[0]) for part in answer.why.split(", ")] if answer.why and view.nodes else []
+    assert sum(counted) == (0 if fitting else len(view.nodes))
+
+
+def fits(seen: SeenNode, wanted: PlaceWanted, silent_before_s: float) -> bool:
+    """Say by the node's record alone whether it may be asked."""
+    record = seen.record
+    cards = [one for at, one in enumerate(record.cards) if wanted.device in (None, str(at), one.uuid)]
+    if wanted.exclusivity in (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE):
+        cards = [one for one in cards if not one.leases]
+    if wanted.exclusivity is Exclusivity.PARTITION_EXCLUSIVE:
+        cards = [one for one in cards if one.is_partition]
+    is_up = seen.changed_s > silent_before_s and not record.is_draining and bool(record.addresses)
+    has_labels = all((record.labels or {}).get(key) == value for key, value in (wanted.labels or {}).items())
+    return is_up and has_labels and any(one.largest_bytes >= wanted.size_bytes for one in cards)

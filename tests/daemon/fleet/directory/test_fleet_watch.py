@@ -10,9 +10,10 @@ import pytest
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
-from gpulease.daemon.fleet.fleet_records import name_key, node_key
+from gpulease.daemon.fleet.fleet_records import HORIZON, name_key, node_key
 from gpulease.daemon.leases import PlacementOrder
 from gpulease.protocol import Failure, Status
+from gpulease.protocol.codec import parse_body
 from gpulease.protocol.messages import Place, Placement, Report
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_directory import put_claim, put_node, record_of
@@ -65,7 +66,7 @@ def run_beside(make: Callable[[], EtcdClient], play: Callable[[FleetWatch], Awai
 
     async def run() -> None:
         client = make()
-        watch = FleetWatch(client, PlacementOrder.PACK, 3600.0)
+        watch = FleetWatch(client, PlacementOrder.PACK)
         task = asyncio.ensure_future(watch.run())
         try:
             await play(watch)
@@ -78,11 +79,11 @@ def run_beside(make: Callable[[], EtcdClient], play: Callable[[FleetWatch], Awai
 
 
 def place(watch: FleetWatch, name: str = "") -> Placement | Failure:
-    return watch.place(Place(1 << 30, 0, name, (), None, ()))
+    return watch.place(Place(1 << 30, 0, name, (), None, ()), "ann", is_operator=False)
 
 
 def ids(watch: FleetWatch) -> list[str]:
-    return sorted(watch.view.ids)
+    return sorted(watch.view.nodes)
 
 
 def test_a_view_follows_nodes_and_names(cluster: EtcdCluster) -> None:
@@ -101,9 +102,10 @@ def test_a_view_follows_nodes_and_names(cluster: EtcdCluster) -> None:
         placed = place(watch, "model-a")
         assert isinstance(placed, Placement)
         assert placed.holder == "n2"
-        report = watch.listing("ann", is_operator=False)
-        assert isinstance(report, Report)
-        assert [name["epoch"] for name in report.report["names"]] == [watch.view.claims["model-a"].epoch]
+        listing = watch.listing("ann", is_operator=False)
+        assert isinstance(listing, bytes)
+        report = parse_body(Report, listing).report
+        assert [name["epoch"] for name in report["names"]] == [watch.view.claims["model-a"].epoch]
         for key in (node_key("n2"), name_key("model-a")):
             await asyncio.to_thread(cluster.control, "del", key.decode())
         await until(lambda: ids(watch) == ["n1"] and not watch.view.claims, "it sees what goes")
@@ -120,6 +122,23 @@ def test_a_history_that_is_gone_is_read_anew(cluster: EtcdCluster) -> None:
         await until(lambda: ids(watch) == ["n1", "n3", "n4"], "it goes on")
 
     run_beside(lambda: CompactingClient(cluster), play)
+
+
+def test_the_horizon_is_the_one_that_the_nodes_agreed_on(cluster: EtcdCluster) -> None:
+    put_node(cluster, "n1", record_of(ADDRESS))
+
+    def placed(watch: FleetWatch) -> bool:
+        answer = place(watch)
+        return isinstance(answer, Placement) and bool(answer.candidates)
+
+    async def play(watch: FleetWatch) -> None:
+        await until(lambda: placed(watch), "it names the node")
+        await asyncio.to_thread(cluster.control, "put", HORIZON.decode(), "0.001")
+        await until(lambda: not placed(watch), "the node is silent by a short horizon")
+        await asyncio.to_thread(cluster.control, "put", HORIZON.decode(), "3600")
+        await until(lambda: placed(watch), "it is not by a long one")
+
+    run_beside(lambda: EtcdClient(EtcdSettings(cluster.endpoints)), play)
 
 
 def test_an_etcd_that_restarts_is_followed_again(cluster: EtcdCluster) -> None:

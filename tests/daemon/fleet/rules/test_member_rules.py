@@ -20,8 +20,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimEnded,
     ClaimRefused,
     EndClaimed,
-    FenceDone,
-    FenceWanted,
     FleetIdentity,
     Joined,
     LiveClaims,
@@ -544,22 +542,6 @@ def test_a_small_fleet_fences_one_node_a_minute(etcd: ModelEtcd) -> None:
     watcher.run(60)
     assert len(watcher.take(Claimed)) == 1
     assert FENCES in etcd.keys
-
-
-def test_an_operator_who_pulled_the_plug_skips_the_wait(etcd: ModelEtcd) -> None:
-    dead, other = Host(etcd).begin(), Host(etcd, "b").begin()
-    dead.ask_for()
-    other.send(FenceWanted(5, "a", is_off=True))
-    other.settle()
-    assert other.take(FenceDone) == [FenceDone(5, True, "1 of 1 claims are deleted")]
-    other.ask_for()
-    assert len(other.take(Claimed)) == 1
-
-
-def test_a_node_does_not_fence_itself(etcd: ModelEtcd) -> None:
-    host = Host(etcd).begin()
-    host.send(FenceWanted(5, "a"))
-    assert [done.is_fenced for done in host.take(FenceDone)] == [False]
 
 
 # --- clock rates ---

@@ -1,4 +1,6 @@
-"""Fair sharing of the broker's one thread among tenants: a round-robin queue of connections.
+"""Fair sharing of a process's one thread among those who ask: a round-robin queue of connections.
+
+The broker shares among tenants, a fleet's directory among the sources of its connections.
 
 In each round of the event loop every tenant is served once, whatever the number of its connections. The tenant's first
 connection with a request is served at once. Its other connections wait in the tenant's queue, one round each. A tenant
@@ -8,7 +10,7 @@ that floods the daemon through all its connections delays the others by one quan
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Final
 
 QUANTUM_NS: Final = 1_000_000
@@ -28,7 +30,7 @@ class FairQueue:
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
-        self._queues: dict[str, deque[Serve]] = {}
+        self._queues: dict[Hashable, deque[Serve]] = {}
         self._is_round_scheduled = False
         self.quantum_ends_ns = 0
 
@@ -37,7 +39,7 @@ class FairQueue:
         """Return whether the connection that is served now has used its quantum."""
         return self._clock_ns() >= self.quantum_ends_ns
 
-    def enqueue(self, tenant: str, serve: Serve) -> None:
+    def enqueue(self, tenant: Hashable, serve: Serve) -> None:
         """Serve a connection of the tenant: at once if it is the tenant's first in this round, else in a later round.
 
         A connection must not be enqueued again before it was served.

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gpulease.daemon.broker.fair_queue import QUANTUM_NS, FairQueue
+from gpulease.daemon.host.fair_queue import QUANTUM_NS, FairQueue
 
 
 class Peer:

@@ -1,0 +1,172 @@
+"""Nodes of a view by what a placement asks for: room, labels, cards.
+
+A directory of ten thousand nodes answers from it without a look at each node, also where no node fits: whoever asks for
+what nobody has costs no more than others. A beat that changes nothing of a node changes nothing here.
+"""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from gpulease.daemon.fleet.fleet_records import CardRecord, NodeRecord
+
+MAX_CARDS: Final = 64
+"""Cards of one node that are found by their UUID or index. No host has as many; a foreign writer's record may."""
+
+
+class Room(IntEnum):
+    """Kinds of room: on any card, on one without leases, and on a partition without leases."""
+
+    ANY = 0
+    EMPTY = 1
+    EMPTY_PARTITION = 2
+
+
+Rooms = tuple[int, ...]
+"""The largest slice that cards of each kind of Room would grant; -1 without such a card."""
+
+
+class SeenNode(NamedTuple):
+    """A node as the view has it.
+
+    Attributes:
+        record: Its record.
+        incarnation: The record's create revision: another one is another membership.
+        changed_s: When the view last saw the record change, on the reader's monotonic clock.
+        rooms: What its cards would grant.
+    """
+
+    record: NodeRecord
+    incarnation: int
+    changed_s: float
+    rooms: Rooms
+
+
+def rooms_of(*cards: CardRecord) -> Rooms:
+    """Return what one of these cards would grant."""
+    found = [-1] * len(Room)
+    for card in cards:
+        kinds = Room.ANY if card.leases else Room.EMPTY_PARTITION if card.is_partition else Room.EMPTY
+        for kind in range(kinds + 1):
+            found[kind] = max(found[kind], card.largest_bytes)
+    return tuple(found)
+
+
+class NodeIndex:
+    """Nodes by room, label and card.
+
+    Attributes:
+        silent: Nodes whose record did not change for too long, as of the last call of `settle`.
+        draining: Nodes that drain, silent ones too.
+        unreachable: Nodes without an address, silent and draining ones too.
+    """
+
+    def __init__(self) -> None:
+        self.silent: set[str] = set()
+        self.draining: set[str] = set()
+        self.unreachable: set[str] = set()
+        self._by_room: tuple[list[tuple[int, str]], ...] = tuple([] for _ in Room)
+        self._listed: dict[str, Rooms] = {}
+        """Rooms by which each node is in these lists."""
+        self._by_label: dict[tuple[str, str], set[str]] = {}
+        self._by_card: dict[str, dict[str, Rooms]] = {}
+        self._changes: OrderedDict[str, float] = OrderedDict()
+        """When nodes that are not silent changed, the oldest first."""
+
+    def put(self, node_id: str, seen: SeenNode, old: SeenNode | None) -> None:
+        """Take a node in place of what was there. Nodes come in the order of their changes."""
+        record = seen.record
+        before = None if old is None else old.record
+        if before is None or before.labels != record.labels:
+            self._put_labels(node_id, _labels(before), _labels(record))
+        if before is None or before.cards != record.cards:
+            self._put_cards(node_id, _cards(before), _cards(record))
+        for nodes, is_in in ((self.draining, record.is_draining), (self.unreachable, not record.addresses)):
+            (nodes.add if is_in else nodes.discard)(node_id)
+        self.silent.discard(node_id)
+        self._changes[node_id] = seen.changed_s
+        self._changes.move_to_end(node_id)
+        self._list(node_id, () if record.is_draining or not record.addresses else seen.rooms)
+
+    def remove(self, node_id: str, old: SeenNode) -> None:
+        """Forget a node."""
+        self._put_labels(node_id, _labels(old.record), set())
+        self._put_cards(node_id, _cards(old.record), {})
+        for nodes in (self.draining, self.unreachable, self.silent):
+            nodes.discard(node_id)
+        self._changes.pop(node_id, None)
+        self._list(node_id, ())
+
+    def settle(self, silent_before_s: float) -> None:
+        """Leave out the nodes whose record last changed at this time or earlier; it never falls."""
+        while self._changes:
+            node_id, changed_s = next(iter(self._changes.items()))
+            if changed_s > silent_before_s:
+                return
+            del self._changes[node_id]
+            self.silent.add(node_id)
+            self._list(node_id, ())
+
+    def with_room(self, room: Room, size_bytes: int) -> list[tuple[int, str]]:
+        """Return the largest slice and the id of each node that may be asked for so many bytes, the fullest first."""
+        nodes = self._by_room[room]
+        return nodes[bisect_left(nodes, (size_bytes, "")) :]
+
+    def with_labels(self, labels: Mapping[str, str]) -> set[str] | None:
+        """Return the ids of nodes that have all these labels, not to be changed; None: all have."""
+        return _meet([self._by_label.get(label, set()) for label in labels.items()])
+
+    def with_card(self, device: str | None) -> Mapping[str, Rooms] | None:
+        """Return the rooms of the card with that UUID or index, by node, not to be changed; None: any card will do."""
+        return None if device is None else self._by_card.get(device, {})
+
+    def _put_labels(self, node_id: str, before: set[tuple[str, str]], after: set[tuple[str, str]]) -> None:
+        for label in before - after:
+            self._by_label[label].discard(node_id)
+            if not self._by_label[label]:
+                del self._by_label[label]
+        for label in after - before:
+            self._by_label.setdefault(label, set()).add(node_id)
+
+    def _put_cards(self, node_id: str, before: dict[str, Rooms], after: dict[str, Rooms]) -> None:
+        for text in before.keys() - after.keys():
+            del self._by_card[text][node_id]
+            if not self._by_card[text]:
+                del self._by_card[text]
+        for text, rooms in after.items():
+            self._by_card.setdefault(text, {})[node_id] = rooms
+
+    def _list(self, node_id: str, rooms: Rooms) -> None:
+        before = self._listed.pop(node_id, ())
+        if rooms:
+            self._listed[node_id] = rooms
+        if before == rooms:
+            return
+        for room, nodes in zip(Room, self._by_room, strict=True):
+            old, new = before[room] if before else -1, rooms[room] if rooms else -1
+            if old != new and old >= 0:
+                del nodes[bisect_left(nodes, (old, node_id))]
+            if old != new and new >= 0:
+                insort(nodes, (new, node_id))
+
+
+def _meet(found: Iterable[set[str]]) -> set[str] | None:
+    """Return what all sets have, the smallest first, so that no step costs more than that has; None without sets."""
+    by_size = sorted(found, key=len)
+    return by_size[0].intersection(*by_size[1:]) if by_size else None
+
+
+def _labels(record: NodeRecord | None) -> set[tuple[str, str]]:
+    return set() if record is None or not record.labels else set(record.labels.items())
+
+
+def _cards(record: NodeRecord | None) -> dict[str, Rooms]:
+    """Return the texts by which tenants ask for the node's cards, and what is free there."""
+    found: dict[str, Rooms] = {}
+    for index, card in enumerate(() if record is None else record.cards[:MAX_CARDS]):
+        rooms = rooms_of(card)
+        for text in (card.uuid, str(index)):
+            found[text] = tuple(map(max, found[text], rooms)) if text in found else rooms
+    return found
