@@ -39,7 +39,9 @@ class Directory:
     ) -> None:
         """Give the fleet that horizon, which its first node writes elsewhere."""
         folder.mkdir(parents=True, exist_ok=True)
-        cluster.control("put", HORIZON.decode(), horizon_s)
+        # Nodes that have joined have written theirs.
+        if not cluster.control("get", HORIZON.decode()):
+            cluster.control("put", HORIZON.decode(), horizon_s)
         self._listen = list(listen) or [f"unix:{folder / 'directory.sock'}"]
         self._log_path = folder / "log"
         self._command = [sys.executable, "-P", "-m", "gpulease.daemon.fleet.directory"]

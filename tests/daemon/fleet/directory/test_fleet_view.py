@@ -5,7 +5,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
@@ -108,6 +108,7 @@ ANY_JSON = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(st.sampled_from([*NodeRecord.__slots__, "other"]), ANY_JSON), st.sampled_from(list(PlacementOrder))
 )
