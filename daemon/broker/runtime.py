@@ -217,9 +217,9 @@ class Runtime:
         """Return a number for a request to the lease table. `on_outcome` gets the request's outcome, exactly once."""
         return self._pending.add(on_outcome)
 
-    def answer_again(self, lease: LeaseSnapshot, on_outcome: OnOutcome) -> None:
-        """Give an active lease's grant to another request of its tenant, once the grant is durable."""
-        self._pending.resolve(Granted(self.expect(on_outcome), lease))
+    def is_awaited(self, request: int) -> bool:
+        """Return whether the lease table has not decided a request yet; its outcome may still have to be durable."""
+        return request in self._pending
 
     def forget(self, request: int) -> None:
         """Drop a request whose client has left. Its outcome goes nowhere."""
@@ -474,6 +474,9 @@ class PendingRequests:
         self._last_number += 1
         self._waiting[self._last_number] = on_outcome
         return self._last_number
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._waiting
 
     def remove(self, number: int) -> None:
         """Drop a request."""

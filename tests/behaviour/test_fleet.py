@@ -1,6 +1,7 @@
 """A fleet of real daemons on a real etcd: a name is served once, whatever is killed, stopped or cut off."""
 
 import os
+import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,11 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import GpuLeaseError, GpuSession, Revoked
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import LeaseAlloc
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, REQUEST_ID_TAG
+from gpulease.protocol.primitives import LeaseParameter
 from helpers.fleet_rig import HORIZON_S, FleetNode, Worker, claims, fleet
 from helpers.waiting import wait_until
 
@@ -145,6 +151,25 @@ def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
         work.stop()
         lease.free()
         wait_until(lambda: not claims(cluster), "the claim ends with the lease")
+
+
+def test_a_node_that_is_cut_off_knows_its_request_ids(tmp_path: Path) -> None:
+    """Also when it was just started, and has not joined: whoever takes its refusal as final places a second lease."""
+    with fleet(tmp_path, nodes=1) as (cluster, (node,)):
+        request_id = LeaseParameter(REQUEST_ID_TAG, secrets.token_bytes(16))
+        wanted = LeaseAlloc(GPU_RESOURCE_TYPE, 1 << 20, 600_000, 0, None, (request_id,))
+        first = ask(Opcode.LEASE_ALLOC, wanted, node.address)
+        cluster.pause(cluster.members[0])
+        node.restart()
+        assert "has not joined" in node.fleet_check()["detail"]
+        with pytest.raises(GpuLeaseError, match="has not joined"):
+            node.builder().acquire()
+        assert ask(Opcode.LEASE_ALLOC, wanted, node.address).lease_id == first.lease_id
+        cluster.resume(cluster.members[0])
+        node.wait_until_joined()
+        assert ask(Opcode.LEASE_ALLOC, wanted, node.address).lease_id == first.lease_id
+        assert len(node.now.leases()) == 1
+        node.now.revoke(first.lease_id)
 
 
 def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> None:
