@@ -202,6 +202,10 @@ class FleetFrontend:
         self._tell({"op": "ended", "name": name, "epoch": epoch})
         self._tell_all_ended()
 
+    def keep(self) -> None:
+        """Implement `Claims.keep`: it may have been the last that a node waited for which the fleet gave up."""
+        self._tell_all_ended()
+
     def give_back(self, tenant: str, lease_id: int) -> None:
         """Tell that the lease with those bytes is gone, its memory proved free."""
         # As in `release`: the next process sweeps what it is not told of.

@@ -405,6 +405,8 @@ class Runtime:
         self.connections.forget(lease.lease_id)
         if lease.state is not LeaseState.FENCED:
             self._release_claims(lease)
+        elif lease.name or lease.fleet_bytes:
+            self.claims.keep()
 
     def _end_submit(self, effect: SubmitEnded) -> None:
         owner = self.table.get(effect.lease_id)
