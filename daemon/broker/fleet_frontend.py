@@ -5,10 +5,12 @@ lease table takes as an event. A fleet process that dies loses no claim: the nex
 """
 
 import asyncio
+import contextlib
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claimed, ClaimWant, Counted
@@ -44,6 +46,10 @@ CERTIFICATES_S: Final = 5.0
 ETCD_PART: Final = 15
 """A request to etcd may last this part of the horizon: several are tried before it comes."""
 
+
+STOP_S: Final = 5.0
+"""For the process to delete the claims of a node that stops: thousands, at a thousand a second. What is left is deleted
+by nodes that want the names, a horizon later."""
 
 DROP_COUNT: Final = "drop_count"
 """Gives a claim of a quota's bytes up."""
@@ -114,6 +120,7 @@ class FleetFrontend:
         self._record_task = PeriodicTask(self._tell_record, RECORD_S)
         self._certificates_task = PeriodicTask(self._tell_certificates, CERTIFICATES_S)
 
+        self._stopped = asyncio.Event()
     async def start(self) -> None:
         """Start the process. It joins the fleet once etcd answers. Raises CannotListen."""
         await self._process.start()
@@ -122,12 +129,22 @@ class FleetFrontend:
             self._certificates_task.start()
 
     async def stop(self) -> None:
-        """End the process. Its node's leases stay claimed."""
+        """Let the process release the claims of leases that are over, and end it.
+
+        Leases that go on without the daemon stay claimed. With none left the node leaves the fleet.
+        """
         await self._record_task.stop()
         await self._certificates_task.stop()
         await self._process.stop()
 
     # --- what the broker asks ---
+        for number in list(self._waiting):
+            self._drop(number)
+        # An etcd that has not answered for a horizon will not answer now.
+        if not self.is_isolated and self._tell({"op": "stop"}):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await self._stopped.wait()
 
     @property
     def node_id(self) -> str:
@@ -318,6 +335,8 @@ class FleetFrontend:
                 self._move_horizon(horizon_ns)
             case {"op": "joined", "incarnation": int(incarnation), "identity": dict(identity)}:
                 self._join(KeptMembership(incarnation, **identity))
+            case {"op": "stopped", "has_left": bool(has_left)}:
+                self._stop(has_left=has_left)
             case {"op": "lost", "text": str(reason)}:
                 self._lose(reason)
             case {"op": "claimed", "number": int(number), "epoch": int(epoch)}:
@@ -374,6 +393,13 @@ _HINTS: Final = {
     Why.ISOLATED: "Try another node of the fleet.",
     Why.UNKNOWN: "Ask again: a claim that was made all the same is deleted.",
     Why.REJECTED: "The fleet's operator must look at etcd.",
+    def _stop(self, *, has_left: bool) -> None:
+        if has_left:
+            # The next process joins at once: it need not find out that it is no member any more.
+            self._membership = replace(self._membership, incarnation=0)
+            self._journal.remember_membership(self._membership)
+        self._stopped.set()
+
     Why.STALE: "The fleet's operator must look at etcd.",
     Why.BUSY: "Ask again in a moment, or another node.",
 }

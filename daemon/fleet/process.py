@@ -38,6 +38,8 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     QuotaWanted,
     RecordChanged,
     Started,
+    Stopped,
+    Stopping,
     TimerFired,
 )
 from gpulease.daemon.fleet.rules.member import Member
@@ -124,6 +126,7 @@ class FleetProcess:
             Noted: self._note,
         }
 
+            Stopped: lambda effect: self._send({"op": "stopped", "has_left": effect.has_left}),
     def _ask(self, effect: Ask) -> None:
         task = asyncio.get_running_loop().create_task(self._ask_etcd(effect))
         self._asks.add(task)
@@ -241,6 +244,8 @@ class FleetProcess:
 
 def record_of(message: dict[str, Any]) -> RecordChanged:
     """Return the event that a `record` message stands for. Raises KeyError or TypeError."""
+            case {"op": "stop"}:
+                self._post(Stopping())
     cards = tuple(CardRecord(*card) for card in message["cards"])
     addresses, labels = tuple(message["addresses"]), dict(message["labels"])
     return RecordChanged(addresses, labels, cards, message["is_draining"], message["version"])

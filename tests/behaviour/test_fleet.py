@@ -153,6 +153,44 @@ def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
         wait_until(lambda: not claims(cluster), "the claim ends with the lease")
 
 
+def test_a_node_that_is_stopped_gives_its_names_to_the_others_at_once(tmp_path: Path) -> None:
+    with fleet(tmp_path) as (cluster, (first, second)):
+        names = [f"model-{number}" for number in range(12)]
+        leases = [first.builder(name).acquire() for name in names]
+        # An operator at the terminal: sessions end.
+        first.now.process.send_signal(signal.SIGINT)
+        assert first.now.wait_for_exit() == 0
+        assert claims(cluster) == {}
+        nodes = cluster.control("get", "--prefix", "--keys-only", "/gpulease/v1/nodes/")
+        assert nodes.split() == ["/gpulease/v1/nodes/node-1"]
+        for name in names:
+            second.builder(name).acquire().free()
+        first.start()
+        first.wait_until_joined()
+        assert "fleet.fenced" not in first.logs()
+        with first.builder(names[0]).acquire():
+            pass
+        del leases
+
+
+def test_leases_that_go_on_without_their_daemon_stay_claimed(tmp_path: Path) -> None:
+    """The horizon is far: a busy host takes seconds to start a daemon."""
+    with fleet(tmp_path, nodes=1, horizon_s=120) as (cluster, (node,)):
+        node.config = f'on_stop = "keep"\n{node.config}'
+        node.restart()
+        node.wait_until_joined()
+        lease = node.builder(NAME).acquire()
+        node.builder("model-b").acquire().free()
+        node.now.process.send_signal(signal.SIGTERM)
+        assert node.now.wait_for_exit() == 0
+        assert list(claims(cluster)) == [NAME]
+        assert "node-0" in cluster.control("get", "--prefix", "--keys-only", "/gpulease/v1/nodes/")
+        node.start()
+        node.wait_until_joined()
+        assert node.now.query(lease.lease_id)["epoch"] == lease.epoch
+        lease.free()
+
+
 def test_a_node_that_is_cut_off_knows_its_request_ids(tmp_path: Path) -> None:
     """Also when it was just started, and has not joined: whoever takes its refusal as final places a second lease."""
     with fleet(tmp_path, nodes=1) as (cluster, (node,)):

@@ -214,6 +214,11 @@ class QuotaEnded:
     lease_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The daemon stops: beat no more, finish what is being deleted, and leave the fleet if nothing claimed is left."""
+
+
 Event = (
     Started
     | TimerFired
@@ -227,6 +232,7 @@ Event = (
     | QuotaWanted
     | QuotaDropped
     | QuotaEnded
+    | Stopping
 )
 
 
@@ -333,6 +339,17 @@ class QuotaRefused:
     retry_after_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The answer to Stopping: nothing is under way any more.
+
+    Attributes:
+        has_left: The node's record is gone, and no claim is left. The next process joins as a new member.
+    """
+
+    has_left: bool
+
+
 class Note(Enum):
     """Kinds of facts for the log and the metrics."""
 
@@ -375,5 +392,6 @@ Effect = (
     | FenceDone
     | QuotaGiven
     | QuotaRefused
+    | Stopped
     | Noted
 )
