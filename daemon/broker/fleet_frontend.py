@@ -51,6 +51,16 @@ STOP_S: Final = 5.0
 """For the process to delete the claims of a node that stops: thousands, at a thousand a second. What is left is deleted
 by nodes that want the names, a horizon later."""
 
+MAX_CLAIMS: Final = 1_024
+"""Claims of names, and of quotas' bytes, that may wait at a node: as many of each as its process takes."""
+
+MAX_CLAIMS_PER_TENANT: Final = 64
+"""Stops one tenant from having the node ask etcd for its names alone: one that is taken is asked for each second."""
+
+MAX_UNSENT: Final = 4 * MAX_CLAIMS
+"""Messages that may wait for the process to read before claims are refused. Stops tenants that ask and leave again, at
+a process that hangs, from filling the broker's memory."""
+
 DROP_COUNT: Final = "drop_count"
 """Gives a claim of a quota's bytes up."""
 
@@ -59,12 +69,14 @@ class _Waiting(NamedTuple):
     """A claim that is not answered yet.
 
     Attributes:
+        tenant: Whose claim it is.
         drop_op: The message that gives it up.
         results: Counts what became of such claims.
         refusal: A clause that says what is not done while the process is not there.
     """
 
     on_answer: Callable[[Any], None]
+    tenant: str
     drop_op: str
     results: Counter[str]
     refusal: str
@@ -113,14 +125,15 @@ class FleetFrontend:
         self._quota_claims: Counter[str] = Counter()
         self._numbers = 0
         self._waiting: dict[int, _Waiting] = {}
+        self._waiting_of: Counter[str] = Counter()
         self._told: dict[str, Any] | None = None
         self._files = certificate_files(settings.ca, settings.key, settings.certificate)
         self._told_files: tuple[object, ...] = ()
         self._process = ChildProcess(_fleet_kind(sandbox), self._begin, self._on_message, self._on_end, timeouts)
+        self._stopped = asyncio.Event()
         self._record_task = PeriodicTask(self._tell_record, RECORD_S)
         self._certificates_task = PeriodicTask(self._tell_certificates, CERTIFICATES_S)
 
-        self._stopped = asyncio.Event()
     async def start(self) -> None:
         """Start the process. It joins the fleet once etcd answers. Raises CannotListen."""
         await self._process.start()
@@ -135,9 +148,6 @@ class FleetFrontend:
         """
         await self._record_task.stop()
         await self._certificates_task.stop()
-        await self._process.stop()
-
-    # --- what the broker asks ---
         for number in list(self._waiting):
             self._drop(number)
         # An etcd that has not answered for a horizon will not answer now.
@@ -145,6 +155,9 @@ class FleetFrontend:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
                     await self._stopped.wait()
+        await self._process.stop()
+
+    # --- what the broker asks ---
 
     @property
     def node_id(self) -> str:
@@ -194,24 +207,39 @@ class FleetFrontend:
 
     def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
         """Claim a name; `on_answer` is called once, later. Returns a function that gives the claim up."""
-        waiting = _Waiting(on_answer, "drop", self._placements, f"the name {want.name!r} can't be claimed")
+        waiting = _Waiting(on_answer, want.tenant, "drop", self._placements, f"the name {want.name!r} can't be claimed")
         return self._ask(waiting, "claim", want, name=want.name)
 
     def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
         """Claim bytes of a tenant's quota, as `claim` does a name."""
         what = f"tenant {want.tenant!r} has a quota in the fleet, which can't be asked"
-        waiting = _Waiting(on_answer, DROP_COUNT, self._quota_claims, what)
+        waiting = _Waiting(on_answer, want.tenant, DROP_COUNT, self._quota_claims, what)
         return self._ask(waiting, "count", want, size_bytes=want.size_bytes)
 
     def _ask(self, waiting: _Waiting, op: str, want: ClaimWant | BytesWant, **more: str | int) -> Callable[[], None]:
+        if (excess := self._excess(want.tenant)) is not None:
+            waiting.results[Why.BUSY.value] += 1
+            return asyncio.get_running_loop().call_soon(waiting.on_answer, excess).cancel
         self._numbers += 1
         number = self._numbers
         self._waiting[number] = waiting
+        self._waiting_of[want.tenant] += 1
         message = {"op": op, "number": number, "lease_id": f"{want.lease_id:032x}", "tenant": want.tenant}
         if not self._tell(message | {"wait_ms": want.wait_ms} | more):
             failure = self._isolated(waiting.refusal)
             asyncio.get_running_loop().call_soon(self._answer, number, failure, Why.ISOLATED.value)
         return lambda: self._drop(number)
+
+    def _excess(self, tenant: str) -> Failure | None:
+        """Return why one claim more can't wait; None if it can."""
+        if self._waiting_of[tenant] >= MAX_CLAIMS_PER_TENANT:
+            text = (
+                f"{MAX_CLAIMS_PER_TENANT} claims of tenant {tenant!r} wait at this node, as many as one tenant may have"
+            )
+            return Failure(Status.BUSY, text, hint="Wait for one of them to be answered.")
+        if len(self._waiting) >= MAX_CLAIMS or self._process.unsent >= MAX_UNSENT:
+            return _failure(Why.BUSY, "too many claims wait at this node")
+        return None
 
     def release(self, name: str, epoch: int) -> None:
         """Tell that the lease with that claim is gone, its memory proved free."""
@@ -230,11 +258,19 @@ class FleetFrontend:
         self._tell_all_ended()
 
     def _drop(self, number: int) -> None:
-        if (waiting := self._waiting.pop(number, None)) is not None:
+        if (waiting := self._take(number)) is not None:
             self._tell({"op": waiting.drop_op, "number": number})
 
+    def _take(self, number: int) -> _Waiting | None:
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None:
+            self._waiting_of[waiting.tenant] -= 1
+            if not self._waiting_of[waiting.tenant]:
+                del self._waiting_of[waiting.tenant]
+        return waiting
+
     def _answer(self, number: int, answer: Claimed | Counted | Failure, result: str) -> None:
-        if (waiting := self._waiting.pop(number, None)) is not None:
+        if (waiting := self._take(number)) is not None:
             waiting.results[result] += 1
             waiting.on_answer(answer)
 
@@ -270,16 +306,17 @@ class FleetFrontend:
             self._answer(number, failure, Why.UNKNOWN.value)
 
     def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
-        """Send a message; returns whether the process will read it."""
+        """Send a message; returns whether there is a process to read it.
+
+        A process that does not keep up is no reason to end it: the leases of all named ones would end with it.
+        """
         if not self._has_begun:
             # Its first message is its settings. What is live, it is told after them.
             return False
         try:
-            self._process.send(message, tuple(fds))
-        except BlockingIOError:
-            self._process.give_up("it has not read for as long as takes to fill its channel")
-            return False
-        except ChannelClosed:
+            self._process.send_in_turn(message, tuple(fds))
+        except (ChannelClosed, OSError):
+            # It is gone, or no descriptor is left for those of a message that has to wait.
             return False
         return True
 
@@ -364,6 +401,13 @@ class FleetFrontend:
         self._membership = membership
         self._journal.remember_membership(membership)
 
+    def _stop(self, *, has_left: bool) -> None:
+        if has_left:
+            # The next process joins at once: it need not find out that it is no member any more.
+            self._membership = replace(self._membership, incarnation=0)
+            self._journal.remember_membership(self._membership)
+        self._stopped.set()
+
     def _move_horizon(self, horizon_boot_ns: int) -> None:
         self._horizon_boot_ns = horizon_boot_ns
         self._post(HorizonMoved(time.monotonic_ns() + horizon_boot_ns - boot_ns(), horizon_boot_ns))
@@ -393,13 +437,6 @@ _HINTS: Final = {
     Why.ISOLATED: "Try another node of the fleet.",
     Why.UNKNOWN: "Ask again: a claim that was made all the same is deleted.",
     Why.REJECTED: "The fleet's operator must look at etcd.",
-    def _stop(self, *, has_left: bool) -> None:
-        if has_left:
-            # The next process joins at once: it need not find out that it is no member any more.
-            self._membership = replace(self._membership, incarnation=0)
-            self._journal.remember_membership(self._membership)
-        self._stopped.set()
-
     Why.STALE: "The fleet's operator must look at etcd.",
     Why.BUSY: "Ask again in a moment, or another node.",
 }

@@ -50,6 +50,9 @@ from gpulease.daemon.log.writer import log_event
 NS_PER_S: Final = 1_000_000_000
 NS_PER_MS: Final = 1_000_000
 
+MESSAGES_PER_TURN: Final = 64
+"""Messages of the broker's that are taken in one turn of the loop: a turn for each was slower than tenants ask."""
+
 MAX_SLEEP_S: Final = 1.0
 """Longest sleep of the loop's timer, whose clock stands still while the host is suspended; the rules' clock goes on."""
 
@@ -123,10 +126,10 @@ class FleetProcess:
             ClaimRefused: lambda effect: self._refuse("refused", effect),
             QuotaGiven: lambda effect: self._send({"op": "counted", "number": effect.request}),
             QuotaRefused: lambda effect: self._refuse("not_counted", effect),
+            Stopped: lambda effect: self._send({"op": "stopped", "has_left": effect.has_left}),
             Noted: self._note,
         }
 
-            Stopped: lambda effect: self._send({"op": "stopped", "has_left": effect.has_left}),
     def _ask(self, effect: Ask) -> None:
         task = asyncio.get_running_loop().create_task(self._ask_etcd(effect))
         self._asks.add(task)
@@ -193,13 +196,18 @@ class FleetProcess:
             asyncio.get_running_loop().remove_writer(self._channel)
 
     def _read(self) -> None:
-        try:
-            message, fds = receive_message(self._channel)
-        except BlockingIOError:
-            return
-        except ChannelClosed:
-            self._ended.set()
-            return
+        """Read what is there, so far that beats and etcd's answers still have their turn."""
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                message, fds = receive_message(self._channel)
+            except BlockingIOError:
+                return
+            except ChannelClosed:
+                self._ended.set()
+                return
+            self._take_in(message, fds)
+
+    def _take_in(self, message: dict[str, Any], fds: list[int]) -> None:
         try:
             self._take(message, fds)
         except (KeyError, TypeError, ValueError) as error:
@@ -236,6 +244,8 @@ class FleetProcess:
                 self._post(QuotaDropped(number))
             case {"op": "give_back", "tenant": str(tenant), "lease_id": str(lease_id)}:
                 self._post(QuotaEnded(tenant, lease_id))
+            case {"op": "stop"}:
+                self._post(Stopping())
             case {"op": "certificates"}:
                 self._on_files(message["files"], fds)
             case {"op": "record"}:
@@ -244,8 +254,6 @@ class FleetProcess:
 
 def record_of(message: dict[str, Any]) -> RecordChanged:
     """Return the event that a `record` message stands for. Raises KeyError or TypeError."""
-            case {"op": "stop"}:
-                self._post(Stopping())
     cards = tuple(CardRecord(*card) for card in message["cards"])
     addresses, labels = tuple(message["addresses"]), dict(message["labels"])
     return RecordChanged(addresses, labels, cards, message["is_draining"], message["version"])

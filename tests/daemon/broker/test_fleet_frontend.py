@@ -1,8 +1,12 @@
 """The broker's end of the fleet process, with a real process that reaches no etcd."""
 
 import asyncio
+import os
+import signal
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker import fleet_frontend
-from gpulease.daemon.broker.fleet_frontend import FleetFrontend
+from gpulease.daemon.broker.fleet_frontend import MAX_CLAIMS, MAX_CLAIMS_PER_TENANT, FleetFrontend
 from gpulease.daemon.broker.name_claims import ClaimAnswer, ClaimWant
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import TokenService
@@ -33,6 +37,7 @@ from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.protocol.failures import Failure
+from helpers.waiting import PATIENCE_S
 
 
 class Telling(FleetFrontend):
@@ -96,3 +101,46 @@ def test_what_comes_up_while_the_process_starts_does_not_precede_its_settings(mo
     assert len(answers) == 1
     assert isinstance(answers[0], Failure)
     assert "'beta' can't be claimed" in answers[0].message
+
+
+def test_claims_of_many_tenants_wait_for_a_process_that_does_not_read_and_none_is_lost() -> None:
+    """The channel holds a few hundred messages. One tenant's burst is cut at its bound, and all at the node's."""
+    answers: list[tuple[str, ClaimAnswer]] = []
+    tenants = ["ann", *(f"t{number}" for number in range(2 * MAX_CLAIMS // MAX_CLAIMS_PER_TENANT))]
+
+    async def story() -> None:
+        settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
+        frontend = FleetFrontend(
+            settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None
+        )
+        are_answered = asyncio.Event()
+
+        def on_answer(tenant: str, answer: ClaimAnswer) -> None:
+            answers.append((tenant, answer))
+            if len(answers) == len(tenants) * 2 * MAX_CLAIMS_PER_TENANT:
+                are_answered.set()
+
+        await frontend.start()
+        process = frontend._process.pid
+        os.kill(process, signal.SIGSTOP)
+        asked = 0
+        for tenant in tenants:
+            for _ in range(2 * MAX_CLAIMS_PER_TENANT):
+                asked += 1
+                want = ClaimWant(f"name-{asked}", asked, tenant, 0)
+                frontend.claim(want, partial(on_answer, tenant))
+        await asyncio.sleep(0)
+        refused = Counter(tenant for tenant, _ in answers)
+        assert refused["ann"] == MAX_CLAIMS_PER_TENANT
+        assert asked - refused.total() == MAX_CLAIMS
+        os.kill(process, signal.SIGCONT)
+        async with asyncio.timeout(PATIENCE_S):
+            await are_answered.wait()
+        assert frontend._process.pid == process
+        await frontend.stop()
+
+    asyncio.run(story())
+    texts = [answer.message for tenant, answer in answers if tenant == "ann" and isinstance(answer, Failure)]
+    assert "claims of tenant 'ann' wait at this node, as many as one tenant may have" in texts[0]
+    assert "cut off from its fleet" in texts[-1]
+    assert isinstance(answers[-1][1], Failure)
