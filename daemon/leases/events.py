@@ -45,6 +45,17 @@ class TimerKind(Enum):
 # --- events ---
 
 
+class AcquireStep(Enum):
+    """Steps of an acquire that is claimed in the fleet between its checks and its place."""
+
+    BOTH = "both"
+    """Check and place at once: nothing is claimed."""
+    CHECK = "check"
+    """Count it against its tenant's rate, and check what is asked for; the reply is `Checked` or `Denied`."""
+    PLACE = "place"
+    """Check all but the rate again, and place it."""
+
+
 @dataclass(frozen=True, slots=True)
 class AcquireRequested:
     """A tenant asks for a lease.
@@ -54,6 +65,7 @@ class AcquireRequested:
         terms: Terms asked for; `orphan_ms` may be None, for the node's default.
         selector: Uuid of a card (with or without "GPU-") or its index in decimals; None for any card.
         wait_ms: Longest wait in the queue if there is no room; 0: no wait.
+        step: Part of the acquire that is done now.
     """
 
     request: int
@@ -62,6 +74,7 @@ class AcquireRequested:
     terms: LeaseTerms
     selector: str | None = None
     wait_ms: int = 0
+    step: AcquireStep = AcquireStep.BOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -887,6 +900,13 @@ class SubmitReady:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """Reply to an acquire's CHECK: it may be claimed. Nothing is kept for it."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
 class Denied:
     """Reply to any request that can't be met."""
 
@@ -941,6 +961,7 @@ Outcome = (
     | FenceCleared
     | DrainSet
     | SubmitReady
+    | Checked
     | Denied
 )
 """Replies to requests."""
@@ -971,6 +992,7 @@ Effect = (
     | RevokeDone
     | FenceCleared
     | DrainSet
+    | Checked
     | Denied
     | OpenRegion
     | SetRegion

@@ -1,4 +1,4 @@
-"""An acquire from its request to its answer: its claims in the fleet, if it needs any, then the lease table.
+"""An acquire from its request to its answer: its checks, its claims in the fleet, if it needs any, then its place.
 
 Whoever asks again with the request id of an acquire that is still open takes it over: the later connection gets the
 answer, and nothing is asked for twice. An acquire is open until its grant is durable, though its client has left by
@@ -14,7 +14,15 @@ from typing import Final
 from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, ClaimWant
 from gpulease.daemon.broker.refusal import failure_of
 from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.leases import AcquireRequested, Denied, Granted, Outcome, RequesterGone
+from gpulease.daemon.leases import (
+    AcquireRequested,
+    AcquireStep,
+    Checked,
+    Denied,
+    Granted,
+    Outcome,
+    RequesterGone,
+)
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
@@ -55,7 +63,7 @@ class Acquire:
         self._cancel: Callable[[], None] | None = None
 
     def begin(self, answer: Answer) -> None:
-        """Ask for the name's claim if the lease is to have one, for bytes if its tenant has a quota, then for it.
+        """Have it checked; then ask for the name's claim, for bytes of its tenant's quota, and for the lease.
 
         `answer` gets the grant, or why there is none, exactly once, unless the acquire is given up.
         """
@@ -63,11 +71,11 @@ class Acquire:
         event, terms = self._event, self._event.terms
         if terms.request_id:
             self._open_acquires[event.tenant, terms.request_id] = self
-        if not terms.name:
-            self._count()
-            return
-        want = ClaimWant(terms.name, event.lease_id, event.tenant, event.wait_ms)
-        self._wait(lambda: self._runtime.claims.claim(want, self._on_claim))
+        if terms.name or self._runtime.table.counts_in_fleet(event.tenant):
+            # Before the store hears of it: a claim costs all nodes of the fleet a write.
+            self._post(event, AcquireStep.CHECK)
+        else:
+            self._post(event, AcquireStep.BOTH)
 
     def pass_to(self, answer: Answer) -> None:
         """Answer another request instead, and tell the earlier one so."""
@@ -104,6 +112,14 @@ class Acquire:
         self._event = replace(self._event, terms=self._event.terms._replace(epoch=answer.epoch))
         self._count()
 
+    def _claim(self) -> None:
+        event, name = self._event, self._event.terms.name
+        if not name:
+            self._count()
+            return
+        want = ClaimWant(name, event.lease_id, event.tenant, self._left_ms())
+        self._wait(lambda: self._runtime.claims.claim(want, self._on_claim))
+
     def _count(self) -> None:
         """Ask for bytes of the tenant's quota in the fleet. Without one nothing is asked, and nobody waits."""
         event = self._event
@@ -134,14 +150,18 @@ class Acquire:
         self._finish(failure)
 
     def _ask(self, event: AcquireRequested) -> None:
-        if event.terms.is_claimed:
-            event = replace(event, wait_ms=self._left_ms())
+        self._post(replace(event, wait_ms=self._left_ms()), AcquireStep.PLACE)
+
+    def _post(self, event: AcquireRequested, step: AcquireStep) -> None:
         self._number = self._runtime.expect(self._on_outcome)
-        self._runtime.post(replace(event, request=self._number))
+        self._runtime.post(replace(event, request=self._number, step=step))
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if isinstance(outcome, Granted):
             self._finish(outcome)
+        elif isinstance(outcome, Checked):
+            self._number = 0
+            self._claim()
         elif isinstance(outcome, Denied):
             self._release_unused()
             self._finish(failure_of(outcome.denial))

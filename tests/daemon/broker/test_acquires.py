@@ -1,27 +1,36 @@
 """Acquires with a request id: however often one is asked for, one lease is placed, and it is not an ended one."""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.handlers.acquires import TAKEN_OVER, OpenAcquires
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import TokenService
+from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import (
     AcquireRequested,
     Card,
+    CoreLimits,
     FreeRequested,
     Granted,
+    HorizonMoved,
     LeaseState,
     LeaseTable,
     LeaseTerms,
     Outcome,
     WorkerReady,
 )
+from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.protocol.failures import Failure
+from helpers.local_claims import LocalClaims
 
 REQUEST_ID = "ab" * 16
 
@@ -150,3 +159,76 @@ def test_a_granted_lease_is_told_again_though_nothing_can_be_written_now() -> No
         assert granted(first.answers) == granted(retry.answers) == [5]
 
     run(story)
+
+
+# --- named acquires ---
+
+
+class NamedNode:
+    """A node that claims names in a folder; its tenants' rate is bounded to two acquires."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        limits = CoreLimits(tenants=TenantRules(TenantLimits(acquires_per_minute=1, acquire_burst=2)))
+        self.table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], limits)
+        tokens = TokenService(self.table, frozenset(), None, None, {})
+        self.runtime = Runtime(self.table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, Recorder(), 1)
+        self.runtime.claims = LocalClaims(folder)
+        self.runtime.post(HorizonMoved(time.monotonic_ns() + 10**12, boot_ns() + 10**12))
+        self._acquires = OpenAcquires(self.runtime, self.runtime.open_acquires)
+        self._last_id = 0
+
+    async def acquire(self, name: str, size_bytes: int = 100, wait_ms: int = 0) -> Granted | Failure:
+        """Ask for a lease, and have its worker start."""
+        self._last_id += 1
+        answer: asyncio.Future[Granted | Failure] = asyncio.get_running_loop().create_future()
+        terms = LeaseTerms(size_bytes, 60_000, name=name)
+        event = AcquireRequested(0, "ann", self._last_id, terms, None, wait_ms)
+        self._acquires.ask(event, answer.set_result)
+        while not answer.done():
+            await asyncio.sleep(0)
+            self.runtime.post(WorkerReady(self._last_id))
+        return answer.result()
+
+    @property
+    def claims_made(self) -> int:
+        path = self.folder / "epoch"
+        return int(path.read_text()) if path.exists() else 0
+
+
+def with_names(folder: Path, story: Callable[[NamedNode], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        node = NamedNode(folder)
+        await story(node)
+        await node.runtime.stop()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "wait_ms", "why"),
+    [(0, 0, "the smallest"), (2000, 0, "were asked for"), (100, 0xFFFFFFFF, "lets nobody wait")],
+)
+def test_what_is_refused_in_any_case_is_not_claimed(tmp_path: Path, size_bytes: int, wait_ms: int, why: str) -> None:
+    async def story(node: NamedNode) -> None:
+        answer = await node.acquire("alpha", size_bytes, wait_ms)
+        assert isinstance(answer, Failure)
+        assert why in answer.message
+        assert node.claims_made == 0
+        assert node.runtime.history.is_at_rest
+
+    with_names(tmp_path, story)
+
+
+def test_a_named_acquire_counts_once_against_the_rate_also_if_its_name_is_taken(tmp_path: Path) -> None:
+    async def story(node: NamedNode) -> None:
+        assert isinstance(await node.acquire("alpha"), Granted)
+        taken = await node.acquire("alpha")
+        assert isinstance(taken, Failure)
+        assert "taken" in taken.message
+        too_fast = await node.acquire("beta")
+        assert isinstance(too_fast, Failure)
+        assert "a minute" in too_fast.message
+        assert node.claims_made == 1
+
+    with_names(tmp_path, story)
