@@ -120,6 +120,7 @@ class FleetFrontend:
         self._is_lost = False
         self._has_begun = False
         self._refused = ""
+        self._unanswered = ""
         self._beats = self._fenced = 0
         self._placements: Counter[str] = Counter()
         self._quota_claims: Counter[str] = Counter()
@@ -189,8 +190,8 @@ class FleetFrontend:
         if self._refused:
             return f"this node has not joined its fleet: {self._refused}"
         if not self._horizon_boot_ns:
-            return f"this node has not joined its fleet: etcd at {etcd} has not let it in yet"
-        return f"this node is cut off from its fleet: etcd at {etcd} has not answered in time"
+            return f"this node has not joined its fleet: etcd at {etcd} {self._unanswered or 'has not let it in yet'}"
+        return f"this node is cut off from its fleet: etcd at {etcd} {self._unanswered or 'has not answered in time'}"
 
     def _isolated(self, what: str) -> Failure:
         hint = "Try another node of the fleet, or again once this one's operator has mended that."
@@ -388,20 +389,32 @@ class FleetFrontend:
                 self._note(what, text, node, name)
 
     def _note(self, what: str, text: str, node: str, name: str) -> None:
+                text = self._refusal_of(number, Why(why), text)
         if what == Note.BEAT.value:
             self._beats += 1
         elif what not in _TOLD_OTHERWISE:
             if what == Note.REFUSED.value:
+                text = self._refusal_of(number, Why(why), text)
                 self._refused = text
             log_event(LogEvent.FLEET_NOTED, what=what, reason=text, node=node or None, lease_name=name or None)
 
     def _join(self, membership: KeptMembership) -> None:
+    def _refusal_of(self, number: int, why: Why, text: str) -> str:
+        """Return what a tenant is told: of a node that is cut off more than the rules know."""
+        waiting = self._waiting.get(number)
+        if waiting is None or why is not Why.ISOLATED or not self.is_isolated:
+            return text
+        return f"{waiting.refusal}: {self._trouble()}"
+
         log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=membership.incarnation)
         self._refused = ""
         self._membership = membership
+            self._unanswered = ""
         self._journal.remember_membership(membership)
 
     def _stop(self, *, has_left: bool) -> None:
+            elif what in _UNANSWERED:
+                self._unanswered = f"{_UNANSWERED[what]}: {text}{_advice(text)}"
         if has_left:
             # The next process joins at once: it need not find out that it is no member any more.
             self._membership = replace(self._membership, incarnation=0)
@@ -440,6 +453,25 @@ _HINTS: Final = {
     Why.STALE: "The fleet's operator must look at etcd.",
     Why.BUSY: "Ask again in a moment, or another node.",
 }
+
+_UNANSWERED: Final = {
+    Note.REJECTED.value: "refuses this node's record",
+    Note.BEAT_UNKNOWN.value: "has not answered in time",
+}
+"""What etcd did, in a clause, that it does not have the node's record."""
+
+_ADVICE: Final = {
+    "permission denied": "give the user of this node's certificate the right to read and write /gpulease/v1/",
+    "certificate": "look at ca, certificate and key of [fleet], and at when they end",
+    "handshake": "look at ca, certificate and key of [fleet], and at when they end",
+}
+"""What an operator does about words of etcd's, or of the way to it. Of a lack of space the text itself tells."""
+
+
+def _advice(text: str) -> str:
+    advice = next((do for words, do in _ADVICE.items() if words in text.lower()), "")
+    return f": {advice}" if advice else ""
+
 
 _QUOTA_HINTS: Final = {
     Why.TAKEN: "Free a lease at any node of the fleet, or wait until one has ended.",

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -142,5 +143,31 @@ def test_claims_of_many_tenants_wait_for_a_process_that_does_not_read_and_none_i
     asyncio.run(story())
     texts = [answer.message for tenant, answer in answers if tenant == "ann" and isinstance(answer, Failure)]
     assert "claims of tenant 'ann' wait at this node, as many as one tenant may have" in texts[0]
-    assert "cut off from its fleet" in texts[-1]
+    assert "this node has not joined its fleet" in texts[-1]
     assert isinstance(answers[-1][1], Failure)
+
+
+@pytest.mark.parametrize(
+    ("note", "text", "told"),
+    [
+        (
+            "rejected",
+            "h1:2379: permission denied",
+            "refuses .* record: .* permission denied: give the user",
+        ),
+        ("beat_unknown", "h1:2379: certificate has expired", "not answered in time: .* has expired: look at ca"),
+        ("beat_unknown", "h1:2379: it did not answer", "not answered in time: h1:2379: it did not answer$"),
+    ],
+)
+def test_health_tells_what_etcd_says_until_it_takes_a_beat(note: str, text: str, told: str) -> None:
+    settings = FleetSettings(etcd=("h1:2379",), node="node-0")
+    frontend = FleetFrontend(
+        settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None
+    )
+    frontend._on_message({"op": "noted", "what": note, "text": text, "node": "", "name": ""}, [])
+    assert re.search(told, frontend.problem())
+    refusal = frontend.refusal()
+    assert refusal is not None
+    assert re.search(told.removesuffix("$"), refusal.message)
+    frontend._on_message({"op": "noted", "what": "beat", "text": "", "node": "", "name": ""}, [])
+    assert text not in frontend.problem()
