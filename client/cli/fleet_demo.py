@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession, KernelArgs
 from gpulease.client.cli.exit_status import CannotStart
-from gpulease.client.cli.private_daemon import PrivateDaemon, short_folder, unwound_by_signals
+from gpulease.client.cli.private_daemon import SOCKET, PrivateDaemon, short_folder, unwound_by_signals
 
 NODES: Final = 3
 NAME: Final = "model-a"
@@ -199,6 +199,8 @@ def _nodes(folder: Path, endpoint: str) -> Iterator[list[PrivateDaemon]]:
             home = folder / f"node-{number}"
             home.mkdir()
             settings = f'state = "{home / "state"}"\n[fleet]\netcd = "etcd://{endpoint}"\nnode = "node-{number}"\n'
+            # All are on this host, and so are their tenants.
+            settings += f'addresses = ["unix:{home / SOCKET}"]\n'
             node = PrivateDaemon(home, ["--driver", "cpu"], f"{settings}horizon_s = {HORIZON_S}\n")
             stack.callback(_end, node)
             node.start()

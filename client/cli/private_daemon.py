@@ -20,6 +20,9 @@ from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNI
 START_TIMEOUT_S: Final = 90.0
 """Seconds for a daemon to listen: on a GPU host it first makes a context on every card."""
 
+SOCKET: Final = "daemon.sock"
+"""Name of its socket in its folder."""
+
 STOP_TIMEOUT_S: Final = 15.0
 """Seconds for the daemon to release everything, before it is killed."""
 
@@ -63,7 +66,7 @@ class PrivateDaemon:
     """
 
     def __init__(self, folder: Path, options: list[str], settings: str = "") -> None:
-        self._path = str(folder / "daemon.sock")
+        self._path = str(folder / SOCKET)
         self.address = f"unix:{self._path}"
         self._log_path = folder / "log"
         self._command = [sys.executable, "-P", "-m", "gpulease.daemon", "--listen", self.address, *options]

@@ -137,6 +137,8 @@ class FleetFrontend:
 
     async def start(self) -> None:
         """Start the process. It joins the fleet once etcd answers. Raises CannotListen."""
+        if not self._reached_at():
+            log_event(LogEvent.FLEET_NO_ADDRESS)
         await self._process.start()
         self._record_task.start()
         if self._files:
@@ -349,6 +351,9 @@ class FleetFrontend:
         finally:
             close_all(fds)
 
+    def _reached_at(self) -> list[str]:
+        return list(self._settings.addresses or self._addresses())
+
     def _record(self) -> dict[str, Any]:
         cards = [
             [
@@ -361,8 +366,12 @@ class FleetFrontend:
             ]
             for card in self._table.cards()
         ]
-        addresses = list(self._settings.addresses or self._addresses())
-        record = {"op": "record", "addresses": addresses, "labels": dict(self._settings.labels), "cards": cards}
+        record = {
+            "op": "record",
+            "addresses": self._reached_at(),
+            "labels": dict(self._settings.labels),
+            "cards": cards,
+        }
         return record | {"is_draining": self._table.drain_ns is not None, "version": VERSION}
 
     # --- messages of the process ---
@@ -380,25 +389,16 @@ class FleetFrontend:
             case {"op": "claimed", "number": int(number), "epoch": int(epoch)}:
                 self._answer(number, Claimed(epoch), "given")
             case {"op": "refused", "number": int(number), "why": str(why), "text": str(text)}:
+                text = self._refusal_of(number, Why(why), text)
                 self._answer(number, _failure(Why(why), text, message["retry_after_ms"]), why)
             case {"op": "counted", "number": int(number)}:
                 self._answer(number, Counted(), "given")
             case {"op": "not_counted", "number": int(number), "why": str(why), "text": str(text)}:
+                text = self._refusal_of(number, Why(why), text)
                 self._answer(number, _quota_failure(Why(why), text, message["retry_after_ms"]), why)
             case {"op": "noted", "what": str(what), "text": str(text), "node": str(node), "name": str(name)}:
                 self._note(what, text, node, name)
 
-    def _note(self, what: str, text: str, node: str, name: str) -> None:
-                text = self._refusal_of(number, Why(why), text)
-        if what == Note.BEAT.value:
-            self._beats += 1
-        elif what not in _TOLD_OTHERWISE:
-            if what == Note.REFUSED.value:
-                text = self._refusal_of(number, Why(why), text)
-                self._refused = text
-            log_event(LogEvent.FLEET_NOTED, what=what, reason=text, node=node or None, lease_name=name or None)
-
-    def _join(self, membership: KeptMembership) -> None:
     def _refusal_of(self, number: int, why: Why, text: str) -> str:
         """Return what a tenant is told: of a node that is cut off more than the rules know."""
         waiting = self._waiting.get(number)
@@ -406,15 +406,24 @@ class FleetFrontend:
             return text
         return f"{waiting.refusal}: {self._trouble()}"
 
+    def _note(self, what: str, text: str, node: str, name: str) -> None:
+        if what == Note.BEAT.value:
+            self._beats += 1
+            self._unanswered = ""
+        elif what not in _TOLD_OTHERWISE:
+            if what == Note.REFUSED.value:
+                self._refused = text
+            elif what in _UNANSWERED:
+                self._unanswered = f"{_UNANSWERED[what]}: {text}{_advice(text)}"
+            log_event(LogEvent.FLEET_NOTED, what=what, reason=text, node=node or None, lease_name=name or None)
+
+    def _join(self, membership: KeptMembership) -> None:
         log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=membership.incarnation)
         self._refused = ""
         self._membership = membership
-            self._unanswered = ""
         self._journal.remember_membership(membership)
 
     def _stop(self, *, has_left: bool) -> None:
-            elif what in _UNANSWERED:
-                self._unanswered = f"{_UNANSWERED[what]}: {text}{_advice(text)}"
         if has_left:
             # The next process joins at once: it need not find out that it is no member any more.
             self._membership = replace(self._membership, incarnation=0)
@@ -445,15 +454,6 @@ class FleetFrontend:
 _TOLD_OTHERWISE: Final = frozenset({Note.JOINED.value, Note.FENCED.value})
 """Notes that have a log event of their own."""
 
-_HINTS: Final = {
-    Why.TAKEN: "Wait until its lease has ended, or use another name.",
-    Why.ISOLATED: "Try another node of the fleet.",
-    Why.UNKNOWN: "Ask again: a claim that was made all the same is deleted.",
-    Why.REJECTED: "The fleet's operator must look at etcd.",
-    Why.STALE: "The fleet's operator must look at etcd.",
-    Why.BUSY: "Ask again in a moment, or another node.",
-}
-
 _UNANSWERED: Final = {
     Note.REJECTED.value: "refuses this node's record",
     Note.BEAT_UNKNOWN.value: "has not answered in time",
@@ -472,6 +472,15 @@ def _advice(text: str) -> str:
     advice = next((do for words, do in _ADVICE.items() if words in text.lower()), "")
     return f": {advice}" if advice else ""
 
+
+_HINTS: Final = {
+    Why.TAKEN: "Wait until its lease has ended, or use another name.",
+    Why.ISOLATED: "Try another node of the fleet.",
+    Why.UNKNOWN: "Ask again: a claim that was made all the same is deleted.",
+    Why.REJECTED: "The fleet's operator must look at etcd.",
+    Why.STALE: "The fleet's operator must look at etcd.",
+    Why.BUSY: "Ask again in a moment, or another node.",
+}
 
 _QUOTA_HINTS: Final = {
     Why.TAKEN: "Free a lease at any node of the fleet, or wait until one has ended.",

@@ -10,6 +10,7 @@ import pytest
 
 from gpulease.client import GpuLeaseError, GpuSession, Revoked
 from gpulease.client.sync.driver import ask
+from gpulease.daemon.fleet.fleet_records import read_node
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseAlloc
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, REQUEST_ID_TAG
@@ -208,6 +209,19 @@ def test_a_node_that_is_cut_off_knows_its_request_ids(tmp_path: Path) -> None:
         assert ask(Opcode.LEASE_ALLOC, wanted, node.address).lease_id == first.lease_id
         assert len(node.now.leases()) == 1
         node.now.revoke(first.lease_id)
+
+
+def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(tmp_path: Path) -> None:
+    with fleet(tmp_path, nodes=1) as (cluster, _):
+        node = FleetNode(cluster, "alone", addresses=[])
+        node.start().allowed_trouble.append("no directory names this node")
+        try:
+            node.wait_until_joined()
+            assert "no directory names this node to tenants: let it listen on a tls: address" in node.logs()
+            record = read_node(cluster.control("get", "/gpulease/v1/nodes/alone", "--print-value-only").encode())
+            assert record.addresses == ()
+        finally:
+            node.stop()
 
 
 def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> None:

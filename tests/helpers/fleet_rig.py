@@ -41,9 +41,12 @@ class FleetNode(LastingDaemon):
         tenants: str = "",
         **settings: Any,
     ) -> None:
-        table = {"etcd": "etcd://" + ",".join(cluster.endpoints), "node": node_id, "horizon_s": HORIZON_S, **settings}
+        super().__init__(within=within, log_format=log_format, driver=driver)
+        table = {"etcd": "etcd://" + ",".join(cluster.endpoints), "node": node_id, "horizon_s": HORIZON_S}
+        # Its tenants are on this host.
+        table |= {"addresses": [self.address], **settings}
         lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
-        super().__init__(config=f"[fleet]\n{lines}\n{tenants}", within=within, log_format=log_format, driver=driver)
+        self.config += f"[fleet]\n{lines}\n{tenants}"
         self.node_id = node_id
 
     def builder(self, name: str = "") -> GpuBuilder:
