@@ -4,15 +4,14 @@
 draws no random numbers. An effect that takes time is answered by a later event.
 """
 
+from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
 from gpulease.daemon.leases.denials import Denial, DenialReason
 from gpulease.daemon.leases.devices import Card, CardSnapshot
 from gpulease.daemon.leases.events import (
     AcquireRequested,
-    AcquireStep,
     ArmTimer,
     CapacityChanged,
     CardLooked,
-    Checked,
     ConnectionsChanged,
     Denied,
     DrainCancelled,

@@ -5,13 +5,12 @@ from typing import Final
 
 from gpulease.daemon.leases import denials
 from gpulease.daemon.leases import devices as placement
+from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
     AcquireRequested,
-    AcquireStep,
     ArmTimer,
-    Checked,
     Denied,
     DrainCancelled,
     DrainRequested,

@@ -19,6 +19,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from gpulease.daemon.contract.regions_page import RegionWord
+from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
 from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetHorizon
@@ -43,17 +44,6 @@ class TimerKind(Enum):
 
 
 # --- events ---
-
-
-class AcquireStep(Enum):
-    """Steps of an acquire that is claimed in the fleet between its checks and its place."""
-
-    BOTH = "both"
-    """Check and place at once: nothing is claimed."""
-    CHECK = "check"
-    """Count it against its tenant's rate, and check what is asked for; the reply is `Checked` or `Denied`."""
-    PLACE = "place"
-    """Check all but the rate again, and place it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -897,13 +887,6 @@ class SubmitReady:
     submit_id: int
     lease_id: int
     size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """Reply to an acquire's CHECK: it may be claimed. Nothing is kept for it."""
-
-    request: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,7 @@ class ChildProcess:
 
     @property
     def unsent(self) -> int:
-        """How many messages wait for the process to read."""
+        """Number of messages that wait for the process to read."""
         return 0 if self._outbox is None else len(self._outbox)
 
     def to_this_one(self) -> Callable[[dict[str, Any]], None]:
