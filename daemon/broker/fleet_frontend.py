@@ -272,10 +272,14 @@ class FleetFrontend:
                 del self._waiting_of[waiting.tenant]
         return waiting
 
-    def _answer(self, number: int, answer: Claimed | Counted | Failure, result: str) -> None:
-        if (waiting := self._take(number)) is not None:
-            waiting.results[result] += 1
-            waiting.on_answer(answer)
+    def _answer(self, number: int, answer: Claimed | Counted | Failure, result: str) -> bool:
+        """Answer who waits for a claim; returns whether anybody does."""
+        waiting = self._take(number)
+        if waiting is None:
+            return False
+        waiting.results[result] += 1
+        waiting.on_answer(answer)
+        return True
 
     # --- the process ---
 
@@ -386,13 +390,16 @@ class FleetFrontend:
                 self._stop(has_left=has_left)
             case {"op": "lost", "text": str(reason)}:
                 self._lose(reason)
-            case {"op": "claimed", "number": int(number), "epoch": int(epoch)}:
-                self._answer(number, Claimed(epoch), "given")
+            case {"op": "claimed", "number": int(number), "name": str(name), "epoch": int(epoch)}:
+                if not self._answer(number, Claimed(epoch), "given"):
+                    # It was dropped when the answer was on its way.
+                    self.release(name, epoch)
             case {"op": "refused", "number": int(number), "why": str(why), "text": str(text)}:
                 text = self._refusal_of(number, Why(why), text)
                 self._answer(number, _failure(Why(why), text, message["retry_after_ms"]), why)
-            case {"op": "counted", "number": int(number)}:
-                self._answer(number, Counted(), "given")
+            case {"op": "counted", "number": int(number), "tenant": str(tenant), "lease_id": str(lease_id)}:
+                if not self._answer(number, Counted(), "given"):
+                    self.give_back(tenant, int(lease_id, 16))
             case {"op": "not_counted", "number": int(number), "why": str(why), "text": str(text)}:
                 text = self._refusal_of(number, Why(why), text)
                 self._answer(number, _quota_failure(Why(why), text, message["retry_after_ms"]), why)

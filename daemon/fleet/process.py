@@ -122,9 +122,9 @@ class FleetProcess:
             MoveHorizon: self._move_horizon,
             Joined: self._join,
             EndClaimed: lambda effect: self._send({"op": "lost", "why": effect.reason.value, "text": effect.text}),
-            Claimed: lambda effect: self._send({"op": "claimed", "number": effect.request, "epoch": effect.epoch}),
+            Claimed: self._give,
             ClaimRefused: lambda effect: self._refuse("refused", effect),
-            QuotaGiven: lambda effect: self._send({"op": "counted", "number": effect.request}),
+            QuotaGiven: self._give_bytes,
             QuotaRefused: lambda effect: self._refuse("not_counted", effect),
             Stopped: lambda effect: self._send({"op": "stopped", "has_left": effect.has_left}),
             Noted: self._note,
@@ -164,6 +164,13 @@ class FleetProcess:
     def _move_horizon(self, effect: MoveHorizon) -> None:
         self._unset_horizons += 1
         self._send({"op": "horizon", "boot_ns": effect.horizon_ns, "incarnation": effect.incarnation})
+
+    def _give(self, effect: Claimed) -> None:
+        self._send({"op": "claimed", "number": effect.request, "name": effect.name, "epoch": effect.epoch})
+
+    def _give_bytes(self, effect: QuotaGiven) -> None:
+        message = {"op": "counted", "number": effect.request}
+        self._send(message | {"tenant": effect.tenant, "lease_id": effect.lease_id})
 
     def _refuse(self, op: str, effect: ClaimRefused | QuotaRefused) -> None:
         message = {"op": op, "number": effect.request, "why": effect.why.value, "text": effect.text}

@@ -327,6 +327,8 @@ class QuotaGiven:
     """The bytes are the lease's until QuotaEnded. The lease is a claimed one: it ends at the horizon."""
 
     request: int
+    tenant: str
+    lease_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,7 +313,7 @@ class QuotaShards:
         if self._membership.is_member(now_ns):
             del self._wants[want.wanted.request]
             self.live[want.wanted.lease_id] = want.wanted.tenant
-            self._membership.effects.append(QuotaGiven(want.wanted.request))
+            self._membership.effects.append(QuotaGiven(want.wanted.request, want.wanted.tenant, want.wanted.lease_id))
         else:
             want.refusal, want.next_ns = self._membership.trouble, now_ns + self._membership.retry_ns
 

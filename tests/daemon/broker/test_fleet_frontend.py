@@ -16,7 +16,7 @@ import pytest
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker import fleet_frontend
 from gpulease.daemon.broker.fleet_frontend import MAX_CLAIMS, MAX_CLAIMS_PER_TENANT, FleetFrontend
-from gpulease.daemon.broker.name_claims import ClaimAnswer, ClaimWant
+from gpulease.daemon.broker.name_claims import BytesWant, ClaimAnswer, ClaimWant
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.contract.control_page import boot_ns
@@ -171,3 +171,27 @@ def test_health_tells_what_etcd_says_until_it_takes_a_beat(note: str, text: str,
     assert re.search(told.removesuffix("$"), refusal.message)
     frontend._on_message({"op": "noted", "what": "beat", "text": "", "node": "", "name": ""}, [])
     assert text not in frontend.problem()
+
+
+def test_claims_whose_answers_cross_their_drop_are_given_back() -> None:
+    """Otherwise the process would keep a name that no lease has, for as long as it lives."""
+
+    async def story() -> None:
+        settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
+        frontend = Telling(
+            settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None
+        )
+        frontend.told = []
+        answers: list[object] = []
+        frontend.claim(ClaimWant("alpha", 5, "ann", 0), answers.append)()
+        frontend.count(BytesWant("ann", 6, 100, 0), answers.append)()
+        frontend.told.clear()
+        frontend._on_message({"op": "claimed", "number": 1, "name": "alpha", "epoch": 7}, [])
+        frontend._on_message({"op": "counted", "number": 2, "tenant": "ann", "lease_id": f"{6:032x}"}, [])
+        assert answers == []
+        assert frontend.told == [
+            {"op": "ended", "name": "alpha", "epoch": 7},
+            {"op": "give_back", "tenant": "ann", "lease_id": f"{6:032x}"},
+        ]
+
+    asyncio.run(story())
