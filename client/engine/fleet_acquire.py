@@ -223,13 +223,12 @@ class _Search:
 
     def _ask_surely(self, candidate: Candidate, wait_s: float) -> Procedure[Granted]:
         """Ask one node, and ask it again for a while if its answer is lost."""
-        wait_until = self._clock() + wait_s
+        wait_until, left_s = self._clock() + wait_s, wait_s
         again_until: float | None = None
         while True:
             channel: Channel | None = None
             try:
                 channel, hello = yield from self._dial(candidate)
-                left_s = max(0.0, wait_until - self._clock())
                 wanted = replace(self._wanted, wait_ms=int(left_s * 1000))
                 answer = yield from _answer(channel, wanted, GRANT_LIMIT_S + left_s, self._clock)
             except GpuLeaseError as error:
@@ -244,6 +243,7 @@ class _Search:
                 return Granted(channel, hello, answer)
             again_until = again_until or self._clock() + LOST_ANSWER_S
             yield Sleep(LOST_PAUSE_S)
+            left_s = max(0.0, wait_until - self._clock())
 
     def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:
         """Connect to a node, at the first of its addresses that answers."""
