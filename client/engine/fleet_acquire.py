@@ -2,8 +2,12 @@
 
 Theory of operation. A directory's answer may be seconds old, so a node that it named may refuse. Then the next is
 asked. All tries of one acquire have one request id. If a connection ends before the node's answer came, the lease may
-be there already. So the same node is asked again, by the same id, before another is. Afterwards the fleet plays no
-part: all requests about the lease go to its own node.
+be there already. So the same node is asked again, by the same id, before another is. A node looks for the id before it
+refuses anything. So its answer is final, also where it is no grant; a connection that is refused says nothing.
+Afterwards the fleet plays no part: all requests about the lease go to its own node.
+
+The request id is one call's. A program that dies in `acquire()` and calls it anew asks for another lease; the first
+one, if it was granted, ends with its time, or as an orphan. A name prevents two leases over all calls.
 """
 
 import random
@@ -14,7 +18,6 @@ from typing import Any, Final, NamedTuple
 
 from gpulease.client.engine.exchange import (
     CONNECT_LIMIT_S,
-    CONTROL_REPLY_LIMIT_S,
     Clock,
     TimeLimit,
     answer_to,
@@ -60,9 +63,10 @@ PLACEMENTS_PER_ROUND: Final = 3
 GRANT_LIMIT_S: Final = 90.0
 """Longest a grant may take, beside the wait for room: that of an acquire at one host."""
 
-LOST_ANSWER_S: Final = 3.0
-"""Time in which a node is asked again after an answer was lost. A broker that restarts is back by then; a host that is
-gone is not."""
+LOST_ANSWER_S: Final = 15.0
+"""Time in which a node is asked again after an answer was lost. A broker that restarts is back by then: on a host with
+few cores, all of them busy, that took 3 s. A host that is gone costs an acquire this long, if it went while it was
+asked."""
 
 LOST_PAUSE_S: Final = 0.1
 """Pause between two such tries."""
@@ -246,25 +250,27 @@ class _Search:
 
     def _ask_surely(self, candidate: Candidate, wait_s: float) -> Procedure[Granted]:
         """Ask one node, and ask it again for a while if its answer is lost."""
-        wanted = replace(self._wanted, wait_ms=int(wait_s * 1000))
+        wait_until, left_s = self._clock() + wait_s, wait_s
         again_until: float | None = None
         while True:
+            channel: Channel | None = None
             try:
                 channel, hello = yield from self._dial(candidate)
-            except Disconnected:
-                if again_until is None or self._clock() >= again_until:
+                wanted = replace(self._wanted, wait_ms=int(left_s * 1000))
+                answer = yield from _answer(channel, wanted, GRANT_LIMIT_S + left_s, self._clock)
+            except GpuLeaseError as error:
+                if again_until is None and not _is_lost(error, channel):
                     raise
+                if again_until is not None and self._clock() >= again_until:
+                    raise error from None
             else:
-                limit_s = GRANT_LIMIT_S + wait_s if again_until is None else CONTROL_REPLY_LIMIT_S
-                try:
-                    grant = yield from _granted(channel, wanted, limit_s, self._clock)
-                    return Granted(channel, hello, grant)
-                except Disconnected as error:
-                    # A daemon that says goodbye has granted nothing; else nobody knows.
-                    if channel.link.said_goodbye or (again_until is not None and self._clock() >= again_until):
-                        raise error from None
+                if isinstance(answer, Failure):
+                    channel.close()
+                    raise error_of(answer, doing_of(Opcode.LEASE_ALLOC))
+                return Granted(channel, hello, answer)
             again_until = again_until or self._clock() + LOST_ANSWER_S
             yield Sleep(LOST_PAUSE_S)
+            left_s = max(0.0, wait_until - self._clock())
 
     def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:
         """Connect to a node, at the first of its addresses that answers."""
@@ -301,15 +307,17 @@ class _Search:
         return error_of(Failure(status, message, hint), "acquire")
 
 
-def _granted(channel: Channel, wanted: LeaseAlloc, limit_s: float, clock: Clock) -> Procedure[LeaseGrant]:
+def _is_lost(error: GpuLeaseError, channel: Channel | None) -> bool:
+    """Return whether a first try was asked and its answer is lost. A node that says goodbye has granted nothing."""
+    return channel is not None and isinstance(error, Disconnected) and not channel.link.said_goodbye
+
+
+def _answer(channel: Channel, wanted: LeaseAlloc, limit_s: float, clock: Clock) -> Procedure[LeaseGrant | Failure]:
     doing = doing_of(Opcode.LEASE_ALLOC)
     with closing_on_failure(channel, doing):
         limit = TimeLimit(limit_s, doing, channel.address, clock)
-        answer = yield from answer_to(channel, Opcode.LEASE_ALLOC, wanted, limit)
-        if isinstance(answer, Failure):
-            raise error_of(answer, doing)
-        grant: LeaseGrant = answer
-    return grant
+        answer: LeaseGrant | Failure = yield from answer_to(channel, Opcode.LEASE_ALLOC, wanted, limit)
+    return answer
 
 
 def _short(error: GpuLeaseError) -> str:

@@ -5,10 +5,12 @@ lease table takes as an event. A fleet process that dies loses no claim: the nex
 """
 
 import asyncio
+import contextlib
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claimed, ClaimWant, Counted
@@ -45,6 +47,20 @@ ETCD_PART: Final = 15
 """A request to etcd may last this part of the horizon: several are tried before it comes."""
 
 
+STOP_S: Final = 5.0
+"""For the process to delete the claims of a node that stops: thousands, at a thousand a second. What is left is deleted
+by nodes that want the names, a horizon later."""
+
+MAX_CLAIMS: Final = 1_024
+"""Claims of names, and of quotas' bytes, that may wait at a node: as many of each as its process takes."""
+
+MAX_CLAIMS_PER_TENANT: Final = 64
+"""Stops one tenant from having the node ask etcd for its names alone: one that is taken is asked for each second."""
+
+MAX_UNSENT: Final = 4 * MAX_CLAIMS
+"""Messages that may wait for the process to read before claims are refused. Stops tenants that ask and leave again, at
+a process that hangs, from filling the broker's memory."""
+
 DROP_COUNT: Final = "drop_count"
 """Gives a claim of a quota's bytes up."""
 
@@ -53,12 +69,14 @@ class _Waiting(NamedTuple):
     """A claim that is not answered yet.
 
     Attributes:
+        tenant: Whose claim it is.
         drop_op: The message that gives it up.
         results: Counts what became of such claims.
         refusal: A clause that says what is not done while the process is not there.
     """
 
     on_answer: Callable[[Any], None]
+    tenant: str
     drop_op: str
     results: Counter[str]
     refusal: str
@@ -102,29 +120,44 @@ class FleetFrontend:
         self._is_lost = False
         self._has_begun = False
         self._refused = ""
+        self._unanswered = ""
         self._beats = self._fenced = 0
         self._placements: Counter[str] = Counter()
         self._quota_claims: Counter[str] = Counter()
         self._numbers = 0
         self._waiting: dict[int, _Waiting] = {}
+        self._waiting_of: Counter[str] = Counter()
         self._told: dict[str, Any] | None = None
         self._files = certificate_files(settings.ca, settings.key, settings.certificate)
         self._told_files: tuple[Stamp, ...] = ()
         self._process = ChildProcess(_fleet_kind(sandbox), self._begin, self._on_message, self._on_end, timeouts)
+        self._stopped = asyncio.Event()
         self._record_task = PeriodicTask(self._tell_record, RECORD_S)
         self._certificates_task = PeriodicTask(self._tell_certificates, CERTIFICATES_S)
 
     async def start(self) -> None:
         """Start the process. It joins the fleet once etcd answers. Raises CannotListen."""
+        if not self._reached_at():
+            log_event(LogEvent.FLEET_NO_ADDRESS)
         await self._process.start()
         self._record_task.start()
         if self._files:
             self._certificates_task.start()
 
     async def stop(self) -> None:
-        """End the process. Its node's leases stay claimed."""
+        """Let the process release the claims of leases that are over, and end it.
+
+        Leases that go on without the daemon stay claimed. With none left the node leaves the fleet.
+        """
         await self._record_task.stop()
         await self._certificates_task.stop()
+        for number in list(self._waiting):
+            self._drop(number)
+        # An etcd that has not answered for a horizon will not answer now.
+        if not self.is_isolated and self._tell({"op": "stop"}):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await self._stopped.wait()
         await self._process.stop()
 
     # --- what the broker asks ---
@@ -159,8 +192,8 @@ class FleetFrontend:
         if self._refused:
             return f"this node has not joined its fleet: {self._refused}"
         if not self._horizon_boot_ns:
-            return f"this node has not joined its fleet: etcd at {etcd} has not let it in yet"
-        return f"this node is cut off from its fleet: etcd at {etcd} has not answered in time"
+            return f"this node has not joined its fleet: etcd at {etcd} {self._unanswered or 'has not let it in yet'}"
+        return f"this node is cut off from its fleet: etcd at {etcd} {self._unanswered or 'has not answered in time'}"
 
     def _isolated(self, what: str) -> Failure:
         hint = "Try another node of the fleet, or again once this one's operator has mended that."
@@ -177,29 +210,48 @@ class FleetFrontend:
 
     def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
         """Claim a name; `on_answer` is called once, later. Returns a function that gives the claim up."""
-        waiting = _Waiting(on_answer, "drop", self._placements, f"the name {want.name!r} can't be claimed")
+        waiting = _Waiting(on_answer, want.tenant, "drop", self._placements, f"the name {want.name!r} can't be claimed")
         return self._ask(waiting, "claim", want, name=want.name)
 
     def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
         """Claim bytes of a tenant's quota, as `claim` does a name."""
         what = f"tenant {want.tenant!r} has a quota in the fleet, which can't be asked"
-        waiting = _Waiting(on_answer, DROP_COUNT, self._quota_claims, what)
+        waiting = _Waiting(on_answer, want.tenant, DROP_COUNT, self._quota_claims, what)
         return self._ask(waiting, "count", want, size_bytes=want.size_bytes)
 
     def _ask(self, waiting: _Waiting, op: str, want: ClaimWant | BytesWant, **more: str | int) -> Callable[[], None]:
+        if (excess := self._excess(want.tenant)) is not None:
+            waiting.results[Why.BUSY.value] += 1
+            return asyncio.get_running_loop().call_soon(waiting.on_answer, excess).cancel
         self._numbers += 1
         number = self._numbers
         self._waiting[number] = waiting
+        self._waiting_of[want.tenant] += 1
         message = {"op": op, "number": number, "lease_id": f"{want.lease_id:032x}", "tenant": want.tenant}
         if not self._tell(message | {"wait_ms": want.wait_ms} | more):
             failure = self._isolated(waiting.refusal)
             asyncio.get_running_loop().call_soon(self._answer, number, failure, Why.ISOLATED.value)
         return lambda: self._drop(number)
 
+    def _excess(self, tenant: str) -> Failure | None:
+        """Return why one claim more can't wait; None if it can."""
+        if self._waiting_of[tenant] >= MAX_CLAIMS_PER_TENANT:
+            text = (
+                f"{MAX_CLAIMS_PER_TENANT} claims of tenant {tenant!r} wait at this node, as many as one tenant may have"
+            )
+            return Failure(Status.BUSY, text, hint="Wait for one of them to be answered.")
+        if len(self._waiting) >= MAX_CLAIMS or self._process.unsent >= MAX_UNSENT:
+            return _failure(Why.BUSY, "too many claims wait at this node")
+        return None
+
     def release(self, name: str, epoch: int) -> None:
         """Tell that the lease with that claim is gone, its memory proved free."""
         # A process that is not there, or does not read, is told all claims when it starts.
         self._tell({"op": "ended", "name": name, "epoch": epoch})
+        self._tell_all_ended()
+
+    def keep(self) -> None:
+        """Implement `Claims.keep`: it may have been the last that a node waited for which the fleet gave up."""
         self._tell_all_ended()
 
     def give_back(self, tenant: str, lease_id: int) -> None:
@@ -209,13 +261,25 @@ class FleetFrontend:
         self._tell_all_ended()
 
     def _drop(self, number: int) -> None:
-        if (waiting := self._waiting.pop(number, None)) is not None:
+        if (waiting := self._take(number)) is not None:
             self._tell({"op": waiting.drop_op, "number": number})
 
-    def _answer(self, number: int, answer: Claimed | Counted | Failure, result: str) -> None:
-        if (waiting := self._waiting.pop(number, None)) is not None:
-            waiting.results[result] += 1
-            waiting.on_answer(answer)
+    def _take(self, number: int) -> _Waiting | None:
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None:
+            self._waiting_of[waiting.tenant] -= 1
+            if not self._waiting_of[waiting.tenant]:
+                del self._waiting_of[waiting.tenant]
+        return waiting
+
+    def _answer(self, number: int, answer: Claimed | Counted | Failure, result: str) -> bool:
+        """Answer who waits for a claim; returns whether anybody does."""
+        waiting = self._take(number)
+        if waiting is None:
+            return False
+        waiting.results[result] += 1
+        waiting.on_answer(answer)
+        return True
 
     # --- the process ---
 
@@ -251,16 +315,17 @@ class FleetFrontend:
             self._answer(number, failure, Why.UNKNOWN.value)
 
     def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
-        """Send a message; returns whether the process will read it."""
+        """Send a message; returns whether there is a process to read it.
+
+        A process that does not keep up is no reason to end it: the leases of all named ones would end with it.
+        """
         if not self._has_begun:
             # Its first message is its settings. What is live, it is told after them.
             return False
         try:
-            self._process.send(message, tuple(fds))
-        except BlockingIOError:
-            self._process.give_up("it has not read for as long as takes to fill its channel")
-            return False
-        except ChannelClosed:
+            self._process.send_in_turn(message, tuple(fds))
+        except (ChannelClosed, OSError):
+            # It is gone, or no descriptor is left for those of a message that has to wait.
             return False
         return True
 
@@ -293,6 +358,9 @@ class FleetFrontend:
         finally:
             close_all(fds)
 
+    def _reached_at(self) -> list[str]:
+        return list(self._settings.addresses or self._addresses())
+
     def _record(self) -> dict[str, Any]:
         cards = [
             [
@@ -305,8 +373,12 @@ class FleetFrontend:
             ]
             for card in self._table.cards()
         ]
-        addresses = list(self._settings.addresses or self._addresses())
-        record = {"op": "record", "addresses": addresses, "labels": dict(self._settings.labels), "cards": cards}
+        record = {
+            "op": "record",
+            "addresses": self._reached_at(),
+            "labels": dict(self._settings.labels),
+            "cards": cards,
+        }
         return record | {"is_draining": self._table.drain_ns is not None, "version": VERSION}
 
     # --- messages of the process ---
@@ -319,25 +391,42 @@ class FleetFrontend:
                 self._join(KeptMembership(incarnation, **identity))
             case {"op": "remembered", "identity": dict(identity)}:
                 self._remember(KeptMembership(self._membership.incarnation, **identity))
+            case {"op": "stopped", "has_left": bool(has_left)}:
+                self._stop(has_left=has_left)
             case {"op": "lost", "text": str(reason)}:
                 self._lose(reason)
-            case {"op": "claimed", "number": int(number), "epoch": int(epoch)}:
-                self._answer(number, Claimed(epoch), "given")
+            case {"op": "claimed", "number": int(number), "name": str(name), "epoch": int(epoch)}:
+                if not self._answer(number, Claimed(epoch), "given"):
+                    # It was dropped when the answer was on its way.
+                    self.release(name, epoch)
             case {"op": "refused", "number": int(number), "why": str(why), "text": str(text)}:
+                text = self._refusal_of(number, Why(why), text)
                 self._answer(number, _failure(Why(why), text, message["retry_after_ms"]), why)
-            case {"op": "counted", "number": int(number)}:
-                self._answer(number, Counted(), "given")
+            case {"op": "counted", "number": int(number), "tenant": str(tenant), "lease_id": str(lease_id)}:
+                if not self._answer(number, Counted(), "given"):
+                    self.give_back(tenant, int(lease_id, 16))
             case {"op": "not_counted", "number": int(number), "why": str(why), "text": str(text)}:
+                text = self._refusal_of(number, Why(why), text)
                 self._answer(number, _quota_failure(Why(why), text, message["retry_after_ms"]), why)
             case {"op": "noted", "what": str(what), "text": str(text), "node": str(node), "name": str(name)}:
                 self._note(what, text, node, name)
 
+    def _refusal_of(self, number: int, why: Why, text: str) -> str:
+        """Return what a tenant is told: of a node that is cut off more than the rules know."""
+        waiting = self._waiting.get(number)
+        if waiting is None or why is not Why.ISOLATED or not self.is_isolated:
+            return text
+        return f"{waiting.refusal}: {self._trouble()}"
+
     def _note(self, what: str, text: str, node: str, name: str) -> None:
         if what == Note.BEAT.value:
             self._beats += 1
+            self._unanswered = ""
         elif what not in _TOLD_OTHERWISE:
             if what == Note.REFUSED.value:
                 self._refused = text
+            elif what in _UNANSWERED:
+                self._unanswered = f"{_UNANSWERED[what]}: {text}{_advice(text)}"
             log_event(LogEvent.FLEET_NOTED, what=what, reason=text, node=node or None, lease_name=name or None)
 
     def _join(self, membership: KeptMembership) -> None:
@@ -348,6 +437,13 @@ class FleetFrontend:
     def _remember(self, membership: KeptMembership) -> None:
         self._membership = membership
         self._journal.remember_membership(membership)
+
+    def _stop(self, *, has_left: bool) -> None:
+        if has_left:
+            # The next process joins at once: it need not find out that it is no member any more.
+            self._membership = replace(self._membership, incarnation=0)
+            self._journal.remember_membership(self._membership)
+        self._stopped.set()
 
     def _move_horizon(self, horizon_boot_ns: int) -> None:
         self._horizon_boot_ns = horizon_boot_ns
@@ -372,6 +468,25 @@ class FleetFrontend:
 
 _TOLD_OTHERWISE: Final = frozenset({Note.JOINED.value, Note.FENCED.value})
 """Notes that have a log event of their own."""
+
+_UNANSWERED: Final = {
+    Note.REJECTED.value: "refuses this node's record",
+    Note.BEAT_UNKNOWN.value: "has not answered in time",
+}
+"""What etcd did, in a clause, that it does not have the node's record."""
+
+_ADVICE: Final = {
+    "permission denied": "give the user of this node's certificate the right to read and write /gpulease/v1/",
+    "certificate": "look at ca, certificate and key of [fleet], and at when they end",
+    "handshake": "look at ca, certificate and key of [fleet], and at when they end",
+}
+"""What an operator does about words of etcd's, or of the way to it. Of a lack of space the text itself tells."""
+
+
+def _advice(text: str) -> str:
+    advice = next((do for words, do in _ADVICE.items() if words in text.lower()), "")
+    return f": {advice}" if advice else ""
+
 
 _HINTS: Final = {
     Why.TAKEN: "Wait until its lease has ended, or use another name.",

@@ -93,6 +93,9 @@ class Claims(Protocol):
     def release(self, name: str, epoch: int) -> None:
         """End a claim: nothing of its lease is left. A claim that is not there, or is a later one, stays untouched."""
 
+    def keep(self) -> None:
+        """Take in that a claimed lease has ended, FENCED: its claims stay until an operator clears the fence."""
+
     def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
         """Ask for bytes of a quota, as `claim` asks for a name; returns what that returns."""
 
@@ -130,6 +133,9 @@ class NoFleet:
 
     def release(self, name: str, epoch: int) -> None:
         """Implement `Claims.release`: there are none."""
+
+    def keep(self) -> None:
+        """Implement `Claims.keep`: there are none."""
 
     def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
         """Implement `Claims.count`. The settings give nobody such a quota; if they did, it would be used up."""

@@ -217,9 +217,9 @@ class Runtime:
         """Return a number for a request to the lease table. `on_outcome` gets the request's outcome, exactly once."""
         return self._pending.add(on_outcome)
 
-    def answer_again(self, lease: LeaseSnapshot, on_outcome: OnOutcome) -> None:
-        """Give an active lease's grant to another request of its tenant, once the grant is durable."""
-        self._pending.resolve(Granted(self.expect(on_outcome), lease))
+    def is_awaited(self, request: int) -> bool:
+        """Return whether the lease table has not decided a request yet; its outcome may still have to be durable."""
+        return request in self._pending
 
     def forget(self, request: int) -> None:
         """Drop a request whose client has left. Its outcome goes nowhere."""
@@ -405,6 +405,8 @@ class Runtime:
         self.connections.forget(lease.lease_id)
         if lease.state is not LeaseState.FENCED:
             release_all(self.claims, lease.tenant, lease.lease_id, lease)
+        elif lease.name or lease.fleet_bytes:
+            self.claims.keep()
 
     def _end_submit(self, effect: SubmitEnded) -> None:
         owner = self.table.get(effect.lease_id)
@@ -468,6 +470,9 @@ class PendingRequests:
         self._last_number += 1
         self._waiting[self._last_number] = on_outcome
         return self._last_number
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._waiting
 
     def remove(self, number: int) -> None:
         """Drop a request."""

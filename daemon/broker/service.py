@@ -54,7 +54,7 @@ from gpulease.daemon.workers.context_probe import measure_overhead
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.zygote_client import ZygoteBroken
 from gpulease.daemon.workers.zygote_discovery import CannotAdopt, FoundZygote, find_zygotes
-from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddress
+from gpulease.protocol.address import Address, TlsAddress, UnixAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import HelloOption, Status
 from gpulease.protocol.primitives import Tlv
@@ -234,9 +234,11 @@ class Service:
         return await self._tls.listen(address, given)
 
     def _fleet_addresses(self) -> list[str]:
-        """Return where tenants of other hosts reach the node; the host's name stands for all of its addresses."""
-        remote = [address for address in self.addresses if not isinstance(address, UnixAddress)]
-        return [str(_named(address)) for address in remote] or [str(address) for address in self.addresses]
+        """Return where tenants of other hosts reach the node; the host's name stands for all of its addresses.
+
+        A Unix socket's path, or loopback, would lead a tenant elsewhere to a daemon of its own host.
+        """
+        return [str(_named(address)) for address in self.addresses if isinstance(address, TlsAddress)]
 
     # --- connections ---
 
@@ -490,7 +492,7 @@ def _check_worker_user(config: Config) -> None:
         raise ConfigError(f"setting {error}") from None
 
 
-def _named(address: TcpAddress | TlsAddress) -> TcpAddress | TlsAddress:
+def _named(address: TlsAddress) -> TlsAddress:
     return replace(address, host=os.uname().nodename) if address.host in _EVERY_HOST else address
 
 

@@ -37,7 +37,7 @@ class FleetSettings:
         certificate: A PEM file of this node's certificate for etcd, whose common name is etcd's user.
         key: The file of that certificate's key.
         node: The node's id; "" for the host's name.
-        addresses: Where tenants reach the node; () for the TLS and TCP addresses that it listens on.
+        addresses: Where tenants reach the node; () for the TLS addresses that it listens on.
         labels: What the operator says of the node.
         horizon_s: Seconds without a beat after which the node's claimed leases have ended.
         isolated: What becomes of requests for leases without a name while the node is cut off.

@@ -6,8 +6,9 @@ broker    start, once: the settings
           record: how the node's record is to read
           claim, drop, ended: a claim is wanted, is wanted no more, or its lease is gone
           count, drop_count, give_back: likewise for bytes of a quota
+          stop: the daemon stops
           horizon_set: the broker has written the last horizon to the control pages
-process   ready, once; horizon, lost, claimed, refused, counted, not_counted, noted
+process   ready, once; horizon, lost, claimed, refused, counted, not_counted, noted; stopped, the answer to stop
 """
 
 from collections.abc import Iterable, Iterator, Mapping

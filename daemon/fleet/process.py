@@ -39,6 +39,8 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     RecordChanged,
     Remembered,
     Started,
+    Stopped,
+    Stopping,
     TimerFired,
 )
 from gpulease.daemon.fleet.rules.member import Member
@@ -48,6 +50,9 @@ from gpulease.daemon.log.writer import log_event
 
 NS_PER_S: Final = 1_000_000_000
 NS_PER_MS: Final = 1_000_000
+
+MESSAGES_PER_TURN: Final = 64
+"""Messages of the broker's that are taken in one turn of the loop: a turn for each was slower than tenants ask."""
 
 MAX_SLEEP_S: Final = 1.0
 """Longest sleep of the loop's timer, whose clock stands still while the host is suspended; the rules' clock goes on."""
@@ -119,10 +124,11 @@ class FleetProcess:
             Joined: self._join,
             Remembered: lambda effect: self._send({"op": "remembered", "identity": asdict(effect.identity)}),
             EndClaimed: lambda effect: self._send({"op": "lost", "why": effect.reason.value, "text": effect.text}),
-            Claimed: lambda effect: self._send({"op": "claimed", "number": effect.request, "epoch": effect.epoch}),
+            Claimed: self._give,
             ClaimRefused: lambda effect: self._refuse("refused", effect),
-            QuotaGiven: lambda effect: self._send({"op": "counted", "number": effect.request}),
+            QuotaGiven: self._give_bytes,
             QuotaRefused: lambda effect: self._refuse("not_counted", effect),
+            Stopped: lambda effect: self._send({"op": "stopped", "has_left": effect.has_left}),
             Noted: self._note,
         }
 
@@ -161,6 +167,13 @@ class FleetProcess:
         self._unset_horizons += 1
         self._send({"op": "horizon", "boot_ns": effect.horizon_ns, "incarnation": effect.incarnation})
 
+    def _give(self, effect: Claimed) -> None:
+        self._send({"op": "claimed", "number": effect.request, "name": effect.name, "epoch": effect.epoch})
+
+    def _give_bytes(self, effect: QuotaGiven) -> None:
+        message = {"op": "counted", "number": effect.request}
+        self._send(message | {"tenant": effect.tenant, "lease_id": effect.lease_id})
+
     def _refuse(self, op: str, effect: ClaimRefused | QuotaRefused) -> None:
         message = {"op": op, "number": effect.request, "why": effect.why.value, "text": effect.text}
         self._send(message | {"retry_after_ms": effect.retry_after_ms})
@@ -192,13 +205,18 @@ class FleetProcess:
             asyncio.get_running_loop().remove_writer(self._channel)
 
     def _read(self) -> None:
-        try:
-            message, fds = receive_message(self._channel)
-        except BlockingIOError:
-            return
-        except ChannelClosed:
-            self._ended.set()
-            return
+        """Read what is there, so far that beats and etcd's answers still have their turn."""
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                message, fds = receive_message(self._channel)
+            except BlockingIOError:
+                return
+            except ChannelClosed:
+                self._ended.set()
+                return
+            self._take_in(message, fds)
+
+    def _take_in(self, message: dict[str, Any], fds: list[int]) -> None:
         try:
             self._take(message, fds)
         except (KeyError, TypeError, ValueError) as error:
@@ -235,6 +253,8 @@ class FleetProcess:
                 self._post(QuotaDropped(number))
             case {"op": "give_back", "tenant": str(tenant), "lease_id": str(lease_id)}:
                 self._post(QuotaEnded(tenant, lease_id))
+            case {"op": "stop"}:
+                self._post(Stopping())
             case {"op": "certificates"}:
                 self._on_files(message["files"], fds)
             case {"op": "record"}:

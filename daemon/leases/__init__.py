@@ -4,6 +4,7 @@
 draws no random numbers. An effect that takes time is answered by a later event.
 """
 
+from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
 from gpulease.daemon.leases.denials import Denial, DenialReason
 from gpulease.daemon.leases.devices import Card, CardSnapshot, PlacementOrder
 from gpulease.daemon.leases.events import (
@@ -126,12 +127,14 @@ __all__ = [
     "REGION_TRANSITIONS",
     "TRANSITIONS",
     "AcquireRequested",
+    "AcquireStep",
     "ArmTimer",
     "CapacityChanged",
     "Card",
     "CardLooked",
     "CardSnapshot",
     "Cause",
+    "Checked",
     "ClaimsLost",
     "ConnectionsChanged",
     "CoreLimits",

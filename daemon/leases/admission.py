@@ -5,6 +5,7 @@ from typing import Final
 
 from gpulease.daemon.leases import denials
 from gpulease.daemon.leases import devices as placement
+from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
@@ -47,9 +48,8 @@ class Admission:
         self._pool.drop_renamed(now_ns, out)
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
-        """Place the request, queue it, or refuse it."""
-        denial = self._store.rates.denial(event.tenant, self._store.limits.tenants.of(event.tenant), now_ns)
-        denial = denial or self._store.drain_denial(now_ns)
+        """Check the request; then place it, queue it, or refuse it."""
+        denial = self._check_rate(event, now_ns) or self._store.drain_denial(now_ns)
         denial = denial or self._check_request(event) or self._check_claim(event, now_ns) or self._check_counts(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
@@ -62,6 +62,9 @@ class Admission:
         denial = denial or self._check_cards(event, usable or selected, suitable, candidates)
         if denial is not None:
             out.append(Denied(event.request, denial))
+            return
+        if event.step is AcquireStep.CHECK:
+            out.append(Checked(event.request))
             return
         if self._store.queue.end_holds(now_ns):
             # The timer is late, but waiters still come before a newcomer.
@@ -154,6 +157,11 @@ class Admission:
         if hold_end_ns is not None and (armed_ns is None or hold_end_ns < armed_ns):
             out.append(ArmTimer(HoldTimerFired(), hold_end_ns))
 
+    def _check_rate(self, event: AcquireRequested, now_ns: int) -> Denial | None:
+        if event.step is AcquireStep.PLACE:
+            return None
+        return self._store.rates.denial(event.tenant, self._store.limits.tenants.of(event.tenant), now_ns)
+
     def _check_request(self, event: AcquireRequested) -> Denial | None:
         if self._store.is_shutting_down:
             return denials.shutting_down()
@@ -184,6 +192,8 @@ class Admission:
     def _check_claim(self, event: AcquireRequested, now_ns: int) -> Denial | None:
         """Return the denial for a claim that can't be served; None if it can, or without a claim."""
         name, epoch = event.terms.name, event.terms.epoch
+        if event.step is AcquireStep.CHECK:
+            return None
         if event.terms.is_claimed and self._store.is_isolated(now_ns):
             return denials.isolated(denials.NO_HORIZON)
         if not name:

@@ -18,6 +18,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from gpulease.daemon.contract.regions_page import RegionWord
+from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
 from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetHorizon
@@ -54,6 +55,7 @@ class AcquireRequested:
         terms: Terms asked for; `orphan_ms` may be None, for the node's default.
         selector: Uuid of a card (with or without "GPU-") or its index in decimals; None for any card.
         wait_ms: Longest wait in the queue if there is no room; 0: no wait.
+        step: Part of the acquire that is done now.
     """
 
     request: int
@@ -62,6 +64,7 @@ class AcquireRequested:
     terms: LeaseTerms
     selector: str | None = None
     wait_ms: int = 0
+    step: AcquireStep = AcquireStep.BOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -941,6 +944,7 @@ Outcome = (
     | FenceCleared
     | DrainSet
     | SubmitReady
+    | Checked
     | Denied
 )
 """Replies to requests."""
@@ -971,6 +975,7 @@ Effect = (
     | RevokeDone
     | FenceCleared
     | DrainSet
+    | Checked
     | Denied
     | OpenRegion
     | SetRegion

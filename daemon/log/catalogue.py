@@ -254,6 +254,11 @@ class LogEvent(Enum):
     FLEET_NOTED = Kind(
         "fleet.noted", INFO, "the node's membership of its fleet", ("what", "reason", "node", "lease_name")
     )
+    FLEET_NO_ADDRESS = Kind(
+        "fleet.no_address",
+        WARNING,
+        "no directory names this node to tenants: let it listen on a tls: address, or set addresses of [fleet]",
+    )
     TLS_NOT_USED = Kind("tls.not_used", WARNING, "the [tls] table is not used: no address of listen begins with tls:")
     DRAIN_GOES_ON = Kind(
         "drain.goes_on",

@@ -15,8 +15,10 @@ from typing import Any, Final, NamedTuple
 from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.leases import (
     AcquireRequested,
+    AcquireStep,
     CapacityChanged,
     Cause,
+    Checked,
     Denied,
     DrainCancelled,
     DrainRequested,
@@ -252,6 +254,7 @@ class LeaseHistory:
             RevokeDone: self._answer_of(FactKind.REVOKED),
             FenceCleared: self._answer_of(FactKind.FENCES_CLEARED),
             DrainSet: self._answer_of(FactKind.DRAIN_SET),
+            Checked: self._checked,
             Denied: self._denied,
             RefuseWork: self._refused_work,
             SetRegion: self._set_region,
@@ -317,8 +320,11 @@ class LeaseHistory:
 
     # --- events ---
 
-    def _requested(self, event: AcquireRequested, now_ns: int) -> Fact:
+    def _requested(self, event: AcquireRequested, now_ns: int) -> Fact | None:
         self._times[event.lease_id] = times = Times(now_ns)
+        if event.step is AcquireStep.PLACE:
+            # Its check was the request.
+            return None
         return Fact(FactKind.REQUESTED, now_ns, event, event.lease_id, None, None, times)
 
     def _worker_ready(self, event: WorkerReady, now_ns: int) -> Fact | None:
@@ -388,6 +394,10 @@ class LeaseHistory:
         self._forget_request(asked)
         lease_id = getattr(asked.request, "lease_id", 0)
         return Fact(FactKind.DENIED, now_ns, effect, lease_id, asked=asked)
+
+    def _checked(self, effect: Checked, now_ns: int) -> None:
+        """Forget it until it is claimed, and to be placed."""
+        self._forget_request(self._take_request(effect.request, now_ns))
 
     def _submit_ready(self, effect: SubmitReady, now_ns: int) -> Fact:
         asked, lease = self._take_request(effect.request, now_ns), self._lookup(effect.lease_id)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from gpulease.daemon.contract.messages import Ping, Pong
-from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import exit_text
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
@@ -124,6 +124,7 @@ class ChildProcess:
         self._on_end = on_end
         self._timeouts = timeouts or ordinary_timeouts()
         self._channel: socket.socket | None = None
+        self._outbox: Outbox | None = None
         self._child: _Child | None = None
         self._awaited: asyncio.Future[None] | None = None
         self._awaited_op = ""
@@ -200,6 +201,22 @@ class ChildProcess:
             raise ChannelClosed(f"{self._kind.name} is not running")
         send_message(self._channel, message, fds)
 
+    def send_in_turn(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        """Send a message, now or once the process has read those before it. Raises ChannelClosed.
+
+        The caller bounds what waits, by `unsent`; the heartbeat ends a process that reads nothing.
+        """
+        if self._channel is None or self._outbox is None:
+            raise ChannelClosed(f"{self._kind.name} is not running")
+        self._outbox.send(message, fds)
+        if len(self._outbox):
+            asyncio.get_running_loop().add_writer(self._channel, self._flush)
+
+    @property
+    def unsent(self) -> int:
+        """Number of messages that wait for the process to read."""
+        return 0 if self._outbox is None else len(self._outbox)
+
     def to_this_one(self) -> Callable[[dict[str, Any]], None]:
         """Return a function that sends to the present process; messages are lost once it is gone or does not read."""
         channel = self._channel
@@ -232,7 +249,7 @@ class ChildProcess:
             )
             self._child = _Child(process)
             undo.pop_all()
-        self._channel = ours
+        self._channel, self._outbox = ours, Outbox(ours)
         asyncio.get_running_loop().add_reader(ours, self._read)
 
     def _lose(self, event: LogEvent, reason: str) -> None:
@@ -248,8 +265,12 @@ class ChildProcess:
         self._heartbeat.end()
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel)
+            asyncio.get_running_loop().remove_writer(self._channel)
             self._channel.close()
             self._channel = None
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
 
     async def _end(self) -> None:
         self._close_channel()
@@ -279,6 +300,17 @@ class ChildProcess:
             return
 
     # --- messages ---
+
+    def _flush(self) -> None:
+        if self._channel is None or self._outbox is None:
+            return
+        try:
+            self._outbox.flush()
+        except ChannelClosed:
+            # The process is gone, as the reader will find.
+            self._outbox.close()
+        if not len(self._outbox):
+            asyncio.get_running_loop().remove_writer(self._channel)
 
     def _read(self) -> None:
         """Read one message in a turn of the loop: whoever took the process over could send for ever."""

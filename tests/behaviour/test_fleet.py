@@ -1,6 +1,7 @@
 """A fleet of real daemons on a real etcd: a name is served once, whatever is killed, stopped or cut off."""
 
 import os
+import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,12 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import GpuLeaseError, GpuSession, Revoked
+from gpulease.client.sync.driver import ask
+from gpulease.daemon.fleet.fleet_records import read_node
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import LeaseAlloc
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, REQUEST_ID_TAG
+from gpulease.protocol.primitives import LeaseParameter
 from helpers.fleet_rig import HORIZON_S, FleetNode, Worker, claims, fleet
 from helpers.waiting import wait_until
 
@@ -145,6 +152,76 @@ def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
         work.stop()
         lease.free()
         wait_until(lambda: not claims(cluster), "the claim ends with the lease")
+
+
+def test_a_node_that_is_stopped_gives_its_names_to_the_others_at_once(tmp_path: Path) -> None:
+    with fleet(tmp_path) as (cluster, (first, second)):
+        names = [f"model-{number}" for number in range(12)]
+        leases = [first.builder(name).acquire() for name in names]
+        # An operator at the terminal: sessions end.
+        first.now.process.send_signal(signal.SIGINT)
+        assert first.now.wait_for_exit() == 0
+        assert claims(cluster) == {}
+        nodes = cluster.control("get", "--prefix", "--keys-only", "/gpulease/v1/nodes/")
+        assert nodes.split() == ["/gpulease/v1/nodes/node-1"]
+        for name in names:
+            second.builder(name).acquire().free()
+        first.start()
+        first.wait_until_joined()
+        assert "fleet.fenced" not in first.logs()
+        with first.builder(names[0]).acquire():
+            pass
+        del leases
+
+
+def test_leases_that_go_on_without_their_daemon_stay_claimed(tmp_path: Path) -> None:
+    """The horizon is far: a busy host takes seconds to start a daemon."""
+    with fleet(tmp_path, nodes=1, horizon_s=120) as (cluster, (node,)):
+        node.config = f'on_stop = "keep"\n{node.config}'
+        node.restart()
+        node.wait_until_joined()
+        lease = node.builder(NAME).acquire()
+        node.builder("model-b").acquire().free()
+        node.now.process.send_signal(signal.SIGTERM)
+        assert node.now.wait_for_exit() == 0
+        assert list(claims(cluster)) == [NAME]
+        assert "node-0" in cluster.control("get", "--prefix", "--keys-only", "/gpulease/v1/nodes/")
+        node.start()
+        node.wait_until_joined()
+        assert node.now.query(lease.lease_id)["epoch"] == lease.epoch
+        lease.free()
+
+
+def test_a_node_that_is_cut_off_knows_its_request_ids(tmp_path: Path) -> None:
+    """Also when it was just started, and has not joined: whoever takes its refusal as final places a second lease."""
+    with fleet(tmp_path, nodes=1) as (cluster, (node,)):
+        request_id = LeaseParameter(REQUEST_ID_TAG, secrets.token_bytes(16))
+        wanted = LeaseAlloc(GPU_RESOURCE_TYPE, 1 << 20, 600_000, 0, None, (request_id,))
+        first = ask(Opcode.LEASE_ALLOC, wanted, node.address)
+        cluster.pause(cluster.members[0])
+        node.restart()
+        assert "has not joined" in node.fleet_check()["detail"]
+        with pytest.raises(GpuLeaseError, match="has not joined"):
+            node.builder().acquire()
+        assert ask(Opcode.LEASE_ALLOC, wanted, node.address).lease_id == first.lease_id
+        cluster.resume(cluster.members[0])
+        node.wait_until_joined()
+        assert ask(Opcode.LEASE_ALLOC, wanted, node.address).lease_id == first.lease_id
+        assert len(node.now.leases()) == 1
+        node.now.revoke(first.lease_id)
+
+
+def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(tmp_path: Path) -> None:
+    with fleet(tmp_path, nodes=1) as (cluster, _):
+        node = FleetNode(cluster, "alone", addresses=[])
+        node.start().allowed_trouble.append("no directory names this node")
+        try:
+            node.wait_until_joined()
+            assert "no directory names this node to tenants: let it listen on a tls: address" in node.logs()
+            record = read_node(cluster.control("get", "/gpulease/v1/nodes/alone", "--print-value-only").encode())
+            assert record.addresses == ()
+        finally:
+            node.stop()
 
 
 def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ def test_without_space_in_etcd_names_end_and_the_rest_goes_on(tmp_path: Path) ->
             # No beat is written: within the horizon the name's lease ends.
             named.wait_for_end()
             node.wait_until_isolated()
-            with pytest.raises(GpuLeaseError):
+            told = "refuses this node's record: etcd has no space left: compact and defragment it"
+            assert told in node.fleet_check()["detail"]
+            with pytest.raises(GpuLeaseError, match="no space left"):
                 node.builder(NAME).acquire()
             lease.renew(700)
             assert session.mem_read(buffer, 0, 16) == bytes(range(16))

@@ -42,12 +42,12 @@ class FleetNode(LastingDaemon):
         state: Path | None = None,
         **settings: Any,
     ) -> None:
-        table = {"etcd": "etcd://" + ",".join(cluster.endpoints), "node": node_id, "horizon_s": HORIZON_S, **settings}
+        super().__init__(within=within, log_format=log_format, driver=driver, state=state)
+        table = {"etcd": "etcd://" + ",".join(cluster.endpoints), "node": node_id, "horizon_s": HORIZON_S}
+        # Its tenants are on this host.
+        table |= {"addresses": [self.address], **settings}
         lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
-        config = f"[fleet]\n{lines}\n{tenants}"
-        super().__init__(config=config, within=within, log_format=log_format, driver=driver, state=state)
-        # Tenants on this host reach it by its socket, whose folder was just made.
-        self.config = self.config.replace("[fleet]\n", f'[fleet]\naddresses = ["{self.address}"]\n')
+        self.config += f"[fleet]\n{lines}\n{tenants}"
         self.node_id = node_id
 
     def builder(self, name: str = "") -> GpuBuilder:

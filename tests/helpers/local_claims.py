@@ -47,6 +47,9 @@ class LocalClaims:
         with (self._folder / "released").open("a") as released:
             released.write(f"{name} {epoch}\n")
 
+    def keep(self) -> None:
+        """A fenced lease keeps its claim."""
+
     def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
         """Give what is asked for."""
         return asyncio.get_running_loop().call_soon(on_answer, Counted()).cancel

@@ -1,7 +1,8 @@
-"""An acquire from its request to its answer: its claims in the fleet, if it needs any, then the lease table.
+"""An acquire from its request to its answer: its checks, its claims in the fleet, if it needs any, then its place.
 
 Whoever asks again with the request id of an acquire that is still open takes it over: the later connection gets the
-answer, and nothing is asked for twice.
+answer, and nothing is asked for twice. An acquire is open until its grant is durable, though its client has left by
+then. A lease whose grant was answered, by this daemon or an earlier one, is told again as it is.
 """
 
 import time
@@ -13,7 +14,15 @@ from typing import Final
 from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, ClaimWant, release_all
 from gpulease.daemon.broker.refusal import failure_of
 from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.leases import AcquireRequested, Denied, Granted, Outcome, RequesterGone
+from gpulease.daemon.leases import (
+    AcquireRequested,
+    AcquireStep,
+    Checked,
+    Denied,
+    Granted,
+    Outcome,
+    RequesterGone,
+)
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
@@ -34,7 +43,6 @@ class Acquire:
 
     Args:
         event: The acquire without its number, and without claims.
-        answer: Gets the grant, or why there is none, exactly once, unless the acquire is given up.
         open_acquires: The node's open acquires by tenant and request id, which this one enters and leaves.
     """
 
@@ -42,12 +50,11 @@ class Acquire:
         self,
         runtime: Runtime,
         event: AcquireRequested,
-        answer: Answer,
         open_acquires: "MutableMapping[tuple[str, str], Acquire]",
     ) -> None:
         self._runtime = runtime
         self._event = event
-        self._answer = answer
+        self._answer: Answer = lambda _: None
         self._open_acquires = open_acquires
         self._began_ns = time.monotonic_ns()
         self._number = 0
@@ -55,16 +62,20 @@ class Acquire:
         self._answers = 0
         self._cancel: Callable[[], None] | None = None
 
-    def begin(self) -> None:
-        """Ask for the name's claim if the lease is to have one, for bytes if its tenant has a quota, then for it."""
+    def begin(self, answer: Answer) -> None:
+        """Have it checked; then ask for the name's claim, for bytes of its tenant's quota, and for the lease.
+
+        `answer` gets the grant, or why there is none, exactly once, unless the acquire is given up.
+        """
+        self._answer = answer
         event, terms = self._event, self._event.terms
         if terms.request_id:
             self._open_acquires[event.tenant, terms.request_id] = self
-        if not terms.name:
-            self._count()
-            return
-        want = ClaimWant(terms.name, event.lease_id, event.tenant, event.wait_ms)
-        self._wait(lambda: self._runtime.claims.claim(want, self._on_claim))
+        if terms.name or self._runtime.table.counts_in_fleet(event.tenant):
+            # Before the store hears of it: a claim costs all nodes of the fleet a write.
+            self._post(event, AcquireStep.CHECK)
+        else:
+            self._post(event, AcquireStep.BOTH)
 
     def pass_to(self, answer: Answer) -> None:
         """Answer another request instead, and tell the earlier one so."""
@@ -72,8 +83,11 @@ class Acquire:
         earlier(TAKEN_OVER)
 
     def give_up(self) -> None:
-        """Drop the acquire without an answer: its client is gone."""
-        if self._is_over:
+        """Drop the acquire without an answer: its client is gone.
+
+        An outcome that waits to be durable is answered all the same: until then a later request may take it over.
+        """
+        if self._is_over or (self._number and not self._runtime.is_awaited(self._number)):
             return
         self._leave()
         if self._cancel is not None:
@@ -97,6 +111,14 @@ class Acquire:
             return
         self._event = replace(self._event, terms=self._event.terms._replace(epoch=answer.epoch))
         self._count()
+
+    def _claim(self) -> None:
+        event, name = self._event, self._event.terms.name
+        if not name:
+            self._count()
+            return
+        want = ClaimWant(name, event.lease_id, event.tenant, self._left_ms())
+        self._wait(lambda: self._runtime.claims.claim(want, self._on_claim))
 
     def _count(self) -> None:
         """Ask for bytes of the tenant's quota in the fleet. Without one nothing is asked, and nobody waits."""
@@ -128,14 +150,18 @@ class Acquire:
         self._finish(failure)
 
     def _ask(self, event: AcquireRequested) -> None:
-        if event.terms.is_claimed:
-            event = replace(event, wait_ms=self._left_ms())
+        self._post(replace(event, wait_ms=self._left_ms()), AcquireStep.PLACE)
+
+    def _post(self, event: AcquireRequested, step: AcquireStep) -> None:
         self._number = self._runtime.expect(self._on_outcome)
-        self._runtime.post(replace(event, request=self._number))
+        self._runtime.post(replace(event, request=self._number, step=step))
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if isinstance(outcome, Granted):
             self._finish(outcome)
+        elif isinstance(outcome, Checked):
+            self._number = 0
+            self._claim()
         elif isinstance(outcome, Denied):
             self._release_unused()
             self._finish(failure_of(outcome.denial))
@@ -171,23 +197,24 @@ class OpenAcquires:
         self._answers: dict[int, tuple[Acquire, Answer]] = {}
         self._last_number = 0
 
+    def answer_known(self, tenant: str, request_id: str, answer: Answer) -> bool:
+        """Answer by the open acquire or the active lease with that request id. Returns whether there is one."""
+        if not request_id:
+            return False
+        if (acquire := self._by_request.get((tenant, request_id))) is not None:
+            acquire.pass_to(self._answer_of(acquire, answer))
+            return True
+        lease = self._runtime.table.lease_of_request(tenant, request_id)
+        if lease is None:
+            return False
+        # Its acquire is not open any more, so journal and audit log have the grant.
+        answer(Granted(0, lease))
+        return True
+
     def ask(self, event: AcquireRequested, answer: Answer) -> None:
-        """Ask for a lease, or for the answer of the open acquire or the active lease with that request id."""
-        request_id = event.terms.request_id
-        self._last_number += 1
-        answer_here = partial(self._answer, self._last_number, answer)
-        acquire = self._by_request.get((event.tenant, request_id)) if request_id else None
-        if acquire is not None:
-            self._answers[self._last_number] = acquire, answer
-            acquire.pass_to(answer_here)
-            return
-        lease = self._runtime.table.lease_of_request(event.tenant, request_id) if request_id else None
-        if lease is not None:
-            self._runtime.answer_again(lease, partial(_answer_again, answer))
-            return
-        acquire = Acquire(self._runtime, event, answer_here, self._by_request)
-        self._answers[self._last_number] = acquire, answer
-        acquire.begin()
+        """Ask for a lease whose request id is not known here."""
+        acquire = Acquire(self._runtime, event, self._by_request)
+        acquire.begin(self._answer_of(acquire, answer))
 
     def leave(self) -> None:
         """Give up all acquires: the client is gone."""
@@ -200,13 +227,12 @@ class OpenAcquires:
         for _, answer in self._answers.values():
             answer(failure)
 
+    def _answer_of(self, acquire: Acquire, answer: Answer) -> Answer:
+        """Note that this connection waits for an acquire. Returns what answers it."""
+        self._last_number += 1
+        self._answers[self._last_number] = acquire, answer
+        return partial(self._answer, self._last_number, answer)
+
     def _answer(self, number: int, answer: Answer, result: Granted | Failure) -> None:
         self._answers.pop(number, None)
         answer(result)
-
-
-def _answer_again(answer: Answer, outcome: Outcome) -> None:
-    if isinstance(outcome, Granted):
-        answer(outcome)
-    elif isinstance(outcome, Denied):
-        answer(failure_of(outcome.denial))

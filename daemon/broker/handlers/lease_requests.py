@@ -83,11 +83,7 @@ class LeaseHandler:
                 )
             )
         self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, Permission.LEASE_ALLOC)
-        if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
-            raise Refused(failure_of(denial))
-        if (refusal := self._runtime.claims.refusal()) is not None:
-            raise Refused(refusal)
-        check_labels(labels_of(body.parameters), self._runtime.claims.labels)
+        event = self._acquire_event(body)
 
         def on_answer(result: Granted | Failure) -> None:
             if isinstance(result, Granted):
@@ -95,7 +91,19 @@ class LeaseHandler:
             else:
                 self._caller.answer(request, result)
 
-        self._acquires.ask(self._acquire_event(body), on_answer)
+        # Before every refusal: whoever asks again takes one to say that no lease has the request id.
+        if not self._acquires.answer_known(event.tenant, event.terms.request_id, on_answer):
+            self._check_alloc(body)
+            self._acquires.ask(event, on_answer)
+
+    def _check_alloc(self, body: messages.LeaseAlloc) -> None:
+        """Raise Refused if the node grants nothing now, or not to who asks for such labels."""
+        self._caller.need_memory()
+        if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
+            raise Refused(failure_of(denial))
+        if (refusal := self._runtime.claims.refusal()) is not None:
+            raise Refused(refusal)
+        check_labels(labels_of(body.parameters), self._runtime.claims.labels)
 
     def lease_renew(self, request: Request, body: messages.LeaseRenew) -> None:
         """Serve LEASE_RENEW."""

@@ -17,8 +17,9 @@ from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Opcode
 
-NEEDS_MEMORY: Final = frozenset({Opcode.LEASE_ALLOC, Opcode.LEASE_SUBSCRIBE, Opcode.REGION_OPEN, Opcode.REGION_WATCH})
-"""Operations that the broker refuses when it is out of memory: it would have to keep something, and they can wait."""
+NEEDS_MEMORY: Final = frozenset({Opcode.LEASE_SUBSCRIBE, Opcode.REGION_OPEN, Opcode.REGION_WATCH})
+"""Operations that the broker refuses when it is out of memory: it would have to keep something, and they can wait.
+LEASE_ALLOC is another; its handler first looks whether the lease is there already."""
 
 HANDS_OVER: Final = frozenset({Opcode.ATTACH, Opcode.GPU_SUBMIT})
 """Operations that take the connection along. Their handler checks and refuses them itself."""

@@ -201,6 +201,11 @@ class QuotaEnded:
     lease_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The daemon stops: beat no more, finish what is being deleted, and leave the fleet if nothing claimed is left."""
+
+
 Event = (
     Started
     | TimerFired
@@ -213,6 +218,7 @@ Event = (
     | QuotaWanted
     | QuotaDropped
     | QuotaEnded
+    | Stopping
 )
 
 
@@ -301,6 +307,8 @@ class QuotaGiven:
     """The bytes are the lease's until QuotaEnded. The lease is a claimed one: it ends at the horizon."""
 
     request: int
+    tenant: str
+    lease_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +319,17 @@ class QuotaRefused:
     why: Why
     text: str
     retry_after_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The answer to Stopping: nothing is under way any more.
+
+    Attributes:
+        has_left: The node's record is gone, and no claim is left. The next process joins as a new member.
+    """
+
+    has_left: bool
 
 
 class Note(Enum):
@@ -355,5 +374,6 @@ Effect = (
     | ClaimRefused
     | QuotaGiven
     | QuotaRefused
+    | Stopped
     | Noted
 )

@@ -71,6 +71,8 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     RecordChanged,
     Remembered,
     Started,
+    Stopped,
+    Stopping,
     TimerFired,
     Why,
 )
@@ -162,6 +164,8 @@ class Member:
         self._no_generation_ns: int | None = None
         self._is_isolated = False
         self._is_refused = False
+        self._is_stopping = False
+        self._has_left = False
         self._armed_ns: int | None = None
 
     @property
@@ -195,6 +199,8 @@ class Member:
                 self._quotas.drop(event.request, now_ns)
             case QuotaEnded():
                 self._quotas.end(event.tenant, event.lease_id, now_ns)
+            case Stopping():
+                self._is_stopping = True
         self._advance(now_ns)
         return self._membership.effects
 
@@ -205,7 +211,7 @@ class Member:
         if self._membership.is_suspect and self._phase is _Phase.MEMBER:
             self._due_ns = now_ns
         self._membership.is_suspect = False
-        if self._has_started and not self._is_asking and now_ns >= self._due_ns:
+        if self._is_running and not self._is_asking and now_ns >= self._due_ns:
             if self._phase is _Phase.JOINING:
                 self._read_store(now_ns)
             elif self._phase is _Phase.MEMBER:
@@ -216,12 +222,14 @@ class Member:
             self._note(Note.ISOLATED)
         self._claims.advance(now_ns)
         self._quotas.advance(now_ns)
+        if self._is_stopping and not self._has_left and self._membership.is_quiet:
+            self._leave(now_ns)
         self._arm(now_ns)
 
     def _arm(self, now_ns: int) -> None:
         """Arm the timer for what is due first, if it is armed for another time."""
         dues = []
-        if self._has_started and not self._is_asking and self._phase in (_Phase.JOINING, _Phase.MEMBER):
+        if self._is_running and not self._is_asking and self._phase in (_Phase.JOINING, _Phase.MEMBER):
             dues.append(self._due_ns)
         if self._phase is _Phase.MEMBER and not self._is_isolated:
             dues.append(self._membership.horizon_ns)
@@ -457,6 +465,26 @@ class Member:
         self._quotas.restore({})
         self._membership.effects.append(EndClaimed(reason, text))
         self._note(Note.REFUSED if self._is_refused else Note.FENCED, text)
+
+    # --- the end ---
+
+    @property
+    def _is_running(self) -> bool:
+        return self._has_started and not self._is_stopping
+
+    def _leave(self, now_ns: int) -> None:
+        """Delete this node's record if nothing claimed is left: nobody need wait for this node then."""
+        self._has_left = True
+        if self._phase is not _Phase.MEMBER or self._claims.live or self._quotas.has_entries:
+            self._membership.effects.append(Stopped(has_left=False))
+            return
+
+        def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+            is_gone = isinstance(outcome, Answer) and outcome.succeeded
+            self._membership.effects.append(Stopped(has_left=is_gone))
+
+        transaction = Transaction((ModRevisionIs(self._key, self._mod_revision),), (Delete(self._key),))
+        self._membership.ask(now_ns, transaction, on_outcome)
 
     # --- questions ---
 

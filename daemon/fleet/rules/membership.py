@@ -74,6 +74,11 @@ class Membership:
         self._numbers = 0
         self._nonces = 0
 
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether every question is answered."""
+        return not self._asked
+
     def is_member(self, now_ns: int) -> bool:
         """Return whether this node may grant claimed leases now."""
         return self.incarnation > 0 and now_ns < self.horizon_ns

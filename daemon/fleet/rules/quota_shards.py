@@ -127,6 +127,11 @@ class QuotaShards:
         """By tenant the nodes to look at, so that a dead one's bytes come back though nobody waits for them."""
         self._slot = crc32(membership.node_id.encode()) % SHARDS
 
+    @property
+    def has_entries(self) -> bool:
+        """Return whether a lease has bytes, or an entry is still to be removed."""
+        return bool(self.live or self._endings or self._removing)
+
     def want(self, wanted: QuotaWanted, now_ns: int) -> None:
         """Take a request for bytes; `advance` makes the first attempt."""
         if len(self._wants) >= MAX_WANTS:
@@ -313,7 +318,7 @@ class QuotaShards:
         if self._membership.is_member(now_ns):
             del self._wants[want.wanted.request]
             self.live[want.wanted.lease_id] = want.wanted.tenant
-            self._membership.effects.append(QuotaGiven(want.wanted.request))
+            self._membership.effects.append(QuotaGiven(want.wanted.request, want.wanted.tenant, want.wanted.lease_id))
         else:
             want.refusal, want.next_ns = self._membership.trouble, now_ns + self._membership.retry_ns
 

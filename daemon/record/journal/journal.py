@@ -18,6 +18,7 @@ from typing import Final
 
 from gpulease.daemon.leases import (
     Cause,
+    Checked,
     Denial,
     DenialReason,
     Denied,
@@ -276,8 +277,8 @@ class FileJournal(Journal):
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
         """Implement `Journal.answer`. Waits for every event so far: simpler than to know which of them matter."""
-        if isinstance(outcome, SubmitReady):
-            # The journal keeps nothing of a submit: the next daemon learns of it from its worker.
+        if isinstance(outcome, SubmitReady | Checked):
+            # The journal keeps nothing of a check; of a submit the next daemon learns from its worker.
             on_outcome(outcome)
             return
         if isinstance(outcome, Denied) and outcome.denial.reason not in _LASTING_DENIALS:
@@ -313,7 +314,7 @@ class FileJournal(Journal):
                 return Denied(request, done_but_not_kept("The region's launches are as was asked for", problem))
             case DrainSet(request):
                 return Denied(request, done_but_not_kept("The drain is set as it was asked for", problem))
-            case SubmitReady(request):
+            case SubmitReady(request) | Checked(request):
                 return Denied(request, not_kept(problem))
             case Denied():
                 return outcome

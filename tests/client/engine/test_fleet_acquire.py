@@ -199,6 +199,55 @@ def test_a_node_whose_answer_was_lost_is_asked_again_before_another(run: Run, fl
     run(scenario)
 
 
+def test_a_connection_that_is_refused_does_not_stand_for_the_lost_answer(run: Run, fleet: MadeFleet) -> None:
+    fleet.order = ["n1", "n2"]
+    node = fleet.nodes["n1"]
+
+    async def scenario(face: Face) -> None:
+        goodbyes = []
+
+        def turn_away(request: Request) -> Body:
+            goodbyes.append(request)
+            if len(goodbyes) == 2:
+                del node.script[Opcode.HELLO]
+            raise SayGoodbye(Failure(Status.BUSY, "there are too many connections"))
+
+        def hang_up_once(request: Request) -> Body:
+            del node.script[Opcode.LEASE_ALLOC]
+            node.script[Opcode.HELLO] = turn_away
+            raise HangUp
+
+        node.heard.clear()
+        node.script[Opcode.LEASE_ALLOC] = hang_up_once
+        lease = await face.acquire(builder(face, fleet.address))
+        assert (lease.address, len(goodbyes)) == (node.address, 2)
+        assert fleet.asked("n2") == []
+        await lease.free()
+
+    run(scenario)
+
+
+def test_a_refusal_after_a_lost_answer_says_that_nothing_was_granted(run: Run, fleet: MadeFleet) -> None:
+    fleet.order = ["n1", "n2"]
+    node = fleet.nodes["n1"]
+
+    async def scenario(face: Face) -> None:
+        def hang_up_once(request: Request) -> Body:
+            fleet.refuse("n1", Status.BUSY, "this node has not joined its fleet")
+            raise HangUp
+
+        node.heard.clear()
+        fleet.nodes["n2"].heard.clear()
+        node.script[Opcode.LEASE_ALLOC] = hang_up_once
+        lease = await face.acquire(builder(face, fleet.address))
+        assert lease.address == fleet.nodes["n2"].address
+        assert len(fleet.asked("n1")) == 2
+        assert len(request_ids(*fleet.asked("n1"), *fleet.asked("n2"))) == 1
+        await lease.free()
+
+    run(scenario)
+
+
 def test_a_node_that_stops_says_so_and_is_not_asked_again(run: Run, fleet: MadeFleet) -> None:
     fleet.order = ["n1", "n2"]
 

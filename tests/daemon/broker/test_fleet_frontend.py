@@ -1,20 +1,78 @@
 """The broker's end of the fleet process, with a real process that reaches no etcd."""
 
 import asyncio
-from collections.abc import Mapping
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker import fleet_frontend
-from gpulease.daemon.broker.fleet_frontend import FleetFrontend
-from gpulease.daemon.broker.name_claims import ClaimAnswer, ClaimWant
+from gpulease.daemon.broker.fleet_frontend import MAX_CLAIMS, MAX_CLAIMS_PER_TENANT, FleetFrontend
+from gpulease.daemon.broker.name_claims import BytesWant, ClaimAnswer, ClaimWant
+from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.token_service import TokenService
+from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.etcd_certificates import open_certificates
 from gpulease.daemon.fleet.fleet_settings import FleetSettings
-from gpulease.daemon.leases import LeaseTable
+from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
+from gpulease.daemon.leases import (
+    AcquireRequested,
+    Card,
+    HorizonMoved,
+    LeaseState,
+    LeaseTable,
+    LeaseTerms,
+    ReclaimFailed,
+    WorkerExited,
+    WorkerReady,
+)
+from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.protocol.failures import Failure
+from helpers.waiting import PATIENCE_S
+
+
+class Telling(FleetFrontend):
+    """A frontend whose messages to its process are kept here."""
+
+    told: list[dict[str, Any]]
+
+    def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
+        self.told.append(message)
+        return True
+
+
+def test_a_node_that_the_fleet_gave_up_joins_anew_though_its_last_named_lease_is_fenced() -> None:
+    async def story() -> None:
+        table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
+        tokens = TokenService(table, frozenset(), None, None, {})
+        runtime = Runtime(table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, Recorder(), 1)
+        settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
+        frontend = Telling(settings, SandboxSettings(), table, [], runtime.post, Journal(), list, lambda _: None)
+        frontend.told = []
+        runtime.claims = frontend
+        runtime.post(HorizonMoved(time.monotonic_ns() + 10**12, boot_ns() + 10**12))
+        runtime.post(AcquireRequested(1, "ann", 5, LeaseTerms(100, 60_000, name="alpha", epoch=3)))
+        runtime.post(WorkerReady(5))
+        frontend._on_message({"op": "lost", "text": "another node fenced this one"}, [])
+        assert [lease.state for lease in table.snapshots()] == [LeaseState.DRAINING]
+        assert frontend.told == []
+        runtime.post(WorkerExited(5, "it was killed"))
+        runtime.post(ReclaimFailed(5, "the card lists it"))
+        assert [lease.state for lease in table.snapshots()] == [LeaseState.FENCED]
+        assert frontend.told == [{"op": "live", "claims": [], "quotas": [], "is_last": True}]
+        await runtime.stop()
+
+    asyncio.run(story())
 
 
 def test_what_comes_up_while_the_process_starts_does_not_precede_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +102,96 @@ def test_what_comes_up_while_the_process_starts_does_not_precede_its_settings(mo
     assert len(answers) == 1
     assert isinstance(answers[0], Failure)
     assert "'beta' can't be claimed" in answers[0].message
+
+
+def test_claims_of_many_tenants_wait_for_a_process_that_does_not_read_and_none_is_lost() -> None:
+    """The channel holds a few hundred messages. One tenant's burst is cut at its bound, and all at the node's."""
+    answers: list[tuple[str, ClaimAnswer]] = []
+    tenants = ["ann", *(f"t{number}" for number in range(2 * MAX_CLAIMS // MAX_CLAIMS_PER_TENANT))]
+
+    async def story() -> None:
+        settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
+        frontend = FleetFrontend(
+            settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None
+        )
+        are_answered = asyncio.Event()
+
+        def on_answer(tenant: str, answer: ClaimAnswer) -> None:
+            answers.append((tenant, answer))
+            if len(answers) == len(tenants) * 2 * MAX_CLAIMS_PER_TENANT:
+                are_answered.set()
+
+        await frontend.start()
+        process = frontend._process.pid
+        os.kill(process, signal.SIGSTOP)
+        asked = 0
+        for tenant in tenants:
+            for _ in range(2 * MAX_CLAIMS_PER_TENANT):
+                asked += 1
+                want = ClaimWant(f"name-{asked}", asked, tenant, 0)
+                frontend.claim(want, partial(on_answer, tenant))
+        await asyncio.sleep(0)
+        refused = Counter(tenant for tenant, _ in answers)
+        assert refused["ann"] == MAX_CLAIMS_PER_TENANT
+        assert asked - refused.total() == MAX_CLAIMS
+        os.kill(process, signal.SIGCONT)
+        async with asyncio.timeout(PATIENCE_S):
+            await are_answered.wait()
+        assert frontend._process.pid == process
+        await frontend.stop()
+
+    asyncio.run(story())
+    texts = [answer.message for tenant, answer in answers if tenant == "ann" and isinstance(answer, Failure)]
+    assert "claims of tenant 'ann' wait at this node, as many as one tenant may have" in texts[0]
+    assert "this node has not joined its fleet" in texts[-1]
+    assert isinstance(answers[-1][1], Failure)
+
+
+@pytest.mark.parametrize(
+    ("note", "text", "told"),
+    [
+        (
+            "rejected",
+            "h1:2379: permission denied",
+            "refuses .* record: .* permission denied: give the user",
+        ),
+        ("beat_unknown", "h1:2379: certificate has expired", "not answered in time: .* has expired: look at ca"),
+        ("beat_unknown", "h1:2379: it did not answer", "not answered in time: h1:2379: it did not answer$"),
+    ],
+)
+def test_health_tells_what_etcd_says_until_it_takes_a_beat(note: str, text: str, told: str) -> None:
+    settings = FleetSettings(etcd=("h1:2379",), node="node-0")
+    frontend = FleetFrontend(
+        settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None
+    )
+    frontend._on_message({"op": "noted", "what": note, "text": text, "node": "", "name": ""}, [])
+    assert re.search(told, frontend.problem())
+    refusal = frontend.refusal()
+    assert refusal is not None
+    assert re.search(told.removesuffix("$"), refusal.message)
+    frontend._on_message({"op": "noted", "what": "beat", "text": "", "node": "", "name": ""}, [])
+    assert text not in frontend.problem()
+
+
+def test_claims_whose_answers_cross_their_drop_are_given_back() -> None:
+    """Otherwise the process would keep a name that no lease has, for as long as it lives."""
+
+    async def story() -> None:
+        settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
+        frontend = Telling(
+            settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None
+        )
+        frontend.told = []
+        answers: list[object] = []
+        frontend.claim(ClaimWant("alpha", 5, "ann", 0), answers.append)()
+        frontend.count(BytesWant("ann", 6, 100, 0), answers.append)()
+        frontend.told.clear()
+        frontend._on_message({"op": "claimed", "number": 1, "name": "alpha", "epoch": 7}, [])
+        frontend._on_message({"op": "counted", "number": 2, "tenant": "ann", "lease_id": f"{6:032x}"}, [])
+        assert answers == []
+        assert frontend.told == [
+            {"op": "ended", "name": "alpha", "epoch": 7},
+            {"op": "give_back", "tenant": "ann", "lease_id": f"{6:032x}"},
+        ]
+
+    asyncio.run(story())

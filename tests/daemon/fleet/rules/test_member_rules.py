@@ -30,6 +30,8 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     RecordChanged,
     Remembered,
     Started,
+    Stopped,
+    Stopping,
     TimerFired,
     Why,
 )
@@ -567,3 +569,49 @@ def test_foreign_values_in_slots_and_records_harm_nobody(etcd: ModelEtcd) -> Non
     assert [refused.why for refused in host.take(ClaimRefused)] == [Why.TAKEN]
     assert host.take(EndClaimed) == []
     assert isinstance(etcd.do(Transaction()), Answer)
+
+
+# --- the end ---
+
+
+def test_a_node_that_stops_deletes_what_has_ended_and_then_its_record(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for("m")
+    (claimed,) = host.take(Claimed)
+    host.send(ClaimEnded("m", claimed.epoch))
+    host.send(Stopping())
+    assert host.take(Stopped) == []
+    host.settle()
+    assert host.take(Stopped) == [Stopped(has_left=True)]
+    assert (host.claims(), node_key("a") in etcd.keys) == ("", False)
+    host.run(60)
+    assert node_key("a") not in etcd.keys
+    assert Host(etcd, now=host.now, run=2).begin().take(Joined), "the next process joins without a wait"
+
+
+def test_a_node_that_stops_keeps_its_record_for_the_leases_that_go_on(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for("m")
+    host.send(Stopping())
+    host.settle()
+    assert host.take(Stopped) == [Stopped(has_left=False)]
+    assert (host.claims(), node_key("a") in etcd.keys) == ("a", True)
+
+
+def test_a_claim_that_is_under_way_when_a_node_stops_is_deleted_first(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.want("m")
+    host.send(ClaimDropped(1))
+    host.send(Stopping())
+    assert host.take(Stopped) == []
+    host.settle()
+    assert host.take(Stopped) == [Stopped(has_left=True)]
+    assert (host.claims(), node_key("a") in etcd.keys) == ("", False)
+
+
+def test_a_node_that_stops_while_it_is_cut_off_says_that_it_has_not_left(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.is_cut = True
+    host.send(Stopping())
+    host.settle()
+    assert host.take(Stopped) == [Stopped(has_left=False)]
