@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
 from random import Random
 from statistics import median
 from typing import Protocol
@@ -434,21 +434,42 @@ class Fleet:
                 self.start(node, remembers=self.random.random() < 0.5)
 
     def check_back(self) -> None:
-        """Check that one daemon of every node id may grant, but one whose clock's rate is far from the others'."""
-        middle = median(node.rate for node in self.nodes.values() if node.runs)
-        for node_id in {node.node_id for node in self.nodes.values()}:
-            hosts = [node for node in self.nodes.values() if node.node_id == node_id and node.runs]
-            far_off = [node for node in hosts if abs(middle / node.rate - 1) > TERMS.rho / 2]
-            if any(noted.note is Note.REFUSED for node in far_off for noted in node.notes):
-                continue
+        """Check that one daemon of every node id may grant, but for those that refused themselves."""
+        refused = self.refused()
+        for node_id, hosts in self.hosts().items():
             back = [node.key for node in hosts if node.clock(self.now) < node.horizon and not node.is_ending]
-            if len(back) != 1:
+            if len(back) != 1 and node_id not in refused:
                 raise self.broken(f"of {[node.key for node in hosts]} are back: {back}")
 
+    def hosts(self) -> dict[str, list[Node]]:
+        """Return the hosts that ever ran, by node id."""
+        started = [node for node in self.nodes.values() if node.runs]
+        return {each.node_id: [node for node in started if node.node_id == each.node_id] for each in started}
+
+    def refused(self) -> set[str]:
+        """Return the ids of nodes that stay out because their clock's rate is far from the others'.
+
+        Of two hosts with one id either has been the member by whose clock others were judged.
+        """
+        by_id = self.hosts()
+        middles = [median(node.rate for node in members) for members in product(*by_id.values())]
+        return {
+            node_id
+            for node_id, hosts in by_id.items()
+            for node in hosts
+            if any(abs(rate / node.rate - 1) > TERMS.rho / 2 for rate in middles)
+            and any(noted.note is Note.REFUSED for noted in node.notes)
+        }
+
     def check_healed(self) -> None:
-        """Check that every node may grant, and that etcd has the claims of living leases alone."""
+        """Check that every node may grant, and that etcd has the claims of living leases alone.
+
+        A node that refused itself is as a dead one: its claims are given up once somebody wants them.
+        """
         self.check_back()
-        claims = {name_of(key): kv.mod_revision for key, kv in self.etcd.keys.items() if self.owner(key)}
+        owners = {key: self.owner(key) for key in self.etcd.keys}
+        kept = {key for key, owner in owners.items() if owner and owner not in self.refused()}
+        claims = {name_of(key): self.etcd.keys[key].mod_revision for key in kept}
         living = {lease.name: lease.epoch for node in self.nodes.values() for lease in node.living()}
         if claims != living:
             raise self.broken(f"etcd has the claims {claims}, and {living} live")
