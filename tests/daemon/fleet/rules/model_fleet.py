@@ -467,9 +467,12 @@ class Fleet:
         A node that refused itself is as a dead one: its claims are given up once somebody wants them.
         """
         self.check_back()
-        owners = {key: self.owner(key) for key in self.etcd.keys}
-        kept = {key for key, owner in owners.items() if owner and owner not in self.refused()}
-        claims = {name_of(key): self.etcd.keys[key].mod_revision for key in kept}
-        living = {lease.name: lease.epoch for node in self.nodes.values() for lease in node.living()}
-        if claims != living:
+        claims = {
+            name_of(key): (found.mod_revision, owner)
+            for key, found in self.etcd.keys.items()
+            if (owner := self.owner(key))
+        }
+        living = {lease.name: (lease.epoch, node.node_id) for node in self.nodes.values() for lease in node.living()}
+        kept = {name: claim for name, claim in claims.items() if name in living or claim[1] not in self.refused()}
+        if kept != living:
             raise self.broken(f"etcd has the claims {claims}, and {living} live")
