@@ -28,7 +28,7 @@ from gpulease.daemon.fleet.fleet_settings import (
 from gpulease.daemon.leases import Card, Cause, CoreLimits, PlacementOrder, Recycling
 from gpulease.daemon.leases.quotas import DEFAULT_GRACE_MS, TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle
-from gpulease.daemon.remote.tls_settings import OVER_TCP, TlsSettings, check_tenant
+from gpulease.daemon.remote.tls_settings import OVER_TCP, TlsSettings, check_tenant, parse_certificate_names
 from gpulease.daemon.sandbox.measures import ALWAYS_ON, MODES, Measure, SandboxSettings
 from gpulease.daemon.web.http_settings import HttpSettings, parse_http
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, TlsAddress, parse_address
@@ -70,9 +70,6 @@ could exceed what a clock, a control page or a socket option holds."""
 MAX_CARDS_NAMED: Final = 8
 """In one error sentence."""
 
-NAME_KINDS: Final = ("URI:", "DNS:")
-"""The kinds of names in a certificate that can be a tenant's: URIs and DNS names of its subjectAltName (RFC 5280,
-4.2.1.6)."""
 
 DEFAULT: Final = "default"
 """The `[tenants]` table for tenants without one. The other tables inherit what they leave out."""
@@ -485,20 +482,6 @@ def _connections(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{value!r} is not a number of connections")
     return value
-
-
-def parse_certificate_names(table: Any) -> Mapping[str, str]:
-    """Return the tenants of `[tenant_of_certificate]`, by the names of their certificates. Raises ValueError."""
-    if not isinstance(table, dict):
-        raise ValueError("it must be a table")
-    if not table:
-        # An operator means "nobody" by it; without entries every certificate would name its tenant itself.
-        raise ValueError("it is empty: name a certificate, or leave the table out to take the names they have")
-    for name, tenant in table.items():
-        if not name.startswith(NAME_KINDS) or "*" in name:
-            raise ValueError(f'{name!r} is no name of a certificate: write "URI:..." or "DNS:...", without wildcards')
-        check_tenant(tenant)
-    return MappingProxyType(dict(table))
 
 
 SETTINGS: Final = (

@@ -12,7 +12,6 @@ from typing import Final
 
 import click
 
-from gpulease.daemon.config.settings import parse_certificate_names
 from gpulease.daemon.fleet.directory.directory_metrics import metrics_served
 from gpulease.daemon.fleet.directory.directory_server import NO_TENANTS, CannotServe, DirectoryServer, bound_at
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
@@ -25,6 +24,7 @@ from gpulease.daemon.leases import PlacementOrder
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import flush_logs, go_on_logging, log_event
 from gpulease.daemon.remote.node_identity import BadIdentity, IdentityFiles
+from gpulease.daemon.remote.tls_settings import parse_certificate_names
 from gpulease.daemon.web.http_settings import HttpSettings, parse_http
 from gpulease.protocol.address import Address, parse_address
 from gpulease.protocol.http_origin import parse_host_names
