@@ -15,6 +15,9 @@ SILENT_PART: Final = 0.5
 CUT_OFF: Final = Why.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
 """A refusal while this node is no member, and nobody need act."""
 
+NO_REVISION: Final = -1
+"""A revision that nothing has; 0 is that of a key which is not there."""
+
 OnOutcome = Callable[[Outcome, int, int], None]
 """Takes a transaction's outcome, when it was asked, and the time now."""
 
@@ -84,16 +87,19 @@ class Membership:
         return self.incarnation > 0 and now_ns < self.horizon_ns
 
     def is_mine(self) -> CreateRevisionIs:
-        """Return the comparison that this node was not fenced."""
-        return CreateRevisionIs(node_key(self.node_id), self.incarnation)
+        """Return the comparison that this node was not fenced, which fails while it is no member."""
+        return CreateRevisionIs(node_key(self.node_id), self.incarnation or NO_REVISION)
 
     def is_own_nonce(self, nonce: str) -> bool:
         """Return whether this run of the process made a nonce."""
         return nonce.startswith(f"{self.instance}-")
 
     def is_over(self, revision: int, now_ns: int) -> bool:
-        """Return whether what was written under this node's id at that revision is no other daemon's any more."""
-        return revision > self.incarnation or now_ns >= self.earlier_over_ns
+        """Return whether what was written under this node's id at that revision is no other daemon's any more.
+
+        While this node is no member, another daemon may be it.
+        """
+        return self.incarnation > 0 and (revision > self.incarnation or now_ns >= self.earlier_over_ns)
 
     def nonce(self) -> str:
         """Return a text that nothing else in the store has."""

@@ -220,6 +220,22 @@ def test_a_twin_that_took_over_ends_the_first_once_that_is_silent(etcd: ModelEtc
     assert (host.take(Joined), twin.take(EndClaimed)) == ([], [])
 
 
+def test_an_answer_that_comes_after_the_loss_frees_no_name_of_the_next_daemon(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.run(6)
+    host.want(wait_s=100)
+    held_up = host.asked.pop()
+    etcd.delete(node_key("a"))
+    twin = Host(etcd, now=host.now, run=2).begin()
+    twin.ask_for()
+    (claimed,) = twin.take(Claimed)
+    host.run(6)
+    assert len(host.take(EndClaimed)) == 1
+    host.send(Answered(held_up.number, etcd.do(held_up.transaction)))
+    host.settle()
+    assert etcd.keys[name_key("m")].mod_revision == claimed.epoch
+
+
 def test_another_daemon_s_silence_counts_only_while_etcd_answers(etcd: ModelEtcd) -> None:
     Host(etcd).begin()
     host = Host(etcd, run=2).begin()
