@@ -46,9 +46,12 @@ def test_after_the_lease_it_is_left_to_a_sync(made: Pair) -> None:
     assert made.words[ANSWER] == 14
 
 
-def test_behind_a_failure_it_is_not_answered(made: Pair) -> None:
+def test_behind_a_failure_it_is_left_to_a_sync_at_once(made: Pair) -> None:
     made.made.context.refuse_tag = 9
-    made.put(quiet(launch_of(made.made), 9))
     made.words[AWAITED] = 10
+    made.put(quiet(launch_of(made.made), 9))
     made.turn()
-    assert made.words[ANSWER] == 0
+    assert made.words[ANSWER] == 20
+    made.words[AWAITED] = 2**63 + 5
+    made.turn()
+    assert made.words[ANSWER] == 10
