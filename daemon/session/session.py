@@ -133,7 +133,9 @@ class Session:
         self.streams = StreamOperations(resources)
         self._modules = ModuleOperations(resources, planner)
         self._gate = gate = RegionGate(resources, self._launches_begun)
-        self.regions = RegionMemory(resources, gate, lambda: self.streams.live, self._keep_fault)
+        self.regions = RegionMemory(
+            resources, gate, lambda: self.streams.live, self._keep_fault, lambda: self._pending_failure is not None
+        )
         self._region_sets = RegionOperations(resources, gate, self.regions.forget)
         self.streams.on_select, self.streams.on_destroy = gate.forget_current, self.regions.leave_stream
         self._launches = LaunchOperations(resources, planner, gate, needs_set=regions_required)
