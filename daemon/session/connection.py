@@ -510,7 +510,7 @@ class RingWire:
         outcome = serve_ring(ends)
         requests.head, replies.tail, replies.head = ends.head, ends.tail, ends.reply_head
         if outcome is None:
-            self._decline_awaited()
+            self.decline_awaited()
         if outcome is Outcome.WAKE_WRITER:
             requests.advance(0, 0)
         elif outcome is Outcome.WAKE_READER:
@@ -520,7 +520,7 @@ class RingWire:
                 raise ConnectionLost(error.strerror) from None
         return outcome, ends.spins_left
 
-    def _decline_awaited(self) -> None:
+    def decline_awaited(self) -> None:
         """Answer no to a client that waits by the ring's words (protocol.ring.SyncWords), so that it sends a SYNC.
 
         Native code, which answers these words, does not run while the session keeps a failure for the tenant. Without
@@ -746,6 +746,11 @@ class Connection:
             return None
         outcome, self.spins_left = wire.serve(partial(serve, self.reader), self.spins_left)
         return outcome
+
+    def decline_awaited(self) -> None:
+        """Have a client that waits by the ring's words ask by a SYNC."""
+        if isinstance(self.wire, RingWire):
+            self.wire.decline_awaited()
 
     def receive(self) -> bool:
         """Receive what has come; False if nothing has, and spinning for more does not pay.

@@ -276,7 +276,9 @@ class RegionMemory:
             end.waits = [ticket for ticket in marks if not ticket.is_done()]
             end.quiet_ns = now_ns + QUIET_WAIT_NS
             self._spin_until_ns = now_ns + SPIN_NS
-        is_told = now_ns >= end.tell_ns or (end.region.is_told and not self._keeps_failure())
+        # A refusal that came in time has the same time to be reported.
+        tell_ns = end.tell_ns + (TELL_WAIT_NS if end.region.is_told else 0)
+        is_told = now_ns >= tell_ns or (end.region.is_told and not self._keeps_failure())
         is_quiet = not end.waits or now_ns >= end.quiet_ns
         return is_told and is_quiet and self._call(self._resources.context.region_is_zeroed)
 
