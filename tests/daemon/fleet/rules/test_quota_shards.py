@@ -289,7 +289,9 @@ def test_a_node_that_was_fenced_asks_for_bytes_no_more_until_it_has_beaten(etcd:
     ask(host, 100, 1, wait_s=100)
     host.settle()
     assert given_to(host) == []
-    host.run(90)
+    host.run(12)
+    host.send(LiveClaims())
+    host.settle()
     assert node_key("a") in etcd.keys, "a beat showed it, and the node joined again"
     assert given_to(host) == [1]
 
