@@ -38,6 +38,8 @@ class Failure:
         site: Number of the launch that did not begin, in its burst or graph.
         flipped_ns: When the broker changed the region's word, on the host's monotonic clock.
         position: What the launch said of itself.
+        is_kill: Whether it is the end of a lease whose worker was killed from outside: nothing that the lease computed
+            ended it. It is read off LEASE_QUERY's report, and not sent.
     """
 
     status: Status
@@ -53,6 +55,7 @@ class Failure:
     site: int | None = None
     flipped_ns: int | None = None
     position: int | None = None
+    is_kill: bool = False
 
     def to_body(self) -> ErrorBody:
         """Return the reply's payload, with texts cut to MAX_ERROR_TEXT_BYTES."""
@@ -133,6 +136,10 @@ class LeaseEnd:
     predicate: str
     hint: str
 
+
+KILLED: Final = "was killed by SIGKILL"
+"""The reason of the cause `worker_died` where an operator, or a host without memory, killed the worker. A fault of what
+it computed ends it by other signals, and each of the daemon's own kills has a cause of its own."""
 
 _ACQUIRE_OR_TELL: Final = "Acquire a new lease; if it happens again, tell the operator."
 

@@ -53,7 +53,7 @@ from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.failures import LEASE_ENDS
+from gpulease.protocol.failures import KILLED, LEASE_ENDS
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.limits import MAX_NOTE_BYTES
 from gpulease.protocol.messages import (
@@ -873,7 +873,8 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     if state == "fenced" and status in _FENCE_MATTERS:
         status, words = Status.FENCED, f"{words} and its memory is fenced"
     hint = DAEMON_STOPS_HINT if status is Status.DISCONNECTED else ""
-    return Failure(status, f"{words}: {reason}" if reason else words, hint)
+    is_kill = cause == "worker_died" and reason == KILLED
+    return Failure(status, f"{words}: {reason}" if reason else words, hint, is_kill=is_kill)
 
 
 def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:

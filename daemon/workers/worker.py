@@ -20,12 +20,12 @@ from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import Attach, EndSession
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, send_message
-from gpulease.daemon.host.processes import exit_text
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import Family
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.zygote_client import Zygote
+from gpulease.protocol.failures import KILLED
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.ring import Wanted
 
@@ -34,9 +34,6 @@ MAX_HAND_OVERS: Final = 16
 """
 
 NS_PER_MS: Final = 1_000_000
-
-KILLED: Final = exit_text(signal.SIGKILL)
-"""The zygote's words for a worker that was killed, by the daemon or by anybody else."""
 
 ENDED_BY_DAEMON: Final = "was ended by the daemon"
 

@@ -75,6 +75,30 @@ def test_every_end_of_a_lease_has_its_error(
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("cause", "reason", "is_kill"),
+    [
+        ("worker_died", "was killed by SIGKILL", True),
+        ("worker_died", "was killed by SIGSEGV", False),
+        ("faulted", "an illegal address; was killed by SIGKILL", False),
+        ("kernel_timeout", "was killed by SIGKILL", False),
+    ],
+)
+def test_a_kill_from_outside_is_told_from_what_the_lease_computed(
+    run: Run, peer: ScriptedPeer, cause: str, reason: str, is_kill: bool
+) -> None:
+    peer.report.update(cause=cause, reason=reason)
+    peer.on(Opcode.SYNC, HangUp())
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            with pytest.raises(client.GpuSessionFailed) as caught:
+                await session.sync()
+            assert caught.value.failure.is_kill is is_kill
+
+    run(scenario)
+
+
 def test_eof_while_attaching(run: Run, peer: ScriptedPeer) -> None:
     peer.on(Opcode.ATTACH, HangUp())
     peer.report.update(cause="spawn_failed", reason="no memory")

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from gpulease.daemon.host.processes import exit_text, has_ended, name_of, set_name, started_ticks
+from gpulease.protocol.failures import KILLED
 from helpers.daemon import python_environment
 from helpers.processes import is_running
 from helpers.waiting import wait_until
@@ -54,6 +55,10 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV")])
 def test_words_for_a_signal(number: int, name: str) -> None:
     assert exit_text(int(number)) == f"was killed by {name}"
+
+
+def test_clients_know_the_words_for_a_kill() -> None:
+    assert exit_text(int(signal.SIGKILL)) == KILLED
 
 
 def test_words_for_a_status() -> None:
