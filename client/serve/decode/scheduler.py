@@ -5,11 +5,13 @@ step of run-ahead is possible: a step may be planned while the one before it is 
 seconds, of any origin.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpulease.client.serve.decode.decode_errors import RequestRejected
+from gpulease.client.serve.decode.cell_rate import CellRate
+from gpulease.client.serve.decode.decode_errors import RebindLimited, RequestRejected
 from gpulease.client.serve.decode.decode_requests import (
     AdmissionReason,
     AnyEvent,
@@ -20,7 +22,7 @@ from gpulease.client.serve.decode.decode_requests import (
 )
 from gpulease.client.serve.decode.row_records import NOBODY, PAGE
 from gpulease.client.serve.decode.step_plan import LiveSequence, StepPlan
-from gpulease.client.serve.decode.tenant_state import RebindLimiter, TenantState, WaitingRequest
+from gpulease.client.serve.decode.tenant_state import TenantState, WaitingRequest
 
 MAX_UNANSWERED_STEPS: Final = 2
 """Steps planned and not answered: a third would need tokens that no step before it has."""
@@ -125,7 +127,7 @@ class ContinuousBatchScheduler:
         self._virtual_counter = self._virtual_prefilled = 0.0
         self._next_deadline = float("inf")
         self._has_room = self._has_ended = False
-        self._isolated: str | None = None
+        self._isolated: Set[str] | None = None
         for tenant in tenants:
             self.add_tenant(tenant)
 
@@ -167,7 +169,7 @@ class ContinuousBatchScheduler:
         """Add a tenant with a region of so many blocks, `max_blocks` if None; 0: it waits for `rebound`."""
         if config.id in self.tenants:
             raise ValueError(f"tenant {config.id} is there already")
-        limiter = RebindLimiter(self.settings.rebinds_at_once, self.settings.rebind_interval_s)
+        limiter = CellRate(self.settings.rebinds_at_once, self.settings.rebind_interval_s)
         tenant = TenantState(config, limiter)
         if blocks != 0:
             tenant.bind(_checked_blocks(config, config.max_blocks if blocks is None else blocks))
@@ -329,15 +331,12 @@ class ContinuousBatchScheduler:
             events += self._unbind(tenant, reason, now, wait_s)
         return events
 
-    def isolate(self, request_id: str | None) -> None:
-        """Admit nobody but this request, by its caller's id, until `isolate(None)`. Who lives goes on."""
-        self._isolated = request_id
+    def isolate(self, request_ids: Set[str] | None) -> None:
+        """Admit nobody but these requests, by their callers' ids, until `isolate(None)`. Who lives goes on."""
+        self._isolated = request_ids
         self._has_room = True
-        for waiting in list(self._waiting.values()):
-            if request_id in (waiting.request.request_id, waiting.request.continues):
-                queue = self.tenants[waiting.request.tenant_id].waiting
-                queue.remove(waiting)
-                queue.appendleft(waiting)
+        for tenant in self.tenants.values():
+            tenant.waiting = deque(sorted(tenant.waiting, key=lambda waiting: not self._is_admissible(waiting.request)))
 
     def rebound(self, tenant_id: str, blocks: int, now: float) -> list[AnyEvent]:
         """Give a tenant a new region of so many blocks; its replays are admitted as any request.
@@ -354,7 +353,8 @@ class ContinuousBatchScheduler:
             raise ValueError(f"tenant {tenant_id} has a region")
         _checked_blocks(tenant.config, blocks)
         if tenant.owes_permit:
-            tenant.limiter.take(now)
+            if delay_s := tenant.limiter.take(now):
+                raise RebindLimited(f"the next region may be opened in {delay_s:.3f} s", delay_s)
             tenant.owes_permit = False
         tenant.bind(blocks)
         self._has_room = True
@@ -509,8 +509,10 @@ class ContinuousBatchScheduler:
         return old + new
 
     def _may_enter(self, tenant: TenantState, request: PromptRequest) -> bool:
-        is_isolated = self._isolated is None or self._isolated in (request.request_id, request.continues)
-        return is_isolated and tenant.fits(request)
+        return self._is_admissible(request) and tenant.fits(request)
+
+    def _is_admissible(self, request: PromptRequest) -> bool:
+        return self._isolated is None or (request.continues or request.request_id) in self._isolated
 
     # --- Rows. ---
 

@@ -2,37 +2,11 @@
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
 
-from gpulease.client.serve.decode.decode_errors import RebindLimited
+from gpulease.client.serve.decode.cell_rate import CellRate
 from gpulease.client.serve.decode.decode_requests import PromptRequest, TenantConfig
 from gpulease.client.serve.decode.row_records import PAGE
 from gpulease.client.serve.decode.step_plan import LiveSequence
-
-ROUNDING_S: Final = 1e-6
-"""Seconds too early that a permit is given: sums of floats fall short of the delay that was told."""
-
-
-class RebindLimiter:
-    """Bounds how often one tenant's region is rebuilt: each time, its replays take rows from the others.
-
-    The generic cell rate algorithm (ITU-T I.371): `at_once` permits, then one more every `interval_s`.
-    """
-
-    def __init__(self, at_once: int, interval_s: float) -> None:
-        self._slack_s, self._interval_s = (at_once - 1) * interval_s, interval_s
-        self._expected_at = float("-inf")
-
-    def delay_s(self, now: float) -> float:
-        """Return the seconds until the next permit; 0 if there is one now."""
-        delay_s = self._expected_at - self._slack_s - now
-        return delay_s if delay_s > ROUNDING_S else 0.0
-
-    def take(self, now: float) -> None:
-        """Take a permit. Raises RebindLimited if there is none yet."""
-        if delay_s := self.delay_s(now):
-            raise RebindLimited(f"the next region may be opened in {delay_s:.3f} s", delay_s)
-        self._expected_at = max(self._expected_at, now) + self._interval_s
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +33,7 @@ class TenantState:
 
     Attributes:
         config: Its limits.
-        limiter: Its limit of rebinds.
+        limiter: Bounds how often its region is rebuilt: each time, its replays take rows from the others.
         waiting: Requests that wait, in their order.
         live: Live sequences by their requests' ids, in the order of their admissions.
         prefilling: Live sequences with positions of their prompts that no step has a row for, in that order.
@@ -74,7 +48,7 @@ class TenantState:
         price: What a token adds to the counters.
     """
 
-    def __init__(self, config: TenantConfig, limiter: RebindLimiter) -> None:
+    def __init__(self, config: TenantConfig, limiter: CellRate) -> None:
         self.config, self.limiter = config, limiter
         self.waiting: deque[WaitingRequest] = deque()
         self.live: dict[str, LiveSequence] = {}

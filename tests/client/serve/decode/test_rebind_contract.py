@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from gpulease.client.serve.decode.cell_rate import CellRate
 from gpulease.client.serve.decode.decode_requests import CompletionReason, TenantConfig
 from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.engine import BlockPool
 from gpulease.client.serve.decode.generation import Emitted, Generation
 from gpulease.client.serve.decode.row_records import Rows
 from gpulease.client.serve.decode.serving_engine import ServingEngine
-from gpulease.client.serve.decode.tenant_state import RebindLimiter
 from helpers.daemon import Daemon
 from helpers.decode.decoder_rig import HOT, Recorder, opened, read
 
@@ -32,7 +32,7 @@ async def unlimited(daemon: Daemon, heard: Recorder) -> AsyncIterator[Decoder]:
     """A decoder whose tenants may lose their regions as often as a test likes."""
     async with opened(daemon, heard) as decoder:
         for tenant in decoder.scheduler.tenants.values():
-            tenant.limiter = RebindLimiter(1, 0.0)
+            tenant.limiter = CellRate(1, 0.0)
         yield decoder
 
 

@@ -616,21 +616,23 @@ def test_replays_wait_as_long_as_an_engine_may_be_away(scheduler: ContinuousBatc
     assert [*scheduler.tenants["a"].live, *scheduler.tenants["b"].live] == ["r1.1", "r2.1", "r3.1"]
 
 
-def test_an_isolated_request_is_admitted_alone_and_before_its_tenant_s_others(
+def test_isolated_requests_are_admitted_alone_and_before_their_tenants_others(
     scheduler: ContinuousBatchScheduler,
 ) -> None:
-    for tenant, name in [("a", "r1"), ("a", "r2"), ("b", "r3")]:
+    for tenant, name in [("a", "r1"), ("a", "r2"), ("b", "r3"), ("b", "r4")]:
         scheduler.submit(prompt_request(tenant, name, 3, 20), 0.0)
     scheduler.step(results, 0.0)
     scheduler.engine_lost(0.0)
     for tenant in ("a", "b"):
         scheduler.rebound(tenant, 4, 0.0)
-    scheduler.isolate("r2")
+    scheduler.isolate({"r2", "r4"})
     assert scheduler.submit(prompt_request("b", "late", 3, 20, wait_s=9.0), 0.0) == []
-    assert {sequence.request.request_id for sequence in scheduler.plan(0.0).sequences} == {"r2.1"}
+    assert {sequence.request.request_id for sequence in scheduler.plan(0.0).sequences} == {"r2.1", "r4.1"}
+    assert [waiting.request.request_id for waiting in scheduler.tenants["b"].waiting] == ["r3.1", "late"]
     scheduler.isolate(None)
     scheduler.plan(0.0)
-    assert scheduler.live_sequences == 4
+    assert scheduler.live_sequences + scheduler.waiting_requests == 5
+    assert scheduler.live_sequences > 2
 
 
 # --- held tenants ---
