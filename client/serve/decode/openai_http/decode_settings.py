@@ -25,6 +25,12 @@ MAX_SETTINGS_BYTES: Final = 1 << 20
 MAX_REGION_LIFE_S: Final = 86_400.0
 """Longest life of a region that is not renewed: daemons' own bound of a lease's time, unless they say another."""
 
+MAX_REBINDS_AT_ONCE: Final = 1000
+"""Most regions of a tenant that are opened anew at once: more are no bound of what their replays cost the others."""
+
+MAX_REBIND_INTERVAL_S: Final = MAX_WAIT_S
+"""Longest time for one more: nobody's request waits for longer."""
+
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
 
@@ -52,6 +58,8 @@ _ENGINE: Final[dict[str, type[Any]]] = {
     "wait_secs": float,
     "preempts": bool,
     "region_life_secs": float,
+    "rebinds_at_once": int,
+    "rebind_interval_secs": float,
 }
 _TENANT: Final[dict[str, type[Any]]] = {
     "key_sha256": str,
@@ -69,7 +77,12 @@ _ENGINE_RANGES: Final = {
     "positions": (1, 1 << 20),
     "wait_secs": (0, MAX_WAIT_S),
     "region_life_secs": (MIN_REGION_LIFE_S, MAX_REGION_LIFE_S),
+    "rebinds_at_once": (1, MAX_REBINDS_AT_ONCE),
+    "rebind_interval_secs": (0, MAX_REBIND_INTERVAL_S),
 }
+
+_SECONDS: Final = {"region_life_secs": "region_life_s", "rebind_interval_secs": "rebind_interval_s"}
+"""Settings of the engine in seconds, and the decoder's names of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +127,6 @@ def load_decode_settings(path: Path) -> DecodeSettings:
     engine = said.get("engine", {})
     _check_engine(f"{where}: engine", engine)
     wait_s = float(engine.pop("wait_secs", DEFAULT_WAIT_S))
-    region_life_s = engine.pop("region_life_secs", None)
     tables = said["tenants"]
     if not 0 < len(tables) <= MAX_TENANTS:
         raise InvalidRequest(f"{where}: there must be 1 to {MAX_TENANTS} tables [tenants.NAME]")
@@ -125,7 +137,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         listen=said.get("listen", DEFAULT_LISTEN),
         address=said.get("address"),
         audit=said.get("audit", False),
-        decoder=DecoderSettings(**engine, region_life_s=region_life_s),
+        decoder=DecoderSettings(**{_SECONDS.get(key, key): value for key, value in engine.items()}),
         wait_s=wait_s,
         tenants=tuple(config for config, _ in tenants),
         keys=distinct_keys({config.id: digest for config, digest in tenants}),

@@ -43,8 +43,11 @@ def test_few_settings_are_enough(tmp_path: Path) -> None:
 
 
 def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
-    text = "[engine]\nmax_rows = 5\npreempts = true\nregion_life_secs = 90\n"
-    wanted = DecoderSettings(max_rows=5, preempts=True, region_life_s=90)
+    text = (
+        "[engine]\nmax_rows = 5\npreempts = true\nregion_life_secs = 90\nrebinds_at_once = 7\n"
+        "rebind_interval_secs = 0.5\n"
+    )
+    wanted = DecoderSettings(5, preempts=True, region_life_s=90, rebinds_at_once=7, rebind_interval_s=0.5)
     assert loaded(tmp_path, MODEL + text + TENANT).decoder == wanted
     assert loaded(tmp_path, MODEL + TENANT).decoder == DecoderSettings()
 
@@ -61,6 +64,8 @@ def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
         (MODEL + "[engine]\npreempts = 1\n" + TENANT, "preempts = 1 is no bool"),
         (MODEL + "[engine]\nregion_life_secs = 0.05\n" + TENANT, "region_life_secs is 0.05; 0.1 to 86400 is taken"),
         (MODEL + "[engine]\nregion_life_secs = nan\n" + TENANT, "region_life_secs is nan; 0.1 to 86400 is taken"),
+        (MODEL + "[engine]\nrebinds_at_once = 0\n" + TENANT, "rebinds_at_once is 0; 1 to 1000 is taken"),
+        (MODEL + "[engine]\nrebind_interval_secs = -1\n" + TENANT, "rebind_interval_secs is -1; 0 to 3600 is taken"),
         (MODEL + "[engine]\nrows = 8\n" + TENANT, "engine: 'rows' is no setting"),
         (MODEL + "[tenants]\n", "1 to 256 tables"),
         (MODEL + "[tenants]\nann = 1\n", "tenants.ann is no table"),
