@@ -131,7 +131,7 @@ async def _serve(
             wait_s=settings.wait_s,
             routes=routes,
             metrics=metrics.text,
-            health=lambda: {"steps": decoder.steps, "rebinds": decoder.rebinds},
+            health=lambda: {"steps": decoder.steps, "rebinds": decoder.rebinds, "moves": decoder.moves.count},
         )
         # Before the first request, and not by it.
         await decoder.tokenizer()
@@ -141,7 +141,16 @@ async def _serve(
             click.echo(f"Watch: {url}/#key={demo.operator}")
             traffic.append(DemoTraffic(decoder, names))
             await stack.enter_async_context(_going_on(traffic[0].run()))
-        await serve_within(app, sock, known=known, stop_s=STOP_LIMIT_S)
+        servers: list[Any] = []
+
+        async def stop_with_decoder() -> None:
+            await decoder.wait_ended()
+            servers[0].should_exit = True
+
+        async with _going_on(stop_with_decoder()):
+            await serve_within(app, sock, known=known, stop_s=STOP_LIMIT_S, began=servers.append)
+        # What ended the decoder ends the process with an error, and its unit starts it again.
+        decoder.check_alive()
 
 
 def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoKeys]":

@@ -133,9 +133,7 @@ class Session:
         self.streams = StreamOperations(resources)
         self._modules = ModuleOperations(resources, planner)
         self._gate = gate = RegionGate(resources, self._launches_begun)
-        self.regions = RegionMemory(
-            resources, gate, lambda: self.streams.live, self._keep_fault, lambda: self.keeps_failure
-        )
+        self.regions = RegionMemory(resources, gate, lambda: self.streams.live, self._keep_fault)
         self._region_sets = RegionOperations(resources, gate, self.regions.forget)
         self.streams.on_select, self.streams.on_destroy = gate.forget_current, self.regions.leave_stream
         self._launches = LaunchOperations(resources, planner, gate, needs_set=regions_required)
@@ -221,11 +219,6 @@ class Session:
     def is_native(self) -> bool:
         """Return whether native code serves rings."""
         return self._fast_path.is_native
-
-    @property
-    def keeps_failure(self) -> bool:
-        """Return whether a quiet request's failure waits for the next request that has a reply."""
-        return self._pending_failure is not None
 
     def serve_ring(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
         """Let native code serve launches and syncs from a ring; None if it can't now. See `LaunchFastPath`."""

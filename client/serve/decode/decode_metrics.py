@@ -84,8 +84,8 @@ class GapHistogram(Collector):
 class TenantGauges(Collector):
     """The gauges that are read off the decoder at each scrape."""
 
-    def __init__(self, decoder: Callable[[], Decoder | None]) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Callable[[], Decoder | None], clock: Callable[[], float]) -> None:
+        self._decoder, self._clock = decoder, clock
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families; without a decoder, with nothing in them."""
@@ -104,6 +104,9 @@ class TenantGauges(Collector):
             yield family
         live = sum(bool(state.live) for state in tenants.values())
         yield GaugeMetricFamily("gpulease_decode_live_tenants", "Tenants with a live sequence.", value=live)
+        outage = None if decoder is None else decoder.outage
+        away_s = 0.0 if outage is None else self._clock() - outage.since
+        yield GaugeMetricFamily("gpulease_decode_without_engine_seconds", "Since the engine was lost.", value=away_s)
 
 
 class DecodeMetrics(ServerMetrics, DecoderObserver):
@@ -153,7 +156,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._rebuild = {kind: rebuild.labels(kind) for kind in ("planned", "known", "unknown")}
         self._gaps = GapHistogram(self._tenants)
         kept.register(self._gaps)
-        kept.register(TenantGauges(decoder))
+        kept.register(TenantGauges(decoder, clock))
 
     def on_step(self, report: StepReport) -> None:
         """Count a step's rows and tokens, by tenant, and the gaps before them."""

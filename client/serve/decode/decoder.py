@@ -10,23 +10,23 @@ replays the prompts and what was emitted: their next tokens are those that would
 
 import asyncio
 import time
-import traceback
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
-from gpulease.client.engine.lease_request import fleet_of
 from gpulease.client.errors import Disconnected, Drained, GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
 from gpulease.client.serve.decode import engine_losses
 from gpulease.client.serve.decode.background_tasks import BackgroundTasks
 from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model
 from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded
+from gpulease.client.serve.decode.decode_log import DecodeLog, cause_of
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, EngineRebuilt, ForwardRevoked
 from gpulease.client.serve.decode.decode_requests import (
     MAX_WAIT_S,
@@ -40,13 +40,14 @@ from gpulease.client.serve.decode.engine_losses import Suspects
 from gpulease.client.serve.decode.forward_pass import StepLimits
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.model_config import ModelConfig
-from gpulease.client.serve.decode.request_ledger import LOG, RequestLedger
+from gpulease.client.serve.decode.request_ledger import RequestLedger
 from gpulease.client.serve.decode.row_records import ROW, Rows
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.serve.decode.serving_engine import EngineSpec, ServingEngine
 from gpulease.client.serve.decode.step_plan import StepPlan
 from gpulease.client.serve.decode.tenant_moves import TenantMoves
 from gpulease.client.serve.decode.tenant_regions import TenantRegions
+from gpulease.protocol.lease_ids import lease_text
 
 if TYPE_CHECKING:
     from gpulease.client.serve.decode.text.tokenizer import Tokenizer
@@ -106,8 +107,8 @@ class Decoder:
 
     Attributes:
         scheduler: Who decides; only the decoder tells it anything.
+        log: Where it writes what it loses and gets back.
         steps: Steps that were computed.
-        rebinds: Regions that were opened in the place of others that had ended.
         moves: The moves of tenants' sequences from region to region.
     """
 
@@ -120,11 +121,12 @@ class Decoder:
     ) -> None:
         """Use `open`."""
         self.scheduler = scheduler
-        self.steps = self.rebinds = 0
+        self.log = DecodeLog()
+        self.steps = self._reopened = 0
         self._spec, self._address = spec, address
         self._serving: ServingEngine
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
-        self._ledger = RequestLedger(observers)
+        self._ledger = RequestLedger(observers, self.log)
         self._constants = np.zeros(spec.limits.tables, ROW)
         self._pending: deque[StepPlan] = deque()
         self._begun_at = float("-inf")
@@ -132,6 +134,7 @@ class Decoder:
         self._refusal: RegionFailed | None = None
         self._numbers = count(1)
         self._failure: GpuLeaseError | None = None
+        self._ended = asyncio.Event()
         # What becomes of whole engines.
         self._loss: _Loss | None = None
         self._told_loss: Exception | None = None
@@ -139,7 +142,9 @@ class Decoder:
         self._is_broken_off = False
         self._starting: StepPlan | None = None
         self._losses = 0
+        self._outage_began = self._adopted_at = 0.0
         self._suspects = Suspects()
+        self._cleared_at: dict[str, int] = {}
         self._successor: ServingEngine | None = None
         self._adopted: asyncio.Future[None] | None = None
         self._changing = asyncio.Lock()
@@ -177,6 +182,7 @@ class Decoder:
         )
         decoder = cls(spec, scheduler, address, observers)
         decoder._serving = await ServingEngine.open(spec, decoder, address, progress)
+        decoder._adopted_at = time.monotonic()
         decoder._loop = asyncio.create_task(decoder._run())
         decoder._tasks.start(decoder.moves.watch())
         try:
@@ -196,6 +202,19 @@ class Decoder:
     def is_serving(self) -> bool:
         """Return whether there is an engine: False from its loss until another serves, and once the decoder ended."""
         return self._failure is None and self._loss is None and self._told_loss is None
+
+    @property
+    def outage(self) -> "Outage | None":
+        """What is known of the time without an engine; None while there is one, and once the decoder ended."""
+        loss = self._loss
+        if loss is None or self._failure is not None:
+            return None
+        return Outage(self._outage_began, type(loss.error), loss.tries, loss.refusal)
+
+    @property
+    def rebinds(self) -> int:
+        """Regions that were opened in the place of others: of those that had ended, and of those left in time."""
+        return self._reopened + self.moves.count
 
     @property
     def regions(self) -> TenantRegions:
@@ -224,7 +243,8 @@ class Decoder:
             wait_s: Seconds for which it may wait for room; 0 refuses it at once.
             request_id: Its id, of no other request that goes on; without one it gets one.
 
-        Raises RequestRejected for what can't be taken, NoModelLoaded or EngineDecodeFailed if the engine is gone.
+        Without an engine it waits for the next one. Raises RequestRejected for what can't be taken, NoModelLoaded if
+        the decoder is closed, EngineDecodeFailed if a fault of its own ended it.
         """
         if self._failure is not None:
             raise self._failure
@@ -297,11 +317,14 @@ class Decoder:
                     self._loop.uncancel()
                     self._lose_engine(self._told_loss)
                 except Exception as error:
+                    if self._loss is not None:
+                        raise  # There is no engine that could be the cause.
                     self._lose_engine(error)
                 self.moves.step_answered()
         except Exception as error:
-            LOG.error("the decoder failed: %s", _told(error))
-            self._fail(_lost(error))
+            self.log.failure("decoder_failed", error)
+            text = f"The decoder failed by a fault of its own, {type(error).__name__}"
+            self._fail(EngineDecodeFailed(text, "See its log, and open a decoder anew"))
 
     async def _go_on(self) -> None:
         """Start and finish steps; between two steps, take what ended a region, or another engine."""
@@ -317,7 +340,7 @@ class Decoder:
         elif self._successor is not None:
             self._adopt(self._successor)
         elif self._is_suspect_due:
-            self._compute_next_suspect()
+            self._compute_next_suspects()
         else:
             await self._sleep()
 
@@ -407,6 +430,17 @@ class Decoder:
     def region_lost(self, tenant_id: str, error: BaseException) -> None:
         """Have a tenant's sequences replayed in another region; its moves call this, too."""
         reason = _REASONS.get(type(error), CompletionReason.REVOKED)
+        pool = self.regions.pools.get(tenant_id)
+        region = 0 if pool is None else pool.region.lease_id
+        sequences = len(self.scheduler.tenants[tenant_id].live)
+        self.log.info(
+            "region_lost",
+            tenant=tenant_id,
+            region=lease_text(region),
+            reason=reason,
+            cause=cause_of(error),
+            sequences=sequences,
+        )
         self._ledger.tell(self.scheduler.revoked(tenant_id, reason, time.monotonic()))
         self.regions.replace(tenant_id)
         self.wake()
@@ -440,7 +474,7 @@ class Decoder:
         await self.moves.move(tenant_id)
 
     def check_alive(self) -> None:
-        """Raise what ended the decoder, if it ended; its moves call this."""
+        """Raise what ended the decoder, if it ended."""
         if self._failure is not None:
             raise self._failure
 
@@ -450,6 +484,7 @@ class Decoder:
             constants = self._constants[sequence.table]
             constants["base"], constants["blocks"] = pool.region.address, pool.blocks
             self._ledger.admitted(sequence, pool.region.lease_id)
+        self.log.info("region_moved", tenant=tenant_id, region=lease_text(pool.region.lease_id))
 
     def wake(self) -> None:
         """Look for what there is to compute; its moves call this."""
@@ -458,7 +493,8 @@ class Decoder:
     def region_opened(self, serving: ServingEngine, tenant: TenantConfig, pool: BlockPool) -> None:
         """Take a region in the place of one that ended; the engine's regions call this."""
         if serving is self._serving and self._loss is None:
-            self.rebinds += 1
+            self._reopened += 1
+            self.log.info("region_reopened", tenant=tenant.id, region=lease_text(pool.region.lease_id))
             self._ledger.tell(self.scheduler.rebound(tenant.id, pool.blocks, time.monotonic()))
             self._wake.set()
 
@@ -470,7 +506,9 @@ class Decoder:
             return
         if isinstance(error, Drained) and serving.lease.is_alive:
             if not serving.is_of_fleet:
-                LOG.warning("the decoder's node is drained; `move` takes its load to another: %s", _told(error))
+                self.log.warning(
+                    "node_drained", cause=cause_of(error), hint="Decoder.move takes the load to another node"
+                )
             return
         self._told_loss = error
         self._wake.set()
@@ -486,75 +524,78 @@ class Decoder:
     def lease_warned(self, serving: ServingEngine, warning: GpuLeaseError) -> None:
         """Leave a fleet's node before the lease there ends; the engine calls this, again and again."""
         if serving is self._serving and self.is_serving and not self._changing.locked():
-            LOG.warning("the decoder leaves its node for another of the fleet: %s", _told(warning))
+            self.log.warning("engine_leaves", cause=cause_of(warning))
             self._tasks.start(self._leave(serving, warning))
 
     def _lose_engine(self, error: Exception) -> None:
         """Take the engine as gone: all sequences end, and wait for another engine."""
         now = time.monotonic()
-        is_fault = engine_losses.is_fault(error)
-        log = LOG.warning if engine_losses.is_known(error) else LOG.error
-        log("the decoder's engine is lost, another is opened: %s", _told(error))
-        under_way = self._callers_under_way()
+        under_way = self._tokens_under_way()
         self._pending.clear()
         self._refusal = self._told_loss = self._starting = None
+        if not self._losses or now - self._adopted_at >= engine_losses.LASTED_S:
+            self._losses, self._outage_began = 0, now
         self._losses += 1
-        events = self.scheduler.engine_lost(now, wait_s=engine_losses.GIVE_UP_S)
-        self._ledger.tell(events, is_engine_scoped=True)
-        if is_fault and self._suspects.current in under_way:
+        is_known = engine_losses.is_known(error)
+        self.log.failure("engine_lost", error, known=is_known, losses=self._losses, under_way=len(under_way))
+        # Losses in a row do not put off the end of what has waited since the first of them.
+        wait_s = max(0.0, self._outage_began + engine_losses.REPLAY_WAIT_S - now)
+        self._ledger.tell(self.scheduler.engine_lost(now, wait_s=wait_s), is_engine_scoped=True)
+        suspected = list(under_way) if engine_losses.is_fault(error) else []
+        if engine_losses.is_kill(error):
+            suspected = self._suspects.killed(under_way, MAX_STEPS)
+        if suspected and (guilty := self._suspects.fault(suspected)):
             self._losses = 0
-            self._give_up_request(self._suspects.current)
-        elif is_fault:
-            self._suspects.add(under_way)
-        if self._losses > engine_losses.MAX_LOSSES_IN_A_ROW:
-            self._fail(_lost(error))
-        elif self._loss is None:
-            self._loss = _Loss(error, now)
-            self._tasks.start(self._recover(self._serving))
+            self._give_up_request(guilty)
+        self._loss = _Loss(error, now)
+        self._tasks.start(self._recover(self._serving, self._loss))
 
-    def _callers_under_way(self) -> list[str]:
-        """Return the callers' ids of the requests that have rows in steps under way."""
+    def _tokens_under_way(self) -> dict[str, int]:
+        """Return how many tokens the requests have emitted that have rows in steps under way, by their callers' ids."""
         plans = [*self._pending, *([self._starting] if self._starting is not None else [])]
         sequences = dict.fromkeys(sequence for plan in plans for sequence in plan.sequences if not sequence.is_ended)
-        return [sequence.request.continues or sequence.request.request_id for sequence in sequences]
+        names = [sequence.request.continues or sequence.request.request_id for sequence in sequences]
+        return {name: self._tokens_of(name) for name in names}
+
+    def _tokens_of(self, request_id: str) -> int:
+        generation = self._ledger.find(request_id)
+        return 0 if generation is None else len(generation.tokens)
 
     def _give_up_request(self, request_id: str) -> None:
         """End a request that ended an engine while nobody else was computed."""
         if generation := self._ledger.find(request_id):
-            LOG.error("request %s ended the engine while it was computed alone; it is not tried again", request_id)
-            self._ledger.tell(self.scheduler.cancel(generation.request.request_id, CompletionReason.ENGINE_ERROR))
+            self.log.error("request_given_up", tenant=generation.request.tenant_id, request=request_id)
+            error = EngineDecodeFailed(
+                f"The engine failed while it computed request {request_id} alone", "Do not send it again"
+            )
+            ends = self.scheduler.cancel(generation.request.request_id, CompletionReason.ENGINE_ERROR)
+            self._ledger.tell(ends, error=error)
 
-    async def _recover(self, lost: ServingEngine) -> None:
-        """Open another engine in the place of one that is lost."""
-        async with self._changing:
-            if self._loss is None:
-                return  # A move had another engine ready.
-            closing = self._tasks.start(lost.abandon())
-            await asyncio.wait((closing,), timeout=ABANDON_S)
-            try:
-                await self._take_over(await self._next_engine(self._loss))
-            except GpuLeaseError as error:
-                self._fail(_lost(error))
-            except Exception as error:
-                LOG.error("no engine can be opened: %s", _told(error))
-                self._fail(_lost(error))
-
-    async def _next_engine(self, loss: "_Loss") -> ServingEngine:
-        """Open an engine, with pauses, for as long as it takes. Raises the last error if that is too long."""
-        is_of_fleet = fleet_of(self._address) is not None
-        final = engine_losses.FINAL_FLEET_REFUSALS if is_of_fleet else engine_losses.FINAL_REFUSALS
-        for attempt in count():
-            try:
-                return await ServingEngine.open(self._spec, self, self._address)
-            except final:
-                raise
-            except GpuLeaseError as error:
-                pause_s = engine_losses.pause_s(attempt)
-                if time.monotonic() + pause_s > loss.at + engine_losses.GIVE_UP_S:
-                    raise
-                LOG.warning("no engine yet, the next try is in %.1f s: %s", pause_s, _told(error))
-                await asyncio.sleep(pause_s)
-        raise AssertionError("unreachable")
+    async def _recover(self, lost: ServingEngine, loss: "_Loss") -> None:
+        """Open another engine in the place of one that is lost, with pauses, for as long as it takes."""
+        closing = self._tasks.start(lost.abandon())
+        await asyncio.wait((closing,), timeout=ABANDON_S)
+        await asyncio.sleep(engine_losses.pause_before_engine_s(self._losses))
+        while True:
+            # A move may open an engine elsewhere during the pauses.
+            async with self._changing:
+                if self._loss is not loss:
+                    return
+                try:
+                    await self._take_over(await ServingEngine.open(self._spec, self, self._address))
+                    return
+                except Exception as error:
+                    if self._failure is not None:
+                        return
+                    pause_s = engine_losses.pause_s(loss.tries)
+                    loss.tries += 1
+                    loss.refusal = type(error)
+                    if engine_losses.is_logged(loss.tries):
+                        away_s = time.monotonic() - self._outage_began
+                        self.log.failure(
+                            "engine_refused", error, tries=loss.tries, next_try_s=pause_s, without_engine_s=away_s
+                        )
+            await asyncio.sleep(pause_s)
 
     async def move(self, address: str | None = None) -> None:
         """Open an engine on another lease while this one serves; then move the whole load there between two steps.
@@ -599,7 +640,7 @@ class Decoder:
                     self._tasks.start(self._break_off(left, warning))
                 await self._take_over(successor)
             except GpuLeaseError as error:
-                LOG.warning("no node of the fleet takes the decoder's load yet: %s", _told(error))
+                self.log.warning("engine_stays", cause=cause_of(error))
                 return
         # The new engine does not wait for a daemon that is away.
         await left.abandon()
@@ -622,19 +663,26 @@ class Decoder:
         """Go on with another engine; no step is under way."""
         now, loss = time.monotonic(), self._loss
         if loss is None:
-            events = self.scheduler.engine_lost(now, CompletionReason.PREEMPTED, engine_losses.GIVE_UP_S)
-            self._ledger.tell(events, is_engine_scoped=True)
+            self._preempt_all(now)
         self._serving, self._successor, self._loss, self._told_loss = serving, None, None, None
-        self._rebind_all(now)
-        self._compute_next_suspect()
+        self._adopted_at = now
         if self._adopted is not None and not self._adopted.done():
             self._adopted.set_result(None)
-        cause = "the load was moved" if loss is None else f"{type(loss.error).__name__}: {loss.error}"
+        self._rebind_all(now)
+        self._compute_next_suspects()
+        cause = "the load was moved" if loss is None else cause_of(loss.error)
         is_known = loss is None or engine_losses.is_known(loss.error)
         took_s = time.monotonic() - (now if loss is None else loss.at)
-        LOG.info("another engine took over after %.3f s: %s", took_s, cause)
+        self.log.info(
+            "engine_opened", cause=cause, without_engine_s=took_s, tries=0 if loss is None else loss.tries + 1
+        )
         report = EngineRebuilt(cause, is_known, is_planned=loss is None, took_s=took_s)
         self._ledger.report(lambda observer: observer.on_engine_rebuilt(report))
+
+    def _preempt_all(self, now: float) -> None:
+        """End all sequences, which are replayed on this engine or the next one. No step is under way."""
+        events = self.scheduler.engine_lost(now, CompletionReason.PREEMPTED, engine_losses.REPLAY_WAIT_S)
+        self._ledger.tell(events, is_engine_scoped=True)
 
     def _rebind_all(self, now: float) -> None:
         """Give every tenant its region of the engine; one that lost too many of late gets it later."""
@@ -648,19 +696,17 @@ class Decoder:
 
     @property
     def _is_suspect_due(self) -> bool:
-        """Return whether somebody else is to be computed than now: the next suspect, or everybody."""
+        """Return whether others are to be computed than now: the next group of suspects, or everybody."""
         suspects = self._suspects
         if self._loss is not None or not suspects:
             return False
         if not suspects.current:
             return suspects.has_next(self._is_ready)
-        generation = self._ledger.find(suspects.current)
-        # It has got past where the engine was lost, or has ended, or can't go on.
-        return (
-            generation is None
-            or len(generation.tokens) >= suspects.tokens + MAX_STEPS
-            or not self._is_ready(suspects.current)
-        )
+        return not any(self._is_in_doubt(name) and self._is_ready(name) for name in suspects.current)
+
+    def _is_in_doubt(self, request_id: str) -> bool:
+        """Return whether one of the current group has not got past where the engine was lost."""
+        return bool(self._ledger.find(request_id)) and self._tokens_of(request_id) < self._cleared_at[request_id]
 
     def _is_ready(self, request_id: str) -> bool:
         """Return whether a suspect can be computed: a suspended tenant's would keep everybody waiting."""
@@ -672,32 +718,45 @@ class Decoder:
         """Return whether steps under way are to end before the next one starts."""
         return self._successor is not None or self._is_suspect_due
 
-    def _compute_next_suspect(self) -> None:
-        """Compute the next suspect alone, from its prompt on; without any, compute everybody. No step is under way."""
+    def _compute_next_suspects(self) -> None:
+        """Compute the next group of suspects alone, from their prompts on; without any, compute everybody.
+
+        No step is under way.
+        """
         now, suspects = time.monotonic(), self._suspects
-        if suspects.current and not self._is_ready(suspects.current):
-            suspects.put_off()
-        request_id = suspects.next(self._is_ready)
-        while request_id and not (generation := self._ledger.find(request_id)):
-            request_id = suspects.next(self._is_ready)
-        if request_id and generation:
-            suspects.tokens = len(generation.tokens)
+        suspects.put_off(name for name in suspects.current if self._is_in_doubt(name))
+        was_isolated = bool(self._cleared_at)
+        group = suspects.next(self._is_ready)
+        while group and not any(map(self._ledger.find, group)):
+            group = suspects.next(self._is_ready)
+        self._cleared_at = {name: self._tokens_of(name) + MAX_STEPS for name in group}
+        if group:
+            self.log.warning("suspects_isolated", group=len(group), suspects=suspects.count)
             if self.scheduler.live_sequences:
-                events = self.scheduler.engine_lost(now, CompletionReason.PREEMPTED, engine_losses.GIVE_UP_S)
-                self._ledger.tell(events, is_engine_scoped=True)
+                self._preempt_all(now)
                 self._rebind_all(now)
-        self.scheduler.isolate(request_id or None)
+        elif was_isolated:
+            self.log.info("suspects_cleared", suspects=suspects.count)
+        self.scheduler.isolate(frozenset(group) or None)
 
     # --- ends ---
 
     def _fail(self, error: GpuLeaseError) -> None:
-        """End every generation: the engine is lost for good, or closed."""
+        """End every generation: the decoder is closed, or broken."""
         self._failure = error
+        self._ended.set()
         self._ledger.end_all(error)
         self.moves.step_answered()
         if self._adopted is not None and not self._adopted.done():
             self._adopted.set_exception(error)
         self._wake.set()
+
+    async def wait_ended(self) -> None:
+        """Wait until the decoder serves nobody any more: it is closed, or a fault of its own ended it.
+
+        A lost engine does not end it. Raises nothing; `check_alive` raises what ended it.
+        """
+        await self._ended.wait()
 
     async def _stop(self) -> None:
         self._failure = self._failure or NoModelLoaded("The decoder is closed", "Open one with Decoder.open")
@@ -709,29 +768,50 @@ class Decoder:
 
 
 @dataclass(frozen=True, slots=True)
+class Outage:
+    """A time without an engine.
+
+    Attributes:
+        since: When the last engine that computed anything was lost, in monotonic seconds.
+        cause: The kind of what ended the last engine.
+        tries: How often another one was refused since then.
+        refusal: The kind of the last refusal; None if there was none.
+    """
+
+    since: float
+    cause: type[Exception]
+    tries: int
+    refusal: type[Exception] | None
+
+    def report(self, now: float, unix_s: float) -> dict[str, Any]:
+        """Return it for a health report, by the monotonic clock and the calendar's.
+
+        It has kinds of errors alone: their words are in the log, and may name paths that are not everybody's to know.
+        """
+        away_s = now - self.since
+        return {
+            "since": datetime.fromtimestamp(unix_s - away_s, UTC).isoformat(timespec="seconds"),
+            "seconds": round(away_s, 1),
+            "cause": self.cause.__name__,
+            "tries": self.tries,
+            "refusal": None if self.refusal is None else self.refusal.__name__,
+        }
+
+
+@dataclass(slots=True, eq=False)
 class _Loss:
     """A lost engine, until another takes its place."""
 
     error: Exception
     at: float
+    tries: int = 0
+    refusal: type[Exception] | None = None
 
 
 _REASONS: Final[dict[type[BaseException], CompletionReason]] = {
     RegionExpired: CompletionReason.EXPIRED,
     RegionCancelled: CompletionReason.CANCELLED,
 }
-
-
-def _told(error: Exception) -> str:
-    """An error for the log, as a text: a record that keeps the error would keep the lost engine with it."""
-    if isinstance(error, GpuLeaseError):
-        return f"{type(error).__name__}: {error}"
-    return "".join(traceback.format_exception(error))
-
-
-def _lost(error: Exception) -> EngineDecodeFailed:
-    failure = error.failure if isinstance(error, GpuLeaseError) else None
-    return EngineDecodeFailed(f"The engine is lost: {type(error).__name__}: {error}", "Open a decoder anew", failure)
 
 
 def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], settings: DecoderSettings) -> EngineSpec:

@@ -3,14 +3,13 @@
 The scheduler knows each replay as a request of its own; here all of them are one generation.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.serve.decode.decode_errors import AdmissionRefused, EngineDecodeFailed, RequestRejected
+from gpulease.client.serve.decode.decode_log import DecodeLog
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
 from gpulease.client.serve.decode.decode_requests import (
     AdmissionReason,
@@ -22,8 +21,6 @@ from gpulease.client.serve.decode.decode_requests import (
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.row_records import Results, log_probabilities
 from gpulease.client.serve.decode.step_plan import LiveSequence, StepPlan
-
-LOG: Final = logging.getLogger("gpulease.decode")
 
 
 @dataclass(slots=True)
@@ -52,10 +49,14 @@ class _Entry:
 
 
 class RequestLedger:
-    """Requests that go on. Tells generations and observers what becomes of them, each end exactly once."""
+    """Requests that go on. Tells generations and observers what becomes of them, each end exactly once.
 
-    def __init__(self, observers: Sequence[DecoderObserver] = ()) -> None:
+    What becomes of those that lost their region or engine is logged, too.
+    """
+
+    def __init__(self, observers: Sequence[DecoderObserver] = (), log: DecodeLog | None = None) -> None:
         self.observers = tuple(observers)
+        self._log = log or DecodeLog()
         self._entries: dict[str, _Entry] = {}
         self._generations: dict[str, Generation] = {}
 
@@ -90,8 +91,8 @@ class RequestLedger:
         for observer in self.observers:
             try:
                 tell(observer)
-            except Exception:
-                LOG.exception("an observer of the decoder failed")
+            except Exception as error:
+                self._log.failure("observer_failed", error, observer=type(observer).__name__)
 
     # --- what happens ---
 
@@ -119,12 +120,15 @@ class RequestLedger:
             self.report(lambda observer: observer.on_step(report))
         self.tell(ends)
 
-    def tell(self, events: Iterable[AnyEvent], *, is_engine_scoped: bool = False) -> None:
+    def tell(
+        self, events: Iterable[AnyEvent], *, is_engine_scoped: bool = False, error: GpuLeaseError | None = None
+    ) -> None:
         """Pass on events that are no tokens.
 
         Args:
             events: The events.
             is_engine_scoped: Whether ends in them are of the whole engine's loss.
+            error: What those who read a generation get that ends in them for good; None for a plain end.
         """
         now = time.monotonic()
         for event in events:
@@ -133,8 +137,9 @@ class RequestLedger:
             if entry is None:
                 continue
             if isinstance(event, SchedulerEvent.AdmissionRejected):
-                error: GpuLeaseError | None = AdmissionRefused(event.reason, event.detail, event.retry_after_s)
-                self._end(entry, CompletionReason.CANCELLED, error, event.reason, event.detail, now)
+                refusal = AdmissionRefused(event.reason, event.detail, event.retry_after_s)
+                self._log_lost(entry, event.reason)
+                self._end(entry, CompletionReason.CANCELLED, refusal, event.reason, event.detail, now)
             elif event.continued_by:
                 self._entries[event.continued_by] = entry
                 entry.generation.replay(event.continued_by)
@@ -142,8 +147,12 @@ class RequestLedger:
                     entry.loss = _Loss(event.request.request_id, event.reason, is_engine_scoped, now)
                 entry.loss.is_engine_scoped |= is_engine_scoped
             else:
-                error = _alone(event.request) if event.reason is CompletionReason.ENGINE_ERROR else None
-                self._end(entry, event.reason, error, event.reason, str(error or ""), now)
+                reason, failure = event.reason, error
+                if entry.loss is not None and reason is CompletionReason.DEADLINE_EXCEEDED:
+                    self._log_lost(entry, reason)
+                    if entry.loss.is_engine_scoped:
+                        reason, failure = CompletionReason.ENGINE_ERROR, _unserved(entry, now - entry.loss.at)
+                self._end(entry, reason, failure, reason, str(failure or ""), now)
 
     def end_all(self, error: GpuLeaseError) -> None:
         """End every request: there is no engine any more."""
@@ -194,10 +203,29 @@ class RequestLedger:
             is_engine_scoped=loss.is_engine_scoped,
             latency_s=now - loss.at,
         )
+        self._log.info(
+            "rebound",
+            tenant=report.tenant_id,
+            old_request=report.old_request_id,
+            new_request=report.new_request_id,
+            prompt_tokens=report.prompt_tokens,
+            latency_s=report.latency_s,
+            reason=report.reason,
+            lost="engine" if report.is_engine_scoped else "region",
+        )
         self.report(lambda observer: observer.on_rebind(report))
 
+    def _log_lost(self, entry: _Entry, reason: CompletionReason | AdmissionReason) -> None:
+        """Log that a request will not go on behind a loss, if that is what ends it."""
+        if entry.loss is not None:
+            request = entry.generation.request
+            lost = "engine" if entry.loss.is_engine_scoped else "region"
+            name = entry.generation.request_id
+            self._log.warning("replay_given_up", tenant=request.tenant_id, request=name, reason=reason, lost=lost)
 
-def _alone(request: PromptRequest) -> EngineDecodeFailed:
-    """The error of a request that is not replayed although its engine was."""
-    name = request.continues or request.request_id
-    return EngineDecodeFailed(f"The engine failed while it computed request {name} alone", "Do not send it again")
+
+def _unserved(entry: _Entry, waited_s: float) -> EngineDecodeFailed:
+    """The error of a request whose engine was lost, and that waited too long for another."""
+    name = entry.generation.request_id
+    text = f"The engine that computed request {name} is gone, and none took its place within {waited_s:.0f} s"
+    return EngineDecodeFailed(text, "Send it again; the server goes on asking for an engine")

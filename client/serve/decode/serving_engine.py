@@ -16,11 +16,12 @@ from gpulease.client.engine.lease_request import fleet_of
 from gpulease.client.errors import Busy, Disconnected, Drained, GpuLeaseError, LeaseExpired
 from gpulease.client.serve.decode.background_tasks import BackgroundTasks
 from gpulease.client.serve.decode.checkpoint import Checkpoint
+from gpulease.client.serve.decode.decode_log import DecodeLog
 from gpulease.client.serve.decode.decode_requests import TenantConfig
 from gpulease.client.serve.decode.engine import BlockPool, DecodeEngine
 from gpulease.client.serve.decode.forward_pass import StepLimits
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
-from gpulease.client.serve.decode.tenant_regions import TenantRegions
+from gpulease.client.serve.decode.tenant_regions import TenantRegions, stop_renewal
 from gpulease.protocol import Phase
 
 LEASE_S: Final = 120.0
@@ -62,9 +63,11 @@ class EngineUser(Protocol):
 
     Attributes:
         scheduler: Asked for the limits of rebinds, and never told anything.
+        log: Where refusals are written.
     """
 
     scheduler: ContinuousBatchScheduler
+    log: DecodeLog
 
     def region_opened(self, serving: "ServingEngine", tenant: TenantConfig, pool: BlockPool) -> None:
         """Take a region in the place of one that ended."""
@@ -102,6 +105,7 @@ class ServingEngine:
         self.regions = TenantRegions(
             engine,
             user.scheduler,
+            user.log,
             lambda tenant, pool: user.region_opened(self, tenant, pool),
             lambda error: user.engine_failed(self, error),
             region_life_s,
@@ -133,7 +137,7 @@ class ServingEngine:
             lease_s = FLEET_LEASE_S if is_of_fleet else LEASE_S
             builder = GpuBuilder(address).min_vram(spec.size_bytes).lease_secs(lease_s).regions_required()
             lease = await stack.enter_async_context(builder.acquire())
-            await stack.enter_async_context(lease.keep_alive(lose))
+            stack.push_async_callback(stop_renewal, lease.keep_alive(lose))
             engine = await DecodeEngine.open(lease, spec.checkpoint, spec.limits, packed=spec.packed, progress=progress)
             stack.push_async_callback(engine.close)
             opened = cls(lease, engine, user, stack, spec.region_life_s, is_of_fleet=is_of_fleet)

@@ -5,7 +5,6 @@ computed again. A region that ends before it is copied is lost like any other, a
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ from numpy.typing import NDArray
 
 from gpulease.client.errors import CapacityExceeded, GpuLeaseError, RegionFailed
 from gpulease.client.serve.decode.decode_errors import RequestRejected
+from gpulease.client.serve.decode.decode_log import DecodeLog
 from gpulease.client.serve.decode.engine import BlockPool, DecodeEngine
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
 from gpulease.client.serve.decode.tenant_regions import REGION_RETRY_S, TenantRegions
-
-LOG: Final = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
 """Longest pause in seconds between two looks at the regions' ends."""
@@ -34,9 +32,11 @@ class MovesUser(Protocol):
 
     Attributes:
         scheduler: Told who is held.
+        log: Where moves that fail are written.
     """
 
     scheduler: ContinuousBatchScheduler
+    log: DecodeLog
 
     @property
     def engine(self) -> DecodeEngine:
@@ -186,7 +186,7 @@ class TenantMoves:
                 try:
                     await self.move(tenant_id)
                 except GpuLeaseError as error:
-                    LOG.warning("tenant %s could not be moved before its region's end: %s", tenant_id, error)
+                    self._user.log.failure("region_not_moved", error, tenant=tenant_id)
 
     # --- how ---
 

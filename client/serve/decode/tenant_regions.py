@@ -3,15 +3,19 @@
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from itertools import count
 from typing import Final
 
 from gpulease.client.aio.events import KeepAlive
-from gpulease.client.errors import CapacityExceeded
+from gpulease.client.errors import CapacityExceeded, Drained, GpuLeaseError
+from gpulease.client.serve.decode import engine_losses
 from gpulease.client.serve.decode.background_tasks import BackgroundTasks
+from gpulease.client.serve.decode.decode_log import DecodeLog
 from gpulease.client.serve.decode.decode_requests import TenantConfig
 from gpulease.client.serve.decode.engine import BlockPool, DecodeEngine
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
+from gpulease.protocol.lease_ids import lease_text
 
 REGION_TTL_S: Final = 120.0
 """Seconds of a region; renewed in time for as long as it serves."""
@@ -21,6 +25,16 @@ MOVE_BEFORE_S: Final = 5.0
 
 REGION_RETRY_S: Final = 0.1
 """Seconds between two tries to open a region that the lease has no room for; its tenant's requests wait meanwhile."""
+
+NO_ROOM_TRIES: Final = 50
+"""Tries without room at that pace, as bytes of the region before are proved free within moments. A lack of room that
+lasts for longer is a refusal like any other: the pauses grow, and it is logged."""
+
+
+async def stop_renewal(renewal: KeepAlive) -> None:
+    """Renew no more. What ended the renewals was reported as it happened, so it is not raised again."""
+    with suppress(GpuLeaseError):
+        await renewal.stop()
 
 
 class TenantRegions:
@@ -36,6 +50,7 @@ class TenantRegions:
         self,
         engine: DecodeEngine,
         scheduler: ContinuousBatchScheduler,
+        log: DecodeLog,
         on_opened: Callable[[TenantConfig, BlockPool], None],
         on_failure: Callable[[Exception], None],
         life_s: float | None = None,
@@ -45,12 +60,13 @@ class TenantRegions:
         Args:
             engine: Whose lease has the regions.
             scheduler: Asked for limits, and never told anything.
+            log: Where refused renewals and regions are written.
             on_opened: Called when a lost region has its successor.
             on_failure: Called when one can't be had, because the engine is lost.
             life_s: Seconds of a region, which is not renewed then; None: it is, for as long as it serves.
         """
         self.pools: dict[str, BlockPool] = {}
-        self._engine, self._scheduler = engine, scheduler
+        self._engine, self._scheduler, self._log = engine, scheduler, log
         self._on_opened, self._on_failure = on_opened, on_failure
         self._life_s = life_s
         self.move_before_s = min(MOVE_BEFORE_S, (life_s or REGION_TTL_S) / 4)
@@ -94,7 +110,13 @@ class TenantRegions:
     def _take(self, tenant_id: str, pool: BlockPool) -> None:
         self.pools[tenant_id] = pool
         if self._life_s is None:
-            self._renewals[tenant_id] = pool.region.keep_alive()
+            region = lease_text(pool.region.lease_id)
+
+            def refused(error: GpuLeaseError) -> None:
+                left_s = pool.region.remaining_s
+                self._log.failure("region_renewal_refused", error, tenant=tenant_id, region=region, left_s=left_s)
+
+            self._renewals[tenant_id] = pool.region.keep_alive(refused)
 
     async def _end(self, pool: BlockPool, renewal: KeepAlive | None) -> None:
         try:
@@ -104,7 +126,7 @@ class TenantRegions:
 
     async def _close(self, pool: BlockPool, renewal: KeepAlive | None) -> None:
         if renewal is not None:
-            await renewal.stop()
+            await stop_renewal(renewal)
         await self._engine.close_pool(pool)
 
     def tenant_of(self, lease_id: int | None) -> str | None:
@@ -120,26 +142,39 @@ class TenantRegions:
         try:
             if lost is not None:
                 await self._close(lost, self._renewals.pop(tenant_id, None))
-            delay_s = self._scheduler.rebind_delay_s(tenant_id, time.monotonic())
-            while (pool := await self._opened(tenant, delay_s)) is None:
-                delay_s = REGION_RETRY_S
+            await asyncio.sleep(self._scheduler.rebind_delay_s(tenant_id, time.monotonic()))
+            pool = await self._reopened(tenant)
         except Exception as error:
             self._on_failure(error)
             return
         self._on_opened(tenant, pool)
 
-    async def _opened(self, tenant: TenantConfig, delay_s: float) -> BlockPool | None:
-        """Open a region after a delay; None if the lease has no room for it, as while bytes are proved free."""
-        await asyncio.sleep(delay_s)
-        try:
-            return await self.open(tenant)
-        except CapacityExceeded:
-            return None
+    async def _reopened(self, tenant: TenantConfig) -> BlockPool:
+        """Open a region as soon as it is granted. Raises what says that the lease, or its session, is lost.
+
+        A refusal that is this tenant's alone keeps nobody else from being served, so it is tried again.
+        """
+        for tries in count(1):
+            try:
+                return await self.open(tenant)
+            except GpuLeaseError as error:
+                is_drain = isinstance(error, Drained) and self._engine.lease.is_alive
+                if engine_losses.is_known(error) and not is_drain:
+                    raise
+                refusals = tries - NO_ROOM_TRIES if isinstance(error, CapacityExceeded) else tries
+                if refusals < 1:
+                    pause_s = REGION_RETRY_S
+                else:
+                    pause_s = engine_losses.pause_s(refusals - 1)
+                    if engine_losses.is_logged(refusals):
+                        self._log.failure("region_refused", error, tenant=tenant.id, tries=tries, next_try_s=pause_s)
+            await asyncio.sleep(pause_s)
+        raise AssertionError("unreachable")
 
     async def close(self) -> None:
         """Stop to renew and to open regions, even if this is cancelled in the midst; they end with their lease."""
         self.pools.clear()
         async with AsyncExitStack() as stack:
             for renewal in self._renewals.values():
-                stack.push_async_callback(renewal.stop)
+                stack.push_async_callback(stop_renewal, renewal)
             await self._rebinding.stop()

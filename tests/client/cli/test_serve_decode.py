@@ -1,5 +1,6 @@
 """`gpulease serve decode`: its refusals before it serves."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 from gpulease.client.cli.__main__ import main
 from gpulease.client.serve.decode import TINY_MODEL
 from gpulease.client.serve.decode.openai_http.decode_settings import EXAMPLE
+from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
 from helpers.daemon import Daemon
 
 
@@ -33,6 +35,27 @@ def test_a_daemon_without_an_audit_log_gets_no_audited_server(shared_daemon: Dae
     config.write_text(text.replace("../../tiny", str(TINY_MODEL)).replace("max_rows = 64", "max_rows = 32"))
     done = CliRunner().invoke(main, ["serve", "decode", str(config), "--listen", f"unix:{tmp_path}/s"])
     assert (done.exit_code, "keeps no audit log" in done.output) == (1, True), done.output
+
+
+def test_a_decoder_that_fails_by_a_fault_of_its_own_ends_the_process_with_an_error(
+    shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its unit starts it again; a server that answers 503 for ever would be a healthy process to it."""
+
+    def broken(_: object, now: float) -> None:
+        raise ZeroDivisionError(now)
+
+    monkeypatch.setattr(ContinuousBatchScheduler, "plan", broken)
+    config = tmp_path / "decode.toml"
+    text = EXAMPLE.read_text().replace("audit = false", f'audit = false\naddress = "{shared_daemon.address}"')
+    config.write_text(text.replace("../../tiny", str(TINY_MODEL)).replace("max_rows = 64", "max_rows = 32"))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        done = CliRunner().invoke(main, ["serve", "decode", str(config), "--listen", f"unix:{tmp_path}/s"])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert (done.exit_code, "a fault of its own, ZeroDivisionError" in done.output) == (1, True), done.output
 
 
 def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,12 +114,13 @@ async def outputs_around(decoder: Decoder, event: Callable[[], Awaitable[None]],
 
 
 class Gate:
-    """Lets the opening of engines wait, or fail."""
+    """Lets the opening of engines wait, or fail: with `errors`, from the last on, or always at an address."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, opens_before: bool = False) -> None:
         self._opens_before = opens_before
         self.is_asked, self.may_open = asyncio.Event(), asyncio.Event()
         self.errors: list[Exception] = []
+        self.refuses: dict[str | None, Exception] = {}
         self._open = ServingEngine.open
         monkeypatch.setattr(ServingEngine, "open", self.open)
 
@@ -127,6 +128,8 @@ class Gate:
         """Stand in for `ServingEngine.open`."""
         serving = await self._open(*arguments) if self._opens_before else None
         self.is_asked.set()
+        if refusal := self.refuses.get(arguments[2]):
+            raise refusal
         if self.errors:
             raise self.errors.pop()
         await self.may_open.wait()

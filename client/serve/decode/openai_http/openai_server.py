@@ -93,6 +93,8 @@ def make_openai_application(
     async def show_health(_: Request) -> Response:
         is_serving = decoder.is_serving
         told = {"status": "ok" if is_serving else "engine_lost", "model": model} | dict(health())
+        if outage := decoder.outage:
+            told |= {"engine_lost": outage.report(time.monotonic(), time.time())}
         return Response(json.dumps(told), 200 if is_serving else OVERLOADED, media_type=JSON)
 
     async def show_metrics(_: Request) -> Response:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.serve.decode.cell_rate import CellRate
 from gpulease.client.serve.decode.decode_errors import (
     AdmissionRefused,
     EngineDecodeFailed,
@@ -36,9 +37,9 @@ from gpulease.client.serve.decode.generation import Emitted, Generation
 from gpulease.client.serve.decode.request_ledger import RequestLedger
 from gpulease.client.serve.decode.row_records import RESULT
 from gpulease.client.serve.decode.step_plan import LiveSequence, StepPlan
-from gpulease.client.serve.decode.tenant_state import RebindLimiter, TenantState
+from gpulease.client.serve.decode.tenant_state import TenantState
 
-TENANT = TenantState(TenantConfig("ann", max_concurrent=4, max_blocks=9), RebindLimiter(1, 1.0))
+TENANT = TenantState(TenantConfig("ann", max_concurrent=4, max_blocks=9), CellRate(1, 1.0))
 OWN_ENDS = sorted(set(CompletionReason) - {CompletionReason.ENGINE_ERROR})
 LOSSES = st.tuples(
     st.sampled_from([CompletionReason.REVOKED, CompletionReason.EXPIRED, CompletionReason.PREEMPTED]), st.booleans()
@@ -94,6 +95,12 @@ class Known:
     @property
     def losses(self) -> list[Loss]:
         return [happened for happened in self.history if isinstance(happened, Loss)]
+
+    @property
+    def open_losses(self) -> list[Loss]:
+        """The losses since its last token."""
+        last = max((place for place, one in enumerate(self.history) if isinstance(one, Token)), default=-1)
+        return [happened for happened in self.history[last + 1 :] if isinstance(happened, Loss)]
 
     def sequence(self) -> LiveSequence:
         """The request as it is admitted, without any position computed."""
@@ -314,20 +321,28 @@ class AnyOrder(RuleBasedStateMachine):
     def complete(self, data: st.DataObject, reason: CompletionReason) -> None:
         self.now += 1
         known = self.some(data)[0]
+        ends = [SchedulerEvent.Completed(known.current, reason)] * 2
+        if reason is CompletionReason.DEADLINE_EXCEEDED and any(loss.is_engine_scoped for loss in known.open_losses):
+            # It waited for an engine, and none came.
+            self.ledger.tell(ends)
+            error = self.has_ended(known, CompletionReason.ENGINE_ERROR, EngineDecodeFailed)
+            waited_s = self.now - known.open_losses[0].at
+            assert f"none took its place within {waited_s:.0f} s" in str(error)
+            self.expected.append(known.finished(CompletionReason.ENGINE_ERROR, str(error), self.now))
+            return
         self.expected.append(known.finished(reason, "", self.now))
-        self.ledger.tell([SchedulerEvent.Completed(known.current, reason)] * 2)
+        self.ledger.tell(ends)
         self.has_ended(known, reason, None)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        """A request ended an engine alone: it is not replayed. Its caller's id is named, not that of its replay."""
+        """A request ended an engine alone: it is not replayed, and its caller gets the error."""
         self.now += 1
         known = self.some(data)[0]
-        self.ledger.tell([SchedulerEvent.Completed(known.current, CompletionReason.ENGINE_ERROR)])
-        name = known.generation.request_id
-        error = self.has_ended(known, CompletionReason.ENGINE_ERROR, EngineDecodeFailed)
-        assert f"request {name} alone" in str(error)
+        error = EngineDecodeFailed("it failed alone")
+        self.ledger.tell([SchedulerEvent.Completed(known.current, CompletionReason.ENGINE_ERROR)], error=error)
+        assert self.has_ended(known, CompletionReason.ENGINE_ERROR, EngineDecodeFailed) is error
         self.expected.append(known.finished(CompletionReason.ENGINE_ERROR, str(error), self.now))
 
     def end_all(self) -> None:

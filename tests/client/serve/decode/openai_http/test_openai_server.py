@@ -2,13 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from gpulease.client.serve.decode import DecoderObserver, FinishedRequest
+from gpulease.client.errors import Denied, Revoked
+from gpulease.client.serve.decode import DecoderObserver, FinishedRequest, engine_losses
+from gpulease.client.serve.decode.decode_metrics import DecodeMetrics
+from gpulease.client.serve.decode.serving_engine import ServingEngine
 from helpers.daemon import Daemon
 from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
 from helpers.waiting import wait_until
@@ -257,6 +261,40 @@ def _lost() -> Any:
     from gpulease.client.serve.decode import EngineDecodeFailed
 
     return EngineDecodeFailed("The engine is lost, for a test")
+
+
+def test_health_says_since_when_and_why_there_is_no_engine(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_losses, "MAX_PAUSE_S", 0.01)
+
+    async def refuse(*_: Any) -> None:
+        raise Denied("unix:/run/gpulease.sock lets nobody in")
+
+    with openai_rig(shared_daemon) as rig, rig.http() as http:
+        began, lost_for = datetime.now(UTC), DecodeMetrics(["ann"], lambda: rig.decoder)
+        assert b"\ngpulease_decode_without_engine_seconds 0.0\n" in rig.do(lost_for.text)
+        assert "engine_lost" not in http.get("/healthz").json()
+        with monkeypatch.context() as patch:
+            patch.setattr(ServingEngine, "open", refuse)
+            lost = Revoked("by an operator")
+            rig.do(lambda: rig.decoder.engine_failed(rig.decoder._serving, lost))
+
+            def is_refused() -> bool:
+                outage = rig.decoder.outage
+                return outage is not None and outage.tries > 2
+
+            wait_until(lambda: rig.do(is_refused), "another engine is refused")
+            health = http.get("/healthz")
+        assert (health.status_code, health.json()["status"]) == (503, "engine_lost")
+        told = health.json()["engine_lost"]
+        assert (told["cause"], told["refusal"]) == ("Revoked", "Denied")
+        assert told["tries"] > 2
+        assert told["seconds"] >= 0
+        assert datetime.fromisoformat(told["since"]) > began - timedelta(seconds=2)
+        assert "gpulease.sock" not in health.text
+        assert b"\ngpulease_decode_without_engine_seconds 0.0\n" not in rig.do(lost_for.text)
+        wait_until(lambda: http.get("/healthz").status_code == 200, "another engine serves")
 
 
 def test_events_are_valid_json_of_one_line(rig: OpenAiRig) -> None:

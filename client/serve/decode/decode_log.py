@@ -1,0 +1,99 @@
+"""The log of what a decoder loses and gets back: a line an event, with its fields, bounded by event and tenant.
+
+A line is `event key=value ...`, as logfmt has it: texts with other characters than a word's are JSON strings, so that
+no tenant's text ends a line or begins another. A record of `logging` has event and fields as its attribute `gpulease`,
+for handlers of programs.
+"""
+
+import json
+import logging
+import re
+import time
+import traceback
+from collections.abc import Callable
+from typing import Final
+
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.serve.decode.cell_rate import CellRate
+
+LOG: Final = logging.getLogger("gpulease.decode")
+
+LINES_AT_ONCE: Final = 64
+"""Lines of one event and tenant that may come together: the replays of one lost region, most often."""
+
+LINE_EVERY_S: Final = 1.0
+"""Seconds from one line to the next behind those. Stops a tenant who loses regions all the time from filling a disk."""
+
+MAX_TEXT_CHARACTERS: Final = 500
+"""Characters of a text in a line: request ids are their callers', and messages may repeat them."""
+
+_WORD: Final = re.compile(r"[A-Za-z0-9_.:/+-]+")
+
+Field = str | int | float | bool
+
+
+class DecodeLog:
+    """Writes one decoder's lines. Lines beyond the bound are counted, and the next line has their number, `suppressed`.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # Events are of this package and tenants of the settings, so this does not grow.
+        self._rates: dict[tuple[str, str], CellRate] = {}
+        self._suppressed: dict[tuple[str, str], int] = {}
+
+    def info(self, event: str, *, tenant: str = "", **fields: Field) -> None:
+        """Write what goes as it should."""
+        self._write(logging.INFO, event, tenant, fields)
+
+    def warning(self, event: str, *, tenant: str = "", **fields: Field) -> None:
+        """Write what an operator may want to mend, and the decoder gets over."""
+        self._write(logging.WARNING, event, tenant, fields)
+
+    def error(self, event: str, *, tenant: str = "", **fields: Field) -> None:
+        """Write what will not be mended by itself."""
+        self._write(logging.ERROR, event, tenant, fields)
+
+    def failure(self, event: str, error: BaseException, *, tenant: str = "", **fields: Field) -> None:
+        """Write an error that was met: a warning, or an error with its traceback if it is none of the library's."""
+        fields = {"cause": cause_of(error), **fields}
+        if isinstance(error, GpuLeaseError):
+            self._write(logging.WARNING, event, tenant, fields)
+        else:
+            self._write(logging.ERROR, event, tenant, fields, error)
+
+    def _write(
+        self, level: int, event: str, tenant: str, fields: dict[str, Field], fault: BaseException | None = None
+    ) -> None:
+        key = event, tenant
+        rate = self._rates.get(key)
+        if rate is None:
+            rate = self._rates[key] = CellRate(LINES_AT_ONCE, LINE_EVERY_S)
+        if rate.take(self._clock()):
+            self._suppressed[key] = self._suppressed.get(key, 0) + 1
+            return
+        if tenant:
+            fields = {"tenant": tenant, **fields}
+        if suppressed := self._suppressed.pop(key, 0):
+            fields["suppressed"] = suppressed
+        line = " ".join([event, *(f"{name}={_shown(value)}" for name, value in fields.items())])
+        if fault is not None:
+            # As a text: a record that keeps the error would keep the lost engine with it.
+            line += "\n" + "".join(traceback.format_exception(fault)).rstrip()
+        LOG.log(level, "%s", line, extra={"gpulease": (event, fields)})
+
+
+def cause_of(error: BaseException) -> str:
+    """Return an error as a line tells it: its kind and its words."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _shown(value: Field) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = str(value)
+    text = text if len(text) <= MAX_TEXT_CHARACTERS else text[:MAX_TEXT_CHARACTERS] + "…"
+    return text if _WORD.fullmatch(text) else json.dumps(text)
