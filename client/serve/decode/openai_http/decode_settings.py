@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.serve.decode.decode_requests import MAX_WAIT_S, TenantConfig
-from gpulease.client.serve.decode.decoder import MIN_REGION_LIFE_S, DecoderSettings
+from gpulease.client.serve.decode.decoder import MAX_TEXT_PROCESSES, MIN_REGION_LIFE_S, DecoderSettings
 from gpulease.client.serve.decode.openai_http.api_keys import MAX_KEY_BYTES, ApiKeys, distinct_keys, key_digest
 from gpulease.client.serve.decode.row_records import PAGE
 from gpulease.client.serve.model_file import check_complete, check_kind, check_table, kind_of
@@ -52,6 +52,7 @@ _ENGINE: Final[dict[str, type[Any]]] = {
     "wait_secs": float,
     "preempts": bool,
     "region_life_secs": float,
+    "text_processes": int,
 }
 _TENANT: Final[dict[str, type[Any]]] = {
     "key_sha256": str,
@@ -69,6 +70,7 @@ _ENGINE_RANGES: Final = {
     "positions": (1, 1 << 20),
     "wait_secs": (0, MAX_WAIT_S),
     "region_life_secs": (MIN_REGION_LIFE_S, MAX_REGION_LIFE_S),
+    "text_processes": (1, MAX_TEXT_PROCESSES),
 }
 
 
