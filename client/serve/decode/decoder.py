@@ -64,6 +64,9 @@ MAX_POSITIONS: Final = 4096
 MIN_REGION_LIFE_S: Final = 0.1
 """Shortest life of a region: in less, moves would take the time of steps."""
 
+DEFAULT_TEXT_PROCESSES: Final = 2
+"""Processes that read prompts' texts: one for whom a tenant's large texts keep the other one busy."""
+
 MAX_TEXT_PROCESSES: Final = 64
 """Most processes that read texts: each may take the memory of TextLimits, half a GiB."""
 
@@ -100,7 +103,7 @@ class DecoderSettings:
     rebind_interval_s: float = 10.0
     preempts: bool = False
     region_life_s: float | None = None
-    text_processes: int = 2
+    text_processes: int = DEFAULT_TEXT_PROCESSES
 
     def __post_init__(self) -> None:
         if not 1 <= self.text_processes <= MAX_TEXT_PROCESSES:
@@ -126,7 +129,7 @@ class Decoder:
         scheduler: ContinuousBatchScheduler,
         address: str | None,
         observers: Sequence[DecoderObserver] = (),
-        text_processes: int = 2,
+        text_processes: int = DEFAULT_TEXT_PROCESSES,
     ) -> None:
         """Use `open`."""
         self.scheduler = scheduler
@@ -291,7 +294,8 @@ class Decoder:
         """Return the model's tokenizer. Raises ModelRejected where it has none, or a broken one.
 
         It turns tokens into text, and cuts texts of your own. While it cuts one, nothing else of this process runs,
-        and nothing bounds what that takes: `prompts` cuts those of tenants. The first call makes it, in a thread: that of a large vocabulary takes a second.
+        and nothing bounds what that takes: `prompts` cuts those of tenants. The first call makes it, in a thread: that
+        of a large vocabulary takes a second.
         """
         if self._tokenizer is None:
             self._tokenizer = asyncio.ensure_future(asyncio.to_thread(self._spec.checkpoint.tokenizer))

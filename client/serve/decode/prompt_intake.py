@@ -7,7 +7,7 @@ as waiting does, against the tenant's `max_waiting`, and is done in processes of
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from gpulease.client.serve.decode.decode_errors import AdmissionRefused, ModelRejected, RequestRejected, TextNotRead
@@ -52,6 +52,7 @@ class PromptIntake:
         self._scheduler, self._tokenizer, self._count = scheduler, tokenizer, processes
         self._told = report
         self.limits = TextLimits()
+        self._processes: TextProcesses | None = None
         self._starting: asyncio.Task[TextProcesses] | None = None
         self._is_template_sound: bool | None = None
 
@@ -116,9 +117,7 @@ class PromptIntake:
     @property
     def replaced(self) -> int:
         """How many processes were replaced: a text exceeded a limit, or they ended."""
-        is_started = self._starting is not None and self._starting.done() and not self._starting.cancelled()
-        is_there = is_started and self._starting.exception() is None
-        return self._starting.result().replaced if is_there else 0
+        return 0 if self._processes is None else self._processes.replaced
 
     async def start(self) -> None:
         """Start the processes, if they are not there yet. Raises ModelRejected, or TextProcessesFailed."""
@@ -129,8 +128,9 @@ class PromptIntake:
         if self._starting is None:
             return
         self._starting.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await (await self._starting).stop()
+        await asyncio.gather(self._starting, return_exceptions=True)
+        if self._processes is not None:
+            await self._processes.stop()
 
     def _report(self, tenant_id: str, error: RequestRejected) -> None:
         reason = error.reason if isinstance(error, AdmissionRefused) else type(error).__name__
@@ -147,7 +147,8 @@ class PromptIntake:
         from gpulease.client.serve.decode.text.text_processes import TextProcesses
 
         context = self._scheduler.settings.context
-        return await TextProcesses.of(tokenizer, context, self._count, self.limits)
+        self._processes = await TextProcesses.of(tokenizer, context, self._count, self.limits)
+        return self._processes
 
     async def _is_sound(self, processes: "TextProcesses", tenant_id: str) -> bool:
         """Return whether the model's template stays within the limits for the smallest chat."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from gpulease.client.serve.decode.decode_errors import RequestRejected
-from gpulease.client.serve.decode.decode_requests import SamplingParameters
+from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS, SamplingParameters
 from gpulease.client.serve.decode.openai_http.api_errors import ApiError, invalid
 
 MAX_STOPS: Final = 4
@@ -202,6 +202,8 @@ def _max_tokens(said: Mapping[str, Any], *, is_chat: bool) -> int | None:
     for name, value in found.items():
         if value < 1:
             raise invalid(f"{name} = {shown(value)}; send 1 or more", name)
+        if value > MAX_POSITIONS:
+            raise invalid(f"{name} = {shown(value)} is more than any model has", name)
         return value
     return None if is_chat else DEFAULT_COMPLETION_TOKENS
 

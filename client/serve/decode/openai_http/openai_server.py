@@ -27,7 +27,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS
 from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.openai_http.answer_text import AnswerText, Piece, pieces
@@ -36,7 +35,6 @@ from gpulease.client.serve.decode.openai_http.api_errors import (
     OVERLOADED,
     ApiError,
     api_error_of,
-    invalid,
 )
 from gpulease.client.serve.decode.openai_http.api_keys import ApiKeys
 from gpulease.client.serve.decode.openai_http.completion_replies import DONE, ReplyHead, event
@@ -200,8 +198,6 @@ class OpenAiFace:
 
     def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int) -> int:
         if asked.max_tokens is not None:
-            if asked.max_tokens > MAX_POSITIONS:
-                raise invalid(f"max_tokens = {shown(asked.max_tokens)} is more than any model has", "max_tokens")
             return asked.max_tokens
         # A prompt that leaves no room is the scheduler's to refuse.
         return max(1, min(DEFAULT_CHAT_TOKENS, self._decoder.scheduler.settings.context - prompt_tokens + 1))

@@ -1,9 +1,9 @@
 """Chat templates: Jinja, in its sandbox, with what Hugging Face's templates expect.
 
 The names and filters are those of transformers' chat_template_utils. A template is code of the model's author. The
-sandbox keeps it from the host's objects. A product of a text, a power and a range are bounded here, and the prompt that
-comes out. Nothing here bounds the time that a template takes, nor all the memory: a text can be doubled, padded or
-replaced without end. So templates of models that serve several tenants run in a process with limits (text_processes.py).
+sandbox keeps it from the host's objects. Products of texts, powers, ranges and the prompt that comes out are bounded
+here. The time that it takes is not, and neither is all memory: a text can be doubled, padded or replaced without end.
+So a template that works for several tenants runs in a process with limits (text_processes.py).
 """
 
 import json
@@ -112,11 +112,24 @@ class _Generation(Extension):
 
 
 def _environment() -> _Environment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    # Nothing of a template is computed while it is compiled: it is loaded where no limits hold.
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, loopcontrols],
+        optimized=False,
+        finalize=_when_rendered,
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
     return environment
+
+
+@jinja2.pass_context
+def _when_rendered(_: Any, value: Any) -> Any:
+    """Return an expression's value: one that takes the context is not computed before there is one."""
+    return value
 
 
 def _to_json(

@@ -85,7 +85,8 @@ class ForkServer:
         # Opened anew, for an offset of its own.
         again = os.open(f"/proc/self/fd/{tokenizer_fd}", os.O_RDONLY)
         try:
-            process = subprocess.Popen(
+            # It returns once the program is replaced, which takes no longer than the loop may.
+            process = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(again)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

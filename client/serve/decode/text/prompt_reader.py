@@ -22,9 +22,9 @@ class PromptReader:
     """Reads prompts for one model.
 
     Attributes:
-        max_text_bytes: The longest text that is cut into tokens, and the most that a chat's messages have together:
-            more bytes can't be the model's context of tokens (text_bound.py). A template may leave parts of messages
-            out; they count all the same, because it works on them.
+        max_text_bytes: The longest text that is cut into tokens, and the most that a chat's texts have together: more
+            bytes can't be the model's context of tokens (text_bound.py). A template may leave parts of messages out;
+            they count all the same, because it works on them.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
@@ -46,7 +46,8 @@ class PromptReader:
 
         Raises AdmissionRefused for one that can't fit, RequestRejected for one that the template does not take.
         """
-        self._check_bytes(_bytes_in([messages, variables], MAX_CHAT_DEPTH), "the chat")
+        texts = [[value for name, value in message.items() if name != "role"] for message in messages]
+        self._check_bytes(_bytes_in([texts, variables], MAX_CHAT_DEPTH), "the chat")
         return self.read_text(self._tokenizer.render_chat(messages, variables))
 
     def checked(self, tokens: Sequence[int]) -> list[int]:
@@ -68,15 +69,14 @@ def _too_large(detail: str) -> AdmissionRefused:
 
 
 def _bytes_in(value: Any, depth: int) -> int:
-    """The bytes of all texts in a value of JSON's kinds, and one for each other value."""
+    """The bytes of all texts in a value of JSON's kinds; the names of members are none."""
     if isinstance(value, str):
         return _text_bytes(value)
     if not isinstance(value, dict | list | tuple):
-        return 1
+        return 0
     if not depth:
         raise RequestRejected(f"the chat is nested more than {MAX_CHAT_DEPTH} levels deep")
-    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return sum(_bytes_in(part, depth - 1) for part in parts)
+    return sum(_bytes_in(part, depth - 1) for part in (value.values() if isinstance(value, dict) else value))
 
 
 def _text_bytes(text: str) -> int:

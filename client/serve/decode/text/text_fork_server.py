@@ -37,7 +37,7 @@ MAX_PACKET_BYTES: Final = 4096
 """Most bytes of a packet of CONTROL."""
 
 MAX_KEPT_BYTES: Final = 64 << 20
-"""Memory beside the tokenizer's that a worker may keep behind a job; one that keeps more ends, and another is forked."""
+"""Memory beside the tokenizer's that a worker may keep behind a job; one that keeps more ends, and is replaced."""
 
 OUT_OF_MEMORY_SCORE: Final = b"500"
 """The kernel's score: where the host's memory runs out, workers go before the server whose texts they read."""

@@ -24,6 +24,9 @@ Job = Callable[..., dict[str, Any]]
 
 LENGTH: Final = struct.Struct("<I")
 
+MAX_JOB_BYTES: Final = 24 << 20
+"""Most bytes of a job: of the longest text or chat, and the names in it. Stops jobs that wait from filling memory."""
+
 MAX_ANSWER_BYTES: Final = 16 << 20
 """Most bytes of an answer: the tokens of the largest context, 4 bytes each, and what else was read. Stops a process
 that runs wild from filling the server's memory."""
@@ -76,7 +79,7 @@ def unpacked_tokens(packed: bytes) -> tuple[int, ...]:
 
 
 def framed(message: Mapping[str, Any]) -> bytes:
-    """Return a job or an answer as a frame. Raises TypeError, ValueError or OverflowError for what msgpack can't say."""
+    """Return a job or an answer as a frame. Raises TypeError, ValueError, OverflowError for what msgpack can't say."""
     packed: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
     return LENGTH.pack(len(packed)) + packed
 

@@ -26,7 +26,7 @@ from gpulease.client.serve.decode.decode_errors import (
 from gpulease.client.serve.decode.decode_requests import AdmissionReason
 from gpulease.client.serve.decode.text.fork_server import ForkServer, Worker
 from gpulease.client.serve.decode.text.tenant_turns import TenantTurns
-from gpulease.client.serve.decode.text.text_jobs import Job, TextLimits, framed, refused
+from gpulease.client.serve.decode.text.text_jobs import MAX_JOB_BYTES, Job, TextLimits, framed, refused
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 LOG: Final = logging.getLogger("gpulease.decode")
@@ -98,6 +98,9 @@ class TextProcesses:
             frame = framed({"call": f"{job.__module__}:{job.__qualname__}", "arguments": arguments})
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestRejected(f"a message or a variable has a value that JSON does not have: {error}") from None
+        if len(frame) > MAX_JOB_BYTES:
+            detail = f"the prompt has {len(frame):,} bytes; {MAX_JOB_BYTES:,} are read at most"
+            raise AdmissionRefused(AdmissionReason.TOO_LARGE, detail, None)
         if self._is_stopped:
             raise _stopped()
         waiting = _Job(tenant_id, frame, asyncio.get_running_loop().create_future())
@@ -156,7 +159,8 @@ class TextProcesses:
             except Exception as error:
                 LOG.exception("a text could not be read")
                 _fail(job, error)
-                worker = await self._replace(worker)
+                self._replace(worker)
+                worker = None
             finally:
                 self._turns.done(job.tenant_id)
                 # Its tenant may have another one under way now.
@@ -164,7 +168,9 @@ class TextProcesses:
 
     async def _do(self, worker: Worker | None, job: _Job) -> Worker | None:
         """Do a job, and return the worker if it can do another."""
-        if worker is None or worker.ended.done():
+        if worker is None or worker.ended.done() or job.tries:
+            # What ended the first worker under a job may have ended this one too, which is not seen before it is asked.
+            self._drop(worker)
             worker = await self._fork()
         job.tries += 1
         try:
@@ -172,7 +178,8 @@ class TextProcesses:
                 answer = await worker.do(job.frame)
         except TimeoutError:
             self._refuse(job, f"took more than {self._limits.wall_s:g} s", "time")
-            return await self._replace(worker)
+            self._replace(worker)
+            return None
         if answer is not None and "failed" not in answer:
             if not job.answer.done():
                 job.answer.set_result(answer)
@@ -187,7 +194,8 @@ class TextProcesses:
             _fail(job, TextProcessesFailed("a text could not be read; the server's log says more"))
         else:
             await self._take_end(worker, job)
-        return await self._replace(worker)
+        self._replace(worker)
+        return None
 
     async def _take_end(self, worker: Worker, job: _Job) -> None:
         """Say why a worker has ended under a job, or have the job done again."""
@@ -211,8 +219,11 @@ class TextProcesses:
         LOG.warning("tenant %s: a text %s: the process that read it is replaced", job.tenant_id, why)
         _fail(job, TextNotRead(f"the prompt can't be read: it {why}", limit))
 
-    async def _replace(self, worker: Worker | None) -> None:
+    def _replace(self, worker: Worker | None) -> None:
         self.replaced += 1
+        self._drop(worker)
+
+    def _drop(self, worker: Worker | None) -> None:
         if worker is not None and self._server is not None:
             self._server.kill(worker)
 

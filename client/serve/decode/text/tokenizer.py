@@ -18,7 +18,6 @@ from gpulease.client.serve.decode.text.chat_template import ChatTemplate
 from gpulease.client.serve.decode.text.letters import LETTERS
 from gpulease.client.serve.decode.text.text_bound import most_bytes_per_token
 
-
 SPACE: Final = "▁"
 """SentencePiece's mark of a space."""
 
