@@ -69,7 +69,10 @@ class PromptIntake:
             raise RequestRejected(f"there is no tenant {tenant_id!r}")
         config, here = tenant.config, len(tenant.live) + len(tenant.waiting)
         if here + self.coming[tenant_id] >= config.max_concurrent + config.max_waiting:
-            detail = f"tenant {tenant_id}: {config.max_waiting} of its requests wait already; send it later"
+            full = f"{config.max_waiting} of its requests wait"
+            if not config.max_waiting:
+                full = f"{config.max_concurrent} of its sequences live"
+            detail = f"tenant {tenant_id}: {full} already; send it later"
             error = AdmissionRefused(AdmissionReason.QUOTA_EXCEEDED, detail, None)
             self._report(tenant_id, error)
             raise error

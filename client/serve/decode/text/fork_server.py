@@ -38,12 +38,15 @@ class Worker:
 
     Attributes:
         number: Its number.
+        begun: Done once it is there; has an error if it can't be.
         ended: Its status by waitpid, once it has ended; None if the fork server ended too.
     """
 
     def __init__(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.number = number
-        self.ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[int | None] = loop.create_future()
         self._reader, self._writer = reader, writer
 
     async def do(self, frame: bytes) -> dict[str, Any] | None:
@@ -115,26 +118,28 @@ class ForkServer:
         return server
 
     async def fork(self) -> Worker:
-        """Fork a worker. Raises TextProcessesFailed if the server has ended."""
+        """Fork a worker. Raises TextProcessesFailed if it can't be, or the server has ended."""
         ours, theirs = socket.socketpair()
-        try:
-            self._numbers += 1
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))
-            self._control.sendmsg([json.dumps({"fork": self._numbers}).encode()], [rights])
-        except OSError as error:
-            ours.close()
-            raise TextProcessesFailed(f"no process that reads texts can be forked: {error}") from None
-        finally:
-            theirs.close()
-        number = self._numbers
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
             ours.close()
+            theirs.close()
             raise
-        worker = self._workers[number] = Worker(number, reader, writer)
-        if not self.is_alive:
-            self._end(worker, None)
+        self._numbers += 1
+        worker = self._workers[self._numbers] = Worker(self._numbers, reader, writer)
+        try:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))
+            self._control.sendmsg([json.dumps({"fork": worker.number}).encode()], [rights])
+        except OSError:
+            self._lose()
+        finally:
+            theirs.close()
+        try:
+            await worker.begun
+        except BaseException:
+            self.kill(worker)
+            raise
         return worker
 
     def kill(self, worker: Worker) -> None:
@@ -170,17 +175,21 @@ class ForkServer:
             self._lose()
             return
         said = json.loads(packet)
-        if "ended" in said:
-            if worker := self._workers.get(said["ended"]):
-                self._end(worker, said["status"])
-        elif not self._is_ready.done():
-            if "failed" in said:
-                self._is_ready.set_exception(ModelRejected(said["failed"]))
-            else:
-                self._is_ready.set_result(None)
+        worker = self._workers.get(said.get("forked") or said.get("failed") or said.get("ended") or 0)
+        if "ready" in said and not self._is_ready.done():
+            self._is_ready.set_result(None)
+        elif "rejected" in said and not self._is_ready.done():
+            self._is_ready.set_exception(ModelRejected(said["rejected"]))
+        elif worker is not None and "forked" in said:
+            if not worker.begun.done():  # It is, if whoever waited for it was cancelled.
+                worker.begun.set_result(None)
+        elif worker is not None:
+            self._end(worker, said.get("status"), said.get("why", "it ended"))
 
-    def _end(self, worker: Worker, status: int | None) -> None:
+    def _end(self, worker: Worker, status: int | None, why: str) -> None:
         self._workers.pop(worker.number, None)
+        if not worker.begun.done():
+            worker.begun.set_exception(TextProcessesFailed(f"no process that reads texts can be forked: {why}"))
         if not worker.ended.done():
             worker.ended.set_result(status)
 
@@ -195,4 +204,4 @@ class ForkServer:
             self._is_ready.set_exception(TextProcessesFailed("the process that reads texts ended as it started"))
         for worker in list(self._workers.values()):
             worker.close()
-            self._end(worker, None)
+            self._end(worker, None, "the process that forks them has ended")

@@ -2,9 +2,10 @@
 
     python -m gpulease.client.serve.decode.text.text_fork_server CONTROL TOKENIZER
 
-CONTROL is the number of a descriptor, a socket of packets. The server writes {"ready": true}, or {"failed": text} and
-ends. Then it reads {"fork": number} with a socket for the new worker, and {"kill": number}. It writes {"ended": number,
-"status": status} once a worker is gone; the status is waitpid's. At the socket's end it kills its workers and ends.
+CONTROL is the number of a descriptor, a socket of packets. The server writes {"ready": true}, or {"rejected": text}
+and ends. Then it reads {"fork": number} with a socket for the new worker, and {"kill": number}. It writes
+{"forked": number} or {"failed": number, "why": text}, and {"ended": number, "status": status} once a worker is gone;
+the status is waitpid's. At the socket's end it kills its workers and ends.
 TOKENIZER is the number of a descriptor of a file: `Tokenizer.packed`, the context and the limits (text_processes.py).
 
 The server never opens CUDA, never reads a tenant's text, and runs a single thread, so it may fork at any time.
@@ -36,6 +37,9 @@ from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 MAX_PACKET_BYTES: Final = 4096
 """Most bytes of a packet of CONTROL."""
 
+MAX_SAID_CHARACTERS: Final = 600
+"""Most characters of an error in a packet: each may take 6 bytes there."""
+
 MAX_KEPT_BYTES: Final = 64 << 20
 """Memory beside the tokenizer's that a worker may keep behind a job; one that keeps more ends, and is replaced."""
 
@@ -57,7 +61,7 @@ def main(control_fd: int, tokenizer_fd: int) -> None:
     try:
         reader = PromptReader(Tokenizer.unpacked(packed), context)
     except ModelRejected as error:
-        control.send(json.dumps({"failed": str(error)}).encode()[:MAX_PACKET_BYTES])
+        control.send(json.dumps({"rejected": str(error)[:MAX_SAID_CHARACTERS]}).encode())
         return
     del packed
     # What is there by now is never collected: its pages stay shared with the workers.
@@ -100,7 +104,7 @@ class _ForkServer:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self._numbers[pid]
-                self._control.send(json.dumps({"ended": number, "status": status}).encode())
+                self._tell(ended=number, status=status)
 
     def _obey(self, own: list[Any]) -> bool:
         """Do what a packet says; False at the end."""
@@ -114,14 +118,23 @@ class _ForkServer:
                 os.kill(pid, signal.SIGKILL)
             return True
         server = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(sockets[0])
+            self._tell(failed=asked["fork"], why=str(error))
+            return True
         if not pid:
             for thing in (*own, self._control):
                 thing.close()
             _work(socket.socket(fileno=sockets[0]), self._reader, self._limits, server)
         os.close(sockets[0])
         self._numbers[pid] = asked["fork"]
+        self._tell(forked=asked["fork"])
         return True
+
+    def _tell(self, **packet: Any) -> None:
+        self._control.send(json.dumps(packet).encode())
 
 
 def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server: int) -> NoReturn:

@@ -75,11 +75,11 @@ class TextProcesses:
         """Start them for a tokenizer, whose packing takes a moment of a thread. Raises TextProcessesFailed."""
         processes = cls(await asyncio.to_thread(tokenizer.packed), context, count, limits)
         try:
-            await processes._server_now()
+            workers = [await processes._fork() for _ in range(count)]
         except BaseException:
             await processes.stop()
             raise
-        processes._slots = [asyncio.create_task(processes._work()) for _ in range(count)]
+        processes._slots = [asyncio.create_task(processes._work(worker)) for worker in workers]
         return processes
 
     async def do(self, tenant_id: str, job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,9 +134,8 @@ class TextProcesses:
 
     # --- a worker's life ---
 
-    async def _work(self) -> None:
+    async def _work(self, worker: Worker | None) -> None:
         """Keep one worker, and give it jobs."""
-        worker: Worker | None = None
         while True:
             if worker is None:
                 # Before the next text needs it.

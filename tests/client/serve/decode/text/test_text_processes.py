@@ -28,7 +28,7 @@ from gpulease.client.serve.decode.text.text_jobs import TextLimits, read_chat, r
 from gpulease.client.serve.decode.text.text_processes import TextProcesses
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 from helpers.decode.text_jobs import crash, fail
-from helpers.processes import own_descendants
+from helpers.processes import own_descendants, process_info
 
 LIMITS: Final = TextLimits(memory_bytes=96 << 20, processor_s=1)
 CONTEXT: Final = 100_000
@@ -180,10 +180,12 @@ def test_a_text_that_takes_too_long_by_the_clock_is_given_up() -> None:
 
 
 def test_a_process_that_something_else_killed_costs_nobody_a_request() -> None:
+    before = own_descendants()
+
     async def scene(processes: TextProcesses) -> None:
         assert len(await text_tokens(processes, "a")) == 2
-        (server,) = [pid for pid in own_descendants() if _parent(pid) == os.getpid()]
-        for pid in own_descendants() - {server}:
+        (server,) = [pid for pid in own_descendants() - before if _parent(pid) == os.getpid()]
+        for pid in own_descendants() - before - {server}:
             os.kill(pid, signal.SIGKILL)
         assert len(await text_tokens(processes, "a")) == 2
         os.kill(server, signal.SIGKILL)
@@ -260,5 +262,5 @@ def test_a_tokenizer_that_can_t_be_made_there_is_refused(monkeypatch: pytest.Mon
 
 
 def _parent(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
+    info = process_info(pid)
+    return 0 if info is None else info.parent
