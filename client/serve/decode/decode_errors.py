@@ -79,3 +79,8 @@ class RebindLimited(DecodeError):
 
 class EngineDecodeFailed(DecodeError):
     """A step failed for all of the engine's sequences: the lease, its session or the context is lost."""
+
+
+def decoder_closed() -> NoModelLoaded:
+    """Return the error of whatever is asked of a decoder that is closed."""
+    return NoModelLoaded("The decoder is closed", "Open one with Decoder.open")

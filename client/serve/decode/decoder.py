@@ -26,7 +26,7 @@ from gpulease.client.errors import Disconnected, Drained, GpuLeaseError, RegionC
 from gpulease.client.serve.decode import engine_losses
 from gpulease.client.serve.decode.background_tasks import BackgroundTasks
 from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model
-from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded
+from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, decoder_closed
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, EngineRebuilt, ForwardRevoked
 from gpulease.client.serve.decode.decode_requests import (
     MAX_WAIT_S,
@@ -725,7 +725,7 @@ class Decoder:
         self._wake.set()
 
     async def _stop(self) -> None:
-        self._failure = self._failure or NoModelLoaded("The decoder is closed", "Open one with Decoder.open")
+        self._failure = self._failure or decoder_closed()
         self._loop.cancel()
         await asyncio.gather(self._loop, return_exceptions=True)
         await self._tasks.stop()

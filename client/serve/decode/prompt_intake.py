@@ -10,7 +10,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from gpulease.client.serve.decode.decode_errors import AdmissionRefused, ModelRejected, RequestRejected, TextNotRead
+from gpulease.client.serve.decode.decode_errors import (
+    AdmissionRefused,
+    ModelRejected,
+    RequestRejected,
+    TextNotRead,
+    decoder_closed,
+)
 from gpulease.client.serve.decode.decode_reports import PromptRefused
 from gpulease.client.serve.decode.decode_requests import AdmissionReason
 from gpulease.client.serve.decode.request_ledger import LOG
@@ -55,6 +61,7 @@ class PromptIntake:
         self._processes: TextProcesses | None = None
         self._starting: asyncio.Task[TextProcesses] | None = None
         self._is_template_sound: bool | None = None
+        self._is_stopped = False
 
     @contextmanager
     def place(self, tenant_id: str) -> Iterator[None]:
@@ -127,7 +134,8 @@ class PromptIntake:
         await self._started()
 
     async def stop(self) -> None:
-        """End the processes."""
+        """End the processes; what waits for them raises NoModelLoaded."""
+        self._is_stopped = True
         if self._starting is None:
             return
         self._starting.cancel()
@@ -140,9 +148,16 @@ class PromptIntake:
         self._told(PromptRefused(tenant_id, reason, str(error)))
 
     async def _started(self) -> "TextProcesses":
-        if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
-            self._starting = asyncio.create_task(self._start())
-        return await asyncio.shield(self._starting)
+        if self._is_stopped:
+            raise decoder_closed()
+        starting = self._starting
+        if starting is None or (starting.done() and starting.exception() is not None):
+            starting = self._starting = asyncio.create_task(self._start())
+        # One caller may give up and the others go on; the end of the intake ends all of them.
+        await asyncio.wait((starting,))
+        if self._is_stopped:
+            raise decoder_closed()
+        return starting.result()
 
     async def _start(self) -> "TextProcesses":
         # Needs the extra `decode`, as the tokenizer does.

@@ -18,10 +18,10 @@ import msgpack
 
 from gpulease.client.serve.decode.decode_errors import (
     AdmissionRefused,
-    NoModelLoaded,
     RequestRejected,
     TextNotRead,
     TextProcessesFailed,
+    decoder_closed,
 )
 from gpulease.client.serve.decode.decode_requests import AdmissionReason
 from gpulease.client.serve.decode.text.fork_server import ForkServer, Worker
@@ -102,7 +102,7 @@ class TextProcesses:
             detail = f"the prompt has {len(frame):,} bytes; {MAX_JOB_BYTES:,} are read at most"
             raise AdmissionRefused(AdmissionReason.TOO_LARGE, detail, None)
         if self._is_stopped:
-            raise _stopped()
+            raise decoder_closed()
         waiting = _Job(tenant_id, frame, asyncio.get_running_loop().create_future())
         self._turns.add(tenant_id, waiting)
         self._wake.set()
@@ -127,7 +127,7 @@ class TextProcesses:
             task.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
         for job in self._turns.drain():
-            _fail(job, _stopped())
+            _fail(job, decoder_closed())
         if self._server is not None:
             await self._server.stop()
         os.close(self._tokenizer)
@@ -149,7 +149,7 @@ class TextProcesses:
                 if not job.answer.done():
                     worker = await self._do(worker, job)
             except asyncio.CancelledError:
-                _fail(job, _stopped())
+                _fail(job, decoder_closed())
                 raise
             except TextProcessesFailed as error:
                 LOG.error("no text can be read: %s", error)
@@ -243,7 +243,3 @@ class TextProcesses:
 def _fail(job: _Job, error: Exception) -> None:
     if not job.answer.done():
         job.answer.set_exception(error)
-
-
-def _stopped() -> NoModelLoaded:
-    return NoModelLoaded("The decoder is closed", "Open one with Decoder.open")
