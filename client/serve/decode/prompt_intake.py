@@ -1,7 +1,7 @@
 """Prompts on their way to the scheduler: each tenant's are bounded before any work is done for them.
 
 A text costs the host before its request is admitted: it is read, put into a template, cut into tokens. Such work counts
-as waiting does, against the tenant's `max_waiting`, and is done in processes of its own (text_processes.py).
+as waiting does, against the tenant's `max_waiting`, and is done in processes of its own (text/text_processes.py).
 """
 
 import asyncio

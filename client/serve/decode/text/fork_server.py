@@ -10,7 +10,7 @@ import sys
 from typing import Any, Final, Self
 
 from gpulease.client.serve.decode.decode_errors import ModelRejected, TextProcessesFailed
-from gpulease.client.serve.decode.text.text_jobs import LENGTH, MAX_ANSWER_BYTES, unframed
+from gpulease.client.serve.decode.text.text_jobs import LENGTH, MAX_ANSWER_BYTES, unpacked
 
 MODULE: Final = "gpulease.client.serve.decode.text.text_fork_server"
 
@@ -57,7 +57,8 @@ class Worker:
             (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             if size > MAX_ANSWER_BYTES:
                 return None
-            return unframed(await self._reader.readexactly(size))
+            answer: dict[str, Any] = unpacked(await self._reader.readexactly(size))
+            return answer
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             return None
 

@@ -6,7 +6,7 @@ CONTROL is the number of a descriptor, a socket of packets. The server writes {"
 and ends. Then it reads {"fork": number} with a socket for the new worker, and {"kill": number}. It writes
 {"forked": number} or {"failed": number, "why": text}, and {"ended": number, "status": status} once a worker is gone;
 the status is waitpid's. At the socket's end it kills its workers and ends.
-TOKENIZER is the number of a descriptor of a file: `Tokenizer.packed`, the context and the limits (text_processes.py).
+TOKENIZER is the number of a descriptor of a file: `Tokenizer.values`, the context and the limits.
 
 The server never opens CUDA, never reads a tenant's text, and runs a single thread, so it may fork at any time.
 """
@@ -27,11 +27,9 @@ from collections.abc import Callable
 from math import ceil
 from typing import Any, Final, NoReturn
 
-import msgpack
-
 from gpulease.client.serve.decode.decode_errors import ModelRejected, RequestRejected
 from gpulease.client.serve.decode.text.prompt_reader import PromptReader
-from gpulease.client.serve.decode.text.text_jobs import LENGTH, TextLimits, framed, refusal, unframed
+from gpulease.client.serve.decode.text.text_jobs import LENGTH, TextLimits, framed, refusal, unpacked
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 MAX_PACKET_BYTES: Final = 4096
@@ -57,13 +55,13 @@ def main(control_fd: int, tokenizer_fd: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     with open(tokenizer_fd, "rb", closefd=True) as file:
-        packed, context, limits = msgpack.unpackb(file.read())
+        values, context, limits = unpacked(file.read())
     try:
-        reader = PromptReader(Tokenizer.unpacked(packed), context)
+        reader = PromptReader(Tokenizer.of_values(values), context)
     except ModelRejected as error:
         control.send(json.dumps({"rejected": str(error)[:MAX_SAID_CHARACTERS]}).encode())
         return
-    del packed
+    del values
     # What is there by now is never collected: its pages stay shared with the workers.
     gc.collect()
     gc.freeze()
@@ -149,7 +147,7 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
             kept = _confine(limits)
             while job := _receive(jobs):
                 _give_processor_time(limits)
-                answer = _answer(reader, unframed(job))
+                answer = _answer(reader, unpacked(job))
                 del job
                 is_last = "failed" in answer or _memory_bytes() > kept
                 jobs.sendall(framed(answer | {"is_last": is_last}))

@@ -73,21 +73,26 @@ def packed_tokens(tokens: Iterable[int]) -> bytes:
     return array("i", [token if token in _TOKENS else NO_TOKEN for token in tokens]).tobytes()
 
 
-def unpacked_tokens(packed: bytes) -> tuple[int, ...]:
+def unpacked_tokens(data: bytes) -> tuple[int, ...]:
     """Return an answer's tokens."""
-    return tuple(array("i", packed))
+    return tuple(array("i", data))
+
+
+def packed(value: Any) -> bytes:
+    """Return a value as bytes. Raises TypeError, ValueError, OverflowError for what msgpack can't say."""
+    data: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
+    return data
+
+
+def unpacked(data: bytes) -> Any:
+    """Return the value of which `packed` made bytes. Raises ValueError."""
+    return msgpack.unpackb(data, unicode_errors="surrogatepass")
 
 
 def framed(message: Mapping[str, Any]) -> bytes:
-    """Return a job or an answer as a frame. Raises TypeError, ValueError, OverflowError for what msgpack can't say."""
-    packed: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
-    return LENGTH.pack(len(packed)) + packed
-
-
-def unframed(packed: bytes) -> dict[str, Any]:
-    """Return what a frame says, its length taken off."""
-    message: dict[str, Any] = msgpack.unpackb(packed, unicode_errors="surrogatepass")
-    return message
+    """Return a job or an answer as a frame. Raises as `packed` does."""
+    data = packed(message)
+    return LENGTH.pack(len(data)) + data
 
 
 def refusal(error: RequestRejected) -> dict[str, Any]:

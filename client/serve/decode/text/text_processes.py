@@ -10,11 +10,9 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
-
-import msgpack
 
 from gpulease.client.serve.decode.decode_errors import (
     AdmissionRefused,
@@ -26,7 +24,7 @@ from gpulease.client.serve.decode.decode_errors import (
 from gpulease.client.serve.decode.decode_requests import AdmissionReason
 from gpulease.client.serve.decode.text.fork_server import ForkServer, Worker
 from gpulease.client.serve.decode.text.tenant_turns import TenantTurns
-from gpulease.client.serve.decode.text.text_jobs import MAX_JOB_BYTES, Job, TextLimits, framed, refused
+from gpulease.client.serve.decode.text.text_jobs import MAX_JOB_BYTES, Job, TextLimits, framed, packed, refused
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 LOG: Final = logging.getLogger("gpulease.decode")
@@ -56,15 +54,15 @@ class TextProcesses:
         replaced: Workers that were replaced because a job exceeded a limit, or because they ended.
     """
 
-    def __init__(self, tokenizer: bytes, context: int, count: int, limits: TextLimits) -> None:
-        """Args: tokenizer: `Tokenizer.packed`'s. context: Positions of a sequence. count: Workers."""
+    def __init__(self, tokenizer: Sequence[Any], context: int, count: int, limits: TextLimits) -> None:
+        """Args: tokenizer: `Tokenizer.values`. context: Positions of a sequence. count: Workers."""
         self.replaced = 0
         self._count, self._limits = count, limits
         self._turns = TenantTurns[_Job](max(1, count - 1))
         self._wake = asyncio.Event()
         self._tokenizer = os.memfd_create("tokenizer", os.MFD_CLOEXEC)
         with open(self._tokenizer, "wb", closefd=False) as file:
-            file.write(msgpack.packb([tokenizer, context, asdict(limits)]))
+            file.write(packed([tokenizer, context, asdict(limits)]))
         self._server: ForkServer | None = None
         self._starting = asyncio.Lock()
         self._slots: list[asyncio.Task[None]] = []
@@ -72,8 +70,8 @@ class TextProcesses:
 
     @classmethod
     async def of(cls, tokenizer: Tokenizer, context: int, count: int, limits: TextLimits) -> "TextProcesses":
-        """Start them for a tokenizer, whose packing takes a moment of a thread. Raises TextProcessesFailed."""
-        processes = cls(await asyncio.to_thread(tokenizer.packed), context, count, limits)
+        """Start them for a tokenizer, whose values take a moment of a thread. Raises TextProcessesFailed."""
+        processes = cls(await asyncio.to_thread(tokenizer.values), context, count, limits)
         try:
             workers = [await processes._fork() for _ in range(count)]
         except BaseException:

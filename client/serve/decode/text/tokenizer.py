@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Self
 
-import msgpack
 import tokenizers
 
 from gpulease.client.serve.decode.checked_file import rejected, shown
@@ -110,16 +109,15 @@ class Tokenizer:
         """How many bytes of a text one token can stand for, at most (text_bound.py); None if nothing bounds that."""
         return most_bytes_per_token(self._library)
 
-    def packed(self) -> bytes:
-        """Return all of it as bytes, for another process's `unpacked`."""
+    def values(self) -> list[Any]:
+        """Return all of it as plain values, for `of_values` in another process."""
         template = None if self.chat_template is None else self.chat_template.arguments
-        packed: bytes = msgpack.packb([self._library.to_str(), self.begin_token, template, self._where])
-        return packed
+        return [self._library.to_str(), self.begin_token, template, self._where]
 
     @classmethod
-    def unpacked(cls, packed: bytes) -> Self:
-        """Make the tokenizer of which `packed` came."""
-        library, begin_token, template, where = msgpack.unpackb(packed)
+    def of_values(cls, values: Sequence[Any]) -> Self:
+        """Make the tokenizer of which `values` came. Raises ModelRejected."""
+        library, begin_token, template, where = values
         chat_template = None if template is None else ChatTemplate(*template)
         return cls(library_tokenizer(library, where), begin_token, chat_template, where)
 

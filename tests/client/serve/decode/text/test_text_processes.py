@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import msgpack
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
@@ -189,8 +188,9 @@ def test_a_process_that_something_else_killed_costs_nobody_a_request() -> None:
             os.kill(pid, signal.SIGKILL)
         assert len(await text_tokens(processes, "a")) == 2
         os.kill(server, signal.SIGKILL)
-        assert len(await text_tokens(processes, "a")) == 2
-        assert server not in own_descendants()
+        # Until another one has taken its place, every text is read as well.
+        while server in own_descendants():
+            assert len(await text_tokens(processes, "a")) == 2
 
     play(scene)
 
@@ -249,9 +249,8 @@ def test_a_caller_that_gives_up_leaves_its_place() -> None:
 def test_a_tokenizer_that_can_t_be_made_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def part() -> None:
         made = tokenizer("")
-        broken = msgpack.packb(["{}", None, None, "a file"])
         with monkeypatch.context() as patch:
-            patch.setattr(Tokenizer, "packed", lambda _: broken)
+            patch.setattr(Tokenizer, "values", lambda _: ["{}", None, None, "a file"])
             with pytest.raises(ModelRejected, match="a file: no tokenizer"):
                 await TextProcesses.of(made, CONTEXT, 1, LIMITS)
         monkeypatch.setattr("sys.executable", "/nowhere/python")
