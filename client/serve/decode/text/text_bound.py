@@ -6,12 +6,12 @@ B <= n * M; or None where that can't be said. Each step of the library, in its o
 1. Added tokens are cut out of the text. Each stands for the bytes of its own name and no others, unless it takes the
    spaces beside it along (`lstrip`, `rstrip`): there is no bound then. One that is looked for behind the normaliser
    (`normalized`) stands for the bytes of its normalised name there, and is bounded with step 2.
-2. The normaliser turns each part of b bytes into one of at least b / S bytes. Prepending only adds, so S is 1. Replacing
-   p bytes by c bytes has S = p / c, and 1 if c is more. NFC has S = 4: give each character of full decompositions the
-   weight of the longest single character that decomposes to it. Then no character has more bytes than its decomposition
-   has weight, and no composed one has less than a fourth of it. Unicode's rules of stability keep that for characters
-   that exist; a test compares the tables that Python has. A sequence multiplies. Other normalisers delete or fold text:
-   no bound.
+2. The normaliser turns each part of b bytes into one of at least b / S bytes. Prepending only adds, so S is 1.
+   Replacing p bytes by c bytes has S = p / c, and 1 if c is more. NFC has S = 4: give each character of full
+   decompositions the weight of the longest single character that decomposes to it. Then no character has more bytes
+   than its decomposition has weight, and no composed one has less than a fourth of it. Unicode's rules of stability
+   keep that for characters that exist; a test compares the tables that Python has. A sequence multiplies. Other
+   normalisers delete or fold text: no bound.
 3. The pre-tokenizer cuts, and replaces bytes by letters or spaces by marks that are no shorter. One that drops text,
    such as the spaces between words, has no bound.
 4. BPE puts letters together. A character that it does not know is dropped, or fused with others to one `unk` of any
