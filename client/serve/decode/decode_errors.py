@@ -62,7 +62,7 @@ class TextNotRead(RequestRejected):
 
 
 class TextProcessesFailed(DecodeError):
-    """No process that reads texts can be started or kept; prompts of tokens are not affected."""
+    """No process that reads texts can be started, or it has failed: the operator's log says more."""
 
 
 class RebindLimited(DecodeError):

@@ -83,7 +83,7 @@ class ForkServer:
     async def start(cls, tokenizer_fd: int) -> Self:
         """Start one, and wait until it is ready. It reads the tokenizer from that descriptor's begin.
 
-        Raises TextProcessesFailed, or ModelRejected for a tokenizer that it can't make.
+        Raises OSError, TextProcessesFailed, or ModelRejected for a tokenizer that it can't make.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Opened anew, for an offset of its own.
@@ -97,10 +97,8 @@ class ForkServer:
                 pass_fds=(theirs.fileno(), again),
                 env=os.environ | _ENVIRONMENT,
             )
-        except BaseException as error:
+        except BaseException:
             ours.close()
-            if isinstance(error, OSError):
-                raise TextProcessesFailed(f"no process that reads texts can be started: {error}") from None
             raise
         finally:
             theirs.close()
@@ -119,7 +117,7 @@ class ForkServer:
         return server
 
     async def fork(self) -> Worker:
-        """Fork a worker. Raises TextProcessesFailed if it can't be, or the server has ended."""
+        """Fork a worker. Raises OSError, or TextProcessesFailed if it can't be, or the server has ended."""
         ours, theirs = socket.socketpair()
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -146,7 +144,7 @@ class ForkServer:
     def kill(self, worker: Worker) -> None:
         """Kill a worker."""
         worker.close()
-        if self.is_alive and worker.number in self._workers:
+        if self.is_alive and self._workers.get(worker.number) is worker:
             self._send({"kill": worker.number})
 
     async def stop(self) -> None:

@@ -41,6 +41,9 @@ MAX_SAID_CHARACTERS: Final = 600
 MAX_KEPT_BYTES: Final = 64 << 20
 """Memory beside the tokenizer's that a worker may keep behind a job; one that keeps more ends, and is replaced."""
 
+MAX_TRACEBACK_CHARACTERS: Final = 4000
+"""Most characters of a fault's traceback. Stops an error that repeats a text from filling the server's log."""
+
 OUT_OF_MEMORY_SCORE: Final = b"500"
 """The kernel's score: where the host's memory runs out, workers go before the server whose texts they read."""
 
@@ -202,7 +205,7 @@ def _answer(reader: PromptReader, job: dict[str, Any]) -> dict[str, Any]:
     except MemoryError:
         return {"failed": "memory"}
     except Exception:
-        return {"failed": traceback.format_exc(limit=-4)}
+        return {"failed": traceback.format_exc(limit=-4)[:MAX_TRACEBACK_CHARACTERS]}
 
 
 def _receive(jobs: socket.socket) -> bytes:

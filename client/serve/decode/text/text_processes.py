@@ -46,7 +46,7 @@ class _Job:
 
 
 class TextProcesses:
-    """A fork server and its workers. `start` starts them, `stop` ends them.
+    """A fork server and its workers. `of` starts them, `stop` ends them.
 
     At most all workers but one have jobs of the same tenant at a time, so the next one's text does not wait for them.
 
@@ -136,8 +136,8 @@ class TextProcesses:
         """Keep one worker, and give it jobs."""
         while True:
             if worker is None:
-                # Before the next text needs it.
-                with contextlib.suppress(TextProcessesFailed):
+                # Before the next text needs it. If it can't be, that text tries again, and its caller gets the error.
+                with contextlib.suppress(Exception):
                     worker = await self._fork()
             while (job := self._turns.take()) is None:
                 self._wake.clear()
@@ -187,7 +187,7 @@ class TextProcesses:
         if answer is not None and answer["failed"] == "memory":
             self._refuse(job, f"needs more than {self._limits.memory_bytes >> 20} MiB of memory", "memory")
         elif answer is not None:
-            LOG.error("a text could not be read: %s", str(answer["failed"])[:4000])
+            LOG.error("a text could not be read: %s", answer["failed"])
             _fail(job, TextProcessesFailed("a text could not be read; the server's log says more"))
         else:
             await self._take_end(worker, job)
@@ -226,7 +226,10 @@ class TextProcesses:
 
     async def _fork(self) -> Worker:
         """Fork a worker, of another fork server if the last one has ended. Raises TextProcessesFailed."""
-        return await (await self._server_now()).fork()
+        try:
+            return await (await self._server_now()).fork()
+        except OSError as error:
+            raise TextProcessesFailed(f"no process that reads texts can be started: {error}") from None
 
     async def _server_now(self) -> ForkServer:
         async with self._starting:

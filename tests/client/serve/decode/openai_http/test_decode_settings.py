@@ -43,7 +43,7 @@ def test_few_settings_are_enough(tmp_path: Path) -> None:
 
 
 def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
-    text = "[engine]\nmax_rows = 5\npreempts = true\nregion_life_secs = 90\n"
+    text = "[engine]\nmax_rows = 5\npreempts = true\nregion_life_secs = 90\ntext_processes = 3\n"
     wanted = DecoderSettings(max_rows=5, preempts=True, region_life_s=90)
     assert loaded(tmp_path, MODEL + text + TENANT).decoder == wanted
     assert loaded(tmp_path, MODEL + TENANT).decoder == DecoderSettings()
@@ -60,6 +60,7 @@ def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
         (MODEL + "[engine]\nmax_rows = 0\n" + TENANT, "engine: max_rows is 0; 1 to 1024"),
         (MODEL + "[engine]\npreempts = 1\n" + TENANT, "preempts = 1 is no bool"),
         (MODEL + "[engine]\nregion_life_secs = 0.05\n" + TENANT, "region_life_secs is 0.05; 0.1 to 86400 is taken"),
+        (MODEL + "[engine]\ntext_processes = 0\n" + TENANT, "text_processes is 0; 1 to 64 is taken"),
         (MODEL + "[engine]\nregion_life_secs = nan\n" + TENANT, "region_life_secs is nan; 0.1 to 86400 is taken"),
         (MODEL + "[engine]\nrows = 8\n" + TENANT, "engine: 'rows' is no setting"),
         (MODEL + "[tenants]\n", "1 to 256 tables"),
