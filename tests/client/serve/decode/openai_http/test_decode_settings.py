@@ -44,7 +44,7 @@ def test_few_settings_are_enough(tmp_path: Path) -> None:
 
 def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
     text = "[engine]\nmax_rows = 5\npreempts = true\nregion_life_secs = 90\ntext_processes = 3\n"
-    wanted = DecoderSettings(max_rows=5, preempts=True, region_life_s=90)
+    wanted = DecoderSettings(max_rows=5, preempts=True, region_life_s=90, text_processes=3)
     assert loaded(tmp_path, MODEL + text + TENANT).decoder == wanted
     assert loaded(tmp_path, MODEL + TENANT).decoder == DecoderSettings()
 
