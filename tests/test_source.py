@@ -54,8 +54,13 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "jinja2": "client/serve/decode/text/",
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/serve/models/example/digits.py",
-    # Reports on the wire; the messages between the daemon's own processes; what is kept of compiled images.
-    "msgpack": ("protocol/primitives.py", "daemon/host/ipc.py", "daemon/drivers/ptx/image.py"),
+    # Reports on the wire; messages between the daemon's own processes, and a decode server's; what is kept of images.
+    "msgpack": (
+        "protocol/primitives.py",
+        "daemon/host/ipc.py",
+        "daemon/drivers/ptx/image.py",
+        "client/serve/decode/text/text_jobs.py",
+    ),
 }
 
 # Put together here, so that this file does not hold what it forbids.

@@ -134,7 +134,7 @@ async def _serve(
             health=lambda: {"steps": decoder.steps, "rebinds": decoder.rebinds, "moves": decoder.moves.count},
         )
         # Before the first request, and not by it.
-        await decoder.tokenizer()
+        await decoder.prompts.start()
         click.echo(f"decode listens on {url}, serves {settings.name} to {', '.join(names)}")
         if demo is not None:
             click.echo(_hint(url, demo.tenant))

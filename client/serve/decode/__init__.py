@@ -18,12 +18,15 @@ from gpulease.client.serve.decode.decode_errors import (
     NoModelLoaded,
     RebindLimited,
     RequestRejected,
+    TextNotRead,
+    TextProcessesFailed,
 )
 from gpulease.client.serve.decode.decode_reports import (
     DecoderObserver,
     EngineRebuilt,
     FinishedRequest,
     ForwardRevoked,
+    PromptRefused,
     RebindReport,
     StepReport,
 )
@@ -66,6 +69,7 @@ __all__ = [
     "ModelConfig",
     "ModelRejected",
     "NoModelLoaded",
+    "PromptRefused",
     "PromptRequest",
     "RandomCheckpoint",
     "RebindLimited",
@@ -77,6 +81,8 @@ __all__ = [
     "StepLimits",
     "StepReport",
     "TenantConfig",
+    "TextNotRead",
+    "TextProcessesFailed",
     "find_smollm2",
     "open_model",
 ]

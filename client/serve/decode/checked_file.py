@@ -24,10 +24,10 @@ def shown(text: str) -> str:
 
 @contextmanager
 def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
-    """Turn whatever a library raises into an error of ours: its panics are no Exception."""
+    """Turn whatever a library raises into an error of ours, but a lack of memory: its panics are no Exception."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, DecodeError):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, DecodeError):
         raise
     except BaseException as error:
         raise kind(f"{message}: {error}") from None

@@ -5,7 +5,9 @@ GpuLeaseError
     ├── ModelRejected       a model's file is broken, or not one that the engine computes
     ├── NoModelLoaded       the engine has no model, or no longer
     ├── RequestRejected     a prompt or its sampling can't be taken
-    │   └── AdmissionRefused  there is no room for it (`reason`, `retry_after_s`)
+    │   ├── AdmissionRefused  there is no room for it (`reason`, `retry_after_s`)
+    │   └── TextNotRead       its text can't be read within the limits of a text (`limit`)
+    ├── TextProcessesFailed no process that reads texts can be started
     ├── RebindLimited       a tenant's region was rebuilt too often; again in `retry_after_s` seconds
     └── EngineDecodeFailed  a step failed for all of the engine's sequences
 """
@@ -47,6 +49,22 @@ class AdmissionRefused(RequestRejected):
         self.reason, self.retry_after_s = reason, retry_after_s
 
 
+class TextNotRead(RequestRejected):
+    """A text, or a chat in the model's template, takes more than a prompt may to be read. It alone is given up.
+
+    Attributes:
+        limit: Which limit it exceeded: "memory", "processor", "time"; "process" if it ended the process that read it.
+    """
+
+    def __init__(self, message: str, limit: str) -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
+class TextProcessesFailed(DecodeError):
+    """No process that reads texts can be started, or it has failed: the operator's log says more."""
+
+
 class RebindLimited(DecodeError):
     """A tenant's region was rebuilt too often of late, so it gets none yet.
 
@@ -61,3 +79,8 @@ class RebindLimited(DecodeError):
 
 class EngineDecodeFailed(DecodeError):
     """A step failed for all of the engine's sequences: the lease, its session or the context is lost."""
+
+
+def decoder_closed() -> NoModelLoaded:
+    """Return the error of whatever is asked of a decoder that is closed."""
+    return NoModelLoaded("The decoder is closed", "Open one with Decoder.open")

@@ -11,6 +11,8 @@
     gpulease_decode_requests_total{tenant, reason}         counter: requests that ended or were refused, by reason
     gpulease_decode_engine_rebuild_seconds{kind}           histogram: without an engine; kind: planned, known, unknown
     gpulease_decode_waiting{tenant}                        gauge: requests that wait for their admission
+    gpulease_decode_coming{tenant}                         gauge: requests whose prompts are being read
+    gpulease_decode_text_processes_replaced                gauge: processes that read texts and were replaced so far
     gpulease_decode_live_sequences{tenant}                 gauge: sequences that are computed
     gpulease_decode_live_tenants                           gauge: tenants with a live sequence
     gpulease_decode_blocks{tenant}                         gauge: blocks of the tenant's region; 0 while it has none
@@ -34,6 +36,7 @@ from gpulease.client.serve.decode.decode_reports import (
     EngineRebuilt,
     FinishedRequest,
     ForwardRevoked,
+    PromptRefused,
     RebindReport,
     StepReport,
 )
@@ -102,6 +105,12 @@ class TenantGauges(Collector):
             for tenant, state in tenants.items():
                 family.add_metric([tenant], value(state))
             yield family
+        coming = GaugeMetricFamily("gpulease_decode_coming", "Prompts that are being read.", labels=["tenant"])
+        for tenant in tenants:
+            coming.add_metric([tenant], 0 if decoder is None else decoder.prompts.coming[tenant])
+        yield coming
+        replaced = 0 if decoder is None else decoder.prompts.replaced
+        yield GaugeMetricFamily("gpulease_decode_text_processes_replaced", "Readers of texts.", value=replaced)
         live = sum(bool(state.live) for state in tenants.values())
         yield GaugeMetricFamily("gpulease_decode_live_tenants", "Tenants with a live sequence.", value=live)
         outage = None if decoder is None else decoder.outage
@@ -197,6 +206,10 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._requests.labels(tenant, report.reason.value).inc()
         if report.first_token_at is not None:
             self._first[tenant].observe(report.first_token_at - report.submitted_at)
+
+    def on_prompt_refused(self, report: PromptRefused) -> None:
+        """Count a request that was refused before it had tokens."""
+        self._requests.labels(self._label(report.tenant_id), report.reason).inc()
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
         """Count another engine."""

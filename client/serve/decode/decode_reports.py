@@ -90,6 +90,21 @@ class FinishedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRefused:
+    """A request that was refused before it had tokens.
+
+    Attributes:
+        tenant_id: Whose it was.
+        reason: Why: an AdmissionReason, or the name of an error's class, as a text.
+        detail: More on that.
+    """
+
+    tenant_id: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """A step that was computed.
 
@@ -137,6 +152,9 @@ class DecoderObserver:
 
     def on_finished(self, report: FinishedRequest) -> None:
         """Hear of a request's end."""
+
+    def on_prompt_refused(self, report: PromptRefused) -> None:
+        """Take the report of a request that was refused before it had tokens."""
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
         """Hear of another engine."""

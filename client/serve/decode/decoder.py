@@ -25,7 +25,7 @@ from gpulease.client.errors import Disconnected, Drained, GpuLeaseError, RegionC
 from gpulease.client.serve.decode import engine_losses
 from gpulease.client.serve.decode.background_tasks import BackgroundTasks
 from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model
-from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, NoModelLoaded
+from gpulease.client.serve.decode.decode_errors import EngineDecodeFailed, decoder_closed
 from gpulease.client.serve.decode.decode_log import DecodeLog, cause_of
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, EngineRebuilt, ForwardRevoked
 from gpulease.client.serve.decode.decode_requests import (
@@ -40,6 +40,7 @@ from gpulease.client.serve.decode.engine_losses import Suspects
 from gpulease.client.serve.decode.forward_pass import StepLimits
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.model_config import ModelConfig
+from gpulease.client.serve.decode.prompt_intake import PromptIntake
 from gpulease.client.serve.decode.request_ledger import RequestLedger
 from gpulease.client.serve.decode.row_records import ROW, Rows
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler, SchedulerSettings
@@ -64,6 +65,12 @@ MAX_POSITIONS: Final = 4096
 MIN_REGION_LIFE_S: Final = 0.1
 """Shortest life of a region: in less, moves would take the time of steps."""
 
+DEFAULT_TEXT_PROCESSES: Final = 2
+"""Processes that read prompts' texts: one for whom a tenant's large texts keep the other one busy."""
+
+MAX_TEXT_PROCESSES: Final = 64
+"""Most processes that read texts: each may take the memory of TextLimits, half a GiB."""
+
 DEFAULT_TENANT: Final = "default"
 
 DEFAULT_SEQUENCES: Final = 4
@@ -83,6 +90,7 @@ class DecoderSettings:
         rebinds_at_once: How often a tenant's region may be opened anew at once; each time, its replays take rows.
         rebind_interval_s: Seconds after which it may be opened one more time.
         preempts: Whether tenants of a higher weight get the room of those of a lower one (SchedulerSettings).
+        text_processes: Processes that read prompts' texts, 1 to 64. With one, every text waits for those before it.
         region_life_s: Seconds of a tenant's region, for operators who let no grant get older: the tenant's sequences
             move into a fresh one before. The lease has room for one region more. None: regions are renewed.
     """
@@ -96,8 +104,11 @@ class DecoderSettings:
     rebind_interval_s: float = 10.0
     preempts: bool = False
     region_life_s: float | None = None
+    text_processes: int = DEFAULT_TEXT_PROCESSES
 
     def __post_init__(self) -> None:
+        if not 1 <= self.text_processes <= MAX_TEXT_PROCESSES:
+            raise ValueError(f"text_processes is {self.text_processes}; give 1 to {MAX_TEXT_PROCESSES}")
         if self.region_life_s is not None and not self.region_life_s >= MIN_REGION_LIFE_S:
             raise ValueError(f"region_life_s is {self.region_life_s}; give {MIN_REGION_LIFE_S:g} or more, or None")
 
@@ -110,6 +121,7 @@ class Decoder:
         log: Where it writes what it loses and gets back.
         steps: Steps that were computed.
         moves: The moves of tenants' sequences from region to region.
+        prompts: Who reads prompts, in processes of its own: texts of several tenants are to be cut into tokens there.
     """
 
     def __init__(
@@ -118,6 +130,7 @@ class Decoder:
         scheduler: ContinuousBatchScheduler,
         address: str | None,
         observers: Sequence[DecoderObserver] = (),
+        text_processes: int = DEFAULT_TEXT_PROCESSES,
     ) -> None:
         """Use `open`."""
         self.scheduler = scheduler
@@ -127,6 +140,12 @@ class Decoder:
         self._serving: ServingEngine
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
         self._ledger = RequestLedger(observers, self.log)
+        self.prompts = PromptIntake(
+            scheduler,
+            self.tokenizer,
+            text_processes,
+            lambda report: self._ledger.report(lambda observer: observer.on_prompt_refused(report)),
+        )
         self._constants = np.zeros(spec.limits.tables, ROW)
         self._pending: deque[StepPlan] = deque()
         self._begun_at = float("-inf")
@@ -180,7 +199,7 @@ class Decoder:
         scheduler = ContinuousBatchScheduler(
             _scheduler_settings(settings, checkpoint.config, spec.limits.positions), spec.tenants
         )
-        decoder = cls(spec, scheduler, address, observers)
+        decoder = cls(spec, scheduler, address, observers, settings.text_processes)
         decoder._serving = await ServingEngine.open(spec, decoder, address, progress)
         decoder._adopted_at = time.monotonic()
         decoder._loop = asyncio.create_task(decoder._run())
@@ -271,12 +290,16 @@ class Decoder:
     ) -> AsyncGenerator[str, None]:
         """Continue a text. Yields what comes behind it, in pieces of whole characters, as they are computed.
 
-        Closing the generator ends the sequence. Arguments are those of `submit`.
+        Closing the generator ends the sequence. Arguments are those of `submit`. The text is read in another process,
+        and counts meanwhile as a request of its tenant's that waits.
 
-        Raises ModelRejected for a model without a tokenizer, and what `submit` and the generation's iterator raise.
+        Raises ModelRejected for a model without a tokenizer, TextNotRead for a text that takes more than a text may,
+        and what `submit` and the generation's iterator raise.
         """
         tokenizer = await self.tokenizer()
-        generation = self.submit(tokenizer.encode(text), max_tokens=max_tokens, sampling=sampling, tenant_id=tenant_id)
+        with self.prompts.place(tenant_id):
+            tokens = await self.prompts.read_text(tenant_id, text)
+            generation = self.submit(tokens, max_tokens=max_tokens, sampling=sampling, tenant_id=tenant_id)
         stream = tokenizer.stream()
         try:
             async for emitted in generation:
@@ -290,7 +313,9 @@ class Decoder:
     async def tokenizer(self) -> "Tokenizer":
         """Return the model's tokenizer. Raises ModelRejected where it has none, or a broken one.
 
-        The first call makes it, in a thread: that of a large vocabulary takes a second.
+        It turns tokens into text, and cuts texts of your own. While it cuts one, nothing else of this process runs,
+        and nothing bounds what that takes: `prompts` cuts those of tenants. The first call makes it, in a thread: that
+        of a large vocabulary takes a second.
         """
         if self._tokenizer is None:
             self._tokenizer = asyncio.ensure_future(asyncio.to_thread(self._spec.checkpoint.tokenizer))
@@ -759,11 +784,12 @@ class Decoder:
         await self._ended.wait()
 
     async def _stop(self) -> None:
-        self._failure = self._failure or NoModelLoaded("The decoder is closed", "Open one with Decoder.open")
+        self._failure = self._failure or decoder_closed()
         self._loop.cancel()
         await asyncio.gather(self._loop, return_exceptions=True)
         await self._tasks.stop()
         self._fail(self._failure)
+        await self.prompts.stop()
         await (self._serving.close() if self._loss is None else self._serving.abandon())
 
 

@@ -74,6 +74,7 @@ def openai_rig(daemon: Daemon, observers: Sequence[DecoderObserver] = (), wait_s
                 TINY_MODEL, TENANTS, SETTINGS, address=daemon.address, observers=observers
             ) as decoder:
                 app = make_openai_application(decoder, keys, MODEL, wait_s=wait_s)
+                await decoder.prompts.start()
                 rigs.append(OpenAiRig(url, decoder, asyncio.get_running_loop()))
 
                 def began(server: uvicorn.Server) -> None:

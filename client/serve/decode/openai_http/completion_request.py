@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from gpulease.client.serve.decode.decode_errors import RequestRejected
-from gpulease.client.serve.decode.decode_requests import SamplingParameters
-from gpulease.client.serve.decode.openai_http.api_errors import invalid
+from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS, SamplingParameters
+from gpulease.client.serve.decode.openai_http.api_errors import ApiError, invalid
 
 MAX_STOPS: Final = 4
 """Most stops, as OpenAI's: every piece of text is searched for each."""
@@ -74,6 +74,7 @@ class CompletionRequest:
     """A prompt to be continued, as its caller asks.
 
     Attributes:
+        is_chat: Whether it is a chat.
         model: The model's name; "" for the one that is served.
         prompt: A text, or its tokens; of a chat "".
         messages: A chat's messages, each with `role` and `content`; of a completion none.
@@ -86,6 +87,7 @@ class CompletionRequest:
         has_usage: Whether the stream's end tells the tokens' counts.
     """
 
+    is_chat: bool
     model: str
     prompt: str | tuple[int, ...]
     messages: tuple[Mapping[str, str], ...]
@@ -96,11 +98,6 @@ class CompletionRequest:
     has_logprobs: bool
     is_stream: bool
     has_usage: bool
-
-    @property
-    def is_chat(self) -> bool:
-        """Return whether it is a chat."""
-        return bool(self.messages)
 
 
 def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionRequest:
@@ -121,6 +118,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     if options is not None and (not is_stream or not isinstance(options, dict)):
         raise invalid("stream_options is an object, and taken with stream alone", "stream_options")
     return CompletionRequest(
+        is_chat=is_chat,
         model=_text(said, "model"),
         prompt="" if is_chat else _prompt(said.get("prompt")),
         messages=_messages(said.get("messages")) if is_chat else (),
@@ -132,6 +130,12 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         is_stream=is_stream,
         has_usage=_flag(options or {}, "include_usage"),
     )
+
+
+def check_model(asked: str, served: str) -> None:
+    """Raise ApiError if a model is asked for that is not the one that is served; "" asks for that."""
+    if asked and asked != served:
+        raise ApiError(404, "model_not_found", f"There is no model {shown(asked)}; {served} is served.", "model")
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -198,6 +202,8 @@ def _max_tokens(said: Mapping[str, Any], *, is_chat: bool) -> int | None:
     for name, value in found.items():
         if value < 1:
             raise invalid(f"{name} = {shown(value)}; send 1 or more", name)
+        if value > MAX_POSITIONS:
+            raise invalid(f"{name} = {shown(value)} is more than any model has", name)
         return value
     return None if is_chat else DEFAULT_COMPLETION_TOKENS
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.serve.decode.decode_requests import MAX_WAIT_S, TenantConfig
-from gpulease.client.serve.decode.decoder import MIN_REGION_LIFE_S, DecoderSettings
+from gpulease.client.serve.decode.decoder import MAX_TEXT_PROCESSES, MIN_REGION_LIFE_S, DecoderSettings
 from gpulease.client.serve.decode.openai_http.api_keys import MAX_KEY_BYTES, ApiKeys, distinct_keys, key_digest
 from gpulease.client.serve.decode.row_records import PAGE
 from gpulease.client.serve.model_file import check_complete, check_kind, check_table, kind_of
@@ -60,6 +60,7 @@ _ENGINE: Final[dict[str, type[Any]]] = {
     "region_life_secs": float,
     "rebinds_at_once": int,
     "rebind_interval_secs": float,
+    "text_processes": int,
 }
 _TENANT: Final[dict[str, type[Any]]] = {
     "key_sha256": str,
@@ -79,6 +80,7 @@ _ENGINE_RANGES: Final = {
     "region_life_secs": (MIN_REGION_LIFE_S, MAX_REGION_LIFE_S),
     "rebinds_at_once": (1, MAX_REBINDS_AT_ONCE),
     "rebind_interval_secs": (0, MAX_REBIND_INTERVAL_S),
+    "text_processes": (1, MAX_TEXT_PROCESSES),
 }
 
 _SECONDS: Final = {"region_life_secs": "region_life_s", "rebind_interval_secs": "rebind_interval_s"}

@@ -27,7 +27,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS
 from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.openai_http.answer_text import AnswerText, Piece, pieces
@@ -36,11 +35,11 @@ from gpulease.client.serve.decode.openai_http.api_errors import (
     OVERLOADED,
     ApiError,
     api_error_of,
-    invalid,
 )
 from gpulease.client.serve.decode.openai_http.api_keys import ApiKeys
 from gpulease.client.serve.decode.openai_http.completion_replies import DONE, ReplyHead, event
-from gpulease.client.serve.decode.openai_http.completion_request import CompletionRequest, parse_request, shown
+from gpulease.client.serve.decode.openai_http.completion_request import CompletionRequest, check_model, shown
+from gpulease.client.serve.decode.openai_http.prompt_job import completion_of, read_completion
 from gpulease.client.serve.http.application import read_body
 
 LOG: Final = logging.getLogger("gpulease.decode")
@@ -127,7 +126,7 @@ class OpenAiFace:
         """Answer `GET /v1/models/{model}`."""
 
         def told() -> dict[str, Any]:
-            self._check_model(request.path_params["model"])
+            check_model(request.path_params["model"], self._model)
             return self._described()
 
         return self._told(request, told)
@@ -136,21 +135,22 @@ class OpenAiFace:
         """Serve one request. Every failure is told in OpenAI's shape."""
         reply = _Reply(send, _request_id(request))
         try:
-            tenant = self._tenant(request)
-            body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
-            reply.is_body_read = True
-            asked = parse_request(body, is_chat=is_chat, fresh_seed=secrets.randbits(31))
-            self._check_model(asked.model)
-            tokens = await self._tokens(asked)
-            generation = self._decoder.submit(
-                tokens,
-                max_tokens=self._max_tokens(asked, len(tokens)),
-                sampling=asked.sampling,
-                tenant_id=tenant,
-                wait_s=self._wait_s,
-                # Two tenants may use one id, and can't tell that the other does.
-                request_id=f"{tenant}/{reply.request_id}",
-            )
+            tenant, prompts = self._tenant(request), self._decoder.prompts
+            with prompts.place(tenant):
+                body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+                reply.is_body_read = True
+                # In another process: up to 4 MiB of JSON and of text, and a template, would stop all streams here.
+                arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "model": self._model}
+                asked, tokens = completion_of(await prompts.do(tenant, read_completion, arguments, is_chat=is_chat))
+                generation = self._decoder.submit(
+                    tokens,
+                    max_tokens=self._max_tokens(asked, len(tokens)),
+                    sampling=asked.sampling,
+                    tenant_id=tenant,
+                    wait_s=self._wait_s,
+                    # Two tenants may use one id, and can't tell that the other does.
+                    request_id=f"{tenant}/{reply.request_id}",
+                )
             async with _ended_with(generation, request.receive):
                 await self._answer(asked, generation, reply, len(tokens))
         except ClientDisconnect:
@@ -198,19 +198,8 @@ class OpenAiFace:
             await reply.event(head.usage_chunk(prompt_tokens, answer.completion_tokens))
         await reply.end(DONE)
 
-    async def _tokens(self, asked: CompletionRequest) -> Sequence[int]:
-        """Return the prompt's tokens. A large text, or a slow template, takes its time in a thread."""
-        if isinstance(asked.prompt, tuple):
-            return asked.prompt
-        tokenizer = await self._decoder.tokenizer()
-        if asked.is_chat:
-            return await asyncio.to_thread(tokenizer.encode_chat, asked.messages)
-        return await asyncio.to_thread(tokenizer.encode, asked.prompt)
-
     def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int) -> int:
         if asked.max_tokens is not None:
-            if asked.max_tokens > MAX_POSITIONS:
-                raise invalid(f"max_tokens = {shown(asked.max_tokens)} is more than any model has", "max_tokens")
             return asked.max_tokens
         # A prompt that leaves no room is the scheduler's to refuse.
         return max(1, min(DEFAULT_CHAT_TOKENS, self._decoder.scheduler.settings.context - prompt_tokens + 1))
@@ -227,11 +216,6 @@ class OpenAiFace:
         if tenant is None:
             raise ApiError(401, "invalid_api_key", "No such key. Send one as Authorization: Bearer KEY.")
         return tenant
-
-    def _check_model(self, model: str) -> None:
-        if model and model != self._model:
-            text = f"There is no model {shown(model)}; {self._model} is served."
-            raise ApiError(404, "model_not_found", text, "model")
 
     def _described(self) -> dict[str, Any]:
         return {"id": self._model, "object": "model", "created": self._began, "owned_by": "gpulease"}

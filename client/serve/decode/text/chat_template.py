@@ -1,7 +1,9 @@
 """Chat templates: Jinja, in its sandbox, with what Hugging Face's templates expect.
 
 The names and filters are those of transformers' chat_template_utils. A template is code of the model's author. The
-sandbox keeps it from the host's objects, and bounds keep its text out of memory; nothing bounds the time it takes.
+sandbox keeps it from the host's objects. Products of texts, powers, ranges and the prompt that comes out are bounded
+here. The time that it takes is not, and neither is all memory: a text can be doubled, padded or replaced without end.
+So a template that works for several tenants runs in a process with limits (text_processes.py).
 """
 
 import json
@@ -26,9 +28,16 @@ MAX_PROMPT_CHARACTERS: Final = 16 << 20
 MAX_REPEATED_CHARACTERS: Final = 1 << 20
 """Longest text or list that a product in a template may make, for the same reason."""
 
+MAX_SAID_CHARACTERS: Final = 1000
+"""Most characters of a template's own words in an error. Stops one that repeats a message from sending it back."""
+
 
 class ChatTemplate:
-    """Makes a prompt of a chat."""
+    """Makes a prompt of a chat.
+
+    Attributes:
+        arguments: What it was made of, for another one in another process.
+    """
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
         """Compile a template.
@@ -49,6 +58,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
             raise ModelRejected(f"{where}: the chat template is broken: {error}") from None
         self._tokens = dict(tokens)
+        self.arguments = (source, self._tokens, where)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Make the prompt that asks for the next turn.
@@ -67,10 +77,11 @@ class ChatTemplate:
                 if size > MAX_PROMPT_CHARACTERS:
                     raise RequestRejected(f"the chat is a prompt of more than {MAX_PROMPT_CHARACTERS:,} characters")
                 pieces.append(piece)
-        except RequestRejected:
+        except (RequestRejected, MemoryError):
             raise
         except Exception as error:  # a template can fail in any way that Python can
-            raise RequestRejected(f"the model's chat template does not take these messages: {error}") from None
+            said = str(error)[:MAX_SAID_CHARACTERS]
+            raise RequestRejected(f"the model's chat template does not take these messages: {said}") from None
         return "".join(pieces)
 
 
@@ -101,11 +112,24 @@ class _Generation(Extension):
 
 
 def _environment() -> _Environment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    # Nothing of a template is computed while it is compiled: it is loaded where no limits hold.
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, loopcontrols],
+        optimized=False,
+        finalize=_when_rendered,
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
     return environment
+
+
+@jinja2.pass_context
+def _when_rendered(_: Any, value: Any) -> Any:
+    """Return an expression's value: one that takes the context is not computed before there is one."""
+    return value
 
 
 def _to_json(

@@ -7,23 +7,16 @@ token, and holds back a character that is not whole. The library would decode a 
 import codecs
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import tokenizers
 
 from gpulease.client.serve.decode.checked_file import rejected, shown
 from gpulease.client.serve.decode.decode_errors import ModelRejected, RequestRejected
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
+from gpulease.client.serve.decode.text.letters import LETTERS
+from gpulease.client.serve.decode.text.text_bound import most_bytes_per_token
 
-
-def _letters() -> dict[str, int]:
-    """The bytes of GPT-2's letters (bytes_to_unicode in its encoder): one for each byte, printable ones themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-LETTERS: Final = _letters()
 SPACE: Final = "▁"
 """SentencePiece's mark of a space."""
 
@@ -53,7 +46,7 @@ class Tokenizer:
         self.begin_token = begin_token
         self.chat_template = chat_template
         self.vocabulary = int(library.get_vocab_size(with_added_tokens=True))
-        self._library = library
+        self._library, self._where = library, where
         self._added = library.get_added_tokens_decoder()
         steps = _decoder_steps(library)
         if not {"ByteLevel", "ByteFallback"} & steps:
@@ -103,9 +96,30 @@ class Tokenizer:
 
         Raises RequestRejected for a model without a chat template, and for messages that it does not take.
         """
+        return self.encode(self.render_chat(messages, variables))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """Put a chat into the model's template. Raises as `encode_chat` does."""
         if self.chat_template is None:
             raise RequestRejected("the model has no chat template", "Send the prompt as a text, for a completion")
-        return self.encode(self.chat_template.render(messages, **variables))
+        return self.chat_template.render(messages, **variables)
+
+    @property
+    def most_bytes_per_token(self) -> int | None:
+        """How many bytes of a text one token can stand for, at most (text_bound.py); None if nothing bounds that."""
+        return most_bytes_per_token(self._library)
+
+    def values(self) -> list[Any]:
+        """Return all of it as plain values, for `of_values` in another process."""
+        template = None if self.chat_template is None else self.chat_template.arguments
+        return [self._library.to_str(), self.begin_token, template, self._where]
+
+    @classmethod
+    def of_values(cls, values: Sequence[Any]) -> Self:
+        """Make the tokenizer of which `values` came. Raises ModelRejected."""
+        library, begin_token, template, where = values
+        chat_template = None if template is None else ChatTemplate(*template)
+        return cls(library_tokenizer(library, where), begin_token, chat_template, where)
 
     def _find_bytes(self, token: int) -> bytes:
         if token in self._added:

@@ -7,11 +7,14 @@ import pytest
 
 from gpulease.client.serve.decode import (
     TINY_MODEL,
+    AdmissionReason,
+    AdmissionRefused,
     Decoder,
     DecoderSettings,
     ModelRejected,
     RandomCheckpoint,
     RequestRejected,
+    TenantConfig,
 )
 from helpers.daemon import Daemon
 from helpers.decode.random_models import TINY
@@ -50,6 +53,27 @@ def test_closing_a_text_ends_its_sequence(daemon: Daemon) -> None:
             assert decoder.scheduler.live_sequences == 0
             with pytest.raises(RequestRejected, match="context"):
                 await anext(decoder.generate(PROMPT, max_tokens=1000))
+
+    asyncio.run(part())
+
+
+def test_a_text_is_its_tenant_s_while_it_is_read(daemon: Daemon) -> None:
+    """It counts against `max_waiting` before it has tokens, and one that can't fit is never cut."""
+
+    async def part() -> None:
+        tenants = [TenantConfig("ann", 1, 4, max_waiting=1), TenantConfig("bob", 1, 4)]
+        async with Decoder.open(TINY_MODEL, tenants, SETTINGS, address=daemon.address) as decoder:
+
+            async def first(tenant: str, text: str = PROMPT) -> str:
+                async with aclosing(decoder.generate(text, max_tokens=4, tenant_id=tenant)) as pieces:
+                    return await anext(pieces)
+
+            results = await asyncio.gather(*(first("ann") for _ in range(5)), first("bob"), return_exceptions=True)
+            refused = [result for result in results if isinstance(result, AdmissionRefused)]
+            assert [error.reason for error in refused] == [AdmissionReason.QUOTA_EXCEEDED] * 3
+            assert results[0] == results[1] == results[-1] != ""
+            with pytest.raises(AdmissionRefused, match="TooLarge"):
+                await first("ann", "wörd import " * 300_000)
 
     asyncio.run(part())
 

@@ -45,9 +45,11 @@ def test_few_settings_are_enough(tmp_path: Path) -> None:
 def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
     text = (
         "[engine]\nmax_rows = 5\npreempts = true\nregion_life_secs = 90\nrebinds_at_once = 7\n"
-        "rebind_interval_secs = 0.5\n"
+        "rebind_interval_secs = 0.5\ntext_processes = 3\n"
     )
-    wanted = DecoderSettings(5, preempts=True, region_life_s=90, rebinds_at_once=7, rebind_interval_s=0.5)
+    wanted = DecoderSettings(
+        5, preempts=True, region_life_s=90, rebinds_at_once=7, rebind_interval_s=0.5, text_processes=3
+    )
     assert loaded(tmp_path, MODEL + text + TENANT).decoder == wanted
     assert loaded(tmp_path, MODEL + TENANT).decoder == DecoderSettings()
 
@@ -63,6 +65,7 @@ def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
         (MODEL + "[engine]\nmax_rows = 0\n" + TENANT, "engine: max_rows is 0; 1 to 1024"),
         (MODEL + "[engine]\npreempts = 1\n" + TENANT, "preempts = 1 is no bool"),
         (MODEL + "[engine]\nregion_life_secs = 0.05\n" + TENANT, "region_life_secs is 0.05; 0.1 to 86400 is taken"),
+        (MODEL + "[engine]\ntext_processes = 0\n" + TENANT, "text_processes is 0; 1 to 64 is taken"),
         (MODEL + "[engine]\nregion_life_secs = nan\n" + TENANT, "region_life_secs is nan; 0.1 to 86400 is taken"),
         (MODEL + "[engine]\nrebinds_at_once = 0\n" + TENANT, "rebinds_at_once is 0; 1 to 1000 is taken"),
         (MODEL + "[engine]\nrebind_interval_secs = -1\n" + TENANT, "rebind_interval_secs is -1; 0 to 3600 is taken"),

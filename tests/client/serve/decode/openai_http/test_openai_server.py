@@ -1,6 +1,7 @@
 """The decode server, asked by OpenAI's own client, unchanged."""
 
 import json
+import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 from gpulease.client.errors import Denied, Revoked
 from gpulease.client.serve.decode import DecoderObserver, FinishedRequest, engine_losses
 from gpulease.client.serve.decode.decode_metrics import DecodeMetrics
+from gpulease.client.serve.decode.openai_http import completion_request, prompt_job
 from gpulease.client.serve.decode.serving_engine import ServingEngine
+from gpulease.client.serve.decode.text.chat_template import ChatTemplate
+from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 from helpers.daemon import Daemon
-from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
+from helpers.decode.openai_rig import MODEL, OpenAiRig, key_of, openai_rig
 from helpers.waiting import wait_until
 
 PROMPT = "Changed in version"
@@ -171,6 +175,57 @@ def test_a_quota_is_a_429_with_retry_after(rig: OpenAiRig) -> None:
             complete(bob)
     assert refused.value.code == "quota_exceeded"
     assert int(refused.value.response.headers["Retry-After"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", b'{"prompt": "%s"}' % (b"word import " * 300_000)),
+        ("completions", b'{"prompt": [%s5]}' % (b"5," * 1_000_000)),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"word import " * 300_000)),
+    ],
+    ids=["text", "tokens", "chat"],
+)
+def test_a_prompt_that_can_t_fit_is_refused_as_too_long_before_it_is_cut(
+    rig: OpenAiRig, path: str, body: bytes
+) -> None:
+    """Some 4 MiB: more bytes than 160 tokens of the tiny model stand for."""
+    with rig.http() as http:
+        reply = http.post(f"/v1/{path}", content=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "the model's context" in reply.json()["error"]["message"]
+
+
+def test_a_request_on_its_way_takes_a_place_of_its_tenant_s_alone(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    """Its body counts before it is read: whoever sends many at once holds no memory beyond its places."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key_of('bob')}\r\n"
+    address = httpx.URL(rig.url)
+    with socket.create_connection((address.host, address.port or 0)) as slow, rig.client("bob") as bob:
+        slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        wait_until(lambda: rig.do(lambda: rig.decoder.prompts.coming["bob"]) == 1, "the first body is on its way", 30)
+        with pytest.raises(openai.RateLimitError) as refused:
+            complete(bob)
+        assert refused.value.code == "quota_exceeded"
+        assert int(refused.value.response.headers["Retry-After"]) >= 1
+        assert complete(client).choices[0].text
+    wait_until(lambda: rig.do(lambda: rig.decoder.prompts.coming["bob"]) == 0, "its place is free", 30)
+
+
+def test_no_text_is_read_in_the_process_of_the_steps(
+    rig: OpenAiRig, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither JSON nor a template nor a tokenizer: each may take seconds, and every stream would stop."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("a text is read here")
+
+    monkeypatch.setattr(Tokenizer, "encode", fail)
+    monkeypatch.setattr(ChatTemplate, "render", fail)
+    monkeypatch.setattr(completion_request, "parse_request", fail)
+    monkeypatch.setattr(prompt_job, "parse_request", fail)
+    assert complete(client).choices[0].text
+    assert chat(client).choices[0].message.content
+    assert complete(client, prompt=[5, 6], stream=True)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"[" * 100_000, b'{"prompt": NaN}', b"\xff", b"1" * 5000])

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from gpulease.client.serve.decode.checked_file import Members
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.text.gguf_text import gguf_tokenizer
-from gpulease.client.serve.decode.text.tokenizer import LETTERS, Tokenizer
+from gpulease.client.serve.decode.text.letters import LETTERS
+from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 AT: Final = "tokenizer.ggml."
 WORDS: Final = ["Ġa", "12", "123", "1234", "ab", "Ġabc"]

@@ -8,7 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
-from gpulease.client.serve.decode.text.tokenizer import LETTERS
+from gpulease.client.serve.decode.text.letters import LETTERS
 
 CHATML: Final = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
 

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from gpulease.client.serve.decode.checkpoint import open_model
 from gpulease.client.serve.decode.decode_errors import ModelRejected, RequestRejected
-from gpulease.client.serve.decode.text.tokenizer import LETTERS, Tokenizer
+from gpulease.client.serve.decode.text.letters import LETTERS
+from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 END: Final = 256
 

@@ -1,0 +1,13 @@
+"""GPT-2's letters: one printable character for each byte, in which byte-level vocabularies are written."""
+
+from typing import Final
+
+
+def _letters() -> dict[str, int]:
+    """The bytes of GPT-2's letters (bytes_to_unicode in its encoder): one for each byte, printable ones themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+LETTERS: Final = _letters()

@@ -1,0 +1,16 @@
+"""Jobs for processes that read texts which no server has."""
+
+import os
+import signal
+from typing import Any
+
+
+def crash(_: Any) -> dict[str, Any]:
+    """End the process as a fault in a library does."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return {}
+
+
+def fail(_: Any) -> dict[str, Any]:
+    """Fail as a fault of ours does."""
+    raise ZeroDivisionError("a fault")
