@@ -1,9 +1,10 @@
 """Numba's CUDA kernels as launches: the signature of a call's arguments, the PTX for it, and the packed arguments.
 
 Numba's own compiler does the work, for a named target instead of the process's card. So no driver is needed. The device
-functions that a kernel calls are compiled with it; those that numba has as CUDA C (float16's) by NVRTC. Arguments are laid
-out as numba-cuda's dispatcher lays them out (`_prepare_args`): an array as null, null, the number of elements, their size,
-the address, the shape and the strides, each of 8 bytes.
+functions that a kernel calls are compiled with it; those that numba has as CUDA C (float16's) by NVRTC.
+
+Arguments are laid out as numba-cuda's dispatcher lays them out (`_prepare_args`): an array as null, null, the number of
+elements, their size, the address, the shape and the strides, each of 8 bytes.
 """
 
 import re
@@ -37,8 +38,8 @@ _PASSED_ON: Final = ("debug", "lineinfo", "fastmath", "opt", "launch_bounds")
 """Options of `@cuda.jit` that numba's compiler of PTX takes, too."""
 
 _REFUSED: Final = ("link", "extensions")
-"""Options of `@cuda.jit` that need numba's own linker or dispatcher. `lto` is none of them: it changes the speed alone, and
-numba sets it by itself where nvJitLink is installed."""
+"""Options of `@cuda.jit` that need numba's own linker or dispatcher. `lto` is none of them: it changes the speed alone,
+and numba sets it by itself where nvJitLink is installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ class NumbaKernel:
         try:
             with _device_functions_for(self._arch):
                 # What `cuda.compile_ptx` does, which keeps to itself what is to be linked.
-                library, _ = compiler._compile_pyfunc_with_fixup(  # noqa: SLF001
+                library, _ = compiler._compile_pyfunc_with_fixup(
                     self.function, kinds, device=False, abi="numba", cc=self._arch, **self._options
                 )
                 texts = library.get_asm_strs(cc=self._arch)
@@ -241,7 +242,7 @@ class NumbaKernel:
         """Add the functions that numba has as CUDA C. Raises Unsupported for what needs another linker."""
         from numba.cuda.cudadrv.linkable_code import LinkableCode
 
-        sources = [LinkableCode.from_path_or_obj(each) for each in library._linking_files]  # noqa: SLF001
+        sources = [LinkableCode.from_path_or_obj(each) for each in library._linking_files]
         in_c = [each.data for each in sources if each.kind == "cu"]
         if in_c:
             # One source, so that no two of its texts define a name. Numba brings the headers that its own need.
