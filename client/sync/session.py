@@ -322,7 +322,7 @@ class GpuSession(SessionView):
     def region_set(self, regions: Iterable[Region]) -> RegionSet:
         """Name the regions that launches will touch, once for many launches: `launch(..., regions=that)`.
 
-        At most 256 of this lease. Raises Unsupported where the session has no regions.
+        1 to 256 of this lease. Raises Unsupported where the session has no regions.
         """
         return drive(self._session.region_sets.make(regions))
 
