@@ -8,7 +8,7 @@ from gpulease.client.aio.modules import Module
 from gpulease.client.aio.streams import Stream
 from gpulease.client.engine.elementwise import ElementwiseOperation
 from gpulease.client.engine.region_sets import RegionSet
-from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, FunctionKernel
+from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, NOTHING_LAUNCHED, CompiledKernel, FunctionKernel
 from gpulease.client.kernels.toolchain import checked_version
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Kernel:
     ) -> int:
         """Do what `kernel[place](*args, **keywords)` does; the rest is that of `GpuSession.launch`."""
         ready = await asyncio.to_thread(self._kernel.prepared, place, args, keywords)
+        if ready.is_empty:
+            return NOTHING_LAUNCHED
         made = ready.compiled
         module = self._modules.get(made)
         if module is None:
@@ -62,7 +64,7 @@ class KernelInPlace:
         position: int = 0,
         **keywords: Any,
     ) -> int:
-        """Start it; do not wait. Returns the launch's number, as `GpuSession.launch`.
+        """Start it; do not wait. Returns the launch's number, as `GpuSession.launch`; 0 for Triton's empty grid.
 
         Args:
             args: Arrays, buffers whose types were told, numpy scalars and Python's numbers.

@@ -17,7 +17,7 @@ from gpulease.client.aio.streams import Stream, fence
 from gpulease.client.engine.arrays import new, upload
 from gpulease.client.engine.elementwise import ElementwiseOperation
 from gpulease.client.engine.launch import KernelArguments, LaunchAttributes
-from gpulease.client.engine.lease import by_environment, by_token
+from gpulease.client.engine.lease import by_environment, by_token, state_of
 from gpulease.client.engine.lease_request import address_of
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session, SessionView
@@ -52,7 +52,7 @@ class GpuSession(SessionView):
         """Make a session that `await` or `async with` opens; arguments as of `gpulease.client.GpuSession`."""
         self.lease = lease
         lock = asyncio.Lock()
-        self._set_session(Session(lease._state, lock, grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS))
+        self._set_session(Session(state_of(lease), lock, grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS))
         self._closing: Callable[[], object] | None = None
         register(self)
 

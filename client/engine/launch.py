@@ -388,9 +388,7 @@ def _checked(
     shared_bytes: int,
 ) -> Launch:
     """The launch's message, with blank arguments. Raises LaunchFailed or InvalidRequest."""
-    entry = module.kernels.get(kernel_name(kernel, "launch"))
-    if entry is None:
-        raise _failed(kernel, f"the module has no such kernel; it has {_listed(module)}")
+    entry = _entry(module, kernel)
     sizes = sizes_of(kinds)
     _check_sizes(entry, sizes)
     _check_kinds(entry, kinds, module.parameter_types.get(kernel, ()))
@@ -405,13 +403,22 @@ def _checked(
     return Launch(module.handle, kernel, *full_grid, *full_block, shared_bytes, blank, sizes)
 
 
+def _entry(module: Module, kernel: str) -> KernelEntry:
+    """A kernel of a module. Raises LaunchFailed if it has none of that name, InvalidRequest for what is no name."""
+    entry = module.kernels.get(kernel_name(kernel, "launch"))
+    if entry is None:
+        raise _failed(kernel, f"the module has no such kernel; it has {_listed(module)}")
+    return entry
+
+
 def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs | bytes | bytearray | memoryview:
     """Pack a list of arguments as KernelArgs; leave any others as they are. Raises what `pack_listed` does."""
     if not isinstance(args, list | tuple):
         return args
     types: tuple[ParameterType, ...] = ()
-    if isinstance(module, Module) and isinstance(kernel, str):
-        types = module.parameter_types.get(kernel, ())
+    if isinstance(module, Module):
+        # A name that is wrong is said before its arguments, whose types it would have told.
+        types = module.parameter_types.get(_entry(module, kernel).name, ())
     try:
         return pack_listed(args, types)
     except LaunchFailed as error:
@@ -425,7 +432,8 @@ def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
     try:
         numbers = [item.__index__() for item in given]
     except (TypeError, AttributeError):
-        raise _failed(kernel, f"{what} {quoted(given)} is not a sequence of integers") from None
+        hint = f"Write [{given}]" if hasattr(given, "__index__") else ""
+        raise _failed(kernel, f"{what} {quoted(given)} is not a sequence of integers", hint) from None
     if not 1 <= len(numbers) <= 3:
         raise _failed(kernel, f"{what} {quoted(given)} has {len(numbers)} dimensions instead of 1 to 3")
     for number in numbers:

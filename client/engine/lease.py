@@ -11,7 +11,7 @@ import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
@@ -33,7 +33,7 @@ from gpulease.client.engine.exchange import (
     send,
 )
 from gpulease.client.engine.fleet_acquire import Fleet, acquire_in
-from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, milliseconds
+from gpulease.client.engine.lease_request import ASK_FIRST, LEASE_ID_VARIABLE, LeaseRequest, milliseconds
 from gpulease.client.engine.tokens import Grant, HeldToken
 from gpulease.client.engine.waits import Locked, Procedure, Sleep
 from gpulease.client.errors import (
@@ -48,6 +48,7 @@ from gpulease.client.errors import (
     error_of,
 )
 from gpulease.client.fork_guard import OF_PARENT, register
+from gpulease.client.texts import quoted
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
@@ -532,6 +533,17 @@ class Renewed(Protocol):
 
     @property
     def _state(self) -> LeaseState: ...
+
+
+def state_of(lease: Any) -> LeaseState:
+    """Return a lease's state, for a session on it. Raises InvalidRequest for what a program takes for a lease."""
+    state = getattr(lease, "_state", None)
+    if isinstance(state, LeaseState):
+        return state
+    if isinstance(lease, LeaseRequest):
+        raise InvalidRequest("session: a GpuBuilder is no lease", ASK_FIRST)
+    hint = "Await it: lease = await builder.acquire()" if isinstance(lease, Awaitable) else ASK_FIRST
+    raise InvalidRequest(f"session: {quoted(lease)} is no lease", hint)
 
 
 class LeaseView:

@@ -3,7 +3,7 @@
 import math
 import os
 from enum import IntEnum
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from gpulease.client.engine.fleet_acquire import Fleet
 from gpulease.client.errors import InvalidRequest
@@ -51,6 +51,10 @@ MAX_WIRE_BYTES: Final = 2**64 - 1
 """Largest size that fits the wire's u64."""
 
 
+ASK_FIRST: Final = "Ask for one: lease = GpuBuilder().min_vram(...).acquire()"
+"""What to do where a builder, or nothing, stands for a lease."""
+
+
 def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # noqa: B008  # it can't be changed
     """The address given, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest.
 
@@ -80,7 +84,8 @@ def fleet_of(text: str | None, files: TlsFiles = TlsFiles()) -> Fleet | None:  #
 def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
     """Convert seconds to the wire's milliseconds. Raises InvalidRequest for a time that does not fit."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
-        raise InvalidRequest(f"{what}: {quoted(seconds)} is not a number of seconds")
+        hint = "Give seconds as a number: 600 for ten minutes" if isinstance(seconds, str) else ""
+        raise InvalidRequest(f"{what}: {quoted(seconds)} is not a number of seconds", hint)
     value = math.ceil(seconds * 1000)
     if not least_ms <= value <= MAX_WIRE_MS:
         raise InvalidRequest(f"{what}: {seconds!r} s is not between {least_ms / 1000:g} s and {MAX_WIRE_MS // 1000} s")
@@ -101,6 +106,22 @@ class LeaseRequest:
         self._parameters: dict[int, bytes] = {}
         self._labels: dict[str, str] = {}
         self._tls_files = TlsFiles()
+
+    if not TYPE_CHECKING:
+        # Only for who takes it for the lease, and has no type checker to say so.
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"a GpuBuilder has no {name!r}, it is no lease. {ASK_FIRST}", name=name, obj=self)
+
+        def __enter__(self) -> NoReturn:
+            raise InvalidRequest("with: a GpuBuilder is no lease", ASK_FIRST)
+
+        def __exit__(self, *ended: object) -> None: ...
+
+        async def __aenter__(self) -> NoReturn:
+            raise InvalidRequest("async with: a GpuBuilder is no lease", ASK_FIRST)
+
+        async def __aexit__(self, *ended: object) -> None: ...
 
     def tls(self, certificate: str | None = None, key: str | None = None, ca: str | None = None) -> Self:
         """Name the PEM files that prove this tenant to a remote daemon, and the daemon to this tenant.

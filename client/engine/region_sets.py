@@ -63,8 +63,8 @@ class RegionSets:
                 "region_set: this session has no regions",
                 "Its daemon is too old for them, or its driver can't take memory away: acquire a lease on another node",
             )
-        if len(regions) > MAX_REGIONS:
-            raise InvalidRequest(f"region_set: {len(regions)} regions; a set has at most {MAX_REGIONS}")
+        if not 1 <= len(regions) <= MAX_REGIONS:
+            raise InvalidRequest(f"region_set: {len(regions)} regions; a set has 1 to {MAX_REGIONS}")
         for region in regions:
             if not isinstance(region, RegionView):
                 raise InvalidHandle(f"region_set: {quoted(region)} is not a Region")

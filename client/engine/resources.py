@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
+from gpulease.client.code_texts import image_of
 from gpulease.client.engine.fast_request import Done, FastRequest, NotSent
 from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, whole
-from gpulease.client.engine.memory_views import readable_bytes
 from gpulease.client.engine.operations import Operations
 from gpulease.client.engine.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Module, Variable
-from gpulease.client.texts import bounded, utf8
+from gpulease.client.texts import bounded
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.fastpath import HANDLE, MEM_ALLOC
@@ -117,7 +117,7 @@ class Resources:
 
     def load_unrecorded(self, image: Any, kind: type[M]) -> Procedure[M]:
         """Load code that a recording will launch, even while the session records: the worker knows of no recording."""
-        code = utf8(image, "module_load") if isinstance(image, str) else bytes(readable_bytes(image, "module_load"))
+        code = image_of(image, "module_load")
         most = self.attachment.max_payload_bytes - MODULE_LOAD_FIXED_BYTES
         if not 0 < len(code) <= most:
             raise InvalidRequest(f"module_load: an image of {len(code)} bytes; 1 to {most} are taken")

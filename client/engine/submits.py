@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
+from gpulease.client.code_texts import image_of
 from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial
 from gpulease.client.engine.launch import MAX_U32, dimensions
 from gpulease.client.engine.lease import (
@@ -21,7 +22,7 @@ from gpulease.client.engine.memory_views import readable_bytes
 from gpulease.client.engine.waits import Procedure, Sleep
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, TimedOut, error_of
 from gpulease.client.kernel_args import KernelArgs, pack_listed, type_of
-from gpulease.client.texts import kernel_name, quoted, utf8
+from gpulease.client.texts import kernel_name, quoted
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.address import Address
@@ -63,7 +64,7 @@ class SubmissionBase:
 
     def __init__(self, kernel: str, image: Image) -> None:
         self._kernel = kernel_name(kernel, "submit")
-        self._image = utf8(image, "submit") if isinstance(image, str) else bytes(readable_bytes(image, "submit"))
+        self._image = image_of(image, "submit")
         self._grid = self._block = (1, 1, 1)
         self._shared_bytes = 0
         self._arguments: list[SubmitArgument] = []

@@ -7,7 +7,7 @@ from typing import Final, Self
 from gpulease.client.engine.lease_request import milliseconds, whole
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.texts import quoted
-from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission
+from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission, names_of
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
 from gpulease.protocol.messages import CapabilityHeld, CapabilityIssue
@@ -45,7 +45,7 @@ class Grant:
 
     def __repr__(self) -> str:
         # Without the token: what is printed ends up in logs.
-        return f"<Grant of {self.permissions!s} on {self.lease_id} for {self.ttl_s:g} s>"
+        return f"<Grant of {', '.join(names_of(self.permissions))} on {self.lease_id} for {self.ttl_s:g} s>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
+from gpulease.client.code_texts import cuda_c_of
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing
 from gpulease.client.texts import quoted
@@ -51,8 +52,7 @@ def ptx_of(source: str, options: Sequence[str] = (), arch: int | None = None) ->
 
 def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
     """Every option of the compiler. Raises InvalidRequest."""
-    if not isinstance(source, str):
-        raise InvalidRequest(f"compile: {quoted(source)} is not a text of CUDA C")
+    cuda_c_of(source, "compile")
     if len(source) > MAX_SOURCE_BYTES or "\0" in source:
         raise InvalidRequest(f"compile: the source has a zero byte, or more than {MAX_SOURCE_BYTES} bytes")
     if isinstance(options, str) or not all(isinstance(option, str) for option in options):

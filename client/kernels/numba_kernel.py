@@ -1,13 +1,19 @@
 """Numba's CUDA kernels as launches: the signature of a call's arguments, the PTX for it, and the packed arguments.
 
-Numba's own compiler does the work, for a named target instead of the process's card. So no driver is needed. Arguments
-are laid out as numba-cuda's dispatcher lays them out (`_prepare_args`): an array as null, null, the number of elements,
-their size, the address, the shape and the strides, each of 8 bytes.
+Numba's own compiler does the work, for a named target instead of the process's card. So no driver is needed. The device
+functions that a kernel calls are compiled with it; those that numba has as CUDA C (float16's) by NVRTC.
+
+Arguments are laid out as numba-cuda's dispatcher lays them out (`_prepare_args`): an array as null, null, the number of
+elements, their size, the address, the shape and the strides, each of 8 bytes.
 """
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +22,8 @@ from gpulease.client.array_layout import ArrayView
 from gpulease.client.errors import InvalidRequest, LaunchFailed, Unsupported
 from gpulease.client.handles import Buffer, Handle
 from gpulease.client.kernel_args import KernelArgs
+from gpulease.client.kernels.cuda_c import ptx_of
+from gpulease.client.kernels.joined_ptx import joined, undefined
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, PreparedLaunch, launch_failed
 from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing
 from gpulease.client.texts import quoted
@@ -29,8 +37,40 @@ _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _PASSED_ON: Final = ("debug", "lineinfo", "fastmath", "opt", "launch_bounds")
 """Options of `@cuda.jit` that numba's compiler of PTX takes, too."""
 
-_REFUSED: Final = ("link", "extensions", "lto")
-"""Options of `@cuda.jit` that need numba's own linker or dispatcher."""
+_REFUSED: Final = ("link", "extensions")
+"""Options of `@cuda.jit` that need numba's own linker or dispatcher. `lto` is none of them: it changes the speed alone,
+and numba sets it by itself where nvJitLink is installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedDevice:
+    """Stands for the process's card where numba asks what to compile a device function for."""
+
+    compute_capability: tuple[int, int]
+
+
+@contextmanager
+def _device_functions_for(arch: tuple[int, int]) -> Iterator[None]:
+    """Let numba compile device functions for an architecture, while this thread is inside.
+
+    `CUDADispatcher.compile_device` asks the driver for the card, and takes no other word for it.
+    """
+    from numba.cuda import dispatcher
+    from numba.cuda.core.compiler_lock import global_compiler_lock
+
+    named, thread = _NamedDevice(arch), threading.get_ident()
+    with global_compiler_lock:
+        ask_driver = dispatcher.get_current_device
+        # Another thread, which holds no lock to ask for a card, gets its own answer.
+        dispatcher.get_current_device = lambda: named if threading.get_ident() == thread else ask_driver()
+        try:
+            yield
+        finally:
+            dispatcher.get_current_device = ask_driver
+
+
+NVRTC_MAJOR: Final = "13"
+"""Version of NVRTC, which the extra pins: numba-cuda has a folder of headers for each."""
 
 
 class NumbaKernel:
@@ -172,8 +212,15 @@ class NumbaKernel:
     # --- compiling ---
 
     def _compile(self, kinds: tuple[Any, ...]) -> CompiledKernel:
+        from numba.cuda import compiler
+
         try:
-            ptx, _ = self._cuda.compile_ptx(self.function, kinds, cc=self._arch, **self._options)
+            with _device_functions_for(self._arch):
+                # What `cuda.compile_ptx` does, which keeps to itself what is to be linked.
+                library, _ = compiler._compile_pyfunc_with_fixup(
+                    self.function, kinds, device=False, abi="numba", cc=self._arch, **self._options
+                )
+                texts = library.get_asm_strs(cc=self._arch)
         except Exception as error:
             # Numba's passes raise whatever they please; the user gets one kind of error with all that was said.
             if type(error).__name__ in ("DynamicLibNotFoundError", "NvvmSupportError"):
@@ -182,11 +229,34 @@ class NumbaKernel:
             lines = [line for line in said.splitlines() if line.strip()]
             # The first line tells the compiler's step, where there are others.
             raise compile_error(f"numba's kernel {self.name}", said, lines[min(1, len(lines) - 1)]) from None
-        text = ptx if isinstance(ptx, str) else ptx.decode()
+        if len(texts) > 1:
+            hint = "Say lineinfo=True instead, or compile the device functions into the kernel by inline='always'"
+            raise Unsupported(f"kernel {self.name}: debug=True with device functions needs numba's own linker", hint)
+        text = self._linked(texts[0], library)
         found = _ENTRY.search(text)
         if found is None:
             raise compile_error(f"numba's kernel {self.name}", "numba made no kernel of it: it returns a value")
-        return CompiledKernel(text, found[1])
+        return CompiledKernel(text, found[1], is_cooperative=bool(library.use_cooperative))
+
+    def _linked(self, text: str, library: Any) -> str:
+        """Add the functions that numba has as CUDA C. Raises Unsupported for what needs another linker."""
+        from numba.cuda.cudadrv.linkable_code import LinkableCode
+
+        sources = [LinkableCode.from_path_or_obj(each) for each in library._linking_files]
+        in_c = [each.data for each in sources if each.kind == "cu"]
+        if in_c:
+            # One source, so that no two of its texts define a name. Numba brings the headers that its own need.
+            source = "\n".join(each.decode() if isinstance(each, bytes) else each for each in in_c)
+            headers = Path(self._cuda.__file__).parent / "include" / NVRTC_MAJOR
+            options = [f"-I{headers}", "--relocatable-device-code=true"]
+            major, minor = self._arch
+            text = joined(text, ptx_of(source, options, 10 * major + minor).decode())
+        if lacking := undefined(text):
+            raise Unsupported(
+                f"kernel {self.name} calls {', '.join(lacking)}, which numba's own linker would have to add",
+                "Device functions in Python and in CUDA C (cuda.CUSource) need no linker",
+            )
+        return text
 
     # --- packing ---
 

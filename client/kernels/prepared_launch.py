@@ -44,6 +44,7 @@ class PreparedLaunch:
         args: The packed arguments.
         shared_bytes: Dynamic shared memory of a block.
         stream: The stream that the call's brackets name; None if they name none.
+        is_empty: There is nothing to launch: the compiler's own launcher does nothing for such a grid.
     """
 
     compiled: CompiledKernel
@@ -52,6 +53,7 @@ class PreparedLaunch:
     args: KernelArgs
     shared_bytes: int
     stream: Any = None
+    is_empty: bool = False
 
     def on(self, module: Module) -> tuple[Module, str, tuple[int, ...], tuple[int, ...], KernelArgs, None, int]:
         """Return the first arguments of the session's `launch`; `module` has the compiled image."""
@@ -71,6 +73,10 @@ class FunctionKernel(Protocol):
 
         Raises LaunchFailed, LoadFailed or Unsupported.
         """
+
+
+NOTHING_LAUNCHED: Final = 0
+"""Number of a call whose grid is empty: no launch has it."""
 
 
 def launch_failed(name: str, why: str, hint: str = "") -> LaunchFailed:

@@ -62,16 +62,23 @@ class TritonKernel:
             Unsupported: Triton is not installed.
         """
         try:
+            from triton import knobs
             from triton.backends.compiler import GPUTarget
             from triton.compiler import make_backend
             from triton.runtime.jit import JITFunction, create_function_from_signature
         except ImportError:
             raise missing("Triton", "triton") from None
         if not isinstance(function, JITFunction):
-            hint = "Of an autotuned function give .fn and choose one config"
+            is_interpreted = type(function).__name__ == "InterpretedFunction"
+            hint = (
+                "TRITON_INTERPRET is set, so Triton runs it in Python: take it out of the environment"
+                if is_interpreted
+                else "Of an autotuned function give .fn and choose one config"
+            )
             raise InvalidRequest(f"kernel: {quoted(function)} is not a @triton.jit function", hint)
         self.function: Any = function
         self.name: str = function.__name__
+        self._knobs: Any = knobs
         self._types = dict(types or {})
         self._check_names()
         self._target = GPUTarget("cuda", checked_arch(arch), 32)
@@ -80,7 +87,7 @@ class TritonKernel:
         self._backend = make_backend(self._target)
         self._bind = create_function_from_signature(function.signature, function.params, self._backend)
         self._annotated = {param.name: param.annotation_type for param in function.params}
-        self._variants: dict[Any, CompiledKernel] = {}
+        self._variants: dict[tuple[str, ...], CompiledKernel] = {}
 
     def _check_names(self) -> None:
         names = set(self.function.arg_names)
@@ -95,19 +102,27 @@ class TritonKernel:
     def prepared(self, grid: Grid, args: Sequence[Any], keywords: Mapping[str, Any]) -> PreparedLaunch:
         """Compile for a call's arguments, if none like it was before, and pack them.
 
+        What Triton's own call looks at is looked at here: its options by environment and knobs, the hooks before a run,
+        the globals that the function and those that it calls use.
+
         Args:
-            grid: One to three numbers of programs, or a function from the arguments by name to these.
+            grid: One to three numbers of programs, or a function from the arguments by name to these. With a 0 among
+                them there is nothing to launch.
             args: Positional arguments.
             keywords: Arguments, constants and Triton's options (num_warps, num_stages) by name.
 
         Raises:
-            LaunchFailed: The arguments do not fit the function.
+            LaunchFailed: The arguments do not fit the function, or a global that it uses has changed.
             LoadFailed: It does not compile for these types.
             Unsupported: It wants what no launch here has.
         """
         given = [self._stand_in(index, value) for index, value in enumerate(args)]
         named = {name: self._stand_in(name, value) for name, value in keywords.items()}
-        named.setdefault("debug", self.function.debug)
+        named["debug"] = named.get("debug", self.function.debug) or self._knobs.runtime.debug
+        named["instrumentation_mode"] = self._knobs.compilation.instrumentation_mode
+        named["fpsan_homomorphic_casts"] = self._knobs.compilation.fpsan_homomorphic_casts
+        for hook in self.function.pre_run_hooks:
+            hook(*args, **(dict(keywords) | {"debug": named["debug"]}))
         if self._ptx_version is not None:
             named.setdefault("ptx_version", self._ptx_version)
         if FUSION_VARIABLE not in os.environ:
@@ -119,14 +134,33 @@ class TritonKernel:
         values = self._originals(args, keywords)
         kinds = [self._typed(kind, values.get(name)) for name, kind in zip(bound, specialization, strict=True)]
         compiled = self._compiled(bound, kinds, named, options)
-        found = grid(bound) if callable(grid) else grid
+        self._check_globals()
+        found = grid(dict(bound) | values) if callable(grid) else grid
         try:
             sizes = tuple(size.__index__() for size in found)
         except (TypeError, AttributeError):
             raise self._failed(
                 f"grid {quoted(found)} is not a sequence of integers", "Write kernel[(n,)](...)"
             ) from None
-        return PreparedLaunch(compiled, sizes, (compiled.threads,), self._packed(bound, kinds), compiled.shared_bytes)
+        packed = self._packed(bound, kinds)
+        # Triton's own launcher does nothing for such a grid, and takes numbers behind the third no notice of.
+        is_empty = 0 in sizes[:3] and min(sizes) >= 0
+        return PreparedLaunch(compiled, sizes, (compiled.threads,), packed, compiled.shared_bytes, is_empty=is_empty)
+
+    def _check_globals(self) -> None:
+        """Raise LaunchFailed for a global that is another than when Triton first compiled a function that uses it.
+
+        `JITFunction.run` does so: a function's compiled forms, in memory and on the disk, are found by the values then.
+        """
+        gone = object()
+        for (name, _), (then, variables) in self.function.used_global_vals.items():
+            now = variables.get(name, gone)
+            if now is gone or now != then:
+                said = "gone" if now is gone else quoted(now)
+                why = f"global variable {name} has changed since it was compiled, from {quoted(then)} to {said}"
+                raise self._failed(
+                    why, "Triton takes a global's first value: give what changes as a tl.constexpr argument"
+                )
 
     def _originals(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         return dict(zip(self.function.arg_names, args, strict=False)) | dict(keywords)
@@ -178,13 +212,17 @@ class TritonKernel:
     def _compiled(
         self, bound: Mapping[str, Any], kinds: list[tuple[str, Any]], keywords: dict[str, Any], options: Any
     ) -> CompiledKernel:
-        constants = [repr(value) for value, kind in zip(bound.values(), kinds, strict=True) if kind[0] == "constexpr"]
-        key = (tuple(map(repr, kinds)), tuple(constants), repr(sorted(options.items())))
-        found = self._variants.get(key)
+        from triton.runtime.jit import _replace_jit_callables
+
+        # A function among the constants counts by its source: another may have its name.
+        key = [str(_replace_jit_callables(kinds)), repr(sorted(options.items()))]
+        if self._knobs.runtime.add_stages_inspection_hook is not None:
+            key += map(str, self._knobs.runtime.add_stages_inspection_hook())
+        found = self._variants.get(tuple(key))
         if found is None:
             if len(self._variants) >= MAX_VARIANTS:
                 self._variants.clear()
-            found = self._variants[key] = self._compile(bound, kinds, keywords, options)
+            found = self._variants[tuple(key)] = self._compile(bound, kinds, keywords, options)
         return found
 
     def _compile(
@@ -197,7 +235,7 @@ class TritonKernel:
             settings, signature, constants, attributes = self.function._pack_args(
                 self._backend, keywords, bound, kinds, options
             )
-        except (KeyError, TypeError, ValueError, AssertionError) as error:
+        except (KeyError, TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
             raise self._failed(str(error)) from None
         source = ASTSource(self.function, signature, constants, attributes)
         try:

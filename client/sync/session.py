@@ -10,7 +10,7 @@ from gpulease.client.engine.arrays import new, upload
 from gpulease.client.engine.copies import SMALL_READ_BYTES
 from gpulease.client.engine.elementwise import ElementwiseOperation
 from gpulease.client.engine.launch import KernelArguments, LaunchAttributes
-from gpulease.client.engine.lease import by_environment, by_token
+from gpulease.client.engine.lease import by_environment, by_token, state_of
 from gpulease.client.engine.lease_request import address_of
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session, SessionView
@@ -69,7 +69,7 @@ class GpuSession(SessionView):
         Raises InvalidRequest for a grant of another lease, Denied if its token fails a check.
         """
         self.lease = lease
-        session = Session(lease._state, threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS)
+        session = Session(state_of(lease), threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS)
         self._set_session(session)
         register(self)
         drive(session.attach())
@@ -322,7 +322,7 @@ class GpuSession(SessionView):
     def region_set(self, regions: Iterable[Region]) -> RegionSet:
         """Name the regions that launches will touch, once for many launches: `launch(..., regions=that)`.
 
-        At most 256 of this lease. Raises Unsupported where the session has no regions.
+        1 to 256 of this lease. Raises Unsupported where the session has no regions.
         """
         return drive(self._session.region_sets.make(regions))
 

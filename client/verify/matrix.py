@@ -90,7 +90,7 @@ def _run_faults(scene: Scene, only: str, on_fault: Callable[[FaultResult], objec
     results: list[FaultResult] = []
     if not wanted:
         return results
-    with neighbour(scene.address) as beside:
+    with neighbour(scene.address, scene.card_uuid) as beside:
         for fault in wanted:
             results.append(_run_fault(scene, beside, fault, quiet_s))
             on_fault(results[-1])

@@ -1,12 +1,13 @@
 """The neighbour: a tenant in a process of its own, which works all the time and checks every result.
 
-`python -m gpulease.client.verify.neighbour ADDRESS`: for each line that it reads, it writes one JSON object about its
-rounds since the line before; it exits at the end of its input.
+`python -m gpulease.client.verify.neighbour ADDRESS CARD`: for each line that it reads, it writes one JSON object about
+its rounds since the line before; it gives its lease back and exits at the end of its input.
 """
 
 import contextlib
 import json
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,9 @@ from gpulease.client.verify.faulty_kernels import BLOCK, ONE, rule_breakers
 SLICE_BYTES: Final = 64 << 20
 VALUES: Final = 256
 LEASE_S: Final = 3600.0
+ORPHAN_S: Final = 5.0
+"""Seconds that the lease outlives a neighbour that was killed."""
+
 ANSWER_S: Final = 30.0
 """Seconds for a line to be answered: a round takes milliseconds, even beside an endless kernel."""
 
@@ -33,13 +37,16 @@ class Window:
     """The neighbour's rounds between two lines.
 
     Attributes:
-        error: "" if every round was right.
+        rounds: Rounds that were done: a launch, waited for, and its whole result compared.
+        error: What was wrong first; "" if every round was right.
+        errors: Rounds that failed or were wrong.
     """
 
     rounds: int
     p50_us: float
     p99_us: float
     error: str
+    errors: int = 0
 
 
 class Neighbour:
@@ -56,15 +63,15 @@ class Neighbour:
             self._process.stdin.write("\n")
             self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
-            return Window(0, 0.0, 0.0, f"it did not answer for {ANSWER_S:g} s")
+            return Window(0, 0.0, 0.0, f"it did not answer for {ANSWER_S:g} s", 1)
         line = self._process.stdout.readline()
-        return Window(**json.loads(line)) if line else Window(0, 0.0, 0.0, "its process ended")
+        return Window(**json.loads(line)) if line else Window(0, 0.0, 0.0, "its process ended", 1)
 
 
 @contextlib.contextmanager
-def neighbour(address: str) -> Iterator[Neighbour]:
-    """Run a neighbour during the block. Raises CannotStart if it can't begin."""
-    command = [sys.executable, "-P", "-m", "gpulease.client.verify.neighbour", address]
+def neighbour(address: str, card_uuid: str) -> Iterator[Neighbour]:
+    """Run a neighbour on a card during the block. Raises CannotStart if it can't begin."""
+    command = [sys.executable, "-P", "-m", "gpulease.client.verify.neighbour", address, card_uuid]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         beside = Neighbour(process)
@@ -72,17 +79,21 @@ def neighbour(address: str) -> Iterator[Neighbour]:
             raise CannotStart(f"the neighbour can't work: {error}")
         yield beside
     finally:
+        # The end of its input has it give its lease back.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=ANSWER_S)
         process.kill()
         process.communicate()
 
 
-def _work(address: str) -> None:
-    with GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(LEASE_S).acquire() as lease, GpuSession(lease) as session:
+def _work(address: str, card_uuid: str) -> None:
+    builder = GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(LEASE_S).device(card_uuid)
+    with builder.orphan_secs(ORPHAN_S).acquire() as lease, GpuSession(lease) as session:
         module = session.module_load(rule_breakers())
         buffer = session.mem_alloc(4 * VALUES)
         args = KernelArgs().push_buffer(buffer).push_u32(VALUES).push_f32(3.0)
         taken_us: list[float] = []
-        error = ""
+        error, errors = "", 0
         while True:
             values = np.arange(VALUES, dtype=np.float32) + len(taken_us) % 1000
             try:
@@ -92,20 +103,32 @@ def _work(address: str) -> None:
                 session.sync()
                 taken_us.append((time.perf_counter() - started) * 1e6)
                 if session.mem_read(buffer, 0, values.nbytes) != (values * 3).tobytes():
-                    error = error or "a result is wrong"
+                    error, errors = error or "a result is wrong", errors + 1
             except GpuLeaseError as failure:
-                error = error or f"{type(failure).__name__}: {failure}"
+                error, errors = error or f"{type(failure).__name__}: {failure}", errors + 1
             if select.select([sys.stdin], [], [], 0)[0]:
                 if not sys.stdin.readline():
                     return
-                print(json.dumps(_window(taken_us, error)), flush=True)
-                taken_us, error = [], ""
+                print(json.dumps(_window(taken_us, error, errors)), flush=True)
+                taken_us, error, errors = [], "", 0
 
 
-def _window(taken_us: list[float], error: str) -> dict[str, Any]:
+def _window(taken_us: list[float], error: str, errors: int) -> dict[str, Any]:
     p50_us, p99_us = (percentile(taken_us, part) for part in (50, 99)) if taken_us else (0.0, 0.0)
-    return {"rounds": len(taken_us), "p50_us": round(p50_us, 1), "p99_us": round(p99_us, 1), "error": error}
+    return {
+        "rounds": len(taken_us),
+        "p50_us": round(p50_us, 1),
+        "p99_us": round(p99_us, 1),
+        "error": error,
+        "errors": errors,
+    }
 
 
 if __name__ == "__main__":
-    _work(sys.argv[1])
+    # A terminal's interrupt is for whoever started this, and ends the input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _work(*sys.argv[1:3])
+    except GpuLeaseError as failure:
+        # Whoever started this asks for a window, and gets the reason.
+        print(json.dumps(_window([], f"{type(failure).__name__}: {failure}", 1)), flush=True)

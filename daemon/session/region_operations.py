@@ -387,7 +387,7 @@ def no_set() -> Refused:
     """The refusal of a launch without a region set where each must name one."""
     return Refused(
         Failure(
-            Status.INVALID_REQUEST,
+            Status.LAUNCH_FAILED,
             "the lease takes no launch without a region set",
             hint="Make a region set of the regions that the launch touches, and launch in it; or acquire the lease "
             "without regions_required.",

@@ -291,13 +291,14 @@ def test_a_daemon_that_hangs(run: Run, peer: ScriptedPeer, monkeypatch: pytest.M
 def test_local_launch_checks(run: Run) -> None:
     cases: list[tuple[Any, ...]] = [
         (("other", [1], [1], KernelArgs()), "no such kernel; it has nothing, scale, small"),
+        (("other", [1], [1], [b"1234", 7]), "no such kernel; it has nothing, scale, small"),
         (("small", [1], [1], KernelArgs()), "0 arguments are given, the kernel has 1 parameters"),
         (("small", [1], [1], KernelArgs().push_u64(1)), "argument 0 has 8 bytes, the kernel's parameter has 4"),
         (("nothing", [0], [1], KernelArgs()), r"grid \[0\]: 0 is not between"),
         (("nothing", [1], [1, 2**32], KernelArgs()), r"block .* is not between"),
         (("nothing", [], [1], KernelArgs()), "0 dimensions"),
         (("nothing", [1], [1] * 4, KernelArgs()), "4 dimensions"),
-        (("nothing", 5, [1], KernelArgs()), "not a sequence of integers"),
+        (("nothing", 5, [1], KernelArgs()), r"grid 5 is not a sequence of integers\. Write \[5\]"),
         (("nothing", [1.5], [1], KernelArgs()), "not a sequence of integers"),
         (("small", [1], [65], KernelArgs().push_u32(1)), "a block of 65 threads; the kernel takes at most 64"),
         (("nothing", [1], [1], KernelArgs(), None, -1), "shared_bytes"),

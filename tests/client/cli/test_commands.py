@@ -35,34 +35,6 @@ def test_the_demos_kernels_are_those_of_the_vectors() -> None:
     assert transform_ptx() == TRANSFORM
 
 
-def test_demo_with_the_daemon_that_runs(gpulease: Gpulease) -> None:
-    done = gpulease("demo", "--json")
-    assert done.exit_code == 0, done.output
-    report = json.loads(done.stdout)
-    assert report["driver"] == "cpu"
-    assert report["results"] == {"0": 10.0, "1": 12.0, "100": 210.0}
-    assert len(report["lease_id"]) == 32
-    assert report["expired_lease"]["error"] == "LeaseExpired"
-    # Counted from the reply to the grant, which a busy host delays.
-    assert report["expired_lease"]["after_s"] > 0
-
-
-def test_demo_in_words(gpulease: Gpulease) -> None:
-    done = gpulease("demo")
-    assert done.exit_code == 0, done.output
-    for step in ("Lease ", "Upload", "Load ", "Launch   scale", "Launch   bias", "x[100] = 210", "Freed", "Expired"):
-        assert step in done.stdout
-
-
-@pytest.mark.exhaustive
-def test_demo_with_a_daemon_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
-    monkeypatch.setattr("gpulease.client.cli.private_daemon.DEFAULT_ADDRESS", f"unix:{tmp_path}/nobody")
-    done = CliRunner().invoke(main, ["demo"])
-    assert done.exit_code == 0, done.output
-    assert "No daemon runs here" in done.stdout
-
-
 def test_nobody_answers(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["info"], env={ADDRESS_VARIABLE: f"unix:{tmp_path}/nobody"})
     assert done.exit_code == 69

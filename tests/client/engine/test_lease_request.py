@@ -1,8 +1,9 @@
+import asyncio
 from typing import Any
 
 import pytest
 
-from gpulease.client import GpuBuilder, GpuExclusivityClass, InvalidRequest, aio
+from gpulease.client import GpuBuilder, GpuExclusivityClass, GpuSession, InvalidRequest, aio
 from gpulease.client.engine.lease_request import address_of, milliseconds
 from gpulease.protocol.address import DEFAULT_ADDRESS
 
@@ -75,3 +76,33 @@ def test_where_the_daemon_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(address_of("unix:/x")) == "unix:/x"
     with pytest.raises(InvalidRequest, match="the daemon's address: 'nonsense' is not an address"):
         address_of("nonsense")
+
+
+def test_a_time_with_a_unit_says_how_to_write_it() -> None:
+    with pytest.raises(InvalidRequest, match=r"'10m' is not a number of seconds.*600 for ten minutes"):
+        GpuBuilder().lease_secs("10m")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("builder", [GpuBuilder(), aio.GpuBuilder()])
+def test_a_builder_in_a_lease_s_place_says_to_acquire(builder: Any) -> None:
+    session = GpuSession if isinstance(builder, GpuBuilder) else aio.GpuSession
+    with pytest.raises(InvalidRequest, match=r"a GpuBuilder is no lease.*acquire\(\)"):
+        session(builder)
+    with pytest.raises(AttributeError, match=r"has no 'renew', it is no lease.*acquire\(\)"):
+        builder.renew(5)
+    with pytest.raises(InvalidRequest, match=r"is no lease.*acquire\(\)"), builder:
+        pass
+
+    async def main() -> None:
+        async with builder:
+            pass
+
+    with pytest.raises(InvalidRequest, match=r"is no lease.*acquire\(\)"):
+        asyncio.run(main())
+
+
+def test_a_lease_that_was_not_awaited_says_so() -> None:
+    opening = aio.GpuBuilder().acquire()
+    with pytest.raises(InvalidRequest, match=r"is no lease\. Await it"):
+        aio.GpuSession(opening)  # type: ignore[arg-type]
+    opening.close()

@@ -1,6 +1,7 @@
 """Numba's kernels are compiled for the arguments of a call, or for a signature, without a driver, and launched."""
 
 import asyncio
+import math
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,114 @@ def test_a_call_like_one_before_is_not_compiled_again(session: Any) -> None:
     first = kernel.prepared((1, 4), (array, 1.0), {}).compiled
     assert kernel.prepared((2, 8), (array, 2.0), {}).compiled is first
     assert kernel.prepared((1, 4), (array, 1), {}).compiled is not first
+
+
+@cuda.jit(device=True)
+def one_more(value):
+    return value + 1
+
+
+@cuda.jit
+def twice_and_one(value):
+    return one_more(2 * value)
+
+
+@cuda.jit(device=True, forceinline=True)
+def forced(value):
+    return 2 * value + 1
+
+
+@cuda.jit(device=True, inline="always")
+def inlined(value):
+    return 2 * value + 1
+
+
+@numba.njit
+def both(value, factor=2):
+    return value * factor, 1
+
+
+@numba.njit
+def of_a_tuple(value):
+    product, summand = both(value)
+    return product + summand
+
+
+@pytest.mark.parametrize("function", [twice_and_one, forced, inlined, of_a_tuple])
+def test_a_kernel_calls_device_functions_without_a_driver(session: Any, function: Any) -> None:
+    def kernel(x):
+        i = cuda.grid(1)
+        if i < x.size:
+            x[i] = function(x[i])
+
+    for dtype in (np.float32, np.int64):
+        array = session.array(np.arange(5, dtype=dtype))
+        session.kernel(cuda.jit(kernel))[1, 32](array)
+        assert array.numpy().tolist() == [1, 3, 5, 7, 9]
+    with pytest.raises(cuda.CudaSupportError):
+        cuda.get_current_device()
+
+
+def test_float16_is_computed(session: Any) -> None:
+    @cuda.jit
+    def kernel(x, y, least):
+        i = cuda.grid(1)
+        x[i] = one_more(x[i] * y[i]) / least
+        if x[i] > least:
+            x[i] = math.sqrt(x[i])
+
+    x, y, least = np.linspace(0, 4, 32, dtype=np.float16), np.linspace(1, 2, 32, dtype=np.float16), np.float16(1.5)
+    array = session.array(x)
+    session.kernel(kernel)[1, 32](array, session.array(y), least)
+    wanted = ((x * y).astype(np.float16) + np.float16(1)) / least
+    wanted = np.where(wanted > least, np.sqrt(wanted), wanted)
+    np.testing.assert_allclose(array.numpy(), wanted, rtol=2e-3)
+
+
+def test_a_device_function_in_cuda_c_is_compiled_with_the_kernel(session: Any) -> None:
+    source = cuda.CUSource('extern "C" __device__ int tripled(float *to, float value) { *to = 3 * value; return 0; }')
+    tripled = cuda.declare_device("tripled", "float32(float32)", link=source)
+
+    @cuda.jit
+    def kernel(x):
+        x[0] = tripled(x[0])
+
+    array = session.array(np.ones(1, np.float32))
+    session.kernel(kernel)[1, 1](array)
+    assert array.numpy().tolist() == [3]
+
+
+def test_what_needs_numba_s_linker_is_refused_by_name(session: Any) -> None:
+    declared = cuda.declare_device("elsewhere", "float32(float32)")
+
+    @cuda.jit
+    def undefined(x):
+        x[0] = declared(x[0])
+
+    @cuda.jit
+    def of_the_grid(x):
+        cuda.cg.this_grid().sync()
+
+    @cuda.jit(debug=True, opt=False)
+    def debugged(x):
+        x[0] = one_more(x[0])
+
+    array = session.zeros(1, np.float32)
+    for kernel, said in ((undefined, "elsewhere"), (of_the_grid, "cudaCGSynchronize"), (debugged, "debug=True")):
+        with pytest.raises(Unsupported, match=said):
+            session.kernel(kernel)[1, 1](array)
+
+
+def test_lto_where_nvjitlink_is_installed_changes_no_answer(session: Any) -> None:
+    kernel, array = cuda.jit(add_to.py_func), session.zeros(3, np.float32)
+    kernel.targetoptions["lto"] = True
+    session.kernel(kernel)[1, 32](array, np.float32(2))
+    assert array.numpy().tolist() == [2] * 3
+
+
+def test_an_empty_grid_is_refused_as_numba_does(session: Any) -> None:
+    with pytest.raises(LaunchFailed, match="0 is not between 1"):
+        session.kernel(add_to)[0, 32](session.zeros(4, np.float32), 1.0)
 
 
 def test_the_asyncio_face(daemon: Daemon) -> None:

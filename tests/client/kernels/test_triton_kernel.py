@@ -159,3 +159,125 @@ def test_the_ptx_is_of_a_version_that_the_driver_takes(session: Any, cuda: int, 
     image = TritonKernel(fill, cuda=cuda).prepared((1,), (array, 1.0, 4), {"BLOCK": 4}).compiled.image
     own = TritonKernel(fill).prepared((1,), (array, 1.0, 4), {"BLOCK": 4}).compiled.image
     assert (f".version {version}\n" in image) if version else image == own
+
+
+FACTOR = tl.constexpr(2)
+SUMMAND = tl.constexpr(1)
+
+
+@triton.jit
+def plus_summand(value):
+    return value + SUMMAND
+
+
+@triton.jit
+def transform(x, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, plus_summand(tl.load(x + at, mask=at < n) * FACTOR), mask=at < n)
+
+
+@pytest.mark.parametrize("name", ["FACTOR", "SUMMAND"])
+@pytest.mark.parametrize("is_new_kernel", [False, True])
+def test_a_global_that_changes_is_refused_as_triton_does(
+    session: Any, monkeypatch: pytest.MonkeyPatch, name: str, is_new_kernel: bool
+) -> None:
+    array, kernel = session.array(np.ones(4, "f4")), session.kernel(transform)
+    kernel[(1,)](array, 4, BLOCK=4)
+    assert array.numpy().tolist() == [3] * 4
+    monkeypatch.setitem(globals(), name, tl.constexpr(10))
+    with pytest.raises(
+        LaunchFailed, match=rf"global variable {name} has changed since it was compiled, from .* to .*10"
+    ):
+        (session.kernel(transform) if is_new_kernel else kernel)[(1,)](array, 4, BLOCK=4)
+    assert array.numpy().tolist() == [3] * 4
+    monkeypatch.undo()
+    kernel[(1,)](array, 4, BLOCK=4)
+    assert array.numpy().tolist() == [7] * 4
+
+
+@triton.jit
+def apply(x, n, function: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x + at, function(tl.load(x + at, mask=at < n)), mask=at < n)
+
+
+def doubling() -> Any:
+    @triton.jit
+    def body(value):
+        return value * 2
+
+    return body
+
+
+def adding() -> Any:
+    @triton.jit
+    def body(value):
+        return value + 10
+
+    body.__qualname__ = body.fn.__qualname__ = "doubling.<locals>.body"
+    return body
+
+
+def test_functions_of_one_name_among_the_constants_are_told_apart(session: Any) -> None:
+    array, kernel = session.array(np.ones(4, "f4")), session.kernel(apply)
+    for function in (doubling(), adding()):
+        kernel[(1,)](array, 4, function, BLOCK=4)
+    assert array.numpy().tolist() == [12] * 4
+
+
+@pytest.mark.parametrize("grid", [(0,), (4, 0), (1, 2, 0), lambda meta: (meta["n"] // 8,)])
+def test_an_empty_grid_is_nothing_to_do(session: Any, grid: Any) -> None:
+    array = session.zeros(4, "f4")
+    with session.record() as graph:
+        array.fill(2)
+        assert session.kernel(fill)[grid](array, 1.0, 4, BLOCK=4) == 0
+    assert session.kernel(fill)[grid](array, 1.0, 4, BLOCK=4) == 0
+    assert array.numpy().tolist() == [0] * 4
+    graph.launch()
+    assert array.numpy().tolist() == [2] * 4
+
+
+def test_an_empty_grid_in_the_asyncio_face(daemon: Daemon) -> None:
+    async def main() -> int:
+        async with (
+            await aio.GpuBuilder(daemon.address).min_vram(1 << 20).acquire() as lease,
+            aio.GpuSession(lease) as session,
+        ):
+            array = await session.zeros(4, np.float32)
+            return await session.kernel(fill)[(0,)](array, 5.0, 4, BLOCK=4)
+
+    assert asyncio.run(main()) == 0
+
+
+@pytest.mark.parametrize(
+    ("grid", "said"), [((-1,), "-1 is not between 1"), (4, "not a sequence of integers.*Write kernel")]
+)
+def test_a_grid_that_is_none_is_refused(session: Any, grid: Any, said: str) -> None:
+    with pytest.raises(LaunchFailed, match=said):
+        session.kernel(fill)[grid](session.zeros(4, "f4"), 1.0, 4, BLOCK=4)
+
+
+def test_a_grid_s_function_gets_the_arguments_as_they_were_given(session: Any) -> None:
+    array = session.zeros(8, "f4")
+    session.kernel(fill)[lambda meta: (meta["x"].shape[0] // meta["BLOCK"],)](array, 1.0, 8, BLOCK=4)
+    assert array.numpy().tolist() == [1] * 8
+
+
+def test_what_triton_s_own_call_looks_at_is_looked_at(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    kernel, array, seen = TritonKernel(fill), session.zeros(4, "f4"), []
+    monkeypatch.setattr(fill, "pre_run_hooks", [lambda *args, **keywords: seen.append((args, keywords["BLOCK"]))])
+    first = kernel.prepared((1,), (array, 1.0, 4), {"BLOCK": 4}).compiled
+    assert seen == [((array, 1.0, 4), 4)]
+    monkeypatch.setattr(knobs.runtime, "debug", True)
+    assert kernel.prepared((1,), (array, 1.0, 4), {"BLOCK": 4}).compiled is not first
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", lambda *args: ("key", "hash"))
+    monkeypatch.setattr(knobs.runtime, "debug", False)
+    assert kernel.prepared((1,), (array, 1.0, 4), {"BLOCK": 4}).compiled is not first
+
+
+def test_an_interpreted_function_is_refused_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(InvalidRequest, match="TRITON_INTERPRET is set"):
+        TritonKernel(triton.jit(fill.fn))

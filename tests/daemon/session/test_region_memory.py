@@ -398,7 +398,7 @@ def test_graphs_need_a_set_too_where_one_is_required() -> None:
     with region_rig(regions_required=True) as made:
         one = made.open()
         graph, chosen = graph_of(made, one.address), made.set_of(one)
-        assert made.refused(Opcode.GRAPH_LAUNCH, GraphLaunch(graph, b"")).status is Status.INVALID_REQUEST
+        assert made.refused(Opcode.GRAPH_LAUNCH, GraphLaunch(graph, b"")).status is Status.LAUNCH_FAILED
         made.ask(Opcode.GRAPH_LAUNCH_IN, GraphLaunchIn(graph, b"", chosen, 0))
 
 

@@ -10,7 +10,17 @@ from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.contract.messages import EndRegion, ForwardRevoked, RegionReleased
 from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.session import region_operations
-from gpulease.protocol.messages import Empty, Handle, Launch, MemAlloc, MemRead, MemWrite, RegionRef, RegionSet
+from gpulease.protocol.messages import (
+    Empty,
+    Handle,
+    Launch,
+    LaunchWith,
+    MemAlloc,
+    MemRead,
+    MemWrite,
+    RegionRef,
+    RegionSet,
+)
 from gpulease.protocol.opcodes import Opcode, Status
 from helpers.region_rig import GRANULE, RegionRig, quiet_in, region_rig
 from helpers.session_rig import SIZES, quiet, sync
@@ -278,8 +288,10 @@ def test_a_session_may_require_a_set(is_native: bool) -> None:
         plain = Launch(made.module, "scale", 1, 1, 1, 32, 1, 1, 0, launch.args, SIZES)
         made.feed(quiet_in(launch, 1) * 2 + quiet(plain, 2))
         failure = made.refused(Opcode.SYNC, Empty())
-        assert failure.status is Status.INVALID_REQUEST
+        assert failure.status is Status.LAUNCH_FAILED
         assert "region set" in failure.hint
+        with_attributes = LaunchWith(*(getattr(plain, name) for name in plain.__slots__), 0, 0, 0, 0, 0, 0)
+        assert made.refused(Opcode.LAUNCH_WITH, with_attributes).status is Status.LAUNCH_FAILED
         assert tags(made) == [1, 1]
 
 

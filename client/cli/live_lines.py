@@ -1,0 +1,54 @@
+"""Lines of a program that goes on: a terminal's last line is rewritten, a pipe gets a line now and then."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+import click
+
+from gpulease.client.cli.tables import is_terminal, output_width, shown
+
+PIPE_LINE_S: Final = 1.0
+"""Seconds between two lines of `show` in a pipe, whose reader keeps them all."""
+
+_ERASE: Final = "\r\x1b[2K"
+"""Carriage return; erase the line (ECMA-48, EL)."""
+
+
+class LiveLines:
+    """Prints on the standard output, or nothing at all."""
+
+    def __init__(self, *, is_silent: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        """Args: is_silent: Print nothing. clock: Monotonic seconds."""
+        self._is_silent, self._clock = is_silent, clock
+        self._is_live = is_terminal() and os.environ.get("TERM") != "dumb"
+        self._shown = ""
+        self._last_s = clock()
+
+    def say(self, text: str = "") -> None:
+        """Print a line that stays, or several."""
+        if self._is_silent:
+            return
+        click.echo(f"{_ERASE if self._shown else ''}{text}", color=self._is_live)
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        """Print the state of what goes on: the next call replaces it on a terminal."""
+        now_s = self._clock()
+        if self._is_silent:
+            return
+        if self._is_live:
+            # A line that wraps could not be erased.
+            width = output_width()
+            self._shown = shown(text)[: width - 1 if width else None]
+            click.echo(f"{_ERASE}{self._shown}", nl=False, color=True)
+        elif now_s - self._last_s >= PIPE_LINE_S:
+            self._last_s = now_s
+            click.echo(text)
+
+    def settle(self) -> None:
+        """Erase what `show` left on a terminal."""
+        if self._shown:
+            click.echo(_ERASE, nl=False, color=True)
+            self._shown = ""

@@ -1,0 +1,420 @@
+"""The demonstration of `gpulease demo`: three tenants on one card, each claim measured as it is made.
+
+ann works, in a process of her own, and compares every result. bob's kernel never ends; his lease does. carol gets his
+memory, which reads as zeros, and has one of her two regions revoked.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from gpulease.client import (
+    Buffer,
+    CapacityExceeded,
+    GpuLease,
+    GpuLeaseError,
+    GpuSession,
+    KernelArgs,
+    LeaseExpired,
+    Module,
+    RegionRevoked,
+)
+from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.cli.live_lines import LiveLines
+from gpulease.client.cli.reports import first_card
+from gpulease.client.cli.tables import size_text, table
+from gpulease.client.verify.faulty_kernels import BLOCK, ONE, count_set, fill, rule_breakers
+from gpulease.client.verify.neighbour import SLICE_BYTES as ANN_BYTES
+from gpulease.client.verify.neighbour import ORPHAN_S, Neighbour, neighbour
+from gpulease.client.verify.scene import Breach, Scene
+
+MIB: Final = 1 << 20
+PRIVATE_VRAM: Final = {"cpu": "256MiB", "cuda": "4GiB"}
+"""The card of a private daemon, by its driver: small, so that carol has no room while bob is there."""
+
+SHARED_BYTES: Final = 256 * MIB
+"""Bytes of bob's lease at a daemon that others use too; a quarter of what is free, if that is less."""
+
+LEAST_BYTES: Final = 64 * MIB
+"""Least bytes of bob's lease: carol's regions have to fit."""
+
+SPARE_BYTES: Final = {"cpu": 2 * MIB, "cuda": 32 * MIB}
+"""Bytes of a slice that are left for code and small buffers."""
+
+BEFORE_S: Final = 1.0
+AFTER_S: Final = 1.0
+"""Seconds that ann is watched before bob comes, and at least after his end."""
+
+BOB_S: Final = (2.5, 10.0, 40.0)
+"""Seconds of bob's lease; each is tried if he could not start his kernel in the one before, on a slow host."""
+
+CAROL_S: Final = 300.0
+REGION_TTL_S: Final = 120.0
+REGION_BYTES: Final = 8 * MIB
+
+END_S: Final = 60.0
+"""Longest for bob's thread to be told of his lease's end, once that is over, and for his memory to be granted again."""
+
+LOOK_S: Final = 0.25
+PATTERN: Final = 0xA5A5A5A5
+WORD_BYTES: Final = 4
+VALUES: Final = 1024
+FACTOR: Final = 2.0
+SUMMAND: Final = 10.0
+SHOWN: Final = (0, 1, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What the demonstration says, whether it was so, and what was measured."""
+
+    claim: str
+    holds: bool
+    found: str
+
+
+@dataclass(slots=True)
+class Phase:
+    """ann's work in a part of the demonstration: launches whose whole result was compared."""
+
+    name: str
+    launches: int = 0
+    errors: int = 0
+    seconds: float = 0.0
+    first_error: str = ""
+
+    @property
+    def per_s(self) -> float:
+        """Checked launches a second."""
+        return self.launches / self.seconds if self.seconds else 0.0
+
+
+class Ann:
+    """ann, as she is watched: her work by phase."""
+
+    def __init__(self, process: Neighbour, lines: LiveLines) -> None:
+        self._process, self._lines = process, lines
+        self.phases: list[Phase] = []
+        self._looked_s = 0.0
+
+    def begin(self, name: str) -> None:
+        """End the phase so far, and begin another."""
+        if self.phases:
+            self.look()
+        else:
+            self._process.window()
+        self._looked_s = time.monotonic()
+        self.phases.append(Phase(name))
+
+    def look(self) -> None:
+        """Add what she has done since the last look."""
+        window, phase = self._process.window(), self.phases[-1]
+        now_s = time.monotonic()
+        phase.launches += window.rounds
+        phase.errors += window.errors
+        phase.first_error = phase.first_error or window.error
+        phase.seconds += now_s - self._looked_s
+        self._looked_s = now_s
+
+    def watch(
+        self, is_over: Callable[[], bool], wait: Callable[[float], Any] = time.sleep, beside: Callable[[], str] = str
+    ) -> None:
+        """Show her work, and what is beside it, until something is over, which `wait` may see sooner than LOOK_S."""
+        while not is_over():
+            wait(LOOK_S)
+            self.look()
+            launches, errors = (sum(getattr(phase, name) for phase in self.phases) for name in ("launches", "errors"))
+            rate = f"{self.phases[-1].per_s:,.0f} a second"
+            self._lines.show(f"       ann: {launches:,} launches checked, {errors} errors, {rate}{beside()}")
+        self._lines.settle()
+
+    def watch_for(self, seconds: float) -> None:
+        """Show her work for so long."""
+        until_s = time.monotonic() + seconds
+        self.watch(lambda: time.monotonic() >= until_s)
+
+    def claim(self) -> Claim:
+        """Say that she noticed nothing."""
+        errors = sum(phase.errors for phase in self.phases)
+        first = next((f": {phase.first_error}" for phase in self.phases if phase.first_error), "")
+        holds = not errors and all(phase.launches for phase in self.phases)
+        counts = ", ".join(f"{phase.launches:,} {phase.name}" for phase in self.phases)
+        return Claim("every launch of ann's was right, all the time", holds, f"{counts}; {errors} errors{first}")
+
+
+class Bob:
+    """bob: a lease full of his bytes, and a kernel that never ends.
+
+    Attributes:
+        told_name: The error that his session ended with; "nothing" while there is none.
+        told_after_ms: Milliseconds from his lease's deadline, by this machine's monotonic clock, until it came.
+        proved_after_ms: Milliseconds from the deadline, by the daemon's clock, until his memory was proved free.
+    """
+
+    def __init__(self, scene: Scene, size_bytes: int, seconds: float) -> None:
+        self.lease = scene.builder(size_bytes, seconds).timeout(END_S).acquire()
+        self.deadline_s = time.monotonic() + self.lease.remaining_s
+        self.asked_s = seconds
+        self.told_name = "nothing"
+        self.told_after_ms = self.proved_after_ms = 0.0
+        self._session: GpuSession | None = None
+        self._kept: tuple[Buffer, ...] = ()
+        self._thread = threading.Thread(name="bob", daemon=True)
+
+    def start(self, written_bytes: int) -> int:
+        """Fill his memory, and start the kernel; returns how many words he wrote. Raises LeaseExpired."""
+        session = self._session = GpuSession(self.lease)
+        words = written_bytes // WORD_BYTES
+        module = session.module_load(rule_breakers())
+        # The kernel ends once the flag is not 0, which new memory is, and nobody writes to.
+        memory, flag = self._kept = session.mem_alloc(written_bytes), session.mem_alloc(WORD_BYTES)
+        fill(session, module, memory, words, PATTERN)
+        written = count_set(session, module, memory, words)
+        session.launch(module, "endless", ONE, ONE, KernelArgs().push_buffer(flag))
+        self._thread = threading.Thread(target=self._wait, args=(session,), name="bob", daemon=True)
+        self._thread.start()
+        return written
+
+    def _wait(self, session: GpuSession) -> None:
+        try:
+            session.sync()
+        except GpuLeaseError as error:
+            self.told_after_ms = (time.monotonic() - self.deadline_s) * 1e3
+            self.told_name = type(error).__name__
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until his deadline."""
+        return max(0.0, self.deadline_s - time.monotonic())
+
+    def join(self, seconds: float) -> None:
+        """Wait until his session has said something, no longer than so many seconds."""
+        self._thread.join(seconds)
+
+    def is_told(self) -> bool:
+        """Return whether his session has said anything; False no longer than END_S after his deadline."""
+        return not self._thread.is_alive() or time.monotonic() > self.deadline_s + END_S
+
+    def end(self, scene: Scene) -> str:
+        """Wait until his memory is proved free; returns the cause of his lease's end, or what is wrong."""
+        try:
+            cause = scene.wait_for_end(self.lease.lease_id)
+        except Breach as breach:
+            return str(breach)
+        self.proved_after_ms = scene.query(self.lease.lease_id)["ended_after_deadline_us"] / 1e3
+        return cause
+
+    def leave(self) -> None:
+        """Give the lease back, if it has not ended."""
+        with contextlib.suppress(GpuLeaseError):
+            self.lease.free()
+        if self._session is not None:
+            self._session.close()
+
+
+def run_tenants_demo(
+    address: str, lines: LiveLines, transform_ptx: bytes, *, is_private: bool
+) -> tuple[dict[str, Any], list[Claim]]:
+    """Run the demonstration; returns its report, and its claims. Raises CannotStart, Breach or GpuLeaseError.
+
+    Args:
+        address: The daemon's.
+        lines: Where it is told.
+        transform_ptx: PTX with `scale` and `bias`.
+        is_private: The daemon is this program's alone.
+    """
+    scene = Scene.at(address)
+    with neighbour(address, scene.card_uuid) as process:
+        ann = Ann(process, lines)
+        before = first_card(address)
+        size = _bob_bytes(before["available_bytes"], is_private=is_private)
+        spare = SPARE_BYTES["cuda" if scene.is_card else "cpu"]
+        lines.say(f"ann    leases {size_text(ANN_BYTES)}, launches kernels in a loop, and compares every result")
+        ann.begin("before bob")
+        ann.watch_for(BEFORE_S)
+
+        ann.begin("while bob writes")
+        with _bob_at_work(scene, size, size - spare, lines) as (bob, written):
+            during = first_card(address)
+            needs_bobs = size > during["available_bytes"]
+            refused = _refusal(scene, size) if needs_bobs else ""
+            if needs_bobs:
+                free = size_text(during["available_bytes"])
+                lines.say(f"carol  asks for {size_text(size)} too, and {free} are free: {refused or 'granted'}")
+            ann.begin("beside bob's endless kernel")
+            ann.watch(bob.is_told, bob.join, lambda: f"; bob's kernel runs, his lease has {bob.left_s:.1f} s left")
+            end = bob.end(scene)
+            ann.begin("after it, beside carol")
+        after = first_card(address)
+        lines.say(f"bob    {bob.told_after_ms:+.1f} ms from his deadline: his call ends, {bob.told_name}")
+        lines.say(f"       {bob.proved_after_ms:+.1f} ms from it: his process is killed, his memory is proved free")
+        cards = {"before": before, "beside bob": during, "after": after}
+        free = ", ".join(f"{size_text(card['available_bytes'])} {name}" for name, card in cards.items())
+        lines.say(f"       free on the card: {free}")
+
+        claims = [
+            Claim(
+                "bob's endless kernel ended with his lease",
+                (bob.told_name, end) == (LeaseExpired.__name__, "expired"),
+                f"{bob.told_name}; the lease's end: {end}",
+            )
+        ]
+        # Where others lease, too, their coming and going would be counted.
+        if before["leases"] == after["leases"] == 1:
+            came_back = after["available_bytes"] - during["available_bytes"]
+            found = f"{size_text(size)} leased, {size_text(max(0, came_back))} came back"
+            claims.append(Claim("bob's memory was free again", came_back >= size, found))
+        report: dict[str, Any] = {
+            "driver": scene.driver,
+            "card": scene.card_uuid,
+            "tenant": bob.lease.query()["tenant"],
+        }
+        with scene.builder(size, CAROL_S).orphan_secs(ORPHAN_S).timeout(END_S).acquire() as carol:
+            granted_ms = (time.monotonic() - bob.deadline_s) * 1e3
+            if needs_bobs:
+                found = f"{refused or 'granted'} beside bob; granted {granted_ms:.0f} ms after his deadline"
+                claims.append(Claim("carol's memory is bob's", bool(refused), found))
+            carols_report, carols_claims = _carol(carol, lines, size - spare, written, granted_ms, transform_ptx)
+            ann.watch_for(max(0.0, AFTER_S - ann.phases[-1].seconds))
+            report |= carols_report | {"remaining_s": round(carol.remaining_s, 3)}
+    claims = [ann.claim(), *claims, *carols_claims]
+    report |= {
+        "free_bytes": {name: card["available_bytes"] for name, card in cards.items()},
+        "expired_lease": {
+            "error": bob.told_name,
+            "lease_id": bob.lease.lease_id_text,
+            "after_s": round(bob.asked_s + bob.told_after_ms / 1e3, 3),
+            "told_after_deadline_ms": round(bob.told_after_ms, 3),
+            "free_after_deadline_ms": round(bob.proved_after_ms, 3),
+            "slice_bytes": size,
+        },
+        "ann": [
+            asdict(phase) | {"seconds": round(phase.seconds, 3), "per_s": round(phase.per_s, 1)} for phase in ann.phases
+        ],
+        "claims": [asdict(claim) for claim in claims],
+    }
+    rows = [[one.name, f"{one.launches:,}", str(one.errors), f"{one.per_s:,.0f}"] for one in ann.phases]
+    lines.say("\n" + table(["ann's work", "launches checked", "errors", "a second"], rows))
+    return report, claims
+
+
+def _bob_bytes(free_bytes: int, *, is_private: bool) -> int:
+    """Return the size of bob's lease, and of carol's: on a card of their own, more than half of what is free."""
+    size = free_bytes * 3 // 4 if is_private else min(SHARED_BYTES, free_bytes // 4)
+    size -= size % (2 * MIB)
+    if size < LEAST_BYTES:
+        raise CannotStart(
+            f"the card has {size_text(free_bytes)} free; the demonstration needs {size_text(4 * LEAST_BYTES)}"
+        )
+    return size
+
+
+@contextlib.contextmanager
+def _bob_at_work(scene: Scene, size: int, written_bytes: int, lines: LiveLines) -> Iterator[tuple[Bob, int]]:
+    """Yield bob with his kernel started, and how many words he wrote; afterwards his lease has ended."""
+    for seconds in BOB_S:
+        bob = Bob(scene, size, seconds)
+        try:
+            written = bob.start(written_bytes)
+        except LeaseExpired:
+            lines.say(f"bob    could not start within the {seconds:g} s of his lease: this host is slow")
+            bob.leave()
+            continue
+        except BaseException:
+            bob.leave()
+            raise
+        try:
+            lease = f"leases {size_text(size)} for {seconds:g} s"
+            lines.say(f"bob    {lease}, fills it with {PATTERN:#x}, starts an endless kernel")
+            yield bob, written
+        finally:
+            bob.leave()
+        return
+    raise CannotStart(f"this host is too slow: no kernel was started within {BOB_S[-1]:g} s")
+
+
+def _refusal(scene: Scene, size: int) -> str:
+    """Return what carol is told while bob has the memory; "" if she gets a lease."""
+    try:
+        scene.builder(size).acquire().free()
+    except CapacityExceeded as error:
+        return type(error).__name__
+    return ""
+
+
+def _carol(
+    lease: GpuLease, lines: LiveLines, read_bytes: int, written: int, granted_ms: float, transform_ptx: bytes
+) -> tuple[dict[str, Any], list[Claim]]:
+    words = read_bytes // WORD_BYTES
+    with GpuSession(lease) as session:
+        module = session.module_load(rule_breakers())
+        memory = session.mem_alloc(read_bytes)
+        found = count_set(session, module, memory, words)
+        session.mem_free(memory)
+        read = f"gets {size_text(lease.size_bytes)}, reads {words:,} words: {found:,} are not 0"
+        lines.say(f"carol  {granted_ms:+.0f} ms from bob's deadline: {read}")
+        results = _transformed(session, transform_ptx)
+        wanted = np.arange(VALUES, dtype=np.float32) * FACTOR + SUMMAND
+        lines.say(f"       runs x * {FACTOR:g} + {SUMMAND:g} on {VALUES} floats: x[100] = {results[100]:g}")
+        region_claim = _one_region_revoked(lease, session, module, lines)
+    claims = [
+        Claim(
+            "carol reads only zeros",
+            written == words and not found,
+            f"bob wrote {written:,} words, carol read {words:,}: {found:,} not 0",
+        ),
+        Claim("her kernels' results are right", np.array_equal(results, wanted), f"{VALUES} floats compared"),
+        region_claim,
+    ]
+    report = {
+        "lease_id": lease.lease_id_text,
+        "slice_bytes": lease.size_bytes,
+        "results": {str(index): float(results[index]) for index in SHOWN},
+    }
+    return report, claims
+
+
+def _transformed(session: GpuSession, ptx: bytes) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    array = session.array(np.arange(VALUES, dtype=np.float32))
+    module = session.module_load(ptx)
+    for kernel, operand in (("scale", FACTOR), ("bias", SUMMAND)):
+        args = KernelArgs().push_buffer(array).push_u32(VALUES).push_f32(operand)
+        session.launch(module, kernel, (VALUES // BLOCK[0], 1, 1), BLOCK, args)
+    found: np.ndarray[Any, np.dtype[np.float32]] = array.numpy()
+    return found
+
+
+def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, lines: LiveLines) -> Claim:
+    """Revoke one of two regions of a session, and go on in the other."""
+    with (
+        lease.region(REGION_BYTES, ttl_secs=REGION_TTL_S) as kept,
+        lease.region(REGION_BYTES, ttl_secs=REGION_TTL_S) as gone,
+    ):
+        words = kept.size_bytes // WORD_BYTES
+        in_kept, in_gone = session.region_set([kept]), session.region_set([gone])
+        for region, regions in ((kept, in_kept), (gone, in_gone)):
+            fill(session, module, region.address, words, PATTERN, regions)
+        session.sync()
+        started_s = time.monotonic()
+        gone.revoke("the demonstration")
+        back_ms = (time.monotonic() - started_s) * 1e3
+        refusal = ""
+        try:
+            fill(session, module, gone.address, words, PATTERN, in_gone)
+            session.sync()
+        except GpuLeaseError as error:
+            refusal = type(error).__name__
+        left = count_set(session, module, kept.address, words, in_kept)
+        fill(session, module, kept.address, words, 0, in_kept)
+        cleared = words - count_set(session, module, kept.address, words, in_kept)
+    size = size_text(REGION_BYTES)
+    lines.say(f"       has two regions of {size} in one session; one is revoked, proved back in {back_ms:.1f} ms")
+    found = f"{left:,} of {words:,} words are there"
+    lines.say(f"       a launch in it: {refusal or 'taken'}; in the other {found}, kernels go on")
+    holds = refusal == RegionRevoked.__name__ and left == words and cleared == words
+    return Claim("one region is revoked, the other goes on", holds, f"{refusal or 'taken'}; in the other {found}")

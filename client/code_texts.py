@@ -1,0 +1,42 @@
+"""What a program gives as code, by its look: PTX, CUDA C, or the path of a file by mistake."""
+
+import os
+import re
+from typing import Any, Final
+
+from gpulease.client.engine.memory_views import readable_bytes
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.texts import quoted, utf8
+
+_BINARY: Final = (b"\x7fELF", b"\x50\xed\x55\xba")
+"""First bytes of a cubin and of a fat binary (ELF's magic; `fatBinaryHeader` of CUDA's fatbinary_section.h)."""
+
+_PTX: Final = re.compile(rb"^\s*\.version\s", re.MULTILINE)
+
+_CUDA_C: Final = re.compile(rb"\b__(?:global|device)__\b")
+
+_PATH: Final = re.compile(r"[^\n;{}]+\.(?:ptx|cubin|fatbin|cu|cuh|c|cpp|txt)", re.IGNORECASE)
+
+
+def image_of(image: Any, doing: str) -> bytes:
+    """Take PTX text or a binary. Raises InvalidRequest for a path, for CUDA C, and for what is no bytes."""
+    _check_path(image, doing, 'Give what is in the file: pathlib.Path("...").read_bytes()')
+    code = utf8(image, doing) if isinstance(image, str) else bytes(readable_bytes(image, doing))
+    if not code.startswith(_BINARY) and _CUDA_C.search(code) and not _PTX.search(code):
+        raise InvalidRequest(f"{doing}: the image is CUDA C, not PTX", "Compile it: session.compile(source)")
+    return code
+
+
+def cuda_c_of(source: Any, doing: str) -> str:
+    """Take a text of CUDA C. Raises InvalidRequest for a path, for PTX, and for what is no text."""
+    _check_path(source, doing, 'Give what is in the file: pathlib.Path("...").read_text()')
+    if not isinstance(source, str):
+        raise InvalidRequest(f"{doing}: {quoted(source)} is not a text of CUDA C")
+    if _PTX.search(utf8(source, doing)) and not _CUDA_C.search(source.encode()):
+        raise InvalidRequest(f"{doing}: the source is PTX", "Load it as it is: session.module_load(image)")
+    return source
+
+
+def _check_path(given: Any, doing: str, hint: str) -> None:
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and _PATH.fullmatch(given.strip())):
+        raise InvalidRequest(f"{doing}: {quoted(given)} is the path of a file", hint)
