@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.serve.decode.decode_errors import AdmissionRefused, EngineDecodeFailed, RequestRejected
+from gpulease.client.serve.decode.decode_errors import (
+    AdmissionRefused,
+    DecodeError,
+    RequestBreaksEngine,
+    RequestIdInUse,
+    SequenceEnded,
+    WaitedTooLong,
+)
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
 from gpulease.client.serve.decode.decode_requests import (
     AdmissionReason,
@@ -67,9 +74,9 @@ class RequestLedger:
         return self._generations.get(request_id)
 
     def open(self, request: PromptRequest, cancel: Callable[[Generation], None], now: float) -> Generation:
-        """Enter a request that is about to be submitted. Raises RequestRejected if its id is in use."""
+        """Enter a request that is about to be submitted. Raises RequestIdInUse."""
         if request.request_id in self._generations or request.request_id in self._entries:
-            raise RequestRejected(f"request {request.request_id!r} goes on already", "Give another id")
+            raise RequestIdInUse(f"request {request.request_id!r} goes on already", "Give another id")
         generation = Generation(request, cancel)
         self._entries[request.request_id] = _Entry(generation, now)
         self._generations[request.request_id] = generation
@@ -142,7 +149,7 @@ class RequestLedger:
                     entry.loss = _Loss(event.request.request_id, event.reason, is_engine_scoped, now)
                 entry.loss.is_engine_scoped |= is_engine_scoped
             else:
-                error = _alone(event.request) if event.reason is CompletionReason.ENGINE_ERROR else None
+                error = error_of(event)
                 self._end(entry, event.reason, error, event.reason, str(error or ""), now)
 
     def end_all(self, error: GpuLeaseError) -> None:
@@ -197,7 +204,19 @@ class RequestLedger:
         self.report(lambda observer: observer.on_rebind(report))
 
 
-def _alone(request: PromptRequest) -> EngineDecodeFailed:
-    """The error of a request that is not replayed although its engine was."""
-    name = request.continues or request.request_id
-    return EngineDecodeFailed(f"The engine failed while it computed request {name} alone", "Do not send it again")
+def error_of(end: SchedulerEvent.Completed) -> DecodeError | None:
+    """Return what the iterator of a request raises that nobody replays; None if it just ends."""
+    match end.reason:
+        case CompletionReason.END_OF_SEQUENCE | CompletionReason.MAX_TOKENS_REACHED:
+            return None
+        case CompletionReason.CANCELLED:
+            return None  # Its caller wanted that.
+        case CompletionReason.DEADLINE_EXCEEDED:
+            reason = end.kept_out_by or AdmissionReason.POOL_EXHAUSTED
+            return WaitedTooLong(reason, end.detail or "it waited as long as it may", None)
+        case CompletionReason.ENGINE_ERROR:
+            name = end.request.continues or end.request.request_id
+            text = f"The engine failed while it computed request {name} alone"
+            return RequestBreaksEngine(text, "Do not send it again")
+        case CompletionReason.REVOKED | CompletionReason.EXPIRED | CompletionReason.PREEMPTED:
+            return SequenceEnded(end.reason)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.decode.decode_requests import MAX_WAIT_S, TenantConfig
+from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS, MAX_WAIT_S, TenantConfig
 from gpulease.client.serve.decode.decoder import MIN_REGION_LIFE_S, DecoderSettings
 from gpulease.client.serve.decode.openai_http.api_keys import MAX_KEY_BYTES, ApiKeys, distinct_keys, key_digest
 from gpulease.client.serve.decode.row_records import PAGE
@@ -27,6 +27,10 @@ MAX_REGION_LIFE_S: Final = 86_400.0
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
+"""Seconds that a request waits for its admission; clients give up, or ask again, at some minutes."""
+
+DEFAULT_CHAT_TOKENS: Final = 256
+"""Tokens of a chat's answer whose request does not say: blocks for all are reserved, so few is better than all."""
 
 EXAMPLE: Final = Path(__file__).with_name("example") / "decode.toml"
 
@@ -50,6 +54,7 @@ _ENGINE: Final[dict[str, type[Any]]] = {
     "positions": int,
     "packed": bool,
     "wait_secs": float,
+    "chat_tokens": int,
     "preempts": bool,
     "region_life_secs": float,
 }
@@ -68,6 +73,7 @@ _ENGINE_RANGES: Final = {
     "max_sequences": (1, 4096),
     "positions": (1, 1 << 20),
     "wait_secs": (0, MAX_WAIT_S),
+    "chat_tokens": (1, MAX_POSITIONS),
     "region_life_secs": (MIN_REGION_LIFE_S, MAX_REGION_LIFE_S),
 }
 
@@ -84,6 +90,7 @@ class DecodeSettings:
         audit: Whether each request becomes a record of the daemon's audit log.
         decoder: What the engine makes room for.
         wait_s: Seconds that a request may wait for its admission.
+        chat_tokens: Tokens of a chat's answer whose request does not say; fewer where its prompt leaves less room.
         tenants: Who may ask.
         keys: Their keys.
         operator_digest: The sha256 of the key that the page takes; None for no page.
@@ -96,6 +103,7 @@ class DecodeSettings:
     audit: bool
     decoder: DecoderSettings
     wait_s: float
+    chat_tokens: int
     tenants: tuple[TenantConfig, ...]
     keys: ApiKeys
     operator_digest: bytes | None = None
@@ -114,6 +122,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
     engine = said.get("engine", {})
     _check_engine(f"{where}: engine", engine)
     wait_s = float(engine.pop("wait_secs", DEFAULT_WAIT_S))
+    chat_tokens = engine.pop("chat_tokens", DEFAULT_CHAT_TOKENS)
     region_life_s = engine.pop("region_life_secs", None)
     tables = said["tenants"]
     if not 0 < len(tables) <= MAX_TENANTS:
@@ -127,6 +136,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         audit=said.get("audit", False),
         decoder=DecoderSettings(**engine, region_life_s=region_life_s),
         wait_s=wait_s,
+        chat_tokens=chat_tokens,
         tenants=tuple(config for config, _ in tenants),
         keys=distinct_keys({config.id: digest for config, digest in tenants}),
         operator_digest=_operator_digest(path, said),

@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,7 +27,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS
+from gpulease.client.serve.decode.decode_errors import AdmissionRefused
+from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS, AdmissionReason
 from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.openai_http.answer_text import AnswerText, Piece, pieces
@@ -37,10 +38,14 @@ from gpulease.client.serve.decode.openai_http.api_errors import (
     ApiError,
     api_error_of,
     invalid,
+    too_long,
 )
 from gpulease.client.serve.decode.openai_http.api_keys import ApiKeys
-from gpulease.client.serve.decode.openai_http.completion_replies import DONE, ReplyHead, event
-from gpulease.client.serve.decode.openai_http.completion_request import CompletionRequest, parse_request, shown
+from gpulease.client.serve.decode.openai_http.completion_replies import COMMENT, DONE, ReplyHead, event
+from gpulease.client.serve.decode.openai_http.completion_request import CompletionRequest, parse_request
+from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
+from gpulease.client.serve.decode.openai_http.shown_value import shown
+from gpulease.client.serve.decode.row_records import PAGE
 from gpulease.client.serve.http.application import read_body
 
 LOG: Final = logging.getLogger("gpulease.decode")
@@ -54,11 +59,9 @@ BODY_LIMIT_S: Final = 10.0
 SEND_LIMIT_S: Final = 60.0
 """Seconds for a caller to take a piece of a stream. Stops one that does not read from holding an answer in memory."""
 
-DEFAULT_CHAT_TOKENS: Final = 256
-"""Tokens of a chat's answer whose request does not say: blocks for all are reserved, so few is better than all."""
-
-WAIT_S: Final = 30.0
-"""Seconds that a request waits for its admission; clients give up, or ask again, at some minutes."""
+SILENCE_S: Final = 5.0
+"""Seconds of silence after which a stream that waits gets a comment, at the latest after twice as many. Proxies cut
+what is silent for 60 s, some for 30."""
 
 SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 """X-Request-Id that is taken: it goes to logs, the audit log and replies."""
@@ -72,7 +75,8 @@ def make_openai_application(
     keys: ApiKeys,
     model: str,
     *,
-    wait_s: float = WAIT_S,
+    wait_s: float = DEFAULT_WAIT_S,
+    chat_tokens: int = DEFAULT_CHAT_TOKENS,
     routes: Sequence[Route] = (),
     metrics: Callable[[], bytes] = lambda: b"",
     health: Callable[[], Mapping[str, Any]] = dict,
@@ -84,11 +88,12 @@ def make_openai_application(
         keys: Who may ask.
         model: The model's name.
         wait_s: Seconds that a request may wait for its admission.
+        chat_tokens: Tokens of a chat's answer whose request does not say.
         routes: Further routes.
         metrics: Renders the metrics.
         health: Further members of the health report.
     """
-    face = OpenAiFace(decoder, keys, model, wait_s)
+    face = OpenAiFace(decoder, keys, model, wait_s, chat_tokens)
 
     async def show_health(_: Request) -> Response:
         is_serving = decoder.is_serving
@@ -112,21 +117,22 @@ def make_openai_application(
 class OpenAiFace:
     """A decoder behind OpenAI's requests."""
 
-    def __init__(self, decoder: Decoder, keys: ApiKeys, model: str, wait_s: float) -> None:
+    def __init__(self, decoder: Decoder, keys: ApiKeys, model: str, wait_s: float, chat_tokens: int) -> None:
         """Args are those of `make_openai_application`."""
         self._decoder, self._keys, self._model, self._wait_s = decoder, keys, model, wait_s
+        self._chat_tokens = chat_tokens
         self._began = int(time.time())
 
     async def list_models(self, request: Request) -> Response:
         """Answer `GET /v1/models`."""
-        return self._told(request, lambda: {"object": "list", "data": [self._described()]})
+        return self._told(request, lambda tenant: {"object": "list", "data": [self._described(tenant)]})
 
     async def show_model(self, request: Request) -> Response:
         """Answer `GET /v1/models/{model}`."""
 
-        def told() -> dict[str, Any]:
+        def told(tenant: str) -> dict[str, Any]:
             self._check_model(request.path_params["model"])
-            return self._described()
+            return self._described(tenant)
 
         return self._told(request, told)
 
@@ -134,33 +140,40 @@ class OpenAiFace:
         """Serve one request. Every failure is told in OpenAI's shape."""
         reply = _Reply(send, _request_id(request))
         try:
-            tenant = self._tenant(request)
-            body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
-            reply.is_body_read = True
-            asked = parse_request(body, is_chat=is_chat, fresh_seed=secrets.randbits(31))
-            self._check_model(asked.model)
-            tokens = await self._tokens(asked)
-            generation = self._decoder.submit(
-                tokens,
-                max_tokens=self._max_tokens(asked, len(tokens)),
-                sampling=asked.sampling,
-                tenant_id=tenant,
-                wait_s=self._wait_s,
-                # Two tenants may use one id, and can't tell that the other does.
-                request_id=f"{tenant}/{reply.request_id}",
-            )
-            async with _ended_with(generation, request.receive):
-                await self._answer(asked, generation, reply, len(tokens))
-        except ClientDisconnect:
-            await reply.refuse(ApiError(CLOSED_REQUEST, "closed", "The caller hung up."))
+            try:
+                await self._serve(request, reply, is_chat=is_chat)
+            except TimeoutError:
+                raise
+            except Exception as error:
+                await reply.refuse(_known(error, reply.request_id))
         except TimeoutError:
             LOG.warning("request %s: its caller took nothing for %g s", reply.request_id, SEND_LIMIT_S)
-        except Exception as error:
-            known = api_error_of(error)
-            if known is None:
-                LOG.exception("request %s failed", reply.request_id)
-                known = ApiError(500, "internal_error", "The server failed; its log says more.")
-            await reply.refuse(known)
+
+    async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
+        tenant = self._tenant(request)
+        body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+        reply.is_body_read = True
+        asked = parse_request(body, is_chat=is_chat, fresh_seed=secrets.randbits(31))
+        self._check_model(asked.model)
+        tokens = await self._tokens(asked)
+        max_tokens = self._max_tokens(asked, len(tokens), tenant)
+        generation = self._decoder.submit(
+            tokens,
+            max_tokens=max_tokens,
+            sampling=asked.sampling,
+            tenant_id=tenant,
+            wait_s=self._wait_s,
+            # Two tenants may use one id, and can't tell that the other does.
+            request_id=f"{tenant}/{reply.request_id}",
+        )
+        async with _ended_with(generation, request.receive):
+            # What is refused at once has its own status, before a stream begins.
+            refused = generation.error
+            if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
+                raise too_long(self._room(tenant), len(tokens), max_tokens, is_chat=is_chat)
+            if refused is not None:
+                raise refused
+            await self._answer(asked, generation, reply, len(tokens))
 
     async def _answer(
         self, asked: CompletionRequest, generation: Generation, reply: "_Reply", prompt_tokens: int
@@ -185,15 +198,18 @@ class OpenAiFace:
                 whole.finish = piece.finish
             await reply.whole(head.whole(whole, prompt_tokens, answer.completion_tokens))
             return
-        async for piece in pieces(generation, answer):
-            is_first, last = not reply.is_begun, piece.finish
-            if last and (piece.text or is_first):
-                # Programs expect the end in an object of its own.
-                await reply.event(head.chunk(replace(piece, finish=""), is_first=is_first))
-                is_first, piece = False, Piece(finish=last)
-            await reply.event(head.chunk(piece, is_first=is_first))
-        if asked.has_usage:
-            await reply.event(head.usage_chunk(prompt_tokens, answer.completion_tokens))
+        is_first = True
+        async with reply.stream(generation.cancel):
+            async for piece in pieces(generation, answer):
+                last = piece.finish
+                if last and (piece.text or is_first):
+                    # Programs expect the end in an object of its own.
+                    await reply.event(head.chunk(replace(piece, finish=""), is_first=is_first))
+                    is_first, piece = False, Piece(finish=last)
+                await reply.event(head.chunk(piece, is_first=is_first))
+                is_first = False
+            if asked.has_usage:
+                await reply.event(head.usage_chunk(prompt_tokens, answer.completion_tokens))
         await reply.end(DONE)
 
     async def _tokens(self, asked: CompletionRequest) -> Sequence[int]:
@@ -205,18 +221,23 @@ class OpenAiFace:
             return await asyncio.to_thread(tokenizer.encode_chat, asked.messages)
         return await asyncio.to_thread(tokenizer.encode, asked.prompt)
 
-    def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int) -> int:
+    def _room(self, tenant: str) -> int:
+        """Return how many positions a request of the tenant can have: the model's, or those of the tenant's region."""
+        scheduler = self._decoder.scheduler
+        state = scheduler.tenants[tenant]
+        return min(scheduler.settings.context, PAGE * (state.region_blocks or state.config.max_blocks))
+
+    def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
         if asked.max_tokens is not None:
             if asked.max_tokens > MAX_POSITIONS:
                 raise invalid(f"max_tokens = {shown(asked.max_tokens)} is more than any model has", "max_tokens")
             return asked.max_tokens
         # A prompt that leaves no room is the scheduler's to refuse.
-        return max(1, min(DEFAULT_CHAT_TOKENS, self._decoder.scheduler.settings.context - prompt_tokens + 1))
+        return max(1, min(self._chat_tokens, self._room(tenant) - prompt_tokens + 1))
 
-    def _told(self, request: Request, tell: Callable[[], dict[str, Any]]) -> Response:
+    def _told(self, request: Request, tell: Callable[[str], dict[str, Any]]) -> Response:
         try:
-            self._tenant(request)
-            return Response(json.dumps(tell()), media_type=JSON)
+            return Response(json.dumps(tell(self._tenant(request))), media_type=JSON)
         except ApiError as error:
             return _refusal(error)
 
@@ -231,8 +252,9 @@ class OpenAiFace:
             text = f"There is no model {shown(model)}; {self._model} is served."
             raise ApiError(404, "model_not_found", text, "model")
 
-    def _described(self) -> dict[str, Any]:
-        return {"id": self._model, "object": "model", "created": self._began, "owned_by": "gpulease"}
+    def _described(self, tenant: str) -> dict[str, Any]:
+        described = {"id": self._model, "object": "model", "created": self._began, "owned_by": "gpulease"}
+        return described | {"max_model_len": self._room(tenant)}
 
 
 class _Endpoint:
@@ -251,13 +273,14 @@ class _Reply:
     Attributes:
         request_id: The request's id.
         is_body_read: Whether the body was read; the connection can't go on if not.
-        is_begun: Whether a stream has begun: errors are events of it from then on.
+        is_begun: Whether it has begun: errors are a stream's events from then on.
     """
 
     def __init__(self, send: Send, request_id: str) -> None:
         self.request_id = request_id
         self.is_body_read = self.is_begun = False
         self._send = send
+        self._is_silent = False
 
     async def whole(self, body: Mapping[str, Any]) -> None:
         """Send a reply that is no stream."""
@@ -265,10 +288,37 @@ class _Reply:
         await self._begin(200, {"Content-Type": JSON, "Content-Length": str(len(data))})
         await self._put(data, is_last=True)
 
+    @asynccontextmanager
+    async def stream(self, give_up: Callable[[], None]) -> AsyncIterator[None]:
+        """Begin a stream at once, and send a comment whenever the block has sent no event for a while.
+
+        Args:
+            give_up: Called if the caller takes no comment; the block is to end then.
+        """
+        # nginx would keep what comes until its buffer is full.
+        await self._begin(200, {"Content-Type": EVENTS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        await self._put(COMMENT)
+
+        async def comment() -> None:
+            # No token pays for this by a clock: it is seen here whether any came since.
+            with suppress(TimeoutError):
+                while True:
+                    self._is_silent = True
+                    await asyncio.sleep(SILENCE_S)
+                    if self._is_silent:
+                        await self._put(COMMENT)
+            give_up()
+
+        commenting = asyncio.create_task(comment())
+        try:
+            yield
+        finally:
+            commenting.cancel()
+            await asyncio.gather(commenting, return_exceptions=True)
+
     async def event(self, body: dict[str, Any]) -> None:
-        """Send one event of a stream, which the first one begins."""
-        if not self.is_begun:
-            await self._begin(200, {"Content-Type": EVENTS, "Cache-Control": "no-store"})
+        """Send one event of a stream."""
+        self._is_silent = False
         await self._put(event(body))
 
     async def end(self, data: bytes) -> None:
@@ -278,7 +328,7 @@ class _Reply:
     async def refuse(self, error: ApiError) -> None:
         """Tell an error: as the reply, or as a stream's last event."""
         if self.is_begun:
-            await self.end(event(error.body()))
+            await self.end(event(error.event_body()))
             return
         data = json.dumps(error.body()).encode()
         headers = error.headers() | {"Content-Type": JSON, "Content-Length": str(len(data))}
@@ -317,6 +367,19 @@ async def _ended_with(generation: Generation, receive: Receive) -> AsyncIterator
         await asyncio.gather(hearing, return_exceptions=True)
 
 
+def _known(error: Exception, request_id: str) -> ApiError:
+    """Return what the caller is told of an error; the log has what the caller is not told."""
+    if isinstance(error, ClientDisconnect):
+        return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
+    known = api_error_of(error)
+    if known is None:
+        LOG.error("request %s failed", request_id, exc_info=error)
+        return ApiError(500, "internal_error", "The server failed; its log says more.")
+    if known.message != str(error):
+        LOG.warning("request %s: %s: %s", request_id, type(error).__name__, error)
+    return known
+
+
 def _request_id(request: Request) -> str:
     """Return the caller's id of the request if it is sane, else a new one."""
     given = request.headers.get("X-Request-Id", "")
@@ -330,5 +393,5 @@ def _refusal(error: ApiError) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     code = "not_found" if status == 404 else "method_not_allowed"
-    text = f"{request.method} {shown(request.url.path)} is not served here."
+    text = f"{request.method} {shown(request.scope['path'])} is not served here."
     return _refusal(ApiError(status, code, text))
