@@ -376,7 +376,8 @@ def _known(error: Exception, request_id: str) -> ApiError:
         LOG.error("request %s failed", request_id, exc_info=error)
         return ApiError(500, "internal_error", "The server failed; its log says more.")
     if known.message != str(error):
-        LOG.warning("request %s: %s: %s", request_id, type(error).__name__, error)
+        # As a text: a record that keeps the error keeps the lost engine with it.
+        LOG.warning("request %s: %s: %s", request_id, type(error).__name__, str(error))
     return known
 
 

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.serve.decode.decode_errors import (
     AdmissionRefused,
-    EngineDecodeFailed,
     NoModelLoaded,
+    RequestBreaksEngine,
     RequestRejected,
 )
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
@@ -33,7 +33,7 @@ from gpulease.client.serve.decode.decode_requests import (
     TenantConfig,
 )
 from gpulease.client.serve.decode.generation import Emitted, Generation
-from gpulease.client.serve.decode.request_ledger import RequestLedger
+from gpulease.client.serve.decode.request_ledger import RequestLedger, error_of
 from gpulease.client.serve.decode.row_records import RESULT
 from gpulease.client.serve.decode.step_plan import LiveSequence, StepPlan
 from gpulease.client.serve.decode.tenant_state import RebindLimiter, TenantState
@@ -314,9 +314,11 @@ class AnyOrder(RuleBasedStateMachine):
     def complete(self, data: st.DataObject, reason: CompletionReason) -> None:
         self.now += 1
         known = self.some(data)[0]
-        self.expected.append(known.finished(reason, "", self.now))
-        self.ledger.tell([SchedulerEvent.Completed(known.current, reason)] * 2)
-        self.has_ended(known, reason, None)
+        end = SchedulerEvent.Completed(known.current, reason)
+        error = error_of(end)
+        self.expected.append(known.finished(reason, str(error or ""), self.now))
+        self.ledger.tell([end] * 2)
+        self.has_ended(known, reason, type(error) if error else None)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -326,7 +328,7 @@ class AnyOrder(RuleBasedStateMachine):
         known = self.some(data)[0]
         self.ledger.tell([SchedulerEvent.Completed(known.current, CompletionReason.ENGINE_ERROR)])
         name = known.generation.request_id
-        error = self.has_ended(known, CompletionReason.ENGINE_ERROR, EngineDecodeFailed)
+        error = self.has_ended(known, CompletionReason.ENGINE_ERROR, RequestBreaksEngine)
         assert f"request {name} alone" in str(error)
         self.expected.append(known.finished(CompletionReason.ENGINE_ERROR, str(error), self.now))
 

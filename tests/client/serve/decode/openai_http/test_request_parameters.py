@@ -13,7 +13,7 @@ from gpulease.client.serve.decode.openai_http.completion_request import Completi
 from gpulease.client.serve.decode.openai_http.request_parameters import PARAMETERS, STREAM_OPTIONS, Parameter
 
 USED_VALUES: Final[dict[str, Any]] = {
-    "logprobs": {True: True, False: 1},
+    "logprobs": (1, True),
     "max_completion_tokens": 3,
     "max_tokens": 3,
     "messages": [{"role": "user", "content": "Another"}],
@@ -30,12 +30,35 @@ USED_VALUES: Final[dict[str, Any]] = {
 """A value of each parameter that is used, which changes the request; where chats differ, by whether it is one."""
 
 DEFAULTS_OF_CLIENTS: Final[dict[str, Any]] = {
-    **{"n": 1, "best_of": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
-    **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "seed": None, "stop": [], "stop_token_ids": [], "bad_words": []},
-    **{"include_stop_str_in_output": False, "ignore_eos": False, "min_tokens": 0, "logprobs": None},
-    **{"prompt_logprobs": None, "skip_special_tokens": True, "spaces_between_special_tokens": True},
-    **{"truncate_prompt_tokens": None, "logit_bias": None, "allowed_token_ids": None, "use_beam_search": False},
-    **{"length_penalty": 1.0, "echo": False, "suffix": None, "user": None, "add_special_tokens": True, "priority": 0},
+    "n": 1,
+    "best_of": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": [],
+    "stop_token_ids": [],
+    "bad_words": [],
+    "include_stop_str_in_output": False,
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "echo": False,
+    "suffix": None,
+    "user": None,
+    "add_special_tokens": True,
+    "priority": 0,
 }
 """What programs send that write every parameter of vLLM's SamplingParams, at its default."""
 
@@ -68,7 +91,7 @@ def test_each_parameter_is_what_the_table_says(name: str, is_chat: bool) -> None
         return
     if parameter.is_used:
         value = USED_VALUES[name]
-        assert parsed(is_chat, {name: value[is_chat] if isinstance(value, dict) and is_chat in value else value}) != plain
+        assert parsed(is_chat, {name: value[is_chat] if name == "logprobs" else value}) != plain
         return
     if parameter.is_ignored:
         assert parsed(is_chat, {name: "x"}) == plain
