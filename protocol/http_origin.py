@@ -1,10 +1,13 @@
-"""The check that every HTTP face makes of a request's Host, Origin and Sec-Fetch-Site headers.
+"""The check that every HTTP face makes of a request's headers: Host, Origin, Sec-Fetch-Site and those of its length.
 
 Our HTTP faces listen on loopback. Two attacks reach such a server through a browser of its host:
 
 - DNS rebinding: a foreign page makes its own name resolve to 127.0.0.1 and asks by that name. The Host header gives it
   away: a face answers only to the names it knows, 421 otherwise.
 - A foreign page sends a request to 127.0.0.1 directly. Browsers say so in Origin and Sec-Fetch-Site, 403.
+
+A request with Content-Length and Transfer-Encoding has two lengths. A proxy that takes the other one than the face
+takes what is left for the next request, of somebody else (RFC 9112, 6.1 and 11.2): 400, and the connection ends.
 
 A program sends no Origin and no Sec-Fetch-Site, so the check costs it nothing. A reverse proxy is let through when the
 operator names the host that browsers know it by.
@@ -14,6 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import urlsplit
 
 MISDIRECTED: Final = 421
 """The status for a name that the face does not know (RFC 9110, 15.5.20)."""
@@ -22,6 +26,7 @@ READING: Final = ("GET", "HEAD")
 """The methods that change nothing; no browser lets a foreign page read what they answer."""
 
 _HOST_NAME: Final = re.compile(r"(?!-)[A-Za-z0-9.-]{1,253}(?<!-)", re.ASCII)
+_NOT_OF_HOSTS: Final = re.compile(rb"[\x00-\x20/?#@\\\x7f-\xff]")
 _FOREIGN: Final = frozenset({b"cross-site", b"same-site"})
 
 Headers = Mapping[bytes, list[bytes]]
@@ -79,11 +84,26 @@ def refusal(headers: Headers, known: KnownHosts, *, is_act: bool, is_linked: boo
         return 400, "There must be one Host header."
     if known.own is not None and host_of(hosts[0]) not in known.own | known.named:
         return MISDIRECTED, f"This server is not asked by that name: see {known.setting}."
+    if not _is_host(hosts[0]):
+        return 400, "The Host header must be a host and a port."
+    if b"content-length" in headers and b"transfer-encoding" in headers:
+        return 400, "There must be Content-Length or Transfer-Encoding, and not both."
     if is_act and not _is_own_page(headers, hosts[0], known.named):
         return 403, "This is not asked for by this server's own page."
     if headers.get(b"sec-fetch-site", [b"none"])[0] in _FOREIGN and not is_linked:
         return 403, "Another site's page has asked for this."
     return None
+
+
+def _is_host(header: bytes) -> bool:
+    """Return whether a URL can be made of a Host header, which frameworks do."""
+    if _NOT_OF_HOSTS.search(header):
+        return False
+    try:
+        urlsplit(f"//{header.decode('ascii')}").port  # noqa: B018  # it raises
+    except ValueError:
+        return False
+    return True
 
 
 def _is_own_page(headers: Headers, host: bytes, named: frozenset[str]) -> bool:

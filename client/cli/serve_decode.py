@@ -129,6 +129,7 @@ async def _serve(
             settings.keys,
             settings.name,
             wait_s=settings.wait_s,
+            chat_tokens=settings.chat_tokens,
             routes=routes,
             metrics=metrics.text,
             health=lambda: {"steps": decoder.steps, "rebinds": decoder.rebinds, "moves": decoder.moves.count},
@@ -156,7 +157,12 @@ async def _serve(
 def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoKeys]":
     """Make a demonstration's settings and keys, with a daemon if none runs."""
     from gpulease.client.serve.decode.openai_http.api_keys import distinct_keys, key_digest
-    from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_LISTEN, DEFAULT_WAIT_S, DecodeSettings
+    from gpulease.client.serve.decode.openai_http.decode_settings import (
+        DEFAULT_CHAT_TOKENS,
+        DEFAULT_LISTEN,
+        DEFAULT_WAIT_S,
+        DecodeSettings,
+    )
     from gpulease.client.serve.decode.row_records import PAGE
 
     address = running_address()
@@ -180,6 +186,7 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
         audit=False,
         decoder=decoder,
         wait_s=DEFAULT_WAIT_S,
+        chat_tokens=DEFAULT_CHAT_TOKENS,
         tenants=tuple(TenantConfig(tenant, DEMO_SEQUENCES, blocks) for tenant in DEMO_TENANTS),
         keys=distinct_keys({tenant: key_digest(key) for tenant, key in keys.items()}),
         operator_digest=key_digest(operator),

@@ -29,8 +29,8 @@ from gpulease.client.cli.live_lines import LiveLines
 from gpulease.client.cli.reports import first_card
 from gpulease.client.cli.tables import size_text, table
 from gpulease.client.verify.faulty_kernels import BLOCK, ONE, count_set, fill, rule_breakers
-from gpulease.client.verify.neighbour import SLICE_BYTES as ANN_BYTES
 from gpulease.client.verify.neighbour import ORPHAN_S, Neighbour, neighbour
+from gpulease.client.verify.neighbour import SLICE_BYTES as ANN_BYTES
 from gpulease.client.verify.scene import Breach, Scene
 
 MIB: Final = 1 << 20

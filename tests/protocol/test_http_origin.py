@@ -1,4 +1,4 @@
-"""The check of Host, Origin and Sec-Fetch-Site; tests/daemon/web/test_guard.py has the web page's use of it."""
+"""The check of Host, Origin, Sec-Fetch-Site, lengths; tests/daemon/web/test_guard.py has the web page's use of it."""
 
 import pytest
 
@@ -30,6 +30,19 @@ def test_a_program_is_known_by_the_host_it_asks_alone(host: bytes, wanted: int) 
     assert status(KNOWN, (b"host", host)) == wanted
     # On a Unix socket no name can be made to resolve to the server.
     assert status(ON_A_PATH, (b"host", host)) == 200
+
+
+@pytest.mark.parametrize("host", [b"[", b"[::z", b"[::1::]", b"a b", b"a/b", b"a@b", b"a:b", b"\xe9", b"a\x00"])
+def test_a_host_that_no_url_can_have_is_refused_wherever_it_is_asked(host: bytes) -> None:
+    assert status(ON_A_PATH, (b"host", host)) == 400
+    assert status(KNOWN, (b"host", host)) in (400, 421)
+
+
+def test_a_request_has_one_length() -> None:
+    for known in (KNOWN, ON_A_PATH):
+        assert status(known, HOST, (b"content-length", b"3")) == 200
+        assert status(known, HOST, (b"transfer-encoding", b"chunked")) == 200
+        assert status(known, HOST, (b"content-length", b"3"), (b"transfer-encoding", b"chunked")) == 400
 
 
 def test_there_is_one_host() -> None:

@@ -5,11 +5,15 @@ GpuLeaseError
     ├── ModelRejected       a model's file is broken, or not one that the engine computes
     ├── NoModelLoaded       the engine has no model, or no longer
     ├── RequestRejected     a prompt or its sampling can't be taken
-    │   ├── AdmissionRefused  there is no room for it (`reason`, `retry_after_s`)
-    │   └── TextNotRead       its text can't be read within the limits of a text (`limit`)
+    │   ├── RequestIdInUse    a request with its id goes on
+    │   ├── TextNotRead       its text can't be read within the limits of a text (`limit`)
+    │   └── AdmissionRefused  there is no room for it (`reason`, `retry_after_s`)
+    │       └── WaitedTooLong   it waited as long as it may, and there was no room
     ├── TextProcessesFailed no process that reads texts can be started
     ├── RebindLimited       a tenant's region was rebuilt too often; again in `retry_after_s` seconds
+    ├── SequenceEnded       a sequence was ended before its answer was complete (`reason`)
     └── EngineDecodeFailed  a step failed for all of the engine's sequences
+        └── RequestBreaksEngine  it failed while it computed this request alone
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +21,7 @@ from typing import TYPE_CHECKING
 from gpulease.client.errors import GpuLeaseError
 
 if TYPE_CHECKING:
-    from gpulease.client.serve.decode.decode_requests import AdmissionReason
+    from gpulease.client.serve.decode.decode_requests import AdmissionReason, CompletionReason
 
 
 class DecodeError(GpuLeaseError):
@@ -36,6 +40,10 @@ class RequestRejected(DecodeError):
     """A prompt or its sampling can't be taken: no token, one outside of the vocabulary, too many for the context."""
 
 
+class RequestIdInUse(RequestRejected):
+    """A request with this id lives or waits: two would be told apart by nobody. Give another id."""
+
+
 class AdmissionRefused(RequestRejected):
     """A request was refused at its admission, or its replay was: nothing more of it is computed.
 
@@ -47,6 +55,10 @@ class AdmissionRefused(RequestRejected):
     def __init__(self, reason: "AdmissionReason", detail: str, retry_after_s: float | None) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.retry_after_s = reason, retry_after_s
+
+
+class WaitedTooLong(AdmissionRefused):
+    """A request, or its replay, waited as long as it may. `reason` is what kept it out at the end."""
 
 
 class TextNotRead(RequestRejected):
@@ -77,8 +89,24 @@ class RebindLimited(DecodeError):
         self.retry_after_s = retry_after_s
 
 
+class SequenceEnded(DecodeError):
+    """A sequence was ended before its answer was complete, and no replay goes on.
+
+    Attributes:
+        reason: Why.
+    """
+
+    def __init__(self, reason: "CompletionReason") -> None:
+        super().__init__(f"The sequence was ended before its answer was complete: {reason}", "Send it again")
+        self.reason = reason
+
+
 class EngineDecodeFailed(DecodeError):
     """A step failed for all of the engine's sequences: the lease, its session or the context is lost."""
+
+
+class RequestBreaksEngine(EngineDecodeFailed):
+    """The engine failed while it computed this request alone. It is not tried again; do not send it again."""
 
 
 def decoder_closed() -> NoModelLoaded:

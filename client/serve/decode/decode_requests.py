@@ -194,11 +194,15 @@ class SchedulerEvent:
             request: The request.
             reason: Why it ended.
             continued_by: The id of the request that replays it, waiting already; "" if none does.
+            kept_out_by: Of one that waited too long, what kept it out; None of others.
+            detail: That as a sentence, with what to do; "" of others.
         """
 
         request: PromptRequest
         reason: CompletionReason
         continued_by: str = ""
+        kept_out_by: AdmissionReason | None = None
+        detail: str = ""
 
     @dataclass(frozen=True, slots=True)
     class AdmissionRejected:

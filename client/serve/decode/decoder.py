@@ -590,11 +590,7 @@ class Decoder:
         """End a request that ended an engine while nobody else was computed."""
         if generation := self._ledger.find(request_id):
             self.log.error("request_given_up", tenant=generation.request.tenant_id, request=request_id)
-            error = EngineDecodeFailed(
-                f"The engine failed while it computed request {request_id} alone", "Do not send it again"
-            )
-            ends = self.scheduler.cancel(generation.request.request_id, CompletionReason.ENGINE_ERROR)
-            self._ledger.tell(ends, error=error)
+            self._ledger.tell(self.scheduler.cancel(generation.request.request_id, CompletionReason.ENGINE_ERROR))
 
     async def _recover(self, lost: ServingEngine, loss: "_Loss") -> None:
         """Open another engine in the place of one that is lost, with pauses, for as long as it takes."""

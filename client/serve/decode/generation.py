@@ -35,6 +35,7 @@ class Generation:
         request_id: Its id.
         request: The request; that of its last replay if it was replayed.
         reason: Why it ended; None while it goes on.
+        error: What the iterator raises behind the last token; None if it goes on, or just ends.
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
     """
@@ -48,7 +49,7 @@ class Generation:
         self.tokens: list[int] = []
         self._cancel = cancel
         self._emitted: deque[Emitted] = deque()
-        self._error: GpuLeaseError | None = None
+        self.error: GpuLeaseError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Self:
@@ -57,12 +58,14 @@ class Generation:
     async def __anext__(self) -> Emitted:
         """Wait for the next token.
 
-        Raises AdmissionRefused if there is no room for the request or its replay, EngineDecodeFailed if the engine is
-        lost for good, NoModelLoaded if the decoder is closed, RequestRejected if another task waits here already.
+        Raises AdmissionRefused if there is no room for the request or its replay, and WaitedTooLong if there was none
+        in time; EngineDecodeFailed if the engine is lost for good, and RequestBreaksEngine if this request is why;
+        SequenceEnded if it was ended and is not replayed; NoModelLoaded if the decoder is closed; RequestRejected if
+        another task waits here already. A generation that its caller cancelled just ends.
         """
         while not self._emitted:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self.reason is not None:
                 raise StopAsyncIteration
             if self._waiter is not None and not self._waiter.done():
@@ -91,7 +94,7 @@ class Generation:
 
     def end(self, reason: CompletionReason, error: GpuLeaseError | None = None) -> None:
         """End: the iterator stops behind the last token, or raises the error there."""
-        self.reason, self._error = reason, error
+        self.reason, self.error = reason, error
         self._wake()
 
     def _wake(self) -> None:

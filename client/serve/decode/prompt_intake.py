@@ -17,9 +17,9 @@ from gpulease.client.serve.decode.decode_errors import (
     TextNotRead,
     decoder_closed,
 )
+from gpulease.client.serve.decode.decode_log import LOG
 from gpulease.client.serve.decode.decode_reports import PromptRefused
 from gpulease.client.serve.decode.decode_requests import AdmissionReason
-from gpulease.client.serve.decode.request_ledger import LOG
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
 from gpulease.client.serve.decode.text.text_jobs import Job, TextLimits, read_chat, read_text, unpacked_tokens
 

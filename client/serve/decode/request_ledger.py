@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.serve.decode.decode_errors import AdmissionRefused, EngineDecodeFailed, RequestRejected
+from gpulease.client.serve.decode.decode_errors import (
+    AdmissionRefused,
+    DecodeError,
+    EngineDecodeFailed,
+    RequestBreaksEngine,
+    RequestIdInUse,
+    SequenceEnded,
+    WaitedTooLong,
+)
 from gpulease.client.serve.decode.decode_log import DecodeLog
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
 from gpulease.client.serve.decode.decode_requests import (
@@ -68,9 +76,9 @@ class RequestLedger:
         return self._generations.get(request_id)
 
     def open(self, request: PromptRequest, cancel: Callable[[Generation], None], now: float) -> Generation:
-        """Enter a request that is about to be submitted. Raises RequestRejected if its id is in use."""
+        """Enter a request that is about to be submitted. Raises RequestIdInUse."""
         if request.request_id in self._generations or request.request_id in self._entries:
-            raise RequestRejected(f"request {request.request_id!r} goes on already", "Give another id")
+            raise RequestIdInUse(f"request {request.request_id!r} goes on already", "Give another id")
         generation = Generation(request, cancel)
         self._entries[request.request_id] = _Entry(generation, now)
         self._generations[request.request_id] = generation
@@ -120,15 +128,12 @@ class RequestLedger:
             self.report(lambda observer: observer.on_step(report))
         self.tell(ends)
 
-    def tell(
-        self, events: Iterable[AnyEvent], *, is_engine_scoped: bool = False, error: GpuLeaseError | None = None
-    ) -> None:
+    def tell(self, events: Iterable[AnyEvent], *, is_engine_scoped: bool = False) -> None:
         """Pass on events that are no tokens.
 
         Args:
             events: The events.
             is_engine_scoped: Whether ends in them are of the whole engine's loss.
-            error: What those who read a generation get that ends in them for good; None for a plain end.
         """
         now = time.monotonic()
         for event in events:
@@ -147,7 +152,7 @@ class RequestLedger:
                     entry.loss = _Loss(event.request.request_id, event.reason, is_engine_scoped, now)
                 entry.loss.is_engine_scoped |= is_engine_scoped
             else:
-                reason, failure = event.reason, error
+                reason, failure = event.reason, error_of(event)
                 if entry.loss is not None and reason is CompletionReason.DEADLINE_EXCEEDED:
                     self._log_lost(entry, reason)
                     if entry.loss.is_engine_scoped:
@@ -229,3 +234,21 @@ def _unserved(entry: _Entry, waited_s: float) -> EngineDecodeFailed:
     name = entry.generation.request_id
     text = f"The engine that computed request {name} is gone, and none took its place within {waited_s:.0f} s"
     return EngineDecodeFailed(text, "Send it again; the server goes on asking for an engine")
+
+
+def error_of(end: SchedulerEvent.Completed) -> DecodeError | None:
+    """Return what the iterator of a request raises that nobody replays; None if it just ends."""
+    match end.reason:
+        case CompletionReason.END_OF_SEQUENCE | CompletionReason.MAX_TOKENS_REACHED:
+            return None
+        case CompletionReason.CANCELLED:
+            return None  # Its caller wanted that.
+        case CompletionReason.DEADLINE_EXCEEDED:
+            reason = end.kept_out_by or AdmissionReason.POOL_EXHAUSTED
+            return WaitedTooLong(reason, end.detail or "it waited as long as it may", None)
+        case CompletionReason.ENGINE_ERROR:
+            name = end.request.continues or end.request.request_id
+            text = f"The engine failed while it computed request {name} alone"
+            return RequestBreaksEngine(text, "Do not send it again")
+        case CompletionReason.REVOKED | CompletionReason.EXPIRED | CompletionReason.PREEMPTED:
+            return SequenceEnded(end.reason)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gpulease.client.serve.decode.cell_rate import CellRate
-from gpulease.client.serve.decode.decode_errors import RebindLimited, RequestRejected
+from gpulease.client.serve.decode.decode_errors import RebindLimited, RequestIdInUse, RequestRejected
 from gpulease.client.serve.decode.decode_requests import (
     AdmissionReason,
     AnyEvent,
@@ -188,7 +188,7 @@ class ContinuousBatchScheduler:
         if tenant is None:
             raise RequestRejected(f"there is no tenant {request.tenant_id!r}")
         if request.request_id in self._live or request.request_id in self._waiting:
-            raise RequestRejected(f"request {request.request_id!r} lives or waits already; give another id")
+            raise RequestIdInUse(f"request {request.request_id!r} lives or waits already", "Give another id")
         if detail := self._excess(tenant, request):
             return [SchedulerEvent.AdmissionRejected(request, AdmissionReason.TOO_LARGE, detail)]
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.settings.vocabulary:
@@ -411,17 +411,20 @@ class ContinuousBatchScheduler:
         config = tenant.config
         if is_queue_full:
             reason, detail = AdmissionReason.QUOTA_EXCEEDED, f"{config.max_waiting} of its requests wait already"
-        elif len(tenant.live) >= config.max_concurrent:
-            reason, detail = AdmissionReason.QUOTA_EXCEEDED, f"{config.max_concurrent} of its sequences live already"
-        elif not tenant.region_blocks:
-            reason, detail = AdmissionReason.POOL_EXHAUSTED, "its region is being rebuilt"
-        elif request.blocks > len(tenant.free_blocks):
-            free = len(tenant.free_blocks)
-            reason, detail = AdmissionReason.POOL_EXHAUSTED, f"it can need {request.blocks} blocks, and {free} are free"
         else:
-            reason, detail = AdmissionReason.POOL_EXHAUSTED, "requests before it wait for the engine"
+            reason, detail = self._obstacle(tenant, request)
         detail = f"tenant {config.id}: {detail}; send it later, or let it wait"
         return SchedulerEvent.AdmissionRejected(request, reason, detail)
+
+    def _obstacle(self, tenant: TenantState, request: PromptRequest) -> tuple[AdmissionReason, str]:
+        """Return what keeps a waiting request out now, and that as a sentence."""
+        if len(tenant.live) >= tenant.config.max_concurrent:
+            return AdmissionReason.QUOTA_EXCEEDED, f"{tenant.config.max_concurrent} of its sequences live already"
+        if not tenant.region_blocks:
+            return AdmissionReason.POOL_EXHAUSTED, "its region is being rebuilt"
+        if request.blocks > (free := len(tenant.free_blocks)):
+            return AdmissionReason.POOL_EXHAUSTED, f"it can need {request.blocks} blocks, and {free} are free"
+        return AdmissionReason.POOL_EXHAUSTED, "requests before it wait for the engine"
 
     def _enqueue(self, tenant: TenantState, request: PromptRequest, deadline: float) -> WaitingRequest:
         waiting = WaitingRequest(request, deadline, self._arrivals)
@@ -446,11 +449,16 @@ class ContinuousBatchScheduler:
     def _expire(self, now: float) -> list[AnyEvent]:
         """End the requests that waited long enough."""
         late = [waiting for waiting in self._waiting.values() if waiting.deadline <= now]
+        events: list[AnyEvent] = []
         for waiting in late:
-            self._dequeue(self.tenants[waiting.request.tenant_id], waiting)
+            tenant = self.tenants[waiting.request.tenant_id]
+            kept_out_by, detail = self._obstacle(tenant, waiting.request)
+            detail = f"tenant {tenant.config.id}: {detail}; it waited as long as it may, send it later"
+            reason = CompletionReason.DEADLINE_EXCEEDED
+            events.append(SchedulerEvent.Completed(waiting.request, reason, kept_out_by=kept_out_by, detail=detail))
+            self._dequeue(tenant, waiting)
         self._next_deadline = min((waiting.deadline for waiting in self._waiting.values()), default=float("inf"))
-        reason = CompletionReason.DEADLINE_EXCEEDED
-        return [SchedulerEvent.Completed(waiting.request, reason) for waiting in late]
+        return events
 
     def _admit(self) -> list[AnyEvent]:
         """Admit whom there is room for, by their counters. Runs only when something made room, or came."""

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+import h11
 import uvicorn
+from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from gpulease.client.errors import InvalidRequest
@@ -128,7 +130,10 @@ def _url(sock: socket.socket, where: UnixAddress | TcpAddress) -> str:
 
 
 class TimelyProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which closes a connection whose next request does not begin in HEAD_LIMIT_S."""
+    """uvicorn's HTTP/1.1, which closes a connection whose next request does not begin in HEAD_LIMIT_S.
+
+    What is not HTTP ends the connection likewise: behind an answer, within one, or within a request's body.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
 
@@ -148,6 +153,17 @@ class TimelyProtocol(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP; if an answer is under way, it ends there, and its application sends nothing more."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            # h11 would refuse to send a second answer, and uvicorn log that with a traceback.
+            self.transport.close()
 
     def _await_head_behind(self, answered: RequestResponseCycle | None) -> None:
         if self._head_timer is not None:
@@ -180,7 +196,9 @@ class GuardedApp:
             if refused is not None:
                 await _send_refusal(send, *refused)
                 return
-        await self._app(scope, receive, send)
+        # An application that reads a body from a peer who is gone has nobody to answer.
+        with suppress(ClientDisconnect):
+            await self._app(scope, receive, send)
 
 
 async def _send_refusal(send: Any, status: int, text: str) -> None:
@@ -224,7 +242,8 @@ async def serve_within(
         began: Takes the server, which ends once its `should_exit` is true.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # Its warnings are of requests that are not HTTP and of upgrades: a peer could fill the log with them.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
     config = uvicorn.Config(
         GuardedApp(app, known),
         http=TimelyProtocol,

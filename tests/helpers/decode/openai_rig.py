@@ -18,7 +18,8 @@ from helpers.daemon import Daemon
 
 MODEL: Final = "tiny"
 SETTINGS: Final = DecoderSettings(max_rows=8, prefill_rows=8, max_sequences=8, positions=160)
-TENANTS: Final = (TenantConfig("ann", 4, 32), TenantConfig("bob", 1, 10, max_waiting=0))
+TENANTS: Final = (TenantConfig("ann", 4, 32), TenantConfig("bob", 1, 10, max_waiting=0), TenantConfig("eve", 1, 4))
+CHAT_TOKENS: Final = 40
 START_LIMIT_S: Final = 120.0
 
 
@@ -73,7 +74,7 @@ def openai_rig(daemon: Daemon, observers: Sequence[DecoderObserver] = (), wait_s
             async with Decoder.open(
                 TINY_MODEL, TENANTS, SETTINGS, address=daemon.address, observers=observers
             ) as decoder:
-                app = make_openai_application(decoder, keys, MODEL, wait_s=wait_s)
+                app = make_openai_application(decoder, keys, MODEL, wait_s=wait_s, chat_tokens=CHAT_TOKENS)
                 await decoder.prompts.start()
                 rigs.append(OpenAiRig(url, decoder, asyncio.get_running_loop()))
 

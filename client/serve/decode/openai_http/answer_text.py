@@ -4,9 +4,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from gpulease.client.serve.decode.decode_requests import CompletionReason
 from gpulease.client.serve.decode.generation import Emitted, Generation
-from gpulease.client.serve.decode.openai_http.api_errors import ApiError
+from gpulease.client.serve.decode.openai_http.api_errors import CLOSED_REQUEST, FINISHES, ApiError
 from gpulease.client.serve.decode.openai_http.stop_filter import StopFilter
 
 if TYPE_CHECKING:
@@ -14,11 +13,6 @@ if TYPE_CHECKING:
 
 LEAST_LOG_PROBABILITY: Final = -9999.0
 """Sent for a probability of 0, whose logarithm JSON has no number for; OpenAI's value."""
-
-_FINISHES: Final = {
-    CompletionReason.END_OF_SEQUENCE: "stop",
-    CompletionReason.MAX_TOKENS_REACHED: "length",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +114,7 @@ class AnswerText:
 async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Piece]:
     """Yield an answer's pieces as they come; the last one says why it ended.
 
-    Raises what the generation raises, and ApiError for one that ended before its answer did.
+    Raises what the generation raises, and ApiError for one that was cancelled before its answer was complete.
     """
     replays: int | None = None
     async for emitted in generation:
@@ -134,10 +128,11 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Pi
             yield piece
     else:
         piece = Piece(replays=replays)
-    reason = generation.reason
-    if not answer.is_stopped and reason not in _FINISHES:
-        raise ApiError(500, "ended", f"The sequence was ended before its answer was complete: {reason}")
-    last = answer.end(_FINISHES.get(reason, "stop") if reason else "stop")
+    # Behind a stop the generation is cancelled, which no caller is told of.
+    finish = "stop" if answer.is_stopped else FINISHES.get(generation.reason) if generation.reason else None
+    if finish is None:
+        raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its answer was complete.")
+    last = answer.end(finish)
     last.text, last.tokens = piece.text + last.text, piece.tokens + last.tokens
     last.replays = replays
     yield last

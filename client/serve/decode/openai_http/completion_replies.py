@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.client.serve.decode.openai_http.answer_text import Piece, TokenText
+from gpulease.client.serve.decode.openai_http.api_errors import EXTENSION
 
 DONE: Final = b"data: [DONE]\n\n"
-EXTENSION: Final = "gpulease"
-"""The member of replies that OpenAI's do not have: `replays`, and `seed` where the server chose it."""
+COMMENT: Final = b": waiting\n\n"
+"""A line that clients pass over (HTML, 9.2.6), which keeps proxies from taking a stream that waits for a dead one."""
 
 
 @dataclass(frozen=True, slots=True)

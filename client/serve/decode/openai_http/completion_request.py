@@ -8,6 +8,8 @@ from typing import Any, Final, NoReturn
 from gpulease.client.serve.decode.decode_errors import RequestRejected
 from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS, SamplingParameters
 from gpulease.client.serve.decode.openai_http.api_errors import ApiError, invalid
+from gpulease.client.serve.decode.openai_http.request_parameters import PARAMETERS, STREAM_OPTIONS, check_parameters
+from gpulease.client.serve.decode.openai_http.shown_value import SHOWN_CHARACTERS, shown
 
 MAX_STOPS: Final = 4
 """Most stops, as OpenAI's: every piece of text is searched for each."""
@@ -21,52 +23,11 @@ MAX_MESSAGES: Final = 4096
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """Tokens of a completion whose request does not say, as OpenAI's."""
 
-SHOWN_CHARACTERS: Final = 60
-"""Characters of a wrong value that an error repeats."""
+ALL_TOKENS: Final = -1
+"""top_k that keeps all tokens, in other servers' words."""
 
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles that are taken, and as what models' templates know them."""
-
-HARMLESS: Final = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-"""Parameters that change no answer here: they are ignored."""
-
-NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("auto", "none"),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tool_choice": ("auto", "none"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "verbosity": (),
-    "web_search_options": (),
-}
-"""Parameters that would change the answer and are not computed, with the values beside null that change nothing."""
-
-_TAKEN: Final = frozenset(
-    {"logprobs", "max_tokens", "model", "seed", "stop", "stream", "stream_options", "temperature", "top_k", "top_p"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +72,13 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     Raises ApiError for what can't be taken: it names the parameter.
     """
     said = _object(body)
-    _check_names(said, is_chat=is_chat)
+    check_parameters(said, PARAMETERS, is_chat=is_chat)
     seed = _integer(said, "seed")
     options = said.get("stream_options")
     is_stream = _flag(said, "stream")
     if options is not None and (not is_stream or not isinstance(options, dict)):
         raise invalid("stream_options is an object, and taken with stream alone", "stream_options")
+    check_parameters(options or {}, STREAM_OPTIONS, is_chat=is_chat, where="stream_options.")
     return CompletionRequest(
         is_chat=is_chat,
         model=_text(said, "model"),
@@ -142,35 +104,14 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         said = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is no JSON: {error}", code="invalid_json") from None
+        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(said, dict):
-        raise invalid("the body is no JSON object", code="invalid_json")
+        raise invalid("the body is not a JSON object", code="invalid_json")
     return said
 
 
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
-
-
-def _check_names(said: Mapping[str, Any], *, is_chat: bool) -> None:
-    taken = _TAKEN | ({"messages", "max_completion_tokens"} if is_chat else {"prompt"})
-    for name, value in said.items():
-        if name in taken or name in HARMLESS or value is None:
-            continue
-        if name not in NEUTRAL:
-            raise invalid(f"{shown(name)} is no parameter that is known here", code="unknown_parameter")
-        # Types are compared, too: to Python, True is 1.
-        if not any(type(value) in _alike(one) and value == one for one in NEUTRAL[name]):
-            offered = ", ".join(["null", *(json.dumps(one) for one in NEUTRAL[name])])
-            raise invalid(
-                f"{name} = {shown(value)} is not supported; leave it out, or send {offered}",
-                name,
-                "unsupported_parameter",
-            )
-
-
-def _alike(value: Any) -> tuple[type, ...]:
-    return (int, float) if type(value) is int else (type(value),)
 
 
 def _flag(said: Mapping[str, Any], name: str) -> bool:
@@ -212,6 +153,8 @@ def _sampling(said: Mapping[str, Any], seed: int) -> SamplingParameters:
     values = {"temperature": 1.0} | {
         name: value for name in ("temperature", "top_p", "top_k") if (value := said.get(name)) is not None
     }
+    if type(values.get("top_k")) is int and values["top_k"] == ALL_TOKENS:
+        values["top_k"] = 0
     for name, value in values.items():
         _made(lambda name=name, value=value: SamplingParameters(**{name: value}), name)  # type: ignore[misc]
     return SamplingParameters(seed=seed, **values)
@@ -284,12 +227,3 @@ def _content(where: str, content: Any) -> str:
             raise invalid(f"{where}: each part of content has the type text, and a text", "messages")
         texts.append(text)
     return "".join(texts)
-
-
-def shown(value: Any) -> str:
-    """Return a caller's value for an error: in ASCII, and cut."""
-    try:
-        text = ascii(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits
-        return "a value that can't be shown"
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.decode.decode_requests import MAX_WAIT_S, TenantConfig
+from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS, MAX_WAIT_S, TenantConfig
 from gpulease.client.serve.decode.decoder import MAX_TEXT_PROCESSES, MIN_REGION_LIFE_S, DecoderSettings
 from gpulease.client.serve.decode.openai_http.api_keys import MAX_KEY_BYTES, ApiKeys, distinct_keys, key_digest
 from gpulease.client.serve.decode.row_records import PAGE
@@ -33,6 +33,10 @@ MAX_REBIND_INTERVAL_S: Final = MAX_WAIT_S
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
+"""Seconds that a request waits for its admission; clients give up, or ask again, at some minutes."""
+
+DEFAULT_CHAT_TOKENS: Final = 256
+"""Tokens of a chat's answer whose request does not say: blocks for all are reserved, so few is better than all."""
 
 EXAMPLE: Final = Path(__file__).with_name("example") / "decode.toml"
 
@@ -56,6 +60,7 @@ _ENGINE: Final[dict[str, type[Any]]] = {
     "positions": int,
     "packed": bool,
     "wait_secs": float,
+    "chat_tokens": int,
     "preempts": bool,
     "region_life_secs": float,
     "rebinds_at_once": int,
@@ -77,6 +82,7 @@ _ENGINE_RANGES: Final = {
     "max_sequences": (1, 4096),
     "positions": (1, 1 << 20),
     "wait_secs": (0, MAX_WAIT_S),
+    "chat_tokens": (1, MAX_POSITIONS),
     "region_life_secs": (MIN_REGION_LIFE_S, MAX_REGION_LIFE_S),
     "rebinds_at_once": (1, MAX_REBINDS_AT_ONCE),
     "rebind_interval_secs": (0, MAX_REBIND_INTERVAL_S),
@@ -99,6 +105,7 @@ class DecodeSettings:
         audit: Whether each request becomes a record of the daemon's audit log.
         decoder: What the engine makes room for.
         wait_s: Seconds that a request may wait for its admission.
+        chat_tokens: Tokens of a chat's answer whose request does not say; fewer where its prompt leaves less room.
         tenants: Who may ask.
         keys: Their keys.
         operator_digest: The sha256 of the key that the page takes; None for no page.
@@ -111,6 +118,7 @@ class DecodeSettings:
     audit: bool
     decoder: DecoderSettings
     wait_s: float
+    chat_tokens: int
     tenants: tuple[TenantConfig, ...]
     keys: ApiKeys
     operator_digest: bytes | None = None
@@ -129,6 +137,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
     engine = said.get("engine", {})
     _check_engine(f"{where}: engine", engine)
     wait_s = float(engine.pop("wait_secs", DEFAULT_WAIT_S))
+    chat_tokens = engine.pop("chat_tokens", DEFAULT_CHAT_TOKENS)
     tables = said["tenants"]
     if not 0 < len(tables) <= MAX_TENANTS:
         raise InvalidRequest(f"{where}: there must be 1 to {MAX_TENANTS} tables [tenants.NAME]")
@@ -141,6 +150,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         audit=said.get("audit", False),
         decoder=DecoderSettings(**{_SECONDS.get(key, key): value for key, value in engine.items()}),
         wait_s=wait_s,
+        chat_tokens=chat_tokens,
         tenants=tuple(config for config, _ in tenants),
         keys=distinct_keys({config.id: digest for config, digest in tenants}),
         operator_digest=_operator_digest(path, said),

@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,6 +27,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from gpulease.client.serve.decode.decode_errors import AdmissionRefused
+from gpulease.client.serve.decode.decode_requests import AdmissionReason
 from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.openai_http.answer_text import AnswerText, Piece, pieces
@@ -35,11 +37,16 @@ from gpulease.client.serve.decode.openai_http.api_errors import (
     OVERLOADED,
     ApiError,
     api_error_of,
+    prompt_too_long,
+    too_long,
 )
 from gpulease.client.serve.decode.openai_http.api_keys import ApiKeys
-from gpulease.client.serve.decode.openai_http.completion_replies import DONE, ReplyHead, event
-from gpulease.client.serve.decode.openai_http.completion_request import CompletionRequest, check_model, shown
+from gpulease.client.serve.decode.openai_http.completion_replies import COMMENT, DONE, ReplyHead, event
+from gpulease.client.serve.decode.openai_http.completion_request import CompletionRequest, check_model
+from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
 from gpulease.client.serve.decode.openai_http.prompt_job import completion_of, read_completion
+from gpulease.client.serve.decode.openai_http.shown_value import shown
+from gpulease.client.serve.decode.row_records import PAGE
 from gpulease.client.serve.http.application import read_body
 
 LOG: Final = logging.getLogger("gpulease.decode")
@@ -53,11 +60,9 @@ BODY_LIMIT_S: Final = 10.0
 SEND_LIMIT_S: Final = 60.0
 """Seconds for a caller to take a piece of a stream. Stops one that does not read from holding an answer in memory."""
 
-DEFAULT_CHAT_TOKENS: Final = 256
-"""Tokens of a chat's answer whose request does not say: blocks for all are reserved, so few is better than all."""
-
-WAIT_S: Final = 30.0
-"""Seconds that a request waits for its admission; clients give up, or ask again, at some minutes."""
+SILENCE_S: Final = 5.0
+"""Seconds of silence after which a stream that waits gets a comment, at the latest after twice as many. Proxies cut
+what is silent for 60 s, some for 30."""
 
 SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 """X-Request-Id that is taken: it goes to logs, the audit log and replies."""
@@ -71,7 +76,8 @@ def make_openai_application(
     keys: ApiKeys,
     model: str,
     *,
-    wait_s: float = WAIT_S,
+    wait_s: float = DEFAULT_WAIT_S,
+    chat_tokens: int = DEFAULT_CHAT_TOKENS,
     routes: Sequence[Route] = (),
     metrics: Callable[[], bytes] = lambda: b"",
     health: Callable[[], Mapping[str, Any]] = dict,
@@ -83,11 +89,12 @@ def make_openai_application(
         keys: Who may ask.
         model: The model's name.
         wait_s: Seconds that a request may wait for its admission.
+        chat_tokens: Tokens of a chat's answer whose request does not say.
         routes: Further routes.
         metrics: Renders the metrics.
         health: Further members of the health report.
     """
-    face = OpenAiFace(decoder, keys, model, wait_s)
+    face = OpenAiFace(decoder, keys, model, wait_s, chat_tokens)
 
     async def show_health(_: Request) -> Response:
         is_serving = decoder.is_serving
@@ -113,21 +120,22 @@ def make_openai_application(
 class OpenAiFace:
     """A decoder behind OpenAI's requests."""
 
-    def __init__(self, decoder: Decoder, keys: ApiKeys, model: str, wait_s: float) -> None:
+    def __init__(self, decoder: Decoder, keys: ApiKeys, model: str, wait_s: float, chat_tokens: int) -> None:
         """Args are those of `make_openai_application`."""
         self._decoder, self._keys, self._model, self._wait_s = decoder, keys, model, wait_s
+        self._chat_tokens = chat_tokens
         self._began = int(time.time())
 
     async def list_models(self, request: Request) -> Response:
         """Answer `GET /v1/models`."""
-        return self._told(request, lambda: {"object": "list", "data": [self._described()]})
+        return self._told(request, lambda tenant: {"object": "list", "data": [self._described(tenant)]})
 
     async def show_model(self, request: Request) -> Response:
         """Answer `GET /v1/models/{model}`."""
 
-        def told() -> dict[str, Any]:
+        def told(tenant: str) -> dict[str, Any]:
             check_model(request.path_params["model"], self._model)
-            return self._described()
+            return self._described(tenant)
 
         return self._told(request, told)
 
@@ -135,34 +143,47 @@ class OpenAiFace:
         """Serve one request. Every failure is told in OpenAI's shape."""
         reply = _Reply(send, _request_id(request))
         try:
-            tenant, prompts = self._tenant(request), self._decoder.prompts
-            with prompts.place(tenant):
-                body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
-                reply.is_body_read = True
-                # In another process: up to 4 MiB of JSON and of text, and a template, would stop all streams here.
-                arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "model": self._model}
-                asked, tokens = completion_of(await prompts.do(tenant, read_completion, arguments, is_chat=is_chat))
-                generation = self._decoder.submit(
-                    tokens,
-                    max_tokens=self._max_tokens(asked, len(tokens)),
-                    sampling=asked.sampling,
-                    tenant_id=tenant,
-                    wait_s=self._wait_s,
-                    # Two tenants may use one id, and can't tell that the other does.
-                    request_id=f"{tenant}/{reply.request_id}",
-                )
-            async with _ended_with(generation, request.receive):
-                await self._answer(asked, generation, reply, len(tokens))
-        except ClientDisconnect:
-            await reply.refuse(ApiError(CLOSED_REQUEST, "closed", "The caller hung up."))
+            try:
+                await self._serve(request, reply, is_chat=is_chat)
+            except TimeoutError:
+                raise
+            except Exception as error:
+                await reply.refuse(_known(error, reply.request_id))
         except TimeoutError:
             LOG.warning("request %s: its caller took nothing for %g s", reply.request_id, SEND_LIMIT_S)
-        except Exception as error:
-            known = api_error_of(error)
-            if known is None:
-                LOG.exception("request %s failed", reply.request_id)
-                known = ApiError(500, "internal_error", "The server failed; its log says more.")
-            await reply.refuse(known)
+
+    async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
+        tenant, prompts = self._tenant(request), self._decoder.prompts
+        with prompts.place(tenant):
+            body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+            reply.is_body_read = True
+            # In another process: up to 4 MiB of JSON and of text, and a template, would stop all streams here.
+            arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "model": self._model}
+            try:
+                answer = await prompts.do(tenant, read_completion, arguments, is_chat=is_chat)
+            except AdmissionRefused as error:
+                if error.reason is AdmissionReason.TOO_LARGE:
+                    raise prompt_too_long(self._room(tenant), error.message, is_chat=is_chat) from None
+                raise
+            asked, tokens = completion_of(answer)
+            max_tokens = self._max_tokens(asked, len(tokens), tenant)
+            generation = self._decoder.submit(
+                tokens,
+                max_tokens=max_tokens,
+                sampling=asked.sampling,
+                tenant_id=tenant,
+                wait_s=self._wait_s,
+                # Two tenants may use one id, and can't tell that the other does.
+                request_id=f"{tenant}/{reply.request_id}",
+            )
+        async with _ended_with(generation, request.receive):
+            # What is refused at once has its own status, before a stream begins.
+            refused = generation.error
+            if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
+                raise too_long(self._room(tenant), len(tokens), max_tokens, is_chat=is_chat)
+            if refused is not None:
+                raise refused
+            await self._answer(asked, generation, reply, len(tokens))
 
     async def _answer(
         self, asked: CompletionRequest, generation: Generation, reply: "_Reply", prompt_tokens: int
@@ -187,27 +208,35 @@ class OpenAiFace:
                 whole.finish = piece.finish
             await reply.whole(head.whole(whole, prompt_tokens, answer.completion_tokens))
             return
-        async for piece in pieces(generation, answer):
-            is_first, last = not reply.is_begun, piece.finish
-            if last and (piece.text or is_first):
-                # Programs expect the end in an object of its own.
-                await reply.event(head.chunk(replace(piece, finish=""), is_first=is_first))
-                is_first, piece = False, Piece(finish=last)
-            await reply.event(head.chunk(piece, is_first=is_first))
-        if asked.has_usage:
-            await reply.event(head.usage_chunk(prompt_tokens, answer.completion_tokens))
+        is_first = True
+        async with reply.stream(generation.cancel):
+            async for piece in pieces(generation, answer):
+                last = piece.finish
+                if last and (piece.text or is_first):
+                    # Programs expect the end in an object of its own.
+                    await reply.event(head.chunk(replace(piece, finish=""), is_first=is_first))
+                    is_first, piece = False, Piece(finish=last)
+                await reply.event(head.chunk(piece, is_first=is_first))
+                is_first = False
+            if asked.has_usage:
+                await reply.event(head.usage_chunk(prompt_tokens, answer.completion_tokens))
         await reply.end(DONE)
 
-    def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int) -> int:
+    def _room(self, tenant: str) -> int:
+        """Return how many positions a request of the tenant can have: the model's, or those of the tenant's region."""
+        scheduler = self._decoder.scheduler
+        state = scheduler.tenants[tenant]
+        return min(scheduler.settings.context, PAGE * (state.region_blocks or state.config.max_blocks))
+
+    def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
         if asked.max_tokens is not None:
             return asked.max_tokens
         # A prompt that leaves no room is the scheduler's to refuse.
-        return max(1, min(DEFAULT_CHAT_TOKENS, self._decoder.scheduler.settings.context - prompt_tokens + 1))
+        return max(1, min(self._chat_tokens, self._room(tenant) - prompt_tokens + 1))
 
-    def _told(self, request: Request, tell: Callable[[], dict[str, Any]]) -> Response:
+    def _told(self, request: Request, tell: Callable[[str], dict[str, Any]]) -> Response:
         try:
-            self._tenant(request)
-            return Response(json.dumps(tell()), media_type=JSON)
+            return Response(json.dumps(tell(self._tenant(request))), media_type=JSON)
         except ApiError as error:
             return _refusal(error)
 
@@ -217,8 +246,9 @@ class OpenAiFace:
             raise ApiError(401, "invalid_api_key", "No such key. Send one as Authorization: Bearer KEY.")
         return tenant
 
-    def _described(self) -> dict[str, Any]:
-        return {"id": self._model, "object": "model", "created": self._began, "owned_by": "gpulease"}
+    def _described(self, tenant: str) -> dict[str, Any]:
+        described = {"id": self._model, "object": "model", "created": self._began, "owned_by": "gpulease"}
+        return described | {"max_model_len": self._room(tenant)}
 
 
 class _Endpoint:
@@ -237,13 +267,14 @@ class _Reply:
     Attributes:
         request_id: The request's id.
         is_body_read: Whether the body was read; the connection can't go on if not.
-        is_begun: Whether a stream has begun: errors are events of it from then on.
+        is_begun: Whether it has begun: errors are a stream's events from then on.
     """
 
     def __init__(self, send: Send, request_id: str) -> None:
         self.request_id = request_id
         self.is_body_read = self.is_begun = False
         self._send = send
+        self._is_silent = False
 
     async def whole(self, body: Mapping[str, Any]) -> None:
         """Send a reply that is no stream."""
@@ -251,10 +282,37 @@ class _Reply:
         await self._begin(200, {"Content-Type": JSON, "Content-Length": str(len(data))})
         await self._put(data, is_last=True)
 
+    @asynccontextmanager
+    async def stream(self, give_up: Callable[[], None]) -> AsyncIterator[None]:
+        """Begin a stream at once, and send a comment whenever the block has sent no event for a while.
+
+        Args:
+            give_up: Called if the caller takes no comment; the block is to end then.
+        """
+        # nginx would keep what comes until its buffer is full.
+        await self._begin(200, {"Content-Type": EVENTS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        await self._put(COMMENT)
+
+        async def comment() -> None:
+            # No token pays for this by a clock: it is seen here whether any came since.
+            with suppress(TimeoutError):
+                while True:
+                    self._is_silent = True
+                    await asyncio.sleep(SILENCE_S)
+                    if self._is_silent:
+                        await self._put(COMMENT)
+            give_up()
+
+        commenting = asyncio.create_task(comment())
+        try:
+            yield
+        finally:
+            commenting.cancel()
+            await asyncio.gather(commenting, return_exceptions=True)
+
     async def event(self, body: dict[str, Any]) -> None:
-        """Send one event of a stream, which the first one begins."""
-        if not self.is_begun:
-            await self._begin(200, {"Content-Type": EVENTS, "Cache-Control": "no-store"})
+        """Send one event of a stream."""
+        self._is_silent = False
         await self._put(event(body))
 
     async def end(self, data: bytes) -> None:
@@ -264,7 +322,7 @@ class _Reply:
     async def refuse(self, error: ApiError) -> None:
         """Tell an error: as the reply, or as a stream's last event."""
         if self.is_begun:
-            await self.end(event(error.body()))
+            await self.end(event(error.event_body()))
             return
         data = json.dumps(error.body()).encode()
         headers = error.headers() | {"Content-Type": JSON, "Content-Length": str(len(data))}
@@ -303,6 +361,20 @@ async def _ended_with(generation: Generation, receive: Receive) -> AsyncIterator
         await asyncio.gather(hearing, return_exceptions=True)
 
 
+def _known(error: Exception, request_id: str) -> ApiError:
+    """Return what the caller is told of an error; the log has what the caller is not told."""
+    if isinstance(error, ClientDisconnect):
+        return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
+    known = api_error_of(error)
+    if known is None:
+        LOG.error("request %s failed", request_id, exc_info=error)
+        return ApiError(500, "internal_error", "The server failed; its log says more.")
+    if known.message != str(error):
+        # As a text: a record that keeps the error keeps the lost engine with it.
+        LOG.warning("request %s: %s: %s", request_id, type(error).__name__, str(error))
+    return known
+
+
 def _request_id(request: Request) -> str:
     """Return the caller's id of the request if it is sane, else a new one."""
     given = request.headers.get("X-Request-Id", "")
@@ -316,5 +388,5 @@ def _refusal(error: ApiError) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     code = "not_found" if status == 404 else "method_not_allowed"
-    text = f"{request.method} {shown(request.url.path)} is not served here."
+    text = f"{request.method} {shown(request.scope['path'])} is not served here."
     return _refusal(ApiError(status, code, text))

@@ -7,7 +7,6 @@ its own request, which is refused, and a worker, which is replaced; the others' 
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -21,13 +20,12 @@ from gpulease.client.serve.decode.decode_errors import (
     TextProcessesFailed,
     decoder_closed,
 )
+from gpulease.client.serve.decode.decode_log import LOG
 from gpulease.client.serve.decode.decode_requests import AdmissionReason
 from gpulease.client.serve.decode.text.fork_server import ForkServer, Worker
 from gpulease.client.serve.decode.text.tenant_turns import TenantTurns
 from gpulease.client.serve.decode.text.text_jobs import MAX_JOB_BYTES, Job, TextLimits, framed, packed, refused
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
-
-LOG: Final = logging.getLogger("gpulease.decode")
 
 MAX_WAIT_S: Final = 30.0
 """Seconds that a text may wait for a process: they are all busy for as long with texts that take their whole time."""

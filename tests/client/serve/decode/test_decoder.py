@@ -9,7 +9,7 @@ import pytest
 
 from gpulease.client.errors import CapacityExceeded
 from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
-from gpulease.client.serve.decode.decode_errors import NoModelLoaded, RequestRejected
+from gpulease.client.serve.decode.decode_errors import NoModelLoaded, RequestRejected, WaitedTooLong
 from gpulease.client.serve.decode.decode_requests import CompletionReason, TenantConfig
 from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.engine import BlockPool
@@ -309,6 +309,19 @@ def test_a_tenant_waits_for_its_region_while_the_lease_has_no_room(
         told, _ = await lose_one(daemon, decoder, "b", 2, revoke)
         assert told == Told(alone["b"], CompletionReason.MAX_TOKENS_REACHED, 1)
         assert not refusals
+
+    play(daemon, scene)
+
+
+def test_a_request_that_waited_too_long_raises(daemon: Daemon) -> None:
+    async def scene(decoder: Decoder) -> None:
+        await decoder.suspend("a")
+        for _ in range(2):
+            submit(decoder, "a")
+        late = decoder.submit([1, 2], max_tokens=4, tenant_id="a", wait_s=0.01)
+        with pytest.raises(WaitedTooLong, match="2 of its sequences live already; it waited as long as it may"):
+            await read(late)
+        assert late.reason is CompletionReason.DEADLINE_EXCEEDED
 
     play(daemon, scene)
 

@@ -21,6 +21,7 @@ from gpulease.client.serve.decode.decode_errors import (
     AdmissionRefused,
     EngineDecodeFailed,
     NoModelLoaded,
+    RequestBreaksEngine,
     RequestRejected,
 )
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
@@ -34,7 +35,7 @@ from gpulease.client.serve.decode.decode_requests import (
     TenantConfig,
 )
 from gpulease.client.serve.decode.generation import Emitted, Generation
-from gpulease.client.serve.decode.request_ledger import RequestLedger
+from gpulease.client.serve.decode.request_ledger import RequestLedger, error_of
 from gpulease.client.serve.decode.row_records import RESULT
 from gpulease.client.serve.decode.step_plan import LiveSequence, StepPlan
 from gpulease.client.serve.decode.tenant_state import TenantState
@@ -321,18 +322,19 @@ class AnyOrder(RuleBasedStateMachine):
     def complete(self, data: st.DataObject, reason: CompletionReason) -> None:
         self.now += 1
         known = self.some(data)[0]
-        ends = [SchedulerEvent.Completed(known.current, reason)] * 2
+        end = SchedulerEvent.Completed(known.current, reason)
         if reason is CompletionReason.DEADLINE_EXCEEDED and any(loss.is_engine_scoped for loss in known.open_losses):
             # It waited for an engine, and none came.
-            self.ledger.tell(ends)
+            self.ledger.tell([end] * 2)
             error = self.has_ended(known, CompletionReason.ENGINE_ERROR, EngineDecodeFailed)
             waited_s = self.now - known.open_losses[0].at
             assert f"none took its place within {waited_s:.0f} s" in str(error)
             self.expected.append(known.finished(CompletionReason.ENGINE_ERROR, str(error), self.now))
             return
-        self.expected.append(known.finished(reason, "", self.now))
-        self.ledger.tell(ends)
-        self.has_ended(known, reason, None)
+        ended = error_of(end)
+        self.expected.append(known.finished(reason, str(ended or ""), self.now))
+        self.ledger.tell([end] * 2)
+        self.has_ended(known, reason, type(ended) if ended else None)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -340,9 +342,10 @@ class AnyOrder(RuleBasedStateMachine):
         """A request ended an engine alone: it is not replayed, and its caller gets the error."""
         self.now += 1
         known = self.some(data)[0]
-        error = EngineDecodeFailed("it failed alone")
-        self.ledger.tell([SchedulerEvent.Completed(known.current, CompletionReason.ENGINE_ERROR)], error=error)
-        assert self.has_ended(known, CompletionReason.ENGINE_ERROR, EngineDecodeFailed) is error
+        self.ledger.tell([SchedulerEvent.Completed(known.current, CompletionReason.ENGINE_ERROR)])
+        name = known.generation.request_id
+        error = self.has_ended(known, CompletionReason.ENGINE_ERROR, RequestBreaksEngine)
+        assert f"request {name} alone" in str(error)
         self.expected.append(known.finished(CompletionReason.ENGINE_ERROR, str(error), self.now))
 
     def end_all(self) -> None:

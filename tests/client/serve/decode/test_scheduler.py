@@ -211,6 +211,20 @@ def test_a_request_that_waited_long_enough_ends(scheduler: ContinuousBatchSchedu
     assert scheduler.waiting_requests == 0
 
 
+def test_a_request_that_waited_too_long_says_what_kept_it_out(scheduler: ContinuousBatchScheduler) -> None:
+    fill(scheduler, live=2, waiting=1)
+    (ended,) = scheduler.plan(9.0).events
+    assert isinstance(ended, SchedulerEvent.Completed)
+    assert ended.kept_out_by is AdmissionReason.QUOTA_EXCEEDED
+    assert "2 of its sequences live already; it waited as long as it may" in ended.detail
+    scheduler.submit(prompt_request("a", "late", 3, 20, wait_s=9.0), 10.0)
+    scheduler.revoked("a", CompletionReason.REVOKED, 10.0)
+    late = [event for event in scheduler.plan(19.0).events if event.request.request_id == "late"]
+    assert isinstance(late[0], SchedulerEvent.Completed)
+    assert late[0].kept_out_by is AdmissionReason.POOL_EXHAUSTED
+    assert "its region is being rebuilt" in late[0].detail
+
+
 def test_room_that_comes_at_the_deadline_comes_too_late(scheduler: ContinuousBatchScheduler) -> None:
     fill(scheduler, live=2, waiting=1)
     scheduler.cancel("live0")

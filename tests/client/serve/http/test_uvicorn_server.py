@@ -4,14 +4,14 @@ import asyncio
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gpulease.client import InvalidRequest
@@ -78,6 +78,62 @@ def test_a_connection_whose_next_request_does_not_come_is_closed(sent: bytes, mo
     assert asyncio.run(_read_to_the_end(sent)).count(b"late") == sent.count(b"\r\n\r\n")
 
 
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+BROKEN = {
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b""),
+    "HTTP/0.9": (b"GET /\r\n\r\n", b""),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b""),
+    "two lengths": (HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", b""),
+    "a length and chunks": (HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b""),
+    "no host": (b"GET / HTTP/1.1\r\n\r\n", b""),
+    "a host that is none": (b"GET //x HTTP/1.1\r\nHost: [::z\r\n\r\n", b""),
+    "a NUL": (HEAD + b"X: a\x00b\r\n\r\n", b""),
+    "a chunk without a size": (CHUNKED + b"zz\r\nabc", b""),
+    "a chunk without a size, in the answer": (CHUNKED, b"zz\r\nabc\r\n"),
+    "a trailer": (CHUNKED + b"3\r\nabc\r\n0\r\n\x00bad\r\n\r\n", b""),
+    "behind a request": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n\x00\r\n\r\n", b""),
+    "behind a request, in the answer": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x00\r\n\r\n"),
+    "a body that ends too soon": (HEAD + b"Content-Length: 9\r\n\r\nabc", None),
+}
+"""What is not HTTP: what is sent, and what behind the answer's begin; None: the end of the connection."""
+
+
+@pytest.mark.usefixtures("_own_signals")
+@pytest.mark.parametrize("reads", [False, True], ids=["streams", "reads"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_not_http_ends_its_connection_and_leaves_no_line_in_the_log(
+    name: str, reads: bool, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent, later = BROKEN[name]
+
+    async def answer(request: Request) -> Response:
+        if reads:
+            await request.body()
+
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(4):
+                yield b"part"
+                await asyncio.sleep(0.01)
+
+        return StreamingResponse(parts())
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        if later is None:
+            writer.write_eof()
+        elif later:
+            if not reads:
+                await reader.readuntil(b"part")
+            writer.write(later)
+        await reader.read()
+
+    app = Starlette(routes=[Route("/", answer, methods=["GET", "POST"])])
+    # At a path, where a host may have any name.
+    asyncio.run(_talk_to(app, talk, f"unix:{path}"))
+    assert caplog.records == []
+
+
 @pytest.mark.usefixtures("_own_signals")
 def test_an_answer_takes_longer_than_a_request_s_head_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn_server, "HEAD_LIMIT_S", 0.02)
@@ -92,16 +148,31 @@ async def _read_to_the_end(sent: bytes, answer_s: float = 0.0) -> bytes:
         await asyncio.sleep(answer_s)
         return Response("late")
 
-    app = Starlette(routes=[Route("/", answer)])
+    got = b""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal got
+        writer.write(sent)
+        got = await reader.read()
+
+    await _talk_to(Starlette(routes=[Route("/", answer)]), talk, "tcp:127.0.0.1:0")
+    return got
+
+
+async def _talk_to(
+    app: Starlette, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], address: str
+) -> None:
+    """Serve an application for one connection."""
     servers: list[uvicorn.Server] = []
-    with listening("tcp:127.0.0.1:0") as (sock, _):
+    with listening(address) as (sock, _):
         serving = asyncio.create_task(
             serve_within(app, sock, known=known_hosts(sock, ()), stop_s=5, began=servers.append)
         )
-        reader, writer = await asyncio.open_connection(*sock.getsockname())
-        writer.write(sent)
-        got = await reader.read()
+        if sock.family == socket.AF_UNIX:
+            reader, writer = await asyncio.open_unix_connection(sock.getsockname())
+        else:
+            reader, writer = await asyncio.open_connection(*sock.getsockname())
+        await talk(reader, writer)
         writer.close()
         servers[0].should_exit = True
         await serving
-    return got

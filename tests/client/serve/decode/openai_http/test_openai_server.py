@@ -1,6 +1,7 @@
 """The decode server, asked by OpenAI's own client, unchanged."""
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -13,16 +14,17 @@ import pytest
 from gpulease.client.errors import Denied, Revoked
 from gpulease.client.serve.decode import DecoderObserver, FinishedRequest, engine_losses
 from gpulease.client.serve.decode.decode_metrics import DecodeMetrics
-from gpulease.client.serve.decode.openai_http import completion_request, prompt_job
+from gpulease.client.serve.decode.openai_http import completion_request, openai_server, prompt_job
 from gpulease.client.serve.decode.serving_engine import ServingEngine
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 from helpers.daemon import Daemon
-from helpers.decode.openai_rig import MODEL, OpenAiRig, key_of, openai_rig
+from helpers.decode.openai_rig import CHAT_TOKENS, MODEL, OpenAiRig, key_of, openai_rig
 from helpers.waiting import wait_until
 
 PROMPT = "Changed in version"
 USER = [{"role": "user", "content": "What does the with statement do?"}]
+CHAT_OF_NO_LENGTH: dict[str, Any] = {"model": MODEL, "messages": USER, "temperature": 0}
 
 
 class Heard(DecoderObserver):
@@ -43,6 +45,13 @@ def heard() -> Heard:
 @pytest.fixture(scope="module")
 def rig(shared_daemon: Daemon, heard: Heard) -> Iterator[OpenAiRig]:
     with openai_rig(shared_daemon, [heard]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def patient(shared_daemon: Daemon) -> Iterator[OpenAiRig]:
+    """A server whose requests wait for as long as it takes."""
+    with openai_rig(shared_daemon, wait_s=600.0) as running:
         yield running
 
 
@@ -193,7 +202,9 @@ def test_a_prompt_that_can_t_fit_is_refused_as_too_long_before_it_is_cut(
     with rig.http() as http:
         reply = http.post(f"/v1/{path}", content=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert "the model's context" in reply.json()["error"]["message"]
+    message = reply.json()["error"]["message"]
+    # Clients that shorten a chat know the error by these words.
+    assert "This model's maximum context length is 160 tokens. However, " in message
 
 
 def test_a_request_on_its_way_takes_a_place_of_its_tenant_s_alone(rig: OpenAiRig, client: openai.OpenAI) -> None:
@@ -226,6 +237,88 @@ def test_no_text_is_read_in_the_process_of_the_steps(
     assert complete(client).choices[0].text
     assert chat(client).choices[0].message.content
     assert complete(client, prompt=[5, 6], stream=True)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_prompt_that_is_too_long_is_refused_in_openai_s_words(
+    rig: OpenAiRig, client: openai.OpenAI, is_chat: bool
+) -> None:
+    """Ann's requests are bounded by the context, of 160 positions, bob's by his region, of 10 blocks."""
+    words = r"This model's maximum context length is 160 tokens\. However, you requested (\d+) tokens \((\d+) in the"
+    text = "Changed in version 3. " * 8
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    with pytest.raises(openai.BadRequestError) as long:
+        (chat if is_chat else complete)(client, max_tokens=150, **asked)
+    found = re.search(words, long.value.body["message"])  # type: ignore[index]
+    assert found
+    assert int(found[1]) == int(found[2]) + 150
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages" if is_chat else "prompt")
+
+
+def test_the_model_says_how_long_the_caller_s_requests_may_be(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    assert client.models.retrieve(MODEL).max_model_len == 160  # type: ignore[attr-defined]
+    with rig.client("eve") as eve:
+        assert next(iter(eve.models.list())).max_model_len == 64  # type: ignore[attr-defined]
+        # A chat that does not say how long its answer is gets what her region has room for.
+        whole: Any = eve.chat.completions.create(**CHAT_OF_NO_LENGTH)
+    assert whole.usage.total_tokens <= 65
+
+
+def test_a_chat_that_does_not_say_gets_the_server_s_length(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    whole: Any = client.chat.completions.create(**CHAT_OF_NO_LENGTH)
+    assert whole.usage.completion_tokens == CHAT_TOKENS
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_that_waits_too_long_is_told_when_to_ask_again(rig: OpenAiRig, is_stream: bool) -> None:
+    rig.wait_for(rig.decoder.suspend("eve"))
+    with rig.http("eve") as first, rig.http("eve") as http:
+        # It has her only place, and gets no rows.
+        with first.stream("POST", "/v1/completions", json={"prompt": PROMPT, "stream": True}):
+            reply = http.post("/v1/completions", json={"prompt": PROMPT, "stream": is_stream})
+        rig.wait_for(rig.decoder.resume("eve"))
+    if not is_stream:
+        assert (reply.status_code, reply.headers["Retry-After"]) == (429, "1")
+        assert reply.json()["error"]["code"] == "quota_exceeded"
+        return
+    # Its head was sent as it began to wait.
+    *comments, last = reply.text.removesuffix("\n\n").split("\n\n")
+    told = json.loads(last.removeprefix("data: "))
+    assert (reply.status_code, set(comments)) == (200, {": waiting"})
+    assert (told["error"]["code"], told["gpulease"]) == ("quota_exceeded", {"status": 429, "retry_after": 1})
+
+
+def test_a_stream_that_waits_is_never_silent(patient: OpenAiRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream's head and a comment come at once, and a comment again and again; OpenAI's client passes over them."""
+    monkeypatch.setattr(openai_server, "SILENCE_S", 0.01)
+    patient.wait_for(patient.decoder.suspend("ann"))
+    asked = {"prompt": PROMPT, "stream": True}
+    with patient.http() as http, http.stream("POST", "/v1/completions", json=asked) as reply:
+        assert (reply.status_code, reply.headers["X-Accel-Buffering"]) == (200, "no")
+        lines = reply.iter_lines()
+        assert [next(lines) for _ in range(8)] == [": waiting", ""] * 4
+        patient.wait_for(patient.decoder.resume("ann"))
+        assert [line for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"
+    patient.wait_for(patient.decoder.suspend("ann"))
+    with patient.client() as client:
+        stream = complete(client, stream=True)
+        patient.wait_for(patient.decoder.resume("ann"))
+        assert text_of(stream).startswith(" 3.")
+
+
+def test_an_id_of_a_request_that_goes_on_is_a_409(patient: OpenAiRig) -> None:
+    asked, named = {"prompt": PROMPT, "max_tokens": 2}, {"X-Request-Id": "twice"}
+    patient.wait_for(patient.decoder.suspend("ann"))
+    with patient.http() as http, patient.http() as other, patient.http("eve") as eve:
+        with http.stream("POST", "/v1/completions", json=asked | {"stream": True}, headers=named) as first:
+            again = other.post("/v1/completions", json=asked, headers=named)
+            of_another = eve.post("/v1/completions", json=asked, headers=named)
+            patient.wait_for(patient.decoder.resume("ann"))
+            assert first.read().endswith(b"[DONE]\n\n")
+        later = other.post("/v1/completions", json=asked, headers=named)
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "request_id_in_use")
+    assert again.headers["X-Should-Retry"] == "false"
+    assert (of_another.status_code, later.status_code) == (200, 200)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"[" * 100_000, b'{"prompt": NaN}', b"\xff", b"1" * 5000])
@@ -302,8 +395,8 @@ def test_an_error_in_mid_stream_is_an_event(shared_daemon: Daemon) -> None:
         rig.do(lambda: rig.decoder._fail(_lost()))
         with pytest.raises(openai.APIError) as lost:
             list(stream)
-        assert "lost" in str(lost.value)
         assert lost.value.code == "engine_unavailable"
+        assert "gpulease.sock" not in str(lost.value)
         with pytest.raises(openai.InternalServerError) as refused:
             complete(client)
         assert refused.value.status_code == 503
@@ -315,7 +408,7 @@ def test_an_error_in_mid_stream_is_an_event(shared_daemon: Daemon) -> None:
 def _lost() -> Any:
     from gpulease.client.serve.decode import EngineDecodeFailed
 
-    return EngineDecodeFailed("The engine is lost, for a test")
+    return EngineDecodeFailed("The engine is lost: nobody is at unix:/run/gpulease/gpulease.sock")
 
 
 def test_health_says_since_when_and_why_there_is_no_engine(
@@ -359,4 +452,5 @@ def test_events_are_valid_json_of_one_line(rig: OpenAiRig) -> None:
     assert reply.headers["Content-Type"] == "text/event-stream"
     events = reply.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
-    assert [json.loads(event.removeprefix("data: "))["object"] for event in events[:-2]]
+    assert events[0] == ": waiting"
+    assert [json.loads(event.removeprefix("data: "))["object"] for event in events[1:-2]]
