@@ -20,6 +20,8 @@ from gpulease.client.serve.decode.decode_errors import (
     RequestIdInUse,
     RequestRejected,
     SequenceEnded,
+    TextNotRead,
+    TextProcessesFailed,
 )
 from gpulease.client.serve.decode.decode_requests import AdmissionReason, CompletionReason
 from gpulease.client.serve.http.problems import RequestRefused
@@ -79,7 +81,11 @@ _NO_ENGINE: Final = ReplyTo(
 REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
     # The first that matches counts, so subclasses come before their bases.
     RequestIdInUse: ReplyTo(IN_USE, "request_id_in_use"),
+    TextNotRead: ReplyTo(400, "text_not_read"),
     RequestRejected: ReplyTo(400, "request_rejected"),
+    TextProcessesFailed: ReplyTo(
+        OVERLOADED, "texts_unavailable", is_retried=True, message="No text can be read now. Send the request again."
+    ),
     RebindLimited: ReplyTo(429, "rebind_limited", is_retried=True),
     ModelRejected: ReplyTo(
         FAILED, "model_rejected", message="The model's files can't be used; the server's log says why."

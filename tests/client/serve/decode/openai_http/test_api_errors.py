@@ -43,6 +43,8 @@ ADMISSION: Final[dict[AdmissionReason, tuple[int, str, bool]]] = {
 
 ERRORS: Final[dict[type[GpuLeaseError], tuple[int, str, bool, bool]]] = {
     errors.RequestRejected: (400, "request_rejected", False, True),
+    errors.TextNotRead: (400, "text_not_read", False, True),
+    errors.TextProcessesFailed: (503, "texts_unavailable", True, False),
     errors.RequestIdInUse: (409, "request_id_in_use", False, True),
     errors.RebindLimited: (429, "rebind_limited", True, True),
     errors.ModelRejected: (500, "model_rejected", False, False),
@@ -67,7 +69,8 @@ def made(kind: type[Any]) -> GpuLeaseError:
     """An error of this kind whose text has a socket's path, where it can have any."""
     if kind is errors.SequenceEnded:
         return errors.SequenceEnded(CompletionReason.REVOKED)
-    arguments: tuple[Any, ...] = (2.5,) if kind is errors.RebindLimited else ()
+    more: dict[type[Any], tuple[Any, ...]] = {errors.RebindLimited: (2.5,), errors.TextNotRead: ("memory",)}
+    arguments = more.get(kind, ())
     error = kind(f"about {PATH}", *arguments)
     assert isinstance(error, GpuLeaseError)
     return error
