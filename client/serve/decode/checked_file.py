@@ -1,12 +1,15 @@
 """Reads JSON that strangers wrote: bounded, its members checked, every failure a sentence that names the file."""
 
+import errno
 import hashlib
 import json
 import math
+import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from gpulease.client.serve.decode.decode_errors import DecodeError, ModelRejected
 
@@ -33,10 +36,22 @@ def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
         raise kind(f"{message}: {error}") from None
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it. Raises OSError where there is none, or the path is of something else.
+
+    A FIFO would wait for its writer, and a device has no end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is a folder, a FIFO or a device; there must be a file")
+    return os.fdopen(descriptor, "rb")
+
+
 def read_bytes(path: Path, most: int) -> bytes:
     """Return a file's bytes. Raises ModelRejected where there is none, or more than `most`."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(most + 1)
     except OSError as error:
         raise ModelRejected(f"{path}: {error.strerror}") from None
@@ -137,7 +152,7 @@ def _is_finite(value: float) -> bool:
 
 def file_sha256(path: Path) -> str:
     """Return a file's SHA-256 in hexadecimal. Raises ModelRejected."""
-    with rejected(ModelRejected, f"{path}: can't be read"), path.open("rb") as file:
+    with rejected(ModelRejected, f"{path}: can't be read"), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

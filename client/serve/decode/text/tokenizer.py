@@ -27,6 +27,14 @@ LETTERS: Final = _letters()
 SPACE: Final = "▁"
 """SentencePiece's mark of a space."""
 
+PIECES_STEPS: Final = (
+    {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+)
+"""What the library does to put SentencePiece's tokens together; here it is done by bytes."""
+
 
 class Tokenizer:
     """A model's tokenizer.
@@ -38,7 +46,13 @@ class Tokenizer:
     """
 
     def __init__(
-        self, library: tokenizers.Tokenizer, begin_token: int | None, chat_template: ChatTemplate | None, where: str
+        self,
+        library: tokenizers.Tokenizer,
+        begin_token: int | None,
+        chat_template: ChatTemplate | None,
+        where: str,
+        *,
+        chat_begins: bool = True,
     ) -> None:
         """Take the library's tokenizer.
 
@@ -47,20 +61,28 @@ class Tokenizer:
             begin_token: The attribute.
             chat_template: The attribute.
             where: The file that it is of, for errors.
+            chat_begins: Whether a chat's prompt begins with the begin token where the template does not write it.
 
         Raises ModelRejected where its tokens are neither GPT-2's nor SentencePiece's.
         """
+        # What training cut and filled its texts to may be saved with the library's state.
+        library.no_truncation()
+        library.no_padding()
         self.begin_token = begin_token
         self.chat_template = chat_template
+        self._chat_begins = chat_begins
         self.vocabulary = int(library.get_vocab_size(with_added_tokens=True))
         self._library = library
         self._added = library.get_added_tokens_decoder()
         steps = _decoder_steps(library)
-        if not {"ByteLevel", "ByteFallback"} & steps:
-            raise ModelRejected(f"{where}: the tokenizer's decoder {shown(', '.join(sorted(steps)))} is not known")
-        self._is_byte_level = "ByteLevel" in steps
+        kinds = {step["type"] for step in steps}
+        pieces = [step for step in steps if step not in PIECES_STEPS]
+        if not (kinds == {"ByteLevel"} or (kinds >= {"Replace", "ByteFallback"} and not pieces)):
+            shown_steps = shown(json.dumps(pieces or steps))
+            raise ModelRejected(f"{where}: the tokenizer's decoder is not known: {shown_steps}")
+        self._is_byte_level = "ByteLevel" in kinds
         # SentencePiece's texts begin with a space that is not theirs.
-        self._begins_with_space = "Strip" in steps
+        self._begins_with_space = "Strip" in kinds
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
@@ -105,7 +127,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise RequestRejected("the model has no chat template", "Send the prompt as a text, for a completion")
-        return self.encode(self.chat_template.render(messages, **variables))
+        return self.encode(self.chat_template.render(messages, **variables), begins=self._chat_begins)
 
     def _find_bytes(self, token: int) -> bytes:
         if token in self._added:
@@ -144,9 +166,10 @@ def library_tokenizer(text: str, where: str) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(text)
 
 
-def _decoder_steps(library: tokenizers.Tokenizer) -> set[str]:
-    """The kinds of what the library does to put tokens together."""
+def _decoder_steps(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """What the library does to put tokens together."""
     if library.decoder is None:
-        return set()
+        return []
     said = json.loads(library.decoder.__getstate__())
-    return {step["type"] for step in said.get("decoders", [said])}
+    steps: list[dict[str, Any]] = said.get("decoders", [said])
+    return steps
