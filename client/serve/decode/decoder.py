@@ -77,7 +77,7 @@ class DecoderSettings:
         max_rows: Rows of a step.
         prefill_rows: Rows of prompts beside decoding sequences.
         max_sequences: Live sequences.
-        positions: Positions of a sequence; None: the model's, 4,096 at most.
+        positions: Positions of a sequence, the model's context at most; None: that, 4,096 at most.
         packed: Whether quantised weights stay packed.
         rebinds_at_once: How often a tenant's region may be opened anew at once; each time, its replays take rows.
         rebind_interval_s: Seconds after which it may be opened one more time.

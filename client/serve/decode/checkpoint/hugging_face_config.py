@@ -91,7 +91,7 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
     theta = said.number("rope_theta", DEFAULT_ROPE_THETA)
     if scaling is None:
         return theta, None
-    if nested := [key for key, value in scaling.values.items() if isinstance(value, dict)]:
+    if nested := [key for key, value in scaling.values.items() if isinstance(value, dict) and key not in ROPE_KEYS]:
         raise ModelRejected(
             f"{scaling.where}: {shown(nested[0])} is an object; the engine turns all layers' heads alike"
         )

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (DeepSeek writes its tokens with fullwidth bars)
 """Special tokens of a GGUF vocabulary, as llama.cpp finds them (load in llama-vocab.cpp)."""
 
 from typing import Final
@@ -34,6 +35,7 @@ FILL_TEXTS: Final = {
         "<PRE>",
         "▁<PRE>",
         "<|code_prefix|>",
+        "<|prefix|>",
     ),
     "fim_suf": (
         "<|fim_suffix|>",
@@ -43,6 +45,7 @@ FILL_TEXTS: Final = {
         "<SUF>",
         "▁<SUF>",
         "<|code_suffix|>",
+        "<|suffix|>",
     ),
     "fim_mid": (
         "<|fim_middle|>",
@@ -52,6 +55,7 @@ FILL_TEXTS: Final = {
         "<MID>",
         "▁<MID>",
         "<|code_middle|>",
+        "<|middle|>",
     ),
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -83,11 +87,10 @@ def begin_token(said: Members) -> int | None:
 
 
 def end_tokens(said: Members) -> tuple[int, ...]:
-    """The tokens that end a sequence; none of a file without a vocabulary."""
-    if f"{AT}model" not in said.values:
-        return ()
+    """The tokens that end a sequence. Raises ModelRejected for a vocabulary without the key of the first."""
     texts = said.items(f"{AT}tokens")
-    ends = [_required(said, "eos"), *(special_token(said, name) for name in ("eot", "eom"))]
+    find = _required if texts else special_token
+    ends = [find(said, "eos"), special_token(said, "eot"), special_token(said, "eom")]
     found = set(END_TEXTS)
     for name in FILL_ENDS:
         if (named := special_token(said, name)) is not None:

@@ -24,7 +24,6 @@ MODEL_KEYS: Final[KeyTable] = {
         "unk_token",
         "unk_id",
         "continuing_subword_prefix",
-        "continuing_subword_suffix",
         "end_of_word_suffix",
         "max_input_chars_per_word",
         "fuse_unk",
