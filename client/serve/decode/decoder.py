@@ -168,7 +168,8 @@ class Decoder:
             progress: Called with the bytes loaded and the bytes in all.
             observers: Who hears what the decoder does.
 
-        Raises ModelRejected, CapacityExceeded if no card has the room, and what `GpuBuilder.acquire` raises.
+        Raises ModelRejected, InvalidRequest for more positions than the model's context, CapacityExceeded if no card
+        has the room, and what `GpuBuilder.acquire` raises.
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
         spec = _engine_spec(checkpoint, tuple(tenants), settings)

@@ -25,6 +25,9 @@ SETTINGS: Final = "tokenizer_config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
 TEMPLATE: Final = "chat_template.jinja"
 
+BEGINNING_CLASSES: Final = ("", "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast")
+"""Classes that make the post-processor anew by the settings; "" where the settings name none."""
+
 MAX_TOKENIZER_BYTES: Final = 64 << 20
 """Most bytes of tokenizer.json; those of the largest vocabularies have some 33 million."""
 
@@ -44,8 +47,9 @@ def folder_tokenizer(folder: Path, begin_token: int | None) -> Tokenizer:
 def folder_begin_token(folder: Path) -> int | None:
     """The token that the tokenizer puts before a text; None for none.
 
-    What the settings say (`add_bos_token`), or else tokenizer.json's post-processor. Raises ModelRejected for what the
-    engine does not do with a text.
+    It is that of tokenizer.json's post-processor. Llama's classes make this anew where the settings have
+    `add_bos_token` (transformers 4.57, and llama.cpp's converter); other classes, and transformers 5, leave that out.
+    Raises ModelRejected for what the engine does not do with a text.
     """
     path = folder / TOKENIZER
     if not path.exists():
@@ -55,7 +59,8 @@ def folder_begin_token(folder: Path) -> int | None:
         judged(model, MODEL_KEYS)
     settings = _settings(folder)
     _check_prefix_space(said, settings)
-    if settings.values.get("add_bos_token") is None:
+    obeys = settings.text("tokenizer_class", "") in BEGINNING_CLASSES
+    if settings.values.get("add_bos_token") is None or not obeys:
         return _processor_token(said)
     if not settings.flag("add_bos_token", False):
         return None

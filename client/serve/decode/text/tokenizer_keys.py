@@ -37,6 +37,7 @@ MODEL_KEYS: Final[KeyTable] = {
 SETTINGS_KEYS: Final[KeyTable] = {
     **used(
         "chat_template",
+        "tokenizer_class",
         "add_bos_token",
         "add_prefix_space",
         "added_tokens_decoder",
@@ -88,7 +89,6 @@ SETTINGS_KEYS: Final[KeyTable] = {
         "name_or_path",
         "processor_class",
         "special_tokens_map_file",
-        "tokenizer_class",
         "tokenizer_file",
         "transformers_version",
     ),

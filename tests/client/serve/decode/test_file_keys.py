@@ -230,6 +230,7 @@ ZZ: Final = {"content": "ab", "single_word": False, "lstrip": False, "rstrip": F
 SETTINGS: Final = {"chat_template": "{{ bos_token }}{{ messages[0].content }}", "bos_token": "<begin>"}
 SETTINGS_CHANGES: Final = {
     "chat_template": after(chat_template="chat"),
+    "tokenizer_class": ({"add_bos_token": True}, {"add_bos_token": True, "tokenizer_class": "Qwen2Tokenizer"}),
     "add_bos_token": after(add_bos_token=True),
     "add_prefix_space": after(add_prefix_space=True),
     "added_tokens_decoder": after(added_tokens_decoder={"256": ZZ | {"special": True}}),

@@ -72,6 +72,9 @@ def test_other_tokens_around_a_text_are_refused(
         ("alone", {"add_bos_token": False, "bos_token": "<end>"}, None),
         ("alone", {"add_bos_token": None, "bos_token": "<end>"}, 256),
         ("alone", {"add_eos_token": False}, 256),
+        ("alone", {"add_bos_token": False, "tokenizer_class": "LlamaTokenizerFast"}, None),
+        ("alone", {"add_bos_token": False, "tokenizer_class": "PreTrainedTokenizerFast"}, 256),
+        (None, {"add_bos_token": True, "bos_token": "<begin>", "tokenizer_class": "Qwen2Tokenizer"}, None),
     ],
 )
 def test_the_settings_say_whether_a_text_begins_with_a_token(
