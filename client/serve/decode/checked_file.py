@@ -8,8 +8,9 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from gpulease.client.serve.decode.decode_errors import DecodeError, ModelRejected
 
@@ -25,6 +26,14 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
 
 
+def shown_value(value: Any) -> str:
+    """Quote a file's own value for an error, cut and on one line."""
+    try:
+        return shown(str(value))
+    except RecursionError:
+        return "'lists in lists'"
+
+
 @contextmanager
 def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
     """Turn whatever a library raises into an error of ours: its panics are no Exception."""
@@ -36,7 +45,7 @@ def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
         raise kind(f"{message}: {error}") from None
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file to read it. Raises OSError where there is none, or the path is of something else.
 
     A FIFO would wait for its writer, and a device has no end.
@@ -140,7 +149,7 @@ class Members:
         return value
 
     def _wrong(self, key: str, value: Any, kind: str) -> ModelRejected:
-        return ModelRejected(f"{self.where}: {key} is {shown(str(value))}, no {kind}")
+        return ModelRejected(f"{self.where}: {key} is {shown_value(value)}, no {kind}")
 
 
 def _is_finite(value: float) -> bool:

@@ -1,18 +1,18 @@
-"""What becomes of each key of a model's files: a table a kind of file, which the loader itself judges keys by.
+"""What becomes of each key of a model's files: one table for each kind of file, by which the loader judges keys.
 
-A key is used, refused, advice to callers, or without effect. A loader is given the used ones alone, so nothing is used
-that the table does not declare. A key that the reference obeys and the engine does not must never pass in silence.
+A key is used, refused, advice to callers, or without effect. A loader gets the used ones alone, so it uses nothing that
+the table does not declare. No key that the reference obeys and the engine does not may pass in silence.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Final
 
-from gpulease.client.serve.decode.checked_file import Members, shown
+from gpulease.client.serve.decode.checked_file import Members, shown, shown_value
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 
 MAX_LOGGED_KEYS: Final = 20
@@ -53,9 +53,9 @@ class Key:
 
     def is_neutral(self, value: Any) -> bool:
         """Whether a value changes nothing. Types count: a text is no number, a number no flag."""
-        if value is None or (isinstance(value, list) and all(map(self.is_neutral, value))) or value == {}:
-            return True
-        return any(value == neutral and _kind(value) is _kind(neutral) for neutral in self.neutral)
+        values = value if isinstance(value, list) else [] if value is None or value == {} else [value]
+        neutral = {(_kind(one), one) for one in self.neutral}
+        return all(isinstance(one, Hashable) and (_kind(one), one) in neutral for one in values)
 
 
 KeyTable = Mapping[str, Key]
@@ -97,9 +97,9 @@ def judged(said: Members, table: KeyTable) -> Members:
         elif key.effect is Effect.USED:
             kept[name] = value
         elif key.effect is Effect.REFUSED and not key.is_neutral(value):
-            raise ModelRejected(f"{said.where}: {name} is {shown(str(value))}; {key.why}")
+            raise ModelRejected(f"{said.where}: {name} is {shown_value(value)}; {key.why}")
         elif key.effect is Effect.ADVICE and not key.is_neutral(value):
-            advised.append(f"{name} {shown(str(value))}")
+            advised.append(f"{name} {shown_value(value)}")
     if unknown:
         _log_once(f"{said.where}: keys that are not known are left out: {_listed(map(shown, unknown))}")
     if advised:

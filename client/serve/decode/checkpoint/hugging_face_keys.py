@@ -134,7 +134,7 @@ _COMMON: Final[KeyTable] = {
     **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
     **refused(
         "of packed weights the engine reads GGUF's",
-        {"quantization_config": (), "compression_config": ()},
+        {"quantization_config": (), "compression_config": (), "quantization": ()},
     ),
     **refused(
         "the engine computes a decoder alone, of all its heads",
@@ -208,6 +208,7 @@ _COMMON: Final[KeyTable] = {
         "name_or_path",
         "_name_or_path",
         "is_llama_config",
+        "transformers.js_config",
         "unsloth_fixed",
         "unsloth_version",
     ),

@@ -1,6 +1,5 @@
 """The tokenizer of a folder as transformers writes it: tokenizer.json, and what tokenizer_config.json says besides."""
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from gpulease.client.serve.decode.checked_file import (
     read_bytes,
     rejected,
     shown,
+    shown_value,
 )
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.file_keys import judged
@@ -94,7 +94,7 @@ def _template_token(template: Members) -> int | None:
     ids = [token for name in names if (one := known and known.object(str(name))) for token in one.tokens("ids")]
     if len(pieces) != len(names) + 1 or is_behind or len(ids) != len(names) or len(ids) > 1:
         raise ModelRejected(
-            f"{template.where}: single is {shown(json.dumps(pieces))}; the engine puts one token at most before a text,"
+            f"{template.where}: single is {shown_value(pieces)}; the engine puts one token at most before a text,"
             " and none behind it"
         )
     return ids[0] if ids else None
@@ -115,27 +115,24 @@ def _find_token(said: Members, text: str) -> int | None:
 def _check_prefix_space(said: Members, settings: Members) -> None:
     """Raise ModelRejected where the settings want a space before a text and tokenizer.json puts none, or otherwise."""
     wanted = settings.values.get("add_prefix_space")
-    text = json.dumps([said.values.get("pre_tokenizer"), said.values.get("normalizer")])
-    steps = [step for step in _objects(json.loads(text)) if "type" in step]
-    puts = any(
-        step.get("add_prefix_space") is True
-        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
-        or (step["type"] == "Prepend" and step.get("prepend") == "▁")
-        for step in steps
-    )
-    if wanted is not None and settings.flag("add_prefix_space", puts) is not puts:
+    if wanted is None:
+        return
+    left, puts = [said.values.get("pre_tokenizer"), said.values.get("normalizer")], False
+    while left:
+        match left.pop():
+            case list(items):
+                left += items
+            case {"type": "Metaspace", **rest}:
+                puts |= rest.get("prepend_scheme", "always") != "never"
+            case {"type": "Prepend", "prepend": "▁"} | {"type": "ByteLevel", "add_prefix_space": True}:
+                puts = True
+            case dict(step):
+                left += step.values()
+    if settings.flag("add_prefix_space", puts) is not puts:
         raise ModelRejected(
             f"{settings.where}: add_prefix_space is {wanted}, and {said.where} says otherwise",
-            "Save the tokenizer with one of them: tokenizer.save_pretrained",
+            "Save the tokenizer anew: tokenizer.save_pretrained",
         )
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    if isinstance(value, list):
-        return [one for item in value for one in _objects(item)]
-    if isinstance(value, dict):
-        return [value, *(one for item in value.values() for one in _objects(item))]
-    return []
 
 
 def _settings(folder: Path) -> Members:

@@ -91,6 +91,8 @@ SETTINGS_KEYS: Final[KeyTable] = {
         "special_tokens_map_file",
         "tokenizer_file",
         "transformers_version",
+        "trust_remote_code",
+        "use_fast",
     ),
 }
 """Keys of tokenizer_config.json, and of special_tokens_map.json."""
