@@ -1,10 +1,14 @@
 """Reads JSON that strangers wrote: bounded, its members checked, every failure a sentence that names the file."""
 
+import errno
 import hashlib
 import json
 import math
+import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +26,14 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
 
 
+def shown_value(value: Any) -> str:
+    """Quote a file's own value for an error, cut and on one line."""
+    try:
+        return shown(str(value))
+    except RecursionError:
+        return "'lists in lists'"
+
+
 @contextmanager
 def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
     """Turn whatever a library raises into an error of ours, but a lack of memory: its panics are no Exception."""
@@ -33,10 +45,22 @@ def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
         raise kind(f"{message}: {error}") from None
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read it. Raises OSError where there is none, or the path is of something else.
+
+    A FIFO would wait for its writer, and a device has no end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is a folder, a FIFO or a device; there must be a file")
+    return os.fdopen(descriptor, "rb")
+
+
 def read_bytes(path: Path, most: int) -> bytes:
     """Return a file's bytes. Raises ModelRejected where there is none, or more than `most`."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(most + 1)
     except OSError as error:
         raise ModelRejected(f"{path}: {error.strerror}") from None
@@ -125,7 +149,7 @@ class Members:
         return value
 
     def _wrong(self, key: str, value: Any, kind: str) -> ModelRejected:
-        return ModelRejected(f"{self.where}: {key} is {shown(str(value))}, no {kind}")
+        return ModelRejected(f"{self.where}: {key} is {shown_value(value)}, no {kind}")
 
 
 def _is_finite(value: float) -> bool:
@@ -137,7 +161,7 @@ def _is_finite(value: float) -> bool:
 
 def file_sha256(path: Path) -> str:
     """Return a file's SHA-256 in hexadecimal. Raises ModelRejected."""
-    with rejected(ModelRejected, f"{path}: can't be read"), path.open("rb") as file:
+    with rejected(ModelRejected, f"{path}: can't be read"), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -85,7 +85,7 @@ class DecoderSettings:
         max_rows: Rows of a step.
         prefill_rows: Rows of prompts beside decoding sequences.
         max_sequences: Live sequences.
-        positions: Positions of a sequence; None: the model's, 4,096 at most.
+        positions: Positions of a sequence, the model's context at most; None: that, 4,096 at most.
         packed: Whether quantised weights stay packed.
         rebinds_at_once: How often a tenant's region may be opened anew at once; each time, its replays take rows.
         rebind_interval_s: Seconds after which it may be opened one more time.
@@ -192,7 +192,8 @@ class Decoder:
             progress: Called with the bytes loaded and the bytes in all.
             observers: Who hears what the decoder does.
 
-        Raises ModelRejected, CapacityExceeded if no card has the room, and what `GpuBuilder.acquire` raises.
+        Raises ModelRejected, InvalidRequest for more positions than the model's context, CapacityExceeded if no card
+        has the room, and what `GpuBuilder.acquire` raises.
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
         spec = _engine_spec(checkpoint, tuple(tenants), settings)

@@ -29,6 +29,7 @@ from gpulease.client.serve.decode.forward_pass import (
     parts_of,
 )
 from gpulease.client.serve.decode.linear_tiles import target_of
+from gpulease.client.serve.decode.model_config import check_positions
 from gpulease.client.serve.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
 
 MAX_STEPS: Final = 2
@@ -55,8 +56,10 @@ REGION_GRANULE_BYTES: Final = 2 << 20
 def lease_bytes(checkpoint: Checkpoint, limits: StepLimits, pools: Iterable[int], *, packed: bool = True) -> int:
     """Return the memory that an engine's lease needs, with regions of so many blocks each.
 
-    Raises RequestRejected if the kernels can't index as many values as a step of these limits has.
+    Raises RequestRejected if the kernels can't index as many values as a step of these limits has, and InvalidRequest
+    for more positions than the model's context.
     """
+    check_positions(checkpoint.config, limits.positions)
     granules = [-(-blocks * block_bytes(checkpoint.config) // REGION_GRANULE_BYTES) for blocks in pools]
     weights = size_bytes(checkpoint, packed=packed, positions=limits.positions)
     buffers = sum(buffer_sizes(checkpoint.config, limits).values())
@@ -129,8 +132,10 @@ class DecodeEngine:
             packed: Whether quantised weights stay as they are, where kernels read them so.
             progress: Called with the bytes loaded and the bytes in all.
 
-        Raises ModelRejected, AllocFailed, or what the lease's end raises. Nothing stays open then.
+        Raises ModelRejected, AllocFailed, InvalidRequest for more positions than the model's context, or what the
+        lease's end raises. Nothing stays open then.
         """
+        check_positions(checkpoint.config, limits.positions)
         async with AsyncExitStack() as stack:
             session = await GpuSession(lease)
             stack.push_async_callback(session.close)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from gpulease.client.errors import InvalidRequest
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 
 HEAD_WIDTHS: Final = (32, 64, 128)
@@ -57,7 +58,8 @@ class ModelConfig:
         head_width: Values of a head.
         inner_width: Values between gate, up and down (intermediate_size).
         vocabulary: Number of tokens.
-        context: Positions the model was made for.
+        context: Positions the model was made for, with stretched rotary embeddings those after stretching: files say
+            that number (max_position_embeddings, context_length), and nothing multiplies it.
         rope_theta: Base of the rotary embeddings' wavelengths.
         rope_scaling: How they are stretched; None if they are not.
         norm_epsilon: What RMS norms add under the root.
@@ -121,3 +123,15 @@ def check_config(config: ModelConfig, where: str) -> None:
     tokens = [*config.end_tokens, *([] if config.begin_token is None else [config.begin_token])]
     if beyond := [token for token in tokens if not 0 <= token < config.vocabulary]:
         raise ModelRejected(f"{where}: token {beyond[0]} is none of the vocabulary's {config.vocabulary}")
+
+
+def check_positions(config: ModelConfig, positions: int) -> None:
+    """Raise InvalidRequest for more positions of a sequence than the model was made for.
+
+    Beyond them a model was never trained: it emits noise, and no error says so.
+    """
+    if positions > config.context:
+        raise InvalidRequest(
+            f"positions is {positions:,}; the model's own context has {config.context:,}",
+            f"Set positions to {config.context} or less; stretched rotary embeddings are counted in this already",
+        )

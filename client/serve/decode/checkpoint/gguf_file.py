@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from gpulease.client.serve.decode.checked_file import Members, file_sha256
 from gpulease.client.serve.decode.checkpoint.gguf_config import gguf_config
 from gpulease.client.serve.decode.checkpoint.gguf_header import TYPES, GgufTensor, gguf_header
+from gpulease.client.serve.decode.checkpoint.gguf_keys import GGUF_KEYS
 from gpulease.client.serve.decode.checkpoint.model_tensors import (
     EMBEDDING,
     HEAD,
@@ -22,6 +23,7 @@ from gpulease.client.serve.decode.checkpoint.model_tensors import (
 from gpulease.client.serve.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.serve.decode.checkpoint.tensors import RowReader, Tensor, row_bytes
 from gpulease.client.serve.decode.decode_errors import ModelRejected
+from gpulease.client.serve.decode.file_keys import judged
 from gpulease.client.serve.decode.model_config import Family
 from gpulease.client.serve.decode.text.gguf_text import gguf_tokenizer
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
@@ -82,7 +84,7 @@ class GgufFile:
 
     def tokenizer(self) -> Tokenizer:
         """Make its tokenizer. Raises ModelRejected where there is none, or one of an unknown kind."""
-        return gguf_tokenizer(self._said, self.config.begin_token)
+        return gguf_tokenizer(judged(self._said, GGUF_KEYS[self.config.family]), self.config.begin_token)
 
     def _divisors_of(self, entry: GgufTensor | None) -> NDArray[np.float64]:
         half = self.config.head_width // 2

@@ -3,7 +3,9 @@
 from typing import Final
 
 from gpulease.client.serve.decode.checked_file import Members, shown
+from gpulease.client.serve.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS, ROPE_KEYS
 from gpulease.client.serve.decode.decode_errors import ModelRejected
+from gpulease.client.serve.decode.file_keys import judged
 from gpulease.client.serve.decode.model_config import Family, ModelConfig, RopeScaling, check_config
 
 ARCHITECTURES: Final = {
@@ -15,6 +17,9 @@ ARCHITECTURES: Final = {
 
 DEFAULT_ROPE_THETA: Final = 10_000.0
 DEFAULT_NORM_EPSILON: Final = 1e-6
+QWEN3_HEAD_WIDTH: Final = 128
+QWEN_KEY_HEADS: Final = 32
+"""What the classes take for members that a file leaves out."""
 
 
 def hugging_face_config(said: Members, generation: Members | None, begin_token: int | None) -> ModelConfig:
@@ -26,19 +31,26 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         begin_token: The token that the tokenizer puts before a prompt.
     """
     family = _family(said)
-    _check_computed(said, family)
+    said = judged(said, CONFIG_KEYS[family])
     width, heads = said.whole("hidden_size"), said.whole("num_attention_heads")
-    if said.values.get("head_dim") is None and (heads < 1 or width % heads):
+    head_width = said.whole("head_dim", QWEN3_HEAD_WIDTH if family is Family.QWEN3 else width // max(heads, 1))
+    is_shared = said.values.get("head_dim") is None and family is not Family.QWEN3
+    if heads < 1 or (is_shared and width % heads):
         raise ModelRejected(f"{said.where}: hidden_size {width} is no multiple of {heads} heads, and head_dim missing")
+    # A Qwen whose file leaves them out has 32; null is as many as query heads in every family.
+    is_left_out = family is not Family.LLAMA and "num_key_value_heads" not in said.values
+    key_heads = QWEN_KEY_HEADS if is_left_out else said.whole("num_key_value_heads", heads)
     theta, scaling = _rotary(said)
-    ends = said.tokens("eos_token_id") + (generation.tokens("eos_token_id") if generation else ())
+    # As in generate(): generation_config.json's where there is one, else config.json's.
+    ends = judged(generation, GENERATION_KEYS).tokens("eos_token_id") if generation else ()
+    ends = ends or said.tokens("eos_token_id")
     config = ModelConfig(
         family=family,
         layers=said.whole("num_hidden_layers"),
         width=width,
         heads=heads,
-        key_heads=said.whole("num_key_value_heads", heads),
-        head_width=said.whole("head_dim", width // max(heads, 1)),
+        key_heads=key_heads,
+        head_width=head_width,
         inner_width=said.whole("intermediate_size"),
         vocabulary=said.whole("vocab_size"),
         context=said.whole("max_position_embeddings"),
@@ -67,32 +79,24 @@ def _family(said: Members) -> Family:
     return family
 
 
-def _check_computed(said: Members, family: Family) -> None:
-    """Raise ModelRejected for what transformers computes and the engine does not."""
-    activation = said.text("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelRejected(f"{said.where}: hidden_act {shown(activation)} is not silu")
-    # Qwen2 has biases of q, k and v without saying so; these flags add others.
-    for flag in ("attention_bias", "mlp_bias"):
-        if said.flag(flag, False) and not (family is Family.QWEN2 and flag == "attention_bias"):
-            raise ModelRejected(f"{said.where}: {flag} is true; the engine computes no such biases of a {family} model")
-    kinds = said.values.get("layer_types") or []
-    windowed = said.flag("use_sliding_window", False) and said.values.get("sliding_window") is not None
-    if windowed or not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise ModelRejected(f"{said.where}: a sliding window is in use; the engine attends to all positions")
-    if said.values.get("quantization_config") is not None:
-        raise ModelRejected(f"{said.where}: quantization_config is there; of packed weights the engine reads GGUF's")
-    if said.number("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelRejected(f"{said.where}: partial_rotary_factor is not 1; the engine turns whole heads")
-
-
 def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
-    """The base, and how it is stretched. Newer files have both in `rope_parameters`."""
-    parameters = said.object("rope_parameters")
-    theta = (parameters or said).number("rope_theta", DEFAULT_ROPE_THETA)
-    scaling = parameters or said.object("rope_scaling")
+    """The base, and how it is stretched.
+
+    The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
+    `rope_parameters`; what is in it goes before what is beside it.
+    """
+    scaling = said.object("rope_scaling")
+    if scaling is None or not scaling.values:
+        scaling = said.object("rope_parameters")
+    theta = said.number("rope_theta", DEFAULT_ROPE_THETA)
     if scaling is None:
         return theta, None
+    if nested := [key for key, value in scaling.values.items() if isinstance(value, dict) and key not in ROPE_KEYS]:
+        raise ModelRejected(
+            f"{scaling.where}: {shown(nested[0])} is an object; the engine turns all layers' heads alike"
+        )
+    scaling = judged(scaling, ROPE_KEYS)
+    theta = scaling.number("rope_theta", theta)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind == "default":
         return theta, None
@@ -102,7 +106,11 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
         scaling.number("factor"),
         scaling.number("low_freq_factor"),
         scaling.number("high_freq_factor"),
-        scaling.whole("original_max_position_embeddings"),
+        # Here the member beside it goes first, as transformers has it; a model that names neither was made so long.
+        said.whole(
+            "original_max_position_embeddings",
+            scaling.whole("original_max_position_embeddings", said.whole("max_position_embeddings")),
+        ),
     )
     if not (found.factor >= 1 and 0 < found.low_frequency_factor < found.high_frequency_factor):
         raise ModelRejected(

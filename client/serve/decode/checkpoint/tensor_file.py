@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from gpulease.client.serve.decode.checked_file import open_regular
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 
 AHEAD_BYTES: Final = 64 << 20
@@ -30,7 +31,7 @@ class TensorFile:
         """Map it. Raises ModelRejected where there is none, or an empty one."""
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ModelRejected(f"{path}: {error.strerror}") from None

@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.serve.decode.checked_file import open_regular
 from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS, MAX_WAIT_S, TenantConfig
 from gpulease.client.serve.decode.decoder import MAX_TEXT_PROCESSES, MIN_REGION_LIFE_S, DecoderSettings
 from gpulease.client.serve.decode.openai_http.api_keys import MAX_KEY_BYTES, ApiKeys, distinct_keys, key_digest
@@ -159,7 +159,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(MAX_SETTINGS_BYTES + 1)
         if len(data) > MAX_SETTINGS_BYTES:
             raise InvalidRequest(f"{path} has more than {MAX_SETTINGS_BYTES} bytes, and is no file of settings")
@@ -223,10 +223,8 @@ def _digest(path: Path, where: str, table: Mapping[str, Any]) -> bytes:
 def _read_key(where: str, file: Path) -> str:
     """Read a key's file, which must be closed to everybody but its owner."""
     try:
-        with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
+        with open_regular(file) as opened:
             found = os.fstat(opened.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise InvalidRequest(f"{where}: key_file {file} is no file")
             if found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
                 raise InvalidRequest(f"{where}: key_file {file} is open to others", f"chmod 600 {file}")
             key = opened.read(MAX_KEY_BYTES + 2).decode("ascii").strip()

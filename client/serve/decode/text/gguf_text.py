@@ -1,5 +1,6 @@
 """The tokenizer of a GGUF file, made of its metadata as llama.cpp does (llama-vocab.cpp)."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -9,15 +10,13 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from gpulease.client.serve.decode.checked_file import Members, rejected, shown
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
+from gpulease.client.serve.decode.text.gguf_special_tokens import AT, control_tokens, special_token
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
-
-AT: Final = "tokenizer.ggml."
 
 MAX_PIECE_CHARACTERS: Final = 256
 """Longest piece of SentencePiece that others merge to: trying all cuts of a longer one takes for ever."""
 
 UNKNOWN: Final = 2
-CONTROL: Final = 3
 USER_DEFINED: Final = 4
 """Types of tokens, by llama.cpp's numbers."""
 
@@ -36,7 +35,11 @@ def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
     makers: dict[str, Callable[[Members, list[str]], LibraryTokenizer]] = {"gpt2": _byte_pairs, "llama": _pieces}
     if kind not in makers:
         raise ModelRejected(f"{said.where}: {AT}model {shown(kind)} is none of {', '.join(makers)}")
-    tokens = _texts(said, "tokens")
+    # Tokens without a text have one made up, as in llama.cpp.
+    tokens = [text or f"[EMPTY_{token}]" for token, text in enumerate(_texts(said, "tokens"))]
+    if len(set(tokens)) < len(tokens):
+        ((twice, _),) = Counter(tokens).most_common(1)
+        raise ModelRejected(f"{said.where}: {AT}tokens has {shown(twice)} twice")
     with rejected(ModelRejected, f"{said.where}: no tokenizer"):
         library = makers[kind](said, tokens)
         _add_special(library, said, tokens)
@@ -45,7 +48,7 @@ def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
 
 def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:
     """GPT-2's kind: pairs of bytes' letters merge in the merges' order."""
-    kind = said.text(f"{AT}pre", "gpt-2")
+    kind = said.text(f"{AT}pre")
     merges = []
     for text in _texts(said, "merges"):
         left, _, right = text.partition(" ")
@@ -92,11 +95,11 @@ def _pieces(said: Members, tokens: list[str]) -> LibraryTokenizer:
 
 def _add_special(library: LibraryTokenizer, said: Members, tokens: list[str]) -> None:
     """Have the names of control tokens in a text become those tokens."""
-    kinds = said.items(f"{AT}token_type")
-    for special, kind in ((True, CONTROL), (False, USER_DEFINED)):
-        texts = [text for text, its in zip(tokens, kinds, strict=False) if its == kind and text]
-        added = [AddedToken(text, special=special, normalized=False) for text in texts]
-        library.add_special_tokens(added) if special else library.add_tokens(added)
+    control = control_tokens(said)
+    kinds = said.items(f"{AT}token_type")[: len(tokens)]
+    by_user = {token for token, kind in enumerate(kinds) if kind == USER_DEFINED}.difference(control)
+    library.add_special_tokens([AddedToken(tokens[token], special=True, normalized=False) for token in control])
+    library.add_tokens([AddedToken(tokens[token], special=False, normalized=False) for token in sorted(by_user)])
 
 
 def _chat_template(said: Members, tokens: list[str]) -> ChatTemplate | None:
@@ -105,9 +108,8 @@ def _chat_template(said: Members, tokens: list[str]) -> ChatTemplate | None:
         return None
     named = {}
     for name in ("bos", "eos", "unk", "pad"):
-        key = {"unk": "unknown", "pad": "padding"}.get(name, name)
-        token = said.whole(f"{AT}{key}_token_id", -1)
-        named[f"{name}_token"] = tokens[token] if 0 <= token < len(tokens) else ""
+        token = special_token(said, {"unk": "unknown", "pad": "padding"}.get(name, name))
+        named[f"{name}_token"] = tokens[token] if token is not None and 0 <= token < len(tokens) else ""
     return ChatTemplate(source, named, said.where)
 
 

@@ -33,13 +33,13 @@ class PromptReader:
         self.max_text_bytes = MAX_TEXT_BYTES if most is None else min(MAX_TEXT_BYTES, context * most)
         self._tokenizer, self._context = tokenizer, context
 
-    def read_text(self, text: str) -> list[int]:
-        """Cut a text into tokens, the begin token before them.
+    def read_text(self, text: str, *, begins: bool = True) -> list[int]:
+        """Cut a text into tokens, the begin token before them if it `begins`.
 
         Raises AdmissionRefused for one that can't fit, RequestRejected for one that is no UTF-8.
         """
         self._check_bytes(_text_bytes(text), "the prompt")
-        return self.checked(self._tokenizer.encode(text))
+        return self.checked(self._tokenizer.encode(text, begins=begins))
 
     def read_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         """Put a chat into the model's template, and cut that into tokens.
@@ -48,7 +48,8 @@ class PromptReader:
         """
         texts = [[value for name, value in message.items() if name != "role"] for message in messages]
         self._check_bytes(_bytes_in([texts, variables], MAX_CHAT_DEPTH), "the chat")
-        return self.read_text(self._tokenizer.render_chat(messages, variables))
+        tokenizer = self._tokenizer
+        return self.read_text(tokenizer.render_chat(messages, variables), begins=tokenizer.chat_begins)
 
     def checked(self, tokens: Sequence[int]) -> list[int]:
         """Return tokens as a list. Raises AdmissionRefused for more than the context has."""

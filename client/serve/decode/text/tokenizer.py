@@ -20,6 +20,14 @@ from gpulease.client.serve.decode.text.text_bound import most_bytes_per_token
 SPACE: Final = "▁"
 """SentencePiece's mark of a space."""
 
+PIECES_STEPS: Final = (
+    {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+)
+"""What the library does to put SentencePiece's tokens together; here it is done by bytes."""
+
 
 class Tokenizer:
     """A model's tokenizer.
@@ -31,7 +39,13 @@ class Tokenizer:
     """
 
     def __init__(
-        self, library: tokenizers.Tokenizer, begin_token: int | None, chat_template: ChatTemplate | None, where: str
+        self,
+        library: tokenizers.Tokenizer,
+        begin_token: int | None,
+        chat_template: ChatTemplate | None,
+        where: str,
+        *,
+        chat_begins: bool = True,
     ) -> None:
         """Take the library's tokenizer.
 
@@ -40,20 +54,28 @@ class Tokenizer:
             begin_token: The attribute.
             chat_template: The attribute.
             where: The file that it is of, for errors.
+            chat_begins: Whether a chat's prompt begins with the begin token where the template does not write it.
 
         Raises ModelRejected where its tokens are neither GPT-2's nor SentencePiece's.
         """
+        # What training cut and filled its texts to may be saved with the library's state.
+        library.no_truncation()
+        library.no_padding()
         self.begin_token = begin_token
         self.chat_template = chat_template
+        self.chat_begins = chat_begins
         self.vocabulary = int(library.get_vocab_size(with_added_tokens=True))
         self._library, self._where = library, where
         self._added = library.get_added_tokens_decoder()
         steps = _decoder_steps(library)
-        if not {"ByteLevel", "ByteFallback"} & steps:
-            raise ModelRejected(f"{where}: the tokenizer's decoder {shown(', '.join(sorted(steps)))} is not known")
-        self._is_byte_level = "ByteLevel" in steps
+        kinds = {step["type"] for step in steps}
+        pieces = [step for step in steps if step not in PIECES_STEPS]
+        if not (kinds == {"ByteLevel"} or (kinds >= {"Replace", "ByteFallback"} and not pieces)):
+            shown_steps = shown(json.dumps(pieces or steps))
+            raise ModelRejected(f"{where}: the tokenizer's decoder is not known: {shown_steps}")
+        self._is_byte_level = "ByteLevel" in kinds
         # SentencePiece's texts begin with a space that is not theirs.
-        self._begins_with_space = "Strip" in steps
+        self._begins_with_space = "Strip" in kinds
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
@@ -96,7 +118,7 @@ class Tokenizer:
 
         Raises RequestRejected for a model without a chat template, and for messages that it does not take.
         """
-        return self.encode(self.render_chat(messages, variables))
+        return self.encode(self.render_chat(messages, variables), begins=self.chat_begins)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """Put a chat into the model's template. Raises as `encode_chat` does."""
@@ -112,14 +134,14 @@ class Tokenizer:
     def values(self) -> list[Any]:
         """Return all of it as plain values, for `of_values` in another process."""
         template = None if self.chat_template is None else self.chat_template.arguments
-        return [self._library.to_str(), self.begin_token, template, self._where]
+        return [self._library.to_str(), self.begin_token, template, self._where, self.chat_begins]
 
     @classmethod
     def of_values(cls, values: Sequence[Any]) -> Self:
         """Make the tokenizer of which `values` came. Raises ModelRejected."""
-        library, begin_token, template, where = values
+        library, begin_token, template, where, chat_begins = values
         chat_template = None if template is None else ChatTemplate(*template)
-        return cls(library_tokenizer(library, where), begin_token, chat_template, where)
+        return cls(library_tokenizer(library, where), begin_token, chat_template, where, chat_begins=chat_begins)
 
     def _find_bytes(self, token: int) -> bytes:
         if token in self._added:
@@ -158,9 +180,10 @@ def library_tokenizer(text: str, where: str) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(text)
 
 
-def _decoder_steps(library: tokenizers.Tokenizer) -> set[str]:
-    """The kinds of what the library does to put tokens together."""
+def _decoder_steps(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """What the library does to put tokens together."""
     if library.decoder is None:
-        return set()
+        return []
     said = json.loads(library.decoder.__getstate__())
-    return {step["type"] for step in said.get("decoders", [said])}
+    steps: list[dict[str, Any]] = said.get("decoders", [said])
+    return steps

@@ -2,9 +2,12 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from gpulease.client.errors import InvalidRequest
 from gpulease.client.serve.decode import (
     TINY_MODEL,
     AdmissionReason,
@@ -84,5 +87,16 @@ def test_a_model_without_a_tokenizer_takes_no_texts(daemon: Daemon) -> None:
             for _ in range(2):
                 with pytest.raises(ModelRejected, match="no tokenizer"):
                     await anext(decoder.generate(PROMPT, max_tokens=1))
+
+    asyncio.run(part())
+
+
+def test_positions_beyond_the_model_s_context_are_refused_before_anything_is_acquired(tmp_path: Path) -> None:
+    async def part() -> None:
+        settings = replace(SETTINGS, positions=257)
+        nobody = f"unix:{tmp_path / 'nobody'}"
+        with pytest.raises(InvalidRequest, match="positions is 257; the model's own context has 256"):
+            async with Decoder.open(TINY_MODEL, settings=settings, address=nobody):
+                pass
 
     asyncio.run(part())

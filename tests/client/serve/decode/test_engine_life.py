@@ -1,11 +1,12 @@
 """An engine's end, and an engine that never was: neither leaves anything on its lease."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from gpulease.client.aio import GpuBuilder, GpuSession
-from gpulease.client.errors import AllocFailed
+from gpulease.client.errors import AllocFailed, InvalidRequest
 from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
 from gpulease.client.serve.decode.decode_errors import NoModelLoaded, RequestRejected
 from gpulease.client.serve.decode.engine import DecodeEngine
@@ -66,5 +67,15 @@ def test_an_engine_that_its_lease_has_no_room_for_leaves_nothing(daemon: Daemon,
                 await DecodeEngine.open(lease, RandomCheckpoint(TINY, 1), LIMITS)
             async with GpuSession(lease) as session:
                 await session.mem_alloc(size_bytes - MIB // 4)
+
+    asyncio.run(part())
+
+
+def test_an_engine_of_more_positions_than_the_model_s_context_is_refused(daemon: Daemon) -> None:
+    async def part() -> None:
+        limits = replace(LIMITS, positions=TINY.context + 1)
+        async with GpuBuilder(daemon.address).min_vram(MIB).lease_secs(60).acquire() as lease:
+            with pytest.raises(InvalidRequest, match="positions is 257; the model's own context has 256"):
+                await DecodeEngine.open(lease, RandomCheckpoint(TINY, 1), limits)
 
     asyncio.run(part())

@@ -3,8 +3,9 @@ from typing import Any
 
 import pytest
 
+from gpulease.client.errors import InvalidRequest
 from gpulease.client.serve.decode.decode_errors import ModelRejected
-from gpulease.client.serve.decode.model_config import MAX_LAYERS, check_config
+from gpulease.client.serve.decode.model_config import MAX_LAYERS, check_config, check_positions
 from helpers.made_models import LLAMA, MODELS
 
 
@@ -34,3 +35,9 @@ def test_a_model_that_the_engine_computes_is_taken(config: Any) -> None:
 def test_a_model_that_the_engine_does_not_compute_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelRejected, match=f"a file: .*{says}"):
         check_config(replace(LLAMA, **changes), "a file")
+
+
+def test_positions_beyond_the_model_s_context_are_refused() -> None:
+    check_positions(LLAMA, LLAMA.context)
+    with pytest.raises(InvalidRequest, match="positions is 129; the model's own context has 128"):
+        check_positions(LLAMA, LLAMA.context + 1)

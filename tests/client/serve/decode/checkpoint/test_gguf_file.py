@@ -8,11 +8,11 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 
 from gpulease.client.serve.decode.checkpoint import TensorType, open_model
-from gpulease.client.serve.decode.checkpoint.gguf_config import CONTROL
 from gpulease.client.serve.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.serve.decode.checkpoint.tensors import rounded_to_bf16
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.model_config import ModelConfig
+from gpulease.client.serve.decode.text.gguf_special_tokens import CONTROL
 from helpers.made_models import (
     LLAMA,
     MODELS,
@@ -103,6 +103,37 @@ def test_tokens_that_begin_and_end_are_read(tmp_path: Path) -> None:
         assert open_model(path).config.begin_token == begin
 
 
+@pytest.mark.parametrize(
+    ("says", "begin", "end"),
+    [
+        ({"model": "llama"}, 1, (2,)),
+        ({"model": "llama", "bos_token_id": 3, "eos_token_id": 0}, 3, (0,)),
+        ({"model": "gpt2", "eos_token_id": 0}, None, (0,)),
+        (
+            {"model": "gpt2", "eos_token_id": 0, "tokens": ["a", "<reponame>", "</s>", "<|file_sep|>"]},
+            None,
+            (0, 1, 2, 3),
+        ),
+        ({"model": "gpt2", "eos_token_id": 0, "fim_rep_token_id": 3, "tokens": ["a", "<reponame>"]}, None, (0, 3)),
+    ],
+)
+def test_special_tokens_are_found_as_llama_cpp_finds_them(
+    tmp_path: Path, says: dict[str, Any], begin: int | None, end: tuple[int, ...]
+) -> None:
+    said = {f"tokenizer.ggml.{key}": value for key, value in ({"tokens": ["a", "b", "c", "d"]} | says).items()}
+    config = open_model(write_gguf(tmp_path / "a.gguf", SMALL, random_weights(SMALL), says=said)).config
+    assert (config.begin_token, config.end_tokens) == (begin, end)
+
+
+@pytest.mark.parametrize(
+    ("says", "missing"),
+    [({}, "eos"), ({"eos_token_id": 0, "add_bos_token": True}, "bos"), ({"eos_token_id": 0, "pre": "llama3"}, "bos")],
+)
+def test_a_special_token_that_no_key_names_is_missed(tmp_path: Path, says: dict[str, Any], missing: str) -> None:
+    said = {f"tokenizer.ggml.{key}": value for key, value in ({"model": "gpt2", "tokens": ["a", "b"]} | says).items()}
+    refused(write_gguf(tmp_path / "a.gguf", SMALL, random_weights(SMALL), says=said), f"{missing}_token_id is missing")
+
+
 def refused(path: Path, sentence: str) -> None:
     with pytest.raises(ModelRejected, match=sentence):
         open_model(path)
@@ -119,11 +150,11 @@ def refused(path: Path, sentence: str) -> None:
         ({"qwen2.attention.key_length": 64}, r"tensor .* has the shape \[32, 32\]; the config says \[64, 32\]"),
         ({"qwen2.attention.value_length": 64}, "value_length is 64, and heads are 32 wide"),
         ({"qwen2.rope.dimension_count": 16}, "rope.dimension_count is 16"),
-        ({"qwen2.expert_count": 8}, "expert_count is 8"),
-        ({"qwen2.attention.sliding_window": 4096}, "sliding_window is 4096"),
-        ({"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}, "stretched by yarn, 4.0 times"),
-        ({"qwen2.rope.scale_linear": 2.0}, "stretched by linear, 2.0 times"),
-        ({"split.count": 3}, "it is one of 3 files"),
+        ({"qwen2.expert_count": 8}, "expert_count is '8'; the engine computes no mixture"),
+        ({"qwen2.attention.sliding_window": 4096}, "sliding_window is '4096'"),
+        ({"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}, "rope.scaling.type is 'yarn'"),
+        ({"qwen2.rope.scale_linear": 2.0}, "rope.scale_linear is '2.0'; .* Llama 3's alone"),
+        ({"split.count": 3}, "split.count is '3'; merge its files"),
         ({"tokenizer.ggml.eos_token_id": 4}, "token 4 is none of the vocabulary's 4"),
     ],
 )

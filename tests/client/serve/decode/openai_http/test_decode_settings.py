@@ -1,5 +1,6 @@
 """A decode server's settings: the example can be used, and mistakes are named."""
 
+import os
 import re
 from pathlib import Path
 
@@ -112,3 +113,13 @@ def test_the_page_s_key_is_the_operator_s(tmp_path: Path) -> None:
     assert load_decode_settings(path).operator_digest is None
     path.write_text(f'{MODEL}{TENANT}\n[operator]\nkey_sha256 = "{"ab" * 32}"\n')
     assert load_decode_settings(path).operator_digest == bytes.fromhex("ab" * 32)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    """A FIFO would wait for a writer."""
+    os.mkfifo(tmp_path / "key")
+    text = MODEL + TENANT.replace(f'key_sha256 = "{DIGEST}"', 'key_file = "key"')
+    with pytest.raises(InvalidRequest, match=r"key_file .*key: it is a folder, a FIFO or a device"):
+        loaded(tmp_path, text)
+    with pytest.raises(InvalidRequest, match="key: it is a folder, a FIFO or a device"):
+        load_decode_settings(tmp_path / "key")

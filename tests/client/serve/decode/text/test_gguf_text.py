@@ -96,9 +96,20 @@ def test_a_character_that_is_no_piece_is_its_bytes() -> None:
     assert [stream.add(token) for token in tokenizer.encode("aé")] == [" a", "", "é"]
 
 
+def test_a_control_token_is_known_by_its_text_whatever_its_type() -> None:
+    tokenizer = byte_pairs("gpt-2", tokens=[*LETTERS, *WORDS, "<|im_end|>"], token_type=[1] * (len(LETTERS) + 7))
+    assert len(tokenizer.encode("ab<|im_end|>")) == 2
+    assert tokenizer.decode(tokenizer.encode("ab<|im_end|>")) == "ab"
+
+
+def test_tokens_without_a_text_are_told_apart() -> None:
+    assert byte_pairs("gpt-2", tokens=[*LETTERS, *WORDS, "", ""]).vocabulary == len(LETTERS) + len(WORDS) + 2
+
+
 def test_a_chat_template_knows_the_file_s_tokens() -> None:
     said = {
         f"{AT}model": "gpt2",
+        f"{AT}pre": "gpt-2",
         f"{AT}tokens": list(LETTERS),
         f"{AT}merges": ["a b"],
         f"{AT}bos_token_id": list(LETTERS).index("a"),
@@ -116,6 +127,8 @@ def test_a_chat_template_knows_the_file_s_tokens() -> None:
     [
         ({"model": "bert"}, "model 'bert' is none of gpt2, llama"),
         ({"pre": "viking"}, "pre 'viking' is none of gpt-2, smollm"),
+        ({"pre": None}, "pre is missing"),
+        ({"tokens": ["a", "b", "a"]}, "tokens has 'a' twice"),
         ({"tokens": []}, "tokens is missing"),
         ({"tokens": [1, 2]}, "tokens is missing, or no list of texts"),
         ({"merges": ["ab"]}, "merges has 'ab', no two texts"),

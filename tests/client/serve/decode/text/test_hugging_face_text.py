@@ -23,8 +23,6 @@ def library(begins: str | None = None) -> LibraryTokenizer:
         made.post_processor = template
     if begins == "in a sequence":
         made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
-    if begins == "at the end":
-        made.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[("<end>", 257)])
     return made
 
 
@@ -35,14 +33,95 @@ def write(folder: Path, made: LibraryTokenizer, says: dict[str, Any] | None = No
     return folder
 
 
-@pytest.mark.parametrize(
-    ("begins", "token"), [("alone", 256), ("in a sequence", 256), ("at the end", None), (None, None)]
-)
+@pytest.mark.parametrize(("begins", "token"), [("alone", 256), ("in a sequence", 256), (None, None)])
 def test_the_begin_token_is_the_post_processor_s(tmp_path: Path, begins: str | None, token: int | None) -> None:
     made = library(begins)
     folder = write(tmp_path, made)
     assert folder_begin_token(folder) == token
     assert (made.encode("a").ids[0] == 256) == (token is not None)
+
+
+ENDS: Final = [("<begin>", 256), ("<end>", 257)]
+
+
+@pytest.mark.parametrize(
+    ("processor", "sentence"),
+    [
+        (processors.TemplateProcessing(single="$A <end>", special_tokens=ENDS), "puts one token at most before a text"),
+        (processors.TemplateProcessing(single="<begin> $A <end>", special_tokens=ENDS), "and none behind it"),
+        (processors.TemplateProcessing(single="<begin> <end> $A", special_tokens=ENDS), "puts one token at most"),
+        (processors.BertProcessing(("<end>", 257), ("<begin>", 256)), "post_processor is 'BertProcessing'"),
+        (processors.RobertaProcessing(("<end>", 257), ("<begin>", 256)), "post_processor is 'RobertaProcessing'"),
+    ],
+    ids=["behind", "around", "two", "bert", "roberta"],
+)
+def test_other_tokens_around_a_text_are_refused(
+    tmp_path: Path, processor: processors.PostProcessor, sentence: str
+) -> None:
+    made = library()
+    made.post_processor = processor
+    with pytest.raises(ModelRejected, match=f"tokenizer.json: .*{sentence}"):
+        folder_begin_token(write(tmp_path, made))
+
+
+@pytest.mark.parametrize(
+    ("begins", "says", "token"),
+    [
+        (None, {"add_bos_token": True, "bos_token": "<begin>"}, 256),
+        (None, {"add_bos_token": True, "bos_token": {"content": "<end>"}}, 257),
+        ("alone", {"add_bos_token": False, "bos_token": "<end>"}, None),
+        ("alone", {"add_bos_token": None, "bos_token": "<end>"}, 256),
+        ("alone", {"add_eos_token": False}, 256),
+        ("alone", {"add_bos_token": False, "tokenizer_class": "LlamaTokenizerFast"}, None),
+        ("alone", {"add_bos_token": False, "tokenizer_class": "PreTrainedTokenizerFast"}, 256),
+        (None, {"add_bos_token": True, "bos_token": "<begin>", "tokenizer_class": "Qwen2Tokenizer"}, None),
+    ],
+)
+def test_the_settings_say_whether_a_text_begins_with_a_token(
+    tmp_path: Path, begins: str | None, says: dict[str, Any], token: int | None
+) -> None:
+    assert folder_begin_token(write(tmp_path, library(begins), says)) == token
+
+
+def test_settings_that_begin_with_no_token_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRejected, match="add_bos_token is true, and bos_token '<s>' is no token"):
+        folder_begin_token(write(tmp_path, library(), {"add_bos_token": True, "bos_token": "<s>"}))
+
+
+def test_settings_that_differ_about_the_space_before_a_text_are_refused(tmp_path: Path) -> None:
+    made = library()
+    assert folder_begin_token(write(tmp_path, made, {"add_prefix_space": False})) is None
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert folder_begin_token(write(tmp_path, made, {"add_prefix_space": True})) is None
+    with pytest.raises(ModelRejected, match=r"add_prefix_space is False, and .*tokenizer.json says otherwise"):
+        folder_begin_token(write(tmp_path, made, {"add_prefix_space": False}))
+
+
+def test_tokens_that_the_settings_alone_name_are_tokens(tmp_path: Path) -> None:
+    added = {"content": "<more>", "single_word": False, "lstrip": False, "rstrip": True, "normalized": False}
+    says = {"added_tokens_decoder": {"258": added | {"special": True}}, "additional_special_tokens": ["<last>"]}
+    tokenizer = folder_tokenizer(write(tmp_path, library(), says), None)
+    assert tokenizer.encode("a<more>  b<last>") == [ord("a"), 258, ord("b"), 259]
+
+
+def test_a_token_that_has_another_number_in_the_settings_is_refused(tmp_path: Path) -> None:
+    says = {"added_tokens_decoder": {"256": {"content": "<end>", "special": True}}}
+    with pytest.raises(ModelRejected, match=r"added_tokens_decoder has '<end>' as 256; tokenizer.json says otherwise"):
+        folder_tokenizer(write(tmp_path, library(), says), None)
+
+
+def test_an_older_folder_s_special_tokens_are_in_a_file_of_their_own(tmp_path: Path) -> None:
+    folder = write(tmp_path, library(), {"chat_template": CHATML, "eos_token": "<end>", "bos_token": None})
+    (folder / "special_tokens_map.json").write_text('{"bos_token": {"content": "<begin>"}, "eos_token": "<odd>"}')
+    template = folder_tokenizer(folder, None).chat_template
+    assert template is not None
+    assert template.render([{"content": "a"}]) == "<begin>a<end>"
+
+
+def test_a_chat_begins_as_its_template_writes_it(tmp_path: Path) -> None:
+    tokenizer = folder_tokenizer(write(tmp_path, library("alone"), {"chat_template": "{{ messages[0].content }}"}), 256)
+    assert tokenizer.encode_chat([{"content": "a"}]) == [ord("a")]
+    assert tokenizer.encode("a") == [256, ord("a")]
 
 
 def test_a_folder_without_a_tokenizer_has_no_begin_token(tmp_path: Path) -> None:

