@@ -1,0 +1,90 @@
+"""Buffers that a lease keeps by name beyond the session that made them, so that programs hand them on to each other."""
+
+from typing import Final
+
+from gpulease.client.engine.operations import Operations
+from gpulease.client.engine.waits import Procedure
+from gpulease.client.errors import InvalidHandle
+from gpulease.client.handles import BorrowedBuffer, Buffer
+from gpulease.client.texts import bounded, quoted
+from gpulease.protocol import Opcode
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.limits import MAX_KEPT_NAME_BYTES
+from gpulease.protocol.messages import Freed, KeptBuffer, MemKeep
+from gpulease.protocol.messages import KeptBuffers as KeptBuffersBody
+from gpulease.protocol.opcodes import SessionOption
+
+MAX_NAMED: Final = 16
+"""Most kept buffers that an error names."""
+
+
+class KeptBuffers:
+    """The kept buffers of a session's lease."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._attachment = operations.attachment
+
+    def keep(self, buffer: Buffer, name: str) -> Procedure[None]:
+        """Have the lease hold a buffer under a name; its handle here stays good, and frees nothing when it goes."""
+        doing = "keep"
+        self._check(doing)
+        self._operations.check(buffer, Buffer, doing)
+        text = _checked_name(name, doing)
+        yield from self._operations.do(doing, self._keep(buffer.handle, text, doing))
+        buffer.lend()
+
+    def find(self, name: str) -> Procedure[BorrowedBuffer]:
+        """Find a kept buffer, which stays kept. Raises InvalidHandle if there is none."""
+        doing = "kept"
+        self._check(doing)
+        found = yield from self._operations.do(doing, self._find(_checked_name(name, doing), doing))
+        return BorrowedBuffer(self._attachment, found.handle, found.size_bytes)
+
+    def names(self) -> Procedure[dict[str, int]]:
+        """Ask for the sizes of all kept buffers by their names."""
+        doing = "kept_names"
+        self._check(doing)
+        found = yield from self._operations.do(doing, self._list(doing))
+        return {one.name: one.size_bytes for one in found}
+
+    def take(self, name: str) -> Procedure[Buffer]:
+        """Make a kept buffer this session's own, as if it had allocated it. Raises InvalidHandle if there is none."""
+        doing = "take"
+        self._check(doing)
+        return (yield from self._operations.do(doing, self._take(_checked_name(name, doing), doing)))
+
+    def reset(self) -> Procedure[int]:
+        """Wait for all streams, then free what no open session holds; the number of bytes."""
+        doing = "reset"
+        self._check(doing)
+        reply: Freed = yield from self._operations.do(doing, self._operations.ask(Opcode.MEM_RESET, doing=doing))
+        return reply.size_bytes
+
+    def _check(self, doing: str) -> None:
+        self._operations.check_recording(doing)
+        self._attachment.require(SessionOption.OWN_MEMORY, doing)
+
+    def _keep(self, handle: int, name: str, doing: str) -> Procedure[None]:
+        yield from self._operations.ask(Opcode.MEM_KEEP, build_body(MemKeep(handle, name)), doing=doing)
+
+    def _list(self, doing: str) -> Procedure[tuple[KeptBuffer, ...]]:
+        reply: KeptBuffersBody = yield from self._operations.ask(Opcode.MEM_KEPT, doing=doing)
+        return reply.buffers
+
+    def _find(self, name: str, doing: str) -> Procedure[KeptBuffer]:
+        listed = yield from self._list(doing)
+        for one in listed:
+            if one.name == name:
+                return one
+        names = ", ".join(quoted(one.name) for one in listed[:MAX_NAMED]) + (" and more" if listed[MAX_NAMED:] else "")
+        raise InvalidHandle(f"{doing}: the lease keeps no buffer {quoted(name)}", f"It keeps {names or 'none'}")
+
+    def _take(self, name: str, doing: str) -> Procedure[Buffer]:
+        found = yield from self._find(name, doing)
+        yield from self._keep(found.handle, "", doing)
+        return Buffer(self._attachment, found.handle, found.size_bytes)
+
+
+def _checked_name(name: str, doing: str) -> str:
+    return bounded(name, f"{doing}: the name", MAX_KEPT_NAME_BYTES)
