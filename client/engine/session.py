@@ -201,7 +201,7 @@ class SessionView:
 
     @property
     def owns_memory(self) -> bool:
-        """True if what this session makes ends with it; False if its daemon is too old: it stays until the lease ends."""
+        """True if what this session makes ends with it; False with an older daemon, where it stays in the lease."""
         return self._session.attachment.told(SessionOption.OWN_MEMORY) is not None
 
     @property

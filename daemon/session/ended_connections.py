@@ -5,8 +5,8 @@ once. Its allocations and modules go when what was queued by then has ended: its
 that but a request that finds no room without them, for a bounded time. A kernel without end keeps them until the lease
 ends, or the time that the lease gives a kernel; until then they count as taken.
 
-An older client does not ask for its connection's things to end with it: nobody holds them, and they stay until MEM_RESET
-or the lease's end. So does what was kept by name, which the lease holds.
+An older client does not ask for that: nobody holds what its connection makes, which stays until MEM_RESET or the
+lease's end. So does what was kept by name, which the lease holds.
 """
 
 import time

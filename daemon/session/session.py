@@ -437,7 +437,7 @@ class Session:
             self._context.forget_earlier()
 
     def begin_connection(self, pid: int, *, owns: bool) -> Holder:
-        """A connection is attached; returns who holds what it makes.
+        """Take in that a connection is attached; returns who holds what it makes.
 
         Args:
             pid: The client's process, 0 if that is not known.
@@ -455,9 +455,11 @@ class Session:
         self.streams.switch_to(streams)
 
     def end_connection(self, streams: ConnectionStreams, holder: Holder, *, is_last: bool) -> None:
-        """A connection has ended: destroy its streams, and give back what it holds as soon as nothing uses that.
+        """Take in that a connection has ended: destroy its streams, and give back what it holds once nothing uses that.
 
         Args:
+            streams: Its streams.
+            holder: Who held what it made.
             is_last: No other connection is attached.
         """
         owns = holder is not self.ended.nobody
