@@ -121,6 +121,25 @@ def module_details() -> Script:
     return script
 
 
+def kept_buffers() -> Script:
+    script = Script("A program keeps one of its buffers and ends; the next one finds and takes it, and frees the rest.")
+    script.hello("control")
+    script.grant()
+    asked, told = (Tlv(AttachOption.OWN_MEMORY, b""),), (Tlv(SessionOption.OWN_MEMORY, b""),)
+    script.attach(told=told, asked=asked)
+    script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(16), m.Handle(POINTER), LEASE)
+    script.call("session", Opcode.MEM_WRITE, m.MemWrite(POINTER, 0, X), m.Empty(), LEASE)
+    script.call("session", Opcode.MEM_KEEP, m.MemKeep(POINTER, "steps"), m.Empty(), LEASE)
+    script.attach(told=told, asked=asked, connection="next")
+    kept = m.KeptBuffers((m.KeptBuffer("steps", POINTER, 16),))
+    script.call("next", Opcode.MEM_KEPT, m.Empty(), kept, LEASE)
+    script.call("next", Opcode.MEM_KEEP, m.MemKeep(POINTER, ""), m.Empty(), LEASE)
+    script.call("next", Opcode.MEM_READ, m.MemRead(POINTER, 0, 16), m.Data(X), LEASE)
+    script.call("next", Opcode.MEM_RESET, m.Empty(), m.Freed(0), LEASE)
+    script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
+    return script
+
+
 def events() -> Script:
     script = Script("A launch between two events is timed: they go with it, without replies, and the question waits.")
     script.hello("control")
@@ -502,6 +521,7 @@ SCRIPTS = (
     parameter_types,
     module_details,
     events,
+    kept_buffers,
     streams,
     launch_graph,
     session_failures,
