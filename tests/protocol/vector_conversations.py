@@ -122,7 +122,9 @@ def module_details() -> Script:
 
 
 def kept_buffers() -> Script:
-    script = Script("A program keeps one of its buffers and ends; the next one finds and takes it, and frees the rest.")
+    script = Script(
+        "A buffer is kept beyond its connection's end, found, and taken; what no connection holds is freed."
+    )
     script.hello("control")
     script.grant()
     asked, told = (Tlv(AttachOption.OWN_MEMORY, b""),), (Tlv(SessionOption.OWN_MEMORY, b""),)
@@ -130,12 +132,11 @@ def kept_buffers() -> Script:
     script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(16), m.Handle(POINTER), LEASE)
     script.call("session", Opcode.MEM_WRITE, m.MemWrite(POINTER, 0, X), m.Empty(), LEASE)
     script.call("session", Opcode.MEM_KEEP, m.MemKeep(POINTER, "steps"), m.Empty(), LEASE)
-    script.attach(told=told, asked=asked, connection="next")
     kept = m.KeptBuffers((m.KeptBuffer("steps", POINTER, 16),))
-    script.call("next", Opcode.MEM_KEPT, m.Empty(), kept, LEASE)
-    script.call("next", Opcode.MEM_KEEP, m.MemKeep(POINTER, ""), m.Empty(), LEASE)
-    script.call("next", Opcode.MEM_READ, m.MemRead(POINTER, 0, 16), m.Data(X), LEASE)
-    script.call("next", Opcode.MEM_RESET, m.Empty(), m.Freed(0), LEASE)
+    script.call("session", Opcode.MEM_KEPT, m.Empty(), kept, LEASE)
+    script.ask("session", Opcode.MEM_KEEP, m.MemKeep(POINTER, ""), session_id=LEASE, quiet=True)
+    script.call("session", Opcode.MEM_KEPT, m.Empty(), m.KeptBuffers(()), LEASE)
+    script.call("session", Opcode.MEM_RESET, m.Empty(), m.Freed(0), LEASE)
     script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
     return script
 

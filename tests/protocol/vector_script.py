@@ -102,14 +102,12 @@ class Script:
         wanted: Wanted | None = None,
         given: Given | None = None,
         told: tuple[Tlv, ...] = (),
-        *,
         asked: tuple[Tlv, ...] = (),
-        connection: str = "session",
     ) -> None:
         """A second connection that becomes the lease's session."""
         asked, options = (wanted or Wanted()).to_options() + asked, (given or Given()).to_options() + told
-        self.hello(connection)
-        self.call(connection, Opcode.ATTACH, m.Attach(asked), m.AttachReply(SLICE, "cpu", CARD_UUID, options), LEASE)
+        self.hello("session")
+        self.call("session", Opcode.ATTACH, m.Attach(asked), m.AttachReply(SLICE, "cpu", CARD_UUID, options), LEASE)
 
     def load(self) -> None:
         """The two kernels."""
