@@ -9,8 +9,10 @@ An older client does not ask for that: nobody holds what its connection makes, w
 lease's end. So does what was kept by name, which the lease holds.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -29,6 +31,7 @@ from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Freed
+from gpulease.protocol.opcodes import Status
 
 FREES_PER_TURN: Final = 256
 """Most things given back before the connections are served again. Stops an end with 65,536 allocations from holding up
@@ -76,7 +79,7 @@ class EndedConnections(Operations):
 
     Args:
         parts: Those who know a session's kept allocations, modules, graphs and regions.
-        live_streams: Returns the driver's numbers of all streams.
+        planner: Its plans; none may launch a kernel whose module goes.
 
     Attributes:
         nobody: Holds what connections make whose clients do not ask for its end.
@@ -88,29 +91,32 @@ class EndedConnections(Operations):
         resources: SessionResources,
         parts: tuple[KeepOperations, ModuleOperations, GraphOperations, RegionOperations],
         planner: Planner,
-        live_streams: Callable[[], Iterable[int]],
     ) -> None:
         super().__init__(resources)
         self._keeper, self._modules, self._graphs, self._regions = parts
-        self._planner, self._live_streams = planner, live_streams
+        self._planner = planner
         self.nobody = Holder(resources.counters, Counter.UNHELD_BYTES)
         self.unheld_users = 0
         self._ended: list[_Ended] = []
         self._pause_ms = FIRST_PAUSE_MS
         self._look_s = 0.0
 
-    def end(self, holder: Holder) -> None:
-        """A connection has ended, whose streams go right behind this: give back what it holds, as soon as that goes."""
+    def end(self, holder: Holder, streams: Iterable[int]) -> None:
+        """Give back what a connection holds that has ended, once what its streams hold now has ended.
+
+        Args:
+            holder: Who holds it.
+            streams: The driver's numbers of its streams; they are destroyed behind this call.
+        """
         self._graphs.give_back(holder)
         self._regions.give_back(holder)
         holder.show_at(Counter.UNHELD_BYTES)
         modules, allocations = self._ledger.modules_of(holder), self._ledger.allocations_of(holder)
         if modules or allocations:
-            try:
-                marks = [partial(self._context.mark, stream) for stream in self._live_streams()]
-                waits = [self._resources.aside(mark) for mark in marks]
-            except DriverError:
-                return  # the context is lost, and the lease ends with it
+            waits: list[Ticket] = []
+            # Where a stream can't be marked, what follows waits by itself, or finds that the context is lost.
+            with suppress(DriverError):
+                waits += [self._resources.aside(partial(self._context.mark, stream)) for stream in streams]
             self._ended.append(_Ended(holder, waits, modules, allocations))
             self._pause_ms, self._look_s = FIRST_PAUSE_MS, 0.0
             self.advance()
@@ -121,21 +127,21 @@ class EndedConnections(Operations):
         """Return for how many milliseconds the worker's loop may sleep; None if nothing is to be given back."""
         if not self._ended:
             return None
-        return max(0, -int(-(self._look_s - time.monotonic()) * 1000 // 1))
+        return max(0, math.ceil((self._look_s - time.monotonic()) * 1000))
 
     def advance(self, *, now: bool = False) -> None:
         """Give back what goes without waiting, if it is time to look, or at once."""
         if not self._ended or (not now and time.monotonic() < self._look_s):
             return
-        if self._give_back(_do_not_wait):
+        if self._give_back():
             self._pause_ms = FIRST_PAUSE_MS
             self._look_s = 0.0
         else:
             self._look_s = time.monotonic() + self._pause_ms / 1000
             self._pause_ms = min(2 * self._pause_ms, LAST_PAUSE_MS)
 
-    def _give_back(self, poll: Poll) -> bool:
-        """Give back some of what no kernel uses any more; whether that was anything."""
+    def _give_back(self) -> bool:
+        """Give back some of what no kernel uses any more, without waiting; whether that was anything."""
         left = FREES_PER_TURN
         for ended in list(self._ended):
             ended.waits = [ticket for ticket in ended.waits if not ticket.is_done()]
@@ -143,7 +149,7 @@ class EndedConnections(Operations):
                 continue
             try:
                 while left and (ended.allocations or ended.modules):
-                    self._give_back_one(ended, poll)
+                    self._give_back_one(ended)
                     left -= 1
             except _StillRuns:
                 continue
@@ -163,16 +169,16 @@ class EndedConnections(Operations):
             self._record_usage()
         return left != FREES_PER_TURN
 
-    def _give_back_one(self, ended: _Ended, poll: Poll) -> None:
+    def _give_back_one(self, ended: _Ended) -> None:
         if ended.allocations:
             handle = ended.allocations[-1]
             # Somebody else may have freed or taken it meanwhile.
             if self._ledger.holder_of(handle) is ended.holder:
-                self._free(handle, poll)
+                self._free(handle, _do_not_wait)
             ended.allocations.pop()
             return
         if self._ledger.has_module(ended.modules[-1]):
-            self._unload(ended.modules[-1], poll)
+            self._unload(ended.modules[-1], _do_not_wait)
         ended.modules.pop()
 
     def _free(self, handle: int, poll: Poll) -> None:
@@ -184,12 +190,21 @@ class EndedConnections(Operations):
         self._planner.forget()
         self._resources.aside(lambda: self._modules.give_back(number, poll))
 
-    # --- those who need room ---
-
     @property
     def has_any(self) -> bool:
         """Return whether an ended connection holds something."""
         return bool(self._ended)
+
+    # --- those who need room ---
+
+    def may_make_room(self, failure: Failure) -> bool:
+        """Return whether a request that failed so lacks room that ended connections still take."""
+        match failure.status:
+            case Status.ALLOC_FAILED:
+                return any(ended.holder.held_bytes for ended in self._ended)
+            case Status.LOAD_FAILED:
+                return any(ended.modules for ended in self._ended)
+        return False
 
     def make_room(self, *, is_alone: bool) -> bool:
         """Give back what ended connections hold, waiting for what runs if need be; whether anything was given back.
@@ -200,31 +215,26 @@ class EndedConnections(Operations):
         Raises LeaseOver.
         """
         until_s = time.monotonic() + (ALONE_WAIT_S if is_alone else BESIDE_WAIT_S)
-
-        def poll() -> None:
-            self._resources.check_sync()
-            if time.monotonic() > until_s:
-                raise _StillRuns
-
         has_given = False
         while self._ended:
-            if self._give_back(poll):
+            if self._give_back():
                 has_given = True
             elif time.monotonic() > until_s:
                 break
-            elif self._ended:
-                self._resources.check_sync()
+            else:
+                # Not inside the driver: regions open and end meanwhile.
                 time.sleep(WAIT_STEP_S)
+                self._resources.check_sync()
         return has_given
 
     def explained(self, failure: Failure) -> Failure:
         """Return a failure for want of room that says what ended connections still hold."""
-        if not self._ended:
+        held_bytes = sum(ended.holder.held_bytes for ended in self._ended)
+        if not held_bytes:
             return failure
-        held = sum(ended.holder.held_bytes for ended in self._ended)
         return replace(
             failure,
-            message=f"{failure.message}; {held} more are of connections that have ended, whose kernels still run",
+            message=f"{failure.message}; {held_bytes} more are of connections that have ended, whose kernels still run",
             hint="Wait for those kernels; one without end is ended by max_kernel_secs, or with its lease.",
         )
 

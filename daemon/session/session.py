@@ -62,7 +62,6 @@ _LOOKED_NS: Final = int(Counter.LOOKED_NS)
 _DOING: Final = int(Counter.DOING)
 
 _SYNC_OPERATIONS: Final = frozenset({Opcode.SYNC, Opcode.STREAM_SYNC})
-_FOR_WANT_OF_ROOM: Final = frozenset({Status.ALLOC_FAILED, Status.LOAD_FAILED})
 _OPCODES: Final = frozenset(map(int, Opcode))
 
 _OPERATION_ERRORS: Final = (Refused, BodyError, DriverError, LeaseOver)
@@ -147,7 +146,7 @@ class Session:
         self.submit = SubmitOperations(resources, planner, self._modules)
         self._keeper = KeepOperations(resources)
         parts = (self._keeper, self._modules, self._graphs, self._region_sets)
-        self.ended = EndedConnections(resources, parts, planner, lambda: self.streams.live)
+        self.ended = EndedConnections(resources, parts, planner)
         ledger.holder = self.ended.nobody
         self._last_connection = 0
         self._sync_pattern = SyncPattern(lease_id)
@@ -291,7 +290,7 @@ class Session:
 
     def _retry(self, frame: Frame, error: Exception) -> bytes | memoryview:
         """Do a request once more that found no room, if ended connections make some. Raises the error otherwise."""
-        if not self.ended.has_any or not isinstance(error, Refused) or error.failure.status not in _FOR_WANT_OF_ROOM:
+        if not isinstance(error, Refused) or not self.ended.may_make_room(error.failure):
             raise error
         if self.ended.make_room(is_alone=self._counters[Counter.CONNECTIONS] <= 1):
             try:
@@ -346,7 +345,7 @@ class Session:
         """Keep a fault that the broker's business met: the tenant hears of it as of any other."""
         failure = self._failure_of_fault(fault)
         if self.ended.has_any and not self._counters[Counter.CONNECTIONS]:
-            return  # whoever launched it has gone, and nobody else is there to hear of it
+            return  # whoever launched it has gone, and nobody else is there to be told of it
         if self._pending_failure is None:
             self._pending_failure, self._pending_from = failure, None
         else:
@@ -468,7 +467,7 @@ class Session:
             self.ended.unheld_users -= 1
         elif not is_over:
             self._page.hide_connection(holder.at)
-            self.ended.end(holder)
+            self.ended.end(holder, streams.known.values())
         self.streams.release(streams)
         if is_last and owns and not is_over:
             # What is left to report is of its own requests.
