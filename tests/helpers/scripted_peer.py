@@ -342,7 +342,7 @@ class ScriptedPeer:
         given = Given(RING_LAYOUT) if self.gives_rings else Given()
         granule = self.region_granule_bytes.to_bytes(4, "big")
         newer = (Tlv(SessionOption.REGIONS, granule), Tlv(SessionOption.LAUNCH_WITH, b""))
-        told = newer if self.region_granule_bytes else ()
+        told: tuple[Tlv, ...] = newer if self.region_granule_bytes else ()
         if self.owns_memory:
             told += (Tlv(SessionOption.OWN_MEMORY, b""),)
         return AttachReply(1 << 30, "made-up", CARD, given.to_options() + told)
