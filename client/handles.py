@@ -89,6 +89,10 @@ class Buffer(Handle):
     def __repr__(self) -> str:
         return f"<Buffer {self.handle:#x} {self.size_bytes} bytes{'' if self.is_alive else ', gone'}>"
 
+    def lend(self) -> None:
+        """Free nothing when the last reference goes: somebody else holds the memory from now on."""
+        self.__class__ = BorrowedBuffer
+
     def check_range(self, offset: int, size_bytes: int, what: str) -> None:
         """Raises InvalidHandle if the bytes are not all inside."""
         if offset < 0 or offset + size_bytes > self.size_bytes:
@@ -99,7 +103,7 @@ class Buffer(Handle):
 
 
 class BorrowedBuffer(Buffer):
-    """Device memory that a reference elsewhere keeps; made by `GpuSession.buffer`."""
+    """Device memory that a reference elsewhere keeps, or its lease; made by `GpuSession.buffer`, `keep` and `kept`."""
 
     __slots__ = ()
 

@@ -28,9 +28,14 @@ class Permission(IntFlag):
 
 
 class AttachOption(IntEnum):
-    """The types of ATTACH's options that do not concern shared memory."""
+    """The types of ATTACH's options that do not concern shared memory.
+
+    TOKEN: the token by which the session is opened. OWN_MEMORY, without a value: what the connection makes in the
+    session shall end with it.
+    """
 
     TOKEN = 16
+    OWN_MEMORY = 17
 
 
 ALL_PERMISSIONS: Final = Permission(sum(Permission))
@@ -47,6 +52,7 @@ NODE_LEASE: Final = 0
 _SUBMIT: Final = Permission.TASKLET_SUBMIT
 _ANY_OF: Final[dict[int, Permission]] = {
     Opcode.PING: Permission(0),
+    Opcode.MEM_KEPT: SESSION_PERMISSIONS,
     Opcode.SYNC: SESSION_PERMISSIONS,
     Opcode.STREAM_SELECT: SESSION_PERMISSIONS,
     Opcode.STREAM_SYNC: SESSION_PERMISSIONS,
@@ -77,6 +83,7 @@ _NEEDED: Final[dict[int, Permission]] = {
     Opcode.LAUNCH_IN: _SUBMIT,
     Opcode.LAUNCH_WITH: _SUBMIT,
     Opcode.MEM_REUSE: Permission.MEM_WRITE,
+    Opcode.MEM_KEEP: Permission.MEM_WRITE,
 }
 
 _MAX_EXPIRY_DIGITS: Final = 18

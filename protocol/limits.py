@@ -83,6 +83,12 @@ host's memory."""
 MAX_EVENTS: Final = 1024
 """Most events of a session. Each costs the driver memory of the host, which no slice bounds."""
 
+MAX_KEPT: Final = 256
+"""Most allocations of a lease that are kept by name. Stops a loop that keeps each under another name."""
+
+MAX_KEPT_NAME_BYTES: Final = 256
+"""Longest of these names. One reply lists all of them."""
+
 MAX_REGIONS: Final = 256
 """Most regions of a session at a time, and most that a region set names: their words share one page with the worker."""
 

@@ -480,6 +480,37 @@ class ArenaCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class MemKeep:
+    """Keep an allocation beyond its connection's end, under a name. "": it is this connection's own from now on."""
+
+    handle: int = wire(U64)
+    name: str = wire(text(limits.MAX_KEPT_NAME_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBuffer:
+    """An allocation that is kept."""
+
+    name: str = wire(text(limits.MAX_KEPT_NAME_BYTES))
+    handle: int = wire(U64)
+    size_bytes: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBuffers:
+    """All allocations that are kept, by their names' order."""
+
+    buffers: tuple[KeptBuffer, ...] = wire(list_of(Record(KeptBuffer), limits.MAX_KEPT))
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Bytes of allocations that were freed."""
+
+    size_bytes: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
 class StreamWait:
     """Order later work of `stream` behind all work queued in `other` so far."""
 
@@ -827,6 +858,9 @@ Body = (
     | MemRead
     | Data
     | ArenaCopy
+    | MemKeep
+    | KeptBuffers
+    | Freed
     | StreamWait
     | ModuleLoad
     | ModuleLoaded
@@ -916,6 +950,9 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.PRINTED: (Empty, Printed),
     Opcode.LAUNCH_WITH: (LaunchWith, Empty),
     Opcode.MEM_REUSE: (Handle, Empty),
+    Opcode.MEM_KEEP: (MemKeep, Empty),
+    Opcode.MEM_KEPT: (Empty, KeptBuffers),
+    Opcode.MEM_RESET: (Empty, Freed),
 }
 """Request and reply of each operation. Three operations have no request. GOODBYE is an error reply to request 0; the
 daemon sends it before it closes the connection. LEASE_EVENT is a further reply to a LEASE_SUBSCRIBE, one for each

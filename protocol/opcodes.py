@@ -102,6 +102,9 @@ class Opcode(IntEnum):
     PRINTED = 0x061F
     LAUNCH_WITH = 0x0620
     MEM_REUSE = 0x0621
+    MEM_KEEP = 0x0622
+    MEM_KEPT = 0x0623
+    MEM_RESET = 0x0624
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
@@ -201,6 +204,8 @@ class SessionOption(IntEnum):
     SYNC_WORD, without a value: the ring has the words by which a sync needs no frame, and the connection is the only
     one that can launch in the session.
     MEM_REUSE, without a value: the session serves MEM_REUSE.
+    OWN_MEMORY, without a value, where ATTACH asked for it: what this connection makes ends with it, unless it is kept;
+    the session serves MEM_KEEP, MEM_KEPT and MEM_RESET.
     """
 
     PARAMETER_TYPES = 33
@@ -212,6 +217,7 @@ class SessionOption(IntEnum):
     LAUNCH_WITH = 40
     SYNC_WORD = 41
     MEM_REUSE = 42
+    OWN_MEMORY = 43
 
 
 class LaunchFlag(IntFlag):

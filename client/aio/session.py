@@ -26,7 +26,7 @@ from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.engine.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.fork_guard import register
-from gpulease.client.handles import Buffer, ModuleHandle
+from gpulease.client.handles import BorrowedBuffer, Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of
 from gpulease.client.kernels.elementwise_source import ElementwiseSource
 from gpulease.client.kernels.function_kernels import kernel_of
@@ -83,6 +83,26 @@ class GpuSession(SessionView):
     async def mem_free(self, buffer: Buffer) -> None:
         """Give a buffer back now, like `gpulease.client.GpuSession.mem_free`."""
         await self._begin(lambda: self._session.resources.free(buffer))
+
+    async def keep(self, buffer: Buffer, name: str) -> None:
+        """Have the lease keep a buffer beyond this session's end, like `gpulease.client.GpuSession.keep`."""
+        await self._run(self._session.kept.keep(buffer, name))
+
+    async def kept(self, name: str) -> BorrowedBuffer:
+        """Find a buffer that the lease keeps, like `gpulease.client.GpuSession.kept`."""
+        return await self._run(self._session.kept.find(name))
+
+    async def kept_names(self) -> dict[str, int]:
+        """Ask for the buffers that the lease keeps, like `gpulease.client.GpuSession.kept_names`."""
+        return await self._run(self._session.kept.names())
+
+    async def take(self, name: str) -> Buffer:
+        """Make a kept buffer this session's own, like `gpulease.client.GpuSession.take`."""
+        return await self._run(self._session.kept.take(name))
+
+    async def reset(self) -> int:
+        """Free all memory that no open session holds, like `gpulease.client.GpuSession.reset`."""
+        return await self._run(self._session.kept.reset())
 
     async def array(self, values: Any, dtype: Any = None) -> Array:
         """Copy an array of numpy's to a new array on the card, like `gpulease.client.GpuSession.array`."""

@@ -18,9 +18,9 @@ from gpulease.client.cli.exit_status import CannotStart
 from gpulease.client.cli.fleet import ask_about
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.lease_options import WantedLease, lease_options, time_option
-from gpulease.client.cli.tables import seconds_text
+from gpulease.client.cli.tables import seconds_text, size_text
 from gpulease.client.engine import lease as engine
-from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, LeaseRequest
+from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, LeaseRequest, address_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 from gpulease.protocol import Opcode
@@ -113,11 +113,34 @@ def renew(lease_id: LeaseId, ttl_ms: int, as_json: bool) -> None:
 
 @click.command()
 @_lease
+@click.option("--memory", is_flag=True, help="Free the memory that no open session holds; the lease goes on.")
 @_json
-def free(lease_id: LeaseId, as_json: bool) -> None:
+def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
     """Give a lease or a region back, with all that is in its memory.
 
     Without LEASE_ID it is the one of GPULEASE_LEASE_ID.
+
+    With --memory the lease goes on, and loses the buffers that it keeps by name and those that ended programs left.
+    That takes a session: one that is not SHARED must not be open elsewhere.
     """
+    if memory:
+        freed_bytes = _reset(lease_id)
+        fields = {"lease_id": str(lease_id), "freed_bytes": freed_bytes}
+        click.echo(json.dumps(fields) if as_json else f"{size_text(freed_bytes)} of lease {lease_id} are free again.")
+        return
     ask_about(lease_id, Opcode.LEASE_FREE, LeaseRef(lease_id))
     click.echo(json.dumps({"lease_id": str(lease_id)}) if as_json else f"Lease {lease_id} is given back.")
+
+
+def _reset(lease_id: LeaseId) -> int:
+    """Free what no open session of a lease holds; the number of bytes. Raises what `GpuSession.reset` raises."""
+    # Imported here, because importing these takes longer than the other commands take to run.
+    from gpulease.client.sync.lease import GpuSharedLease
+    from gpulease.client.sync.session import GpuSession
+
+    state = drive(engine.by_id(address_of(None), threading.RLock(), lease_id))
+    try:
+        with GpuSession(GpuSharedLease(state), shared_memory=False) as session:
+            return session.reset()
+    finally:
+        state.channel.close()

@@ -116,6 +116,8 @@ def leases(tenant: str | None, as_json: bool) -> None:
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "launches", "copies", "age", "left"]
     spared = ("copies", "launches", "age", "GPU")
     click.echo(fitted(head, rows, output_width(), spared=spared, texts=("lease", "tenant")))
+    if held := [(lease["lease_id"], _holders(lease)) for lease in listed if _holders(lease)]:
+        click.echo("\n" + fitted(["lease", "buffers of"], held, output_width(), texts=("lease",), is_text_last=True))
 
 
 def _indexes_by_uuid() -> dict[str, str]:
@@ -137,6 +139,16 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
         MISSING if age_ms is None else seconds_text(age_ms / 1000),
         seconds_text(lease["remaining_ms"] / 1000),
     ]
+
+
+def _holders(lease: Report) -> str:
+    """Describe who holds the buffers of a lease's session; "" if nobody does, or the daemon is too old to tell."""
+    connections = lease.get("connections") or []
+    held = [
+        (f"pid {one['pid']}" if one["pid"] else f"remote {one['number']}", one["held_bytes"]) for one in connections
+    ]
+    held += [("kept by name", lease.get("kept_memory_bytes") or 0), ("nobody", lease.get("unheld_bytes") or 0)]
+    return ", ".join(f"{who}: {size_text(size_bytes)}" for who, size_bytes in held if size_bytes)
 
 
 def _state(lease: Report) -> str:

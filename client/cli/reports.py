@@ -53,7 +53,10 @@ LEASE: Final = {
 LEASE_PERHAPS: Final = {
     **dict.fromkeys(("cause", "card_uuid", "parent", "name"), WORD),
     **dict.fromkeys(("allocated_bytes", "launches", "copies", "age_ms", "orphaned_in_ms", "epoch"), NUMBER),
+    **dict.fromkeys(("kept_memory_bytes", "unheld_bytes"), NUMBER),
+    "connections": LIST,
 }
+CONNECTION: Final = dict.fromkeys(("number", "pid", "held_bytes"), NUMBER)
 CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
 """Members that each report must have, and those (`_PERHAPS`) that it may lack or have as None."""
 
@@ -75,8 +78,11 @@ def first_card(address: str, *figures: str) -> Report:
 
 
 def leases_of(report: object) -> list[Report]:
-    """LEASE_LIST_ACTIVE's leases. Raises MalformedReport."""
-    return _maps(report, "lease", LEASE, LEASE_PERHAPS)
+    """LEASE_LIST_ACTIVE's leases, each with its connections where it tells of any. Raises MalformedReport."""
+    leases = _maps(report, "lease", LEASE, LEASE_PERHAPS)
+    for lease in leases:
+        _maps(lease.get("connections") or [], "connection of a lease", CONNECTION)
+    return leases
 
 
 def as_tree(found: Sequence[T], id_of: Callable[[T], str], parent_of: Callable[[T], str | None]) -> list[T]:

@@ -268,7 +268,8 @@ class Attachment:
         self.end = None
 
     def _options(self) -> tuple[Tlv, ...]:
-        return self._wanted.to_options() + ((Tlv(AttachOption.TOKEN, self.token),) if self.token else ())
+        token = (Tlv(AttachOption.TOKEN, self.token),) if self.token else ()
+        return (*self._wanted.to_options(), *token, Tlv(AttachOption.OWN_MEMORY, b""))
 
     # --- ending ---
 

@@ -94,6 +94,20 @@ class SubmitReport(TypedDict):
     launches: NotRequired[int]
 
 
+class ConnectionReport(TypedDict):
+    """A connection to a lease's session.
+
+    Attributes:
+        number: Its number in the session, from 1.
+        pid: Its program's process on the daemon's host; 0 for a remote one.
+        held_bytes: Device memory of its buffers.
+    """
+
+    number: int
+    pid: int
+    held_bytes: int
+
+
 class LeaseReport(TypedDict):
     """A lease, as the daemon reports it.
 
@@ -128,6 +142,10 @@ class LeaseReport(TypedDict):
         sync_errors: Waits for the card that ended with a failure.
         copies: Copies to and from the card.
         copied_bytes: Bytes of these.
+        connections: The session's connections; absent with a daemon that is too old.
+        kept_memory_bytes: Bytes of buffers that the lease keeps by name; absent with them.
+        unheld_bytes: Bytes of buffers that no open session holds: of one that has ended while its kernels run, or of an
+            older client, whose buffers stay; absent with them.
         submit: The submit that is not proved gone; absent if there is none.
         last_submit: The last submit that is gone; absent if there was none.
         parent: For a region, the text of its lease's id; absent for a lease.
@@ -165,6 +183,9 @@ class LeaseReport(TypedDict):
     sync_errors: NotRequired[int]
     copies: NotRequired[int]
     copied_bytes: NotRequired[int]
+    connections: NotRequired[list[ConnectionReport]]
+    kept_memory_bytes: NotRequired[int]
+    unheld_bytes: NotRequired[int]
     submit: NotRequired[SubmitReport]
     last_submit: NotRequired[SubmitReport]
     parent: NotRequired[str]
@@ -698,7 +719,11 @@ def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
         lease_id = lease_id_of(text)
     except ValueError as error:
         raise InvalidRequest(f"{LEASE_ID_VARIABLE}: {error}") from None
+    return (yield from by_id(address, lock, lease_id))
 
+
+def by_id(address: Address, lock: Any, lease_id: int) -> Procedure[LeaseState]:
+    """The tenant's own lease with that id. Raises NotFound if there is none."""
     reports: list[LeaseReport] = []
 
     def grant_of(reply: Any) -> LeaseGrant:

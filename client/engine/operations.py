@@ -31,10 +31,10 @@ EXPIRY_MARGIN_S: Final = 5.0
 FREES_PER_FLUSH: Final = 256
 """Most dropped handles that one operation frees, so that a long list that was thrown away does not hold it up."""
 
-ONE_STREAM_FENCES: Final = frozenset({Opcode.SYNC, Opcode.MEM_READ, Opcode.ARENA_READ})
+ONE_STREAM_FENCES: Final = frozenset({Opcode.SYNC, Opcode.MEM_RESET, Opcode.MEM_READ, Opcode.ARENA_READ})
 """Operations that wait for everything before them while the session has no stream but the default one."""
 
-STREAMS_FENCES: Final = frozenset({Opcode.SYNC})
+STREAMS_FENCES: Final = frozenset({Opcode.SYNC, Opcode.MEM_RESET})
 """Operations that wait for everything before them once the session has several streams."""
 
 

@@ -128,7 +128,12 @@ class RegionState(LeaseState):
             return  # what is left of it goes with the lease
         yield from self._returned()
         release = operations.ask(Opcode.REGION_RELEASE, HANDLE.pack(self.address_on_card))
-        yield from operations.do("close", release)
+        try:
+            yield from operations.do("close", release)
+        except InvalidHandle as error:
+            # The worker lets go of them itself when the last session ends, or by `reset`.
+            if error.failure.failed_request_id is not None:
+                raise
 
     def _returned(self) -> Procedure[None]:
         last, pause_s = self.clock() + RETURN_WAIT_S, FIRST_RETURN_POLL_S

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 from gpulease.client.engine.attachment import Attachment
 from gpulease.client.engine.copies import Copies, CopyCommands
 from gpulease.client.engine.graphs import Graphs
+from gpulease.client.engine.kept_buffers import KeptBuffers
 from gpulease.client.engine.launch import LaunchCommands, Launches
 from gpulease.client.engine.lease import LeaseState
 from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, whole
@@ -50,6 +51,7 @@ class Session:
         launches: Launches of its modules' kernels.
         graphs: Its launch graphs.
         region_sets: Its region sets.
+        kept: The buffers that its lease keeps.
     """
 
     def __init__(self, lease: LeaseState, lock: Any, *, grant: Grant | None, shared_memory: bool, spin_ns: int) -> None:
@@ -75,6 +77,7 @@ class Session:
         self.launches = Launches(self.operations, self.streams)
         self.graphs = Graphs(self.operations, self.streams)
         self.region_sets = RegionSets(self.operations)
+        self.kept = KeptBuffers(self.operations)
 
     def attach(self) -> Procedure[None]:
         """Open it. Raises why it can't be opened."""
@@ -135,7 +138,7 @@ class SessionView:
         return empty(self._session.attachment.arena, shape, dtype)
 
     def buffer(self, handle: int, size_bytes: int) -> BorrowedBuffer:
-        """Use memory that was allocated on another connection to the lease: by its owner, or before this one opened.
+        """Use memory that was allocated on another connection to the lease, which lasts until that ends (`keep`).
 
         Dropping the last reference does not free it; `mem_free` does. Operations on it find out if the handle is wrong.
 
@@ -195,6 +198,11 @@ class SessionView:
         """Bytes of device memory that the session may allocate in all."""
         attachment = self._session.attachment
         return attachment.reply.slice_bytes + attachment.lease.grant.size_bytes - attachment.lease_bytes
+
+    @property
+    def owns_memory(self) -> bool:
+        """True if what this session makes ends with it; False with an older daemon, where it stays in the lease."""
+        return self._session.attachment.told(SessionOption.OWN_MEMORY) is not None
 
     @property
     def shares_memory(self) -> bool:

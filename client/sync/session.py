@@ -17,7 +17,7 @@ from gpulease.client.engine.session import Session, SessionView
 from gpulease.client.engine.streams import PrintedCallback, PrintedText
 from gpulease.client.engine.tokens import Grant, token_of
 from gpulease.client.fork_guard import register
-from gpulease.client.handles import Buffer, ModuleHandle
+from gpulease.client.handles import BorrowedBuffer, Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of
 from gpulease.client.kernels.elementwise_source import ElementwiseSource
 from gpulease.client.kernels.function_kernels import kernel_of
@@ -109,6 +109,50 @@ class GpuSession(SessionView):
             rest = self._session.resources.free(buffer)
             if rest is not None:
                 drive(rest)
+
+    def keep(self, buffer: Buffer, name: str) -> None:
+        """Have the lease keep a buffer beyond this session's end: until it is freed or taken, or the lease ends.
+
+        The buffer can be used here as before. Dropping its last reference no longer frees it; `mem_free` does. An
+        array is kept by its `buffer`.
+
+        Args:
+            buffer: The buffer.
+            name: The name by which any session of the lease finds it. A kept buffer gets another name so.
+
+        Raises:
+            InvalidRequest: Another buffer is kept by that name.
+            Busy: The lease keeps as many as it may.
+            Unsupported: The session's daemon is too old.
+        """
+        drive(self._session.kept.keep(buffer, name))
+
+    def kept(self, name: str) -> BorrowedBuffer:
+        """Find a buffer that the lease keeps. It stays kept: dropping it frees nothing, `mem_free` does.
+
+        Raises InvalidHandle if there is none of that name, or Unsupported.
+        """
+        return drive(self._session.kept.find(name))
+
+    def kept_names(self) -> dict[str, int]:
+        """Ask for the buffers that the lease keeps: their sizes in bytes by their names. Raises Unsupported."""
+        return drive(self._session.kept.names())
+
+    def take(self, name: str) -> Buffer:
+        """Make a buffer that the lease keeps this session's own: it ends with its last reference, or the session.
+
+        Raises InvalidHandle if there is none of that name, or Unsupported.
+        """
+        return drive(self._session.kept.take(name))
+
+    def reset(self) -> int:
+        """Wait as `sync` does, then free all memory that no open session holds; the number of bytes.
+
+        That is what the lease keeps by name, what sessions left that have ended, and the parts of ended regions.
+
+        Raises Denied unless the session may read and write memory and launch, or Unsupported.
+        """
+        return drive(self._session.kept.reset())
 
     def array(self, values: Any, dtype: Any = None) -> Array:
         """Copy an array of numpy's, or what numpy makes one of, to a new array on the card.

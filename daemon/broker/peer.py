@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ class Peer:
         is_known: Whether the kernel or a certificate vouches for `tenant`.
         is_relayed: Whether a relay stands between the peer and this host, so that no memory can be shared with it.
         is_reader: Whether the peer may look and do nothing else, operator or not.
+        pid: The process on this host that connected; 0 if the kernel does not name it.
     """
 
     tenant: str
@@ -36,6 +37,7 @@ class Peer:
     is_known: bool
     is_relayed: bool = False
     is_reader: bool = False
+    pid: int = field(default=0, compare=False)
 
     def is_stranger_to(self, tenant: str) -> bool:
         """Return whether the peer may be another than `tenant`."""
@@ -50,5 +52,5 @@ def identify(sock: Any, tenant_of_uid: Mapping[int, str] = _NO_NAMES) -> Peer:
     if sock.family != socket.AF_UNIX:
         return Peer(ANONYMOUS_TENANT, is_operator=False, is_known=False)
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    _, uid, _ = _UCRED.unpack(credentials)
-    return Peer(tenant_of_uid.get(uid, f"uid:{uid}"), is_operator=uid in (0, os.geteuid()), is_known=True)
+    pid, uid, _ = _UCRED.unpack(credentials)
+    return Peer(tenant_of_uid.get(uid, f"uid:{uid}"), is_operator=uid in (0, os.geteuid()), is_known=True, pid=pid)

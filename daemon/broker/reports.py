@@ -87,6 +87,9 @@ def lease_report(
             "sync_errors": page.counter(Counter.SYNC_ERRORS),
             "copies": page.counter(Counter.COPIES),
             "copied_bytes": page.counter(Counter.COPIED_BYTES),
+            "kept_memory_bytes": page.counter(Counter.KEPT_BYTES),
+            "unheld_bytes": page.counter(Counter.UNHELD_BYTES),
+            "connections": [one._asdict() for one in page.connections()],
         }
     return report
 

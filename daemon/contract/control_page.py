@@ -22,12 +22,12 @@ sees an old or a new value, never half of one.
          gone, monotonic ns; 0 if        80  copies
          nobody has written it           88  bytes copied
    3760  the same once the word is       96  connections that are attached
-         not 0
-   3768  whether a connection was
-         sent to the session: 1 none,
-         2 one; 0 if nobody has
-         written it
-   3776  the lease's cause of end, for
+         not 0                          104  the most bytes that were allocated
+   3768  whether a connection was       112  bytes of allocations that are kept by name
+         sent to the session: 1 none,   120  bytes of allocations that no connection holds
+         2 one; 0 if nobody has         512  for each of 16 connections: its number in the
+         written it                          session, 0 for none; its process's id, 0 if that
+   3776  the lease's cause of end, for       is not known; and the bytes of its allocations
          the next broker: 32 bytes,
          filled up with zeros
    3808  until when a lease with a name
@@ -114,6 +114,29 @@ class Counter(IntEnum):
     COPIED_BYTES = 11
     CONNECTIONS = 12
     MOST_ALLOCATED_BYTES = 13
+    KEPT_BYTES = 14
+    UNHELD_BYTES = 15
+
+
+MAX_CONNECTIONS: Final = 16
+"""Most connections of a SHARED session. Stops a tenant from filling its worker with descriptors."""
+
+_FIRST_CONNECTION: Final = 64
+_CONNECTION_WORDS: Final = 3
+
+
+class ShownConnection(NamedTuple):
+    """A connection to the session, as its worker claims.
+
+    Attributes:
+        number: Its number in the session, from 1.
+        pid: Its process on this host; 0 if that is not known.
+        held_bytes: Bytes of its allocations.
+    """
+
+    number: int
+    pid: int
+    held_bytes: int
 
 
 class Lapsing(Protocol):
@@ -318,6 +341,13 @@ class BrokerPage:
         """Return all claims, in the order of `Counter`."""
         return self._claims[: len(Counter)].tolist()
 
+    def connections(self) -> list[ShownConnection]:
+        """Return the connections that the worker claims to have, in their numbers' order."""
+        end = _FIRST_CONNECTION + MAX_CONNECTIONS * _CONNECTION_WORDS
+        words = self._claims[_FIRST_CONNECTION:end].tolist()
+        found = [ShownConnection(*words[at : at + _CONNECTION_WORDS]) for at in range(0, len(words), _CONNECTION_WORDS)]
+        return sorted(one for one in found if one.number)
+
     def let_go(self) -> None:
         """Close the descriptors, once the worker and its zygote have theirs."""
         fds, self.fds = self.fds, NO_FDS
@@ -380,6 +410,18 @@ class WorkerPage:
             return BEYOND_HORIZON if status is Status.REVOKED and self._state[_HORIZON] else ""
         length = min(self._state[_REASON_LENGTH], MAX_REASON_BYTES)
         return self._state_map[_REASON_AT : _REASON_AT + length].decode(errors="ignore")
+
+    def show_connection(self, number: int, pid: int) -> int:
+        """Show a connection that has attached; returns the index in `counters` of the bytes that it holds."""
+        places = range(_FIRST_CONNECTION, _FIRST_CONNECTION + MAX_CONNECTIONS * _CONNECTION_WORDS, _CONNECTION_WORDS)
+        place = next(at for at in places if not self.counters[at])
+        self.counters[place + 1], self.counters[place + 2] = pid, 0
+        self.counters[place] = number
+        return place + 2
+
+    def hide_connection(self, held_at: int) -> None:
+        """Show a connection no more that has ended. `held_at`: what `show_connection` returned."""
+        self.counters[held_at - 2] = 0
 
     def is_held_by(self, guest: "Lapsing") -> bool:
         """Return whether a token is valid now."""

@@ -290,6 +290,8 @@ class Attach(Message):
         arena_bytes: Size of the arena that the tenant asks for; 0 for none.
         is_stranger: Whether the tenant may be another than the lease's; an older broker does not say.
         guest: The terms of the guest's token; None for the lease's own tenant.
+        owns: What the connection makes in the session is to end with it.
+        client_pid: The client's process on this host; 0 if that is not known.
     """
 
     OP: ClassVar[str] = "attach"
@@ -299,6 +301,8 @@ class Attach(Message):
     arena_bytes: Annotated[int, U64.named("arena")]
     is_stranger: Flag = True
     guest: Annotated[Guest | None, converted(Guest.from_message, Guest.to_message).or_nil()] = None
+    owns: Flag = False
+    client_pid: Pid = 0
 
 
 @dataclass(frozen=True, slots=True)

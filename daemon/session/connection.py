@@ -35,6 +35,7 @@ from gpulease.daemon.contract.control_page import sealed_memory
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.drivers.interface import Context, Ticket
 from gpulease.daemon.native.addresses import address_of
+from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
 from gpulease.daemon.session.stream_operations import ConnectionStreams
 from gpulease.protocol.errors import FramingError
@@ -676,6 +677,7 @@ class Connection:
         receive_buffer: All that it has received.
         has_arena: Whether the session's arena is this connection's.
         streams: Its streams.
+        holder: Holds what it makes; set once it is attached.
         spins_left: How often to spin for more requests before the worker sleeps.
         received_at_s: When bytes of an incomplete frame last came.
         send_buffer: The rest of a reply that the peer has not read; None unless the connection is paused.
@@ -700,6 +702,7 @@ class Connection:
         self.receive_buffer = ReceiveBuffer(self.reader, pinned_buffers)
         self.has_arena = False
         self.streams = ConnectionStreams()
+        self.holder = Holder()
         self.spins_left = spin_policy.spins_per_reply
         self.received_at_s = time.monotonic()
         self.send_buffer: SendBuffer | None = None

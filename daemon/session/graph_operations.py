@@ -11,6 +11,7 @@ from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import CopyStep, DataStep, Graph, KernelStep, Step
+from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.ledger import Refused, invalid_handle
 from gpulease.daemon.session.memory_operations import ArenaOperations
@@ -109,6 +110,7 @@ class _SessionGraph:
         void: What it used that has been released, in words; None while it can be replayed.
         latest_values: The values of the latest GRAPH_LAUNCH; None if they may have become wrong since.
         regions: The addresses of all regions that its nodes name.
+        holder: Who made it.
     """
 
     graph: Graph
@@ -119,6 +121,7 @@ class _SessionGraph:
     void: str | None = None
     latest_values: bytes | None = None
     regions: tuple[int, ...] = ()
+    holder: Holder | None = None
 
 
 class GraphOperations(Operations):
@@ -165,6 +168,7 @@ class GraphOperations(Operations):
         number = self._last_number
         self._graphs[number] = made = _SessionGraph(graph, steps, parameters, part_count, size_bytes)
         made.regions = tuple(filter(self._ledger.is_region, steps.allocations))
+        made.holder = self._ledger.holder
         self._ledger.add_graph(graph.device_bytes)
         self._part_count += part_count
         self._payload_bytes += size_bytes
@@ -214,15 +218,23 @@ class GraphOperations(Operations):
     def destroy(self, frame: Frame) -> bytes:
         """GRAPH_DESTROY."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
-        made = self._graphs.pop(number, None)
-        if made is None:
+        if number not in self._graphs:
             raise _no_graph(number)
+        self._destroy(number)
+        self._record_usage()
+        return empty(frame)
+
+    def give_back(self, holder: Holder) -> None:
+        """Destroy all graphs that somebody made; what was replayed runs to its end."""
+        for number in [number for number, made in self._graphs.items() if made.holder is holder]:
+            self._destroy(number)
+
+    def _destroy(self, number: int) -> None:
+        made = self._graphs.pop(number)
         if made.void is None:
             self._release(number, made)
         self._part_count -= made.part_count
         self._payload_bytes -= made.payload_bytes
-        self._record_usage()
-        return empty(frame)
 
     def close(self) -> None:
         """Release all graphs."""

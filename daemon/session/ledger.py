@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gpulease.daemon.drivers.interface import DriverError, ImageRejected, Module
+from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
@@ -42,10 +43,11 @@ def invalid_handle(message: str) -> Refused:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModule:
-    """A module, the size of its image, and the addresses of its variables that the tenant has asked for."""
+    """A module, the size of its image, who holds it, and its variables' addresses that the tenant has asked for."""
 
     module: Module
     image_bytes: int
+    holder: Holder
     variables: set[int] = field(default_factory=set)
 
 
@@ -115,6 +117,7 @@ class Ledger:
         rounding_bytes: What the card takes beyond those; the driver knows, and SessionResources updates it.
         make_room: Called before the card takes more, with how many bytes the driver may still keep for later.
         records: The allocations that native code serves copies of.
+        holder: Who holds what is made now: the connection that is served.
         allocation_dependents: Who must know when an allocation is freed, by its handle.
         module_dependents: Who must know when a module is unloaded, by its number.
     """
@@ -136,9 +139,11 @@ class Ledger:
         self._graph_bytes = 0
         self._most_graph_bytes = 0
         self.records = AllocationRecords()
+        self.holder = Holder()
         self.allocation_dependents = Dependents(on_add=self.records.hide)
         self.module_dependents = Dependents()
         self._allocations: dict[int, int] = {}
+        self._holders: dict[int, Holder] = {}
         # By address: the sizes of modules' variables, which count with their modules.
         self._variables: dict[int, int] = {}
         # By address: what each region takes of the slice, its size, and the look at it before it is used.
@@ -194,6 +199,8 @@ class Ledger:
     def add_allocation(self, address: int, size_bytes: int) -> None:
         """Note an allocation that the driver gave."""
         self._allocations[address] = size_bytes
+        self._holders[address] = holder = self.holder
+        holder.count(size_bytes)
         self.used_bytes += size_bytes
 
     def locate(self, handle: int, offset: int, length: int) -> int:
@@ -230,13 +237,37 @@ class Ledger:
     def remove_allocation(self, handle: int) -> None:
         """Note that the driver freed an allocation, and call its dependents."""
         self.records.hide(handle)
-        self.used_bytes -= self._allocations.pop(handle)
         self._freed(handle)
+        size_bytes = self._allocations.pop(handle)
+        self._holders.pop(handle).count(-size_bytes)
+        self.used_bytes -= size_bytes
 
     def reuse_allocation(self, handle: int) -> int:
-        """Note that an allocation is freed and another of its size given in its place; that size in bytes."""
+        """Note that an allocation is freed and another of its size given in its place; that size in bytes.
+
+        Native code does the same for an allocation that nothing depends on: its holder stays.
+        """
         self._freed(handle)
         return self._allocations[handle]
+
+    def allocations_of(self, holder: Holder) -> list[int]:
+        """The handles of all allocations that somebody holds."""
+        return [handle for handle, found in self._holders.items() if found is holder]
+
+    def holder_of(self, handle: int) -> Holder | None:
+        """Who holds an allocation; None if there is none with that handle."""
+        return self._holders.get(handle)
+
+    def hand_over(self, handle: int, holder: Holder) -> None:
+        """Give an allocation another holder."""
+        size_bytes = self._allocations[handle]
+        self._holders[handle].count(-size_bytes)
+        self._holders[handle] = holder
+        holder.count(size_bytes)
+
+    def size_of(self, handle: int) -> int | None:
+        """The size of an allocation; None if there is none with that handle."""
+        return self._allocations.get(handle)
 
     def _freed(self, handle: int) -> None:
         self.allocation_dependents.released(handle, f"the allocation {handle:#x}, which is freed")
@@ -334,6 +365,14 @@ class Ledger:
         """All loaded modules, each with its number."""
         return [(number, loaded.module) for number, loaded in self._modules.items()]
 
+    def has_module(self, number: int) -> bool:
+        """Return whether a module of that number is loaded."""
+        return number in self._modules
+
+    def modules_of(self, holder: Holder) -> list[int]:
+        """The numbers of all modules that somebody holds."""
+        return [number for number, loaded in self._modules.items() if loaded.holder is holder]
+
     def allocations(self) -> list[int]:
         """The handles of all live allocations."""
         return list(self._allocations)
@@ -384,7 +423,7 @@ class Ledger:
         self._most_shared_bytes = max(self._most_shared_bytes, self._shared_bytes)
         self._kept_bytes = max(self._kept_bytes, module.kept_bytes)
         self._last_module += 1
-        self._modules[self._last_module] = LoadedModule(module, image_bytes)
+        self._modules[self._last_module] = LoadedModule(module, image_bytes, self.holder)
         self._image_bytes += image_bytes
         return self._last_module
 

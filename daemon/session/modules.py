@@ -11,7 +11,7 @@ from dataclasses import astuple
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import ImageRejected, Kernel, Module
+from gpulease.daemon.drivers.interface import ImageRejected, Kernel, Module, Poll
 from gpulease.daemon.session.launches import Planner
 from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import Operations, SessionResources
@@ -116,10 +116,14 @@ class ModuleOperations(Operations):
         self._counters[_COMPILING_SINCE_NS] = 0
         self._ledger.check_module(device_bytes, shared_bytes, kept_bytes)
 
-    def _unload(self, number: int) -> None:
-        self._context.module_unload(self._ledger.module(number), self._check_lease)
+    def give_back(self, number: int, poll: Poll) -> None:
+        """Unload a module once everything launched before has ended; the plans of its kernels must be forgotten."""
+        self._context.module_unload(self._ledger.module(number), poll)
         self._ledger.remove_module(number)
         self._types.pop(number, None)
+
+    def _unload(self, number: int) -> None:
+        self.give_back(number, self._check_lease)
         self._record_usage()
 
 

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import Context, Kernel, keep_waiting
+from gpulease.daemon.drivers.interface import Context, Kernel, KernelFault, keep_waiting
 from gpulease.daemon.session.ledger import Ledger
 
 # Plain integers: looking a member up on its enum costs as much as the rest of an increment.
@@ -16,6 +16,8 @@ _MOST_ALLOCATED_BYTES: Final = int(Counter.MOST_ALLOCATED_BYTES)
 _COPIES: Final = int(Counter.COPIES)
 _COPIED_BYTES: Final = int(Counter.COPIED_BYTES)
 _COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
+
+_Result = TypeVar("_Result")
 
 
 class LeaseOver(Exception):
@@ -33,6 +35,7 @@ class SessionResources:
         counters: The control page's counters.
         check_sync: The `Poll` of a wait for all that a stream, or the session, has launched: it serves the broker, too.
         stream: The driver's number of the stream that launches and copies go into now.
+        keep_fault: Called with a kernel's fault that a call met which no tenant asked for: the tenant hears of it.
         may_have_grown: The context did something after which the card may hold more memory than the ledger counts.
             `Session.take_growth` resets it.
     """
@@ -44,6 +47,17 @@ class SessionResources:
     may_have_grown: bool = False
     stream: int = 0
     check_sync: Callable[[], None] = keep_waiting
+    keep_fault: Callable[[KernelFault], None] = lambda _fault: None
+
+    def aside(self, ask: Callable[[], _Result]) -> _Result:
+        """Ask the driver something that is not the tenant's request: a fault of the tenant's kernels is kept for it."""
+        try:
+            return ask()
+        except KernelFault as fault:
+            self.keep_fault(fault)
+            if fault.context_lost:
+                raise
+            return ask()
 
     def record_usage(self) -> None:
         """Show the broker the slice's charged bytes, after the session has taken or released something."""

@@ -22,7 +22,7 @@ region that the new page does not have: the earlier broker was killed before its
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from gpulease.daemon.contract.messages import (
     EndRegion,
@@ -35,7 +35,7 @@ from gpulease.daemon.contract.messages import (
     SliceResized,
 )
 from gpulease.daemon.contract.regions_page import RegionWord, WorkerRegions
-from gpulease.daemon.drivers.interface import DriverError, KernelFault, Ticket
+from gpulease.daemon.drivers.interface import DriverError, Ticket
 from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.daemon.session.region_operations import ENDS, Flip, Region, RegionGate
@@ -59,8 +59,6 @@ UNASKED_GRACE_MS: Final = 1000
 MAX_MAPPED_REGIONS: Final = 4096
 """Most regions of a session whose addresses it has not let go of, ended ones included. Stops a tenant from filling the
 driver's tables with regions that it never releases."""
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +96,6 @@ class RegionMemory:
 
     Args:
         streams: Returns the numbers of all the session's streams in the driver.
-        keep_fault: Called with a kernel's fault that a call for the broker met: the tenant hears of it.
     """
 
     def __init__(
@@ -106,10 +103,9 @@ class RegionMemory:
         resources: SessionResources,
         gate: RegionGate,
         streams: Callable[[], set[int]],
-        keep_fault: Callable[[KernelFault], None],
     ) -> None:
         self._resources, self._gate = resources, gate
-        self._streams, self._keep_fault = streams, keep_fault
+        self._streams, self._call = streams, resources.aside
         self._by_id: dict[int, Region] = {}
         self._openings: list[Region] = []
         self._ends: dict[int, _End] = {}
@@ -318,16 +314,6 @@ class RegionMemory:
 
     def _mark(self, stream: int) -> Ticket:
         return self._call(lambda: self._resources.context.mark(stream))
-
-    def _call(self, ask: Callable[[], _Result]) -> _Result:
-        """Ask the driver something that is not the tenant's request: a fault of the tenant's kernels is kept for it."""
-        try:
-            return ask()
-        except KernelFault as fault:
-            self._keep_fault(fault)
-            if fault.context_lost:
-                raise
-            return ask()
 
     # --- the slice ---
 

@@ -23,6 +23,7 @@ from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import ForwardRevoked, RegionReleased
 from gpulease.daemon.contract.regions_page import STATUS_OF_WORD, RegionWord, WorkerRegions, word_of
 from gpulease.daemon.drivers.interface import Ticket
+from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.ledger import Refused, invalid_handle
 from gpulease.daemon.session.operations import Operations, SessionResources
 from gpulease.daemon.session.replies import empty, handle_reply
@@ -101,15 +102,17 @@ class SetInUse:
     """A region set.
 
     Attributes:
+        holder: Who made it.
         handle: Its handle, `wire` the same as it travels.
         regions: The regions, in the order of the request.
         epoch: The page's epoch at which all of them went on; NO_EPOCH if none is known.
         deadline_ns: The least of their deadlines then.
     """
 
-    __slots__ = ("_active", "_getter", "deadline_ns", "epoch", "handle", "regions", "wire")
+    __slots__ = ("_active", "_getter", "deadline_ns", "epoch", "handle", "holder", "regions", "wire")
 
-    def __init__(self, handle: int, regions: list[Region]) -> None:
+    def __init__(self, handle: int, regions: list[Region], holder: Holder) -> None:
+        self.holder = holder
         self.handle, self.wire, self.regions = handle, HANDLE.pack(handle), regions
         self.epoch, self.deadline_ns = NO_EPOCH, 0
         # Two slots at least, so that the getter always gives a tuple.
@@ -344,20 +347,28 @@ class RegionOperations(Operations):
                 raise invalid_handle(f"slot {ref.slot} with number {ref.number} is no region of this session")
             regions.append(region)
         self._last_set += 1
-        gate.sets[self._last_set] = SetInUse(self._last_set, regions)
+        gate.sets[self._last_set] = SetInUse(self._last_set, regions, self._ledger.holder)
         self._member_count += len(regions)
         return handle_reply(frame, self._last_set)
 
     def free_set(self, frame: Frame) -> bytes:
         """REGION_SET_FREE. What was launched in the set goes on."""
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
-        gone = self._gate.sets.pop(handle, None)
-        if gone is None:
+        if handle not in self._gate.sets:
             raise invalid_handle(f"{handle} is not a region set of this session")
+        self._free(handle)
+        return empty(frame)
+
+    def give_back(self, holder: Holder) -> None:
+        """Free all region sets that somebody made."""
+        for handle in [handle for handle, made in self._gate.sets.items() if made.holder is holder]:
+            self._free(handle)
+
+    def _free(self, handle: int) -> None:
+        gone = self._gate.sets.pop(handle)
         self._member_count -= len(gone.regions)
         if gone is self._gate.current:
             self._gate.forget_current()
-        return empty(frame)
 
     def release(self, frame: Frame) -> bytes:
         """REGION_RELEASE: let go of the address of a region whose memory is gone."""
@@ -374,13 +385,22 @@ class RegionOperations(Operations):
                     region=region.region_id,
                 )
             )
-        self._context.region_release(address)
-        self._ledger.remove_region(address)
+        self._release(region)
         self._record_usage()
+        return empty(frame)
+
+    def release_ended(self) -> None:
+        """Let go of the addresses of all regions whose memory is gone."""
+        for region in [known for known in self._gate.regions.values() if self._ledger.has_ended(known.address)]:
+            self._release(region)
+        self._record_usage()
+
+    def _release(self, region: Region) -> None:
+        self._context.region_release(region.address)
+        self._ledger.remove_region(region.address)
         del self._gate.regions[region.slot, region.number]
         self._forget(region.region_id)
         self._gate.outbox.append(RegionReleased(region.region_id))
-        return empty(frame)
 
 
 def no_set() -> Refused:

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.contract.control_page import PageFds
+from gpulease.daemon.contract.control_page import MAX_CONNECTIONS, PageFds
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message
 from gpulease.daemon.contract.messages import (
@@ -62,9 +62,6 @@ from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.opcodes import Flag, Opcode, SessionOption, Status
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Given, Wanted
-
-MAX_CONNECTIONS: Final = 16
-"""Most connections of a SHARED session. Stops a tenant from filling its worker with descriptors."""
 
 BUFFERS_BYTES: Final = MAX_PAYLOAD_BYTES + (16 << 20)
 """Most memory of incomplete frames that a session's connections may hold together: one of the largest frames, and many
@@ -157,6 +154,7 @@ class Server:
             self._ready.clear()
             for fd in heard & self._connections.keys():
                 self._serve(self._connections[fd])
+            self._session.ended.advance()
             self._session.regions.advance()
             self._tell_of_session()
 
@@ -174,8 +172,9 @@ class Server:
         sleep_ms = self._session.watch.look_after_ms() or LOOK_MS
         if self._unsent:
             sleep_ms = min(sleep_ms, RETRY_MS)
-        end_ms = self._session.regions.poll_ms(time.monotonic_ns())
-        return sleep_ms if end_ms is None else min(sleep_ms, end_ms)
+        for end_ms in (self._session.regions.poll_ms(time.monotonic_ns()), self._session.ended.sleep_ms()):
+            sleep_ms = sleep_ms if end_ms is None else min(sleep_ms, end_ms)
+        return sleep_ms
 
     def _drop_expired_guests(self) -> None:
         """Drop connections whose token is over, so that they take no other connection's place."""
@@ -199,8 +198,7 @@ class Server:
             match message:
                 case Attach() as attach if len(fds) == 1:
                     self._session.meet(is_stranger=attach.is_stranger)
-                    wanted = Wanted(attach.ring, attach.arena_bytes)
-                    self._attach(socket.socket(fileno=fds.pop()), attach.request_id, attach.rest, wanted, attach.guest)
+                    self._attach(socket.socket(fileno=fds.pop()), attach)
                 case Attach(guest=guest):
                     # Its socket did not get through, for want of descriptors here: to its peer it is closed.
                     self._tell_of(guest, is_in=False)
@@ -220,6 +218,7 @@ class Server:
                 if len(fds) == 1:
                     regions.use_page(*fds)
             case OpenRegion():
+                self._session.ended.advance(now=True)
                 regions.open(message)
             case EndRegion():
                 regions.end(message)
@@ -259,9 +258,10 @@ class Server:
         while self._unsent and report(self._channel, self._unsent[0]):
             self._unsent.popleft()
 
-    def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> None:
+    def _attach(self, sock: socket.socket, attach: Attach) -> None:
         sock.setblocking(False)
-        connection = Connection(sock, rest, self._session.pinned_buffers, self._spin_policy, guest)
+        guest = attach.guest
+        connection = Connection(sock, attach.rest, self._session.pinned_buffers, self._spin_policy, guest)
         self._drop_ended()
         failure = self._admission_failure()
         if failure is not None:
@@ -269,22 +269,25 @@ class Server:
             self._tell_of(guest, is_in=False)
             with contextlib.suppress(ConnectionLost):
                 lease_id = self._session.lease_id
-                connection.wire.send(failure.to_frame(Opcode.ATTACH, request_id=request_id, session_id=lease_id), 0)
+                connection.wire.send(
+                    failure.to_frame(Opcode.ATTACH, request_id=attach.request_id, session_id=lease_id), 0
+                )
             connection.wire.close()
             return
+        connection.holder = self._session.begin_connection(attach.client_pid, owns=attach.owns)
         try:
             self._connections[connection.fd] = connection
             self._session.count_connections(len(self._connections))
             self._poll.register(sock, select.POLLIN)
             self._set_waits()
-            self._send_attach_reply(connection, request_id, wanted)
+            self._send_attach_reply(connection, attach)
         except ConnectionLost as error:
             self._drop(connection, error)
             self._tell_of(guest, is_in=False)
             return
         self._tell_of(guest, is_in=True)
         try:
-            self._session.streams.switch_to(connection.streams)
+            self._session.switch_to(connection.streams, connection.holder)
             self._serve_frames(connection)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
@@ -311,21 +314,24 @@ class Server:
         """Tell the broker whether a socket it handed over is attached: a token that let nobody in may be used again."""
         report(self._channel, Attached() if guest is None else Attached(guest.mark, is_in))
 
-    def _send_attach_reply(self, connection: Connection, request_id: int, wanted: Wanted) -> None:
+    def _send_attach_reply(self, connection: Connection, attach: Attach) -> None:
         """Reply to ATTACH, with the ring and the arena that the client asks for, where the session can give them.
 
         After the reply, all bytes go through the ring if there is one. Raises ConnectionLost.
         """
+        wanted = Wanted(attach.ring, attach.arena_bytes)
         ring, arena = ring_for(connection.sock, wanted, self._spin_policy), self._arena_for(connection, wanted)
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
         card = self._session.compute_capability.to_bytes(2, "big") + self._session.cuda_version.to_bytes(4, "big")
         options = (*given.to_options(), *_SERVED, Tlv(SessionOption.CARD, card))
         if ring is not None and connection.guest is None and self._max_connections == 1 and self._session.is_native:
             options += (Tlv(SessionOption.SYNC_WORD, b""),)
+        if attach.owns:
+            options += (Tlv(SessionOption.OWN_MEMORY, b""),)
         if granule_bytes := self._session.region_granule_bytes:
             options += (Tlv(SessionOption.REGIONS, granule_bytes.to_bytes(4, "big")),)
         body = build_body(replace(self._welcome, options=options))
-        header = {"request_id": request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
+        header = {"request_id": attach.request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
         frame = build_frame(Opcode.ATTACH, body, **header)
         fds = [shared.fd for shared in (ring, arena) if shared is not None]
         try:
@@ -365,7 +371,7 @@ class Server:
     # --- requests ---
 
     def _serve(self, connection: Connection) -> None:
-        self._session.streams.switch_to(connection.streams)
+        self._session.switch_to(connection.streams, connection.holder)
         try:
             if connection.send_buffer is not None:
                 self._resume(connection, connection.send_buffer)
@@ -486,9 +492,9 @@ class Server:
             connection.wire.send_final(failure.to_frame(Opcode.GOODBYE, request_id=0))
         if self._connections.pop(connection.fd, None) is not None:
             self._poll.unregister(connection.fd)
-            self._session.streams.release(connection.streams)
             self._set_waits()
             self._session.count_connections(len(self._connections))
+            self._session.end_connection(connection.streams, connection.holder, is_last=not self._connections)
             self._has_reported_left = bool(self._connections)
         connection.receive_buffer.close()
         connection.wire.close()

@@ -26,7 +26,10 @@ from gpulease.daemon.drivers.interface import (
     Poll,
     keep_waiting,
 )
+from gpulease.daemon.session.ended_connections import EndedConnections
 from gpulease.daemon.session.graph_operations import GraphOperations
+from gpulease.daemon.session.holders import Holder
+from gpulease.daemon.session.kept_buffers import KeepOperations
 from gpulease.daemon.session.launches import KernelWatch, LaunchOperations, Planner, PrintedOperations
 from gpulease.daemon.session.ledger import Ledger, Refused
 from gpulease.daemon.session.memory_operations import ArenaOperations, MemoryOperations
@@ -88,6 +91,7 @@ class Session:
         arena: The session's arena, and the copies from and to it.
         pinned_buffers: Pinned memory that connections may receive large writes into.
         streams: The streams of all connections.
+        ended: What connections made that have ended.
         watch: The kernels' run times.
         submit: The operations of a submit.
         regions: The memory of its regions, as the broker says.
@@ -125,7 +129,7 @@ class Session:
             context.watch(self._check_lease)
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         self._resources = resources = SessionResources(ledger, context, self._check_lease, page.counters)
-        resources.check_sync = self._check_sync
+        resources.check_sync, resources.keep_fault = self._check_sync, self._keep_fault
         self._planner = planner = Planner(ledger, lease_id, resources.compile_kernel)
         self._memory = MemoryOperations(resources)
         self.pinned_buffers = self._memory.pinned_buffers
@@ -133,13 +137,18 @@ class Session:
         self.streams = StreamOperations(resources)
         self._modules = ModuleOperations(resources, planner)
         self._gate = gate = RegionGate(resources, self._launches_begun)
-        self.regions = RegionMemory(resources, gate, lambda: self.streams.live, self._keep_fault)
+        self.regions = RegionMemory(resources, gate, lambda: self.streams.live)
         self._region_sets = RegionOperations(resources, gate, self.regions.forget)
         self.streams.on_select, self.streams.on_destroy = gate.forget_current, self.regions.leave_stream
         self._launches = LaunchOperations(resources, planner, gate, needs_set=regions_required)
         self._printed = PrintedOperations(resources, take_printed)
         self._graphs = GraphOperations(resources, planner, self.arena, gate, needs_set=regions_required)
         self.submit = SubmitOperations(resources, planner, self._modules)
+        self._keeper = KeepOperations(resources)
+        parts = (self._keeper, self._modules, self._graphs, self._region_sets)
+        self.ended = EndedConnections(resources, parts, planner)
+        ledger.holder = self.ended.nobody
+        self._last_connection = 0
         self._sync_pattern = SyncPattern(lease_id)
         self._fast_path = LaunchFastPath(context, planner, page, self._sync_pattern, gate, self._keep_failure)
         if native is not None and not self.watch.is_on:
@@ -155,6 +164,9 @@ class Session:
             Opcode.MEM_REUSE: self._memory.reuse,
             Opcode.MEM_WRITE: self._memory.write,
             Opcode.MEM_READ: self._memory.read,
+            Opcode.MEM_KEEP: self._keeper.keep,
+            Opcode.MEM_KEPT: self._keeper.kept,
+            Opcode.MEM_RESET: self.ended.reset,
             Opcode.ARENA_WRITE: self.arena.write,
             Opcode.ARENA_READ: self.arena.read,
             Opcode.MODULE_LOAD: self._modules.load,
@@ -265,13 +277,27 @@ class Session:
                     self._synced = self._counters[_LAUNCHES]
                 return reply
             except _OPERATION_ERRORS as error:
-                failure = self._failure(error, frame.op)
-                self._count_failure(frame.op, error)
+                try:
+                    return self._retry(frame, error)
+                except _OPERATION_ERRORS as again:
+                    failure = self._failure(again, frame.op)
+                    self._count_failure(frame.op, again)
         else:
             self._skip(frame)
             self._count_failure(frame.op)
         self._synced = self._counters[_LAUNCHES]
         return failed(frame, failure)
+
+    def _retry(self, frame: Frame, error: Exception) -> bytes | memoryview:
+        """Do a request once more that found no room, if ended connections make some. Raises the error otherwise."""
+        if not isinstance(error, Refused) or not self.ended.may_make_room(error.failure):
+            raise error
+        if self.ended.make_room(is_alone=self._counters[Counter.CONNECTIONS] <= 1):
+            try:
+                return self._operation(frame)(frame)
+            except Refused as again:
+                error = again
+        raise Refused(self.ended.explained(error.failure)) from None
 
     def _do_quietly(self, frame: Frame, lease_end: Status | None) -> None:
         if self._pending_failure is not None or self.lost is not None or lease_end is not None:
@@ -318,6 +344,8 @@ class Session:
     def _keep_fault(self, fault: KernelFault) -> None:
         """Keep a fault that the broker's business met: the tenant hears of it as of any other."""
         failure = self._failure_of_fault(fault)
+        if self.ended.has_any and not self._counters[Counter.CONNECTIONS]:
+            return  # whoever launched it has gone, and nobody else is there to be told of it
         if self._pending_failure is None:
             self._pending_failure, self._pending_from = failure, None
         else:
@@ -406,6 +434,45 @@ class Session:
         """A connection attaches; a stranger may be of another tenant than the leases this process served before."""
         if is_stranger:
             self._context.forget_earlier()
+
+    def begin_connection(self, pid: int, *, owns: bool) -> Holder:
+        """Take in that a connection is attached; returns who holds what it makes.
+
+        Args:
+            pid: The client's process, 0 if that is not known.
+            owns: What it makes ends with it. An older client does not ask for that: nobody holds it then.
+        """
+        self._last_connection += 1
+        if not owns:
+            self.ended.unheld_users += 1
+            return self.ended.nobody
+        return Holder(self._counters, self._page.show_connection(self._last_connection, pid))
+
+    def switch_to(self, streams: ConnectionStreams, holder: Holder) -> None:
+        """Serve this connection from now on: its streams, and who holds what it makes."""
+        self._ledger.holder = holder
+        self.streams.switch_to(streams)
+
+    def end_connection(self, streams: ConnectionStreams, holder: Holder, *, is_last: bool) -> None:
+        """Take in that a connection has ended: destroy its streams, and give back what it holds once nothing uses that.
+
+        Args:
+            streams: Its streams.
+            holder: Who held what it made.
+            is_last: No other connection is attached.
+        """
+        owns = holder is not self.ended.nobody
+        is_over = self.lost is not None or self._page.refusal() is not None
+        if not owns:
+            self.ended.unheld_users -= 1
+        elif not is_over:
+            self._page.hide_connection(holder.at)
+            self.ended.end(holder, streams.known.values())
+        self.streams.release(streams)
+        if is_last and owns and not is_over:
+            # What is left to report is of its own requests.
+            self._pending_failure = self._next_failure = self._pending_from = None
+            self._region_sets.release_ended()
 
     @contextlib.contextmanager
     def serving(self, guest: Guest) -> Iterator[None]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import BrokerPage
-from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message
 from gpulease.daemon.contract.messages import (
     FROM_WORKER,
+    Attach,
     Attached,
     Failed,
     Faulted,
@@ -55,7 +55,6 @@ from gpulease.daemon.workers.worker import ReapedWorker, Worker
 from gpulease.daemon.workers.zygote_client import Zygote, Zygotes
 from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote
 from gpulease.protocol.opcodes import Status
-from gpulease.protocol.ring import Wanted
 
 MAX_REASON_CHARS: Final = 1000
 """Longest reason of a worker for its end. Stops a worker that was taken over from filling the audit log, and the
@@ -353,12 +352,10 @@ class Workers:
         worker.is_killed = True
         worker.kill()
 
-    def attach(
-        self, lease_id: int, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None = None
-    ) -> bool:
+    def attach(self, lease_id: int, sock_fd: int, attach: Attach) -> bool:
         """Send a tenant's socket, or a guest's, to the lease's worker; False if the worker can't take it now."""
         worker = self._workers.get(lease_id)
-        if worker is None or not worker.hand_over(sock_fd, request_id, rest, wanted, guest):
+        if worker is None or not worker.hand_over(sock_fd, attach):
             return False
         self._on_connections(lease_id)
         return True

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, PageFds
-from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import Attach, EndSession
 from gpulease.daemon.contract.worker_spec import WorkerSpec
@@ -27,7 +26,6 @@ from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.zygote_client import Zygote
 from gpulease.protocol.failures import KILLED
 from gpulease.protocol.opcodes import Status
-from gpulease.protocol.ring import Wanted
 
 MAX_HAND_OVERS: Final = 16
 """Most sockets in the channel of a worker that is too busy to take them. Until then they count as nobody's connections.
@@ -146,11 +144,11 @@ class Worker:
         # The word on the page suffices. The message wakes a worker that sleeps, so that idle tenants learn why.
         self._send_or_drop(EndSession())
 
-    def hand_over(self, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> bool:
+    def hand_over(self, sock_fd: int, attach: Attach) -> bool:
         """Send the worker a tenant's socket, or a guest's; False if the worker can't take it now."""
         if self.hand_overs >= MAX_HAND_OVERS:
             return False
-        attach = Attach(request_id, rest, wanted.ring, wanted.arena_bytes, self.is_stranger, guest)
+        attach = replace(attach, is_stranger=self.is_stranger)
         self.page.open_session()
         try:
             send_message(self.channel, attach.to_map(), (sock_fd,))

@@ -160,13 +160,13 @@ def test_a_daemon_that_demands_tokens_of_whoever_attaches(
 # --- memory of another connection ---
 
 
-def test_a_buffer_outlives_its_connection_and_can_be_borrowed(daemon: Daemon) -> None:
+def test_a_kept_buffer_outlives_its_connection_and_can_be_borrowed(daemon: Daemon) -> None:
     with daemon.builder().exclusivity(GpuExclusivityClass.SHARED).acquire() as lease:
         with GpuSession(lease) as first:
             kept = first.mem_alloc(5)
             first.mem_write(kept, 0, b"still")
             handle = kept.handle
-            first.sync()
+            first.keep(kept, "it")
         with GpuSession(lease) as second:
             assert second.mem_read(second.buffer(handle, 5), 0, 5) == b"still"
             # The last reference to the loan went; the memory did not.

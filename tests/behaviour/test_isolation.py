@@ -17,6 +17,7 @@ from gpulease.protocol.messages import (
     LeaseRenew,
     LeaseRevoke,
     MemAlloc,
+    MemKeep,
     MemRead,
     MemWrite,
     Ping,
@@ -88,6 +89,7 @@ def test_a_foreign_number_means_nothing_to_a_worker(daemon: Daemon, victim: Vict
         (Opcode.MEM_WRITE, MemWrite(victim.buffer.handle, 0, b"gotcha")),
         (Opcode.MEM_FREE, Handle(victim.buffer.handle)),
         (Opcode.MEM_REUSE, Handle(victim.buffer.handle)),
+        (Opcode.MEM_KEEP, MemKeep(victim.buffer.handle, "mine")),
         (Opcode.MODULE_UNLOAD, Handle(victim.module.handle)),
     ]
     for op, body in attempts:
@@ -100,6 +102,9 @@ def test_the_victims_session_id_on_the_intruders_connection(daemon: Daemon, vict
         (Opcode.MEM_WRITE, MemWrite(victim.buffer.handle, 0, b"gotcha")),
         (Opcode.MEM_FREE, Handle(victim.buffer.handle)),
         (Opcode.MEM_REUSE, Handle(victim.buffer.handle)),
+        (Opcode.MEM_KEEP, MemKeep(victim.buffer.handle, "mine")),
+        (Opcode.MEM_KEPT, Empty()),
+        (Opcode.MEM_RESET, Empty()),
         (Opcode.SYNC, Empty()),
         (Opcode.PING, Ping(3)),
     ]

@@ -163,6 +163,7 @@ BODIES: dict[int, Body] = {
     Opcode.MEM_WRITE: mem_write,
     Opcode.MEM_READ: lambda tenant, draws: m.MemRead(tenant.number(draws), draws.pick(OFFSETS), draws.pick(LENGTHS)),
     Opcode.MODULE_LOAD: lambda tenant, draws: m.ModuleLoad(draws.pick(IMAGES)),
+    Opcode.MEM_KEEP: lambda tenant, draws: m.MemKeep(tenant.number(draws), draws.pick(("", "a", "b"))),
     Opcode.LAUNCH: launch,
     Opcode.ARENA_WRITE: arena_copy,
     Opcode.ARENA_READ: arena_copy,

@@ -176,6 +176,14 @@ def note(tenant: Tenant, asked: Frame, body: Any) -> None:
         case Opcode.MEM_REUSE:
             contents = tenant.contents[parse_body(m.Handle, payload).handle]
             contents[:] = bytes(len(contents))
+        case Opcode.MEM_KEEP:
+            assert parse_body(m.MemKeep, payload).handle in tenant.contents
+        case Opcode.MEM_KEPT:
+            assert all(len(tenant.contents[one.handle]) == one.size_bytes for one in body.buffers)
+        case Opcode.MEM_RESET:
+            # No connection is attached, so nobody holds anything.
+            assert body.size_bytes == sum(map(len, tenant.contents.values()))
+            tenant.contents.clear()
         case Opcode.MEM_WRITE:
             note_write(tenant, payload)
         case Opcode.MEM_READ:
@@ -226,6 +234,9 @@ def books(tenant: Tenant) -> tuple[Any, ...]:
 def check_books(tenant: Tenant) -> None:
     ledger, context = tenant.ledger, tenant.context
     assert ledger.used_bytes == sum(ledger._allocations.values())
+    held = Counter.UNHELD_BYTES, Counter.KEPT_BYTES
+    assert sum(map(tenant.page.counter, held)) == ledger.used_bytes
+    assert ledger._holders.keys() == ledger._allocations.keys()
     assert 0 <= ledger.used_bytes <= ledger.charged_bytes <= SLICE
     assert ledger._image_bytes == sum(loaded.image_bytes for loaded in ledger._modules.values())
     assert {loaded.module for loaded in ledger._modules.values()} == context._modules - tenant.own_modules

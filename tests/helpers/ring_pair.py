@@ -72,6 +72,7 @@ def pair(*, is_native: bool, has_chains: bool = False) -> Iterator[Pair]:
             stack.callback(sock.close)
         server = Server(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False)
         connection = Connection(far, b"", made.session.pinned_buffers, SpinPolicy())
+        connection.holder = made.session.begin_connection(0, owns=True)
         connection.wire = wire = RingWire(far, SpinPolicy())
         server._connections[connection.fd] = connection
         server._poll.register(far)

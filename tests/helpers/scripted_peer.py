@@ -34,8 +34,11 @@ from gpulease.protocol.messages import (
     Body,
     Data,
     Empty,
+    Freed,
     Handle,
     HelloReply,
+    KeptBuffer,
+    KeptBuffers,
     KernelEntry,
     Launch,
     LaunchIn,
@@ -47,6 +50,7 @@ from gpulease.protocol.messages import (
     LeaseRenewed,
     LeaseRevoked,
     MemAlloc,
+    MemKeep,
     MemRead,
     MemWrite,
     ModuleLoaded,
@@ -121,6 +125,8 @@ class ScriptedPeer:
     ttl_ms: int | None = None
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     gives_rings: bool = False
+    owns_memory: bool = False
+    kept: dict[str, int] = field(default_factory=dict)
     region_granule_bytes: int = GRANULE
 
     def __post_init__(self) -> None:
@@ -336,7 +342,9 @@ class ScriptedPeer:
         given = Given(RING_LAYOUT) if self.gives_rings else Given()
         granule = self.region_granule_bytes.to_bytes(4, "big")
         newer = (Tlv(SessionOption.REGIONS, granule), Tlv(SessionOption.LAUNCH_WITH, b""))
-        told = newer if self.region_granule_bytes else ()
+        told: tuple[Tlv, ...] = newer if self.region_granule_bytes else ()
+        if self.owns_memory:
+            told += (Tlv(SessionOption.OWN_MEMORY, b""),)
         return AttachReply(1 << 30, "made-up", CARD, given.to_options() + told)
 
     def _region_open(self, request: Request) -> Body:
@@ -373,6 +381,21 @@ class ScriptedPeer:
             raise Refusal(Failure(Status.INVALID_HANDLE, "no such buffer"))
         self.memory[request.body.handle][:] = bytes(len(self.memory[request.body.handle]))
         return Empty()
+
+    def _mem_keep(self, request: Request) -> Body:
+        assert isinstance(request.body, MemKeep)
+        self.kept = {name: handle for name, handle in self.kept.items() if handle != request.body.handle}
+        if request.body.name:
+            self.kept[request.body.name] = request.body.handle
+        return Empty()
+
+    def _mem_kept(self, _: Request) -> Body:
+        return KeptBuffers(tuple(KeptBuffer(name, at, len(self.memory[at])) for name, at in sorted(self.kept.items())))
+
+    def _mem_reset(self, _: Request) -> Body:
+        freed = sum(len(self.memory.pop(handle)) for handle in self.kept.values())
+        self.kept.clear()
+        return Freed(freed)
 
     def _mem_write(self, request: Request) -> Body:
         body = request.body
@@ -415,6 +438,9 @@ _DEFAULTS: dict[Opcode, Any] = {
     Opcode.MEM_ALLOC: ScriptedPeer._mem_alloc,
     Opcode.MEM_FREE: ScriptedPeer._mem_free,
     Opcode.MEM_REUSE: ScriptedPeer._mem_reuse,
+    Opcode.MEM_KEEP: ScriptedPeer._mem_keep,
+    Opcode.MEM_KEPT: ScriptedPeer._mem_kept,
+    Opcode.MEM_RESET: ScriptedPeer._mem_reset,
     Opcode.MEM_WRITE: ScriptedPeer._mem_write,
     Opcode.MEM_READ: ScriptedPeer._mem_read,
     Opcode.MODULE_LOAD: ScriptedPeer._module_load,

@@ -66,6 +66,8 @@ ALL_OF = {
     Opcode.LAUNCH_IN: SUBMIT,
     Opcode.LAUNCH_WITH: SUBMIT,
     Opcode.MEM_REUSE: WRITE,
+    Opcode.MEM_KEEP: WRITE,
+    Opcode.MEM_RESET: SUBMIT | READ | WRITE,
     Opcode.REGION_SET: SUBMIT,
     Opcode.REGION_SET_FREE: SUBMIT,
     Opcode.REGION_RELEASE: SUBMIT | READ | WRITE,
@@ -74,7 +76,7 @@ ALL_OF = {
     Opcode.GRAPH_LAUNCH_IN: SUBMIT | READ | WRITE,
     Opcode.GRAPH_DESTROY: SUBMIT | READ | WRITE,
 }
-ANY_OF = frozenset({Opcode.SYNC, Opcode.STREAM_SELECT, Opcode.STREAM_SYNC})
+ANY_OF = frozenset({Opcode.MEM_KEPT, Opcode.SYNC, Opcode.STREAM_SELECT, Opcode.STREAM_SYNC})
 
 
 @pytest.mark.parametrize("op", sorted(SESSION_OPCODES), ids=lambda op: op.name)

@@ -68,6 +68,9 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "PRINTED": 0x061F,
         "LAUNCH_WITH": 0x0620,
         "MEM_REUSE": 0x0621,
+        "MEM_KEEP": 0x0622,
+        "MEM_KEPT": 0x0623,
+        "MEM_RESET": 0x0624,
     }.items()
 
 

@@ -28,6 +28,7 @@ PARTS = (
     m.KernelFigures,
     *GRAPH_PARTS,
     m.SubmitArgument,
+    m.KeptBuffer,
 )
 RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in PARTS}
 DESCRIBED = {name: kind for name, kind in (BODY_CLASSES | RECORDS).items() if kind is not m.Empty}

@@ -121,6 +121,26 @@ def module_details() -> Script:
     return script
 
 
+def kept_buffers() -> Script:
+    script = Script(
+        "A buffer is kept beyond its connection's end, found, and taken; what no connection holds is freed."
+    )
+    script.hello("control")
+    script.grant()
+    asked, told = (Tlv(AttachOption.OWN_MEMORY, b""),), (Tlv(SessionOption.OWN_MEMORY, b""),)
+    script.attach(told=told, asked=asked)
+    script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(16), m.Handle(POINTER), LEASE)
+    script.call("session", Opcode.MEM_WRITE, m.MemWrite(POINTER, 0, X), m.Empty(), LEASE)
+    script.call("session", Opcode.MEM_KEEP, m.MemKeep(POINTER, "steps"), m.Empty(), LEASE)
+    kept = m.KeptBuffers((m.KeptBuffer("steps", POINTER, 16),))
+    script.call("session", Opcode.MEM_KEPT, m.Empty(), kept, LEASE)
+    script.ask("session", Opcode.MEM_KEEP, m.MemKeep(POINTER, ""), session_id=LEASE, quiet=True)
+    script.call("session", Opcode.MEM_KEPT, m.Empty(), m.KeptBuffers(()), LEASE)
+    script.call("session", Opcode.MEM_RESET, m.Empty(), m.Freed(0), LEASE)
+    script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
+    return script
+
+
 def events() -> Script:
     script = Script("A launch between two events is timed: they go with it, without replies, and the question waits.")
     script.hello("control")
@@ -502,6 +522,7 @@ SCRIPTS = (
     parameter_types,
     module_details,
     events,
+    kept_buffers,
     streams,
     launch_graph,
     session_failures,

@@ -192,6 +192,13 @@ SESSION: Cases = {
         m.ArenaCopy(POINTER, 16, 4096, 8),
         m.ArenaCopy(U64, U64, U64, U64),
     ),
+    "MemKeep": (m.MemKeep(0, ""), m.MemKeep(POINTER, "weights"), m.MemKeep(U64, "n" * limits.MAX_KEPT_NAME_BYTES)),
+    "KeptBuffers": (
+        m.KeptBuffers(()),
+        m.KeptBuffers((m.KeptBuffer("steps", POINTER, 16), m.KeptBuffer("weights", POINTER + 512, 1 << 20))),
+        m.KeptBuffers((m.KeptBuffer("", U64, U64),) * limits.MAX_KEPT),
+    ),
+    "Freed": (m.Freed(0), m.Freed(16), m.Freed(U64)),
     "StreamWait": (m.StreamWait(0, 0), m.StreamWait(2, 1), m.StreamWait(U64, U64)),
     "ModuleLoad": (
         m.ModuleLoad(b""),

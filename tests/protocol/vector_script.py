@@ -97,9 +97,15 @@ class Script:
         grant = m.LeaseGrant(LEASE, 1, SLICE, ttl_ms, EXPIRES, Exclusivity.SHARED, CARD_UUID)
         self.call(connection, Opcode.LEASE_ALLOC, alloc(SLICE, ttl_ms), grant)
 
-    def attach(self, wanted: Wanted | None = None, given: Given | None = None, told: tuple[Tlv, ...] = ()) -> None:
+    def attach(
+        self,
+        wanted: Wanted | None = None,
+        given: Given | None = None,
+        told: tuple[Tlv, ...] = (),
+        asked: tuple[Tlv, ...] = (),
+    ) -> None:
         """A second connection that becomes the lease's session."""
-        asked, options = (wanted or Wanted()).to_options(), (given or Given()).to_options() + told
+        asked, options = (wanted or Wanted()).to_options() + asked, (given or Given()).to_options() + told
         self.hello("session")
         self.call("session", Opcode.ATTACH, m.Attach(asked), m.AttachReply(SLICE, "cpu", CARD_UUID, options), LEASE)
 

@@ -285,6 +285,11 @@ def _copy_in(effects: Effects, request: InferenceRequest, kernel: InferenceKerne
         out_of = into if kernel.is_in_place else owner.mem_alloc(request.output_len)
         if request.input:
             owner.mem_write(into, 0, request.input)
+        if owner.owns_memory:
+            # The guest needs them behind this session's end.
+            owner.keep(into, "in")
+            if out_of is not into:
+                owner.keep(out_of, "out")
         owner.sync()
         return into.handle, out_of.handle
 

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from gpulease.daemon.broker.caller import Caller, ClientConnection
 from gpulease.daemon.broker.refusal import Refused, failure_of
+from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.leases import (
     Denied,
@@ -235,13 +236,24 @@ class AttachHandler:
 
     def _hand_over(self, attempt: _Attempt) -> bool:
         request, wanted = attempt.request, Wanted()
+        options = request.body.options if isinstance(request.body, Attach) else ()
         # A relay's socket looks like a local peer's, and descriptors would end in the relay.
-        if isinstance(request.body, Attach) and not self._peer.is_relayed:
-            wanted = Wanted.from_options(request.body.options)
-        workers = self._runtime.workers
-        return self._connection.hand_over(
-            lambda fd, rest: workers.attach(attempt.number, fd, request.request_id, rest, wanted, attempt.guest)
-        )
+        if not self._peer.is_relayed:
+            wanted = Wanted.from_options(options)
+
+        def pass_on(fd: int, rest: bytes) -> bool:
+            message = messages.Attach(
+                request.request_id,
+                rest,
+                wanted.ring,
+                wanted.arena_bytes,
+                guest=attempt.guest,
+                owns=any(option.type == AttachOption.OWN_MEMORY for option in options),
+                client_pid=self._peer.pid,
+            )
+            return self._runtime.workers.attach(attempt.number, fd, message)
+
+        return self._connection.hand_over(pass_on)
 
     def _on_attached(self, attempt: _Attempt) -> None:
         is_submit = attempt.submit is not None

@@ -23,6 +23,7 @@ GRAPH = 7
 
 RECORDED = {"launch", "mem_write", "mem_read"}
 REFUSED = {"mem_alloc", "mem_free", "module_load", "module_unload", "sync", "stream", "region_set", "printed"}
+REFUSED |= {"keep", "kept", "kept_names", "take", "reset"}
 
 
 class Awaitable:
@@ -116,6 +117,11 @@ async def what_is_refused_while_it_records(face: Face) -> None:
                 "sync": lambda: session.sync(),
                 "stream": lambda: session.stream(),
                 "printed": lambda: session.printed(),
+                "keep": lambda: session.keep(buffer, "it"),
+                "kept": lambda: session.kept("it"),
+                "kept_names": lambda: session.kept_names(),
+                "take": lambda: session.take("it"),
+                "reset": lambda: session.reset(),
             }
             assert refusals.keys() == REFUSED
             others: tuple[Callable[[], Any], ...] = (

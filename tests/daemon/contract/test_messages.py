@@ -136,7 +136,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_WORKER, SPEC, SPEC_MAP),
     (
         TO_WORKER,
-        messages.Attach(1, b"rest", True, 1 << 20, False, GUEST),
+        messages.Attach(1, b"rest", True, 1 << 20, False, GUEST, True, 4711),
         {
             "op": "attach",
             "request_id": 1,
@@ -145,12 +145,15 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
             "arena": 1 << 20,
             "is_stranger": False,
             "guest": [3, 1 << 40, 2, (1 << 64) - 1],
+            "owns": True,
+            "client_pid": 4711,
         },
     ),
     (
         TO_WORKER,
         messages.Attach(1, b"", False, 0),
-        {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "is_stranger": True, "guest": None},
+        {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "is_stranger": True, "guest": None}
+        | {"owns": False, "client_pid": 0},
     ),
     (TO_WORKER, messages.Scrub(), {"op": "scrub"}),
     (TO_WORKER, messages.EndSession(), {"op": "end"}),
@@ -247,6 +250,12 @@ def test_a_newer_process_may_add_fields(
             {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "guest": None},
             messages.Attach(1, b"", False, 0, is_stranger=True),
             id="from before brokers told strangers apart",
+        ),
+        pytest.param(
+            TO_WORKER,
+            {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "is_stranger": False},
+            messages.Attach(1, b"", False, 0, is_stranger=False, owns=False, client_pid=0),
+            id="from before connections owned what they made",
         ),
     ],
 )

@@ -85,6 +85,7 @@ class Pair:
         self.stack.callback(far.close)
         far.setblocking(False)
         connection = Connection(far, b"", self.made.session.pinned_buffers, SpinPolicy())
+        connection.holder = self.made.session.begin_connection(0, owns=True)
         self.server._connections[connection.fd] = connection
         self.server._poll.register(far, select.POLLIN)
         self.server._set_waits()

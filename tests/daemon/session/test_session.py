@@ -146,6 +146,8 @@ def test_counters(bench: Bench) -> None:
         Counter.COPIED_BYTES: 24,
         Counter.CONNECTIONS: 0,
         Counter.MOST_ALLOCATED_BYTES: 100,
+        Counter.KEPT_BYTES: 0,
+        Counter.UNHELD_BYTES: 100,
     }
 
 

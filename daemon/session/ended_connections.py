@@ -1,0 +1,265 @@
+"""What connections have made, given back once they have ended.
+
+A connection's allocations, modules, graphs and region sets are its own. Once it has ended, its graphs and sets go at
+once. Its allocations and modules go when what was queued by then has ended: its kernels may use them. Nobody waits for
+that but a request that finds no room without them, for a bounded time. A kernel without end keeps them until the lease
+ends, or the time that the lease gives a kernel; until then they count as taken.
+
+An older client does not ask for that: nobody holds what its connection makes, which stays until MEM_RESET or the
+lease's end. So does what was kept by name, which the lease holds.
+"""
+
+import math
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.drivers.interface import DriverError, KernelFault, Poll, Ticket
+from gpulease.daemon.session.graph_operations import GraphOperations
+from gpulease.daemon.session.holders import Holder
+from gpulease.daemon.session.kept_buffers import KeepOperations
+from gpulease.daemon.session.launches import Planner
+from gpulease.daemon.session.modules import ModuleOperations
+from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.region_operations import RegionOperations
+from gpulease.daemon.session.replies import done
+from gpulease.protocol.errors import BodyError
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.framing import Frame
+from gpulease.protocol.messages import Freed
+from gpulease.protocol.opcodes import Status
+
+FREES_PER_TURN: Final = 256
+"""Most things given back before the connections are served again. Stops an end with 65,536 allocations from holding up
+the others for as long as all of them take."""
+
+FIRST_PAUSE_MS: Final = 1
+LAST_PAUSE_MS: Final = 128
+"""Pauses between two looks at what an ended connection's kernels use: from the first one, each twice the one before, to
+the last one. A worker whose ended connection left a kernel without end does not take a core for it."""
+
+ALONE_WAIT_S: Final = 10.0
+"""Longest that a request without room waits for ended connections' kernels while no other connection is attached."""
+
+BESIDE_WAIT_S: Final = 0.1
+"""The same beside other connections, which are not served meanwhile."""
+
+WAIT_STEP_S: Final = 0.001
+
+
+class _StillRuns(Exception):
+    """The driver would have to wait."""
+
+
+def _do_not_wait() -> None:
+    raise _StillRuns
+
+
+@dataclass(slots=True, eq=False)
+class _Ended:
+    """A connection that has ended, and holds something still.
+
+    Attributes:
+        waits: What has to end before anything of it goes.
+        modules: The numbers of its modules, `allocations` the handles of its allocations; others may have freed some.
+    """
+
+    holder: Holder
+    waits: list[Ticket]
+    modules: list[int]
+    allocations: list[int]
+
+
+class EndedConnections(Operations):
+    """Gives back what ended connections hold.
+
+    Args:
+        parts: Those who know a session's kept allocations, modules, graphs and regions.
+        planner: Its plans; none may launch a kernel whose module goes.
+
+    Attributes:
+        nobody: Holds what connections make whose clients do not ask for its end.
+        unheld_users: How many of these connections are attached.
+    """
+
+    def __init__(
+        self,
+        resources: SessionResources,
+        parts: tuple[KeepOperations, ModuleOperations, GraphOperations, RegionOperations],
+        planner: Planner,
+    ) -> None:
+        super().__init__(resources)
+        self._keeper, self._modules, self._graphs, self._regions = parts
+        self._planner = planner
+        self.nobody = Holder(resources.counters, Counter.UNHELD_BYTES)
+        self.unheld_users = 0
+        self._ended: list[_Ended] = []
+        self._pause_ms = FIRST_PAUSE_MS
+        self._look_s = 0.0
+
+    def end(self, holder: Holder, streams: Iterable[int]) -> None:
+        """Give back what a connection holds that has ended, once what its streams hold now has ended.
+
+        Args:
+            holder: Who holds it.
+            streams: The driver's numbers of its streams; they are destroyed behind this call.
+        """
+        self._graphs.give_back(holder)
+        self._regions.give_back(holder)
+        holder.show_at(Counter.UNHELD_BYTES)
+        modules, allocations = self._ledger.modules_of(holder), self._ledger.allocations_of(holder)
+        if modules or allocations:
+            waits: list[Ticket] = []
+            # Where a stream can't be marked, what follows waits by itself, or finds that the context is lost.
+            with suppress(DriverError):
+                waits += [self._resources.aside(partial(self._context.mark, stream)) for stream in streams]
+            self._ended.append(_Ended(holder, waits, modules, allocations))
+            self._pause_ms, self._look_s = FIRST_PAUSE_MS, 0.0
+            self.advance()
+
+    # --- the worker's loop ---
+
+    def sleep_ms(self) -> int | None:
+        """Return for how many milliseconds the worker's loop may sleep; None if nothing is to be given back."""
+        if not self._ended:
+            return None
+        return max(0, math.ceil((self._look_s - time.monotonic()) * 1000))
+
+    def advance(self, *, now: bool = False) -> None:
+        """Give back what goes without waiting, if it is time to look, or at once."""
+        if not self._ended or (not now and time.monotonic() < self._look_s):
+            return
+        if self._give_back():
+            self._pause_ms = FIRST_PAUSE_MS
+            self._look_s = 0.0
+        else:
+            self._look_s = time.monotonic() + self._pause_ms / 1000
+            self._pause_ms = min(2 * self._pause_ms, LAST_PAUSE_MS)
+
+    def _give_back(self) -> bool:
+        """Give back some of what no kernel uses any more, without waiting; whether that was anything."""
+        left = FREES_PER_TURN
+        for ended in list(self._ended):
+            ended.waits = [ticket for ticket in ended.waits if not ticket.is_done()]
+            if ended.waits:
+                continue
+            try:
+                while left and (ended.allocations or ended.modules):
+                    self._give_back_one(ended)
+                    left -= 1
+            except _StillRuns:
+                continue
+            except KernelFault as fault:
+                # The one behind that which was kept already.
+                self._resources.keep_fault(fault)
+                if fault.context_lost:
+                    self._ended.remove(ended)
+                continue
+            except DriverError:
+                # Lost with the context, or the driver's for good: it counts as taken until the lease ends.
+                self._ended.remove(ended)
+                continue
+            if left:
+                self._ended.remove(ended)
+        if left != FREES_PER_TURN:
+            self._record_usage()
+        return left != FREES_PER_TURN
+
+    def _give_back_one(self, ended: _Ended) -> None:
+        if ended.allocations:
+            handle = ended.allocations[-1]
+            # Somebody else may have freed or taken it meanwhile.
+            if self._ledger.holder_of(handle) is ended.holder:
+                self._free(handle, _do_not_wait)
+            ended.allocations.pop()
+            return
+        if self._ledger.has_module(ended.modules[-1]):
+            self._unload(ended.modules[-1], _do_not_wait)
+        ended.modules.pop()
+
+    def _free(self, handle: int, poll: Poll) -> None:
+        self._resources.aside(lambda: self._context.mem_free(handle, poll))
+        self._ledger.remove_allocation(handle)
+
+    def _unload(self, number: int, poll: Poll) -> None:
+        # No plan may launch its kernels.
+        self._planner.forget()
+        self._resources.aside(lambda: self._modules.give_back(number, poll))
+
+    @property
+    def has_any(self) -> bool:
+        """Return whether an ended connection holds something."""
+        return bool(self._ended)
+
+    # --- those who need room ---
+
+    def may_make_room(self, failure: Failure) -> bool:
+        """Return whether a request that failed so lacks room that ended connections still take."""
+        match failure.status:
+            case Status.ALLOC_FAILED:
+                return any(ended.holder.held_bytes for ended in self._ended)
+            case Status.LOAD_FAILED:
+                return any(ended.modules for ended in self._ended)
+        return False
+
+    def make_room(self, *, is_alone: bool) -> bool:
+        """Give back what ended connections hold, waiting for what runs if need be; whether anything was given back.
+
+        Args:
+            is_alone: No other connection is attached, which would have to wait, too.
+
+        Raises LeaseOver.
+        """
+        until_s = time.monotonic() + (ALONE_WAIT_S if is_alone else BESIDE_WAIT_S)
+        has_given = False
+        while self._ended:
+            if self._give_back():
+                has_given = True
+            elif time.monotonic() > until_s:
+                break
+            else:
+                # Not inside the driver: regions open and end meanwhile.
+                time.sleep(WAIT_STEP_S)
+                self._resources.check_sync()
+        return has_given
+
+    def explained(self, failure: Failure) -> Failure:
+        """Return a failure for want of room that says what ended connections still hold."""
+        held_bytes = sum(ended.holder.held_bytes for ended in self._ended)
+        if not held_bytes:
+            return failure
+        return replace(
+            failure,
+            message=f"{failure.message}; {held_bytes} more are of connections that have ended, whose kernels still run",
+            hint="Wait for those kernels; one without end is ended by max_kernel_secs, or with its lease.",
+        )
+
+    def reset(self, frame: Frame) -> bytes:
+        """MEM_RESET: wait as SYNC does, then give back all that no attached connection holds."""
+        if frame.payload:
+            raise BodyError("MEM_RESET takes no payload")
+        ledger = self._ledger
+        self._context.sync(self._resources.check_sync)
+        before_bytes = ledger.used_bytes
+        for ended in self._ended:
+            self._give_back_all(ended.holder)
+        self._ended.clear()
+        self._give_back_all(self._keeper.holder)
+        # A connection of an older client may be attached: what nobody holds may be its.
+        if not self.unheld_users:
+            self._graphs.give_back(self.nobody)
+            self._regions.give_back(self.nobody)
+            self._give_back_all(self.nobody)
+        self._regions.release_ended()
+        self._record_usage()
+        return done(frame, Freed(before_bytes - ledger.used_bytes))
+
+    def _give_back_all(self, holder: Holder) -> None:
+        for handle in self._ledger.allocations_of(holder):
+            self._free(handle, self._check_lease)
+        for number in self._ledger.modules_of(holder):
+            self._unload(number, self._check_lease)

@@ -1,0 +1,37 @@
+"""The holders of what is made in a session: each connection, and the lease itself.
+
+What a connection made is its own and ends with it (`ended_connections.py`), unless it is kept by a name
+(`kept_buffers.py`): then the lease holds it.
+"""
+
+from collections.abc import MutableSequence
+
+
+class Holder:
+    """A holder, and the bytes of the allocations that it holds.
+
+    Args:
+        counters: The words of which one shows the bytes, such as the claims page's.
+        at: The word's index.
+
+    Attributes:
+        at: The word's index.
+        held_bytes: The bytes.
+    """
+
+    __slots__ = ("_counters", "at", "held_bytes")
+
+    def __init__(self, counters: "MutableSequence[int] | memoryview | None" = None, at: int = 0) -> None:
+        self._counters, self.at = [0] if counters is None else counters, at
+        self.held_bytes = 0
+
+    def count(self, size_bytes: int) -> None:
+        """Hold so many bytes more, or fewer if that is below 0."""
+        self.held_bytes += size_bytes
+        self._counters[self.at] += size_bytes
+
+    def show_at(self, at: int) -> None:
+        """Have another word, beside what others hold, show the bytes from now on."""
+        self._counters[self.at] -= self.held_bytes
+        self.at = at
+        self._counters[at] += self.held_bytes

@@ -1,0 +1,90 @@
+"""The allocations of a session that outlive the connection that made them, each under a name, and held by the lease.
+
+So programs that run one after the other on a lease hand memory on. A name goes with its allocation: when that is freed,
+given to another in its place (MEM_REUSE), or taken by a connection.
+"""
+
+from typing import Final
+
+from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.session.holders import Holder
+from gpulease.daemon.session.ledger import Refused, invalid_handle
+from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.replies import done, empty
+from gpulease.protocol.codec import parse_body
+from gpulease.protocol.errors import BodyError
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.framing import Frame
+from gpulease.protocol.limits import MAX_KEPT
+from gpulease.protocol.messages import KeptBuffer, KeptBuffers, MemKeep
+from gpulease.protocol.opcodes import Status
+
+_NAME: Final = 0
+"""A name among an allocation's dependents; graphs, the others, have numbers from 1."""
+
+
+class KeepOperations(Operations):
+    """MEM_KEEP and MEM_KEPT.
+
+    Attributes:
+        holder: The lease, which holds what is kept.
+    """
+
+    def __init__(self, resources: SessionResources) -> None:
+        super().__init__(resources)
+        self.holder = Holder(resources.counters, Counter.KEPT_BYTES)
+        self._handles: dict[str, int] = {}
+
+    def keep(self, frame: Frame) -> bytes:
+        """MEM_KEEP."""
+        body = parse_body(MemKeep, frame.payload)
+        self._ledger.check_free(body.handle)
+        is_kept = self._ledger.holder_of(body.handle) is self.holder
+        if not body.name and not is_kept:
+            raise invalid_handle(f"the allocation {body.handle:#x} is not kept, so nobody can take it")
+        known = self._handles.get(body.name)
+        if known == body.handle:
+            return empty(frame)
+        if known is not None:
+            raise Refused(
+                Failure(
+                    Status.INVALID_REQUEST,
+                    f"{body.name!r} is kept already: it is the allocation {known:#x}",
+                    hint="Take or free that one first, or choose another name.",
+                )
+            )
+        if not is_kept and len(self._handles) >= MAX_KEPT:
+            raise Refused(
+                Failure(
+                    Status.BUSY,
+                    f"the lease keeps {MAX_KEPT} allocations, the most allowed",
+                    hint="Free some of them, or take them.",
+                )
+            )
+        if is_kept:
+            self._forget(body.handle)
+        if body.name:
+            self._remember(body.name, body.handle)
+        self._ledger.hand_over(body.handle, self.holder if body.name else self._ledger.holder)
+        return empty(frame)
+
+    def kept(self, frame: Frame) -> bytes:
+        """MEM_KEPT."""
+        if frame.payload:
+            raise BodyError("MEM_KEPT takes no payload")
+        sizes = ((name, handle, self._ledger.size_of(handle) or 0) for name, handle in sorted(self._handles.items()))
+        return done(frame, KeptBuffers(tuple(KeptBuffer(*one) for one in sizes)))
+
+    def _remember(self, name: str, handle: int) -> None:
+        def released(_what: str) -> None:
+            # Where another allocation takes its place, that is the asking connection's.
+            del self._handles[name]
+            self._ledger.hand_over(handle, self._ledger.holder)
+
+        self._handles[name] = handle
+        self._ledger.allocation_dependents.add(handle, _NAME, released)
+
+    def _forget(self, handle: int) -> None:
+        name = next(name for name, kept in self._handles.items() if kept == handle)
+        del self._handles[name]
+        self._ledger.allocation_dependents.remove(handle, _NAME)
