@@ -29,8 +29,8 @@ from gpulease.client.cli.live_lines import LiveLines
 from gpulease.client.cli.reports import first_card
 from gpulease.client.cli.tables import size_text, table
 from gpulease.client.verify.faulty_kernels import BLOCK, ONE, count_set, fill, rule_breakers
-from gpulease.client.verify.neighbour import SLICE_BYTES as ANN_BYTES
 from gpulease.client.verify.neighbour import ORPHAN_S, Neighbour, neighbour
+from gpulease.client.verify.neighbour import SLICE_BYTES as ANN_BYTES
 from gpulease.client.verify.scene import Breach, Scene
 
 MIB: Final = 1 << 20
@@ -253,8 +253,10 @@ def run_tenants_demo(
         after = first_card(address)
         lines.say(f"bob    {bob.told_after_ms:+.1f} ms from his deadline: his call ends, {bob.told_name}")
         lines.say(f"       {bob.proved_after_ms:+.1f} ms from it: his process is killed, his memory is proved free")
-        cards = {"before": before, "beside bob": during, "after": after}
-        free = ", ".join(f"{size_text(card['available_bytes'])} {name}" for name, card in cards.items())
+        cards = {"before": before, "beside_bob": during, "after": after}
+        free = ", ".join(
+            f"{size_text(card['available_bytes'])} {name.replace('_', ' ')}" for name, card in cards.items()
+        )
         lines.say(f"       free on the card: {free}")
 
         claims = [
