@@ -253,8 +253,10 @@ def run_tenants_demo(
         after = first_card(address)
         lines.say(f"bob    {bob.told_after_ms:+.1f} ms from his deadline: his call ends, {bob.told_name}")
         lines.say(f"       {bob.proved_after_ms:+.1f} ms from it: his process is killed, his memory is proved free")
-        cards = {"before": before, "beside bob": during, "after": after}
-        free = ", ".join(f"{size_text(card['available_bytes'])} {name}" for name, card in cards.items())
+        cards = {"before": before, "beside_bob": during, "after": after}
+        free = ", ".join(
+            f"{size_text(card['available_bytes'])} {name.replace('_', ' ')}" for name, card in cards.items()
+        )
         lines.say(f"       free on the card: {free}")
 
         claims = [

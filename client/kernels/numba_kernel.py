@@ -53,7 +53,7 @@ class _NamedDevice:
 def _device_functions_for(arch: tuple[int, int]) -> Iterator[None]:
     """Let numba compile device functions for an architecture, while this thread is inside.
 
-    `CUDADispatcher.compile_device` asks the driver for the card, and takes no other word for it.
+    Numba's dispatcher (`compile_device`) asks the driver for the card, and takes no other word for it.
     """
     from numba.cuda import dispatcher
     from numba.cuda.core.compiler_lock import global_compiler_lock
@@ -216,7 +216,7 @@ class NumbaKernel:
 
         try:
             with _device_functions_for(self._arch):
-                # What `cuda.compile_ptx` does, which keeps to itself what is to be linked.
+                # What numba's own `compile_ptx` does, which keeps to itself what is to be linked.
                 library, _ = compiler._compile_pyfunc_with_fixup(
                     self.function, kinds, device=False, abi="numba", cc=self._arch, **self._options
                 )

@@ -150,7 +150,7 @@ class TritonKernel:
     def _check_globals(self) -> None:
         """Raise LaunchFailed for a global that is another than when Triton first compiled a function that uses it.
 
-        `JITFunction.run` does so: a function's compiled forms, in memory and on the disk, are found by the values then.
+        Triton's own call does so: a function's compiled forms, in memory and on the disk, are found by the values then.
         """
         gone = object()
         for (name, _), (then, variables) in self.function.used_global_vals.items():

@@ -41,7 +41,7 @@ def test_beside_a_daemon_that_runs(daemon: Daemon) -> None:
     assert report["expired_lease"]["error"] == "LeaseExpired"
     assert daemon.query(int(report["expired_lease"]["lease_id"], 16))["cause"] == "expired"
     free = report["free_bytes"]
-    assert free["before"] - free["beside bob"] == report["slice_bytes"] == report["expired_lease"]["slice_bytes"]
+    assert free["before"] - free["beside_bob"] == report["slice_bytes"] == report["expired_lease"]["slice_bytes"]
     assert free["after"] == free["before"]
     assert len(report["claims"]) == 6
     assert all(claim["holds"] for claim in report["claims"])

@@ -285,12 +285,13 @@ def test_a_session_may_require_a_set(is_native: bool) -> None:
         one = made.open()
         chosen = made.set_of(one)
         launch = made.launch(chosen, one.address)
-        plain = Launch(made.module, "scale", 1, 1, 1, 32, 1, 1, 0, launch.args, SIZES)
+        same = (made.module, "scale", 1, 1, 1, 32, 1, 1, 0, launch.args, SIZES)
+        plain = Launch(*same)
         made.feed(quiet_in(launch, 1) * 2 + quiet(plain, 2))
         failure = made.refused(Opcode.SYNC, Empty())
         assert failure.status is Status.LAUNCH_FAILED
         assert "region set" in failure.hint
-        with_attributes = LaunchWith(*(getattr(plain, name) for name in plain.__slots__), 0, 0, 0, 0, 0, 0)
+        with_attributes = LaunchWith(*same, region_set=0, position=0, flags=0, cluster_x=0, cluster_y=0, cluster_z=0)
         assert made.refused(Opcode.LAUNCH_WITH, with_attributes).status is Status.LAUNCH_FAILED
         assert tags(made) == [1, 1]
 
