@@ -275,8 +275,9 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(503, "unavailable", "The store of outcomes does not answer.", kind, RETRY_S)
     for known, status, code, retry_after_s in _BY_KIND:
         if isinstance(error, known):
-            is_host_s = status >= 500 and isinstance(error, errors.GpuLeaseError)
-            return Problem(status, code, text_for_callers(error) if is_host_s else text, kind, retry_after_s)
+            if status >= 500 and isinstance(error, errors.GpuLeaseError):
+                text = text_for_callers(error)
+            return Problem(status, code, text, kind, retry_after_s)
     if isinstance(error, errors.GpuLeaseError):
         return Problem(500, "not_started", text_for_callers(error), kind)
     return Problem(500, "internal", "The gateway failed; its log says more.")

@@ -9,7 +9,7 @@ const events = new Map();
 function onState(state) {
   if (state.serving) lamp("live", "Live");
   else lamp("lost", "There is no engine: another one is being opened.");
-  document.title = `${state.model} on ${state.host} – gpulease decode`;
+  document.title = `${state.model} on ${state.host} - gpulease decode`;
   say(by("served"), `${state.model} on ${state.host}`);
   say(by("total-rate"), number(state.tokens_s));
   say(by("total-live"), number(state.live));

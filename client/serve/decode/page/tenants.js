@@ -72,11 +72,11 @@ const live = new Map();
 function askToRevoke(tenant) {
   asked = tenant;
   const count = live.get(tenant) ?? 0;
-  const work = count === 1 ? "1 sequence that is under way is" : `${number(count)} sequences that are under way are`;
+  const work = count === 1 ? "1 sequence" : `${number(count)} sequences`;
   say(by("revoke-title"), `Revoke the region of ${tenant}?`);
   say(
     by("revoke-about"),
-    `Its keys and values on the card are lost at once. Its ${work} computed again in a new region, and go on with the same tokens. Other tenants lose nothing.`,
+    `Its keys and values on the card are lost at once. What is under way (${work}) is computed again in a new region, and goes on with the same tokens. Other tenants lose nothing.`,
   );
   say(by("revoke-told"), "");
   say(by("revoke-cancel"), "Cancel");
