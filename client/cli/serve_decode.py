@@ -112,7 +112,7 @@ async def _serve(
     metrics = DecodeMetrics(names, decoder_now)
     observers, routes = [*observers, metrics], []
     if settings.operator_digest is not None:
-        page = DecodePage(decoder_now, settings.operator_digest, lambda: next(iter(traffic), None))
+        page = DecodePage(decoder_now, settings.operator_digest, settings.name, lambda: next(iter(traffic), None))
         observers, routes = [*observers, page.observer], page.routes()
     checkpoint = open_model(settings.model)
     click.echo(f"The model is {checkpoint.name}. Loading it ...")

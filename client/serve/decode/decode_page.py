@@ -1,8 +1,11 @@
 """The page of a decode server: what each tenant gets, its blocks, its losses, and a button that ends its region.
 
+It asks before it ends one.
+
     GET    /                                  the page, which holds no secret
     GET    /page/NAME                         its style and scripts
     GET    /page/events                       its state, some times a second (server-sent events)
+    GET    /page/history                      the last hour
     DELETE /page/tenants/TENANT/region        ends a tenant's region, as the lease's tenant
 
 State and acts take the operator's key, as `Authorization: Bearer KEY`. Whoever opens the page gives it behind `#key=`,
@@ -12,6 +15,7 @@ which no browser sends. Texts are shown of the demonstration's own requests alon
 import asyncio
 import hmac
 import json
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, MutableMapping
@@ -28,17 +32,22 @@ from gpulease.client.serve import decode
 from gpulease.client.serve.decode.decode_reports import (
     DecoderObserver,
     EngineRebuilt,
+    FinishedRequest,
     ForwardRevoked,
     RebindReport,
     StepReport,
 )
+from gpulease.client.serve.decode.decode_requests import AdmissionReason, CompletionReason
 from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.demo_traffic import DemoTraffic
 from gpulease.client.serve.decode.openai_http.api_keys import bearer_digest
+from gpulease.client.serve.decode.page_events import EventKind, PageEvents
+from gpulease.client.serve.decode.page_history import PageHistory, milliseconds
 from gpulease.client.serve.decode.tenant_state import TenantState
 
 FILES: Final = {
     "page.css": "text/css; charset=utf-8",
+    "history.js": "text/javascript; charset=utf-8",
     "page.js": "text/javascript; charset=utf-8",
     "tenants.js": "text/javascript; charset=utf-8",
     "stream.js": "text/javascript; charset=utf-8",
@@ -72,8 +81,8 @@ STREAM_S: Final = 10.0
 RATE_S: Final = 2.0
 """Seconds that rates are means of."""
 
-MAX_EVENTS: Final = 30
-"""Events that are kept and shown."""
+LATEST_REQUESTS: Final = 100
+"""Requests of a tenant whose times to the first token its figure is the median of."""
 
 MAX_TENANTS: Final = 64
 """Tenants that are shown, the first of the settings. A state grows by each, and so does the page."""
@@ -89,6 +98,7 @@ class PageFeed(DecoderObserver):
 
     Args:
         decoder: Returns the decoder; None while there is none.
+        model: The model's name in requests.
         demo: Returns the demonstration's traffic; None if there is none.
         clock: Monotonic seconds.
     """
@@ -96,45 +106,65 @@ class PageFeed(DecoderObserver):
     def __init__(
         self,
         decoder: Callable[[], Decoder | None],
+        model: str,
         demo: Callable[[], DemoTraffic | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._decoder, self._demo, self._clock = decoder, demo, clock
+        self._model, self._host = model, socket.gethostname()
         self._steps = 0
         self._tokens = Counter[str]()
         self._rebinds = Counter[str]()
         self._latency_s: dict[str, float] = {}
-        self._events = deque[tuple[int, float, str, str]](maxlen=MAX_EVENTS)
-        self._numbers = 0
+        self._refused = Counter[str]()
+        self._first_token_s = dict[str, deque[float]]()
+        self._events = PageEvents()
+        self._history = PageHistory(clock())
         self._samples = deque[tuple[float, Counter[str]]]()
 
     def on_step(self, report: StepReport) -> None:
         """Count a step's tokens."""
         self._steps += 1
         self._tokens.update([token.request.tenant_id for token in report.tokens])
+        self._history.add_tokens(self._clock(), len(report.tokens))
 
     def on_forward_revoked(self, report: ForwardRevoked) -> None:
-        """Tell of a step that did not begin."""
-        flip_s = report.flip_to_report_s
-        late = "" if flip_s is None else f", {flip_s * 1e6:,.0f} us after the region's end"
-        self.tell(report.tenant_id, f"a step did not begin{late}")
+        """Add the event of a step that did not begin."""
+        seconds = report.flip_to_report_s or 0.0
+        self._events.add(self._clock(), report.tenant_id, EventKind.STEP_REFUSED, seconds=seconds)
 
     def on_rebind(self, report: RebindReport) -> None:
-        """Tell of a request that goes on."""
-        self._rebinds[report.tenant_id] += 1
-        self._latency_s[report.tenant_id] = report.latency_s
-        whole = " with a new engine" if report.is_engine_scoped else ""
-        text = f"goes on{whole} after {report.latency_s * 1e3:,.0f} ms; {report.prompt_tokens} tokens computed again"
-        self.tell(report.tenant_id, text)
+        """Add the event of a request that goes on."""
+        tenant_id, latency_s = report.tenant_id, report.latency_s
+        self._rebinds[tenant_id] += 1
+        self._latency_s[tenant_id] = latency_s
+        kind, now = EventKind.REPLAYED, self._clock()
+        self._events.add(now, tenant_id, kind, seconds=latency_s, tokens=report.prompt_tokens)
+
+    def on_finished(self, report: FinishedRequest) -> None:
+        """Count a refusal, and note the time to the first token."""
+        now, tenant_id = self._clock(), report.tenant_id
+        if report.first_token_at is not None:
+            seconds = report.first_token_at - report.submitted_at
+            self._first_token_s.setdefault(tenant_id, deque(maxlen=LATEST_REQUESTS)).append(seconds)
+            self._history.add_first_token(now, seconds)
+        if isinstance(report.reason, AdmissionReason) or report.reason is CompletionReason.DEADLINE_EXCEEDED:
+            self._refused[tenant_id] += 1
+            self._history.add_refusal(now)
+            self._events.add(now, tenant_id, EventKind.REFUSED, detail=report.detail or str(report.reason))
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
-        """Tell of another engine."""
-        self.tell("", f"another engine serves, after {report.took_s * 1e3:,.0f} ms: {report.cause}"[:300])
+        """Add the event of another engine."""
+        kind = EventKind.ENGINE_MOVED if report.is_planned else EventKind.ENGINE_LOST
+        self._events.add(self._clock(), "", kind, seconds=report.took_s, detail=report.cause)
 
-    def tell(self, tenant_id: str, text: str) -> None:
-        """Add an event; tenant_id is "" for one of the whole server."""
-        self._numbers += 1
-        self._events.append((self._numbers, self._clock(), tenant_id, text))
+    def revoked_here(self, tenant_id: str) -> None:
+        """Add the event of a press of the page's button."""
+        self._events.add(self._clock(), tenant_id, EventKind.REVOKED_HERE)
+
+    def history(self) -> dict[str, Any]:
+        """Return the last hour, whose JSON the page draws."""
+        return self._history.shown(self._clock())
 
     def state(self) -> dict[str, Any]:
         """Return the state, whose JSON the page draws."""
@@ -148,16 +178,16 @@ class PageFeed(DecoderObserver):
             own = {"text": None} if text is None else {"text": text.text, "replays": text.replays}
             shown.append(self._tenant(tenant_id, state, rates.get(tenant_id, 0.0)) | own)
         return {
-            "serving": decoder is not None,
+            "model": self._model,
+            "host": self._host,
+            "serving": decoder is not None and decoder.is_serving,
             "steps": self._steps,
             "tokens_s": round(sum(rates.values()), 1),
             "waiting": sum(tenant["waiting"] for tenant in shown),
             "live": sum(tenant["live"] for tenant in shown),
+            "refused": self._refused.total(),
             "tenants": shown,
-            "events": [
-                {"number": number, "ago_s": round(now - at, 1), "tenant": tenant_id, "text": text}
-                for number, at, tenant_id, text in reversed(self._events)
-            ],
+            "events": self._events.shown(now),
         }
 
     def _tenant(self, tenant_id: str, state: TenantState, rate: float) -> dict[str, Any]:
@@ -171,6 +201,8 @@ class PageFeed(DecoderObserver):
             "blocks": state.region_blocks,
             "blocks_used": state.used_blocks,
             "blocks_at_most": state.config.max_blocks,
+            "first_token_ms": milliseconds(self._first_token_s.get(tenant_id, ())),
+            "refused": self._refused[tenant_id],
             "rebinds": self._rebinds[tenant_id],
             "rebind_ms": None if latency_s is None else round(latency_s * 1e3, 1),
         }
@@ -208,6 +240,7 @@ class DecodePage:
     Args:
         decoder: Returns the decoder; None while there is none.
         operator_digest: The sha256 of the key of who may see and press.
+        model: The model's name in requests.
         demo: Returns the demonstration's traffic; None if there is none.
 
     Attributes:
@@ -218,9 +251,10 @@ class DecodePage:
         self,
         decoder: Callable[[], Decoder | None],
         operator_digest: bytes,
+        model: str,
         demo: Callable[[], DemoTraffic | None] = lambda: None,
     ) -> None:
-        self.observer = PageFeed(decoder, demo)
+        self.observer = PageFeed(decoder, model, demo)
         self._decoder = decoder
         self._digest = operator_digest
         self._streams = 0
@@ -234,6 +268,7 @@ class DecodePage:
         return [
             Route("/", self._show, methods=["GET"]),
             Route("/page/events", self._events, methods=["GET"]),
+            Route("/page/history", self._history, methods=["GET"]),
             Route("/page/tenants/{tenant}/region", self._revoke, methods=["DELETE"]),
             Route("/page/{name}", self._file, methods=["GET"]),
         ]
@@ -258,6 +293,9 @@ class DecodePage:
         # Counted now, not at its first bytes: several requests may come before the loop runs the first stream.
         self._streams += 1
         return _Stream(self._stream(), self._stream_ended)
+
+    async def _history(self, request: Request) -> Response:
+        return self._refused(request) or JSONResponse(self.observer.history(), headers=HEADERS)
 
     def _stream_ended(self) -> None:
         self._streams -= 1
@@ -286,7 +324,7 @@ class DecodePage:
         pool = decoder.regions.pools.get(tenant_id)
         if pool is None:
             return _problem(409, "The tenant has no region now: another one is being opened.")
-        self.observer.tell(tenant_id, "its region is revoked, from this page")
+        self.observer.revoked_here(tenant_id)
         try:
             await pool.region.revoke(REVOKED_BY)
         except GpuLeaseError as error:

@@ -50,6 +50,7 @@ from starlette.responses import JSONResponse, Response
 
 from gpulease.client import errors
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.serve.caller_text import text_for_callers
 from gpulease.client.serve.gateway.admission import Admission, Bounds
 from gpulease.client.serve.gateway.attempt import Authority, Effects, serve_inference_request
 from gpulease.client.serve.gateway.gateway_errors import (
@@ -156,6 +157,8 @@ class Gateway:
             problem = problem_of(error)
             if problem.code == "internal":
                 _log.exception("request %s failed", request_id)
+            elif problem.detail != str(error):
+                _log.warning("request %s: %s: %s", request_id, type(error).__name__, str(error))
             outcome, answer = problem.code, _problem_response(problem, request_id)
         self._metrics.count_request(model_id, outcome, time.monotonic() - began_s)
         return answer
@@ -239,7 +242,6 @@ _BY_KIND: Final[tuple[tuple[type[Exception], int, str, float | None], ...]] = (
     (StaleEpoch, 409, "in_progress", RETRY_S),
     (OutcomeUnknown, 500, "outcome_unknown", None),
     (CapabilityRefused, 502, "capability_refused", None),
-    (StoreUnavailable, 503, "unavailable", RETRY_S),
     (errors.CapacityExceeded, 503, "no_capacity", RETRY_S),
     (errors.Disconnected, 503, "unavailable", RETRY_S),
     (errors.Drained, 503, "unavailable", RETRY_S),
@@ -269,11 +271,15 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(status, code, text, kind, seconds)
         case OperationFailed(kind=cause) if not isinstance(error, OutcomeUnknown):
             return Problem(500, "operation_failed", text, cause)
+        case StoreUnavailable():
+            return Problem(503, "unavailable", "The store of outcomes does not answer.", kind, RETRY_S)
     for known, status, code, retry_after_s in _BY_KIND:
         if isinstance(error, known):
+            if status >= 500 and isinstance(error, errors.GpuLeaseError):
+                text = text_for_callers(error)
             return Problem(status, code, text, kind, retry_after_s)
     if isinstance(error, errors.GpuLeaseError):
-        return Problem(500, "not_started", text, kind)
+        return Problem(500, "not_started", text_for_callers(error), kind)
     return Problem(500, "internal", "The gateway failed; its log says more.")
 
 

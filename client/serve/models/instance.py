@@ -19,6 +19,7 @@ from gpulease.client.errors import (
     LeaseExpired,
     OperationFailed,
 )
+from gpulease.client.serve.caller_text import text_for_callers
 from gpulease.client.serve.models.model_metrics import ModelMetrics
 from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.client.serve.models.recovery import RestartPause, code_of, is_broken, lease_end_of
@@ -347,7 +348,7 @@ class Instance:
                 request.is_alone = is_kernels
                 again.append(request)
             else:
-                request.settle(CallError(code_of(error), f"{type(error).__name__}: {error}"))
+                request.settle(CallError(code_of(error), f"{type(error).__name__}: {text_for_callers(error)}"))
         self._intake.put_back(again)
 
     async def _recover(self, error: GpuLeaseError) -> None:
@@ -361,7 +362,7 @@ class Instance:
                 self._pass_on(intake.queue.take_all())
                 intake.changed()
         elif is_broken(error):
-            text = f"{self.settings.name} can't be served: {error}"
+            text = f"{self.settings.name} can't be served: {text_for_callers(error)}"
             intake.dismiss(CallError(CallErrorCode.UNAVAILABLE, text))
         until = self._loop.time() + pause_s
         while not intake.is_stopping and self._loop.time() < until:

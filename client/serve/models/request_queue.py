@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.serve.caller_text import text_for_callers
 from gpulease.client.serve.models.model_metrics import ModelMetrics
 from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.client.serve.models.recovery import is_broken
@@ -223,7 +224,8 @@ class RequestIntake:
             )
             return CallError(CallErrorCode.INVALID_REQUEST, text)
         if self.trouble is not None and is_broken(self.trouble):
-            return CallError(CallErrorCode.UNAVAILABLE, f"{settings.name} can't be served: {self.trouble}")
+            text = f"{settings.name} can't be served: {text_for_callers(self.trouble)}"
+            return CallError(CallErrorCode.UNAVAILABLE, text)
         if self.queue.items + request.items > settings.max_queue:
             return CallError(CallErrorCode.QUEUE_FULL, f"{self.queue.items} items wait already", self._retry_ms())
         if text := self._forecast(request.at).refusal(request.items, left_s):

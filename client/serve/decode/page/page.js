@@ -1,15 +1,20 @@
 // The decode server's page: it takes states from /page/events and draws them.
 
+import { keepHistory } from "./history.js";
 import { follow, keepKey, takeKey } from "./stream.js";
 import { arrange, by, copyOf, drawTenants, number, paint, say } from "./tenants.js";
 
 const events = new Map();
 
 function onState(state) {
-  lamp("live", state.serving ? "Live" : "There is no engine.");
+  if (state.serving) lamp("live", "Live");
+  else lamp("lost", "There is no engine: another one is being opened.");
+  document.title = `${state.model} on ${state.host} - gpulease decode`;
+  say(by("served"), `${state.model} on ${state.host}`);
   say(by("total-rate"), number(state.tokens_s));
   say(by("total-live"), number(state.live));
   say(by("total-waiting"), number(state.waiting));
+  say(by("total-refused"), number(state.refused));
   say(by("total-steps"), number(state.steps));
   drawTenants(state.tenants);
   drawEvents(state.events);
@@ -57,3 +62,4 @@ by("key-form").addEventListener("submit", (event) => {
 addEventListener("hashchange", () => location.reload());
 takeKey();
 start();
+keepHistory();

@@ -14,9 +14,9 @@ export function takeKey() {
 
 export const keepKey = (key) => sessionStorage.setItem(KEY, key);
 
-const bearer = () => ({ Authorization: `Bearer ${sessionStorage.getItem(KEY) ?? ""}` });
+export const bearer = () => ({ Authorization: `Bearer ${sessionStorage.getItem(KEY) ?? ""}` });
 
-const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+export const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 /** Follows the stream until the key is refused. `onState` gets each state, `onLost` the reason for a pause. */
 export async function follow(onState, onLost, onRefused) {

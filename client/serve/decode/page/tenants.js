@@ -60,13 +60,44 @@ function makeCard(tenant) {
   say(card.querySelector(".name"), tenant.id);
   const button = card.querySelector(".revoke");
   button.setAttribute("aria-label", `Revoke the region of ${tenant.id}`);
-  button.addEventListener("click", async () => {
-    const why = await revoke(tenant.id);
-    say(by("told"), why || `The region of ${tenant.id} is revoked.`);
-    button.title = why;
-  });
+  button.addEventListener("click", () => askToRevoke(tenant.id));
   return card;
 }
+
+// --- the dialog that a region's end is confirmed in ---
+
+let asked = ""; // the tenant that it is about
+const live = new Map();
+
+function askToRevoke(tenant) {
+  asked = tenant;
+  const count = live.get(tenant) ?? 0;
+  const work = count === 1 ? "1 sequence" : `${number(count)} sequences`;
+  say(by("revoke-title"), `Revoke the region of ${tenant}?`);
+  say(
+    by("revoke-about"),
+    `Its keys and values on the card are lost at once. What is under way (${work}) is computed again in a new region, and goes on with the same tokens. Other tenants lose nothing.`,
+  );
+  say(by("revoke-told"), "");
+  say(by("revoke-cancel"), "Cancel");
+  by("revoke-do").disabled = false;
+  by("revoke-dialog").showModal();
+  // An operator who presses Enter without looking cancels.
+  by("revoke-cancel").focus();
+}
+
+by("revoke-cancel").addEventListener("click", () => by("revoke-dialog").close());
+by("revoke-do").addEventListener("click", async () => {
+  const tenant = asked;
+  by("revoke-do").disabled = true;
+  const why = await revoke(tenant);
+  const outcome = why || `The region of ${tenant} is revoked.`;
+  say(by("told"), outcome);
+  if (asked !== tenant || !by("revoke-dialog").open) return;
+  say(by("revoke-told"), outcome);
+  say(by("revoke-cancel"), "Close");
+  by("revoke-cancel").focus();
+});
 
 function stateOf(tenant) {
   if (!tenant.blocks) return ["lost", "Its region is gone; another one is being opened."];
@@ -81,10 +112,13 @@ function drawCard(card, tenant) {
   const show = (name, text) => say(card.querySelector(name), text);
   show(".state", words);
   show(".rate strong", number(tenant.tokens_s));
+  live.set(tenant.id, tenant.live);
   show(".live", number(tenant.live));
   show(".waiting", number(tenant.waiting));
   show(".blocks", `${number(tenant.blocks_used)} of ${number(tenant.blocks_at_most)}`);
   show(".tokens", number(tenant.tokens));
+  show(".first", tenant.first_token_ms === null ? "–" : `${number(tenant.first_token_ms)} ms`);
+  show(".refused", number(tenant.refused));
   show(".rebinds", number(tenant.rebinds));
   show(".latency", tenant.rebind_ms === null ? "–" : `${number(tenant.rebind_ms)} ms`);
   const text = card.querySelector(".text");

@@ -272,7 +272,7 @@ def test_a_daemon_that_is_killed_and_comes_back_gives_a_fresh_lease_and_the_audi
     first.allowed_trouble.append("worker")
     heard, audit = Recorder(), DecodeAudit(ComputedBy("tiny", "0" * 64, "1" * 64, True))
     decoders: list[Decoder] = []
-    page = DecodePage(lambda: decoders[0], bytes(32))
+    page = DecodePage(lambda: decoders[0], bytes(32), "tiny")
 
     async def part() -> None:
         async with (

@@ -42,3 +42,13 @@ def test_an_error(error: Exception, status: int, code: str, may_retry: bool) -> 
     body = problem.body("the id")
     assert (body["status"], body["code"], body["request_id"]) == (status, code, "the id")
     assert "secret" not in str(body)
+
+
+@pytest.mark.parametrize("kind", [errors.Disconnected, errors.Untrusted, gateway_errors.StoreUnavailable])
+def test_a_client_reads_nothing_of_the_host_s_sockets_and_paths(kind: type[errors.GpuLeaseError]) -> None:
+    assert "/run" not in problem_of(kind("nobody is at /run/d.sock")).detail
+
+
+def test_a_hint_is_for_who_runs_the_gateway() -> None:
+    assert problem_of(errors.Revoked("by an operator", "Ask at /run/d.sock")).detail == "by an operator"
+    assert "send less" in problem_of(errors.InvalidRequest("too much", "send less")).detail.lower()

@@ -24,7 +24,6 @@ from helpers.waiting import wait_until
 
 PROMPT = "Changed in version"
 USER = [{"role": "user", "content": "What does the with statement do?"}]
-CHAT_OF_NO_LENGTH: dict[str, Any] = {"model": MODEL, "messages": USER, "temperature": 0}
 
 
 class Heard(DecoderObserver):
@@ -260,13 +259,14 @@ def test_the_model_says_how_long_the_caller_s_requests_may_be(rig: OpenAiRig, cl
     with rig.client("eve") as eve:
         assert next(iter(eve.models.list())).max_model_len == 64  # type: ignore[attr-defined]
         # A chat that does not say how long its answer is gets what her region has room for.
-        whole: Any = eve.chat.completions.create(**CHAT_OF_NO_LENGTH)
-    assert whole.usage.total_tokens <= 65
+        messages = [{"role": "user", "content": "What does the with statement do? " * 2}]
+        whole = chat(eve, messages=messages, max_tokens=None)
+    assert whole.usage.completion_tokens < CHAT_TOKENS
+    assert whole.usage.total_tokens == 65, "the last token takes no position"
 
 
 def test_a_chat_that_does_not_say_gets_the_server_s_length(rig: OpenAiRig, client: openai.OpenAI) -> None:
-    whole: Any = client.chat.completions.create(**CHAT_OF_NO_LENGTH)
-    assert whole.usage.completion_tokens == CHAT_TOKENS
+    assert chat(client, max_tokens=None).usage.completion_tokens == CHAT_TOKENS
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
