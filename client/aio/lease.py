@@ -113,7 +113,7 @@ class GpuLease(LeaseView):
         return Submission(kernel, image, lambda submission: submission._run_on(self._state))
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
-        """Renew it in a task until the returned object is stopped or its `async with` block is left."""
+        """Renew it in a task until the returned object is stopped or its block is left, like the blocking one's."""
         return keep_alive(self, on_loss)
 
     def events(self) -> LeaseEvents:

@@ -809,6 +809,16 @@ class RenewalSchedule:
         return max(LEAST_DELAY_S, min(pause_s, remaining_s / 2))
 
 
+OnLoss = Callable[[GpuLeaseError], None]
+"""Called once with the error that says why a lease is lost."""
+
+
+def raise_untold(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None:
+    """Raise a loss that nobody was told of: a block whose lease has not been renewed must not end as if it had."""
+    if loss is not None and on_loss is None:
+        raise loss.with_traceback(None)
+
+
 def keep_renewed(
     lease: Callable[[], Renewed | None], schedule: RenewalSchedule, stopped: Any = None
 ) -> Procedure[GpuLeaseError | None]:

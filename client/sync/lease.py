@@ -132,7 +132,8 @@ class GpuLease(LeaseView):
 
         Args:
             size: Bytes, or a text such as "64MiB"; rounded up to `GpuSession.region_granule_bytes`, 2 MiB on a card.
-            tenant: The tenant that may renew and free it; None for this lease's own, who may revoke it in any case.
+            tenant: The tenant that may renew and free it; None for this lease's own, who may renew and revoke it in any
+                case.
             ttl_secs: Its life in seconds, never longer than the lease's; None for what the lease was last given.
 
         Raises CapacityExceeded or AllocFailed if the slice has no room, Unsupported if the daemon has no regions.
@@ -161,7 +162,12 @@ class GpuLease(LeaseView):
         return Submission(kernel, image, lambda submission: submission._run_on(self._state))
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
-        """Renew it in the background until the returned object is stopped or its `with` block is left."""
+        """Renew it in the background until the returned object is stopped or its `with` block is left.
+
+        Args:
+            on_loss: Called once, from the thread, with the error that says why it is lost: a renewal was refused, or it
+                has ended. If that is None, leaving the block raises the error.
+        """
         return keep_alive(self, on_loss)
 
     def events(self) -> LeaseEvents:
