@@ -193,13 +193,19 @@ class RingChannel(Channel):
             self._map.close()
 
     def _take(self) -> bool:
+        link, replies = self.link, self._replies
+        buffer, before, head = link.get_buffer(), link.received, replies.head
         try:
-            count = self._replies.take(self.link.get_buffer())
+            count = replies.take(buffer)
+            if count:
+                link.buffer_updated(count)
         except FramingError as error:
             self._distrust(error)
             return True
-        if count:
-            self.link.buffer_updated(count)
+        except BaseException:
+            if replies.head != head and link.received == before:
+                link.buffer_updated(replies.head - head)  # interrupted once the ring had given them
+            raise
         return count > 0
 
     def _take_bells(self) -> None:
