@@ -70,19 +70,17 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) ->
     This returns when the kernel, or the ring, has all of the bytes. If it is interrupted after some of them went, the
     stream can't be used any more and is broken off.
     """
-    has_begun = False
     rest = deque(memoryview(part) for part in parts if len(part))
+    whole_bytes = sum(map(len, rest))
     try:
         while rest or channel.has_unsent:
             if channel.link.end is not None:
                 raise LinkEnded(channel.link.end)
-            if channel.push(rest):
-                has_begun = True
-            elif channel.link.end is None:
+            if not channel.push(rest) and channel.link.end is None:
                 yield from _wait(channel, limit, for_room=True)
                 channel.pump()
     except BaseException:
-        if channel.is_torn or (has_begun and rest):
+        if channel.is_torn or 0 < sum(map(len, rest)) < whole_bytes:
             channel.link.break_off(_INTERRUPTED, is_explained=True)
         raise
 

@@ -5,6 +5,7 @@ while this side still spins for it, it is compared, not parsed, and a round trip
 late replies take the general way (`Operations`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
@@ -38,8 +39,13 @@ class Pending:
     A reply that brings something new is waited for by `Operations.made` instead.
     """
 
-    rest: Procedure[Any]
+    receive: Callable[[int], Procedure[Any]]
     request_id: int
+
+    @property
+    def rest(self) -> Procedure[Any]:
+        """What waits for the reply."""
+        return self.receive(self.request_id)
 
 
 class NotSent:
@@ -81,18 +87,27 @@ class _KnownReply:
         try:
             asked = channel.ask(request, reply, into, more_ns)
         finally:
-            # Also if Ctrl-C came between: the reply is still to come, and must find its request. Unless what it brings
-            # is here already.
-            if asked is _UNANSWERED and not (self._makes is not None and any(into)):
-                channel.link.expect_late(self._op, request_id, late_into, self._makes)
-                channel.feed()
+            # Also if Ctrl-C came between: the reply is still to come, and must find its request.
+            if asked is _UNANSWERED:
+                try:
+                    self._expect(request_id, into, late_into)
+                except BaseException:
+                    self._expect(request_id, into, late_into)
+                    raise
         if asked is _ANSWERED:
             if operations.freed:
                 operations.settle(None, "")
             if self._op in operations.fences or operations.settled_id == request_id - 1:
                 operations.settled_id = request_id  # as `Operations.acknowledge` does
             return DONE
-        return NOT_SENT if asked is Asked.NOT_SENT else Pending(self._receive(request_id), request_id)
+        return NOT_SENT if asked is Asked.NOT_SENT else Pending(self._receive, request_id)
+
+    def _expect(self, request_id: int, into: memoryview, late_into: memoryview | None) -> None:
+        """Have the link expect the reply to a request that was sent; again is harmless."""
+        channel = self._attachment.channel
+        if self._makes is None or not any(into):
+            channel.link.expect_late(self._op, request_id, late_into, self._makes)
+            channel.feed()
 
     def _receive(self, request_id: int) -> Procedure[Any]:
         """The late reply's body."""

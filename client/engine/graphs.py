@@ -94,7 +94,7 @@ class GraphHandle(Handle):
 
     def mark_freed(self) -> tuple[Opcode, int]:
         """Mark it as freed, and lend its arrays for as long as queued copies may use them (`Handle.mark_freed`)."""
-        self._lend_arrays()
+        self.lend_arrays()
         return super().mark_freed()
 
     def frame(
@@ -135,7 +135,8 @@ class GraphHandle(Handle):
             parts.append(bound.value)
         return b"".join(parts)
 
-    def _lend_arrays(self) -> None:
+    def lend_arrays(self) -> None:
+        """Lend its arrays for as long as queued copies may use them."""
         # Copies of it that are queued may still read and write its arrays, whose memory others must not get yet.
         if self.owner is not None and self._record is not None and self._record.arrays:
             self._graphs.attachment.lent.lend_to_graph(self._record.arrays)
@@ -143,7 +144,7 @@ class GraphHandle(Handle):
     def __del__(self) -> None:
         # It may be half-built: see Handle.
         if getattr(self, "owner", None) is not None:
-            self._lend_arrays()
+            self.lend_arrays()
         super().__del__()
 
     def __repr__(self) -> str:
@@ -199,6 +200,5 @@ class Graphs:
 
     def close(self, graph: GraphHandle) -> Procedure[None]:
         """Free a graph; queued launches of it run to their end."""
-        asking = self._operations.ask(Opcode.GRAPH_DESTROY, HANDLE.pack(graph.handle))
-        yield from self._operations.do("close", asking)
-        graph.mark_freed()
+        graph.lend_arrays()
+        yield from self._operations.free(graph, GraphHandle, "close")

@@ -17,7 +17,7 @@ from gpulease.client.engine.attachment import Attachment
 from gpulease.client.engine.exchange import doing_of, receive, send, wait_for_room
 from gpulease.client.engine.lease import LEASE_OVER, LeaseState
 from gpulease.client.engine.waits import Begun, Limit, Locked, Procedure
-from gpulease.client.errors import InvalidHandle, TimedOut, error_of
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, TimedOut, error_of
 from gpulease.client.handles import Handle
 from gpulease.client.texts import quoted
 from gpulease.client.transport.link import LinkEnded
@@ -288,14 +288,21 @@ class Operations:
             yield from send(self.attachment.channel, (frames,), self.limit)
 
     def put_noting(self, frames: bytes, note: Callable[[], None]) -> bool:
-        """`put`; calls `note` if the frames were taken over, also where it is interrupted."""
+        """`put`; calls `note` if the frames were taken over, also where it is interrupted.
+
+        `note` makes no call of its own: it can only be interrupted before it has begun.
+        """
         writer = self.attachment.writer
         before = writer.tail
         try:
             return self.put(frames)
         finally:
             if writer.tail != before:
-                note()
+                try:
+                    note()
+                except BaseException:
+                    note()
+                    raise
 
     def send_noting(self, frames: bytes, note: Callable[[], None]) -> Procedure[None]:
         """`put_noting`, or wait for room for them: they go whole or not at all."""
@@ -349,20 +356,38 @@ class Operations:
 
         def note() -> None:
             del dropped[:count]
-            self.freed.extend(freed)
+            self.freed += freed
 
         return b"".join(frames), note
 
     def free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
         """Free one handle now, and wait for the reply."""
         self.check(handle, kind, doing)
+        yield from self.do(doing, self._free(handle))
+
+    def _free(self, handle: Handle) -> Procedure[None]:
+        attachment = self.attachment
+        op, number = handle._free_op, handle.handle
+        request_id = attachment.channel.link.expect(op)
+        frame = build_frame(op, HANDLE.pack(number), request_id=request_id, session_id=attachment.session_id)
+
+        def note() -> None:
+            handle.owner = None
+
+        yield from self.send_noting(frame, note)
+        yield from send(attachment.channel, (), self.limit)
         try:
-            yield from self.do(doing, self.ask(handle._free_op, HANDLE.pack(handle.handle)))
-        except InvalidHandle as error:
-            if error.failure.failed_request_id is None:
-                handle.owner = None
+            result = yield from receive(attachment.channel, request_id, self.limit)
+        except (LinkEnded, GpuLeaseError, GeneratorExit):
             raise
-        handle.owner = None
+        except BaseException:
+            # The reply may tell that an earlier failure has kept this from being done: then it is sent again.
+            self.freed += [(request_id, op, number)]
+            raise
+        if isinstance(result, Failure) and result.failed_request_id is not None:
+            handle.owner = attachment  # an earlier operation failed, and this was not done
+        self.settle(result, doing_of(op))
+        self.acknowledge(op, request_id)
 
     def check(self, handle: Handle, kind: type[Handle], doing: str) -> None:
         """Raises InvalidHandle unless this is a handle of that kind in this session."""

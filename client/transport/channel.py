@@ -28,6 +28,17 @@ class Asked(Enum):
     NOT_SENT = "nothing was sent"
 
 
+def keep_rest(parts: deque[memoryview], whole: tuple[memoryview, ...], sent: int) -> None:
+    """Set `parts` to `whole` without its first `sent` bytes. Again is harmless."""
+    rest = []
+    for part in whole:
+        if sent < len(part):
+            rest.append(part[sent:])
+        sent = max(0, sent - len(part))
+    parts.clear()
+    parts.extend(rest)
+
+
 class FrameWriter(Protocol):
     """Takes over whole frames that nobody waits for. `protocol.ring.RingWriter` is one.
 
@@ -187,10 +198,12 @@ class Channel:
 
     def push(self, parts: deque[memoryview]) -> bool:
         """Send as much of `parts` as the socket takes, and drop that; True if any went, or any that is `has_unsent`."""
-        pieces = [parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))]
+        counts: list[int] = []
+        sending = map(self.sock.sendmsg, ([parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))],))
+        whole = tuple(parts)
         self.is_torn = True
         try:
-            sent = self.sock.sendmsg(pieces)
+            counts.extend(sending)  # by the very call that sends, as in `_Outbox`
         except BlockingIOError:
             self.is_torn = False
             return False
@@ -198,13 +211,16 @@ class Channel:
             self.is_torn = False
             self.drain(error)
             return False
-        left = sent
-        while parts and left >= len(parts[0]):
-            left -= len(parts.popleft())
-        if left:
-            parts[0] = parts[0][left:]
-        self.is_torn = False
-        return sent > 0
+        finally:
+            if counts:
+                try:
+                    keep_rest(parts, whole, counts[0])
+                except BaseException:
+                    keep_rest(parts, whole, counts[0])
+                    raise
+                finally:
+                    self.is_torn = False
+        return counts[0] > 0
 
     def drain(self, error: OSError) -> None:
         """Read what the peer, which is gone, sent last: it may say why."""

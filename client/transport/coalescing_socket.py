@@ -74,7 +74,9 @@ class CoalescingSocket(Channel):
         self._spin_policy = spin
         self._outbox = _Outbox(bytearray())
         self._is_first = True
+        # The bytes that `ask` received and could not use, and those that the link had before.
         self._unfed: list[int] = []
+        self._received = 0
         self.tail = 0
         # Re-entrant, because the garbage collector may come to close a session whose outbox is being flushed.
         self._lock = threading.RLock()
@@ -160,6 +162,7 @@ class CoalescingSocket(Channel):
                 return Asked.UNANSWERED  # no peer: whoever waits for the reply finds out
             finally:
                 self._have_rest_sent()
+        self._received = self.link.received
         room, size, whole = self.link.get_buffer(), len(reply), len(reply) + len(into)
         self._look_into(room, more_ns)
         if self._unfed == [whole] and room[:size] == reply:
@@ -185,10 +188,10 @@ class CoalescingSocket(Channel):
 
     def feed(self) -> None:
         """Give the link the bytes that `ask` received and could not use."""
-        if self._unfed:
-            (count,), self._unfed = self._unfed, []
-            if count:
-                self.link.buffer_updated(count)
+        unfed, link = self._unfed, self.link
+        if unfed and link.received == self._received and unfed[0]:
+            link.buffer_updated(unfed[0])
+        self._unfed = []
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there
