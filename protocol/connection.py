@@ -401,6 +401,10 @@ class Connection:
         self._move(request_trigger(op), op)
         self._in_flight[request_id] = op
 
+    def forget_unsent(self) -> None:
+        """Await no reply any more: an interrupted caller has numbered requests that it has not sent."""
+        self._in_flight.clear()
+
     def send_reply(self, request: Request, body: Body) -> bytes:
         """Return the bytes of a successful reply."""
         if type(body) is not reply_body(request.op):

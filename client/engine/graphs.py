@@ -15,7 +15,7 @@ from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_para
 from gpulease.client.texts import quoted
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.fastpath import HANDLE, MIDDLE_AT, REGIONS, REQUEST_ID_OFFSET, graph_launch_payload
+from gpulease.protocol.fastpath import MIDDLE_AT, REGIONS, REQUEST_ID_OFFSET, graph_launch_payload
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_GRAPH_BYTES
 from gpulease.protocol.messages import GraphCreate

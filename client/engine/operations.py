@@ -22,10 +22,11 @@ from gpulease.client.handles import Handle
 from gpulease.client.texts import quoted
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import HANDLE, mem_reuse_frame
 from gpulease.protocol.framing import build_frame
-from gpulease.protocol.messages import Body
+from gpulease.protocol.messages import Body, Ping
 from gpulease.protocol.opcodes import Flag
 
 T = TypeVar("T")
@@ -150,16 +151,27 @@ class Operations:
 
     def _prepared(self, procedure: Procedure[T]) -> Procedure[T]:
         link = self.attachment.channel.link
-        kept = link.forget(self.attachment.dropped)
+        if link.has_leftovers:
+            yield from self._clear_up()
         if link.end is not None:
             # The daemon's goodbye came right behind the last reply.
             raise LinkEnded(link.end)
-        if kept is not None:
-            self.settle(kept, "")  # an interrupted operation was answered with it
         self.drop_held()
         if self.attachment.dropped:
             yield from self.send_frees()
         return (yield from procedure)
+
+    def _clear_up(self) -> Procedure[None]:
+        """Take what was answered to operations that were interrupted; raise an earlier failure that this tells of."""
+        link, dropped = self.attachment.channel.link, self.attachment.dropped
+        kept = link.forget(dropped)
+        if kept is not None:
+            self.settle(kept, "")
+        if link.has_leftovers:
+            # The worker answers in order: behind this, whatever was sent before is answered.
+            yield from self.ask(Opcode.PING, build_body(Ping(0)))
+            link.forget(dropped)
+            link.forget_unsent()
 
     @property
     def has_leftovers(self) -> bool:

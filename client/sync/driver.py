@@ -1,5 +1,6 @@
 """The blocking face's driver: it waits by poll for sockets, by sleep for pauses, by a re-entrant lock for turns."""
 
+import inspect
 import math
 import select
 import time
@@ -34,7 +35,7 @@ def drive(procedure: Procedure[T]) -> T:
             return result
         except BaseException as error:
             thrown = None  # what it keeps would keep this frame
-            if procedure.gi_frame is None:
+            if inspect.getgeneratorstate(procedure) is inspect.GEN_CLOSED:
                 if isinstance(error, GpuLeaseError):
                     raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
                 raise

@@ -12,7 +12,7 @@ given back by `forget`.
 
 import struct
 from collections import deque
-from typing import Final
+from typing import Any, Final
 
 from gpulease.protocol import (
     Connection,
@@ -214,6 +214,11 @@ class Link:
                 del makes[request_id]
         return kept
 
+    def forget_unsent(self) -> None:
+        """Forget requests without an answer, where all that were sent have one: an interrupt came before."""
+        self._makes.clear()
+        self.connection.forget_unsent()
+
     # --- receiving ---
 
     def get_buffer(self) -> memoryview:
@@ -325,6 +330,6 @@ class Link:
         )
 
 
-def _handle_in(made: Body) -> int:
-    """The handle of what a reply has brought: a module's has its own name."""
-    return int(made.module if type(made) is ModuleLoaded else made.handle)  # type: ignore[attr-defined]
+def _handle_in(made: Any) -> int:
+    """The handle of what a session's reply has brought: a module's has its own name."""
+    return int(made.module if type(made) is ModuleLoaded else made.handle)
