@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -15,7 +15,7 @@ from gpulease.client.engine.events import (
     Subscription,
     warnings,
 )
-from gpulease.client.engine.lease import RenewalSchedule, Renewed, keep_renewed
+from gpulease.client.engine.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_untold
 from gpulease.client.errors import GpuLeaseError
 
 E = TypeVar("E")
@@ -31,8 +31,8 @@ class _Events(AsyncIterator[E], Generic[E]):
 
     async def __anext__(self) -> E:
         if not self._is_open:
-            self._is_open = True
             await drive(self._stream.open())
+            self._is_open = True  # not before: cancelled, it begins anew
         event = await drive(self._stream.next())
         if event is None:
             raise StopAsyncIteration
@@ -107,9 +107,7 @@ class KeepAlive(_Watch):
         loss: Why the lease was lost; None while it is not.
     """
 
-    def __init__(
-        self, lease: Renewed, on_loss: Callable[[GpuLeaseError], None] | None, schedule: RenewalSchedule
-    ) -> None:
+    def __init__(self, lease: Renewed, on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
         self._task = task_of(self._keep(weakref.ref(lease), schedule))
@@ -118,14 +116,19 @@ class KeepAlive(_Watch):
         """Renew no more; the lease then ends at its deadline unless it is freed or renewed by hand."""
         await super().stop()
 
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        await self.stop()
+        if kind is None:
+            raise_untold(self.loss, self._on_loss)
+
     async def _keep(self, lease: "weakref.ref[Renewed]", schedule: RenewalSchedule) -> None:
         self.loss = await drive(keep_renewed(lease, schedule))
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 
 
-def keep_alive(
-    lease: Renewed, on_loss: Callable[[GpuLeaseError], None] | None = None, schedule: RenewalSchedule | None = None
-) -> KeepAlive:
+def keep_alive(lease: Renewed, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
     """Start renewing a lease, from a task, like `gpulease.client.keep_alive`."""
     return KeepAlive(lease, on_loss, schedule or RenewalSchedule())

@@ -94,7 +94,8 @@ class GpuLease(LeaseView):
         return Opening(self._region(size, tenant, ttl_secs))
 
     async def _region(self, size: int | str, tenant: str | None, ttl_secs: float | None) -> Region:
-        return Region(await self._run(open_region(self._state, size, tenant, ttl_secs)))
+        opening = self._drive(open_region(self._state, size, tenant, ttl_secs))
+        return Region(await undisturbed(opening, lambda state: self._drive(state.give_up())))
 
     def watch_regions(self) -> RegionWatch:
         """Subscribe to the launches that any of its regions refuses."""
@@ -113,7 +114,7 @@ class GpuLease(LeaseView):
         return Submission(kernel, image, lambda submission: submission._run_on(self._state))
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
-        """Renew it in a task until the returned object is stopped or its `async with` block is left."""
+        """Renew it in a task until the returned object is stopped or its block is left, like the blocking one's."""
         return keep_alive(self, on_loss)
 
     def events(self) -> LeaseEvents:

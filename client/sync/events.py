@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -14,7 +14,7 @@ from gpulease.client.engine.events import (
     Subscription,
     warnings,
 )
-from gpulease.client.engine.lease import RenewalSchedule, Renewed, keep_renewed
+from gpulease.client.engine.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_untold
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 
@@ -26,8 +26,12 @@ class _Events(Iterator[E], Generic[E]):
 
     def __init__(self, stream: Subscription[E]) -> None:
         self._stream = stream
-        drive(stream.open())
-        weakref.finalize(self, stream.close)
+        try:
+            drive(stream.open())
+            weakref.finalize(self, stream.close)
+        except BaseException:
+            stream.close()
+            raise
 
     def __next__(self) -> E:
         event = drive(self._stream.next())
@@ -94,13 +98,11 @@ class WarningWatch:
             self.error = error
 
 
-OnLoss = Callable[[GpuLeaseError], None]
-
-
 class KeepAlive:
     """Renews a lease until it is stopped, its `with` block is left, the lease is dropped or freed, or it is lost.
 
-    The thread is a daemon thread: it never keeps a program from ending.
+    A loss, such as a renewal that is refused, goes to `on_loss`. Without that, leaving the block raises it; a block
+    that is left by an exception raises that one. The thread is a daemon thread: it never keeps a program from ending.
 
     Attributes:
         loss: Why the lease was lost; None while it is not.
@@ -112,7 +114,11 @@ class KeepAlive:
         self._stopped = threading.Event()
         args = (weakref.ref(lease), schedule)
         self._thread = threading.Thread(target=self._run, args=args, name="gpulease-keep-alive", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._stopped.set()  # nobody else could: interrupted, the thread may run, and nobody has this object
+            raise
 
     def stop(self) -> None:
         """Renew no more; the lease then ends at its deadline unless it is freed or renewed by hand."""
@@ -125,6 +131,8 @@ class KeepAlive:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.stop()
+        if kind is None:
+            raise_untold(self.loss, self._on_loss)
 
     def _run(self, lease: "weakref.ref[Renewed]", schedule: RenewalSchedule) -> None:
         self.loss = drive(keep_renewed(lease, schedule, self._stopped))

@@ -199,7 +199,11 @@ class ConnectionTokens:
 
     def may_revoke(self, lease_id: int) -> bool:
         """Return whether a token lets the peer, who is no operator, revoke that lease."""
-        return self._permitting(lease_id, Permission.REVOKE) is not None
+        return self.permits(lease_id, Permission.REVOKE)
+
+    def permits(self, lease_id: int, permission: Permission) -> bool:
+        """Return whether a token that the peer has presented permits one of these things on a lease."""
+        return self._permitting(lease_id, permission) is not None
 
     def check_demand(self, demand: Demand, lease_id: int, permission: Permission) -> None:
         """Raise Refused if this daemon demands a token for the operation and the connection has presented none."""

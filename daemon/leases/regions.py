@@ -1,7 +1,7 @@
 """Regions: leases inside the session of another lease, from the request until their memory is proved back.
 
 1. A lease's tenant or an operator opens a region; its bytes are part of the lease's slice. The region's own tenant (or
-   an operator) renews it and gives it back. The tenant of its lease and operators revoke it.
+   an operator) renews it and gives it back. The tenant of its lease renews it, too, and revokes it, as operators do.
 2. An end changes the region's word first, so that no launch that names it begins. Then the worker takes the memory
    away, and the bytes go back to the slice once that is proved. What is not proved in time stays fenced and charged
    until its lease ends or an operator vouches for it.
@@ -164,9 +164,9 @@ class Regions(RegionViews):
         return denial or _check_room(lease, _rounded(event))
 
     def on_renew(self, region: Region, event: events.RenewRequested, now_ns: int, out: list[Effect]) -> None:
-        """Extend an active region's time."""
+        """Extend an active region's time, at the word of its tenant, of its lease's tenant, or of an operator."""
         self._expire_if_due(region, now_ns, out)
-        denial = self._store.hide(region.region_id, event.tenant, event.is_operator)
+        denial = self._store.hide_from_strangers(region.region_id, event.tenant, event.is_operator)
         denial = denial or self._store.denial_for(region.region_id, now_ns)
         denial = denial or check_ttl(event.ttl_ms, self._store.limits, region.tenant)
         if denial is not None or region.deadline_ns is None:
@@ -204,9 +204,7 @@ class Regions(RegionViews):
     def on_cancel_requested(self, event: events.RegionCancelRequested, now_ns: int, out: list[Effect]) -> None:
         """Have launches in an active region refused, or taken again."""
         region = self._store.regions.get(event.region_id)
-        snapshot = self._store.get(event.region_id)
-        is_party = event.is_operator or (snapshot is not None and event.tenant in self._store.parties(snapshot))
-        denial = None if is_party else denials.not_found(event.region_id)
+        denial = self._store.hide_from_strangers(event.region_id, event.tenant, event.is_operator)
         if region is not None and denial is None:
             self._expire_if_due(region, now_ns, out)
         denial = denial or self._store.denial_for(event.region_id, now_ns)

@@ -174,6 +174,13 @@ class LeaseStore:
             return None
         return denials.not_its_tenant(lease_id) if tenant in self.parties(lease) else denials.not_found(lease_id)
 
+    def hide_from_strangers(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
+        """Return the denial for a caller that is neither of a lease's or region's `parties` nor an operator."""
+        lease = self.get(lease_id)
+        if lease is None:
+            return self.unknown(lease_id)
+        return None if is_operator or tenant in self.parties(lease) else denials.not_found(lease_id)
+
     def parties(self, lease: LeaseSnapshot) -> frozenset[str]:
         """Return the tenants that may know of a lease or region: its own, and that of the lease a region lies in."""
         parent = self.get(lease.parent_id) if lease.parent_id else None

@@ -39,6 +39,17 @@ def real(thing: Any) -> Any:
     return getattr(thing, "target", thing)
 
 
+@asynccontextmanager
+async def entered(manager: Any) -> AsyncIterator[Any]:
+    """The block of a face's context manager, whichever kind it is."""
+    if hasattr(manager, "__aenter__"):
+        async with manager as value:
+            yield value
+    else:
+        with manager as value:
+            yield value
+
+
 class Face:
     """How a scenario leases and opens, whichever face it runs on."""
 

@@ -106,7 +106,10 @@ class LeaseHandler:
         check_labels(labels_of(body.parameters), self._runtime.claims.labels)
 
     def lease_renew(self, request: Request, body: messages.LeaseRenew) -> None:
-        """Serve LEASE_RENEW."""
+        """Serve LEASE_RENEW: of a lease, the tenant's; of a region, its tenant's and its lease's tenant's.
+
+        Operators may, too, and so may whoever bears a token of the lease that permits it.
+        """
 
         def on_outcome(outcome: Outcome) -> None:
             if not isinstance(outcome, Renewed):
@@ -120,8 +123,13 @@ class LeaseHandler:
             )
             self._caller.answer(request, renewed)
 
-        self._tokens.check_demand(Demand.RENEW, body.lease_id, Permission.LEASE_RENEW)
-        tenant = self._tokens.acting_tenant(body.lease_id, Permission.LEASE_RENEW)
+        lease_id, permission = body.lease_id, Permission.LEASE_RENEW
+        region = self._runtime.table.get(lease_id)
+        if region is not None and region.parent_id and not self._tokens.permits(lease_id, permission):
+            # No token of the region's own. Whoever may renew its lease, or open regions of it, may renew it.
+            lease_id, permission = region.parent_id, Permission.LEASE_RENEW | Permission.REGION
+        self._tokens.check_demand(Demand.RENEW, lease_id, permission)
+        tenant = self._tokens.acting_tenant(lease_id, permission)
         if (denial := self._runtime.journal.denial()) is not None:
             raise Refused(failure_of(denial))
         number = self._caller.expect(on_outcome)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ from gpulease.protocol.messages import (
     Report,
 )
 from gpulease.protocol.opcodes import REGIONS_REQUIRED_TAG, Flag
-from helpers.client_faces import Face, Scenario, real
+from helpers.client_faces import Face, Scenario, entered, real
 from helpers.scripted_peer import GRANULE, LEASE_ID, REGION_ID, HangUp, Refusal, ScriptedPeer, SendRaw
 
 Run = Callable[[Scenario], None]
@@ -473,6 +474,29 @@ def test_keep_alive_renews_a_region_and_says_why_it_is_lost(run: Run, peer: Scri
             keeper.stop()
         else:
             await keeper.stop()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("of", ["lease", "region"])
+@pytest.mark.parametrize("way", ["untold", "told", "by an exception"])
+def test_leaving_its_block_raises_a_renewal_that_was_refused_unless_that_was_told(
+    run: Run, peer: ScriptedPeer, of: str, way: str
+) -> None:
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire(face.builder().lease_secs(0.2 if of == "lease" else 60))
+        kept = real(lease if of == "lease" else await lease.region(GRANULE, ttl_secs=0.2))
+        peer.fail(Opcode.LEASE_RENEW, Status.DENIED, "only its tenant may renew it")
+        told: list[GpuLeaseError] = []
+        keeper = kept.keep_alive(told.append if way == "told" else None)
+        expected: Any = {"untold": Denied, "by an exception": KeyError}.get(way)
+        with pytest.raises(expected) if expected else nullcontext():
+            async with entered(keeper), asyncio.timeout(10):
+                while keeper.loss is None:  # noqa: ASYNC110  # a thread asks on one of the faces
+                    await asyncio.sleep(0.005)
+                if way == "by an exception":
+                    raise KeyError
+        assert [type(error) for error in told] == ([Denied] if way == "told" else [])
 
     run(scenario)
 

@@ -313,10 +313,10 @@ def test_where_leases_need_a_token_more_memory_does() -> None:
 # --- tokens ---
 
 
-async def given(broker: Broker, permissions: Permission, lease_id: int = 0) -> None:
-    """Ann, or an operator, gives Eve a token for the lease, and Eve presents it."""
+async def given(broker: Broker, permissions: Permission, lease_id: int = 0, giver: Caller | None = None) -> None:
+    """Ann, or an operator, or who is named, gives Eve a token for the lease, and Eve presents it."""
     audience = (await broker.eve.ask(Opcode.CAPABILITY_AUDIENCE, m.Empty())).audience
-    giver = broker.root if permissions & Permission.REVOKE else broker.ann
+    giver = giver or (broker.root if permissions & Permission.REVOKE else broker.ann)
     issue = m.CapabilityIssue(lease_id or broker.lease_id, int(permissions), audience, 60_000, 0)
     token = (await giver.ask(Opcode.CAPABILITY_ISSUE, issue)).token
     await broker.eve.ask(Opcode.CAPABILITY_PRESENT, m.CapabilityPresent(token))
@@ -334,6 +334,44 @@ async def test_another_permission_opens_none(broker: Broker) -> None:
     await given(broker, Permission.LEASE_RENEW)
     body = m.RegionOpen(broker.lease_id, 4 * MIB, 60_000, "")
     assert (await broker.eve.refused(Opcode.REGION_OPEN, body)).status is Status.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("permission", "is_of_lease", "may_renew"),
+    [
+        (Permission.LEASE_RENEW, True, True),
+        (Permission.LEASE_RENEW, False, True),
+        (Permission.REGION, True, True),
+        (Permission.MEM_READ, True, False),
+    ],
+)
+@pytest.mark.parametrize("demands", [frozenset(), frozenset({Demand.RENEW})], ids=["free", "by token"])
+def test_who_bears_a_token_that_renews_the_lease_or_opens_its_regions_renews_them(
+    permission: Permission, is_of_lease: bool, may_renew: bool, demands: frozenset[Demand]
+) -> None:
+    async def story(broker: Broker) -> None:
+        holder = broker.root if demands else broker.ann
+        region = await broker.open(holder)
+        if is_of_lease:
+            await given(broker, permission, giver=holder)
+        else:
+            await given(broker, permission, region.lease_id, broker.root if demands else broker.bob)
+        body = m.LeaseRenew(region.lease_id, 120_000)
+        if may_renew:
+            assert (await broker.eve.ask(Opcode.LEASE_RENEW, body)).generation == 2
+        else:
+            failure = await broker.eve.refused(Opcode.LEASE_RENEW, body)
+            assert failure.status is (Status.DENIED if demands else Status.NOT_FOUND)
+
+    with_broker(story, demands)()
+
+
+@with_broker
+async def test_its_leases_tenant_renews_it_and_a_stranger_does_not(broker: Broker) -> None:
+    region = await broker.open()
+    body = m.LeaseRenew(region.lease_id, 120_000)
+    assert (await broker.ann.ask(Opcode.LEASE_RENEW, body)).generation == 2
+    assert (await broker.eve.refused(Opcode.LEASE_RENEW, body)).status is Status.NOT_FOUND
 
 
 @pytest.mark.parametrize("is_of_lease", [False, True])

@@ -247,11 +247,16 @@ def test_a_renewal_moves_the_deadline_and_the_generation(s: Scenario) -> None:
     assert s.lease(2).state is LeaseState.ACTIVE
 
 
-@pytest.mark.parametrize("event", [RenewRequested(9, 2, "ann", 1000), FreeRequested(9, 2, "ann")])
-def test_a_regions_time_is_its_own_tenants(s: Scenario, event: RenewRequested | FreeRequested) -> None:
+@pytest.mark.parametrize(("tenant", "is_operator"), [("bob", False), ("ann", False), ("root", True)])
+def test_its_tenant_its_leases_tenant_and_operators_renew_a_region(s: Scenario, tenant: str, is_operator: bool) -> None:
     s.region(2)
-    assert denied(s.do(event)).reason is DenialReason.NOT_ALLOWED
-    assert s.lease(2).generation == 1
+    assert one(s.do(RenewRequested(9, 2, tenant, 8000, is_operator)), Renewed).lease.generation == 2
+
+
+def test_a_region_is_its_own_tenants_to_give_back(s: Scenario) -> None:
+    s.region(2)
+    assert denied(s.do(FreeRequested(9, 2, "ann"))).reason is DenialReason.NOT_ALLOWED
+    assert s.lease(2).state is LeaseState.ACTIVE
 
 
 @pytest.mark.parametrize(
