@@ -5,6 +5,7 @@
 A fleet's address is that of its directories: `fleet:tls:HOST:PORT,tls:HOST:PORT`.
 """
 
+import errno
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,6 +13,10 @@ DEFAULT_ADDRESS: Final = "unix:/run/gpulease/gpuleased.sock"
 ADDRESS_VARIABLE: Final = "GPULEASE_ADDRESS"
 MAX_UNIX_PATH_BYTES: Final = 107
 """The longest path in struct sockaddr_un (unix(7)). A longer one would fail later, with a less helpful error."""
+
+NOBODY_LISTENS: Final = frozenset({errno.ECONNREFUSED, errno.ENOENT})
+"""What connect(2) reports of a Unix socket's path if nobody listens there, and a new socket may take it. Another error,
+that of a full backlog or of a missing permission, says nothing of the kind."""
 
 MAX_ADDRESS_CHARS: Final = 512
 """The length of the string. The longest host name has 253 characters (RFC 1035, 2.3.4). A longer string is a mistake,

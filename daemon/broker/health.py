@@ -1,6 +1,6 @@
 """Readiness: whether the daemon can grant leases, check by check. HEALTH answers it, and metrics report it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ class Health:
 
     Attributes:
         is_listening: Whether the daemon listens. The service sets it.
+        listening_problem: Returns why clients can't connect at an address, "" if they can. The service sets it.
         fleet: The node's fleet; None if it belongs to none. The service sets it.
     """
 
@@ -39,6 +40,7 @@ class Health:
         self, table: LeaseTable, workers: Workers, journal: Journal, recorder: Recorder, memory_reserve: MemoryReserve
     ) -> None:
         self.is_listening = False
+        self.listening_problem: Callable[[], str] = str
         self.fleet: FleetFrontend | None = None
         self._table = table
         self._workers = workers
@@ -59,8 +61,8 @@ class Health:
         }
 
     def _checks(self) -> Iterator[Check]:
-        is_stopping = self._table.is_shutting_down
-        yield _check("listening", "" if self.is_listening and not is_stopping else "the daemon is starting or stopping")
+        is_up = self.is_listening and not self._table.is_shutting_down
+        yield _check("listening", self.listening_problem() if is_up else "the daemon is starting or stopping")
         yield _check("zygote", "" if self._workers.can_start else "no worker can be started: the zygote is not there")
         yield _check("not_draining", "" if self._table.drain_ns is None else "the node is drained")
         yield _check("capacity", self._capacity_problem())

@@ -2,14 +2,12 @@
 
 TCP is bound to loopback only, since it is neither encrypted nor authenticated. `tls_frontend` listens for TLS.
 
-Below `Listeners`: the folder of a Unix socket and the lock beside it, and the sentences that tell an operator why an
-address can't be listened on.
+Below `Listeners`: the folder of a Unix socket, and the sentences that tell an operator why an address can't be listened
+on.
 """
 
 import asyncio
-import contextlib
 import errno
-import fcntl
 import inspect
 import ipaddress
 import os
@@ -19,13 +17,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.host.socket_activation import CannotListen
+from gpulease.daemon.host.unix_place import BACKLOG, UnixPlace
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, UnixAddress
-
-BACKLOG: Final = 512
-"""Connections the kernel keeps until they are accepted. The kernel's own limit may be lower."""
 
 
 class NeverListens(CannotListen):
@@ -46,8 +42,8 @@ class Listeners:
         self._factory = factory
         self._socket_mode = socket_mode
         self._servers: list[asyncio.Server] = []
-        self._paths: list[str] = []
-        self._locks: list[PlaceLock] = []
+        self._places: list[tuple[UnixPlace, asyncio.Server]] = []
+        self._keeps_files = False
         self._bound: list[tuple[Address, int]] = []
 
     @property
@@ -57,7 +53,25 @@ class Listeners:
 
     def leave_paths(self) -> None:
         """Keep the sockets' files on `close`: another process keeps the sockets open."""
-        self._paths.clear()
+        self._keeps_files = True
+
+    def problem(self) -> str:
+        """Return why clients can't connect at an address that was listened on; "" as long as they can."""
+        return next((place.problem for place, _ in self._places if place.problem), "")
+
+    async def restore(self) -> list[Address]:
+        """Make Unix sockets anew whose files were removed; call it again and again. Returns their addresses."""
+        anew: list[Address] = []
+        for number, (place, server) in enumerate(self._places):
+            sock = place.restore()
+            if sock is not None:
+                self._places[number] = (place, await self._serve_unix(sock))
+                # Accepted connections go on. Nobody can reach the socket without a name.
+                server.close()
+                self._bound = [one for one in self._bound if one[0] != place.address]
+                self._bound.append((place.address, sock.fileno()))
+                anew.append(place.address)
+        return anew
 
     async def listen(
         self, address: UnixAddress | TcpAddress, given: Sequence[socket.socket] = (), *, set_mode: bool = True
@@ -80,49 +94,33 @@ class Listeners:
         """Stop listening and remove the sockets' files. Accepted connections go on."""
         for server in self._servers:
             server.close()
-        for path in self._paths:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        for lock in self._locks:
-            lock.release()
-        self._servers, self._paths, self._locks, self._bound = [], [], [], []
+        for place, server in self._places:
+            server.close()
+            place.release(keep_file=self._keeps_files)
+        self._servers, self._places, self._bound = [], [], []
 
     async def _listen_unix(self, address: UnixAddress, given: Sequence[socket.socket], set_mode: bool) -> UnixAddress:
         if not given:
             prepare_place(address, self._socket_mode)
-        self._locks.append(PlaceLock(address))
-        if given:
-            (sock,) = given
-            if set_mode:
-                os.chmod(address.path, self._socket_mode)
-        else:
-            sock = self._bind_unix(address)
-            self._paths.append(address.path)
+        place = UnixPlace(address, self._socket_mode)
+        try:
+            sock = place.take(given[0], set_mode=set_mode) if given else place.bind()
+            refuse_descriptors(sock)
+            server = await self._serve_unix(sock)
+        except BaseException:
+            place.release()
+            raise
+        self._places.append((place, server))
+        if sock not in given:
             self._bound.append((address, sock.fileno()))
-        refuse_descriptors(sock)
-        loop = asyncio.get_running_loop()
-        # From Python 3.13 on asyncio removes the file when the server is closed. `close` knows whether it may.
-        takes = inspect.signature(loop.create_unix_server).parameters
-        options: dict[str, Any] = {"cleanup_socket": False} if "cleanup_socket" in takes else {}
-        self._servers.append(await loop.create_unix_server(self._factory, sock=sock, backlog=BACKLOG, **options))
         return address
 
-    def _bind_unix(self, address: UnixAddress) -> socket.socket:
-        path = Path(address.path)
-        if path.is_socket():
-            # We hold the lock, so the daemon that made this socket is gone.
-            path.unlink()
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            refuse_descriptors(sock)
-            sock.bind(address.path)
-            os.chmod(address.path, self._socket_mode)
-            # At once: a client that sees the file may connect.
-            sock.listen(BACKLOG)
-        except OSError:
-            sock.close()
-            raise
-        return sock
+    async def _serve_unix(self, sock: socket.socket) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        # From Python 3.13 on asyncio removes the file when the server is closed. The place knows whether it may.
+        takes = inspect.signature(loop.create_unix_server).parameters
+        options: dict[str, Any] = {"cleanup_socket": False} if "cleanup_socket" in takes else {}
+        return await loop.create_unix_server(self._factory, sock=sock, backlog=BACKLOG, **options)
 
     async def _listen_tcp(self, address: TcpAddress, given: Sequence[socket.socket]) -> TcpAddress:
         loop = asyncio.get_running_loop()
@@ -180,58 +178,13 @@ def _check_loopback(address: TcpAddress, host: str) -> None:
         )
 
 
-# --- the place of a Unix socket: its folder, and the lock beside it ---
+# --- the folder of a Unix socket ---
 
 OWN_FOLDER: Final = Path(DEFAULT_ADDRESS.removeprefix("unix:")).parent
 """The one folder that the daemon makes: /run is empty after a reboot. Any other missing folder may be mistyped, and
 tenants would never look in it."""
 
-MAX_TRIES: Final = 100
-"""Tries for a lock whose file is removed between its opening and its locking. Stops somebody who keeps removing it."""
-
 _WRITABLE: Final = "a drop-in (systemctl edit gpuleased) with ReadWritePaths="
-
-
-class PlaceLock:
-    """A lock file beside a Unix socket, held for as long as one daemon listens there.
-
-    The lock stops two daemons from taking a socket from one another. A later daemon can also tell a socket that a crash
-    left from one in use: the kernel releases the lock of a process that dies (flock(2)).
-
-    Raises:
-        CannotListen: Another daemon holds the lock.
-        OSError: The file can't be opened.
-    """
-
-    def __init__(self, address: UnixAddress) -> None:
-        self._path = f"{address.path}.lock"
-        for _ in range(MAX_TRIES):
-            self._fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(self._fd)
-                break
-            # The holder before us may have removed the file after we opened it. Then our lock protects nothing: other
-            # daemons lock a new file at the path.
-            if self._is_at_path():
-                return
-            os.close(self._fd)
-        raise CannotListen(f"can't listen on {address}: another gpuleased does")
-
-    def release(self) -> None:
-        """Release the lock and remove its file."""
-        with contextlib.suppress(OSError):
-            # Only the holder removes the file, so no other daemon's can have come to the path since the check.
-            if self._is_at_path():
-                os.unlink(self._path)
-        os.close(self._fd)
-
-    def _is_at_path(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.stat(self._path, follow_symlinks=False))
-        except FileNotFoundError:
-            return False
 
 
 def prepare_place(address: UnixAddress, socket_mode: int) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -34,8 +34,10 @@ from gpulease.daemon.broker.web_frontend import LoadHistory, WebFrontend
 from gpulease.daemon.config.settings import Config, ConfigError, OnStop, changed_hands, check_devices, check_worker_user
 from gpulease.daemon.gpus.driver_choice import choose_cards
 from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, retry
+from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
 from gpulease.daemon.host.socket_activation import Assigned, GivenSocket, assign
+from gpulease.daemon.host.unix_place import LOOK_S, log_restoring_fault
 from gpulease.daemon.leases import (
     Card,
     Cause,
@@ -129,6 +131,7 @@ class Service:
         addresses: The addresses it listens on, with the ports the kernel chose.
         url: The web page's URL, "" if there is none.
         stale: Sockets that an earlier daemon left for addresses that are not listened on any more.
+        on_new_sockets: Called with the addresses that have other sockets now, if it is set.
         leaves_sessions: Whether a stop leaves sessions to the next daemon. Until it is told to stop, the daemon leaves
             them wherever they can outlive it: a failed start, or a fault, must not end sessions.
     """
@@ -162,6 +165,9 @@ class Service:
             config.max_connections, config.max_connections_per_tenant, self.runtime.memory_reserve.is_enough
         )
         self._listeners = Listeners(self._new_connection, config.socket_mode)
+        self._restoring = PeriodicTask(self._restore_sockets, LOOK_S, log_restoring_fault)
+        self.on_new_sockets: Callable[[Collection[Address]], Awaitable[None]] | None = None
+        self.runtime.health.listening_problem = self._listeners.problem
         self._tls: TlsFrontend | None = None
         if config.tls is not None and any(isinstance(address, TlsAddress) for address in config.listen):
             self._tls = TlsFrontend(config.tls, config.tenant_of_certificate, self._new_remote_connection, journal)
@@ -211,6 +217,7 @@ class Service:
             await self._fleet.start()
         self.runtime.post(PoolTimerFired())
         self.runtime.metrics.start()
+        self._restoring.start()
         self.runtime.health.is_listening = True
 
     async def _assign_given(self) -> Assigned:
@@ -222,16 +229,27 @@ class Service:
         assigned = assign(self._given, {address: await _resolve(address) for address in addresses})
         self.stale = assigned.stale
         for one in assigned.stale:
+            if one.was_kept:
+                # The service manager still has it open. Nobody may take that for somebody who listens.
+                one.sock.shutdown(socket.SHUT_RDWR)
             one.sock.close()
         return assigned
 
     async def _listen(self, address: Address, assigned: Assigned) -> Address:
         given = assigned.of(address)
         if not isinstance(address, TlsAddress):
-            return await self._listeners.listen(address, given, set_mode=not assigned.is_units(address))
+            listening = await self._listeners.listen(address, given, set_mode=not assigned.is_units(address))
+            # Nobody could reach a socket that was closed in place of another.
+            self.stale += [one for one in assigned.kept(address) if one.sock.fileno() < 0]
+            return listening
         if self._tls is None:
             raise NeverListens(f"can't listen on {address}: there are no certificates")
         return await self._tls.listen(address, given)
+
+    async def _restore_sockets(self) -> None:
+        anew = await self._listeners.restore()
+        if anew and self.on_new_sockets is not None:
+            await self.on_new_sockets(anew)
 
     def _fleet_addresses(self) -> list[str]:
         """Return where tenants of other hosts reach the node; the host's name stands for all of its addresses.
@@ -318,6 +336,7 @@ class Service:
     async def stop(self) -> None:
         """Stop listening, end sessions or leave them, and close all connections. Each step has a time limit."""
         self.runtime.health.is_listening = False
+        await self._restoring.stop()
         self._listeners.close()
         if self._loads is not None:
             await self._loads.stop()

@@ -641,6 +641,8 @@ def _check_addresses(config: Config) -> None:
 def _check_audit(config: Config) -> None:
     if config.audit is None and (config.audit_required or config.audit_head is not None):
         raise ConfigError("audit_required and audit_head need audit, the folder of the audit log")
+    if config.audit is not None and config.audit == config.state:
+        raise ConfigError("audit and state must be different folders: each is locked as a whole")
     if not MIN_AUDIT_FILE_BYTES <= config.audit_file_bytes <= MAX_AUDIT_FILE_BYTES:
         raise ConfigError(
             f"audit_file_size is {config.audit_file_bytes} bytes;"

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import msgpack
 
+from gpulease.daemon.host.unix_place import bound_to_path
+
 MAX_MESSAGE_BYTES: Final = 124 << 10
 """Largest datagram. The largest honest one carries bytes that a tenant sent behind its ATTACH: a control connection's
 receive buffer at most, 64 KiB and a header. A process that overwrites memory that it frees (host/heap_wipe.py) would
@@ -37,6 +39,11 @@ class ChannelClosed(Exception):
 def channel_pair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets, close-on-exec."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def channel_listener(path: str) -> socket.socket:
+    """Return a socket that listens at a path, for this user alone, for ends of channels. Raises OSError."""
+    return bound_to_path(path, 0o600, socket.SOCK_SEQPACKET, takes_descriptors=True)
 
 
 def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:

@@ -125,6 +125,10 @@ class Assigned:
         """Return an address's sockets; none if the daemon has to bind it."""
         return [given.sock for given in self.by_address.get(address, [])]
 
+    def kept(self, address: Address) -> list[GivenSocket]:
+        """Return those of an address's sockets that an earlier daemon made."""
+        return [given for given in self.by_address.get(address, []) if given.was_kept]
+
     def is_units(self, address: Address) -> bool:
         """Return whether an address's sockets are a unit's, which sets their owner and mode."""
         return any(not given.was_kept for given in self.by_address.get(address, []))

@@ -154,6 +154,13 @@ class LogEvent(Enum):
     DAEMON_MADE_FOLDER = Kind(
         "daemon.made_folder", INFO, "made the folder for its socket, which was not there", ("path", "mode")
     )
+    SOCKET_ANEW = Kind("socket.anew", WARNING, "a socket's file was removed: the socket is made anew", ("path",))
+    SOCKET_LOCK_ANEW = Kind(
+        "socket.lock_anew", WARNING, "the lock beside a socket was removed: it is made anew", ("path",)
+    )
+    SOCKET_LOST = Kind(
+        "socket.lost", ERROR, "a socket's file was removed, and it can't be made anew yet", ("path", "reason")
+    )
     DAEMON_STOPPING = Kind("daemon.stopping", INFO, "stopping")
     DAEMON_FAILED = Kind("daemon.failed", ERROR, "the daemon ends", ("hint", "status"))
     DAEMON_FAULT = Kind("daemon.fault", ERROR, "a fault of the daemon's own: tell its makers", ("doing", "traceback"))

@@ -9,8 +9,9 @@ import contextlib
 import faulthandler
 import signal
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Final
 
 from gpulease.daemon.broker.service import Service, running_service
@@ -24,6 +25,7 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.supervisor import notifier as watchdog
 from gpulease.daemon.supervisor.notifier import Notifier, status
+from gpulease.protocol.address import Address
 
 RELOADED: Final = frozenset(
     {
@@ -165,6 +167,7 @@ class Supervised:
                 message = f"gpuleased {VERSION} is to be seen at {service.url}"
                 log_event(LogEvent.DAEMON_SEEN, message, url=service.url, version=VERSION)
             await self._store_sockets(service)
+            service.on_new_sockets = partial(self._store_sockets_anew, service)
             await self._notifier.tell_reliably("READY=1", status(_ready_text(service)))
             if self._watchdog.start():
                 # The service manager ends a stuck loop with SIGABRT; faulthandler then logs where the loop was.
@@ -187,11 +190,26 @@ class Supervised:
         if not self._notifier.is_heard:
             return
         for name in {given.name for given in service.stale}:
-            await self._notifier.tell_reliably("FDSTOREREMOVE=1", f"FDNAME={name}")
+            await self._drop_stored(name)
         for address, fd in service.bound:
-            # FDPOLL=0 keeps systemd from dropping a listening socket that is shut down for a moment.
-            await self._notifier.tell_reliably("FDSTORE=1", f"FDNAME={kept_name(address)}", "FDPOLL=0", fds=[fd])
+            await self._store(address, fd)
         service.leave_sockets()
+
+    async def _store_sockets_anew(self, service: Service, addresses: Collection[Address]) -> None:
+        """Have the service manager keep new sockets of addresses in place of those that it has."""
+        if not self._notifier.is_heard:
+            return
+        for address, fd in service.bound:
+            if address in addresses:
+                await self._drop_stored(kept_name(address))
+                await self._store(address, fd)
+
+    async def _store(self, address: Address, fd: int) -> None:
+        # FDPOLL=0 keeps systemd from dropping a listening socket that is shut down for a moment.
+        await self._notifier.tell_reliably("FDSTORE=1", f"FDNAME={kept_name(address)}", "FDPOLL=0", fds=[fd])
+
+    async def _drop_stored(self, name: str) -> None:
+        await self._notifier.tell_reliably("FDSTOREREMOVE=1", f"FDNAME={name}")
 
 
 def _stop_at_signals(stop_signal: "asyncio.Future[signal.Signals]") -> None:

@@ -32,7 +32,7 @@ from gpulease.daemon.contract.messages import (
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.heap_wipe import WIPING_HEAP
-from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_pair, close_all, receive_message
+from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_listener, channel_pair, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended
 from gpulease.daemon.host.version import BUILD, VERSION
 from gpulease.daemon.log.catalogue import LogEvent
@@ -254,7 +254,7 @@ class Zygote:
             if self._folder is not None:
                 # The broker makes the socket, so that the next broker finds it as soon as there is a process.
                 self._path = self._folder / f"{secrets.token_hex(4)}.sock"
-                listener = handed_over.enter_context(_listen_at(self._path))
+                listener = handed_over.enter_context(channel_listener(str(self._path)))
                 arguments.append(str(listener.fileno()))
                 fds.append(listener.fileno())
             # Its own session: a Ctrl-C at the broker's terminal is the broker's to handle.
@@ -437,15 +437,3 @@ class Zygote:
         if self._preloaded is not None and (self._preloaded.cancelled() or self._preloaded.exception() is not None):
             return  # It never forked a worker, and `start` has raised why.
         self._on_exit(self)
-
-
-def _listen_at(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind(str(path))
-        path.chmod(0o600)
-        listener.listen()
-    except BaseException:
-        listener.close()
-        raise
-    return listener

@@ -45,8 +45,9 @@ from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.driver_registry import driver_named
 from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.host.heap_wipe import is_told_to_wipe
-from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
+from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_listener, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, exit_text, set_name, survive_stderr
+from gpulease.daemon.host.unix_place import LOOK_S, file_at
 from gpulease.daemon.host.unsolicited_fds import interrupting_closes
 from gpulease.daemon.host.version import BUILD, VERSION
 from gpulease.daemon.log.catalogue import LogEvent
@@ -91,6 +92,7 @@ def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, liste
         # The broker has called it, too. But a client learns the process that called it last (unix(7), SO_PEERCRED).
         listener.listen()
         listener.setblocking(False)
+    listener_path = "" if listener is None else str(listener.getsockname())
     survive_stderr()
     go_on_logging("zygote")
     set_name(ZYGOTE_NAME)
@@ -100,9 +102,9 @@ def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, liste
         zygote = _preload(driver_name, channel, sandbox, listener)
         return 1 if zygote is None else _serve(zygote, channel, listener)
     finally:
-        if listener is not None:
+        if listener_path:
             with suppress(FileNotFoundError):
-                os.unlink(listener.getsockname())
+                os.unlink(listener_path)
 
 
 def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: socket.socket | None) -> "Zygote | None":
@@ -178,6 +180,8 @@ class Zygote:
         # reported when it is made and when it has ended.
         self._outbox = Outbox(channel)
         self._listener = listener
+        self._look_at_listener_ns = 0
+        self._is_listener_lost = False
         self._workers = WorkerTable()
         self._empty_since_ns = 0
         self._is_retired = False
@@ -202,6 +206,7 @@ class Zygote:
             if self._is_over():
                 return
             now_ns = time.monotonic_ns()
+            self._restore_listener(now_ns)
             has_broker = self._channel is not None
             due_ns = self._workers.end_overdue(now_ns) if has_broker else self._end_due(now_ns)
             if due_ns is None:
@@ -210,6 +215,8 @@ class Zygote:
                 timeout_ms = min(max(0, -(-(due_ns - now_ns) // NS_PER_MS)), MAX_POLL_MS)
             else:
                 return
+            if self._listener is not None:
+                timeout_ms = min(MAX_POLL_MS if timeout_ms is None else timeout_ms, int(LOOK_S * 1000))
 
     def _on_ready(self, fds: set[int]) -> None:
         """Handle the descriptors that are ready."""
@@ -240,6 +247,27 @@ class Zygote:
             # The death of workers that were killed wakes this process.
             return now_ns + int(ALONE_S * NS_PER_S) if due_ns is None else max(due_ns, now_ns + 1)
         return self._empty_since_ns + int(ALONE_S * NS_PER_S)
+
+    def _restore_listener(self, now_ns: int) -> None:
+        """Make the socket anew if its file was removed: the next broker would not find the leases of this process."""
+        if self._listener is None or now_ns < self._look_at_listener_ns:
+            return
+        self._look_at_listener_ns = now_ns + int(LOOK_S * NS_PER_S)
+        path = str(self._listener.getsockname())
+        if file_at(path) is not None:
+            return
+        try:
+            made = channel_listener(path)
+        except OSError as error:
+            if not self._is_listener_lost:
+                log_event(LogEvent.SOCKET_LOST, path=path, reason=str(error))
+            self._is_listener_lost = True
+            return
+        self._poll.unregister(self._listener)
+        self._listener.close()
+        self._listener, self._is_listener_lost = made, False
+        self._poll.register(made, select.POLLIN)
+        log_event(LogEvent.SOCKET_ANEW, path=path)
 
     # --- the broker ---
 

@@ -251,16 +251,27 @@ class Node:
         """The driver's own files."""
         return self.folder / "plugins" / DRIVER / "state"
 
+    @property
+    def command(self) -> list[str]:
+        """The driver's."""
+        return [
+            *(sys.executable, "-P", "-m", *self._module, "serve"),
+            *("--node", NODE, "--daemon", self.daemon.address, "--lease-secs", "600"),
+            *("--kubelet", str(self.folder), "--cdi", str(self.cdi)),
+            *("--api-server", self.api.url, "--api-token", str(self.folder / "account")),
+        ]
+
+    @property
+    def sockets(self) -> tuple[Path, Path]:
+        """Those at which the driver listens."""
+        registration = self.folder / "plugins_registry" / f"{DRIVER}-reg.sock"
+        return self.folder / "plugins" / DRIVER / "dra.sock", registration
+
     def start(self) -> None:
         """Start the driver, and its kubelet."""
         self._log = (self.folder / "log").open("a+")
         self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", *self._module, "serve"),
-                *("--node", NODE, "--daemon", self.daemon.address, "--lease-secs", "600"),
-                *("--kubelet", str(self.folder), "--cdi", str(self.cdi)),
-                *("--api-server", self.api.url, "--api-token", str(self.folder / "account")),
-            ],
+            self.command,
             stdout=self._log,
             stderr=self._log,
             stdin=subprocess.DEVNULL,
@@ -276,7 +287,7 @@ class Node:
 
     def connect(self) -> None:
         """Start a kubelet that finds the driver's service by the registration."""
-        registrar = Kubelet(self.folder / "plugins_registry" / f"{DRIVER}-reg.sock")
+        registrar = Kubelet(self.sockets[1])
         try:
             info = decode(registrar.call("/pluginregistration.Registration/GetInfo"))
             assert info[1] == [b"DRAPlugin"]

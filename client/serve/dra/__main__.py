@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
@@ -72,6 +73,7 @@ def serve(
     from gpulease.client.serve.dra.claim_leases import TOKEN_REFRESH_S, ClaimLeases
     from gpulease.client.serve.dra.kubernetes_objects import DRIVER, ApiServer
     from gpulease.client.serve.dra.node_files import NodeFiles
+    from gpulease.client.serve.unix_path import LOOK_S
 
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,11 +86,25 @@ def serve(
     reader = ApiServer(api_server, api_token, api_ca)
     claims = ClaimLeases(address, node, NodeFiles(folder / "state", cdi), reader, lease_secs, _say)
     claims.refresh_tokens()
-    plugin = KubeletPlugin(DRIVER, claims, registry, folder, _say)
+
+    def listening() -> KubeletPlugin:
+        try:
+            return KubeletPlugin(DRIVER, claims, registry, folder, _say)
+        except OSError as error:
+            raise CannotStart(f"can't listen for the kubelet: {error}. End what listens there") from None
+
+    plugin = listening()
     _say(f"serves {DRIVER} on {plugin.socket}, for the daemon at {address}")
     try:
-        while not stopped.wait(TOKEN_REFRESH_S):
-            claims.refresh_tokens()
+        refresh_at = time.monotonic() + TOKEN_REFRESH_S
+        while not stopped.wait(LOOK_S):
+            if time.monotonic() >= refresh_at:
+                claims.refresh_tokens()
+                refresh_at = time.monotonic() + TOKEN_REFRESH_S
+            if lost := plugin.lost_sockets():
+                _say(f"{', '.join(map(str, lost))} was removed: the sockets are made anew")
+                plugin.close()
+                plugin = listening()
     finally:
         plugin.close()
     _say("has stopped; prepared claims keep their leases")

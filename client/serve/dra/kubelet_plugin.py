@@ -16,6 +16,8 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
 
+from gpulease.client.serve.unix_path import file_at, remove_abandoned, remove_path
+
 DRA_VERSIONS: Final = ("v1", "v1beta1")
 """Versions of the DRA service that this driver speaks, the newest first; the kubelet chooses."""
 
@@ -157,7 +159,7 @@ class KubeletPlugin:
     """A DRA driver as the kubelet finds it: a socket to register by, and one to be asked by."""
 
     def __init__(self, driver: str, claims: Claims, registry: Path, folder: Path, on_message: Callable[[str], None]):
-        """Listen. Both folders must be there.
+        """Listen. Both folders must be there. Raises OSError if another process listens at one of the sockets.
 
         Args:
             driver: The driver's name, a DNS subdomain.
@@ -175,7 +177,7 @@ class KubeletPlugin:
         self._servers[1].add_generic_rpc_handlers((self._registration_handlers(),))
         # The service answers before the kubelet can hear of it.
         for server, path in zip(self._servers, (self.socket, self.registration_socket), strict=True):
-            path.unlink(missing_ok=True)
+            remove_abandoned(str(path))
             mask = os.umask(0o177)
             try:
                 server.add_insecure_port(f"unix:{path}")
@@ -185,10 +187,14 @@ class KubeletPlugin:
 
     def close(self) -> None:
         """Stop listening; requests in flight get a moment."""
-        self.registration_socket.unlink(missing_ok=True)
+        remove_path(str(self.registration_socket))
         for stopped in [server.stop(STOP_LIMIT_S) for server in reversed(self._servers)]:
             stopped.wait()
-        self.socket.unlink(missing_ok=True)
+        remove_path(str(self.socket))
+
+    def lost_sockets(self) -> list[Path]:
+        """Return the sockets whose files were removed: the kubelet can't reach them."""
+        return [path for path in (self.socket, self.registration_socket) if file_at(str(path)) is None]
 
     def _dra_handlers(self, version: str) -> "grpc.GenericRpcHandler[Any, Any]":
         def prepare(request: Any, context: grpc.ServicerContext) -> Message:

@@ -5,13 +5,11 @@ import errno
 import ipaddress
 import json
 import logging
-import os
 import signal
 import socket
-import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Final
 
 import h11
@@ -21,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.serve.http.problems import MEDIA_TYPE, Problem
+from gpulease.client.serve.unix_path import BACKLOG, bound_to_path, keep_path, remove_path
 from gpulease.protocol.address import TcpAddress, TlsAddress, UnixAddress, parse_address
 from gpulease.protocol.http_origin import (
     MISDIRECTED,
@@ -46,8 +45,6 @@ HEAD_LIMIT_S: Final = 10.0
 """Seconds for a connection's next line and headers to arrive; then it is closed. Stops a peer from holding all of
 MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own limit begins behind the first answer."""
 
-BACKLOG: Final = 128
-
 
 @contextmanager
 def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
@@ -65,16 +62,15 @@ def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
     try:
         yield sock, _url(sock, where)
     finally:
-        sock.close()
         if isinstance(where, UnixAddress):
-            with suppress(OSError):
-                os.unlink(where.path)
+            remove_path(where.path)
+        sock.close()
 
 
 def _bound(where: UnixAddress | TcpAddress) -> socket.socket:
     try:
         if isinstance(where, UnixAddress):
-            return _bound_to_path(where.path)
+            return bound_to_path(where.path)
         _check_loopback(where)
         family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
         sock = socket.create_server((where.host, where.port), family=family, backlog=BACKLOG)
@@ -88,19 +84,6 @@ def _bound(where: UnixAddress | TcpAddress) -> socket.socket:
         raise InvalidRequest(f"can't listen at {where}: {about}", todo) from None
 
 
-def _bound_to_path(path: str) -> socket.socket:
-    _remove_stale(path)
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.bind(path)
-        os.chmod(path, 0o660)
-        sock.listen(BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
 def _check_loopback(where: TcpAddress) -> None:
     try:
         is_loopback = where.host == "localhost" or ipaddress.ip_address(where.host).is_loopback
@@ -111,15 +94,6 @@ def _check_loopback(where: TcpAddress) -> None:
             f"{where}: a gateway asks nobody who they are, so it listens where this host alone can connect",
             "Say tcp:127.0.0.1:PORT or unix:PATH, and put a proxy before it that says who may",
         )
-
-
-def _remove_stale(path: str) -> None:
-    """Remove the socket of a killed server. A socket that a process listens at, or another kind of file, stays."""
-    with suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.stat(path).st_mode):
-            with socket.socket(socket.AF_UNIX) as probe:
-                if probe.connect_ex(path) != 0:
-                    os.unlink(path)
 
 
 def _url(sock: socket.socket, where: UnixAddress | TcpAddress) -> str:
@@ -173,6 +147,31 @@ class TimelyProtocol(H11Protocol):
     def _close_behind(self, answered: RequestResponseCycle | None) -> None:
         if self.cycle is answered:
             self.transport.close()
+
+
+class KeepingServer(uvicorn.Server):
+    """uvicorn's server, which makes a Unix socket anew when its file was removed."""
+
+    _keeping: tuple[asyncio.Task[None], ...] = ()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and watch the sockets' paths from then on."""
+        await super().startup(sockets)
+        self._keeping = tuple(asyncio.create_task(keep_path(sock, self._serve_also)) for sock in sockets or ())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop."""
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    async def _serve_also(self, sock: socket.socket) -> None:
+        def protocol() -> asyncio.Protocol:
+            return TimelyProtocol(self.config, self.server_state, self.lifespan.state)
+
+        # It is closed with the servers of the start.
+        self.servers.append(await asyncio.get_running_loop().create_server(protocol, sock=sock, backlog=BACKLOG))
 
 
 class GuardedApp:
@@ -258,7 +257,7 @@ async def serve_within(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(stop_s),
     )
-    server = uvicorn.Server(config)
+    server = KeepingServer(config)
 
     def stop(*_: object) -> None:
         server.should_exit = True

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from gpulease.client.serve.rpc.shared import SharedCall
+from gpulease.client.serve.unix_path import keep_path
 from gpulease.protocol.rpc import (
     DESCRIBE,
     MAX_PAYLOAD_BYTES,
@@ -82,6 +83,7 @@ class RpcServer:
         self._loop = asyncio.get_running_loop()
         self._sock.setblocking(False)
         self._loop.add_reader(self._sock, self._accept)
+        self._keeping = self._loop.create_task(keep_path(self._sock, self._replace))
         return self
 
     async def __aexit__(
@@ -93,10 +95,24 @@ class RpcServer:
 
     def stop_accepting(self) -> None:
         """Accept no more callers; connected ones go on."""
+        if self._is_stopping:
+            return
         self._loop.remove_reader(self._sock)
+        self._keeping.cancel()
+        if self._made is not None:
+            self._made.close()
         self._is_stopping = True
 
     _is_stopping = False
+    _made: socket.socket | None = None
+    """The socket in place of the one given, whose file was removed."""
+
+    async def _replace(self, made: socket.socket) -> None:
+        self._loop.remove_reader(self._sock)
+        if self._made is not None:
+            self._made.close()
+        self._sock = self._made = made
+        self._loop.add_reader(made, self._accept)
 
     def _accept(self) -> None:
         try:

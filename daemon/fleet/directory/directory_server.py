@@ -5,7 +5,6 @@ handshake that never ends counts too. Each source has its turn, whatever the num
 """
 
 import asyncio
-import contextlib
 import ipaddress
 import os
 import socket
@@ -14,13 +13,15 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.fleet.directory.directory_metrics import DirectoryMetrics
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.host.fair_queue import FairQueue
+from gpulease.daemon.host.periodic_task import PeriodicTask
+from gpulease.daemon.host.socket_activation import CannotListen
+from gpulease.daemon.host.unix_place import BACKLOG, LOOK_S, UnixPlace, log_restoring_fault
 from gpulease.daemon.host.version import AGENT
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import RateLimitedLog
@@ -63,8 +64,6 @@ to TLS at a time; the rest is the listing's own bytes, which all its readers sha
 
 READ_BUFFER_BYTES: Final = 4 << 10
 """Size of a connection's read buffer, which nearly every request fits."""
-
-BACKLOG: Final = 512
 
 NO_DESCRIPTORS_PAUSE_S: Final = 0.1
 """After the host had no descriptor for a connection, until the next accept."""
@@ -117,10 +116,10 @@ class DirectoryServer:
         self.metrics = DirectoryMetrics(fleet, lambda: self.connections)
         self._turns = FairQueue()
         self._refusals = RateLimitedLog(LogEvent.STRANGER_REFUSED)
-        self._tasks: list[asyncio.Task[None]] = []
         self._openings: set[asyncio.Task[None]] = set()
-        self._listeners: list[socket.socket] = []
-        self._paths: list[str] = []
+        self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
+        self._places: list[tuple[UnixPlace, socket.socket]] = []
+        self._restoring = PeriodicTask(self._restore, LOOK_S, log_restoring_fault)
         self._connections: set[DirectoryConnection] = set()
 
     @property
@@ -133,30 +132,57 @@ class DirectoryServer:
         if isinstance(address, TlsAddress) and self._files is None:
             raise CannotServe(f"{address}: TLS needs --certificate, --key and --client-ca")
         try:
-            sock, bound = bound_at(address)
+            sock, bound = (self._bind_unix(address), address) if isinstance(address, UnixAddress) else bound_at(address)
+        except CannotListen as error:
+            raise CannotServe(str(error)) from None
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CannotServe(f"can't listen on {address}: {why}") from None
-        self._listeners.append(sock)
-        if isinstance(address, UnixAddress):
-            self._paths.append(address.path)
-        self._tasks.append(asyncio.get_running_loop().create_task(self._accept(sock, bound)))
+        self._serve(sock, bound)
         log_event(LogEvent.DIRECTORY_LISTENS, address=str(bound), version=AGENT)
         return bound
 
     async def close(self) -> None:
         """Stop listening, and close all connections."""
-        tasks = [*self._tasks, *self._openings]
+        await self._restoring.stop()
+        tasks = [*self._accepting.values(), *self._openings]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for listener in self._listeners:
+        for listener in self._accepting:
             listener.close()
-        for path in self._paths:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        for place, _ in self._places:
+            place.release()
         for connection in list(self._connections):
             connection.abort()
+
+    def _bind_unix(self, address: UnixAddress) -> socket.socket:
+        """Listen on a Unix socket from now on. Raises CannotListen or OSError."""
+        # Whoever may enter the folder may ask; the answers are no secret of one tenant.
+        place = UnixPlace(address, 0o666)
+        try:
+            sock = place.bind()
+        except BaseException:
+            place.release()
+            raise
+        self._places.append((place, sock))
+        self._restoring.start()
+        return sock
+
+    async def _restore(self) -> None:
+        for number, (place, listener) in enumerate(self._places):
+            sock = place.restore()
+            if sock is not None:
+                self._serve(sock, place.address)
+                self._places[number] = (place, sock)
+                # Nobody can reach the socket without a name. Accepted connections go on.
+                accepting = self._accepting.pop(listener)
+                accepting.cancel()
+                await asyncio.gather(accepting, return_exceptions=True)
+                listener.close()
+
+    def _serve(self, listener: socket.socket, address: Address) -> None:
+        self._accepting[listener] = asyncio.get_running_loop().create_task(self._accept(listener, address))
 
     async def _accept(self, listener: socket.socket, address: Address) -> None:
         loop = asyncio.get_running_loop()
@@ -463,10 +489,8 @@ def _uid(sock: socket.socket) -> int:
     return int(uid)
 
 
-def bound_at(address: Address) -> tuple[socket.socket, Address]:
+def bound_at(address: TcpAddress | TlsAddress) -> tuple[socket.socket, Address]:
     """Return a listening socket, and its address. Raises OSError, or ValueError for an address that is not allowed."""
-    if isinstance(address, UnixAddress):
-        return _bound_unix(address), address
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, where = found[0]
     if isinstance(address, TcpAddress) and not ipaddress.ip_address(where[0]).is_loopback:
@@ -474,23 +498,3 @@ def bound_at(address: Address) -> tuple[socket.socket, Address]:
     sock = socket.create_server((str(where[0]), int(where[1])), family=family, backlog=BACKLOG)
     sock.setblocking(False)
     return sock, type(address)(address.host, sock.getsockname()[1])
-
-
-def _bound_unix(address: UnixAddress) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        path = Path(address.path)
-        if path.is_socket():
-            with socket.socket(socket.AF_UNIX) as tried:
-                if tried.connect_ex(address.path) == 0:
-                    raise ValueError("another process listens there")
-            path.unlink()
-        sock.setblocking(False)
-        sock.bind(address.path)
-        # Whoever may enter the folder may ask; the answers are no secret of one tenant.
-        os.chmod(address.path, 0o666)
-        sock.listen(BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
-    return sock

@@ -73,7 +73,6 @@ def not_whole(path: object, why: str) -> JournalBroken:
 FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
 
-LOCK_NAME: Final = "lock"
 JOURNAL_NAME: Final = "journal.db"
 HEAD_NAME: Final = "journal.head"
 
@@ -99,7 +98,9 @@ def prepare(folder: Path) -> int:
                 "Correct that, or let the daemon make one.",
                 EX_CONFIG,
             )
-        fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        # Not a file in it, which somebody may remove while the folder is in use. systemd-tmpfiles(8) leaves a locked
+        # folder alone.
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise _unusable(folder, error) from None
     try:

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -253,6 +254,22 @@ def test_what_is_not_listened_on_any_more_is_let_go(manager: ServiceManager) -> 
     manager.start_ready()
     assert set(manager.kept) == {kept_name(parse_address(manager.address))}
     assert manager.said.count("FDSTORE=1") == 0, "what is kept already need not be sent again"
+    assert manager.end() == 0
+
+
+def test_a_socket_made_anew_is_the_one_that_is_kept(manager: ServiceManager) -> None:
+    manager.start_ready()
+    manager.path.unlink()
+    # The one that clients reach no more goes first.
+    manager.wait_for("FDSTOREREMOVE=1")
+    manager.wait_for("FDSTORE=1", times=2)
+    ((kept,),) = manager.kept.values()
+    manager.end(signal.SIGKILL)
+    with socket.socket(socket.AF_UNIX) as client, socket.socket(fileno=os.dup(kept)) as listener:
+        client.connect(str(manager.path))
+        assert select.select([listener], [], [], 60)[0], "whoever connects meanwhile waits for the next daemon"
+    manager.start_ready()
+    assert ask(Opcode.PING, Ping(7), manager.address) == Ping(7)
     assert manager.end() == 0
 
 

@@ -169,6 +169,25 @@ def test_a_driver_that_starts_again_knows_what_it_prepared(own_node: Node, kill:
     assert own_node.daemon.available_bytes() == CARD_BYTES
 
 
+def test_sockets_that_were_removed_are_made_anew(own_node: Node) -> None:
+    claim = claim_of(own_node)
+    first = own_node.kubelet.prepare(claim)
+    own_node.kubelet.close()
+    for path in own_node.sockets:
+        path.unlink()
+    wait_until(lambda: all(path.exists() for path in own_node.sockets), "they are made anew", seen=own_node.log)
+    own_node.connect()
+    assert own_node.kubelet.prepare(claim) == first
+
+
+def test_a_second_driver_takes_no_socket_of_the_first(own_node: Node) -> None:
+    second = subprocess.run(own_node.command, capture_output=True, text=True, env=python_environment())
+    assert second.returncode == 1
+    assert "can't listen for the kubelet: [Errno 98] Address already in use" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert own_node.kubelet.prepare(claim_of(own_node))
+
+
 @pytest.fixture
 def hanging_node(start_daemon: Callable[..., Daemon]) -> Iterator[Node]:
     """A node whose driver's records wait for the disk while the test says so."""

@@ -1,8 +1,12 @@
 """Addresses at which a server listens, sockets that it replaces, and connections that it closes."""
 
 import asyncio
+import contextlib
+import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -15,8 +19,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gpulease.client import InvalidRequest
+from gpulease.client.serve import unix_path
 from gpulease.client.serve.http import uvicorn_server
 from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve_within
+from helpers.waiting import wait_until
 
 
 @pytest.fixture
@@ -65,6 +71,54 @@ def _own_signals() -> Iterator[None]:
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+def test_an_end_leaves_another_one_s_socket(path: Path) -> None:
+    other = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen();"
+        "print('listens', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", other, str(path)]
+    with contextlib.ExitStack() as stack:
+        with listening(f"unix:{path}"):
+            path.unlink()
+            process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"listens\n"
+        assert path.exists()
+
+
+@pytest.mark.usefixtures("_own_signals")
+def test_a_socket_that_was_removed_is_made_anew(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unix_path, "LOOK_S", 0.01)
+
+    async def body() -> None:
+        async def answer(_: Request) -> Response:
+            return Response("here")
+
+        servers: list[uvicorn.Server] = []
+        with listening(f"unix:{path}") as (sock, _):
+            app = Starlette(routes=[Route("/", answer)])
+            serving = asyncio.create_task(
+                serve_within(app, sock, known=known_hosts(sock, ()), stop_s=5, began=servers.append)
+            )
+            for _ in range(2):
+                os.unlink(path)
+                await asyncio.to_thread(wait_until, path.exists, "the socket is made anew")
+                reader, writer = await asyncio.open_unix_connection(path)
+                writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                assert (await reader.read()).endswith(b"here")
+                writer.close()
+            servers[0].should_exit = True
+            await serving
+
+    asyncio.run(body())
+    assert not path.exists()
+    assert [message for message in caplog.messages if "made anew" in message] == [
+        f"the socket's file {path} was removed: the socket is made anew"
+    ] * 2
 
 
 @pytest.mark.usefixtures("_own_signals")

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpulease.client import Disconnected
+from gpulease.client.serve import unix_path
 from gpulease.client.serve.rpc import CallTimedOut, RpcClient
 from gpulease.client.serve.rpc.server import MAX_CALLERS, MAX_FALSE_BELLS
 from gpulease.protocol.rpc import MAX_PAYLOAD_BYTES, REPLY_AT, CallErrorCode, CallHeader, CallStatus
@@ -164,3 +165,14 @@ def test_nobody_spins_while_all_are_idle(neighbour: RpcClient, rig: RpcRig) -> N
 def _cpu_s(thread_id: int) -> float:
     fields = Path(f"/proc/self/task/{thread_id}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_callers_come_back_through_a_socket_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix_path, "LOOK_S", 0.01)
+    with RpcRig(tmp_path) as rig, RpcClient(rig.address, timeout_s=60) as before:
+        for _ in range(2):
+            os.unlink(rig.path)
+            wait_until(lambda: os.path.exists(rig.path), "the socket is made anew")
+            assert before.call(ECHO, b"on").payload == b"on"
+            with RpcClient(rig.address, timeout_s=60) as anew:
+                assert anew.call(ECHO, b"anew").payload == b"anew"

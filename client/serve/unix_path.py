@@ -1,0 +1,112 @@
+"""The path of a Unix socket that a server listens at.
+
+Clean-up of a folder may remove a socket's file under a living server. So nobody takes a path without having tried to
+connect there, a server removes no other one's socket, and makes its own anew. There is no lock: of two servers that
+start in the same moment, one finds that the other has the path, and logs it.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Final
+
+from gpulease.protocol.address import NOBODY_LISTENS
+
+BACKLOG: Final = 128
+
+LOOK_S: Final = 5.0
+"""Seconds between two looks at a socket's file: how long clients may find none."""
+
+_MODE: Final = 0o660
+_UCRED: Final = struct.Struct("3i")
+_log: Final = logging.getLogger("gpulease.socket")
+
+
+def bound_to_path(path: str) -> socket.socket:
+    """Return a socket that listens at a path. The file of one that nobody listens at is replaced. Raises OSError."""
+    remove_abandoned(path)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.setblocking(False)
+        sock.bind(path)
+        os.chmod(path, _MODE)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def remove_abandoned(path: str) -> None:
+    """Remove a socket's file if nobody listens behind it; what is no socket stays. Raises OSError if somebody does."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            if _listener_at(path) is not None:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), path)
+            os.unlink(path)
+
+
+def remove_path(path: str) -> None:
+    """Remove a server's own socket at its end; another one's stays."""
+    with suppress(OSError):
+        if _listener_at(path) in (None, os.getpid()):
+            os.unlink(path)
+
+
+async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awaitable[None]]) -> None:
+    """Watch the path of a listening socket for ever, and make the socket anew when its file was removed.
+
+    Args:
+        sock: The socket. One that has no path is not watched.
+        replace: Gets each new socket. Nobody can reach the one before; connections that it accepted go on.
+    """
+    path = sock.getsockname() if sock.family == socket.AF_UNIX else ""
+    if not path:
+        return
+    ours, is_lost = file_at(path), False
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if (there := file_at(path)) is not None and ours is not None and os.path.samestat(there, ours):
+            continue
+        try:
+            made = bound_to_path(path)
+        except OSError as error:
+            if not is_lost:
+                _log.error("the socket's file %s was removed, and it can't be made anew yet: %s", path, error)
+            is_lost = True
+            continue
+        ours, is_lost = file_at(path), False
+        _log.warning("the socket's file %s was removed: the socket is made anew", path)
+        await replace(made)
+
+
+def _listener_at(path: str) -> int | None:
+    """Return the process that listens at a path; None if none does. Raises OSError if nobody can tell."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        # A full backlog must not make this wait.
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            if error.errno in NOBODY_LISTENS:
+                return None
+            raise
+        # The kernel reports who has called listen(2) (unix(7), SO_PEERCRED).
+        pid, _, _ = _UCRED.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        return int(pid)
+
+
+def file_at(path: str) -> os.stat_result | None:
+    """Return what the file system says of a path, which may be a link; None if nothing is there."""
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
