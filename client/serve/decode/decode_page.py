@@ -138,8 +138,9 @@ class PageFeed(DecoderObserver):
         tenant_id, latency_s = report.tenant_id, report.latency_s
         self._rebinds[tenant_id] += 1
         self._latency_s[tenant_id] = latency_s
-        kind, now = EventKind.REPLAYED, self._clock()
-        self._events.add(now, tenant_id, kind, seconds=latency_s, tokens=report.prompt_tokens)
+        lost = "the engine" if report.is_engine_scoped else "its region"
+        kind, tokens = EventKind.REPLAYED, report.prompt_tokens
+        self._events.add(self._clock(), tenant_id, kind, seconds=latency_s, tokens=tokens, detail=lost)
 
     def on_finished(self, report: FinishedRequest) -> None:
         """Count a refusal, and note the time to the first token."""
@@ -324,11 +325,11 @@ class DecodePage:
         pool = decoder.regions.pools.get(tenant_id)
         if pool is None:
             return _problem(409, "The tenant has no region now: another one is being opened.")
-        self.observer.revoked_here(tenant_id)
         try:
             await pool.region.revoke(REVOKED_BY)
         except GpuLeaseError as error:
             return _problem(409, f"Not revoked: {error}")
+        self.observer.revoked_here(tenant_id)
         return JSONResponse({"tenant": tenant_id, "region": f"{pool.region.lease_id:032x}"}, headers=HEADERS)
 
     def _refused(self, request: Request) -> Response | None:

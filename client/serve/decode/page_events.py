@@ -38,7 +38,7 @@ class PageEvent:
         count: How often.
         seconds: The longest time that it took; 0 if it has none.
         tokens: Tokens that were computed again, in all.
-        detail: Why, of the last one.
+        detail: Why, or what was lost; of the last one.
     """
 
     number: int
@@ -62,7 +62,8 @@ class PageEvent:
                 return f"Its region has ended: a step that needed it was stopped before it began{behind}."
             case EventKind.REPLAYED:
                 who = "A request goes" if n == 1 else f"{n:,} requests go"
-                return f"{who} on, {took} after the loss{' at most' * (n > 1)}. Tokens computed again: {self.tokens:,}."
+                late = f"{took} after the loss of {self.detail}{' at most' * (n > 1)}"
+                return f"{who} on, {late}. Tokens computed again: {self.tokens:,}."
             case EventKind.REFUSED:
                 who = "A request was refused" if n == 1 else f"{n:,} requests were refused, the last one"
                 return f"{who}: {self.detail}"

@@ -23,7 +23,11 @@ function onState(state) {
 function drawEvents(items) {
   by("no-events").hidden = items.length > 0;
   arrange(by("events"), events, items, (event) => event.number, makeEvent);
-  for (const event of items) say(events.get(event.number).querySelector(".ago"), `${number(event.ago_s)} s ago`);
+  for (const event of items) {
+    // Like events become one, whose words change.
+    say(events.get(event.number).querySelector(".words"), event.text);
+    say(events.get(event.number).querySelector(".ago"), `${number(event.ago_s)} s ago`);
+  }
 }
 
 function makeEvent(event) {
@@ -31,7 +35,6 @@ function makeEvent(event) {
   if (event.tenant) paint(element.querySelector(".key"), event.tenant);
   else element.querySelector(".key").remove();
   say(element.querySelector(".who"), event.tenant);
-  say(element.querySelector(".words"), event.text);
   return element;
 }
 

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.decode import decode_page
+from gpulease.client.serve.decode import decode_page, page_events
 from gpulease.client.serve.decode.decode_page import FILES, MAX_STREAMS, SNAPSHOT_S, DecodePage, PageFeed
 from gpulease.client.serve.decode.decode_reports import (
     EngineRebuilt,
@@ -138,7 +138,9 @@ def test_a_state_tells_blocks_queues_and_losses(scene: Scene) -> None:
     assert (ann["live"], ann["blocks"], ann["blocks_used"], ann["blocks_at_most"]) == (1, 12, 3, 12)
     assert (ann["rebinds"], ann["rebind_ms"], bob["rebind_ms"]) == (1, 31.2, None)
     assert (bob["live"], bob["waiting"], state["waiting"], state["live"]) == (1, 1, 1, 2)
-    assert state["events"][0]["text"] == "A request goes on, 31 ms after the loss. Tokens computed again: 4."
+    assert (
+        state["events"][0]["text"] == "A request goes on, 31 ms after the loss of its region. Tokens computed again: 4."
+    )
     assert (state["model"], state["host"]) == ("tiny", socket.gethostname())
     assert state["serving"]
     scene.decoder.is_serving = False
@@ -166,12 +168,12 @@ def test_a_state_tells_times_to_the_first_token_and_refusals(scene: Scene) -> No
 
 def test_like_events_of_some_seconds_are_one() -> None:
     events = PageEvents()
-    events.add(0.0, "ann", EventKind.REPLAYED, seconds=0.02, tokens=4)
+    events.add(0.0, "ann", EventKind.REPLAYED, seconds=0.02, tokens=4, detail="its region")
     for at in range(MAX_EVENTS * 2):
         events.add(1.0 + at / 100, "bob", EventKind.REFUSED, detail="full")
-    events.add(2.0, "ann", EventKind.REPLAYED, seconds=0.01, tokens=5)
+    events.add(2.0, "ann", EventKind.REPLAYED, seconds=0.01, tokens=5, detail="the engine")
     assert [event["text"] for event in events.shown(2.0)] == [
-        "2 requests go on, 20 ms after the loss at most. Tokens computed again: 9.",
+        "2 requests go on, 20 ms after the loss of the engine at most. Tokens computed again: 9.",
         f"{2 * MAX_EVENTS} requests were refused, the last one: full",
     ]
     events.add(2.0 + MERGED_S, "ann", EventKind.REPLAYED)
@@ -290,6 +292,7 @@ def test_a_press_revokes_the_region_of_that_tenant(scene: Scene) -> None:
     assert (again.status_code, refused.status_code) == (409, 409)
     assert "another one is being opened" in again.json()["detail"]
     assert "It is ended already" in refused.json()["detail"]
+    assert [event["tenant"] for event in scene.page.observer.state()["events"]] == ["ann"]
 
 
 # --- a real decoder ---
@@ -363,6 +366,8 @@ def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.
     scheduler.submit(request("ann"), 0.0)
     scheduler.plan(0.0)
     feed = scene.page.observer
+    # Looking at it takes as long as the host takes.
+    monkeypatch.setattr(page_events, "MERGED_S", 3600.0)
     feed.on_rebind(RebindReport(LONG, "one", "one~1", 4, CompletionReason.REVOKED, False, 12.3456))
     feed.on_finished(finished("bob", AdmissionReason.QUOTA_EXCEEDED, detail=HOSTILE))
     slots = range(40)
@@ -409,6 +414,8 @@ def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.
         browser.wait_for(".card .state", "Its region is gone")
         assert [tenant for tenant, _ in scene.revoked] == ["ann"]
         browser.wait_for("#events", "Its region was revoked on this page.")
+        feed.on_finished(finished("bob", AdmissionReason.QUOTA_EXCEEDED, detail="64 wait already"))
+        browser.wait_for("#events", "2 requests were refused, the last one: 64 wait already")
         scheduler.rebound("ann", 12, 2.0)
         browser.wait_for(".card .state", "Waits")
         complaints = [text for text in browser.complaints() if "401" not in text]
