@@ -27,7 +27,7 @@ from gpulease.client import (
     my_audience,
 )
 from gpulease.client.narrowing import attenuate
-from gpulease.daemon.session.server import MAX_CONNECTIONS
+from gpulease.daemon.contract.control_page import MAX_CONNECTIONS
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.capabilities import NODE_LEASE, SESSION_PERMISSIONS, AttachOption
 from gpulease.protocol.limits import MAX_TOKEN_BYTES

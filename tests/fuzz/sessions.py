@@ -234,8 +234,7 @@ def books(tenant: Tenant) -> tuple[Any, ...]:
 def check_books(tenant: Tenant) -> None:
     ledger, context = tenant.ledger, tenant.context
     assert ledger.used_bytes == sum(ledger._allocations.values())
-    held = Counter.UNHELD_BYTES, Counter.KEPT_BYTES
-    assert sum(map(tenant.page.counter, held)) == ledger.used_bytes
+    assert sum(map(tenant.page.counter, (Counter.UNHELD_BYTES, Counter.KEPT_BYTES))) == ledger.used_bytes
     assert ledger._holders.keys() == ledger._allocations.keys()
     assert 0 <= ledger.used_bytes <= ledger.charged_bytes <= SLICE
     assert ledger._image_bytes == sum(loaded.image_bytes for loaded in ledger._modules.values())

@@ -22,6 +22,7 @@ from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
 from gpulease.daemon.capabilities.keys import KeyRing
 from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.contract.messages import Attach
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.host.fair_queue import FairQueue
@@ -29,7 +30,6 @@ from gpulease.daemon.leases import Event, LeaseTable, SessionFaulted, WorkerExit
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.opcodes import Status
-from gpulease.protocol.ring import Wanted
 
 START_NS = 5_000_000_000_000
 START_UNIX_S = 1_790_000_000.0
@@ -191,12 +191,10 @@ class SimulatedWorkers(Workers):
     def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
         self.refused[lease_id] = status
 
-    def attach(
-        self, lease_id: int, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None = None
-    ) -> bool:
+    def attach(self, lease_id: int, sock_fd: int, attach: Attach) -> bool:
         if lease_id not in self._names or self._luck() % 8 == 7:
             return False
-        self.on_attach(lease_id, os.fstat(sock_fd).st_ino, guest)
+        self.on_attach(lease_id, os.fstat(sock_fd).st_ino, attach.guest)
         return True
 
 
