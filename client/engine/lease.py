@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
 
+from gpulease.client.engine.daemon_warnings import log_warning
 from gpulease.client.engine.events import EventStream, RefusalStream
 from gpulease.client.engine.exchange import (
     CONNECT_LIMIT_S,
@@ -715,7 +716,11 @@ def _open(
 
 def _lease_on(channel: Channel, hello: HelloReply, grant: LeaseGrant, lock: Any) -> LeaseState:
     lease = LeaseState(channel, lock, grant)
-    lease.outlives_daemon = any(option.type == HelloOption.KEEPS_LEASES for option in hello.options)
+    for option in hello.options:
+        if option.type == HelloOption.KEEPS_LEASES:
+            lease.outlives_daemon = True
+        elif option.type == HelloOption.WARNING:
+            log_warning(option.value.decode(errors="replace"))
     return lease
 
 
