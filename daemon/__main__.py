@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import click
 
-from gpulease.daemon.broker.service import loop_factory
 from gpulease.daemon.host.processes import NoThread
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.log.catalogue import LogEvent
@@ -83,6 +82,7 @@ def main(
 def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     try:
         from gpulease.daemon.broker.audit_setup import CannotRecord
+        from gpulease.daemon.broker.service import loop_factory
         from gpulease.daemon.broker.token_service import TokensUnavailable
         from gpulease.daemon.config.settings import ConfigError, load_config
         from gpulease.daemon.gpus.source import CardsUnavailable
@@ -92,6 +92,8 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         from gpulease.daemon.workers.zygote_client import ZygoteBroken
         from gpulease.daemon.workers.zygote_discovery import CannotAdopt
     except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] == "gpulease":
+            raise  # a fault of ours
         return _fail(f"{error.name} is not installed", "pip install '.[daemon]' in gpulease's repository", EXIT_CONFIG)
     cannot_start = (CannotAdopt, CannotListen, CannotRecord, CardsUnavailable, JournalBroken, NoThread, ZygoteBroken)
     misconfigured = (BadHandover, ConfigError, TokensUnavailable)

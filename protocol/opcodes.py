@@ -176,9 +176,11 @@ class HelloOption(IntEnum):
     """The types of the options in HELLO's reply.
 
     KEEPS_LEASES, without a value: leases outlive the daemon's process, so a client that loses the daemon reconnects.
+    WARNING, a text: what whoever gets a lease here should know, such as that the cards are pretended.
     """
 
     KEEPS_LEASES = 1
+    WARNING = 2
 
 
 class SubmitOption(IntEnum):

@@ -15,13 +15,22 @@ from gpulease.client.cli.exit_status import CannotStart
 
 _STARTER: Final = "from gpulease.client.cli.start import run_module_instead; run_module_instead()"
 
+DAEMON: Final = "daemon"
+FLEET: Final = "daemon,fleet"
+"""Extras that have what modules of the daemon need."""
 
-def become_module(module: str, words: Sequence[str]) -> NoReturn:
-    """Replace this program by a module, with these arguments. Raises CannotStart if no daemon is installed."""
+
+def become_module(module: str, words: Sequence[str], extra: str = DAEMON) -> NoReturn:
+    """Replace this program by a module that needs an extra, with these arguments.
+
+    Raises CannotStart if no daemon is installed.
+    """
     # The daemon need not be installed where its client is.
     if find_spec(module.rpartition(".")[0]) is None:
-        raise CannotStart("no daemon is installed beside this client: pip install '.[daemon]' in gpulease's repository")
-    os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, module, *words])
+        raise CannotStart(
+            f"no daemon is installed beside this client: pip install '.[{extra}]' in gpulease's repository"
+        )
+    os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, extra, module, *words])
 
 
 RECOMPUTE: Final = "recompute"

@@ -31,6 +31,19 @@ class CannotStart(Exception):
 
 
 @contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Import what only an extra, or several with commas, installs. Raises CannotStart if it is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] == "gpulease":
+            raise  # a fault of ours
+        # A package that is there, in a version without what is asked for, is named by the message.
+        what = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
+        raise CannotStart(f"{what}: pip install '.[{extra}]' in gpulease's repository") from None
+
+
+@contextmanager
 def failures_as_sentences() -> Iterator[None]:
     """End the process with a sentence on stderr and a status for the kind of failure."""
     try:

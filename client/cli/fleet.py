@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.cli.daemon_modules import become_module
+from gpulease.client.cli.daemon_modules import FLEET, become_module
 from gpulease.client.cli.drain import milliseconds_of
 from gpulease.client.cli.reports import Report, json_text
 from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text
@@ -100,14 +100,14 @@ def drain_node(node: str, within_ms: int, cancel: bool) -> None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def fence_node(words: tuple[str, ...]) -> None:
     """Take a dead node out of the fleet and free its names. `gpulease fleet fence -h` says more."""
-    become_module(FENCE_MODULE, words)
+    become_module(FENCE_MODULE, words, FLEET)
 
 
 @fleet.command("quota", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def quota(words: tuple[str, ...]) -> None:
     """Set a tenant's quota over all nodes, or list the quotas. `gpulease fleet quota -h` says more."""
-    become_module(QUOTA_MODULE, words)
+    become_module(QUOTA_MODULE, words, FLEET)
 
 
 def _fleet() -> Fleet:

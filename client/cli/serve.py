@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
-from gpulease.client.cli.daemon_modules import become_module
+from gpulease.client.cli.daemon_modules import FLEET, become_module
+from gpulease.client.cli.exit_status import needing
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.serve_decode import serve_decode
-from gpulease.client.errors import InvalidRequest, Unsupported
+from gpulease.client.errors import InvalidRequest
 
 STOP_MARGIN_S = 10.0
 """Seconds beyond the longest wait and the longest lease, for a gateway to finish the requests that it has begun."""
@@ -37,7 +38,7 @@ DIRECTORY_MODULE = "gpulease.daemon.fleet.directory"
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def directory(words: tuple[str, ...]) -> None:
     """Tell the tenants of a fleet which nodes to ask. `gpulease serve directory -h` says more."""
-    become_module(DIRECTORY_MODULE, words)
+    become_module(DIRECTORY_MODULE, words, FLEET)
 
 
 @serve.command(help="One lease per request, over HTTP: each request is done once, however often it is asked.")
@@ -70,14 +71,10 @@ def gateway(
     demo: bool,
 ) -> None:
     """Serve each request on a lease of its own, once however often it is asked."""
-    try:
+    with needing("serve"):
         from gpulease.client.serve.gateway.admission import Bounds
         from gpulease.client.serve.gateway.gateway import Gateway
         from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve
-    except ImportError as error:
-        raise Unsupported(
-            f"no gateway: {error}", "Install it: pip install '.[serve]' in gpulease's repository"
-        ) from None
     from gpulease.client.serve.gateway.attempt import DaemonEffects, NodeAuthority
     from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
     from gpulease.client.serve.gateway.store import open_store
@@ -123,13 +120,9 @@ def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: s
 
     See the README and client/serve/models/model_settings.py for what the file says.
     """
-    try:
+    with needing("serve"):
         from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve
         from gpulease.client.serve.models.model_server import ModelServer
-    except ImportError as error:
-        raise Unsupported(
-            f"no model server: {error}", "Install it: pip install '.[serve]' in gpulease's repository"
-        ) from None
     from gpulease.client.serve.models.host import STOP_LIMIT_S
     from gpulease.client.serve.models.model_settings import EXAMPLE, load_settings
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from gpulease.client.cli.decode import EMBEDDED_DRIVER, model_at_hand
+from gpulease.client.cli.exit_status import needing
 from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.errors import Unsupported
 from gpulease.client.serve.decode import Decoder, DecoderObserver, DecoderSettings, TenantConfig, open_model
 from gpulease.client.serve.decode.demo_traffic import DemoTraffic
 
@@ -48,13 +48,9 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
 
     See client/serve/decode/openai_http/example/decode.toml for what the file says.
     """
-    try:
+    with needing("serve,decode"):
         from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_LISTEN, load_decode_settings
         from gpulease.client.serve.http.uvicorn_server import known_hosts, listening
-    except ImportError as error:
-        raise Unsupported(
-            f"no decode server: {error}", "Install it: pip install '.[serve,decode]' in gpulease's repository"
-        ) from None
     if (config is None) is not demo:
         raise click.UsageError("say CONFIG, or try --demo")
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,7 @@ def run() -> None:
 
 
 def run_module_instead() -> None:
-    """Run the module that the first argument names, of a part that is not imported here.
+    """Run the module that the second argument names, of a part that is not imported here; the first names its extras.
 
     The process ends as every command does.
     """
@@ -21,16 +21,11 @@ def run_module_instead() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     from runpy import run_module
 
-    from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences
+    from gpulease.client.cli.exit_status import failures_as_sentences, needing
 
-    with failures_as_sentences():
-        try:
-            run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-        except ModuleNotFoundError as error:
-            # The daemon's package is installed with the client; the packages that it needs may not be.
-            raise CannotStart(
-                f"{error.name} is not installed: pip install '.[daemon]' in gpulease's repository"
-            ) from None
+    # The daemon's package is installed with the client; the packages that it needs may not be.
+    with failures_as_sentences(), needing(sys.argv.pop(1)):
+        run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 def interrupt_ends_it() -> None:

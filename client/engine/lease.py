@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
 
+from gpulease.client.engine.daemon_warnings import log_warning
 from gpulease.client.engine.events import EventStream, RefusalStream
 from gpulease.client.engine.exchange import (
     CONNECT_LIMIT_S,
@@ -827,7 +828,11 @@ def free_of(granted: LeaseGrant | RegionGrant) -> First:
 
 def _lease_on(channel: Channel, hello: HelloReply, grant: LeaseGrant, lock: Any) -> LeaseState:
     lease = LeaseState(channel, lock, grant)
-    lease.outlives_daemon = any(option.type == HelloOption.KEEPS_LEASES for option in hello.options)
+    for option in hello.options:
+        if option.type == HelloOption.KEEPS_LEASES:
+            lease.outlives_daemon = True
+        elif option.type == HelloOption.WARNING:
+            log_warning(option.value.decode(errors="replace"))
     return lease
 
 

@@ -33,6 +33,7 @@ class Health:
     Attributes:
         is_listening: Whether the daemon listens. The service sets it.
         listening_problem: Returns why clients can't connect at an address, "" if they can. The service sets it.
+        cards_warning: What operators and tenants should know of the cards. The service sets it.
         fleet: The node's fleet; None if it belongs to none. The service sets it.
     """
 
@@ -41,6 +42,7 @@ class Health:
     ) -> None:
         self.is_listening = False
         self.listening_problem: Callable[[], str] = str
+        self.cards_warning = ""
         self.fleet: FleetFrontend | None = None
         self._table = table
         self._workers = workers
@@ -66,6 +68,7 @@ class Health:
         yield _check("zygote", "" if self._workers.can_start else "no worker can be started: the zygote is not there")
         yield _check("not_draining", "" if self._table.drain_ns is None else "the node is drained")
         yield _check("capacity", self._capacity_problem())
+        yield Check("cards", True, self.cards_warning)
         yield _check("memory", "the daemon is out of memory" if self._memory_reserve.is_short else "")
         yield _check("journal", self._journal.problem())
         # Where the operator does not demand the audit log, leases are granted without it.

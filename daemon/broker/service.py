@@ -160,13 +160,16 @@ class Service:
         self._driver = source.driver
         self._recorder = recorder
         self._given = given
-        self._hello_options = () if config.state is None else (Tlv(HelloOption.KEEPS_LEASES, b""),)
+        keeps = () if config.state is None else (Tlv(HelloOption.KEEPS_LEASES, b""),)
+        warns = (Tlv(HelloOption.WARNING, source.warning.encode()),) if source.warning else ()
+        self._hello_options = (*keeps, *warns)
         self._limiter = ConnectionLimiter(
             config.max_connections, config.max_connections_per_tenant, self.runtime.memory_reserve.is_enough
         )
         self._listeners = Listeners(self._new_connection, config.socket_mode)
         self._restoring = PeriodicTask(self._restore_sockets, LOOK_S, log_restoring_fault)
         self.on_new_sockets: Callable[[Collection[Address]], Awaitable[None]] | None = None
+        self.runtime.health.cards_warning = source.warning
         self.runtime.health.listening_problem = self._listeners.problem
         self._tls: TlsFrontend | None = None
         if config.tls is not None and any(isinstance(address, TlsAddress) for address in config.listen):
@@ -468,6 +471,8 @@ async def _start_workers(workers: Workers, state: State, source: CardSource) -> 
 
 async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Workers, journal: Journal) -> list[Card]:
     """Return the cards with what a context takes of each. Only cards unknown in this boot are measured."""
+    if source.warning:
+        log_event(LogEvent.CARDS_PRETENDED, source.warning, reason=source.warning)
     unknown = [fact for fact in facts if fact.uuid not in journal.cards]
     # The bytes of a worker that was just reaped may not be back yet.
     is_beside_others = bool(workers.found())

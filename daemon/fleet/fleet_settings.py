@@ -7,8 +7,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.fleet.etcd.endpoints import parse_endpoints
+from gpulease.daemon.host.extras import check_installed
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.lease_names import NAME
+
+NEEDED: Final = ("grpc", "aetcd")
+"""The packages that reach etcd, from the extra `fleet`."""
 
 MIN_HORIZON_S: Final = 2
 """A shorter horizon is lost by an etcd that elects a leader, which takes one to two seconds."""
@@ -66,6 +70,7 @@ def parse_etcd(value: Any) -> tuple[str, ...]:
     """Return the `HOST:PORT` of each member of an etcd. Raises ValueError."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text: write etcd://HOST,HOST:PORT")
+    check_installed(NEEDED, "fleet")
     return parse_endpoints(value)
 
 

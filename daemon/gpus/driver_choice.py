@@ -11,6 +11,12 @@ _NVIDIA_TRACES: Final = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/versi
 DEFAULT_VRAM_BYTES: Final = 8 << 30
 """The size of the embedded driver's default card. The host commits its memory only when it is written."""
 
+PRETENDED: Final = (
+    "this host has no NVIDIA driver, so its cards are pretended: kernels run on the CPU, in the host's memory."
+    " Install the driver and start gpuleased again, or start it with --driver cpu if that is meant"
+)
+"""The warning where nobody asked for pretended cards."""
+
 
 def has_nvidia_driver() -> bool:
     """Return whether this host has an NVIDIA driver, working or not."""
@@ -23,7 +29,7 @@ def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
     Raises CardsUnavailable. An operator with a broken driver wants an error, not computation on the host.
     """
     if driver == "cpu" or (driver == "auto" and not has_nvidia_driver()):
-        return EmbeddedCards(vram_bytes or (DEFAULT_VRAM_BYTES,))
+        return EmbeddedCards(vram_bytes or (DEFAULT_VRAM_BYTES,), "" if driver == "cpu" else PRETENDED)
     if len(vram_bytes) > 1:
         raise CardsUnavailable(
             "several vram sizes were given for real cards",

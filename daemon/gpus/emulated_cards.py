@@ -28,6 +28,7 @@ class EmbeddedCards:
 
     Args:
         sizes_bytes: The cards' sizes, in order.
+        warning: As in CardSource.
 
     Raises:
         CardsUnavailable: A card is larger than MAX_CARD_BYTES.
@@ -38,7 +39,8 @@ class EmbeddedCards:
     reserve_bytes = 0
     has_others = False
 
-    def __init__(self, sizes_bytes: Sequence[int]) -> None:
+    def __init__(self, sizes_bytes: Sequence[int], warning: str = "") -> None:
+        self.warning = warning
         for size_bytes in sizes_bytes:
             if size_bytes > MAX_CARD_BYTES:
                 raise CardsUnavailable(

@@ -41,6 +41,7 @@ class NvidiaCards:
     """
 
     driver = "cuda"
+    warning = ""
     allowance_bytes = ALLOWANCE_BYTES
     reserve_bytes = ALLOWANCE_BYTES + SLACK_BYTES
     has_others = True

@@ -103,6 +103,10 @@ class CardSource(Protocol):
         """The driver whose workers compute on these cards."""
 
     @property
+    def warning(self) -> str:
+        """A sentence for the operator and for tenants, "" for none: these cards may not be what they expect."""
+
+    @property
     def allowance_bytes(self) -> int:
         """The bytes that a session may take besides its context and its slice: rounding, code, local memory."""
 

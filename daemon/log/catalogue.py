@@ -167,6 +167,9 @@ class LogEvent(Enum):
     CARD_FOUND = Kind(
         "card.found", INFO, "card to lease", ("index", "card", "name", "capacity_bytes", "overhead_bytes")
     )
+    CARDS_PRETENDED = Kind(
+        "cards.pretended", WARNING, "the cards are pretended, and nobody asked for that", ("reason",)
+    )
     CARD_CROWDED = Kind(
         "card.crowded",
         WARNING,

@@ -1,7 +1,6 @@
 """The settings of the web page: its address, its host names, and the operator's token."""
 
 import hashlib
-import importlib.util
 import ipaddress
 import os
 import re
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from gpulease.daemon.host.extras import check_installed
 from gpulease.protocol.address import TcpAddress, parse_address
 
 NEEDED: Final = ("starlette", "uvicorn", "h11")
@@ -69,10 +69,7 @@ def parse_http(value: Any) -> TcpAddress:
             f"{value} is not on loopback, and plain HTTP is served nowhere else: write 127.0.0.1:PORT, and put a proxy"
             " before it that speaks TLS and says who may come"
         )
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ValueError(
-            f"{' and '.join(missing)} must be installed for it: pip install '.[serve]' in gpulease's repository"
-        )
+    check_installed(NEEDED, "serve")
     return address
 
 

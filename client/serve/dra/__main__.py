@@ -10,7 +10,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences
+from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences, needing
 from gpulease.client.cli.reports import cards_of, json_text
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
@@ -40,7 +40,8 @@ _daemon = click.option(
 @click.option("--generation", type=click.IntRange(1), default=1, show_default=True, help="Raise it when cards change.")
 def slices(node: str, address: str, generation: int) -> None:
     """Print the node's ResourceSlice, for `kubectl apply -f -`."""
-    from gpulease.client.serve.dra.kubernetes_objects import resource_slices
+    with needing("dra"):
+        from gpulease.client.serve.dra.kubernetes_objects import resource_slices
 
     cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
     click.echo(json_text(resource_slices(cards, node, generation)))
@@ -66,10 +67,8 @@ def serve(
     api_ca: Path | None,
 ) -> None:
     """Register with the kubelet and prepare claims until SIGTERM. Prepared claims outlive this program."""
-    try:
+    with needing("dra"):
         from gpulease.client.serve.dra.kubelet_plugin import KubeletPlugin
-    except ImportError as error:
-        raise CannotStart(f"no DRA driver: {error}. pip install '.[dra]' in gpulease's repository") from None
     from gpulease.client.serve.dra.claim_leases import TOKEN_REFRESH_S, ClaimLeases
     from gpulease.client.serve.dra.kubernetes_objects import DRIVER, ApiServer
     from gpulease.client.serve.dra.node_files import NodeFiles

@@ -52,7 +52,7 @@ def test_nothing_is_wrong() -> None:
     report = health().report()
     assert report["ready"] is True
     assert [check["check"] for check in report["checks"]] == [
-        *("listening", "zygote", "not_draining", "capacity", "memory", "journal", "audit")
+        *("listening", "zygote", "not_draining", "capacity", "cards", "memory", "journal", "audit")
     ]
     assert {(check["ok"], check["detail"]) for check in report["checks"]} == {(True, "")}
 

@@ -1,0 +1,18 @@
+"""What a daemon says to whoever gets a lease of it (HelloOption.WARNING): logged, once in a process."""
+
+import logging
+from typing import Final
+
+MAX_WARNINGS: Final = 16
+"""Most different texts that a process logs. Stops a daemon that makes a new one for each connection."""
+
+_log: Final = logging.getLogger("gpulease")
+_logged: Final = set[str]()
+
+
+def log_warning(text: str) -> None:
+    """Log a daemon's text as a warning, unless it was logged before."""
+    if text not in _logged and len(_logged) < MAX_WARNINGS:
+        _logged.add(text)
+        # A terminal would obey control characters.
+        _log.warning("the daemon says: %s", text if text.isprintable() else ascii(text))

@@ -1,0 +1,12 @@
+"""Packages that one of gpulease's extras installs: a sentence where they are missing."""
+
+import importlib.util
+from collections.abc import Sequence
+
+
+def check_installed(packages: Sequence[str], extra: str) -> None:
+    """Check that packages can be imported. Raises ValueError with the extra that has them."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise ValueError(
+            f"{' and '.join(missing)} must be installed for it: pip install '.[{extra}]' in gpulease's repository"
+        )
