@@ -24,7 +24,8 @@ from gpulease.client.serve.decode.model_config import Family
 from gpulease.client.serve.decode.text.gguf_special_tokens import CONTROL
 from gpulease.client.serve.decode.text.gguf_text import gguf_tokenizer
 from gpulease.client.serve.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
-from gpulease.client.serve.decode.text.tokenizer import LETTERS, Tokenizer
+from gpulease.client.serve.decode.text.letters import LETTERS
+from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 from gpulease.client.serve.decode.text.tokenizer_keys import MODEL_KEYS, SETTINGS_KEYS, TOKENIZER_KEYS
 from helpers.made_models import MODELS, QWEN3, config_json, gguf_metadata
 

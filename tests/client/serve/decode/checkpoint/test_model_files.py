@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from gpulease.client.serve.decode.checked_file import file_sha256
 from gpulease.client.serve.decode.checkpoint import open_model
 from gpulease.client.serve.decode.decode_errors import ModelRejected
-from gpulease.client.serve.decode.text.tokenizer import LETTERS
+from gpulease.client.serve.decode.text.letters import LETTERS
 from helpers.made_models import QWEN2, random_weights, write_folder, write_gguf
 
 SMALL: Final = replace(QWEN2, layers=1, width=32, heads=1, key_heads=1, inner_width=32, vocabulary=4)
