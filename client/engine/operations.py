@@ -390,7 +390,8 @@ class Operations:
         yield from send(attachment.channel, (), self.limit)
         try:
             result = yield from receive(attachment.channel, request_id, self.limit)
-        except (LinkEnded, GpuLeaseError, GeneratorExit):
+        except (LinkEnded, GpuLeaseError):
+            handle.owner = attachment  # as the session's end finds it
             raise
         except BaseException:
             # The reply may tell that an earlier failure has kept this from being done: then it is sent again.

@@ -295,6 +295,28 @@ def test_an_interrupt_at_any_point_leaves_nothing(
             wait_until(lambda: what_is_left(scene.lease, scene.session) == before, str(point))
 
 
+@pytest.mark.exhaustive
+def test_an_interrupt_at_any_point_of_an_acquire_leaves_no_lease(daemon: Daemon) -> None:
+    def given_back(lease: GpuLease | None) -> None:
+        if lease is not None:
+            lease.free()
+
+    for point in InterruptPoints().walk(lambda: daemon.builder().acquire(), given_back):
+        wait_until(lambda: not daemon.leases(), str(point))
+
+
+@pytest.mark.exhaustive
+def test_an_interrupt_at_any_point_of_an_attach_leaves_the_lease_to_the_next(daemon: Daemon) -> None:
+    def closed(session: GpuSession | None) -> None:
+        if session is not None:
+            session.close()
+
+    with daemon.builder().acquire() as lease:
+        for _ in InterruptPoints().walk(lambda: GpuSession(lease), closed):
+            with GpuSession(lease) as session:
+                session.sync()
+
+
 # --- frees that nobody sends ---
 
 
