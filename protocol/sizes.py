@@ -3,6 +3,8 @@
 import re
 from typing import Final
 
+from gpulease.protocol.counts import counted
+
 MAX_SIZE_DIGITS: Final = 18
 """The digits before and after a size's point. More is a mistake, and may be a number that no computer holds."""
 
@@ -28,4 +30,4 @@ def size_text(size_bytes: int) -> str:
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if size_bytes >= scale:
             return f"{size_bytes} bytes ({size_bytes / scale:.1f} {unit})"
-    return f"{size_bytes} bytes"
+    return counted(size_bytes, "byte")

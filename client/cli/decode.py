@@ -27,6 +27,7 @@ from gpulease.client.serve.decode import (
 )
 from gpulease.client.serve.decode.sample_models import TINY_MODEL, find_smollm2
 from gpulease.protocol.address import FLEET_SCHEME
+from gpulease.protocol.counts import counted
 
 if TYPE_CHECKING:
     # Needs the extra `decode`, without which `open_model` says what to install.
@@ -209,6 +210,6 @@ def _note_size(answer: _Answer, done: int, total: int) -> None:
 def _summary(answer: _Answer) -> str:
     then = "" if answer.tokens_per_s is None else f", then {answer.tokens_per_s:.1f} a second"
     return (
-        f"{len(answer.tokens)} tokens, the first after {answer.first_token_s:.2f} s{then}."
+        f"{counted(len(answer.tokens), 'token')}, the first after {answer.first_token_s:.2f} s{then}."
         f" The model was ready after {answer.load_s:.1f} s."
     )

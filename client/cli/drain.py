@@ -15,6 +15,7 @@ from gpulease.client.engine.lease_request import milliseconds
 from gpulease.client.errors import Disconnected, InvalidRequest
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
+from gpulease.protocol.counts import counted
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
 
 POLL_S: Final = 0.2
@@ -117,6 +118,6 @@ def _show(status: DrainStatus, fenced: list[str], as_json: bool) -> None:
     elif left_s is None:
         click.echo("The node is not drained: it grants leases.")
     else:
-        rest = {0: "Nothing is leased.", 1: "1 lease is left"}.get(status.leases, f"{status.leases} leases are left")
+        rest = f"{counted(status.leases, 'lease is', 'leases are')} left" if status.leases else "Nothing is leased."
         when = f", and will be ended in {seconds_text(left_s)} at most." if status.leases else ""
         click.echo(f"The node grants nothing any more. {rest}{when}")

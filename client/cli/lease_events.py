@@ -12,6 +12,7 @@ from gpulease.client.engine.events import EVERY_LEASE, EventStream, ForwardRevok
 from gpulease.client.engine.lease_request import address_of
 from gpulease.client.sync.events import LeaseEvents, RegionWatch
 from gpulease.protocol import Phase, Status
+from gpulease.protocol.counts import counted
 
 
 @click.command()
@@ -75,7 +76,7 @@ def refusal_text(refusal: ForwardRevoked) -> str:
 
 
 def _lost_text(lost: int) -> list[str]:
-    which = "1 event before this one was" if lost == 1 else f"{lost} events before this one were"
+    which = counted(lost, "event before this one was", "events before this one were")
     return [f"{which} not read in time and lost"] if lost else []
 
 

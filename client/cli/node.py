@@ -13,6 +13,7 @@ from gpulease.client.cli.reports import REGION_MARK, Report, as_tree, cards_of, 
 from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text, wrapped_text
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode, RevokeOutcome
+from gpulease.protocol.counts import counted
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.limits import MAX_TEXT_BYTES
 from gpulease.protocol.messages import CapabilityRevoke, Empty, FenceClear, LeaseRevoke
@@ -252,4 +253,4 @@ def fence_clear(card: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"cleared": count}))
     else:
-        click.echo(f"{count} fenced {'slice was' if count == 1 else 'slices were'} let go.")
+        click.echo(f"{counted(count, 'fenced slice')} can be leased again." if count else "No slice was fenced.")

@@ -19,6 +19,7 @@ from gpulease.client.cli.fleet import listing_of
 from gpulease.client.cli.private_daemon import SOCKET_NAME, PrivateDaemon, PrivateServer
 from gpulease.client.engine.lease_request import fleet_of
 from gpulease.client.errors import Disconnected
+from gpulease.protocol.counts import counted
 
 ETCD: Final = "etcd"
 INSTALL: Final = "install it, as by `apt install etcd-server`, or from etcd.io"
@@ -193,7 +194,9 @@ class PrivateFleet:
         known, why = 0, "it knows none"
         while known < len(self.nodes):
             if time.monotonic() > until_s:
-                raise CannotStart(f"the directory knows {known} of {len(self.nodes)} nodes after {JOIN_S:g} s: {why}")
+                raise CannotStart(
+                    f"the directory knows {known} of {counted(len(self.nodes), 'node')} after {JOIN_S:g} s: {why}"
+                )
             time.sleep(_LOOK_S)
             try:
                 known = sum(not node["silent"] for node in listing_of(fleet)["nodes"])

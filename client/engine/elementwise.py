@@ -17,6 +17,7 @@ from gpulease.client.errors import InvalidRequest, LaunchFailed
 from gpulease.client.kernels.elementwise_source import C_TYPES, ElementwiseSource, Parameter
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, launch_failed
 from gpulease.client.texts import quoted
+from gpulease.protocol.counts import counted
 
 
 class ElementwiseOperation:
@@ -82,7 +83,7 @@ class ElementwiseOperation:
     def _check_count_and_kinds(self, args: Sequence[Any]) -> None:
         inputs, outputs = len(self._source.inputs), self._source.outputs
         if len(args) not in (inputs, len(self._parameters)):
-            takes = f"{inputs} arguments, or {len(self._parameters)} with its outputs"
+            takes = f"{counted(inputs, 'argument')}, or {len(self._parameters)} with its outputs"
             raise self._failed(f"it takes {takes}; {len(args)} are given")
         for number, (parameter, value) in enumerate(zip(self._parameters, args, strict=False)):
             self._check_kind(parameter, value, needs_array=parameter.is_raw or number >= inputs)

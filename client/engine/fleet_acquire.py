@@ -45,6 +45,7 @@ from gpulease.client.transport.credentials import TlsFiles, with_files
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Exclusivity, Failure, Opcode, Status
 from gpulease.protocol.address import Address, FleetAddress, parse_address
+from gpulease.protocol.counts import counted
 from gpulease.protocol.limits import MAX_LABELS, MAX_TRIED
 from gpulease.protocol.messages import (
     Body,
@@ -311,7 +312,8 @@ class _Search(Generic[T]):
         told = [f"{node_id}: {_short(refusal.error)}" for node_id, refusal in list(refused.items())[:MAX_TOLD]]
         if len(refused) > MAX_TOLD:
             told.append(f"and {len(refused) - MAX_TOLD} more")
-        parts = [f"{len(refused)} of the fleet's {self._last.nodes} nodes were asked, and none granted the lease"]
+        nodes = counted(self._last.nodes, "node was", "nodes were")
+        parts = [f"{len(refused)} of the fleet's {nodes} asked, and none granted the lease"]
         parts += ["; ".join(told)] if told else []
         if self._last.why and len(refused) < self._last.nodes:
             parts.append(f"a directory says of the nodes: {self._last.why}")

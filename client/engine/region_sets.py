@@ -11,6 +11,7 @@ from gpulease.client.handles import Handle, HandleOwner
 from gpulease.client.texts import quoted
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
+from gpulease.protocol.counts import counted
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.messages import RegionRef
 from gpulease.protocol.messages import RegionSet as RegionSetBody
@@ -35,7 +36,7 @@ class RegionSet(Handle):
         self.regions = regions
 
     def __repr__(self) -> str:
-        return f"<RegionSet {self.handle} of {len(self.regions)} regions{'' if self.is_alive else ', gone'}>"
+        return f"<RegionSet {self.handle} of {counted(len(self.regions), 'region')}{'' if self.is_alive else ', gone'}>"
 
 
 class RegionSets:

@@ -27,6 +27,7 @@ from gpulease.daemon.remote.relay import Arrival, is_pid
 from gpulease.daemon.remote.tls_settings import TlsSettings
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts, reap_later
 from gpulease.protocol.address import Address, TlsAddress
+from gpulease.protocol.counts import counted
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
@@ -235,7 +236,7 @@ class TlsFrontend:
         most = self._settings.max_connections_per_tenant
         peer = Peer(tenant, is_operator=is_operator, is_known=True, is_relayed=True)
         if self._by_tenant[tenant] >= most:
-            why = f"tenant {tenant} has {most} connections by TLS, the most one may have"
+            why = f"tenant {tenant} has {counted(most, 'connection')} by TLS, the most one may have"
             return peer, Failure(Status.BUSY, why, hint="Close connections that are not needed, or try again later.")
         return peer, None
 

@@ -29,6 +29,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.web.broker_link import MAX_REASON_CHARS
 from gpulease.daemon.web.broker_link import Refused as WebRefusal
 from gpulease.daemon.web.http_settings import MAX_TOKEN_BYTES
+from gpulease.protocol.counts import counted
 from gpulease.protocol.opcodes import Opcode, Status
 
 BY_PAGE: Final = "web page"
@@ -164,7 +165,10 @@ class WebActionHandler:
             self._actions.refused(action.operation, action.lease_id, why)
             refuse(WebRefusal.WRONG_TOKEN, "This is not the operator's token.")
         elif self._pending >= MAX_PENDING:
-            refuse(WebRefusal.TOO_MANY, f"{self._pending} requests are under way, the most: wait a moment.")
+            refuse(
+                WebRefusal.TOO_MANY,
+                f"{counted(self._pending, 'request is', 'requests are')} under way, the most: wait a moment.",
+            )
         else:
             self._pending += 1
             action.begin(on_outcome)

@@ -28,6 +28,7 @@ from gpulease.daemon.fleet.rules.quota_records import (
     tenant_of,
 )
 from gpulease.daemon.remote.tls_settings import OVER_TCP, check_tenant
+from gpulease.protocol.counts import counted
 from gpulease.protocol.sizes import parse_size, size_text
 
 DEFAULT: Final = "default"
@@ -96,7 +97,8 @@ def _sentences(found: tuple[KeyValue, ...]) -> Iterator[str]:
         origin = " by the default" if any(shard.default_revision for shard in shards) else ""
         where = ", ".join(f"{size_text(size)} at {node}" for node, size in sorted(nodes.items()))
         of_nodes = f": {where}" if where else ""
-        yield f"{tenant}: {size_text(total)}{origin}, of which {len(entries)} leases use {size_text(used)}{of_nodes}."
+        leases = counted(len(entries), "lease uses", "leases use")
+        yield f"{tenant}: {size_text(total)}{origin}, of which {leases} {size_text(used)}{of_nodes}."
 
 
 async def run(etcd: EtcdSettings, tenant: str, total_bytes: int | None) -> list[str]:

@@ -27,6 +27,7 @@ from gpulease.daemon.leases.quotas import check_ttl, phase_of, region_phase_of
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import WarmPool
+from gpulease.protocol.counts import counted
 from gpulease.protocol.sizes import size_text
 
 MAX_LEASE_ID = (1 << 128) - 1
@@ -214,7 +215,7 @@ class Admission:
         if len(store.live) + len(store.queue) >= limits.max_leases:
             return denials.over_limit(
                 "max_leases",
-                f"This node has or awaits {limits.max_leases} leases, as many as it may have",
+                f"This node has or awaits {counted(limits.max_leases, 'lease')}, as many as it may have",
                 "Try again when some have ended, or on another node.",
             )
         mine = store.live_by_tenant.get(event.tenant, 0) + store.queue.count_of(event.tenant)
@@ -222,7 +223,7 @@ class Admission:
             is_own = limits.tenants.of(event.tenant).max_leases is not None
             return denials.over_limit(
                 f"max_leases of tenant {event.tenant!r}" if is_own else "max_leases_per_tenant",
-                f"Tenant {event.tenant!r} has or awaits {mine} leases, as many as one tenant may have here",
+                f"Tenant {event.tenant!r} has or awaits {counted(mine, 'lease')}, as many as one tenant may have here",
                 "Free a lease you no longer need.",
             )
         return self._check_bytes(event)
@@ -250,17 +251,20 @@ class Admission:
         )
 
     def _check_queue(self, event: AcquireRequested) -> Denial | None:
-        if len(self._store.queue) >= self._store.limits.max_waiting:
+        limits = self._store.limits
+        if len(self._store.queue) >= limits.max_waiting:
+            waiting = counted(limits.max_waiting, "request waits", "requests wait")
             return denials.over_limit(
                 "max_waiting",
-                f"There is no room now and {self._store.limits.max_waiting} requests wait already, as many as may",
+                f"There is no room now and {waiting} already, as many as may",
                 "Try again later, or on another node.",
             )
-        if self._store.queue.count_of(event.tenant) >= self._store.limits.max_waiting_per_tenant:
+        if self._store.queue.count_of(event.tenant) >= limits.max_waiting_per_tenant:
+            waiting = counted(limits.max_waiting_per_tenant, "request")
             return denials.over_limit(
                 "max_waiting_per_tenant",
-                f"There is no room now and {self._store.limits.max_waiting_per_tenant} requests of tenant"
-                f" {event.tenant!r} wait already, as many as one tenant may have in line",
+                f"There is no room now, and tenant {event.tenant!r} has {waiting} in line already, as many as one"
+                " tenant may have",
                 "Wait for one of them to be answered.",
             )
         return None

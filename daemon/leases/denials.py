@@ -7,6 +7,7 @@ from typing import Final
 
 from gpulease.daemon.leases.devices import Card
 from gpulease.daemon.leases.model import NS_PER_MS, Cause, LeaseSnapshot, LeaseState
+from gpulease.protocol.counts import counted
 from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
@@ -284,8 +285,8 @@ def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:
     """Deny a lease because the tenant asks more often than it may."""
     return Denial(
         DenialReason.RATE,
-        f"Tenant {tenant!r} may ask for {per_minute} leases a minute here (limit acquires_per_minute of tenant"
-        f" {tenant!r}).",
+        f"Tenant {tenant!r} may ask for {counted(per_minute, 'lease')} a minute here (limit acquires_per_minute of"
+        f" tenant {tenant!r}).",
         f"Ask again in {duration_text(wait_ms)}.",
     )
 

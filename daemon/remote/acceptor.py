@@ -27,6 +27,7 @@ from gpulease.daemon.remote.pending_connections import (
     oldest_of_smallest_source,
 )
 from gpulease.daemon.remote.relay import preload, run_relay
+from gpulease.protocol.counts import counted
 
 MAX_HANDSHAKES: Final = 32
 """Relays at a time whose peer is not known yet. An honest peer is unknown for one round trip."""
@@ -254,7 +255,10 @@ class TlsAcceptor:
     def _on_hello(self, connection: PendingConnection) -> None:
         if len(self._relays) >= self._max_relays:
             connection.sock.close()
-            self._on_refused(connection, f"{len(self._relays)} connections are open, the most this daemon takes")
+            self._on_refused(
+                connection,
+                f"{counted(len(self._relays), 'connection is', 'connections are')} open, the most this daemon takes",
+            )
             return
         self._ready.append(connection)
         if len(self._ready) > MAX_HANDSHAKES:

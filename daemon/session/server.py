@@ -54,6 +54,7 @@ from gpulease.daemon.session.native.layout import Outcome
 from gpulease.daemon.session.replies import refusal_of
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body
+from gpulease.protocol.counts import counted
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import FrameReader, build_frame
@@ -305,7 +306,7 @@ class Server:
         if failure is None and len(self._connections) >= self._max_connections:
             failure = Failure(
                 Status.BUSY,
-                f"the session has {len(self._connections)} connections, the most its exclusivity class allows",
+                f"the session has {counted(len(self._connections), 'connection')}, the most of its exclusivity class",
                 hint="Close the other connection first, or acquire the lease as SHARED.",
             )
         return failure

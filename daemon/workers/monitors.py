@@ -39,6 +39,7 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
+from gpulease.protocol.counts import counted
 from gpulease.protocol.opcodes import Opcode
 
 UNRESPONSIVE_AFTER_S: Final = 30.0
@@ -503,7 +504,7 @@ class Recycler:
             return  # Nobody has asked for a scrub, or the worker has answered before.
         worker.has_answered = True
         if not doubt and (held_bytes or worker.hand_overs):
-            doubt = f"it still has {held_bytes} bytes and {worker.hand_overs} connections"
+            doubt = f"it still has {held_bytes} bytes and {counted(worker.hand_overs, 'connection')}"
         self._start(self._prove(worker, worker.spec.lease_id, doubt))
 
     async def stop(self) -> None:

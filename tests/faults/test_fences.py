@@ -227,7 +227,7 @@ def test_the_whole_story_of_a_fence(start_daemon: Callable[..., Daemon], withhel
     assert daemon.revoke(lease.lease_id) == RevokeOutcome.FENCED
 
     cleared = gpulease(["fence", "clear"])
-    assert cleared.output == "1 fenced slice was let go.\n"
+    assert cleared.output == "1 fenced slice can be leased again.\n"
     is_good_for_nothing(statuses={Status.REVOKED})
     assert daemon.revoke(lease.lease_id) == RevokeOutcome.FENCED
     with daemon.builder(2 * GIB).acquire() as whole:

@@ -27,6 +27,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
 from gpulease.daemon.fleet.fleet_records import FENCES, NODES, held_key, name_key, node_key
 from gpulease.daemon.fleet.rules.fleet_events import Note, Noted
 from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
+from gpulease.protocol.counts import counted
 
 FENCES_SPAN_S: Final = 60
 """Within so many seconds the fleet fences no more than its budget."""
@@ -125,7 +126,7 @@ class NodeFences:
         # Counted from the last fence, so that no span of that length has more fences than the budget.
         used = 0 if now_ns - budget.since_ns > span_ns else budget.used
         if used >= max(1, self._nodes // NODES_PER_FENCE):
-            text = f"the fleet has fenced {used} nodes within {FENCES_SPAN_S} s"
+            text = f"the fleet has fenced {counted(used, 'node')} within {FENCES_SPAN_S} s"
             membership.effects.append(Noted(Note.FENCE_PUT_OFF, text, node_id))
             return
         self._is_asking = True

@@ -11,6 +11,7 @@ from gpulease.daemon.record.audit.log_reader import CannotRead, LogSource, find_
 from gpulease.daemon.record.audit.records import Kind, Link, Record, canonical_bytes
 from gpulease.daemon.record.audit.usage import UsageSum
 from gpulease.daemon.record.audit.verification import Verdict, Verifier
+from gpulease.protocol.counts import counted
 
 EXIT_NOT_WHOLE: Final = 1
 EXIT_CANNOT_READ: Final = 66
@@ -146,7 +147,7 @@ def _verdict_text(verdict: Verdict) -> str:
     lines += [f"note: {note}" for note in verdict.notes]
     whole = "whole" if verdict.is_whole else "NOT whole"
     end = f"{verdict.end.seq}:{verdict.end.hash}"
-    return "\n".join([*lines, f"The log is {whole}: {verdict.records} records, the last is {end}."])
+    return "\n".join([*lines, f"The log is {whole}: {counted(verdict.records, 'record')}, the last is {end}."])
 
 
 def _verdict_map(verdict: Verdict) -> dict[str, Any]:

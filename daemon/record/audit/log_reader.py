@@ -17,6 +17,7 @@ from gpulease.daemon.record.audit.records import (
 )
 from gpulease.daemon.record.audit.usage import US_PER_S, Used
 from gpulease.daemon.record.audit.verification import Verifier
+from gpulease.protocol.counts import counted
 
 
 class CannotRead(Exception):
@@ -113,7 +114,7 @@ def found_text(found: Mapping[str, Any]) -> str:
     if "head" in found:
         parts.append(f"its head: {found['head']}")
     if behind := found.get("unanchored"):
-        parts.append(f"{behind} records are behind its head")
+        parts.append(f"{counted(behind, 'record is', 'records are')} behind its head")
     if lost := found.get("lost"):
         parts.append(f"records {lost['first']} to {lost['last']} are missing")
     if "edited" in found:

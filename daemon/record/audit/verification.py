@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gpulease.daemon.record.audit.records import FORMAT, Kind, Link, NotARecord, Record, hash_of, read_record
+from gpulease.protocol.counts import counted
 
 MAX_FINDINGS: Final = 100
 """Findings that are listed; more are counted. A file that is no log at all has one a line."""
@@ -135,7 +136,9 @@ class Verifier:
             else:
                 self._find("", 0, 0, f"it has no record {self._head.seq} with the hash that its head tells")
         elif self._head is not None and verdict.end.seq > self._head.seq:
-            verdict.notes.append(f"{verdict.end.seq - self._head.seq} records follow the head")
+            verdict.notes.append(
+                f"{counted(verdict.end.seq - self._head.seq, 'record follows', 'records follow')} the head"
+            )
         return verdict
 
     def _check_place(self, record: Record, file: str, offset_bytes: int) -> None:

@@ -128,7 +128,7 @@ def test_revoke_for_programs(gpulease: Gpulease, daemon: Daemon) -> None:
 
 def test_fence_clear(gpulease: Gpulease) -> None:
     assert json.loads(gpulease("fence", "clear", "--json").stdout) == {"cleared": 0}
-    assert gpulease("fence", "clear").stdout == "0 fenced slices were let go.\n"
+    assert gpulease("fence", "clear").stdout == "No slice was fenced.\n"
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,12 @@
+"""Numbers of things in sentences."""
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """Return "1 lease" or "2 leases".
+
+    Args:
+        number: How many.
+        one: The noun, with what stands before it.
+        many: Its plural; "" for `one` with an s.
+    """
+    return f"{number} {one if number == 1 else many or f'{one}s'}"
