@@ -59,8 +59,11 @@ NO_DATA: Final = memoryview(bytearray())
 _WORDS_PER_LINE: Final = 64 // 8
 _TAIL, _HEAD, _READER_SLEEPS, _WRITER_SLEEPS = (line * _WORDS_PER_LINE for line in range(4))
 _WORDS_PER_RING: Final = 4 * _WORDS_PER_LINE
-_AWAITED: Final = 1
-_ANSWER: Final = _WORDS_PER_RING + 1
+AWAITED: Final = 1
+"""Number of the word, among those of the requests and of the replies each, by which a sync waits (`SyncWords`)."""
+
+_AWAITED: Final = AWAITED
+_ANSWER: Final = _WORDS_PER_RING + AWAITED
 _LAYOUT: Final = struct.Struct(">BII")
 
 

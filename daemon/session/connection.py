@@ -19,6 +19,7 @@ nobody else.
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
 import platform
@@ -42,7 +43,7 @@ from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, parse_header
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import Opcode, Waiting
-from gpulease.protocol.ring import DATA_AT, LOOKS_PER_CLOCK, RingLayout, Wanted, worker_ends
+from gpulease.protocol.ring import AWAITED, DATA_AT, LOOKS_PER_CLOCK, RingLayout, Wanted, worker_ends
 
 # --- spinning ---
 
@@ -509,6 +510,8 @@ class RingWire:
         ends.tail, ends.reply_head = replies.tail, replies.head
         outcome = serve_ring(ends)
         requests.head, replies.tail, replies.head = ends.head, ends.tail, ends.reply_head
+        if outcome is None:
+            self.decline_awaited()
         if outcome is Outcome.WAKE_WRITER:
             requests.advance(0, 0)
         elif outcome is Outcome.WAKE_READER:
@@ -517,6 +520,20 @@ class RingWire:
             except OSError as error:
                 raise ConnectionLost(error.strerror) from None
         return outcome, ends.spins_left
+
+    def decline_awaited(self) -> None:
+        """Answer no to a client that waits by the ring's words (protocol.ring.SyncWords), so that it sends a SYNC.
+
+        Native code, which answers these words, does not run while the session keeps a failure for the tenant. Without
+        an answer the client would look for its whole spin time before it asked what failed. A revoked region's memory
+        is taken away meanwhile, and that keeps the worker from the SYNC for a millisecond.
+        """
+        ends, word_bytes = self._ends, AWAITED * ctypes.sizeof(ctypes.c_uint64)
+        awaited = ctypes.c_uint64.from_address(ends.words + word_bytes).value
+        if awaited != ends.answered:
+            ends.answered = awaited
+            # ctypes cuts what the client's number has above 63 bits, as native code does.
+            ctypes.c_uint64.from_address(ends.reply_words + word_bytes).value = 2 * awaited
 
     def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
         """Put the data into the ring. Raises FramingError too: the peer's counter is part of what it sends."""
@@ -732,6 +749,11 @@ class Connection:
             return None
         outcome, self.spins_left = wire.serve(partial(serve, self.reader), self.spins_left)
         return outcome
+
+    def decline_awaited(self) -> None:
+        """Have a client that waits by the ring's words ask by a SYNC."""
+        if isinstance(self.wire, RingWire):
+            self.wire.decline_awaited()
 
     def receive(self) -> bool:
         """Receive what has come; False if nothing has, and spinning for more does not pay.

@@ -8,8 +8,8 @@ is over:
 2. What else runs ends, or QUIET_WAIT_NS passes. A kernel that uses the region without having named it should not meet
    the moment at which the region's memory is replaced: on CUDA that can cost the context. Meanwhile the card zeroes
    what will stay in the region's place.
-3. The tenant's next launch is refused, or TELL_WAIT_NS is over: taking memory away keeps the worker from its requests
-   for longer than a refusal takes.
+3. The tenant's next launch is refused and the refusal has been reported, or TELL_WAIT_NS is over: taking memory away
+   keeps the worker from its requests for longer than both take.
 4. The driver takes the memory away, and the worker reports it.
 
 A region opens likewise: the worker maps its memory, and reports it once the card has zeroed that.
@@ -46,8 +46,8 @@ QUIET_WAIT_NS: Final = 1_000_000
 """Longest wait, at the end of a region, for launches that did not name it."""
 
 TELL_WAIT_NS: Final = 200_000
-"""Longest wait, at the end of a region that launches named, for the next of them to be refused. A tenant that launches
-one step after the other sends it within microseconds."""
+"""Longest wait, at the end of a region that launches named, for the next of them to be refused and reported. A tenant
+that launches one step after the other sends it within microseconds, and asks how it went right after it."""
 
 SPIN_NS: Final = 1_000_000
 """For so long after each step of a region's end the worker looks again and again, then once a millisecond. A step in
@@ -96,6 +96,7 @@ class RegionMemory:
 
     Args:
         streams: Returns the numbers of all the session's streams in the driver.
+        keeps_failure: Returns whether a failure waits for the tenant's next request that has a reply.
     """
 
     def __init__(
@@ -103,9 +104,10 @@ class RegionMemory:
         resources: SessionResources,
         gate: RegionGate,
         streams: Callable[[], set[int]],
+        keeps_failure: Callable[[], bool],
     ) -> None:
         self._resources, self._gate = resources, gate
-        self._streams, self._call = streams, resources.aside
+        self._streams, self._call, self._keeps_failure = streams, resources.aside, keeps_failure
         self._by_id: dict[int, Region] = {}
         self._openings: list[Region] = []
         self._ends: dict[int, _End] = {}
@@ -270,7 +272,9 @@ class RegionMemory:
             end.waits = [ticket for ticket in marks if not ticket.is_done()]
             end.quiet_ns = now_ns + QUIET_WAIT_NS
             self._spin_until_ns = now_ns + SPIN_NS
-        is_told = end.region.is_told or now_ns >= end.tell_ns
+        # A refusal that came in time has the same time to be reported.
+        tell_ns = end.tell_ns + (TELL_WAIT_NS if end.region.is_told else 0)
+        is_told = now_ns >= tell_ns or (end.region.is_told and not self._keeps_failure())
         is_quiet = not end.waits or now_ns >= end.quiet_ns
         return is_told and is_quiet and self._call(self._resources.context.region_is_zeroed)
 

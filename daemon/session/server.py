@@ -414,6 +414,8 @@ class Server:
             self._serve_guest(connection, connection.guest)
         if connection.receive_buffer.is_mid_frame:
             connection.received_at_s = time.monotonic()
+        if self._session.keeps_failure:
+            connection.decline_awaited()
         self._tell_of_session()
 
     def _serve_owner(self, connection: Connection) -> None:

@@ -137,7 +137,7 @@ class Session:
         self.streams = StreamOperations(resources)
         self._modules = ModuleOperations(resources, planner)
         self._gate = gate = RegionGate(resources, self._launches_begun)
-        self.regions = RegionMemory(resources, gate, lambda: self.streams.live)
+        self.regions = RegionMemory(resources, gate, lambda: self.streams.live, lambda: self.keeps_failure)
         self._region_sets = RegionOperations(resources, gate, self.regions.forget)
         self.streams.on_select, self.streams.on_destroy = gate.forget_current, self.regions.leave_stream
         self._launches = LaunchOperations(resources, planner, gate, needs_set=regions_required)
@@ -232,6 +232,11 @@ class Session:
         """Return whether native code serves rings."""
         return self._fast_path.is_native
 
+    @property
+    def keeps_failure(self) -> bool:
+        """Return whether a quiet request's failure waits for the next request that has a reply."""
+        return self._pending_failure is not None
+
     def serve_ring(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
         """Let native code serve launches and syncs from a ring; None if it can't now. See `LaunchFastPath`."""
         if self._pending_failure is None and self.lost is None:
@@ -277,27 +282,30 @@ class Session:
                     self._synced = self._counters[_LAUNCHES]
                 return reply
             except _OPERATION_ERRORS as error:
-                try:
-                    return self._retry(frame, error)
-                except _OPERATION_ERRORS as again:
-                    failure = self._failure(again, frame.op)
-                    self._count_failure(frame.op, again)
+                if isinstance(error, Refused) and self.ended.may_make_room(error.failure):
+                    try:
+                        return self._retry(frame, error.failure)
+                    except _OPERATION_ERRORS as again:
+                        failure = self._failure(again, frame.op)
+                else:
+                    failure = self._failure(error, frame.op)
+                self._count_failure(frame.op, error)
         else:
             self._skip(frame)
             self._count_failure(frame.op)
         self._synced = self._counters[_LAUNCHES]
         return failed(frame, failure)
 
-    def _retry(self, frame: Frame, error: Exception) -> bytes | memoryview:
-        """Do a request once more that found no room, if ended connections make some. Raises the error otherwise."""
-        if not isinstance(error, Refused) or not self.ended.may_make_room(error.failure):
-            raise error
+    def _retry(self, frame: Frame, refused: Failure) -> bytes | memoryview:
+        """Do a request once more that found no room, if ended connections make some. Raises what it raises then."""
+        # No error is kept here: raised again it would hold this frame, and the frame it, with the request's image,
+        # until the garbage collector came.
         if self.ended.make_room(is_alone=self._counters[Counter.CONNECTIONS] <= 1):
             try:
                 return self._operation(frame)(frame)
             except Refused as again:
-                error = again
-        raise Refused(self.ended.explained(error.failure)) from None
+                refused = again.failure
+        raise Refused(self.ended.explained(refused))
 
     def _do_quietly(self, frame: Frame, lease_end: Status | None) -> None:
         if self._pending_failure is not None or self.lost is not None or lease_end is not None:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pycuda.driver as cuda
 from cuda.bindings import driver as api
@@ -26,6 +26,7 @@ from gpulease.daemon.drivers.cuda.memory import (
     LocalMemory,
     block_bytes,
 )
+from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused, take_once_given
 from gpulease.daemon.drivers.cuda.region_pages import Regions
 from gpulease.daemon.drivers.cuda.streams import Markers, Streams, StreamTicket, TimedEvent, streams_bytes
 from gpulease.daemon.drivers.interface import (
@@ -38,7 +39,6 @@ from gpulease.daemon.drivers.interface import (
     LaunchAttributes,
     LaunchRejected,
     NativeLaunch,
-    OutOfMemory,
     Poll,
     RegionReturn,
     Step,
@@ -62,6 +62,8 @@ MAX_AHEAD_OF_COPY: Final = 512
 
 MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two looks at card and lease."""
+
+_Taken = TypeVar("_Taken")
 
 
 class CudaContext:
@@ -192,23 +194,29 @@ class CudaContext:
         return address
 
     def _new_block(self, size_bytes: int, spare_bytes: int, poll: Poll) -> int:
-        self.trim(spare_bytes, poll)
-        while True:
+        def take() -> Any:
             try:
-                allocation = cuda.mem_alloc(block_bytes(size_bytes))
+                return cuda.mem_alloc(block_bytes(size_bytes))
             except cuda.MemoryError:
-                # The cached blocks may be all that is missing, or lie where one large piece would fit.
-                if not self.cached_bytes:
-                    raise OutOfMemory(
-                        f"the card can't give {size_bytes} bytes in one piece now",
-                        hint="Free something or ask for less.",
-                    ) from None
-                self.trim(0, poll)
+                raise MemoryRefused(
+                    f"the card can't give {size_bytes} bytes in one piece now", hint="Free something or ask for less."
+                ) from None
             except cuda.Error as error:
                 raise self._error(error) from None
-            else:
-                self._blocks.add(int(allocation), size_bytes, allocation)
-                return int(allocation)
+
+        allocation = self._take(take, block_bytes(size_bytes), spare_bytes, poll)
+        self._blocks.add(int(allocation), size_bytes, allocation)
+        return int(allocation)
+
+    def _take(self, take: Callable[[], _Taken], size_bytes: int, spare_bytes: int, poll: Poll) -> _Taken:
+        """Take memory of the card for which the cached blocks make room. Raises MemoryRefused."""
+        self.trim(spare_bytes, poll)
+        try:
+            return take()
+        except MemoryRefused:
+            # The cached blocks may be all that is missing, or lie where one large piece would fit.
+            self.trim(0, poll)
+        return take_once_given(take, size_bytes, self._regions.free_bytes, poll)
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
         """Cache the block; nothing waits.
@@ -338,15 +346,8 @@ class CudaContext:
         return self._regions.granule_bytes
 
     def region_open(self, size_bytes: int, spare_bytes: int = MAX_CACHED_BYTES, poll: Poll = keep_waiting) -> int:
-        """Map memory; cached blocks may be all that is missing."""
-        self.trim(spare_bytes, poll)
-        try:
-            return self._regions.open(size_bytes)
-        except OutOfMemory:
-            if not self.cached_bytes:
-                raise
-        self.trim(0, poll)
-        return self._regions.open(size_bytes)
+        """Map memory."""
+        return self._take(lambda: self._regions.open(size_bytes), size_bytes, spare_bytes, poll)
 
     def region_kept_bytes(self, size_bytes: int) -> int:
         """Size of the scratch (region_pages.py)."""

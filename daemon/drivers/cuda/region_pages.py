@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES, whole_pages
+from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory, Poll, RegionReturn
 
 MAX_RESERVED_BYTES: Final = 32 << 40
@@ -84,8 +85,8 @@ class Regions:
     def open(self, size_bytes: int) -> int:
         """Map new memory and begin to zero it: how the driver hands on a process's own memory is not documented.
 
-        Raises OutOfMemory, also where no addresses are left. A call that fails undoes what the ones before it did,
-        but for the addresses.
+        Raises MemoryRefused, and OutOfMemory where no addresses are left. A call that fails undoes what the ones
+        before it did, but for the addresses.
         """
         if not self.granule_bytes:
             raise DriverError("this card's driver can't map memory, so there are no regions")
@@ -217,7 +218,7 @@ class Regions:
         """The first value that a call of the driver returned. Raises the call's error."""
         error = answer[0]
         if error == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise OutOfMemory("the card can't give a region's memory now", hint="Free something or ask for less.")
+            raise MemoryRefused("the card can't give a region's memory now", hint="Free something or ask for less.")
         if error:
             raise self._failure(error)
         return answer[1] if len(answer) > 1 else None

@@ -36,7 +36,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     QuotaWanted,
     Why,
 )
-from gpulease.daemon.fleet.rules.membership import Membership
+from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
 from gpulease.daemon.fleet.rules.node_fences import NodeFences
 from gpulease.daemon.fleet.rules.quota_records import (
     SHARDS,
@@ -288,7 +288,7 @@ class QuotaShards:
         writes = (*(quota.shards[key].put() for key in sorted(quota.changed)), *quota.writes.values())
         want.is_asking = True
         on_outcome = partial(self._written, want, membership.incarnation)
-        membership.ask(now_ns, Transaction(tuple(compares), writes), on_outcome)
+        membership.ask(now_ns, Transaction(tuple(compares), writes, (Get(node_key(membership.node_id)),)), on_outcome)
 
     def _written(self, want: _Want, incarnation: int, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         want.is_asking = False
@@ -298,10 +298,15 @@ class QuotaShards:
             # Whoever dropped it has removed the entry, unless this attempt was done after that.
             self.end(wanted.tenant, wanted.lease_id, now_ns)
         elif self._is_answer(outcome, want, now_ns):
+            # Another node was quicker, if this one's record is still there: then try again at once, for one of them
+            # always gets on. Without the record no attempt can succeed, until the next beat shows that.
             want.next_ns = now_ns
             want.may_be_written |= outcome.succeeded
             if outcome.succeeded and incarnation == self._membership.incarnation:
                 self._give(want, now_ns)
+            elif not any(record.create_revision == incarnation for record in outcome.found[0]):
+                want.refusal, self._membership.is_suspect = CUT_OFF, True
+                want.next_ns = now_ns + self._membership.poll_ns
 
     def _is_answer(self, outcome: Outcome, want: _Want, now_ns: int) -> TypeGuard[Answer]:
         """Return whether there is an answer; if not, note when to try again and why."""

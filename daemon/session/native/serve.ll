@@ -1003,7 +1003,14 @@ idle:
   %spins = call i64 @llvm.umax.i64(i64 %spins.had, i64 %spins.least)
   %is.spent = icmp eq i64 %spins, 0
   %is.tired = or i1 %is.spent, %is.moved
-  br i1 %is.tired, label %is.idle, label %spin
+  br i1 %is.tired, label %tired, label %spin
+tired:
+  ; While regions begin or end, Python looks around between two portions and nothing spins here. A client that waits by
+  ; the words is answered all the same.
+  br i1 %is.awaited, label %tired.word, label %is.idle
+tired.word:
+  %is.answered.once = call i1 @answer_awaited(ptr %state, ptr %ends, i64 %awaited.first)
+  br label %is.idle
 spin:
   %spins.less = sub i64 %spins, 1
   call void @set(ptr %ends, i64 80, i64 %spins.less)

@@ -234,6 +234,22 @@ def test_the_next_launch_is_refused_before_the_memory_is_taken_away(
     assert made.context.ended == [one.address]
 
 
+def test_a_quiet_launchs_refusal_is_reported_before_the_memory_is_taken_away(
+    made: RegionRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_memory, "TELL_WAIT_NS", 1 << 60)
+    one = made.open()
+    launch = made.launch(made.set_of(one), one.address)
+    made.ask(Opcode.LAUNCH_IN, launch)
+    end(made, one)
+    made.feed(quiet_in(launch, 7))
+    made.session.regions.advance()
+    assert made.context.ended == []
+    assert made.refused(Opcode.SYNC, Empty()).status is Status.REVOKED
+    made.session.regions.advance()
+    assert made.context.ended == [one.address]
+
+
 def test_a_region_that_no_launch_named_waits_for_no_refusal(made: RegionRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_memory, "TELL_WAIT_NS", 1 << 60)
     one = made.open()

@@ -1,6 +1,8 @@
 """One session in this process, on the embedded driver: a frame in, a frame out."""
 
+import gc
 import tracemalloc
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
+from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.session import Session
@@ -343,3 +346,25 @@ def test_no_byte_of_an_expected_launch_goes_unchecked(bench: Bench) -> None:
 )
 def test_bodies_of_another_operation(bench: Bench, op: Opcode, body: Body) -> None:
     assert bench.refused(op, body).status is Status.INVALID_REQUEST
+
+
+def test_a_refused_request_leaves_nothing_of_its_frames_behind(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a refused image was called, or said, would stay in memory until the garbage collector came."""
+
+    class Local:
+        pass
+
+    left: list[weakref.ref[Local]] = []
+
+    def refuse(*_: object) -> None:
+        local = Local()
+        left.append(weakref.ref(local))
+        raise ImageRejected("no", log="log")
+
+    monkeypatch.setattr(bench.session._context, "module_load", refuse)
+    gc.disable()
+    try:
+        assert bench.refused(Opcode.MODULE_LOAD, ModuleLoad(TRANSFORM)).status is Status.LOAD_FAILED
+        assert [one() for one in left] == [None]
+    finally:
+        gc.enable()

@@ -282,6 +282,20 @@ def test_a_foreign_value_in_a_shard_gives_no_bytes(etcd: ModelEtcd, hosts: list[
     assert given_to(hosts[0]) == []
 
 
+def test_a_node_that_was_fenced_asks_for_bytes_no_more_until_it_has_beaten(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    set_quota(etcd, 1_000)
+    del etcd.keys[node_key("a")]
+    ask(host, 100, 1, wait_s=100)
+    host.settle()
+    assert given_to(host) == []
+    host.run(12)
+    host.send(LiveClaims())
+    host.settle()
+    assert node_key("a") in etcd.keys, "a beat showed it, and the node joined again"
+    assert given_to(host) == [1]
+
+
 STEPS = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from(["ask", "ask", "end", "drop", "answer", "do", "lose", "pass"])),
     max_size=60,

@@ -1,0 +1,50 @@
+"""Memory that is refused for a moment is asked for again, while the card shows room and within a bound."""
+
+import pytest
+
+from gpulease.daemon.drivers.cuda import refused_memory
+from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused, take_once_given
+from gpulease.daemon.drivers.interface import keep_waiting
+
+SIZE = 100
+
+
+class Taker:
+    def __init__(self, refusals: int) -> None:
+        self.refusals, self.calls = refusals, 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.calls <= self.refusals:
+            raise MemoryRefused("no")
+        return "memory"
+
+
+def test_memory_that_the_card_shows_free_is_asked_for_until_it_is_given() -> None:
+    take = Taker(5)
+    assert take_once_given(take, SIZE, lambda: SIZE, keep_waiting) == "memory"
+    assert take.calls == 6
+
+
+def test_a_card_without_room_refuses_at_once() -> None:
+    take = Taker(5)
+    with pytest.raises(MemoryRefused):
+        take_once_given(take, SIZE, lambda: SIZE - 1, keep_waiting)
+    assert take.calls == 1
+
+
+def test_the_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refused_memory, "REFUSAL_WAIT_S", 0.01)
+    with pytest.raises(MemoryRefused):
+        take_once_given(Taker(1 << 30), SIZE, lambda: SIZE, keep_waiting)
+
+
+def test_a_poll_ends_the_wait() -> None:
+    class Over(Exception):
+        pass
+
+    def poll() -> None:
+        raise Over
+
+    with pytest.raises(Over):
+        take_once_given(Taker(1 << 30), SIZE, lambda: SIZE, poll)
