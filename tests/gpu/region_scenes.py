@@ -252,9 +252,11 @@ def too_large(stage: Stage) -> dict[str, Any]:
             open_zeroed(context, size)
         except OutOfMemory as error:
             said.append(str(error))
+    started = time.monotonic()
     address = open_zeroed(context, 64 * MIB)
+    took_ms = round((time.monotonic() - started) * 1e3, 1)
     wrong = stage.others(address, 64 * MIB, 0)
-    return {"said": said, "taken": before - context.free_bytes(), "wrong": wrong}
+    return {"said": said, "taken": before - context.free_bytes(), "wrong": wrong, "took_ms": took_ms}
 
 
 def misused(stage: Stage) -> dict[str, Any]:
