@@ -1,7 +1,8 @@
 """Memory that the card has and the driver refuses for a moment.
 
 After a request for more than the card had, the driver refused 64 MiB although cuMemGetInfo showed nearly all of the
-card free (H200, driver 580.159, after other processes had given large pieces back). A moment later it gave them.
+card free a moment before (H200, driver 580.159, behind the work of many other processes; alone on the card it never did).
+In one such run it still refused after half a second.
 """
 
 import time
@@ -10,9 +11,13 @@ from typing import Final, TypeVar
 
 from gpulease.daemon.drivers.interface import OutOfMemory, Poll
 
-REFUSAL_WAIT_S: Final = 0.5
+REFUSAL_WAIT_S: Final = 2.0
 """Longest time, in seconds, for which refused memory is asked for again. Bounds how long one allocation keeps a session
 from its other requests where the card's figure stays wrong."""
+
+SHORTAGE_S: Final = 0.1
+"""Time, in seconds, for which the card must show too few free bytes until that is believed: right after a request that
+was too large, the figure may be of what that request had taken for a moment."""
 
 RETRY_S: Final = 0.001
 
@@ -34,14 +39,18 @@ def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Cal
         poll: Called before each further try; may raise to end the wait.
 
     Raises:
-        MemoryRefused: The card shows too few free bytes, or REFUSAL_WAIT_S have passed.
+        MemoryRefused: The card has shown too few free bytes for SHORTAGE_S, or REFUSAL_WAIT_S have passed.
     """
-    until_s = time.monotonic() + REFUSAL_WAIT_S
+    began_s = enough_s = time.monotonic()
     while True:
         try:
             return take()
-        except MemoryRefused:
-            if free_bytes() < size_bytes or time.monotonic() >= until_s:
-                raise
+        except MemoryRefused as refused:
+            shown_bytes, now_s = free_bytes(), time.monotonic()
+            if shown_bytes >= size_bytes:
+                enough_s = now_s
+            if now_s - enough_s >= SHORTAGE_S or now_s - began_s >= REFUSAL_WAIT_S:
+                waited = f"it shows {shown_bytes} bytes free, and was asked for {now_s - began_s:.1f} s"
+                raise MemoryRefused(f"{refused}; {waited}", hint=refused.hint) from None
         poll()
         time.sleep(RETRY_S)

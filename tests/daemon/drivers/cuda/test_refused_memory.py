@@ -26,11 +26,15 @@ def test_memory_that_the_card_shows_free_is_asked_for_until_it_is_given() -> Non
     assert take.calls == 6
 
 
-def test_a_card_without_room_refuses_at_once() -> None:
-    take = Taker(5)
-    with pytest.raises(MemoryRefused):
-        take_once_given(take, SIZE, lambda: SIZE - 1, keep_waiting)
-    assert take.calls == 1
+def test_a_card_that_shows_no_room_for_a_while_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refused_memory, "SHORTAGE_S", 0.01)
+    with pytest.raises(MemoryRefused, match="no; it shows 99 bytes free"):
+        take_once_given(Taker(1 << 30), SIZE, lambda: SIZE - 1, keep_waiting)
+
+
+def test_a_card_that_shows_no_room_for_a_moment_is_asked_again() -> None:
+    shown = iter([SIZE - 1, SIZE])
+    assert take_once_given(Taker(2), SIZE, lambda: next(shown), keep_waiting) == "memory"
 
 
 def test_the_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
