@@ -1,8 +1,8 @@
 """Memory that the card has and the driver refuses for a moment.
 
-After a request for more than the card had, the driver refused 64 MiB although cuMemGetInfo showed nearly all of the
-card free a moment before (H200, driver 580.159, behind the work of many other processes; alone on the card it never did).
-In one such run it still refused after half a second.
+After a request for more than the card had, the driver refused 64 MiB although cuMemGetInfo had shown nearly all of the
+card free (H200, driver 580.159). That was seen behind the work of many other processes, never alone on the card. In one
+such run it still refused after half a second.
 """
 
 import time
