@@ -1,6 +1,5 @@
 """Buffers and modules: handles of things that live in a session, freed when the last reference goes."""
 
-from collections import deque
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +20,7 @@ class HandleOwner(Protocol):
         dropped: (operation, handle) of handles without a reference, which the session's next operation frees.
     """
 
-    dropped: deque[tuple[Opcode, int]]
+    dropped: list[tuple[Opcode, int]]
 
     @property
     def is_alive(self) -> bool:
@@ -35,8 +34,8 @@ class Handle:
 
     _free_op: Opcode
 
-    def __init__(self, owner: HandleOwner, handle: int) -> None:
-        """Args: owner: Its session's connection; None once it is freed. handle: Its number on the wire."""
+    def __init__(self, owner: HandleOwner | None, handle: int) -> None:
+        """Args: owner: Its session's connection; None until it is claimed, and once it is freed. handle: Its number."""
         self.owner: HandleOwner | None = owner
         self.handle = handle
 
@@ -59,7 +58,7 @@ class Handle:
 
     def __del__(self) -> None:
         # Runs in whatever thread dropped the last reference, perhaps inside another operation of the session, perhaps
-        # half-built or while the interpreter ends: only note it. Appending to a deque is atomic.
+        # half-built or while the interpreter ends: only note it. Appending to a list is atomic.
         owner = getattr(self, "owner", None)
         if owner is not None:
             owner.dropped.append((self._free_op, self.handle))
@@ -76,7 +75,7 @@ class Buffer(Handle):
 
     _free_op = Opcode.MEM_FREE
 
-    def __init__(self, owner: HandleOwner, handle: int, size_bytes: int) -> None:
+    def __init__(self, owner: HandleOwner | None, handle: int, size_bytes: int) -> None:
         super().__init__(owner, handle)
         self.size_bytes = size_bytes
 
@@ -122,7 +121,7 @@ class Module(Handle):
 
     _free_op = Opcode.MODULE_UNLOAD
 
-    def __init__(self, owner: HandleOwner, handle: int, kernels: tuple[KernelEntry, ...]) -> None:
+    def __init__(self, owner: HandleOwner | None, handle: int, kernels: tuple[KernelEntry, ...]) -> None:
         super().__init__(owner, handle)
         self.kernels: Mapping[str, KernelEntry] = MappingProxyType({kernel.name: kernel for kernel in kernels})
         self.parameter_types: Mapping[str, tuple[ParameterType, ...]] = {}

@@ -253,6 +253,7 @@ class Connection:
         """Return the next event, or None until more bytes arrive."""
         if self.state is State.CLOSED:
             return None
+        start = self.reader.start
         try:
             frame = self.reader.next_frame()
             if frame is not None:
@@ -260,6 +261,10 @@ class Connection:
         except FramingError as error:
             self.state = State.CLOSED
             return StreamBroken(Failure(error.status, str(error)))
+        except BaseException:
+            # Ctrl-C in a client's process: the next call begins with the same frame.
+            self.reader.start = start
+            raise
         if self._has_eof:
             self.state = State.CLOSED
             return EndOfStream(is_clean=not self.reader.is_mid_frame)
@@ -313,7 +318,7 @@ class Connection:
             return Goodbye(_failure_of(frame))
         if frame.op in _EVENT_BODIES:
             return self._receive_notification(frame, Opcode(frame.op))
-        op = self._in_flight.pop(frame.request_id, None)
+        op = self._in_flight.get(frame.request_id)
         if op is None or op != frame.op:
             raise FramingError(f"a reply to request {frame.request_id}, which was not asked")
         try:
@@ -328,7 +333,10 @@ class Connection:
             self._behind_hello = None
             self.expect_reply_to(behind, request_id)
             self._subscriptions.on_request(request_id, body)
-        return Reply(op, frame.request_id, result)
+        reply = Reply(op, frame.request_id, result)
+        # Last: until here an interrupted call can be made again.
+        del self._in_flight[frame.request_id]
+        return reply
 
     def _receive_notification(self, frame: Frame, op: Opcode) -> Notification | RegionNotification:
         try:
@@ -392,6 +400,10 @@ class Connection:
         """Await the reply to a request that has a number of `next_request_id` already."""
         self._move(request_trigger(op), op)
         self._in_flight[request_id] = op
+
+    def forget_unsent(self) -> None:
+        """Await no reply any more: an interrupted caller has numbered requests that it has not sent."""
+        self._in_flight.clear()
 
     def send_reply(self, request: Request, body: Body) -> bytes:
         """Return the bytes of a successful reply."""

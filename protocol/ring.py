@@ -322,18 +322,22 @@ class RingReader:
 
         If `expected` would lie around the ring's end, the bytes are left to `take`.
         """
-        size, at = len(expected) + len(into), self.head & self._capacity - 1
+        rest = len(into)
+        size, at = len(expected) + rest, self.head & self._capacity - 1
         data_at = at + len(expected)
         if self._words[_TAIL] - self.head != size or self._data[at:data_at] != expected:
             return False
-        if into:
+        # From here to the head without a call: a client that is interrupted has both, or neither.
+        if rest:
             here = self._capacity - data_at
-            if here >= len(into):
-                into[:] = self._data[data_at : data_at + len(into)]
+            if here >= rest:
+                into[:] = self._data[data_at : data_at + rest]
             else:
                 into[:here] = self._data[data_at:]
-                into[here:] = self._data[: len(into) - here]
-        self.advance(size, 0)
+                into[here:] = self._data[: rest - here]
+        words = self._words
+        words[_HEAD] = self.head = self.head + size
+        self.advance(0, 0)
         return True
 
     def advance(self, size: int, left: int) -> None:

@@ -46,17 +46,38 @@ async def ask(op: Opcode, body: Body, address: str | None = None) -> Any:
     return await drive(ask_once(address_of(address), op, body, CONTROL_REPLY_LIMIT_S))
 
 
-async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a task of its own, which goes on to its end if the caller is cancelled."""
-    task = task_of(work)
-    _undisturbed.add(task)
-    task.add_done_callback(_end_undisturbed)
+async def undisturbed(
+    work: Coroutine[Any, Any, T], give_back: Callable[[T], Coroutine[Any, Any, None]] | None = None
+) -> T:
+    """Run a coroutine in a task of its own, which goes on to its end if the caller is cancelled.
+
+    Args:
+        work: The coroutine.
+        give_back: Gives its result back where nobody gets that any more; None if it takes no more than being dropped.
+    """
+    task = _kept(work)
     try:
         return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if give_back is not None:
+            task.add_done_callback(lambda done: _give_back(done, give_back))
+        raise
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
     finally:
         del task  # it has the error, whose traceback has this frame: a cycle, and a dropped lease would wait for the gc
+
+
+def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    task = task_of(work)
+    _undisturbed.add(task)
+    task.add_done_callback(_end_undisturbed)
+    return task
+
+
+def _give_back(done: "asyncio.Task[T]", give_back: Callable[[T], Coroutine[Any, Any, None]]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        _kept(give_back(done.result()))
 
 
 def _end_undisturbed(task: "asyncio.Task[Any]") -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -31,8 +31,8 @@ class _Events(AsyncIterator[E], Generic[E]):
 
     async def __anext__(self) -> E:
         if not self._is_open:
-            self._is_open = True
             await drive(self._stream.open())
+            self._is_open = True  # not before: cancelled, it begins anew
         event = await drive(self._stream.next())
         if event is None:
             raise StopAsyncIteration
@@ -129,8 +129,6 @@ class KeepAlive(_Watch):
             self._on_loss(self.loss)
 
 
-def keep_alive(
-    lease: Renewed, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None
-) -> KeepAlive:
+def keep_alive(lease: Renewed, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
     """Start renewing a lease, from a task, like `gpulease.client.keep_alive`."""
     return KeepAlive(lease, on_loss, schedule or RenewalSchedule())

@@ -47,22 +47,43 @@ class Recorder:
     def __init__(self, session: SessionView) -> None:
         self._session = session
         self._graph: Graph
-        self._recording: Recording
+        self._recording: Recording | None = None
 
     async def __aenter__(self) -> Graph:
         session = self._session
-        async with session._lock:
-            self._recording = Recording(session._session, asyncio.current_task)
-            session._set_commands(self._recording, self._recording)
-        self._graph = Graph()
-        return self._graph
+        graph = self._graph = Graph()
+        try:
+            async with session._lock:
+                self._recording = Recording(session._session, asyncio.current_task)
+                self._recording.begin()
+                session._set_commands(self._recording, self._recording)
+            return graph
+        except BaseException:
+            self._end()
+            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        session = self._session._session
-        self._recording.stop()
-        self._session._set_commands(session.launches, session.copies)
+        try:
+            self._end()
+        except BaseException:
+            self._end()  # interrupted: a session must not go on recording
+            raise
         self._graph.discarded()
-        if kind is None:
-            await undisturbed(drive(session.graphs.make(self._graph, self._recording.record())))
+        recording = self._recording
+        if kind is None and recording is not None:
+            session = self._session._session
+            await undisturbed(drive(session.graphs.make(self._graph, recording.record())))
+
+    def __del__(self) -> None:
+        # An interrupt may come before the block's end has begun to run.
+        self._end()
+
+    def _end(self) -> None:
+        """Record no more; again is harmless."""
+        recording = getattr(self, "_recording", None)  # it may be half-built
+        if recording is not None and self._session._launches is recording:
+            self._session._set_commands(self._session._session.launches, self._session._session.copies)
+        if recording is not None:
+            recording.stop()

@@ -94,7 +94,8 @@ class GpuLease(LeaseView):
         return Opening(self._region(size, tenant, ttl_secs))
 
     async def _region(self, size: int | str, tenant: str | None, ttl_secs: float | None) -> Region:
-        return Region(await self._run(open_region(self._state, size, tenant, ttl_secs)))
+        opening = self._drive(open_region(self._state, size, tenant, ttl_secs))
+        return Region(await undisturbed(opening, lambda state: self._drive(state.give_up())))
 
     def watch_regions(self) -> RegionWatch:
         """Subscribe to the launches that any of its regions refuses."""

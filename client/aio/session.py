@@ -9,6 +9,7 @@ from typing import Any, Final, Self, TypeVar, overload
 from gpulease.client.aio.arrays import Array, make
 from gpulease.client.aio.driver import Opening, drive, undisturbed
 from gpulease.client.aio.graphs import Recorder
+from gpulease.client.aio.idle_frees import look_after
 from gpulease.client.aio.kernels import ElementwiseKernel, Kernel
 from gpulease.client.aio.lease import GpuLease, GpuSharedLease
 from gpulease.client.aio.modules import Module
@@ -224,14 +225,20 @@ class GpuSession(SessionView):
         """End the session; an operation that waits in another task fails. The lease goes on."""
         if self._closing is None:
             return
-        self._session.attachment.wake()
+        if self._lock.locked():
+            self._session.attachment.wake()
         async with self._lock:
             self._closing()
 
     async def __aenter__(self) -> Self:
         if self._closing is None:
-            await drive(self._session.attach())
-            self._closing = weakref.finalize(self, self._session.attachment.close)
+            try:
+                await drive(self._session.attach())
+            except BaseException:
+                self._session.attachment.give_up()
+                raise
+            self._closing = weakref.finalize(self, self._session.operations.close)
+            look_after(self._session)
         return self
 
     async def __aexit__(

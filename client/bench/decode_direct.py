@@ -86,7 +86,7 @@ class DirectSession:
     def __init__(self, api: Any) -> None:
         self.api = api
         self.stream: Any = 0
-        self.dropped: deque[tuple[Opcode, int]] = deque()
+        self.dropped: list[tuple[Opcode, int]] = []
         self.is_alive = True
         self.slice_bytes: int = self.call("cuDeviceTotalMem", self.call("cuCtxGetDevice"))
         self._modules: list[Any] = []

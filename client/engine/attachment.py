@@ -1,7 +1,6 @@
 """A session's connection to its worker: opened by ATTACH, and ended for good by `Attachment.finish`."""
 
 import socket
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol
@@ -11,6 +10,7 @@ from gpulease.client.engine.lease import LeaseState, find_end_reason
 from gpulease.client.engine.waits import Procedure
 from gpulease.client.errors import GpuLeaseError, Unsupported, error_of
 from gpulease.client.fork_guard import OF_PARENT
+from gpulease.client.handles import Buffer, HandleOwner
 from gpulease.client.transport.arena import Arena
 from gpulease.client.transport.channel import Channel, FrameWriter
 from gpulease.client.transport.link import LinkEnded
@@ -112,32 +112,44 @@ class HeldBuffers:
         """Hold buffers of a slice of so many bytes from now on."""
         self._most_bytes = min(MAX_HELD_BYTES, slice_bytes // HELD_PART)
 
-    def hold(self, handle: int, size_bytes: int) -> bool:
-        """Hold a freed buffer, if there is room for it."""
+    def hold(self, buffer: Buffer) -> bool:
+        """Hold a buffer, which is freed by that, if there is room for it."""
+        size_bytes = buffer.size_bytes
         if self._held_bytes + size_bytes > self._most_bytes or self._count >= MAX_HELD_BUFFERS:
             return False
+        by_size, handle = self._by_size, buffer.handle
+        # Straight on to the end, as in `take`: interrupted, it is the tenant's still or held.
         self._count += 1
         self._held_bytes += size_bytes
-        self._by_size.setdefault(size_bytes, []).append(handle)
+        if size_bytes in by_size:
+            by_size[size_bytes] += [handle]
+        else:
+            by_size[size_bytes] = [handle]
+        buffer.owner = None
         return True
 
-    def take(self, size_bytes: int) -> int | None:
-        """The handle of a held buffer of exactly that size, the one freed last; None if there is none."""
-        handles = self._by_size.get(size_bytes)
-        if handles is None:
+    def take(self, size_bytes: int, owner: HandleOwner) -> Buffer | None:
+        """A new handle of a held buffer of exactly that size, the one freed last; None if there is none."""
+        by_size = self._by_size
+        if size_bytes not in by_size:
             return None
+        buffer, handles = Buffer(None, 0, size_bytes), by_size[size_bytes]
         self._count -= 1
         self._held_bytes -= size_bytes
-        handle = handles.pop()
+        buffer.handle = handles[-1]
+        buffer.owner = owner
+        del handles[-1]
         if not handles:
-            del self._by_size[size_bytes]
-        return handle
+            del by_size[size_bytes]
+        return buffer
 
-    def give_back(self) -> list[int]:
-        """Hold none any more; the handles to be freed."""
-        by_size, self._by_size = self._by_size, {}
+    def give_back(self, dropped: list[tuple[Opcode, int]]) -> None:
+        """Hold none any more; `dropped` gets what frees them."""
+        frees = [(Opcode.MEM_FREE, handle) for handles in self._by_size.values() for handle in handles]
+        none: dict[int, list[int]] = {}
         self._held_bytes = self._count = 0
-        return [handle for handles in by_size.values() for handle in handles]
+        self._by_size = none
+        dropped += frees
 
 
 class Attachment:
@@ -181,7 +193,7 @@ class Attachment:
         self.reply: AttachReply
         self.end: Failure | None = _NOT_OPEN
         self.arena: Arena | None = None
-        self.dropped: deque[tuple[Opcode, int]] = deque()
+        self.dropped: list[tuple[Opcode, int]] = []
         self.held = HeldBuffers()
         self.lent = LentArrays()
         self.chunk_bytes = DATA_CHUNK_BYTES
@@ -299,6 +311,11 @@ class Attachment:
         if self.lease.token:
             # The control connection showed the token, so nobody else can use it.
             self.lease.channel.close()
+
+    def give_up(self) -> None:
+        """Close what an attach that failed, or was interrupted, has opened."""
+        if getattr(self, "channel", None) is not None:
+            self.finish(_CLOSED)
 
     def finish(self, failure: Failure) -> None:
         """End the session for good. A reason that is known already stays."""

@@ -11,7 +11,6 @@ from gpulease.client.engine.exchange import (
     CONTROL_REPLY_LIMIT_S,
     TimeLimit,
     ask,
-    closing_on_failure,
     dial,
     disconnected,
 )
@@ -129,13 +128,20 @@ class Subscription(Generic[E]):
 
     def open(self) -> Procedure[None]:
         """Subscribe. Raises NotFound for a lease that is not this user's, Busy if there are too many subscriptions."""
-        channel, _ = yield from dial(self._address, TimeLimit(CONNECT_LIMIT_S, "connect", self._address))
-        limit = TimeLimit(CONTROL_REPLY_LIMIT_S, _DOING, self._address)
-        with closing_on_failure(channel, _DOING):
+        channel: Channel | None = None
+        try:
+            channel, _ = yield from dial(self._address, TimeLimit(CONNECT_LIMIT_S, "connect", self._address))
+            limit = TimeLimit(CONTROL_REPLY_LIMIT_S, _DOING, self._address)
             if self._token:
                 yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(self._token), limit)
             yield from ask(channel, self._op, self._body, limit)
-        self._channel = channel
+            self._channel = channel
+        except LinkEnded as ended:
+            assert channel is not None
+            raise disconnected(ended, channel, _DOING) from None
+        finally:
+            if channel is not None and self._channel is not channel:
+                channel.close()
 
     def next(self) -> Procedure[E | None]:
         """The next event, None once there can be none. Raises Disconnected if the daemon goes away."""

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import socket
 import stat
 import time
 from collections import deque
@@ -27,6 +28,10 @@ and its memory to be seen free, which is well under a second; past this the daem
 
 CONNECT_RETRY_S: Final = 0.01
 """Pause before trying again a Unix socket whose queue of pending connections is full."""
+
+GIVE_UP_LIMIT_S: Final = 2.0
+"""Longest that an interrupted call waits for what the daemon had made for it before, to give it back. A daemon tells
+within milliseconds; whoever has pressed Ctrl-C does not want to wait for one that hangs."""
 
 AGENT: Final = "gpulease-python/0.1"
 """Name of this client in HELLO."""
@@ -65,19 +70,17 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) ->
     This returns when the kernel, or the ring, has all of the bytes. If it is interrupted after some of them went, the
     stream can't be used any more and is broken off.
     """
-    has_begun = False
     rest = deque(memoryview(part) for part in parts if len(part))
+    whole_bytes = sum(map(len, rest))
     try:
         while rest or channel.has_unsent:
             if channel.link.end is not None:
                 raise LinkEnded(channel.link.end)
-            if channel.push(rest):
-                has_begun = True
-            elif channel.link.end is None:
+            if not channel.push(rest) and channel.link.end is None:
                 yield from _wait(channel, limit, for_room=True)
                 channel.pump()
     except BaseException:
-        if channel.is_torn or (has_begun and rest):
+        if channel.is_torn or 0 < sum(map(len, rest)) < whole_bytes:
             channel.link.break_off(_INTERRUPTED, is_explained=True)
         raise
 
@@ -90,6 +93,15 @@ def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body |
             yield from _wait(channel, limit, for_room=False)
             channel.pump()
     return result
+
+
+def wait_for_room(channel: Channel, limit: Limit) -> Procedure[None]:
+    """Wait until the channel may take more. Raises LinkEnded, or what the limit raises."""
+    if channel.link.end is None:
+        yield from _wait(channel, limit, for_room=True)
+        channel.pump()
+    if channel.link.end is not None:
+        raise LinkEnded(channel.link.end)
 
 
 def _wait(channel: Channel, limit: Limit, *, for_room: bool) -> Procedure[None]:
@@ -105,6 +117,30 @@ def answer_to(channel: Channel, op: Opcode, body: Body, limit: Limit, session_id
     request_id, frame = channel.link.request(op, body, session_id)
     yield from send(channel, (frame,), limit)
     return (yield from receive(channel, request_id, limit))
+
+
+Undo = Callable[[Any], "First | None"]
+"""By a reply's body: the request that gives back what it brings; None if there is nothing."""
+
+
+def give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
+    """End a connection whose request makes something and was interrupted. Raises nothing but another interrupt.
+
+    This side's half is closed, so the daemon makes nothing from then on, and closes its half. If it had made something,
+    its reply comes before that, and what it brings is given back over another connection.
+    """
+    limit, link = TimeLimit(GIVE_UP_LIMIT_S, "give up", channel.address), channel.link
+    try:
+        with contextlib.suppress(OSError):
+            channel.sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(LinkEnded, GpuLeaseError):
+            reply = yield from receive(channel, request_id, limit)
+            again = None if isinstance(reply, Failure) else undo(reply)
+            if again is not None:
+                yield from ask_once(channel.address, again.op, again.body, GIVE_UP_LIMIT_S, GIVE_UP_LIMIT_S)
+    finally:
+        channel.close()
+        link.told.clear()
 
 
 def ask(channel: Channel, op: Opcode, body: Body, limit: Limit) -> Procedure[Any]:
@@ -150,12 +186,14 @@ class First(NamedTuple):
         body: Its body.
         session_id: The session that it is for.
         takes_descriptors: Whether descriptors that come beside its reply are wanted.
+        undo: Gives back what the reply brings, if the caller is interrupted.
     """
 
     op: Opcode
     body: Body
     session_id: int = 0
     takes_descriptors: bool = False
+    undo: Undo | None = None
 
 
 def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:
@@ -181,7 +219,8 @@ def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tupl
         hello_id, frame = channel.link.request(Opcode.HELLO, Hello(0, AGENT, ()))
         if first is not None:
             channel.takes_descriptors = first.takes_descriptors
-            first_id, behind = channel.link.request_behind_hello(first.op, first.body, first.session_id)
+            makes = first.undo is not None
+            first_id, behind = channel.link.request_behind_hello(first.op, first.body, first.session_id, makes=makes)
             frame += behind
         yield from send(channel, (frame,), limit)
         hello = yield from receive(channel, hello_id, limit)
@@ -192,7 +231,12 @@ def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tupl
         if channel.link.begins_with(TLS_ALERT):
             raise Disconnected(f"{address}: it speaks TLS", "Write the address as tls:HOST:PORT") from None
         raise disconnected(ended, channel, "hello") from None
+    except (GpuLeaseError, GeneratorExit):
+        channel.close()
+        raise
     except BaseException:
+        if first is not None and first.undo is not None and first_id:
+            yield from give_up(channel, first_id, first.undo)
         channel.close()
         raise
     return channel, cast(HelloReply, hello), first_id

@@ -5,6 +5,7 @@ while this side still spins for it, it is compared, not parsed, and a round trip
 late replies take the general way (`Operations`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
@@ -33,9 +34,18 @@ class Done(Generic[T]):
 
 @dataclass(slots=True)
 class Pending:
-    """The request was sent; `rest` waits for its reply and returns the reply's body."""
+    """The request was sent; `rest` waits for its reply and returns the reply's body.
 
-    rest: Procedure[Any]
+    A reply that brings something new is waited for by `Operations.made` instead.
+    """
+
+    receive: Callable[[int], Procedure[Any]]
+    request_id: int
+
+    @property
+    def rest(self) -> Procedure[Any]:
+        """What waits for the reply."""
+        return self.receive(self.request_id)
 
 
 class NotSent:
@@ -55,10 +65,12 @@ _UNANSWERED: Final = Asked.UNANSWERED
 class _KnownReply:
     """Base of the two: one operation of one session, asked again only when the last request was answered."""
 
-    def __init__(self, operations: Operations, op: Opcode) -> None:
+    def __init__(self, operations: Operations, op: Opcode, makes: Opcode | None = None) -> None:
+        """Args: makes: The operation that gives back what a reply brings."""
         self._operations = operations
         self._attachment = operations.attachment
         self._op = op
+        self._makes = makes
 
     def _ask(
         self,
@@ -77,15 +89,25 @@ class _KnownReply:
         finally:
             # Also if Ctrl-C came between: the reply is still to come, and must find its request.
             if asked is _UNANSWERED:
-                channel.link.expect_late(self._op, request_id, late_into)
-                channel.feed()
+                try:
+                    self._expect(request_id, into, late_into)
+                except BaseException:
+                    self._expect(request_id, into, late_into)
+                    raise
         if asked is _ANSWERED:
             if operations.freed:
                 operations.settle(None, "")
             if self._op in operations.fences or operations.settled_id == request_id - 1:
                 operations.settled_id = request_id  # as `Operations.acknowledge` does
             return DONE
-        return NOT_SENT if asked is Asked.NOT_SENT else Pending(self._receive(request_id))
+        return NOT_SENT if asked is Asked.NOT_SENT else Pending(self._receive, request_id)
+
+    def _expect(self, request_id: int, into: memoryview, late_into: memoryview | None) -> None:
+        """Have the link expect the reply to a request that was sent; again is harmless."""
+        channel = self._attachment.channel
+        if self._makes is None or not any(into):
+            channel.link.expect_late(self._op, request_id, late_into, self._makes)
+            channel.feed()
 
     def _receive(self, request_id: int) -> Procedure[Any]:
         """The late reply's body."""
@@ -99,9 +121,16 @@ class _KnownReply:
 class FastRequest(_KnownReply):
     """A request whose payload has the same size each time."""
 
-    def __init__(self, operations: Operations, op: Opcode, payload_bytes: int = 0, answer_bytes: int = 0) -> None:
-        """Args: answer_bytes: Size of a successful reply's body."""
-        super().__init__(operations, op)
+    def __init__(
+        self,
+        operations: Operations,
+        op: Opcode,
+        payload_bytes: int = 0,
+        answer_bytes: int = 0,
+        makes: Opcode | None = None,
+    ) -> None:
+        """Args: answer_bytes: Size of a successful reply's body. makes: As in `Link.expect`."""
+        super().__init__(operations, op, makes)
         self._answer_bytes = answer_bytes
         session_id = self._attachment.session_id
         request = build_frame(op, bytes(payload_bytes), request_id=0, session_id=session_id)
@@ -119,12 +148,6 @@ class FastRequest(_KnownReply):
         request = b"".join((self._head, number, self._middle, payload))
         reply = b"".join((self._reply_head, number, self._reply_tail))
         return self._ask(request_id, request, reply, into, more_ns)
-
-    def ask_for_answer(self, payload: bytes) -> Outcome[bytes]:
-        """`ask` where a successful reply carries `answer_bytes`, which are the outcome's value."""
-        answer = bytearray(self._answer_bytes)
-        outcome = self.ask(payload, into=memoryview(answer))
-        return Done(bytes(answer)) if isinstance(outcome, Done) else outcome
 
     def do(self, payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
         """Ask, one way or the other, and wait for the reply."""

@@ -13,18 +13,22 @@ one, if it was granted, ends with its time, or as an orphan. A name prevents two
 import random
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from gpulease.client.engine.exchange import (
     CONNECT_LIMIT_S,
     Clock,
     TimeLimit,
-    answer_to,
+    Undo,
     ask_once,
-    closing_on_failure,
     dial,
+    disconnected,
     doing_of,
+    give_up,
+    receive,
+    send,
 )
 from gpulease.client.engine.waits import Procedure, Sleep
 from gpulease.client.errors import (
@@ -38,6 +42,7 @@ from gpulease.client.errors import (
 )
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.credentials import TlsFiles, with_files
+from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Exclusivity, Failure, Opcode, Status
 from gpulease.protocol.address import Address, FleetAddress, parse_address
 from gpulease.protocol.limits import MAX_LABELS, MAX_TRIED
@@ -52,6 +57,8 @@ from gpulease.protocol.messages import (
 )
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, LABELS_TAG, NAME_TAG, REQUEST_ID_TAG
 from gpulease.protocol.primitives import LeaseParameter
+
+T = TypeVar("T")
 
 DIRECTORY_LIMIT_S: Final = 4.0
 """Longest time for a directory to be reached, and then to answer. It answers from memory, within milliseconds; another
@@ -110,12 +117,8 @@ class Fleet:
         return str(self.address)
 
 
-class Granted(NamedTuple):
-    """A grant, and the connection to its node that it came on."""
-
-    channel: Channel
-    hello: HelloReply
-    grant: LeaseGrant
+Make: TypeAlias = Callable[[Channel, HelloReply, LeaseGrant], T]
+"""Makes a lease of a grant, and of the connection to its node that it came on."""
 
 
 def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
@@ -142,12 +145,15 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
     raise error_of(Failure(status, message, errors[-1][1].hint), doing_of(op)) from None
 
 
-def acquire_in(fleet: Fleet, wanted: LeaseAlloc, clock: Clock = time.monotonic) -> Procedure[Granted]:
-    """Ask a fleet for a lease. Raises CapacityExceeded, Drained, Disconnected and their like, or InvalidRequest.
+def acquire_in(
+    fleet: Fleet, wanted: LeaseAlloc, make: Make[T], undo: Undo, clock: Clock = time.monotonic
+) -> Procedure[T]:
+    """Ask a fleet for a lease, and make it of the grant.
 
-    The error says how many nodes were asked, and why each refused.
+    If this is interrupted, `undo` gives back what a node has granted. Raises CapacityExceeded, Drained, Disconnected
+    and their like, or InvalidRequest; the error says how many nodes were asked, and why each refused.
     """
-    return (yield from _Search(fleet, wanted, clock).run())
+    return (yield from _Search(fleet, wanted, make, undo, clock).run())
 
 
 class _Refusal(NamedTuple):
@@ -158,11 +164,13 @@ class _Refusal(NamedTuple):
     holds_name: bool
 
 
-class _Search:
+class _Search(Generic[T]):
     """An acquire in a fleet, until a node grants."""
 
-    def __init__(self, fleet: Fleet, wanted: LeaseAlloc, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, wanted: LeaseAlloc, make: Make[T], undo: Undo, clock: Clock) -> None:
         self._fleet = fleet
+        self._make = make
+        self._undo = undo
         self._clock = clock
         request_id = LeaseParameter(REQUEST_ID_TAG, secrets.token_bytes(REQUEST_ID_BYTES))
         self._wanted = replace(wanted, parameters=(*wanted.parameters, request_id))
@@ -171,7 +179,7 @@ class _Search:
         self._refusals: dict[str, _Refusal] = {}
         self._last = Placement((), None, 0, "")
 
-    def run(self) -> Procedure[Granted]:
+    def run(self) -> Procedure[T]:
         """Ask until a node grants or the time is over."""
         while True:
             granted = yield from self._round()
@@ -183,7 +191,7 @@ class _Search:
             if self._clock() >= self._end:
                 raise self._error()
 
-    def _round(self) -> Procedure[Granted | None]:
+    def _round(self) -> Procedure[T | None]:
         """Ask each node that a directory names, without waiting for room."""
         self._refusals = {}
         for _ in range(PLACEMENTS_PER_ROUND):
@@ -197,7 +205,7 @@ class _Search:
                 return None
         return None
 
-    def _wait(self, left_s: float) -> Procedure[Granted | None]:
+    def _wait(self, left_s: float) -> Procedure[T | None]:
         """Wait a slice where that helps: for a name at a node that said it is taken, else for room in one node's line.
 
         A node that refuses before the slice is over has no line for this wait: a pause follows, so that nobody is asked
@@ -218,7 +226,7 @@ class _Search:
             yield Sleep(pause_s)
         return None
 
-    def _ask_another(self, holder: Candidate, wait_s: float) -> Procedure[Granted | None]:
+    def _ask_another(self, holder: Candidate, wait_s: float) -> Procedure[T | None]:
         """Wait for a name at another node than the one that serves it.
 
         A node that is cut off from its fleet keeps who waits there waiting. Only another node can fence it.
@@ -237,7 +245,7 @@ class _Search:
         busy = sum(type(one.error) is Busy for one in self._refusals.values())
         return refusal.holds_name or busy >= NAME_TRIES
 
-    def _ask(self, candidate: Candidate, wait_s: float) -> Procedure[Granted | None]:
+    def _ask(self, candidate: Candidate, wait_s: float) -> Procedure[T | None]:
         """Ask one node; None if it refuses in a way by which another may grant. Raises what no other would grant."""
         try:
             return (yield from self._ask_surely(candidate, wait_s))
@@ -248,26 +256,38 @@ class _Search:
             self._refusals[candidate.node_id] = _Refusal(candidate, error.with_traceback(None), holds_name)
             return None
 
-    def _ask_surely(self, candidate: Candidate, wait_s: float) -> Procedure[Granted]:
+    def _ask_surely(self, candidate: Candidate, wait_s: float) -> Procedure[T]:
         """Ask one node, and ask it again for a while if its answer is lost."""
         wait_until, left_s = self._clock() + wait_s, wait_s
         again_until: float | None = None
         while True:
             channel: Channel | None = None
+            number = 0
             try:
                 channel, hello = yield from self._dial(candidate)
                 wanted = replace(self._wanted, wait_ms=int(left_s * 1000))
-                answer = yield from _answer(channel, wanted, GRANT_LIMIT_S + left_s, self._clock)
+                number, frame = channel.link.request(Opcode.LEASE_ALLOC, wanted, makes=True)
+                answer = yield from _answer(channel, number, frame, GRANT_LIMIT_S + left_s, self._clock)
+                if isinstance(answer, LeaseGrant):
+                    lease = self._make(channel, hello, answer)
+                    channel.link.claim(number)
+                    return lease
             except GpuLeaseError as error:
+                if channel is not None:
+                    channel.close()
                 if again_until is None and not _is_lost(error, channel):
                     raise
                 if again_until is not None and self._clock() >= again_until:
                     raise error from None
+            except GeneratorExit:
+                raise
+            except BaseException:
+                if channel is not None and number:
+                    yield from give_up(channel, number, self._undo)
+                raise
             else:
-                if isinstance(answer, Failure):
-                    channel.close()
-                    raise error_of(answer, doing_of(Opcode.LEASE_ALLOC))
-                return Granted(channel, hello, answer)
+                channel.close()
+                raise error_of(answer, doing_of(Opcode.LEASE_ALLOC))
             again_until = again_until or self._clock() + LOST_ANSWER_S
             yield Sleep(LOST_PAUSE_S)
             left_s = max(0.0, wait_until - self._clock())
@@ -312,12 +332,17 @@ def _is_lost(error: GpuLeaseError, channel: Channel | None) -> bool:
     return channel is not None and isinstance(error, Disconnected) and not channel.link.said_goodbye
 
 
-def _answer(channel: Channel, wanted: LeaseAlloc, limit_s: float, clock: Clock) -> Procedure[LeaseGrant | Failure]:
+def _answer(
+    channel: Channel, number: int, frame: bytes, limit_s: float, clock: Clock
+) -> Procedure[LeaseGrant | Failure]:
     doing = doing_of(Opcode.LEASE_ALLOC)
-    with closing_on_failure(channel, doing):
-        limit = TimeLimit(limit_s, doing, channel.address, clock)
-        answer: LeaseGrant | Failure = yield from answer_to(channel, Opcode.LEASE_ALLOC, wanted, limit)
-    return answer
+    limit = TimeLimit(limit_s, doing, channel.address, clock)
+    try:
+        yield from send(channel, (frame,), limit)
+        answer: Any = yield from receive(channel, number, limit)
+    except LinkEnded as ended:
+        raise disconnected(ended, channel, doing) from None
+    return cast("LeaseGrant | Failure", answer)
 
 
 def _short(error: GpuLeaseError) -> str:

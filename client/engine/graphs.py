@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from gpulease.client.engine.attachment import Attachment
 from gpulease.client.engine.operations import Operations
@@ -15,11 +15,10 @@ from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_para
 from gpulease.client.texts import quoted
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.fastpath import HANDLE, MIDDLE_AT, REGIONS, REQUEST_ID_OFFSET, graph_launch_payload
+from gpulease.protocol.fastpath import MIDDLE_AT, REGIONS, REQUEST_ID_OFFSET, graph_launch_payload
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_GRAPH_BYTES
 from gpulease.protocol.messages import GraphCreate
-from gpulease.protocol.messages import Handle as HandleBody
 from gpulease.protocol.opcodes import Flag
 
 _LAUNCH: Final = "launch of a graph"
@@ -66,10 +65,10 @@ class GraphHandle(Handle):
         """The names of the parameters that `launch` can be given."""
         return () if self._record is None else tuple(self._record.parameters)
 
-    def made(self, graphs: "Graphs", handle: int, record: GraphRecord) -> None:
-        """Note the number that the worker gave the graph, and prepare its launch frame."""
+    def made(self, graphs: "Graphs", handle: int, record: GraphRecord) -> Self:
+        """Note the number that the worker gave the graph, and prepare its launch frame; it has no owner yet."""
         self._graphs = graphs
-        self.owner, self.handle, self._record = graphs.attachment, handle, record
+        self.handle, self._record = handle, record
         self._args = b"".join(parameter.value for parameter in record.parameters.values())
         session_id = graphs.attachment.session_id
 
@@ -81,6 +80,7 @@ class GraphHandle(Handle):
         in_regions = graph_launch_payload(handle, self._args, 0, 0)
         self._head_in = made(Opcode.GRAPH_LAUNCH_IN, in_regions)[:REQUEST_ID_OFFSET]
         self._why_not = "is closed"
+        return self
 
     def discarded(self) -> None:
         """Note that the recording failed."""
@@ -94,7 +94,7 @@ class GraphHandle(Handle):
 
     def mark_freed(self) -> tuple[Opcode, int]:
         """Mark it as freed, and lend its arrays for as long as queued copies may use them (`Handle.mark_freed`)."""
-        self._lend_arrays()
+        self.lend_arrays()
         return super().mark_freed()
 
     def frame(
@@ -135,7 +135,8 @@ class GraphHandle(Handle):
             parts.append(bound.value)
         return b"".join(parts)
 
-    def _lend_arrays(self) -> None:
+    def lend_arrays(self) -> None:
+        """Lend its arrays for as long as queued copies may use them."""
         # Copies of it that are queued may still read and write its arrays, whose memory others must not get yet.
         if self.owner is not None and self._record is not None and self._record.arrays:
             self._graphs.attachment.lent.lend_to_graph(self._record.arrays)
@@ -143,7 +144,7 @@ class GraphHandle(Handle):
     def __del__(self) -> None:
         # It may be half-built: see Handle.
         if getattr(self, "owner", None) is not None:
-            self._lend_arrays()
+            self.lend_arrays()
         super().__del__()
 
     def __repr__(self) -> str:
@@ -172,9 +173,10 @@ class Graphs:
         most = min(MAX_GRAPH_BYTES, self.attachment.max_payload_bytes)
         if len(payload) > most:
             raise InvalidRequest(f"record: the graph has {len(payload)} bytes; at most {most} are taken")
-        asking = self._operations.ask(Opcode.GRAPH_CREATE, payload)
-        reply: HandleBody = yield from self._operations.do("record", asking)
-        graph.made(self, reply.handle, record)
+        making = self._operations.make(
+            Opcode.GRAPH_CREATE, payload, Opcode.GRAPH_DESTROY, lambda reply: graph.made(self, reply.handle, record)
+        )
+        yield from self._operations.do("record", making)
 
     def launch(
         self,
@@ -198,6 +200,5 @@ class Graphs:
 
     def close(self, graph: GraphHandle) -> Procedure[None]:
         """Free a graph; queued launches of it run to their end."""
-        asking = self._operations.ask(Opcode.GRAPH_DESTROY, HANDLE.pack(graph.handle))
-        yield from self._operations.do("close", asking)
-        graph.mark_freed()
+        graph.lend_arrays()
+        yield from self._operations.free(graph, GraphHandle, "close")

@@ -14,21 +14,24 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
 
 from gpulease.client.engine.events import EventStream, RefusalStream
 from gpulease.client.engine.exchange import (
     CONNECT_LIMIT_S,
     CONTROL_REPLY_LIMIT_S,
+    GIVE_UP_LIMIT_S,
     Clock,
     First,
     TimeLimit,
+    Undo,
     answer_to,
-    closing_on_failure,
     dial,
     dial_for,
     disconnected,
     doing_of,
+    give_up,
     receive,
     send,
 )
@@ -71,6 +74,7 @@ from gpulease.protocol.messages import (
     LeaseRenew,
     LeaseRenewed,
     LeaseResize,
+    RegionGrant,
 )
 from gpulease.protocol.opcodes import NAME_TAG, WAITING_TAG, HelloOption
 
@@ -392,9 +396,13 @@ class LeaseState:
     def resize(self, size_bytes: int) -> Procedure[None]:
         """Give it another size. Raises CapacityExceeded or AllocFailed."""
         yield from self.give_back()
-        body = LeaseResize(self.grant.lease_id, size_bytes)
-        resized: LeaseResize = yield from self._control(Opcode.LEASE_RESIZE, body)
-        self.grant = replace(self.grant, size_bytes=resized.size_bytes)
+        body, resized = LeaseResize(self.grant.lease_id, size_bytes), list[Any]()
+        try:
+            yield from self._control(Opcode.LEASE_RESIZE, body, made=resized)
+        finally:
+            # Also where the wait was interrupted: the next size counts from this one.
+            if resized:
+                self.grant = replace(self.grant, size_bytes=resized[0].size_bytes)
 
     def note(self, data: Mapping[str, Any]) -> Procedure[None]:
         """Write a record about it to the audit log."""
@@ -440,24 +448,27 @@ class LeaseState:
             raise error_of(OF_PARENT, "events")
         return EventStream(self.address, self.grant.lease_id, self.token)
 
-    def _control(self, op: Opcode, body: Body, *, waits_for_daemon: bool = True) -> Procedure[Any]:
+    def _control(
+        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, made: list[Any] | None = None
+    ) -> Procedure[Any]:
+        """Ask about it. Args: made: Gets the reply's body at once, also one that comes when this was interrupted."""
         doing = doing_of(op)
         if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
             raise error_of(self.over, doing)
         waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
         wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
-        answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s))
+        answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s, made))
         if isinstance(answer, Failure):
             raise error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), doing)
         return answer
 
-    def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float) -> Procedure[Any]:
+    def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float, made: list[Any] | None) -> Procedure[Any]:
         """Repeat the request for `wait_s`, where that is safe and the daemon may come back, with growing pauses."""
         last, pause_s, is_again = self.clock() + wait_s, FIRST_RECONNECT_PAUSE_S, False
         while True:
             try:
-                return (yield from self._ask_again_if_stale(op, body, doing, is_again=is_again))
+                return (yield from self._ask_again_if_stale(op, body, doing, made, is_again=is_again))
             except (Disconnected, Busy):
                 left_s = last - self.clock()
                 if left_s <= 0:
@@ -487,10 +498,12 @@ class LeaseState:
             # The connection may have ended right behind an answer, unseen until now.
             self.channel.close()
             self.channel, _ = yield from dial(self.address, TimeLimit(CONNECT_LIMIT_S, doing, self.address))
-        self.channel.link.forget()
+        self.channel.link.forget([])
         return is_stale
 
-    def _ask_again_if_stale(self, op: Opcode, body: Body, doing: str, *, is_again: bool) -> Procedure[Any]:
+    def _ask_again_if_stale(
+        self, op: Opcode, body: Body, doing: str, made: list[Any] | None, *, is_again: bool
+    ) -> Procedure[Any]:
         """Ask on the connection that the lease came on; if that is dead, ask once more on a new one.
 
         All but REGION_OPEN may be repeated: a second LEASE_FREE finds the lease over, as was wanted. A second
@@ -500,7 +513,8 @@ class LeaseState:
             fresh = yield from self._reconnect_if_stale(doing)
             try:
                 limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
-                answer = yield from answer_to(self.channel, op, body, limit)
+                asking = answer_to(self.channel, op, body, limit)
+                answer = yield from (asking if made is None else self._ask_to_make(asking, op, made))
             except LinkEnded as ended:
                 self.channel.close()
                 if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
@@ -513,6 +527,34 @@ class LeaseState:
             if is_refused and is_again and op is Opcode.LEASE_FREE and answer.status in _GIVEN_BACK:
                 return None
             return answer
+
+    def _ask_to_make(self, asking: Procedure[Any], op: Opcode, made: list[Any]) -> Procedure[Any]:
+        """Drive a request that makes something; `made` gets the reply's body, for which it waits even if interrupted.
+
+        If no reply comes, the connection is closed: what the daemon makes for nobody, it takes back.
+        """
+        channel = self.channel
+        number = channel.link.connection.last_request_id + 1
+        answer: Any = None
+        try:
+            answer = yield from asking
+            if isinstance(answer, Failure):
+                return answer
+            made += [answer]
+            return answer
+        except (LinkEnded, GeneratorExit):
+            raise
+        except BaseException:
+            try:
+                if answer is None and channel.link.end is None:
+                    limit = TimeLimit(GIVE_UP_LIMIT_S, doing_of(op), self.address, self.clock)
+                    answer = yield from receive(channel, number, limit)
+            except (LinkEnded, GpuLeaseError):
+                channel.close()
+            finally:
+                if answer is not None and not made and not isinstance(answer, Failure):
+                    made += [answer]
+            raise
 
 
 def _note_of(data: Mapping[str, Any]) -> bytes:
@@ -608,24 +650,30 @@ class LeaseView:
 
     def _free_when_dropped(self) -> None:
         """Give the lease back when its last reference goes or the program ends, as well as that can be done."""
-        weakref.finalize(self, _free_silently, self._state)
+        weakref.finalize(self, free_silently, self._state)
 
 
 def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
     """Ask a daemon or a fleet for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected.
 
-    If this is left before the grant comes, the daemon sees the connection closed and takes the grant back.
+    If this is interrupted before the grant comes, it is the daemon's to take back; behind that it is given back here.
     """
-    if isinstance(where, Fleet):
-        channel, hello, grant = yield from acquire_in(where, wanted)
-        lease = _lease_on(channel, hello, grant, lock)
-        lease.fleet = where
-    else:
-        limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
-        lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant)
-    lease.waiting, lease.asked = _waiting_of(wanted), wanted
-    if name := _name_of(wanted):
-        yield from _take_name(lease, name)
+    lease: LeaseState | None = None
+    try:
+        if isinstance(where, Fleet):
+            lease = yield from acquire_in(where, wanted, partial(_lease_on, lock=lock), free_of)
+            lease.fleet = where
+        else:
+            limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
+            opening = Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, free_of
+            lease = yield from _open(where, lock, *opening)
+        lease.waiting, lease.asked = _waiting_of(wanted), wanted
+        if name := _name_of(wanted):
+            yield from _take_name(lease, name)
+    except BaseException:
+        if lease is not None:
+            free_silently(lease)
+        raise
     return lease
 
 
@@ -700,17 +748,44 @@ def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
 
 
 def _open(
-    address: Address, lock: Any, op: Opcode, body: Body, reply_limit_s: float, grant_of: Callable[[Any], LeaseGrant]
+    address: Address,
+    lock: Any,
+    op: Opcode,
+    body: Body,
+    reply_limit_s: float,
+    grant_of: Callable[[Any], LeaseGrant],
+    undo: Undo | None = None,
 ) -> Procedure[LeaseState]:
-    """Dial, ask the request that shows a lease, and keep the connection for the lease; close it on any failure."""
+    """Dial, ask the request that shows a lease, and keep the connection for the lease; close it on any failure.
+
+    If this is interrupted, `undo` gives back what the reply has brought.
+    """
     doing = doing_of(op)
     limit = TimeLimit(CONNECT_LIMIT_S, "connect", address)
-    channel, hello, number = yield from dial_for(address, limit, First(op, body))
-    with closing_on_failure(channel, doing):
+    channel: Channel | None = None
+    try:
+        channel, hello, number = yield from dial_for(address, limit, First(op, body, undo=undo))
         reply = yield from receive(channel, number, TimeLimit(reply_limit_s, doing, address))
         if isinstance(reply, Failure):
             raise error_of(reply, doing)
-        return _lease_on(channel, hello, grant_of(reply), lock)
+        lease = _lease_on(channel, hello, grant_of(reply), lock)
+        channel.link.claim(number)
+        return lease
+    except LinkEnded as ended:
+        assert channel is not None
+        channel.close()
+        raise disconnected(ended, channel, doing) from None
+    except BaseException as error:
+        if channel is not None and undo is not None and not isinstance(error, GpuLeaseError | GeneratorExit):
+            yield from give_up(channel, number, undo)
+        if channel is not None:
+            channel.close()
+        raise
+
+
+def free_of(granted: LeaseGrant | RegionGrant) -> First:
+    """The request that gives back a lease, or a region of one's own."""
+    return First(Opcode.LEASE_FREE, LeaseRef(granted.lease_id))
 
 
 def _lease_on(channel: Channel, hello: HelloReply, grant: LeaseGrant, lock: Any) -> LeaseState:
@@ -740,8 +815,8 @@ def _name_of(wanted: LeaseAlloc) -> str:
     return next((parameter.value.decode() for parameter in wanted.parameters if parameter.tag == NAME_TAG), "")
 
 
-def _free_silently(state: LeaseState) -> None:
-    """Send LEASE_FREE if that takes no waiting. Runs in finalizers, so it never raises."""
+def free_silently(state: LeaseState) -> None:
+    """Send LEASE_FREE if that takes no waiting. Runs in finalizers and where a call was interrupted: never raises."""
     channel = state.channel
     if state.over is None and channel.link.end is None and not _is_held(state.lock):
         with suppress(OSError, ProtocolError):

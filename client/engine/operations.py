@@ -2,34 +2,42 @@
 
 The worker keeps the failure of a quiet request and answers the next request that has a reply with it. That request was
 not done, and neither was anything behind the failed one. So frees that were under way are sent again.
+
+What an operation makes belongs to somebody at every moment, wherever the operation is interrupted (`transport.link`):
+to the request until its reply has come, to the link until its handle is made and has an owner, then to the handle. The
+next operation, or the look at idle sessions, frees what an interrupted one has left. In the same way a free that is due
+is listed in `dropped` until the channel has taken it over.
 """
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any, Final, TypeVar
 
 from gpulease.client.engine.attachment import Attachment
-from gpulease.client.engine.exchange import doing_of, receive, send
+from gpulease.client.engine.exchange import doing_of, receive, send, wait_for_room
 from gpulease.client.engine.lease import LEASE_OVER, LeaseState
 from gpulease.client.engine.waits import Begun, Limit, Locked, Procedure
-from gpulease.client.errors import InvalidHandle, TimedOut, error_of
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, TimedOut, error_of
 from gpulease.client.handles import Handle
 from gpulease.client.texts import quoted
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import HANDLE, mem_reuse_frame
 from gpulease.protocol.framing import build_frame
-from gpulease.protocol.messages import Body
+from gpulease.protocol.messages import Body, Ping
 from gpulease.protocol.opcodes import Flag
 
 T = TypeVar("T")
+H = TypeVar("H", bound=Handle)
 
 EXPIRY_MARGIN_S: Final = 5.0
 """Time past the lease's end that an operation still waits for a reply: the daemon's grace, the reclaim, a slow host."""
 
-FREES_PER_FLUSH: Final = 256
-"""Most dropped handles that one operation frees, so that a long list that was thrown away does not hold it up."""
+FREES_PER_FLUSH: Final = 128
+"""Most dropped handles that one operation frees, so that a long list that was thrown away does not hold it up. Their
+frames go in one piece (`coalescing_socket.FLUSH_BYTES`)."""
 
 ONE_STREAM_FENCES: Final = frozenset({Opcode.SYNC, Opcode.MEM_READ, Opcode.ARENA_READ})
 """Operations that wait for everything before them while the session has no stream but the default one."""
@@ -143,14 +151,55 @@ class Operations:
 
     def _prepared(self, procedure: Procedure[T]) -> Procedure[T]:
         link = self.attachment.channel.link
-        link.forget()
+        if link.has_leftovers:
+            yield from self._clear_up()
         if link.end is not None:
             # The daemon's goodbye came right behind the last reply.
             raise LinkEnded(link.end)
         self.drop_held()
         if self.attachment.dropped:
-            yield from self.send_frames(self.frees())
+            yield from self.send_frees()
         return (yield from procedure)
+
+    def _clear_up(self) -> Procedure[None]:
+        """Take what was answered to operations that were interrupted; raise an earlier failure that this tells of."""
+        link, dropped = self.attachment.channel.link, self.attachment.dropped
+        kept = link.forget(dropped)
+        if kept is not None:
+            self.settle(kept, "")
+        if link.has_leftovers:
+            # The worker answers in order: behind this, whatever was sent before is answered.
+            yield from self.ask(Opcode.PING, build_body(Ping(0)))
+            link.forget(dropped)
+            link.forget_unsent()
+
+    @property
+    def has_leftovers(self) -> bool:
+        """True if `free_leftovers` may find something to free."""
+        attachment = self.attachment
+        return bool(attachment.dropped or attachment.held or attachment.channel.link.has_leftovers)
+
+    def free_leftovers(self) -> None:
+        """Free what nobody has any more, under the lock of a session that is asked for nothing, without waiting.
+
+        A failure that it hears of is left to the session's next operation.
+        """
+        attachment = self.attachment
+        if attachment.over is not None or attachment.recording is not None:
+            return
+        channel = attachment.channel
+        while channel.link.end is None and channel.pump():
+            pass
+        if not channel.link.has_failure:
+            channel.link.forget(attachment.dropped)
+        self.drop_held()
+        while attachment.dropped and channel.link.end is None and self.put_frees():
+            pass
+
+    def close(self) -> None:
+        """End the session from this side, and free before that what nobody has any more."""
+        self.free_leftovers()
+        self.attachment.close()
 
     def give_back(self) -> Procedure[None]:
         """Have the worker free what the tenant has freed, before somebody else asks for the lease's memory."""
@@ -170,6 +219,35 @@ class Operations:
         self.acknowledge(op, request_id)
         return result
 
+    def make(self, op: Opcode, payload: bytes, free_op: Opcode, handle_of: Callable[[Any], H]) -> Procedure[H]:
+        """`ask` for something new.
+
+        Args:
+            op: The request's operation.
+            payload: Its payload.
+            free_op: The operation that gives back what was made.
+            handle_of: Makes the handle, without an owner, of the reply's body.
+        """
+        attachment = self.attachment
+        request_id = attachment.channel.link.expect(op, makes=free_op)
+        frame = build_frame(op, payload, request_id=request_id, session_id=attachment.session_id)
+        yield from send(attachment.channel, (frame,), self.limit)
+        return (yield from self.made(op, request_id, handle_of))
+
+    def made(self, op: Opcode, request_id: int, handle_of: Callable[[Any], H]) -> Procedure[H]:
+        """Wait for the reply to a request that was sent, and make the handle of what it brings (`make`)."""
+        attachment = self.attachment
+        link = attachment.channel.link
+        result = yield from receive(attachment.channel, request_id, self.limit)
+        if isinstance(result, Failure):
+            link.claim(request_id)
+        self.settle(result, doing_of(op))
+        self.acknowledge(op, request_id)
+        made = handle_of(result)
+        link.claim(request_id)
+        made.owner = attachment
+        return made
+
     def acknowledge(self, op: Opcode, last_id: int, first_id: int = 0) -> None:
         """Note that the requests `first_id` to `last_id` (default: `last_id` alone) were answered."""
         if op in self.fences or self.settled_id >= (first_id or last_id) - 1:
@@ -187,7 +265,8 @@ class Operations:
             return
         failed_at = result.failed_request_id
         if failed_at is not None:
-            self.attachment.dropped.extend((op, handle) for request_id, op, handle in freed if request_id > failed_at)
+            again = [(op, handle) for request_id, op, handle in freed if request_id > failed_at]
+            self.attachment.dropped.extend(again)
         if result.status is Status.SESSION_FAILED:
             raise LinkEnded(result)
         self.last_raised = result
@@ -220,6 +299,30 @@ class Operations:
         if not self.put(frames):
             yield from send(self.attachment.channel, (frames,), self.limit)
 
+    def put_noting(self, frames: bytes, note: Callable[[], None]) -> bool:
+        """`put`; calls `note` if the frames were taken over, also where it is interrupted.
+
+        `note` makes no call of its own: it can only be interrupted before it has begun.
+        """
+        writer = self.attachment.writer
+        before = writer.tail
+        try:
+            return self.put(frames)
+        finally:
+            if writer.tail != before:
+                try:
+                    note()
+                except BaseException:
+                    note()
+                    raise
+
+    def send_noting(self, frames: bytes, note: Callable[[], None]) -> Procedure[None]:
+        """`put_noting`, or wait for room for them: they go whole or not at all."""
+        channel = self.attachment.channel
+        while not self.put_noting(frames, note):
+            yield from send(channel, (), self.limit)
+            yield from wait_for_room(channel, self.limit)
+
     def quiet_frame(self, op: Opcode, payload: bytes) -> bytes:
         """A quiet request with a number of its own."""
         attachment = self.attachment
@@ -231,16 +334,12 @@ class Operations:
     def drop_held(self) -> None:
         """Have the next operation free the buffers that are held."""
         if self.attachment.held:
-            self.attachment.dropped.extend((Opcode.MEM_FREE, handle) for handle in self.attachment.held.give_back())
+            self.attachment.held.give_back(self.attachment.dropped)
 
     def give_back_at_once(self) -> None:
         """Free the buffers that are held before the next launch or, if the channel has no room, behind it."""
         self.drop_held()
-        known = len(self.freed)
-        if not self.put(self.frees()):
-            while len(self.freed) > known:
-                _, op, handle = self.freed.pop()
-                self.attachment.dropped.appendleft((op, handle))
+        self.put_frees()
 
     def reuse(self, handle: int) -> Begun[None]:
         """Have an allocation freed, and given again in its place, under the session's lock."""
@@ -250,25 +349,58 @@ class Operations:
         self.freed.append((request_id, Opcode.MEM_REUSE, handle))
         return None if self.put(frame) else self.go_on("mem_alloc", send(attachment.channel, (frame,), self.limit))
 
-    def frees(self) -> bytes:
-        """Quiet frees of dropped handles."""
-        attachment, frames = self.attachment, []
-        for _ in range(min(len(attachment.dropped), FREES_PER_FLUSH)):
-            op, handle = attachment.dropped.popleft()
+    def put_frees(self) -> bool:
+        """Hand over quiet frees of dropped handles; False if the channel has no room for them."""
+        frames, note = self._frees()
+        return self.put_noting(frames, note)
+
+    def send_frees(self) -> Procedure[None]:
+        """Hand over quiet frees of dropped handles, or wait for room for them."""
+        yield from self.send_noting(*self._frees())
+
+    def _frees(self) -> tuple[bytes, Callable[[], None]]:
+        dropped, freed = self.attachment.dropped, []
+        frames = []
+        for op, handle in dropped[:FREES_PER_FLUSH]:
             frames.append(self.quiet_frame(op, HANDLE.pack(handle)))
-            self.freed.append((attachment.connection.last_request_id, op, handle))
-        return b"".join(frames)
+            freed.append((self.attachment.connection.last_request_id, op, handle))
+        count = len(freed)
+
+        def note() -> None:
+            del dropped[:count]
+            self.freed += freed
+
+        return b"".join(frames), note
 
     def free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
         """Free one handle now, and wait for the reply."""
         self.check(handle, kind, doing)
+        yield from self.do(doing, self._free(handle))
+
+    def _free(self, handle: Handle) -> Procedure[None]:
+        attachment = self.attachment
+        op, number = handle._free_op, handle.handle
+        request_id = attachment.channel.link.expect(op)
+        frame = build_frame(op, HANDLE.pack(number), request_id=request_id, session_id=attachment.session_id)
+
+        def note() -> None:
+            handle.owner = None
+
+        yield from self.send_noting(frame, note)
+        yield from send(attachment.channel, (), self.limit)
         try:
-            yield from self.do(doing, self.ask(handle._free_op, HANDLE.pack(handle.handle)))
-        except InvalidHandle as error:
-            if error.failure.failed_request_id is None:
-                handle.owner = None
+            result = yield from receive(attachment.channel, request_id, self.limit)
+        except (LinkEnded, GpuLeaseError):
+            handle.owner = attachment  # as the session's end finds it
             raise
-        handle.owner = None
+        except BaseException:
+            # The reply may tell that an earlier failure has kept this from being done: then it is sent again.
+            self.freed += [(request_id, op, number)]
+            raise
+        if isinstance(result, Failure) and result.failed_request_id is not None:
+            handle.owner = attachment  # an earlier operation failed, and this was not done
+        self.settle(result, doing_of(op))
+        self.acknowledge(op, request_id)
 
     def check(self, handle: Handle, kind: type[Handle], doing: str) -> None:
         """Raises InvalidHandle unless this is a handle of that kind in this session."""

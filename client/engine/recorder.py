@@ -41,7 +41,7 @@ class Recording(LaunchCommands, CopyCommands):
     """The launches and copies of one graph while it is recorded."""
 
     def __init__(self, session: Session, caller: Callable[[], object]) -> None:
-        """Begin. Raises InvalidRequest if the session records already, or the error of its end.
+        """Make a recording that `begin` begins.
 
         Args:
             session: The session.
@@ -58,6 +58,9 @@ class Recording(LaunchCommands, CopyCommands):
         self._arrays: list[Any] = []
         self._parameters: dict[ParameterName, BoundParameter] = {}
         self._places: list[GraphPlace] = []
+
+    def begin(self) -> None:
+        """Record from now on. Raises InvalidRequest if the session records already, or the error of its end."""
         if self._attachment.over is not None:
             raise error_of(self._attachment.over, "record")
         if self._attachment.recording is not None:
@@ -65,8 +68,9 @@ class Recording(LaunchCommands, CopyCommands):
         self._attachment.recording = self
 
     def stop(self) -> None:
-        """Record no more."""
-        self._attachment.recording = None
+        """Record no more; again is harmless, also where another recording has begun."""
+        if self._attachment.recording is self:
+            self._attachment.recording = None
 
     def refusal(self, doing: str) -> InvalidRequest:
         """The error of an operation that no graph can have. Raises what `_check_caller` raises."""

@@ -12,7 +12,6 @@ from gpulease.client.texts import quoted
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.limits import MAX_REGIONS
-from gpulease.protocol.messages import Handle as HandleBody
 from gpulease.protocol.messages import RegionRef
 from gpulease.protocol.messages import RegionSet as RegionSetBody
 from gpulease.protocol.opcodes import SessionOption
@@ -31,8 +30,8 @@ class RegionSet(Handle):
 
     _free_op = Opcode.REGION_SET_FREE
 
-    def __init__(self, owner: HandleOwner, handle: int, regions: tuple[RegionView, ...]) -> None:
-        super().__init__(owner, handle)
+    def __init__(self, handle: int, regions: tuple[RegionView, ...]) -> None:
+        super().__init__(None, handle)
         self.regions = regions
 
     def __repr__(self) -> str:
@@ -70,9 +69,10 @@ class RegionSets:
                 raise InvalidHandle(f"region_set: {quoted(region)} is not a Region")
             region.check(self._attachment, "region_set")
         named = RegionSetBody(tuple(RegionRef(region._state.slot, region._state.number) for region in regions))
-        asking = self._operations.ask(Opcode.REGION_SET, build_body(named))
-        reply: HandleBody = yield from self._operations.do("region_set", asking)
-        return RegionSet(self._attachment, reply.handle, regions)
+        making = self._operations.make(
+            Opcode.REGION_SET, build_body(named), Opcode.REGION_SET_FREE, lambda reply: RegionSet(reply.handle, regions)
+        )
+        return (yield from self._operations.do("region_set", making))
 
 
 def regions_named(regions: RegionSet, position: int, session: HandleOwner, what: str) -> tuple[int, int]:

@@ -4,8 +4,8 @@ A region is a lease inside a session, so `RegionState` is a `LeaseState` that as
 that names a region, in the reply to whatever operation, ends the region here and nothing else.
 """
 
-from collections import deque
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -54,7 +54,7 @@ class RegionState(LeaseState):
         self.tenant = tenant
         self.address_on_card = granted.address
         self.slot, self.number = granted.slot, granted.number
-        self.dropped: deque[tuple[Opcode, int]] = deque()
+        self.dropped: list[tuple[Opcode, int]] = []
         grant = LeaseGrant(
             granted.lease_id,
             granted.generation,
@@ -115,6 +115,11 @@ class RegionState(LeaseState):
         """Refuse launches that name it, or take them again."""
         yield from self._control(Opcode.REGION_CANCEL, RegionCancel(self.grant.lease_id, int(is_cancelled)))
 
+    def give_up(self) -> Procedure[None]:
+        """Close it where whoever asked for it was interrupted. Raises nothing but another interrupt."""
+        with suppress(GpuLeaseError):
+            yield from self.close()
+
     def close(self) -> Procedure[None]:
         """End it if it has not ended, and have the session that is open here let go of its addresses."""
         if self.over is None and self.parent.over is None:
@@ -136,10 +141,12 @@ class RegionState(LeaseState):
             yield Sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_RETURN_POLL_S)
 
-    def _control(self, op: Opcode, body: Body, *, waits_for_daemon: bool = True) -> Procedure[Any]:
+    def _control(
+        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, made: list[Any] | None = None
+    ) -> Procedure[Any]:
         if self.over is None:
             self.over = self.parent.over
-        return (yield from super()._control(op, body, waits_for_daemon=waits_for_daemon))
+        return (yield from super()._control(op, body, waits_for_daemon=waits_for_daemon, made=made))
 
 
 class RegionView(BorrowedBuffer):
@@ -225,8 +232,17 @@ def open_region(
     ttl_ms = milliseconds(lease.ttl_s if ttl_secs is None else ttl_secs, "region: ttl_secs", least_ms=1)
     body = RegionOpen(lease.grant.lease_id, size_of(size, "region"), ttl_ms, owner)
     yield from lease.give_back()
-    granted: RegionGrant = yield from lease._control(Opcode.REGION_OPEN, body)
-    return RegionState(lease, granted, owner)
+    made: list[RegionGrant] = []
+    try:
+        yield from lease._control(Opcode.REGION_OPEN, body, made=made)
+        region = RegionState(lease, made[0], owner)
+        return region
+    except GeneratorExit:
+        raise
+    except BaseException:
+        for granted in made:
+            yield from RegionState(lease, granted, owner).give_up()
+        raise
 
 
 def resize(lease: LeaseState, more_bytes: int | str, doing: str, sign: int) -> Procedure[None]:

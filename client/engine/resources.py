@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
-from gpulease.client.engine.fast_request import Done, FastRequest, NotSent
+from gpulease.client.engine.fast_request import DONE, FastRequest, Pending
 from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, whole
 from gpulease.client.engine.memory_views import readable_bytes
 from gpulease.client.engine.operations import Operations
@@ -33,7 +33,7 @@ class LoadedModule(Module):
     __slots__ = ("_resources",)
 
     def __init__(self, resources: "Resources", handle: int, kernels: tuple[KernelEntry, ...]) -> None:
-        super().__init__(resources.attachment, handle, kernels)
+        super().__init__(None, handle, kernels)
         self._resources = resources
 
 
@@ -46,7 +46,9 @@ class Resources:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
         self.attachment = operations.attachment
-        self._alloc_request = FastRequest(operations, Opcode.MEM_ALLOC, MEM_ALLOC.size, HANDLE.size)
+        self._alloc_request = FastRequest(
+            operations, Opcode.MEM_ALLOC, MEM_ALLOC.size, HANDLE.size, makes=Opcode.MEM_FREE
+        )
 
     def alloc(self, size_bytes: int) -> Procedure[Buffer]:
         """Allocate device memory. Raises InvalidRequest while the session records."""
@@ -55,24 +57,41 @@ class Resources:
 
     def _alloc(self, size_bytes: int) -> Procedure[Buffer]:
         size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
-        asking = self._operations.ask(Opcode.MEM_ALLOC, MEM_ALLOC.pack(size))
-        reply = yield from self._operations.do("mem_alloc", asking)
-        return Buffer(self.attachment, reply.handle, size)
+        making = self._operations.make(
+            Opcode.MEM_ALLOC, MEM_ALLOC.pack(size), Opcode.MEM_FREE, lambda reply: Buffer(None, reply.handle, size)
+        )
+        return (yield from self._operations.do("mem_alloc", making))
 
     def alloc_at_once(self, size_bytes: int) -> Begun[Buffer]:
         """`alloc`, tried at once, under the session's lock."""
         size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
-        if self.attachment.held:
+        attachment = self.attachment
+        if attachment.held:
             again = self._alloc_again(size)
             if again is not None:
                 return again
             self._operations.drop_held()
-        outcome = self._alloc_request.ask_for_answer(MEM_ALLOC.pack(size))
-        if isinstance(outcome, NotSent):
-            return self.alloc(size)
-        if isinstance(outcome, Done):
-            return Buffer(self.attachment, HANDLE.unpack(outcome.value)[0], size)
-        return self._operations.go_on("mem_alloc", self._late_buffer(outcome.rest, size))
+        buffer, answer = Buffer(None, 0, size), bytearray(HANDLE.size)
+        try:
+            outcome = self._alloc_request.ask(MEM_ALLOC.pack(size), into=memoryview(answer))
+            if outcome is DONE:
+                (buffer.handle,) = HANDLE.unpack(answer)
+                buffer.owner = attachment
+                return buffer
+        except BaseException:
+            if any(answer):
+                # Interrupted behind the reply: nobody has the handle yet.
+                attachment.dropped.append((Opcode.MEM_FREE, *HANDLE.unpack(answer)))
+            raise
+        if isinstance(outcome, Pending):
+
+            def late(reply: Any) -> Buffer:
+                buffer.handle = reply.handle
+                return buffer
+
+            making = self._operations.made(Opcode.MEM_ALLOC, outcome.request_id, late)
+            return self._operations.go_on("mem_alloc", making)
+        return self.alloc(size)
 
     def _alloc_again(self, size: int) -> Begun[Buffer] | None:
         """Give a held buffer once more; None if there is none, or the worker has to answer first."""
@@ -80,16 +99,11 @@ class Resources:
         # A failure of the worker's must be able to name those that it has not done.
         if attachment.over is not None or attachment.recording is not None or len(operations.freed) >= MAX_UNSETTLED:
             return None
-        handle = attachment.held.take(size)
-        if handle is None:
+        buffer = attachment.held.take(size, attachment)
+        if buffer is None:
             return None
-        rest = operations.reuse(handle)
-        buffer = Buffer(attachment, handle, size)
+        rest = operations.reuse(buffer.handle)
         return buffer if rest is None else _after(rest, buffer)
-
-    def _late_buffer(self, rest: Procedure[Any], size: int) -> Procedure[Buffer]:
-        reply = yield from rest
-        return Buffer(self.attachment, reply.handle, size)
 
     def free(self, buffer: Buffer) -> Begun[None]:
         """Give a buffer back at once, under the session's lock, without waiting for a reply."""
@@ -101,14 +115,12 @@ class Resources:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
         if attachment.over is not None:
             raise error_of(attachment.over, "mem_free")
-        if type(buffer) is Buffer and attachment.held.hold(buffer.handle, buffer.size_bytes):
-            buffer.mark_freed()
+        if type(buffer) is Buffer and attachment.held.hold(buffer):
             return None
         attachment.dropped.append(buffer.mark_freed())
-        frees = operations.frees()
-        if operations.put(frees):
+        if operations.put_frees():
             return None
-        return operations.go_on("mem_free", operations.send_frames(frees))
+        return operations.go_on("mem_free", operations.send_frees())
 
     def load(self, image: Any, kind: type[M]) -> Procedure[M]:
         """Compile and load PTX, or load a cubin, as a face's kind. Raises InvalidRequest while the session records."""
@@ -124,12 +136,17 @@ class Resources:
         return (yield from self._operations.do("module_load", self._load_code(code, kind)))
 
     def _load_code(self, code: bytes, kind: type[M]) -> Procedure[M]:
-        ask, attachment = self._operations.ask, self.attachment
-        reply = yield from ask(Opcode.MODULE_LOAD, build_body(ModuleLoad(code)))
-        module = kind(self, reply.module, reply.kernels)
-        attachment.has_loaded = True
+        operations, attachment = self._operations, self.attachment
+
+        def loaded(reply: Any) -> M:
+            attachment.has_loaded = True
+            return kind(self, reply.module, reply.kernels)
+
+        load = build_body(ModuleLoad(code))
+        module = yield from operations.make(Opcode.MODULE_LOAD, load, Opcode.MODULE_UNLOAD, loaded)
         if attachment.told(SessionOption.PARAMETER_TYPES) is not None:
-            answer = yield from ask(Opcode.MODULE_PARAMETERS, HANDLE.pack(reply.module), doing="module_load")
+            parameters = HANDLE.pack(module.handle)
+            answer = yield from operations.ask(Opcode.MODULE_PARAMETERS, parameters, doing="module_load")
             module.set_parameter_types(answer.types)
         return module
 

@@ -8,7 +8,7 @@ again.
 
 from collections.abc import Callable
 from time import monotonic_ns
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from gpulease.client.engine.exchange import send
 from gpulease.client.engine.fast_request import DONE, FastRequest, Pending
@@ -43,7 +43,7 @@ class StreamHandle(Handle):
     _free_op = Opcode.STREAM_DESTROY
 
     def __init__(self, streams: "Streams", handle: int) -> None:
-        super().__init__(streams.attachment, handle)
+        super().__init__(None, handle)
         self._streams = streams
 
     def __repr__(self) -> str:
@@ -74,7 +74,7 @@ class EventHandle(Handle):
     _free_op = Opcode.EVENT_DESTROY
 
     def __init__(self, streams: "Streams", handle: int) -> None:
-        super().__init__(streams.attachment, handle)
+        super().__init__(None, handle)
         self._streams = streams
 
     def __repr__(self) -> str:
@@ -127,13 +127,18 @@ class Streams:
         return self._create(kind)
 
     def _create(self, kind: type[S]) -> Procedure[S]:
-        reply = yield from self.operations.do("stream", self.operations.ask(Opcode.STREAM_CREATE))
-        self.operations.fences = STREAMS_FENCES
-        return kind(self, reply.handle)
+        def created(reply: Any) -> S:
+            self.operations.fences = STREAMS_FENCES
+            return kind(self, reply.handle)
+
+        making = self.operations.make(Opcode.STREAM_CREATE, b"", Opcode.STREAM_DESTROY, created)
+        return (yield from self.operations.do("stream", making))
 
     def default(self, kind: type[S]) -> S:
         """The stream that is always there, as a face's kind."""
-        return kind(self, DEFAULT)
+        stream = kind(self, DEFAULT)
+        stream.owner = self.attachment
+        return stream
 
     def destroy(self, stream: StreamHandle) -> Procedure[None]:
         """Free a stream; what it holds goes on, and its arrays stay lent until the session is waited for."""
@@ -161,7 +166,11 @@ class Streams:
         self._last_event += 1
         body = build_body(EventRecord(number, self._last_event))
         event = kind(self, self._last_event)
-        yield from self.operations.send_frames(self.operations.quiet_frame(Opcode.EVENT_RECORD, body))
+
+        def note() -> None:
+            event.owner = self.attachment
+
+        yield from self.operations.send_noting(self.operations.quiet_frame(Opcode.EVENT_RECORD, body), note)
         return event
 
     def printed(self) -> Procedure[PrintedText]:
@@ -301,9 +310,9 @@ class Streams:
         if stream is not None or self.selected != DEFAULT:
             rest = self._put_in(stream, frame, doing)
         else:
-            if self.attachment.dropped:
-                frame += self.operations.frees()
             rest = b"" if self.operations.put(frame) else frame
+        if self.attachment.dropped and not rest:
+            self.operations.put_frees()
         return self.operations.go_on(doing, self._send_rest(number, rest)) if rest else number
 
     def _send_rest(self, number: int, frame: bytes) -> Procedure[int]:
@@ -316,8 +325,6 @@ class Streams:
         if self.selected != number:
             frame = self._select(number) + frame
             self.selected = _UNKNOWN
-        if self.attachment.dropped:
-            frame += self.operations.frees()
         if not self.operations.put(frame):
             return frame
         self.selected = number

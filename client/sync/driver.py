@@ -1,5 +1,6 @@
 """The blocking face's driver: it waits by poll for sockets, by sleep for pauses, by a re-entrant lock for turns."""
 
+import inspect
 import math
 import select
 import time
@@ -22,20 +23,24 @@ MAX_POLL_S: Final = 3600.0
 
 def drive(procedure: Procedure[T]) -> T:
     """Run a procedure to its end in this thread. The traceback of what it raises begins here."""
-    try:
-        step = procedure.send(None)
-        while True:
-            try:
-                answer = _WAIT_BY_STEP[type(step)](step)
-            except BaseException as error:
-                step = procedure.throw(error)
-            else:
-                step = procedure.send(answer)
-    except StopIteration as done:
-        result: T = done.value
-        return result
-    except GpuLeaseError as error:
-        raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
+    answer: Any = None
+    thrown: BaseException | None = None
+    while True:
+        try:
+            step = procedure.send(answer) if thrown is None else procedure.throw(thrown)
+            thrown = None
+            answer = _WAIT_BY_STEP[type(step)](step)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        except BaseException as error:
+            thrown = None  # what it keeps would keep this frame
+            if inspect.getgeneratorstate(procedure) is inspect.GEN_CLOSED:
+                if isinstance(error, GpuLeaseError):
+                    raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
+                raise
+            # It waits: whatever interrupts it, there or here, is its own to deal with, which may take waits of its own.
+            thrown = error
 
 
 def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float = CONTROL_REPLY_LIMIT_S) -> Any:

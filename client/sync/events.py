@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -26,8 +26,12 @@ class _Events(Iterator[E], Generic[E]):
 
     def __init__(self, stream: Subscription[E]) -> None:
         self._stream = stream
-        drive(stream.open())
-        weakref.finalize(self, stream.close)
+        try:
+            drive(stream.open())
+            weakref.finalize(self, stream.close)
+        except BaseException:
+            stream.close()
+            raise
 
     def __next__(self) -> E:
         event = drive(self._stream.next())
@@ -97,8 +101,8 @@ class WarningWatch:
 class KeepAlive:
     """Renews a lease until it is stopped, its `with` block is left, the lease is dropped or freed, or it is lost.
 
-    A loss, such as a renewal that is refused, goes to `on_loss`. Without that, leaving the block raises it; a block that
-    is left by an exception raises that one. The thread is a daemon thread: it never keeps a program from ending.
+    A loss, such as a renewal that is refused, goes to `on_loss`. Without that, leaving the block raises it; a block
+    that is left by an exception raises that one. The thread is a daemon thread: it never keeps a program from ending.
 
     Attributes:
         loss: Why the lease was lost; None while it is not.

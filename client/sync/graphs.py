@@ -52,20 +52,41 @@ class Recorder:
     def __init__(self, session: SessionView) -> None:
         self._session = session
         self._graph: Graph
-        self._recording: Recording
+        self._recording: Recording | None = None
 
     def __enter__(self) -> Graph:
         session = self._session
-        with session._lock:
-            self._recording = Recording(session._session, threading.get_ident)
-            session._set_commands(self._recording, self._recording)
-        self._graph = Graph()
-        return self._graph
+        graph = self._graph = Graph()
+        try:
+            with session._lock:
+                self._recording = Recording(session._session, threading.get_ident)
+                self._recording.begin()
+                session._set_commands(self._recording, self._recording)
+            return graph
+        except BaseException:
+            self._end()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        session = self._session._session
-        self._recording.stop()
-        self._session._set_commands(session.launches, session.copies)
+        try:
+            self._end()
+        except BaseException:
+            self._end()  # interrupted: a session must not go on recording
+            raise
         self._graph.discarded()
-        if kind is None:
-            drive(session.graphs.make(self._graph, self._recording.record()))
+        recording = self._recording
+        if kind is None and recording is not None:
+            session = self._session._session
+            drive(session.graphs.make(self._graph, recording.record()))
+
+    def __del__(self) -> None:
+        # An interrupt may come before the block's end has begun to run.
+        self._end()
+
+    def _end(self) -> None:
+        """Record no more; again is harmless."""
+        recording = getattr(self, "_recording", None)  # it may be half-built
+        if recording is not None and self._session._launches is recording:
+            self._session._set_commands(self._session._session.launches, self._session._session.copies)
+        if recording is not None:
+            recording.stop()

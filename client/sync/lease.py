@@ -8,11 +8,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpulease.client.engine.events import OnWarning
-from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, reacquire
+from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, free_silently, reacquire
 from gpulease.client.engine.lease_request import LeaseRequest
-from gpulease.client.engine.regions import open_region, resize
+from gpulease.client.engine.regions import RegionState, open_region, resize
 from gpulease.client.engine.submits import Image
 from gpulease.client.engine.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
+from gpulease.client.engine.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import ask, drive
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
@@ -28,7 +29,7 @@ class GpuBuilder(LeaseRequest):
 
     def acquire(self) -> "GpuLease":
         """Get the lease. Raises CapacityExceeded if there is no room in time, Disconnected if there is no daemon."""
-        return GpuLease(drive(acquire(self._where(), self._request(), threading.RLock())))
+        return _owned(acquire(self._where(), self._request(), threading.RLock()))
 
 
 class GpuLease(LeaseView):
@@ -58,7 +59,7 @@ class GpuLease(LeaseView):
 
         Raises InvalidRequest while this lease goes on; otherwise what `GpuBuilder.acquire` raises.
         """
-        return GpuLease(drive(reacquire(self._state, threading.RLock())))
+        return _owned(reacquire(self._state, threading.RLock()))
 
     def note(self, data: Mapping[str, Any]) -> None:
         """Write a record about it to the node's audit log; returns when the record is on the disk.
@@ -138,7 +139,15 @@ class GpuLease(LeaseView):
 
         Raises CapacityExceeded or AllocFailed if the slice has no room, Unsupported if the daemon has no regions.
         """
-        return Region(drive(open_region(self._state, size, tenant, ttl_secs)))
+        state: RegionState | None = None
+        try:
+            state = drive(open_region(self._state, size, tenant, ttl_secs))
+            region = Region(state)
+            return region
+        except BaseException:
+            if state is not None:
+                drive(state.give_up())  # interrupted behind its end
+            raise
 
     def watch_regions(self) -> RegionWatch:
         """Subscribe to the launches that any of its regions refuses."""
@@ -200,6 +209,18 @@ class GpuSharedLease(LeaseView):
     def events(self) -> LeaseEvents:
         """Subscribe to its events, for as long as the token is good, like `GpuLease.events`."""
         return LeaseEvents(self._state.event_stream())
+
+
+def _owned(acquiring: Procedure[LeaseState]) -> GpuLease:
+    state: LeaseState | None = None
+    try:
+        state = drive(acquiring)
+        lease = GpuLease(state)
+        return lease
+    except BaseException:
+        if state is not None:
+            free_silently(state)  # interrupted behind its end
+        raise
 
 
 def my_audience(address: str | None = None) -> bytes:

@@ -10,7 +10,7 @@ from gpulease.client.engine.arrays import new, upload
 from gpulease.client.engine.copies import SMALL_READ_BYTES
 from gpulease.client.engine.elementwise import ElementwiseOperation
 from gpulease.client.engine.launch import KernelArguments, LaunchAttributes
-from gpulease.client.engine.lease import by_environment, by_token
+from gpulease.client.engine.lease import LeaseState, by_environment, by_token
 from gpulease.client.engine.lease_request import address_of
 from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session, SessionView
@@ -26,6 +26,7 @@ from gpulease.client.kernels.toolchain import checked_version
 from gpulease.client.sync.arrays import Array, make
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
+from gpulease.client.sync.idle_frees import look_after
 from gpulease.client.sync.kernels import ElementwiseKernel, Kernel
 from gpulease.client.sync.lease import GpuLease, GpuSharedLease
 from gpulease.client.sync.modules import Module
@@ -72,8 +73,13 @@ class GpuSession(SessionView):
         session = Session(lease._state, threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS)
         self._set_session(session)
         register(self)
-        drive(session.attach())
-        self._closing = weakref.finalize(self, session.attachment.close)
+        try:
+            drive(session.attach())
+            self._closing = weakref.finalize(self, session.operations.close)
+            look_after(session)
+        except BaseException:
+            session.attachment.give_up()
+            raise
 
     @classmethod
     def attach(
@@ -89,12 +95,14 @@ class GpuSession(SessionView):
             InvalidRequest: No token was given, and GPULEASE_LEASE_ID is not set.
         """
         where, lock = address_of(address), threading.RLock()
-        state = drive(by_environment(where, lock) if token is None else by_token(where, token_of(token), lock))
+        state: LeaseState | None = None
         try:
+            state = drive(by_environment(where, lock) if token is None else by_token(where, token_of(token), lock))
             return cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:
             # The error keeps its frames, and they the connection, for as long as somebody keeps the error.
-            state.channel.close()
+            if state is not None:
+                state.channel.close()
             raise
 
     def mem_alloc(self, size_bytes: int) -> Buffer:
@@ -367,6 +375,12 @@ class GpuSession(SessionView):
 
     def close(self) -> None:
         """End the session; an operation that waits in another thread fails. The lease goes on."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._closing()
+            finally:
+                self._lock.release()
+            return
         self._session.attachment.wake()
         with self._lock:
             self._closing()

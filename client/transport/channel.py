@@ -28,11 +28,27 @@ class Asked(Enum):
     NOT_SENT = "nothing was sent"
 
 
+def keep_rest(parts: deque[memoryview], whole: tuple[memoryview, ...], sent: int) -> None:
+    """Set `parts` to `whole` without its first `sent` bytes. Again is harmless."""
+    rest = []
+    for part in whole:
+        if sent < len(part):
+            rest.append(part[sent:])
+        sent = max(0, sent - len(part))
+    parts.clear()
+    parts.extend(rest)
+
+
 class FrameWriter(Protocol):
     """Takes over whole frames that nobody waits for. `protocol.ring.RingWriter` is one.
 
     Both methods raise OSError or FramingError if there is no peer, or none that can be followed.
+
+    Attributes:
+        tail: The number of bytes taken over: after an interrupt it says whether a frame was.
     """
+
+    tail: int
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
         """Take over a frame, given in two parts; False if it has to be sent the general way."""
@@ -43,6 +59,8 @@ class FrameWriter(Protocol):
 
 class _NoWriter(FrameWriter):
     """A control connection's: every frame is sent the general way."""
+
+    tail = 0
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
         """Take nothing."""
@@ -136,28 +154,39 @@ class Channel:
 
     def pump(self) -> bool:
         """Receive what has arrived; False if nothing has."""
+        link, counts = self.link, list[int]()
+        before = link.received
         try:
-            count = self._receive_into(self.link.get_buffer())
+            self._receive_into(link.get_buffer(), counts)
+            if counts[0]:
+                link.buffer_updated(counts[0])
+            else:
+                link.end_of_stream(f"the daemon at {self.address} closed the connection")
         except BlockingIOError:
             return False
         except OSError as error:
-            self.link.end_of_stream(f"the connection to {self.address} broke: {error.strerror or error}")
-            return True
-        if count:
-            self.link.buffer_updated(count)
-        else:
-            self.link.end_of_stream(f"the daemon at {self.address} closed the connection")
+            link.end_of_stream(f"the connection to {self.address} broke: {error.strerror or error}")
+        except BaseException:
+            if counts and counts[0] > 0 and link.received == before:
+                link.buffer_updated(counts[0])  # interrupted behind the call that received
+            raise
         return True
 
-    def _receive_into(self, buffer: memoryview) -> int:
+    def _receive_into(self, buffer: memoryview, counts: list[int]) -> None:
+        """Receive once. `counts` gets the number of bytes from the very call that receives, as in `_Outbox`."""
         if not self.takes_descriptors:
-            return self.sock.recv_into(buffer)
+            counts.extend(map(self.sock.recv_into, (buffer,)))
+            return
         space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-        count, ancillary, _, _ = self.sock.recvmsg_into([buffer], space, socket.MSG_CMSG_CLOEXEC)
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self.descriptors += array.array("i", payload)
-        return count
+        found: list[Any] = []
+        try:
+            found.extend(map(self.sock.recvmsg_into, ([buffer],), (space,), (socket.MSG_CMSG_CLOEXEC,)))
+        finally:
+            for count, ancillary, _, _ in found:
+                for level, kind, payload in ancillary:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                        self.descriptors += array.array("i", payload)
+                counts.append(count)
 
     def drop_descriptors(self) -> None:
         """Take no more descriptors, and close those that nobody took."""
@@ -169,10 +198,12 @@ class Channel:
 
     def push(self, parts: deque[memoryview]) -> bool:
         """Send as much of `parts` as the socket takes, and drop that; True if any went, or any that is `has_unsent`."""
-        pieces = [parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))]
+        counts: list[int] = []
+        sending = map(self.sock.sendmsg, ([parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))],))
+        whole = tuple(parts)
         self.is_torn = True
         try:
-            sent = self.sock.sendmsg(pieces)
+            counts.extend(sending)  # by the very call that sends, as in `_Outbox`
         except BlockingIOError:
             self.is_torn = False
             return False
@@ -180,13 +211,16 @@ class Channel:
             self.is_torn = False
             self.drain(error)
             return False
-        left = sent
-        while parts and left >= len(parts[0]):
-            left -= len(parts.popleft())
-        if left:
-            parts[0] = parts[0][left:]
-        self.is_torn = False
-        return sent > 0
+        finally:
+            if counts:
+                try:
+                    keep_rest(parts, whole, counts[0])
+                except BaseException:
+                    keep_rest(parts, whole, counts[0])
+                    raise
+                finally:
+                    self.is_torn = False
+        return counts[0] > 0
 
     def drain(self, error: OSError) -> None:
         """Read what the peer, which is gone, sent last: it may say why."""

@@ -74,7 +74,10 @@ class CoalescingSocket(Channel):
         self._spin_policy = spin
         self._outbox = _Outbox(bytearray())
         self._is_first = True
-        self._unfed = 0
+        # The bytes that `ask` received and could not use, and those that the link had before.
+        self._unfed: list[int] = []
+        self._received = 0
+        self.tail = 0
         # Re-entrant, because the garbage collector may come to close a session whose outbox is being flushed.
         self._lock = threading.RLock()
         _channels.add(self)
@@ -87,7 +90,8 @@ class CoalescingSocket(Channel):
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
         """Take over a frame, given in two parts; False if it is large, or the outbox is full."""
         frame = b"".join((first, second)) if second else first
-        if len(frame) >= FLUSH_BYTES:
+        size = len(frame)
+        if size >= FLUSH_BYTES:
             return False
         with self._lock:
             if self._is_first:
@@ -98,9 +102,10 @@ class CoalescingSocket(Channel):
             before = len(self._settled())
             if before > MAX_OUTBOX_BYTES:
                 return False
-            is_due = before + len(frame) >= FLUSH_BYTES
+            is_due = before + size >= FLUSH_BYTES
             if not (before or is_due):
                 _flusher.notice(self)
+            self.tail += size
             self._outbox.data.extend(frame)
             if is_due:
                 try:
@@ -113,8 +118,9 @@ class CoalescingSocket(Channel):
 
     def _put_first(self, frame: bytes | memoryview) -> None:
         """Gather and flush one frame, in one piece: a launch that is waited for next takes this way."""
-        outbox = self._outbox
+        outbox, size = self._outbox, len(frame)
         try:
+            self.tail += size
             outbox.data.extend(frame)
             outbox.counts.extend(map(self.sock.send, (frame,)))
             if outbox.counts[0] == len(frame):
@@ -156,33 +162,36 @@ class CoalescingSocket(Channel):
                 return Asked.UNANSWERED  # no peer: whoever waits for the reply finds out
             finally:
                 self._have_rest_sent()
-        room = self.link.get_buffer()
-        count = self._look_into(room, more_ns)
-        if count == len(reply) + len(into) and room[: len(reply)] == reply:
-            into[:] = room[len(reply) : count]
+        self._received = self.link.received
+        room, size, whole = self.link.get_buffer(), len(reply), len(reply) + len(into)
+        self._look_into(room, more_ns)
+        if self._unfed == [whole] and room[:size] == reply:
+            # Straight on: after an interrupt `into` is filled, or the link is fed.
+            into[:] = room[size:whole]
+            self._unfed = []
             return Asked.ANSWERED
-        self._unfed = count
         return Asked.UNANSWERED
 
-    def _look_into(self, room: memoryview, more_ns: int) -> int:
-        """Receive within a bounded time; returns the number of bytes, 0 if none came."""
-        clock, policy = time.monotonic_ns, self._spin_policy
+    def _look_into(self, room: memoryview, more_ns: int) -> None:
+        """Receive within a bounded time; `_unfed` gets the number of bytes from the very call that receives."""
+        clock, policy, unfed = time.monotonic_ns, self._spin_policy, self._unfed
         receive, until = self.sock.recv_into, clock() + policy.spin_ns + more_ns
         while clock() < until:
             try:
-                return receive(room)
+                unfed.extend(map(receive, (room,)))
+                return
             except BlockingIOError:
                 if policy.yields:
                     os.sched_yield()
             except OSError:
                 break  # the next look finds it again
-        return 0
 
     def feed(self) -> None:
         """Give the link the bytes that `ask` received and could not use."""
-        count, self._unfed = self._unfed, 0
-        if count:
-            self.link.buffer_updated(count)
+        unfed, link = self._unfed, self.link
+        if unfed and link.received == self._received and unfed[0]:
+            link.buffer_updated(unfed[0])
+        self._unfed = []
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there

@@ -2,11 +2,17 @@
 
 A link has the protocol's state, the replies that are awaited, and reads whose data goes straight to the caller's
 memory.
+
+An operation of the blocking face may be interrupted anywhere: Python runs a signal's handler, which may raise, at the
+start of a function, behind a call of C's and when a loop goes round. So what belongs together is changed by statements
+that have none of these between them, and what is done twice after an interrupt changes nothing the second time. A reply
+that brings something new stays here until its handle is made (`claim`). Whatever an interrupted caller left here is
+given back by `forget`.
 """
 
 import struct
 from collections import deque
-from typing import Final
+from typing import Any, Final
 
 from gpulease.protocol import (
     Connection,
@@ -24,7 +30,7 @@ from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import data_prefix
 from gpulease.protocol.framing import HEADER_BYTES, parse_header
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import Body
+from gpulease.protocol.messages import Body, ModuleLoaded
 from gpulease.protocol.opcodes import Flag
 
 DIRECT_READ_BYTES: Final = 16 << 10
@@ -58,6 +64,7 @@ class Link:
             the stream was ended here.
         told: Events of subscriptions, to be read by the subscriber.
         said_goodbye: True if `end` is the peer's own word.
+        received: Bytes that were received.
     """
 
     def __init__(self) -> None:
@@ -66,36 +73,61 @@ class Link:
         self.is_end_explained = False
         self.said_goodbye = False
         self.told: deque[Notification | RegionNotification] = deque()
+        self.received = 0
         self._awaited: set[int] = set()
         self._results: dict[int, Body | Failure] = {}
+        self._makes: dict[int, Opcode] = {}
         self._targets: dict[int, memoryview] = {}
         self._target_id = 0
         self._target_rest: memoryview | None = None
 
     # --- asking ---
 
-    def request(self, op: Opcode, body: Body, session_id: int = 0) -> tuple[int, bytes]:
-        """(number, frame) of a request whose result will be taken. Raises LinkEnded if none will ever come."""
+    def request(self, op: Opcode, body: Body, session_id: int = 0, *, makes: bool = False) -> tuple[int, bytes]:
+        """(number, frame) of a request whose result will be taken. Raises LinkEnded if none will ever come.
+
+        Args:
+            op: Its operation.
+            body: Its body.
+            session_id: The session that it is for.
+            makes: Whether its reply brings something new: then it stays here until `claim`.
+        """
         if self.end is not None:
             raise LinkEnded(self.end)
         request_id, frame = self.connection.send_request(op, body, session_id=session_id)
+        if makes:
+            self._makes[request_id] = op
         self._awaited.add(request_id)
         return request_id, frame
 
-    def request_behind_hello(self, op: Opcode, body: Body, session_id: int = 0) -> tuple[int, bytes]:
-        """(number, frame) of a request to be sent together with HELLO, which was requested and not answered yet."""
+    def request_behind_hello(
+        self, op: Opcode, body: Body, session_id: int = 0, *, makes: bool = False
+    ) -> tuple[int, bytes]:
+        """(number, frame) of a request to be sent together with HELLO, which was requested and not answered yet.
+
+        Arguments are those of `request`.
+        """
         request_id, frame = self.connection.send_behind_hello(op, body, session_id=session_id)
+        if makes:
+            self._makes[request_id] = op
         self._awaited.add(request_id)
         return request_id, frame
 
-    def expect(self, op: Opcode, target: memoryview | None = None) -> int:
+    def expect(self, op: Opcode, target: memoryview | None = None, makes: Opcode | None = None) -> int:
         """Number a session request whose frame is built elsewhere; a MEM_READ's data goes to `target`.
+
+        Args:
+            op: Its operation.
+            target: Where a MEM_READ's data goes.
+            makes: The operation that gives back what the reply brings, where that has a handle of something new.
 
         Raises LinkEnded if no reply will ever come: a goodbye may come right behind the reply before.
         """
         if self.end is not None:
             raise LinkEnded(self.end)
         request_id = self.connection.expect_reply(op)
+        if makes is not None:
+            self._makes[request_id] = makes
         self._awaited.add(request_id)
         if target is not None:
             self._targets[request_id] = target
@@ -107,36 +139,94 @@ class Link:
         reader = self.connection.reader
         return not (self._awaited or self._results or reader.start != reader.end or self._target_rest)
 
-    def expect_late(self, op: Opcode, request_id: int, target: memoryview | None = None) -> None:
+    @property
+    def has_leftovers(self) -> bool:
+        """True if an interrupted caller has left a reply here, or one is still to come."""
+        return bool(self._awaited or self._makes or self._results)
+
+    @property
+    def has_failure(self) -> bool:
+        """True if a reply that nobody takes tells of a failure."""
+        return any(isinstance(result, Failure) for result in self._results.values())
+
+    def expect_late(
+        self, op: Opcode, request_id: int, target: memoryview | None = None, makes: Opcode | None = None
+    ) -> None:
         """Expect the reply to a request that was sent with a number of its own."""
         self.connection.expect_reply_to(op, request_id)
+        if makes is not None:
+            self._makes[request_id] = makes
         self._awaited.add(request_id)
         if target is not None:
             self._targets[request_id] = target
 
     def take(self, request_id: int) -> Body | Failure | None:
-        """Take the result of a request, once; None while it has not come. Raises LinkEnded if it never will."""
-        result = self._results.pop(request_id, None)
-        if result is None and self.end is not None:
-            raise LinkEnded(self.end)
-        return result
+        """Take the result of a request, once; None while it has not come. Raises LinkEnded if it never will.
 
-    def forget(self) -> None:
-        """Drop the replies in flight when they come: their caller was interrupted, and nobody waits for them."""
-        if not self._awaited and not self._results:
-            return
+        What makes something stays here for `claim`.
+        """
+        results = self._results
+        if request_id in results:
+            result = results[request_id]
+            if request_id not in self._makes:
+                del results[request_id]
+            return result
+        if self.end is not None:
+            raise LinkEnded(self.end)
+        return None
+
+    def claim(self, request_id: int) -> None:
+        """Drop a result of what makes something: its handle is made, or there is nothing.
+
+        The caller goes on to hand the handle over without a call between.
+        """
+        if request_id in self._makes:
+            del self._makes[request_id]
+        if request_id in self._results:
+            del self._results[request_id]
+
+    def forget(self, given_back: list[tuple[Opcode, int]]) -> Failure | None:
+        """Drop the replies that nobody waits for, now or when they come: their caller was interrupted.
+
+        Args:
+            given_back: Gets the operation and the handle that give back what such a reply has brought.
+
+        Returns:
+            A failure of an earlier request that such a reply told of.
+        """
+        results, makes = self._results, self._makes
+        if not self._awaited and not results:
+            return None
         self._awaited.clear()
-        self._results.clear()
         self._targets.clear()
         if self._target_rest is not None:
             self._target_rest = memoryview(bytearray(len(self._target_rest)))
+        kept: Failure | None = None
+        for request_id in list(results):
+            result = results[request_id]
+            if isinstance(result, Failure):
+                kept = result if result.failed_request_id is not None else kept
+            elif request_id in makes:
+                # Straight on to the end of the pass, so that nothing is given back twice.
+                given_back += [(makes[request_id], _handle_in(result))]
+            del results[request_id]
+            if request_id in makes:
+                del makes[request_id]
+        return kept
+
+    def forget_unsent(self) -> None:
+        """Forget requests without an answer, where all that were sent have one: an interrupt came before."""
+        self._makes.clear()
+        self.connection.forget_unsent()
 
     # --- receiving ---
 
     def get_buffer(self) -> memoryview:
         """The buffer to receive the next bytes in."""
         if self._target_rest is not None:
-            return self._target_rest
+            if self._target_rest:
+                return self._target_rest
+            self._advance()  # an interrupt came between
         reader = self.connection.reader
         room = reader.get_buffer()
         if self._targets and next(iter(self._targets.values())).nbytes >= DIRECT_READ_BYTES:
@@ -147,15 +237,16 @@ class Link:
 
     def buffer_updated(self, count: int) -> None:
         """Take note of `count` bytes that were received in the last `get_buffer()`."""
-        if self._target_rest is None:
-            self.connection.reader.buffer_updated(count)
-        elif count < len(self._target_rest):
-            self._target_rest = self._target_rest[count:]
-            return
+        reader, rest = self.connection.reader, self._target_rest
+        missing = 0 if rest is None else len(rest) - count
+        # Straight through: interrupted before, none of it was received; behind, all of it.
+        self.received += count
+        if rest is None:
+            reader.end += count
         else:
-            self._target_rest = None
-            self.connection.receive_data(data_prefix(0, request_id=self._target_id, session_id=0))
-        self._advance()
+            self._target_rest = rest[count:]
+        if not missing:
+            self._advance()
 
     def end_of_stream(self, why: str) -> None:
         """End the stream: the peer will send nothing more."""
@@ -175,15 +266,21 @@ class Link:
             self.end, self.is_end_explained = failure, is_explained
 
     def _advance(self) -> None:
+        if self._target_rest is not None:
+            if self._target_rest:
+                return
+            self.connection.receive_data(data_prefix(0, request_id=self._target_id, session_id=0))
+            self._target_rest = None
         while self.end is None and not (self._targets and self._divert()):
             match self.connection.next_event():
                 case None:
                     return
                 case Reply(request_id=request_id, result=result):
-                    self._targets.pop(request_id, None)
-                    if request_id in self._awaited:
-                        self._awaited.discard(request_id)
+                    # Kept at once: the connection does not give it again.
+                    if request_id in self._awaited or request_id in self._makes or type(result) is Failure:
                         self._results[request_id] = result
+                    self._awaited.discard(request_id)
+                    self._targets.pop(request_id, None)
                 case Notification() | RegionNotification() as told:
                     self.told.append(told)
                 case Goodbye(failure=failure):
@@ -231,3 +328,8 @@ class Link:
         self.break_off(
             Failure(status, f"what the daemon sends can't be followed: {failure.message}", NOT_FOLLOWED_HINT)
         )
+
+
+def _handle_in(made: Any) -> int:
+    """The handle of what a session's reply has brought: a module's has its own name."""
+    return int(made.module if type(made) is ModuleLoaded else made.handle)

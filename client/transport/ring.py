@@ -17,7 +17,7 @@ from typing import Final
 
 from gpulease.client.errors import Disconnected
 from gpulease.client.transport.arena import Arena
-from gpulease.client.transport.channel import Asked, Channel, FrameWriter
+from gpulease.client.transport.channel import Asked, Channel, FrameWriter, keep_rest
 from gpulease.client.transport.coalescing_socket import CoalescingSocket
 from gpulease.client.transport.credentials import SecuredAddress
 from gpulease.client.transport.spin_policy import SpinPolicy
@@ -160,22 +160,26 @@ class RingChannel(Channel):
 
     def push(self, parts: deque[memoryview]) -> bool:
         """Put as much of `parts` into the ring as it has room for, and drop that; True if any went."""
-        has_sent = False
-        self.is_torn = True
+        writer, whole, left = self._requests, tuple(parts), deque(parts)
+        before = writer.tail
         try:
-            while parts and (sent := self._requests.put(parts[0])):
-                has_sent = True
-                if sent == len(parts[0]):
-                    parts.popleft()
+            while left and (sent := writer.put(left[0])):
+                if sent == len(left[0]):
+                    left.popleft()
                 else:
-                    parts[0] = parts[0][sent:]
+                    left[0] = left[0][sent:]
         except FramingError as error:
             self._distrust(error)
         except OSError as error:
             self._take_bells()
             self.drain(error)
-        self.is_torn = False
-        return has_sent
+        finally:
+            try:
+                keep_rest(parts, whole, writer.tail - before)
+            except BaseException:
+                keep_rest(parts, whole, writer.tail - before)
+                raise
+        return writer.tail != before
 
     def disown(self) -> None:
         """Leave the ring to the parent process. The mapping stays: a thread of the parent's may have been using it."""
@@ -193,13 +197,19 @@ class RingChannel(Channel):
             self._map.close()
 
     def _take(self) -> bool:
+        link, replies = self.link, self._replies
+        buffer, before, head = link.get_buffer(), link.received, replies.head
         try:
-            count = self._replies.take(self.link.get_buffer())
+            count = replies.take(buffer)
+            if count:
+                link.buffer_updated(count)
         except FramingError as error:
             self._distrust(error)
             return True
-        if count:
-            self.link.buffer_updated(count)
+        except BaseException:
+            if replies.head != head and link.received == before:
+                link.buffer_updated(replies.head - head)  # interrupted once the ring had given them
+            raise
         return count > 0
 
     def _take_bells(self) -> None:

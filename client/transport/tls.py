@@ -302,8 +302,8 @@ class TlsChannel(Channel):
         """Get ready for a sleep on the socket; False if the stream has bytes that poll(2) would not announce."""
         return can_doze(self.stream, for_room=for_room)
 
-    def _receive_into(self, buffer: memoryview) -> int:
-        return receive_explained(self, self.stream, buffer)
+    def _receive_into(self, buffer: memoryview, counts: list[int]) -> None:
+        counts.append(receive_explained(self, self.stream, buffer))
 
 
 def flush_for(channel: Channel, stream: TlsStream) -> bool:
@@ -367,8 +367,8 @@ class TlsCoalescingSocket(CoalescingSocket):
         super().after_fork()
         self.stream.disown()
 
-    def _receive_into(self, buffer: memoryview) -> int:
-        return receive_explained(self, self.stream, buffer)
+    def _receive_into(self, buffer: memoryview, counts: list[int]) -> None:
+        counts.append(receive_explained(self, self.stream, buffer))
 
     def _put_first(self, frame: bytes | memoryview) -> None:
         super()._put_first(frame)
