@@ -248,9 +248,7 @@ def test_a_renewal_moves_the_deadline_and_the_generation(s: Scenario) -> None:
 
 
 @pytest.mark.parametrize(("tenant", "is_operator"), [("bob", False), ("ann", False), ("root", True)])
-def test_its_tenant_its_leases_tenant_and_operators_renew_a_region(
-    s: Scenario, tenant: str, is_operator: bool
-) -> None:
+def test_its_tenant_its_leases_tenant_and_operators_renew_a_region(s: Scenario, tenant: str, is_operator: bool) -> None:
     s.region(2)
     assert one(s.do(RenewRequested(9, 2, tenant, 8000, is_operator)), Renewed).lease.generation == 2
 
