@@ -340,17 +340,13 @@ class RingReader:
                 into[here:] = self._data[: rest - here]
         words = self._words
         words[_HEAD] = self.head = self.head + size
-        self._wake_waiting(0)
+        self.advance(0, 0)
         return True
 
     def advance(self, size: int, left: int) -> None:
         """Count `size` bytes as taken, and wake a waiting writer if the `left` bytes fill at most half the ring."""
         words = self._words
         words[_HEAD] = self.head = self.head + size
-        self._wake_waiting(left)
-
-    def _wake_waiting(self, left: int) -> None:
-        words = self._words
         self._barrier.acquire(False)
         self._barrier.release()
         if words[_WRITER_SLEEPS] and left * 2 <= self._capacity:
