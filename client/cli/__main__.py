@@ -10,6 +10,7 @@ from click.shell_completion import CompletionItem
 import gpulease
 from gpulease.client.cli.exit_status import check_words, failures_as_sentences, interrupt_unwinds
 from gpulease.client.cli.start import run
+from gpulease.protocol.did_you_mean import did_you_mean
 
 PROGRAM: Final = "gpulease"
 
@@ -53,6 +54,15 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         with failures_as_sentences():
             return super().invoke(ctx)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # click's group suggests commands that were imported already.
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            hint = did_you_mean(args[0], COMMANDS, "")
+            ctx.fail(f"No such command {args[0]!r}.{hint and f' {hint[0].upper()}{hint[1:]}'}")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -152,7 +152,10 @@ def test_a_refused_attach_leaves_the_token_good_for_one(
     lasting = start_lasting()
     lease = lasting.now.builder().acquire()
     token = lease.issue(Permission.MEM_READ, my_audience(lasting.address)).token
-    with GpuSession(lease), pytest.raises(Busy, match="the session has 1 connection, the most of its exclusivity class"):
+    with (
+        GpuSession(lease),
+        pytest.raises(Busy, match="has 1 connection, the most of its exclusivity class"),
+    ):
         GpuSession.attach(token, lasting.address)
     if is_restarted:
         # What is told of a grant is on the disk, and so is all before it.
