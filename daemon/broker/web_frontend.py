@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from gpulease.daemon.broker.listeners import BACKLOG, cannot_listen
+from gpulease.daemon.broker.listeners import cannot_listen
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.web_actions import WebActionHandler, WebActions
 from gpulease.daemon.config.settings import ConfigError
@@ -26,6 +26,7 @@ from gpulease.daemon.gpus.source import CardLoad, CardSource
 from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
+from gpulease.daemon.host.unix_place import BACKLOG
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
