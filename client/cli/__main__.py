@@ -10,7 +10,6 @@ from click.shell_completion import CompletionItem
 import gpulease
 from gpulease.client.cli.exit_status import check_words, failures_as_sentences, interrupt_unwinds
 from gpulease.client.cli.start import run
-from gpulease.protocol.did_you_mean import did_you_mean
 
 PROGRAM: Final = "gpulease"
 
@@ -60,6 +59,8 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         # click's group suggests commands that were imported already.
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from gpulease.protocol.did_you_mean import did_you_mean
+
             hint = did_you_mean(args[0], COMMANDS, "")
             ctx.fail(f"No such command {args[0]!r}.{hint and f' {hint[0].upper()}{hint[1:]}'}")
         return super().resolve_command(ctx, args)
