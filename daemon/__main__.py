@@ -14,6 +14,7 @@ from gpulease.daemon.host.processes import NoThread
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import FORMATS, LogStyle, begin_logging, flush_logs, is_for_people, log_event
+from gpulease.protocol.did_you_mean import did_you_mean
 
 EXIT_CONFIG: Final = 78
 """EX_CONFIG of sysexits(3): a restart would fail the same way, so a supervisor should not try."""
@@ -25,11 +26,21 @@ EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 """The exit status that shells give a program that an interrupt ended (bash(1), "EXIT STATUS")."""
 
 
+class _Driver(click.Choice[str]):
+    """A driver by name. A mistyped one is answered with a name that is close."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        hint = did_you_mean(value, self.choices, "")
+        if value not in self.choices and hint:
+            self.fail(f"{value!r} is no driver; {hint}", param, ctx)
+        return str(super().convert(value, param, ctx))
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--listen", multiple=True, metavar="ADDRESS", help="unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; repeatable."
 )
-@click.option("--driver", type=click.Choice(["auto", "cuda", "cpu"]), help="What computes; auto is the default.")
+@click.option("--driver", type=_Driver(["auto", "cuda", "cpu"]), help="What computes; auto is the default.")
 @click.option("--arch", metavar="SM", help="The cpu driver's architecture; sm_90 is the default.")
 @click.option(
     "--shuffle-warps", type=int, metavar="SEED", help="The cpu driver runs warps in another order, so that races show."
@@ -126,7 +137,8 @@ def _fail(message: str, hint: str, status: int) -> int:
 
 
 def _with_hint(message: str, hint: str) -> str:
-    return f"{message.rstrip('.')}.{' ' + hint if hint else ''}"
+    ended = message if message.endswith("?") else f"{message.rstrip('.')}."
+    return f"{ended}{' ' + hint if hint else ''}"
 
 
 if __name__ == "__main__":

@@ -172,6 +172,15 @@ class Waiting(IntEnum):
     BLOCK = 2
 
 
+class HelloRequestOption(IntEnum):
+    """The types of the options in HELLO.
+
+    LINE_END, the bytes 0D 0A 0D 0A: a daemon skips it. To a server of HTTP a request ends there, so it answers at once.
+    """
+
+    LINE_END = 1
+
+
 class HelloOption(IntEnum):
     """The types of the options in HELLO's reply.
 

@@ -58,6 +58,8 @@ NOT_RUN: Final = {
     "pip install '.[daemon,test]'": "Run the tests",
     "pip install '.[daemon,cuda]'": "As root, where there is a GPU",
     "python3 -m venv /opt/gpulease": "As root",
+    "/opt/gpulease/bin/pip install --upgrade": "As root",
+    "gpulease drain --within 10m --wait": "As root",
     "gpuleased --http": "as root",
     "export GPULEASE_ADDRESS=tls:": "From other hosts",
     "pip install '.[daemon,fleet]'": "On every GPU host",
@@ -69,7 +71,7 @@ NOT_RUN: Final = {
 NEEDED: Final = {"client/kernels/README.md": ("triton", "cuda.bindings", "numba.cuda")}
 """Compilers that a document's programs use, and that the tests' own extras do not install."""
 
-PROGRAMS: Final = {"curl", "od", "pip", "printf", "pytest", "python", "python3"}
+PROGRAMS: Final = {"curl", "od", "pip", "printf", "pytest", "python", "python3", "rm", "systemctl"}
 """What shell blocks run besides our own commands."""
 
 

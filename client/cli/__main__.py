@@ -54,6 +54,17 @@ class _Commands(click.Group):
         with failures_as_sentences():
             return super().invoke(ctx)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # click's group suggests commands that were imported already.
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from gpulease.protocol.did_you_mean import did_you_mean
+
+            hint = did_you_mean(args[0], COMMANDS, "")
+            ctx.fail(f"No such command {args[0]!r}.{hint and f' {hint[0].upper()}{hint[1:]}'}")
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from gpulease.client.cli.reports import health_of, json_text
+from gpulease.client.cli.reports import Report, health_of, json_text
 from gpulease.client.cli.tables import fitted, is_terminal, output_width, shown
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
@@ -30,7 +30,14 @@ def health(as_json: bool) -> None:
     if as_json:
         click.echo(json_text(found))
     else:
-        rows = [[check["check"], "ok" if check["ok"] else "FAILS", check["detail"]] for check in checks]
+        rows = [[check["check"], _word(check), check["detail"]] for check in checks]
         click.echo(fitted(["check", "", "what is wrong"], rows, output_width(), is_text_last=True))
     if not is_ready:
         sys.exit(1)
+
+
+def _word(check: Report) -> str:
+    """Describe a check's result: one that is met may have something that an operator should look after."""
+    if not check["ok"]:
+        return "FAILS"
+    return "warning" if check["detail"] else "ok"

@@ -167,10 +167,13 @@ _UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def size_text(size_bytes: int) -> str:
-    """Return bytes in short: "1.5 GiB"."""
+    """Return bytes in short, rounded to three digits: "1.5 GiB"."""
     for unit, scale in _UNITS:
         if size_bytes >= scale:
-            return f"{size_bytes / scale:.4g} {unit}"
+            places = 2 if size_bytes < 10 * scale else 1 if size_bytes < 100 * scale else 0
+            # Rounded in whole numbers, half up, as the web page does it.
+            rounded = (2 * size_bytes * 10**places + scale) // (2 * scale) / 10**places
+            return f"{rounded:g} {unit}"
     return f"{size_bytes} B"
 
 

@@ -16,8 +16,10 @@ from gpulease.client.transport.channel import Channel, connect_error, resolve, s
 from gpulease.client.transport.credentials import SecuredAddress
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode, Status
-from gpulease.protocol.address import Address, UnixAddress
+from gpulease.protocol.address import Address, TcpAddress, UnixAddress
 from gpulease.protocol.messages import Body, Hello, HelloReply
+from gpulease.protocol.opcodes import HelloRequestOption
+from gpulease.protocol.primitives import Tlv
 
 CONNECT_LIMIT_S: Final = 10.0
 """Longest a connect and its HELLO may take. A daemon answers in milliseconds; ten seconds is a host that swaps."""
@@ -36,8 +38,17 @@ within milliseconds; whoever has pressed Ctrl-C does not want to wait for one th
 AGENT: Final = "gpulease-python/0.1"
 """Name of this client in HELLO."""
 
-TLS_ALERT: Final = b"\x15\x03"
-"""First bytes that a port speaking TLS answers to plain frames (RFC 8446, 5.1)."""
+_HTTP: Final = "an HTTP server answers there, not gpuleased", "Is it the port of the web page? Name one of `listen`"
+
+OTHER_PEERS: Final = {
+    # An alert (RFC 8446, 5.1).
+    b"\x15\x03": ("it speaks TLS", "Write the address as tls:HOST:PORT"),
+    b"HTTP/": _HTTP,
+    # Some answer a request that they can't read with the body alone, as HTTP/0.9 has it.
+    b"<": _HTTP,
+    b"SSH-": ("an SSH server answers there, not gpuleased", "Name the port that gpuleased listens at"),
+}
+"""What is wrong with an address, and what to do, by the first bytes that plain frames are answered with there."""
 
 _INTERRUPTED: Final = Failure(
     Status.DISCONNECTED, "an earlier operation was interrupted in the middle of a request", "Open another connection"
@@ -53,6 +64,8 @@ class TimeLimit:
         self._clock = clock
         self._end = clock() + seconds
         self._why = f"{doing}: the daemon at {address} did not answer within {seconds:g} s"
+        other = "" if isinstance(address, UnixAddress) else ", or another program listens there"
+        self._hint = f"The daemon hangs or its host is overloaded: see its log{other}"
 
     def remaining_s(self) -> float:
         """Seconds left."""
@@ -60,7 +73,7 @@ class TimeLimit:
 
     def over(self) -> Procedure[None]:
         """Raises Disconnected."""
-        raise Disconnected(self._why, "The daemon hangs or its host is overloaded: see its log")
+        raise Disconnected(self._why, self._hint)
         yield  # makes this a procedure, as `Limit` says
 
 
@@ -216,20 +229,20 @@ def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tupl
         channel = yield from _secure(channel, address, limit)
     first_id = 0
     try:
-        hello_id, frame = channel.link.request(Opcode.HELLO, Hello(0, AGENT, ()))
+        options = (Tlv(HelloRequestOption.LINE_END, b"\r\n\r\n"),) if isinstance(address, TcpAddress) else ()
+        hello_id, frame = channel.link.request(Opcode.HELLO, Hello(0, AGENT, options))
         if first is not None:
             channel.takes_descriptors = first.takes_descriptors
             makes = first.undo is not None
             first_id, behind = channel.link.request_behind_hello(first.op, first.body, first.session_id, makes=makes)
             frame += behind
         yield from send(channel, (frame,), limit)
-        hello = yield from receive(channel, hello_id, limit)
+        hello = yield from _receive_hello(channel, hello_id, limit)
         if isinstance(hello, Failure):
             raise error_of(hello, "hello")
     except LinkEnded as ended:
         channel.close()
-        if channel.link.begins_with(TLS_ALERT):
-            raise Disconnected(f"{address}: it speaks TLS", "Write the address as tls:HOST:PORT") from None
+        _check_peer(channel)
         raise disconnected(ended, channel, "hello") from None
     except (GpuLeaseError, GeneratorExit):
         channel.close()
@@ -240,6 +253,23 @@ def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tupl
         channel.close()
         raise
     return channel, cast(HelloReply, hello), first_id
+
+
+def _receive_hello(channel: Channel, hello_id: int, limit: Limit) -> Procedure[Body | Failure]:
+    """Wait for the answer to HELLO. Raises as `receive` does, or Disconnected as soon as another program answers."""
+    while (hello := channel.link.take(hello_id)) is None:
+        yield from _wait(channel, limit, for_room=False)
+        channel.pump()
+        _check_peer(channel)
+    return hello
+
+
+def _check_peer(channel: Channel) -> None:
+    """Raises Disconnected if the first bytes that came are those of a known program that is no gpuleased."""
+    came = channel.link.strange_bytes()
+    for begin, (what, hint) in OTHER_PEERS.items():
+        if came.startswith(begin):
+            raise Disconnected(f"{channel.address}: {what}", hint)
 
 
 def _connect(address: Address, limit: Limit) -> Procedure[Channel]:

@@ -28,7 +28,7 @@ from gpulease.protocol import (
 )
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import data_prefix
-from gpulease.protocol.framing import HEADER_BYTES, parse_header
+from gpulease.protocol.framing import HEADER_BYTES, MAGIC, parse_header
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, ModuleLoaded
 from gpulease.protocol.opcodes import Flag
@@ -255,10 +255,11 @@ class Link:
         self._advance()
         self.break_off(Failure(Status.DISCONNECTED, why))
 
-    def begins_with(self, begin: bytes) -> bool:
-        """True if the bytes that were received last and made no sense begin with `begin`."""
+    def strange_bytes(self) -> bytes:
+        """The bytes that were received last, if no frame begins so; else b"". A frame's header may still be short."""
         reader = self.connection.reader
-        return bytes(reader.view[reader.start : reader.end]).startswith(begin)
+        begin = bytes(reader.view[reader.start : reader.end])
+        return b"" if MAGIC.startswith(begin[: len(MAGIC)]) else begin
 
     def break_off(self, failure: Failure, *, is_explained: bool = False) -> None:
         """End the stream from this side. An end that is known already stays."""

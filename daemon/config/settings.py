@@ -32,6 +32,7 @@ from gpulease.daemon.remote.tls_settings import OVER_TCP, TlsSettings, check_ten
 from gpulease.daemon.sandbox.measures import ALWAYS_ON, MODES, Measure, SandboxSettings
 from gpulease.daemon.web.http_settings import HttpSettings, parse_http
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, TlsAddress, parse_address
+from gpulease.protocol.did_you_mean import did_you_mean
 from gpulease.protocol.http_origin import parse_host_names
 from gpulease.protocol.sizes import parse_size
 
@@ -228,7 +229,7 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
         settings["tenants"] = settings.pop("tenants")
     try:
         values = parse_table(
-            settings, SETTINGS, unknown="unknown setting {key!r}; known are: {known}", wrong="setting {key}: {error}"
+            settings, SETTINGS, unknown="unknown setting {key!r}; {known}", wrong="setting {key}: {error}"
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -287,7 +288,8 @@ class Setting:
         """Raise ConfigError if a value is out of bounds."""
         if self.choices and value not in self.choices:
             choices = " or ".join(self.choices) if len(self.choices) == 2 else f"one of {', '.join(self.choices)}"
-            raise ConfigError(f"{self.name} is {value!r}; it must be {choices}")
+            hint = did_you_mean(value, self.choices, "")
+            raise ConfigError(f"{self.name} is {value!r}; it must be {choices}{hint and f'; {hint}'}")
         if value is None:
             return
         if self.least is not None and self.most is not None and not self.least <= value <= self.most:
@@ -302,7 +304,8 @@ def parse_table(table: Any, settings: Iterable[Setting], *, unknown: str, wrong:
     Args:
         table: The section as TOML has it, or the command line.
         settings: The keys that may be there.
-        unknown: The sentence about a key that is not known; it has {key} and {known}.
+        unknown: The sentence about a key that is not known; it has {key}, and {known} for those that
+            are, or for one that is close.
         wrong: The sentence about a value; it has {error} and may have {key}.
     """
     if not isinstance(table, dict):
@@ -312,7 +315,7 @@ def parse_table(table: Any, settings: Iterable[Setting], *, unknown: str, wrong:
     for key, value in table.items():
         setting = by_name.get(key)
         if setting is None:
-            raise ValueError(unknown.format(key=key, known=", ".join(by_name)))
+            raise ValueError(unknown.format(key=key, known=did_you_mean(key, by_name)))
         try:
             values[setting.attribute] = whole(key, value) if setting.parse is None else setting.parse(value)
         except (ValueError, TypeError) as error:
@@ -320,7 +323,7 @@ def parse_table(table: Any, settings: Iterable[Setting], *, unknown: str, wrong:
     return values
 
 
-_NO_SUCH_KEY: Final = "there is no {key!r}; known are {known}"
+_NO_SUCH_KEY: Final = "there is no {key!r}; {known}"
 
 
 # --- values: each function raises ValueError with a clause that says what is wrong ---
@@ -356,8 +359,10 @@ def _texts(value: Any) -> list[str]:
 
 
 def _member(kind: type[Choice], value: Any) -> Choice:
-    if value not in {choice.value for choice in kind}:
-        raise ValueError(f"{value!r} is none of {', '.join(choice.value for choice in kind)}")
+    known = [choice.value for choice in kind]
+    if value not in known:
+        hint = did_you_mean(value, known, "")
+        raise ValueError(f"{value!r} is none of {', '.join(known)}{hint and f'; {hint}'}")
     return kind(value)
 
 
@@ -365,7 +370,8 @@ def _measure(text: str) -> Measure:
     """Return a measure of the sandbox that the operator may do without."""
     known = [measure.value for measure in Measure if measure not in ALWAYS_ON]
     if text not in known:
-        raise ValueError(f"{text!r} is none of {', '.join(known)}")
+        hint = did_you_mean(text, known, "")
+        raise ValueError(f"{text!r} is none of {', '.join(known)}{hint and f'; {hint}'}")
     return Measure(text)
 
 
@@ -429,7 +435,7 @@ def parse_rules(tables: Any) -> TenantRules:
         tenant: parse_table(
             table,
             TENANT_SETTINGS,
-            unknown=f"{tenant!r} has an unknown key {{key!r}}; known are {{known}}",
+            unknown=f"{tenant!r} has an unknown key {{key!r}}; {{known}}",
             wrong=f"{{key}} of {tenant!r}: {{error}}",
         )
         for tenant, table in tables.items()
@@ -611,7 +617,8 @@ def _check(config: Config) -> None:
 
 def _check_driver(config: Config) -> None:
     if config.driver not in DRIVERS:
-        raise ConfigError(f"unknown driver {config.driver!r}; there are {', '.join(DRIVERS)}")
+        hint = did_you_mean(config.driver, DRIVERS, "there are {known}")
+        raise ConfigError(f"unknown driver {config.driver!r}; {hint}")
     if config.arch is not None and config.driver == "cuda":
         raise ConfigError("arch is the embedded driver's; a card has the architecture it has")
     if config.shuffle_warps is not None and config.driver == "cuda":

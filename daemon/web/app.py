@@ -41,6 +41,7 @@ SCRIPTS: Final = (
     "page.js",
     "format.js",
     "elements.js",
+    "colours.js",
     "cards.js",
     "plots.js",
     "events.js",

@@ -14,7 +14,7 @@ from typing import Any, Final
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.web.broker_link import BrokerLink, BrokerSilent
 from gpulease.daemon.web.fleet_membership import FleetMembership
-from gpulease.daemon.web.view import FleetNow, LeaseChange, Report, Snapshot
+from gpulease.daemon.web.view import Changed, FleetNow, LeaseChange, Report, Snapshot
 from gpulease.protocol.messages import Empty, LeaseEvent, LeaseRef, LeaseSubscribe
 from gpulease.protocol.opcodes import Opcode, Phase
 
@@ -40,7 +40,7 @@ GAP_S: Final = 5.0
 """Longest time between two snapshots over which a launch rate is worth showing."""
 
 MAX_KNOWN: Final = 4096
-"""Leases whose tenant and card are remembered, for their changes."""
+"""Leases that are remembered with what is shown of their changes: tenant, card and size."""
 
 MAX_TO_LOOK_UP: Final = 64
 """Changes whose lease the feed still has to ask for; a change beyond that shows without its tenant. Stops thousands of
@@ -78,7 +78,7 @@ class Feed:
         self._changed = asyncio.Event()
         self._last_number = 0
         self._changes: deque[LeaseChange] = deque(maxlen=MAX_CHANGES)
-        self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._known: OrderedDict[str, Changed] = OrderedDict()
         self._to_look_up: deque[str] = deque()
         self._looks_up = asyncio.Event()
         self._launches: dict[str, int] = {}
@@ -97,13 +97,13 @@ class Feed:
         lease_id = f"{event.lease_id:032x}"
         self._last_number += 1
         phase = Phase(event.phase).name.lower() if event.phase in list(Phase) else str(event.phase)
-        tenant, card = self._owners.get(lease_id, ("", ""))
+        about = self._known.get(lease_id)
         if phase in ENDING:
             self._forget_end(lease_id)
         self._changes.append(
-            LeaseChange(self._last_number, self._clock(), lease_id, phase, event.cause, event.reason, tenant, card)
+            LeaseChange(self._last_number, self._clock(), lease_id, phase, event.cause, event.reason, about)
         )
-        if not tenant and len(self._to_look_up) < MAX_TO_LOOK_UP:
+        if about is None and len(self._to_look_up) < MAX_TO_LOOK_UP:
             self._to_look_up.append(lease_id)
             self._looks_up.set()
         self._wakeup.set()
@@ -188,7 +188,7 @@ class Feed:
         at_s = self._clock()
         rates = self._rates(leases, at_s)
         self._append_rates(inventory.details, leases, rates, at_s)
-        self._add_owners()
+        self._describe_changes()
         self._snapshot = Snapshot(
             at_s,
             self._node,
@@ -214,13 +214,15 @@ class Feed:
             raise BrokerSilent("the daemon has not answered yet")
         return await self._link.ask(op, body)
 
-    # --- the tenants and cards of changed leases ---
+    # --- what changes are of ---
 
     def _remember(self, lease: Report) -> None:
-        self._owners[lease["lease_id"]] = lease["tenant"], lease["card_uuid"]
-        self._owners.move_to_end(lease["lease_id"])
-        if len(self._owners) > MAX_KNOWN:
-            self._owners.popitem(last=False)
+        self._known[lease["lease_id"]] = Changed(
+            lease["tenant"], lease["card_uuid"], lease["size_bytes"], lease.get("parent") is not None
+        )
+        self._known.move_to_end(lease["lease_id"])
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
 
     async def _look_up(self) -> None:
         while True:
@@ -228,7 +230,7 @@ class Feed:
             self._looks_up.clear()
             while self._to_look_up:
                 lease_id = self._to_look_up.popleft()
-                if lease_id in self._owners:
+                if lease_id in self._known:
                     continue
                 try:
                     self._remember((await self.ask(Opcode.LEASE_QUERY, LeaseRef(int(lease_id, 16)))).report)
@@ -236,11 +238,10 @@ class Feed:
                     continue  # the broker has forgotten the lease too
                 await asyncio.sleep(LOOK_UP_PAUSE_S)
 
-    def _add_owners(self) -> None:
+    def _describe_changes(self) -> None:
         for index, change in enumerate(self._changes):
-            if not change.tenant and change.lease_id in self._owners:
-                tenant, card = self._owners[change.lease_id]
-                self._changes[index] = replace(change, tenant=tenant, card_uuid=card)
+            if change.about is None and change.lease_id in self._known:
+                self._changes[index] = replace(change, about=self._known[change.lease_id])
 
     # --- launch rates ---
 

@@ -56,8 +56,25 @@ class Pseudonyms:
 
 
 @dataclass(frozen=True, slots=True)
+class Changed:
+    """What a change is of.
+
+    Attributes:
+        tenant: Whose it is.
+        card_uuid: The card.
+        size_bytes: Its bytes at the moment that they were asked for.
+        is_region: Whether it is a region, not a lease.
+    """
+
+    tenant: str
+    card_uuid: str
+    size_bytes: int
+    is_region: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseChange:
-    """A lease's change to another phase; `tenant` and `card_uuid` are "" where nobody knows them any more."""
+    """A change of a lease or region to another phase; `about` is None where nobody knows that any more."""
 
     number: int
     at_s: float
@@ -65,8 +82,7 @@ class LeaseChange:
     phase: str
     cause: str
     reason: str
-    tenant: str
-    card_uuid: str
+    about: Changed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +202,18 @@ def _allocated(lease: Report) -> int | None:
 
 
 def _event(change: LeaseChange, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
-    hidden = pseudonyms.of_tenant(change.tenant) if change.tenant else ""
+    about = change.about
+    tenant = "" if about is None else about.tenant if is_named else pseudonyms.of_tenant(about.tenant)
     found = {
         "number": change.number,
         "age_s": _rounded(max(0.0, now_s - change.at_s)),
         "key": pseudonyms.of_lease(change.lease_id),
         "phase": change.phase,
         "cause": change.cause,
-        "tenant": change.tenant if is_named else hidden,
-        "card_uuid": change.card_uuid,
+        "tenant": tenant,
+        "card_uuid": "" if about is None else about.card_uuid,
+        "size_bytes": None if about is None else about.size_bytes,
+        "is_region": about is not None and about.is_region,
     }
     if is_named:
         found |= {"lease_id": change.lease_id, "reason": change.reason}

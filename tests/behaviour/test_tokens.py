@@ -154,7 +154,7 @@ def test_a_refused_attach_leaves_the_token_good_for_one(
     token = lease.issue(Permission.MEM_READ, my_audience(lasting.address)).token
     with (
         GpuSession(lease),
-        pytest.raises(Busy, match="the session has 1 connection, the most of its exclusivity class"),
+        pytest.raises(Busy, match="has 1 connection, the most of its exclusivity class"),
     ):
         GpuSession.attach(token, lasting.address)
     if is_restarted:

@@ -156,6 +156,70 @@ def test_a_tenants_colour_is_its_names(browser: Browser, scene: Scene) -> None:
     assert {name: colours()[name] for name in ("ann", "dora")} == {name: before[name] for name in ("ann", "dora")}
 
 
+def test_twenty_tenants_have_twenty_colours(browser: Browser, scene: Scene) -> None:
+    scene.leases = [lease(number << 100, f"tenant-{number}") for number in range(1, 21)]
+    browser.wait_for("#totals", "20 leases of 20 tenants")
+    script = "const all = [...document.querySelectorAll('tbody .key, .bar > button')];"
+    script += "return all.map(one => getComputedStyle(one).getPropertyValue('--own'))"
+    assert len(set(browser.run(script))) == 20
+
+
+def test_regions_are_in_the_bar_in_their_shares(browser: Browser, scene: Scene) -> None:
+    parent = 0xA1 << 120
+    scene.leases += [
+        lease(number, "ann", parent=f"{parent:032x}", size_bytes=size * GIB) for number, size in ((1, 5), (2, 10))
+    ]
+    browser.wait_for("tbody", "5 GiB")
+    shares = """
+        const strip = [...document.querySelectorAll('.bar .regions')].find(one => one.checkVisibility());
+        const width = strip.getBoundingClientRect().width;
+        return [...strip.children].map(one => Math.round(20 * one.getBoundingClientRect().width / width));
+    """
+    assert browser.run(shares) == [5, 10, 5], "of twenty: two regions and what is in none"
+    title = browser.run("return document.querySelector('.bar > button:has(.regions:not([hidden]))').title")
+    assert title == "ann, 20 GiB, 13 GiB used, active, region of 5 GiB, region of 10 GiB"
+
+
+def test_an_event_names_id_size_and_card(browser: Browser, rig: WebRig, scene: Scene) -> None:
+    scene.leases.append(lease(0xE1 << 120, "ann", parent=f"{0xA1 << 120:032x}", size_bytes=3 * GIB))
+    browser.wait_for("tbody", "3 GiB")
+    for lease_id in (0xC1 << 120, 0xE1 << 120):
+        rig.tell(lease_id, Phase.WARNING)
+    browser.wait_for("#events", "ann was warned")
+    assert browser.texts("#events .of") == ["e1000000region of 3 GiB on GPU 0", "c100000010 GiB on GPU 0"]
+
+
+def test_a_list_that_is_cut_says_how_many_rows_are_left(browser: Browser, scene: Scene) -> None:
+    scene.leases = [lease(number << 100, "ann") for number in range(1, 31)]
+    browser.wait_for("#totals", "30 leases of 1 tenant")
+    below = (
+        "const card = document.querySelector('.card'), end = card.querySelector('.scroller').getBoundingClientRect();"
+    )
+    below += (
+        "return [...card.querySelectorAll('tbody tr')].filter(row => row.getBoundingClientRect().bottom > end.bottom)"
+    )
+    left = browser.run(f"{below}.length")
+    assert left > 0
+    assert browser.texts(".card:first-child .more") == [f"{left} more rows below. Show all 30"]
+    browser.run("document.querySelector('.more button').click()")
+    assert browser.run(f"{below}.length") == 0
+    assert browser.texts(".card:first-child .more")[0].strip() == "Show fewer"
+
+
+def test_plots_span_what_was_sampled(browser: Browser, rig: WebRig) -> None:
+    assert browser.texts(".plot .x")[1].split("\n") == ["60 min", "45", "30", "15", "now"]
+    minutes = Scene()
+    now_ns = time.monotonic_ns()
+    samples = [LoadSample(now_ns - number * 10 * NS_PER_S, 50, GIB, GIB) for number in range(60, -1, -1)]
+    minutes.loads = [message_of(CARD, samples)]
+    with WebRig(minutes) as other:
+        browser.open(other.url)
+        browser.wait_for(".plot .x", "12 min")
+        assert browser.texts(".plot .x")[0].split("\n") == ["12 min", "9", "6", "3", "now"]
+        label = browser.run("return document.querySelector('.plot svg').getAttribute('aria-label')")
+        assert label.startswith("GPU utilisation over the last 12 minutes: ")
+
+
 @pytest.mark.exhaustive
 def test_the_filter_and_copying_an_id(browser: Browser, rig: WebRig) -> None:
     def shown() -> list[str]:

@@ -10,7 +10,15 @@ from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.connection import EVENTS_OF, TRANSITIONS, request_trigger
 from gpulease.protocol.framing import HEADER
-from gpulease.protocol.opcodes import SESSION_OPCODES, ErrorTlv, HelloOption, ParameterType, SessionOption, SubmitOption
+from gpulease.protocol.opcodes import (
+    SESSION_OPCODES,
+    ErrorTlv,
+    HelloOption,
+    HelloRequestOption,
+    ParameterType,
+    SessionOption,
+    SubmitOption,
+)
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.rpc import CallErrorCode, CallStatus
 
@@ -117,6 +125,7 @@ def test_nothing_is_described_that_does_not_exist() -> None:
     known = set(DESCRIBED) | {"Empty"} | {op.name for op in Opcode} | {status.name for status in Status}
     said = set(re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b", TEXT))
     known |= set(Permission.__members__) | set(HelloOption.__members__) | set(SessionOption.__members__)
+    known |= set(HelloRequestOption.__members__)
     known |= set(SubmitOption.__members__)
     known |= set(CallStatus.__members__) | set(CallErrorCode.__members__)
     triggers = {trigger.name for _, trigger in TRANSITIONS}

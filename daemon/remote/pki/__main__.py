@@ -54,7 +54,7 @@ def init(folder: Path, days: float) -> None:
 @click.option("--tenant", metavar="NAME", help="For a tenant of that name.")
 @click.option("--days", type=_DAYS, default=LEAF_LIFE.days, show_default=True, help="How long it lasts.")
 def issue(folder: Path, server: tuple[str, ...], tenant: str | None, days: float) -> None:
-    """Make a certificate and its key."""
+    """Make a certificate and its key. Those that were revoked or have expired are moved aside."""
     if bool(server) == bool(tenant):
         raise click.UsageError("say --server HOST or --tenant NAME")
     authority, life = Authority.load(folder), datetime.timedelta(days=days)

@@ -128,7 +128,7 @@ class Authority:
         return self._issue(f"server-{_file_name(hosts[0])}", hosts[0], names, ExtendedKeyUsageOID.SERVER_AUTH, life)
 
     def issue_tenant(self, tenant: str, life: datetime.timedelta = LEAF_LIFE) -> Issued:
-        """Issue a tenant's certificate. Raises PkiError."""
+        """Issue a tenant's certificate, in place of one that is revoked or has expired. Raises PkiError."""
         try:
             uri = TENANT_PREFIX.removeprefix("URI:") + check_tenant(tenant)
         except ValueError as error:
@@ -162,6 +162,7 @@ class Authority:
         self, stem: str, name: str, names: list[x509.GeneralName], use: x509.ObjectIdentifier, life: datetime.timedelta
     ) -> Issued:
         issued = Issued(self.folder / f"{stem}.pem", self.folder / f"{stem}.key")
+        self._make_room(issued)
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
         builder = _builder(key.public_key(), subject, self.certificate.subject, life)
@@ -174,6 +175,25 @@ class Authority:
         _write_key(issued.key, key)
         _write(issued.certificate, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
         return issued
+
+    def _make_room(self, issued: Issued) -> None:
+        """Move a certificate that nobody accepts any more, and its key, aside. Raises PkiError for one that holds."""
+        try:
+            old = x509.load_pem_x509_certificate(issued.certificate.read_bytes())
+            crl = x509.load_pem_x509_crl(self.crl_path.read_bytes())
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            raise PkiError(f"{issued.certificate} can't be replaced: {_said(error)}") from None
+        is_revoked = crl.get_revoked_certificate_by_serial_number(old.serial_number) is not None
+        if not is_revoked and old.not_valid_after_utc > datetime.datetime.now(datetime.UTC):
+            raise PkiError(
+                f"{issued.certificate} is there already, and holds until {old.not_valid_after_utc:%Y-%m-%d}: revoke"
+                " it first, or move it and its key away"
+            )
+        for path in (issued.certificate, issued.key):
+            if path.exists():
+                path.rename(path.with_stem(f"{path.stem}-{old.serial_number:x}"))
 
     def _write_crl(self, revoked: Sequence[x509.RevokedCertificate], number: int) -> None:
         now = datetime.datetime.now(datetime.UTC)

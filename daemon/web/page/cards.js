@@ -1,14 +1,14 @@
 // The cards: bars of slices, leases in rows, a filter over both, and the keys that lead through a bar.
 
 import { askToClearFences, askToRevoke } from "./actions.js";
-import { arrange, by, copyOf, dress, label, paint, say } from "./elements.js";
-import { drawPlots } from "./plots.js";
-import { count, rate, size, span, stateOf } from "./format.js";
+import { paint } from "./colours.js";
+import { arrange, by, copyOf, dress, label, say } from "./elements.js";
+import { drawPlots, lookAtSpan } from "./plots.js";
+import { count, ID_CHARS, rate, size, span, stateOf } from "./format.js";
 
 const DENSE = 60; // A bar with so many slices has no room between them.
 const SOON = 0.1; // The daemon warns in the last tenth of a lease's time, at most 30 s before its end.
 const SOON_S = 30;
-const ID_CHARS = 8; // The part of a lease's id that `gpulease top` shows and commands accept.
 const RATES = 60; // The launch rates that the daemon keeps.
 
 const cards = new Map(); // by uuid: the card, its element, and its slices and rows by key
@@ -25,6 +25,7 @@ export function drawCards(list, isWanted) {
 }
 
 export function drawHistory() {
+  lookAtSpan();
   for (const { element, card } of cards.values()) drawPlots(element.querySelector(".plots"), card);
 }
 
@@ -66,6 +67,7 @@ function drawCard(card, own, isWanted) {
   at(".scroller").hidden = shown === 0;
   at(".none").hidden = shown > 0;
   say(at(".none"), card.slices.length ? "No lease here matches." : "No leases.");
+  tellOfMore(element);
   drawRate(at(".rate"), card.launches_per_s);
   drawPlots(at(".plots"), card);
 }
@@ -103,7 +105,7 @@ function makePiece(piece) {
     element.tabIndex = -1;
     element.dataset.key = piece.slice.key;
   }
-  for (const name of ["fill", "label", "label"]) {
+  for (const name of ["fill", "label", "label", "regions"]) {
     const part = document.createElement("span");
     part.className = name;
     element.append(part);
@@ -116,16 +118,30 @@ function drawPiece(element, { slice, bytes, text, looks }, isWanted) {
   if (slice && !isWanted(slice)) kept.push("out");
   dress(element, "slice", ...looks, ...kept);
   if (element.style.flexGrow !== String(bytes)) element.style.flexGrow = bytes;
-  const [fill, first, second] = element.children;
+  const [fill, first, second, regions] = element.children;
   const used = slice?.allocated_bytes ?? null;
   if (slice) paint(element, slice.tenant);
   fill.style.transform = `scaleX(${used === null ? 0 : (used / bytes).toFixed(4)})`;
   const title = slice ? slice.tenant : text;
   say(first, title);
   say(second, size(bytes));
+  drawRegions(regions, slice?.regions ?? [], bytes);
   const about = [title, size(bytes), ...(used === null ? [] : [`${size(used)} used`]), ...(slice ? [stateOf(slice)] : [])];
+  for (const region of slice?.regions ?? []) about.push(`region of ${size(region.size_bytes)}`);
   if (element.title !== about.join(", ")) element.title = about.join(", ");
   label(element, about.join(", "));
+}
+
+/** Draws a lease's regions as a strip in its slice: each in its share of the bytes, the rest empty. */
+function drawRegions(strip, regions, bytes) {
+  strip.hidden = regions.length === 0;
+  while (strip.children.length > regions.length + 1) strip.lastElementChild.remove();
+  while (strip.children.length < regions.length + 1) strip.append(document.createElement("span"));
+  const rest = bytes - regions.reduce((sum, region) => sum + region.size_bytes, 0);
+  [...strip.children].forEach((part, index) => {
+    part.className = index < regions.length ? "region" : "rest";
+    part.style.flexGrow = index < regions.length ? regions[index].size_bytes : Math.max(0, rest);
+  });
 }
 
 function copies(button, text, what) {
@@ -191,6 +207,31 @@ function countDownRow(row, sinceS) {
   say(row.querySelector(".seconds"), isCounted ? span(leftS) : "–");
   row.classList.toggle("soon", isCounted && leftS <= Math.min(slice.ttl_s * SOON, SOON_S));
 }
+
+// --- rows that a card has no room for ---
+
+/** Says how many rows lie below what is shown of a card's list, beside a button that shows all. */
+function tellOfMore(card) {
+  const [scroller, more] = [card.querySelector(".scroller"), card.querySelector(".more")];
+  const end = scroller.getBoundingClientRect().bottom - 1;
+  const rows = [...scroller.querySelectorAll("tbody tr")].filter((row) => !row.hidden);
+  const below = scroller.hidden ? 0 : rows.filter((row) => row.getBoundingClientRect().bottom > end + 1).length;
+  const isWhole = card.classList.contains("whole");
+  more.hidden = below === 0 && !isWhole;
+  say(more.querySelector("span"), below ? `${count(below, "more row")} below.` : "");
+  say(more.querySelector("button"), isWhole ? "Show fewer" : `Show all ${rows.length}`);
+}
+
+by("cards").addEventListener("scroll", (event) => tellOfMore(event.target.closest(".card")), true);
+addEventListener("resize", () => {
+  for (const { element } of cards.values()) tellOfMore(element);
+});
+by("cards").addEventListener("click", (event) => {
+  const card = event.target.closest(".more button")?.closest(".card");
+  if (!card) return;
+  card.classList.toggle("whole");
+  tellOfMore(card);
+});
 
 // --- acts ---
 

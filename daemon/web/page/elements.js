@@ -1,8 +1,5 @@
-// Helpers for the page's elements: find, fill, order, colour and copy them.
+// Helpers for the page's elements: find, fill, order and copy them.
 
-const HUES = 12;
-const FIRST_HUE = 50; // Red means that something is wrong.
-const HUE_STEP = 25;
 const COPIED_MS = 1500;
 
 export const by = (id) => document.getElementById(id);
@@ -39,24 +36,6 @@ export function arrange(parent, known, items, keyOf, make) {
     if (element === before) before = before.nextElementSibling;
     else parent.insertBefore(element, before);
   }
-}
-
-/** Gives an element its tenant's colour, a function of the name alone: 12 hues, each light or deep. */
-export function paint(element, tenant) {
-  if (element.dataset.painted === tenant) return;
-  element.dataset.painted = tenant;
-  const hash = hashOf(tenant);
-  element.style.setProperty("--hue", FIRST_HUE + HUE_STEP * (hash % HUES));
-  element.style.setProperty("--tone", `var(--tone-${Math.floor(hash / HUES) % 2})`);
-}
-
-/** Returns FNV-1a with MurmurHash3's finalizer: names that differ in one letter get different colours. */
-function hashOf(text) {
-  let hash = 0x811c9dc5;
-  for (const unit of new TextEncoder().encode(text)) hash = Math.imul(hash ^ unit, 0x01000193);
-  hash = Math.imul(hash ^ (hash >>> 16), 0x85ebca6b);
-  hash = Math.imul(hash ^ (hash >>> 13), 0xc2b2ae35);
-  return (hash ^ (hash >>> 16)) >>> 0;
 }
 
 /** Copies a button's text to the clipboard and says so, on the button and to screen readers. */

@@ -1,12 +1,13 @@
 // The list of the leases' latest changes.
 
-import { arrange, by, copyOf, dress, paint, say } from "./elements.js";
-import { happened, span } from "./format.js";
+import { paint } from "./colours.js";
+import { arrange, by, copyOf, dress, say } from "./elements.js";
+import { happened, ID_CHARS, size, span } from "./format.js";
 
 const items = new Map(); // by the event's number
 
-/** Draws a state's events for which `isWanted` holds. */
-export function drawEvents(list, isWanted) {
+/** Draws a state's events for which `isWanted` holds. `cards` has the cards' names by UUID. */
+export function drawEvents(list, isWanted, cards) {
   const shown = list.filter(isWanted);
   const box = by("events");
   const [top, height] = [box.scrollTop, box.scrollHeight];
@@ -20,6 +21,12 @@ export function drawEvents(list, isWanted) {
     paint(at(".key"), event.tenant);
     say(at(".tenant"), event.tenant || "a lease");
     say(at(".phase"), happened(event));
+    const id = event.lease_id ?? "";
+    say(at(".id code"), id.slice(0, ID_CHARS));
+    at(".id code").title = id;
+    const what = event.is_region ? "region of " : "";
+    const of = event.size_bytes === null ? "" : `${what}${size(event.size_bytes)}`;
+    say(at(".where"), [of, cards.get(event.card_uuid) ?? ""].filter((text) => text).join(" on "));
     say(at(".why"), event.reason ?? "");
     item.ageS = event.age_s;
   }

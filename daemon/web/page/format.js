@@ -1,13 +1,15 @@
 // Sizes, times and states as text, in the words of the command line (`gpulease leases`).
 
+export const ID_CHARS = 8; // The part of a lease's id that `gpulease top` shows and commands accept.
 const UNITS = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 const PHASES = { active: "began", warning: "was warned", grace: "is ending", teardown: "is being torn down", ended: "ended" };
 const integer = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
-/** Formats bytes with four digits at most: "1.5 GiB". */
+/** Formats bytes, rounded to three digits: "1.5 GiB". */
 export function size(bytes) {
   const [unit, scale] = UNITS.find(([, least]) => bytes >= least) ?? ["B", 1];
-  return `${Number((bytes / scale).toPrecision(4))} ${unit}`;
+  const tens = bytes < 10 * scale ? 100 : bytes < 100 * scale ? 10 : 1;
+  return `${Math.floor((bytes * tens) / scale + 0.5) / tens} ${unit}`;
 }
 
 /** Formats a time span: "2 h 05 min", "3 min 20 s", "4.2 s". */

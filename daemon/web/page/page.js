@@ -4,6 +4,7 @@
 // from the moment a state arrived.
 
 import { askForToken, askToDrain, askToEndDrain } from "./actions.js";
+import { assignColours } from "./colours.js";
 import { countDown, drawCards, drawHistory, leasedOf, usedOf } from "./cards.js";
 import { by, say } from "./elements.js";
 import { ageEvents, drawEvents } from "./events.js";
@@ -26,8 +27,10 @@ function draw() {
   say(by("version"), state.version.replace("/", " "));
   drawTotals();
   drawFleet(state.fleet);
+  const inCards = state.cards.flatMap((card) => card.slices.flatMap((slice) => [slice, ...slice.regions]));
+  assignColours([...inCards, ...state.events].map((one) => one.tenant));
   drawCards(state.cards, isWanted);
-  drawEvents(state.events, isWanted);
+  drawEvents(state.events, isWanted, new Map(state.cards.map((card) => [card.uuid, `GPU ${card.index}`])));
   tick();
 }
 

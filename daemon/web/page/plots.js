@@ -1,4 +1,4 @@
-// Plots of each card's last hour: its utilisation, and its leased and used memory.
+// Plots of each card's last minutes, an hour at most: its utilisation, and its leased and used memory.
 //
 // Unknown figures are not drawn: a missing figure has no line, and a missing sample leaves a gap.
 
@@ -9,7 +9,10 @@ import { size } from "./format.js";
 const EVERY_MS = 10000; // The daemon takes a sample so often.
 const [WIDTH, HEIGHT] = [600, 100]; // The drawing's size; the browser stretches it to its place.
 
+const SPANS_MIN = [4, 12, 20, 40]; // A daemon that has not run for an hour yet fills its plots all the same.
+
 let history = null;
+let spanS = 60 * SPANS_MIN[0];
 
 /** Keeps the plots up to date; `onNew` is called with each answer in place. */
 export async function keepHistory(onNew) {
@@ -27,6 +30,12 @@ export async function keepHistory(onNew) {
     const isEmpty = Object.keys(history?.cards ?? {}).length === 0;
     await new Promise((resolve) => setTimeout(resolve, isEmpty ? EVERY_MS / 10 : EVERY_MS));
   }
+}
+
+/** Takes the shortest span that holds all samples: the plots of all cards have the same. */
+export function lookAtSpan() {
+  const oldestS = Math.max(0, ...Object.values(history?.cards ?? {}).map((lines) => lines.age_s[0] ?? 0));
+  spanS = 60 * (SPANS_MIN.find((minutes) => oldestS <= 60 * minutes) ?? (history?.span_s ?? 3600) / 60);
 }
 
 /** Draws a card's two plots into its `.plots`. */
@@ -47,6 +56,10 @@ export function drawPlots(place, card) {
 function drawPlot(figure, name, most, words, ages, figures) {
   const at = (selector) => figure.querySelector(selector);
   [most, most / 2, 0].forEach((value, index) => say(figure.querySelectorAll(".y span")[index], words(value)));
+  const minutes = spanS / 60;
+  [minutes, (3 * minutes) / 4, minutes / 2, minutes / 4].forEach((at, index) =>
+    say(figure.querySelectorAll(".x span")[index], index ? String(at) : `${at} min`),
+  );
   const summary = [];
   for (const [kind, values, word] of figures) {
     const runs = runsOf(ages, values, most);
@@ -59,7 +72,7 @@ function drawPlot(figure, name, most, words, ages, figures) {
     const highest = Math.max(...values.filter((value) => value !== null));
     if (last !== null) summary.push(`${word} ${text} now, at most ${words(highest)}`.trim());
   }
-  label(at("svg"), `${name} over the last hour: ${summary.join("; ") || "unknown"}`);
+  label(at("svg"), `${name} over the last ${minutes === 60 ? "hour" : `${minutes} minutes`}: ${summary.join("; ") || "unknown"}`);
 }
 
 /** Splits the points into runs, from one gap or unknown figure to the next. */
@@ -67,9 +80,9 @@ function runsOf(ages, values, most) {
   const runs = [];
   let before = null;
   ages.forEach((age, index) => {
-    const isKnown = values[index] !== null && age <= history.span_s;
+    const isKnown = values[index] !== null && age <= spanS;
     if (isKnown && (before === null || before - age > history.gap_s)) runs.push([]);
-    if (isKnown) runs.at(-1).push([WIDTH * (1 - age / history.span_s), HEIGHT * (1 - values[index] / most)]);
+    if (isKnown) runs.at(-1).push([WIDTH * (1 - age / spanS), HEIGHT * (1 - values[index] / most)]);
     before = isKnown ? age : null;
   });
   return runs;

@@ -191,3 +191,9 @@ def test_tables() -> None:
     assert table(["a", "n"], [["x", "5 B"], ["yy", "10 B"]]) == "a      n\nx    5 B\nyy  10 B"
     assert [size_text(size) for size in (5, 2048, 3 << 20, 6 << 30)] == ["5 B", "2 KiB", "3 MiB", "6 GiB"]
     assert [seconds_text(span) for span in (4.24, 200, 7500)] == ["4.2 s", "3 min 20 s", "2 h 05 min"]
+
+
+def test_a_mistyped_command_is_answered_with_the_one_that_was_meant() -> None:
+    done = CliRunner().invoke(main, ["helth"])
+    assert done.exit_code == 2
+    assert done.output.endswith("Error: No such command 'helth'. Did you mean 'health'?\n")

@@ -50,7 +50,7 @@ def test_an_interrupt_while_it_imports_ends_it_without_a_word(tmp_path: Path) ->
     where = python_environment()
     where["PYTHONPATH"] = os.pathsep.join([str(tmp_path), where["PYTHONPATH"]])
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", code, "gpulease.daemon.record.audit"],
+        [sys.executable, "-P", "-c", code, "daemon", "gpulease.daemon.record.audit"],
         env=where,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

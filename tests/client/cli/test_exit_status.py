@@ -55,7 +55,7 @@ def test_help_imports_no_command() -> None:
 def test_a_command_of_the_daemon_without_what_it_needs(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['cryptography'] = None\n"
-        "sys.argv[1:] = ['gpulease.daemon.remote.pki', 'init', 'none']\n"
+        "sys.argv[1:] = ['daemon', 'gpulease.daemon.remote.pki', 'init', 'none']\n"
         "from gpulease.client.cli.start import run_module_instead as run; run()"
     )
     done = subprocess.run(

@@ -147,7 +147,7 @@ def test_what_makes_no_sense_is_told_as_the_daemons(
 
 @pytest.mark.parametrize("op", [Opcode.HELLO, Opcode.LEASE_LIST_ACTIVE])
 def test_what_is_no_answer_at_all(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, op: Opcode) -> None:
-    monkeypatch.setitem(ANSWERS, op, b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
+    monkeypatch.setitem(ANSWERS, op, b"421 Misunderstood\r\n" * 4)
     done = subprocess.run([*INSTALLED, "leases"], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 69
     assert "can't be followed" in done.stderr

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from gpulease.client.cli import service
 from gpulease.client.cli.__main__ import main
-from gpulease.client.cli.service import PLACES, UNITS, Environment, filled_in, quoted, this_environment
+from gpulease.client.cli.service import OPERATORS_OWN, PLACES, UNITS, Environment, filled_in, quoted, this_environment
 
 HOME = str(Path("/home", "ann"))
 IN_OPT = Environment(("/opt/g/bin/gpuleased",), (), (Path("/opt/g"),))
@@ -161,3 +161,11 @@ def test_systemd_finds_the_daemon_in_an_odd_place(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", *units], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_manual_removes_all_that_is_installed() -> None:
+    manual = (UNITS.parent / "daemon" / "manual" / "systemd.md").read_text(encoding="utf-8")
+    uninstalling = manual.partition("## Uninstalling")[2].partition("\n## ")[0]
+    removed = {word for line in uninstalling.splitlines() if line.startswith("rm -f ") for word in line.split()[2:]}
+    assert removed == {f"/{path}" for name, path in PLACES.items() if name != OPERATORS_OWN}
+    assert f"`/{Path(PLACES[OPERATORS_OWN]).parent}`" in uninstalling

@@ -26,7 +26,7 @@ def test_keys_are_their_owners_and_nothing_is_overwritten(authority: Authority) 
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
     before = {path: path.read_bytes() for path in authority.folder.iterdir()}
     for again in (lambda: Authority.create(authority.folder), lambda: authority.issue_tenant("ann")):
-        with pytest.raises(PkiError, match="nothing is overwritten"):
+        with pytest.raises(PkiError, match="is there already, and"):
             again()
     assert {path: path.read_bytes() for path in authority.folder.iterdir()} == before
 
@@ -95,3 +95,21 @@ def test_the_commands(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     done = CliRunner().invoke(main, ["init", str(tmp_path / "file" / "pki")])
     assert (done.exit_code, done.output) == (74, f"gpulease pki: {tmp_path}/file/pki: Not a directory\n")
+
+
+@pytest.mark.parametrize("ends", ["revoked", "expired"])
+def test_one_that_nobody_accepts_any_more_is_replaced(tmp_path: Path, ends: str) -> None:
+    authority = Authority.create(tmp_path / "pki")
+    expired = timedelta(seconds=-1)
+    first = authority.issue_tenant("ann", expired) if ends == "expired" else authority.issue_tenant("ann")
+    old = first.certificate.read_bytes(), first.key.read_bytes()
+    if ends == "revoked":
+        authority.revoke(first.certificate)
+    second = authority.issue_tenant("ann")
+    assert second == first, "the files that settings name"
+    assert (second.certificate.read_bytes(), second.key.read_bytes()) != old
+    kept = sorted((tmp_path / "pki").glob("tenant-ann-*"))
+    assert [path.suffix for path in kept] == [".key", ".pem"]
+    assert (kept[1].read_bytes(), kept[0].read_bytes()) == old
+    with pytest.raises(PkiError, match=r"holds until .*: revoke it"):
+        authority.issue_tenant("ann")

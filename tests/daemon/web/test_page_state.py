@@ -11,10 +11,11 @@ from gpulease.daemon.web import page_state as feed_module
 from gpulease.daemon.web.app import Cached
 from gpulease.daemon.web.broker_link import BrokerSilent
 from gpulease.daemon.web.page_state import LOOK_UP_PAUSE_S, MAX_CHANGES, MAX_TO_LOOK_UP, Feed
+from gpulease.daemon.web.view import Changed
 from gpulease.protocol.connection import Request
 from gpulease.protocol.messages import LeaseEvent
 from gpulease.protocol.opcodes import Opcode, Phase
-from helpers.web_rig import CARD, Scene, lease
+from helpers.web_rig import CARD, GIB, Scene, lease
 
 
 class Link:
@@ -109,7 +110,7 @@ def test_a_watcher_is_told_soon_of_what_happens(monkeypatch: pytest.MonkeyPatch)
         feed.on_event(event(1))
         second = await asyncio.wait_for(anext(looks), 60)
         assert second is not None
-        assert [one.tenant for one in second.changes] == ["ann"]
+        assert [one.about for one in second.changes] == [Changed("ann", CARD, GIB, is_region=False)]
         await looks.aclose()  # type: ignore[attr-defined]
 
     fed(play)

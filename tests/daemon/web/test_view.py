@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.web.view import FleetNow, LeaseChange, Pseudonyms, Snapshot, view_of
+from gpulease.daemon.web.view import Changed, FleetNow, LeaseChange, Pseudonyms, Snapshot, view_of
 from helpers.web_rig import CARD, GIB, card, lease
 
 SECRET = b"s" * 32
@@ -19,8 +19,8 @@ LEASES = (
 
 def snapshot(*leases: dict[str, Any], **changes: Any) -> Snapshot:
     lease_changes = (
-        LeaseChange(1, 90.0, f"{0xABC:032x}", "active", "", "", "ann", CARD),
-        LeaseChange(2, 95.5, f"{9:032x}", "ended", "expired", "its time is over", "", ""),
+        LeaseChange(1, 90.0, f"{0xABC:032x}", "active", "", "", Changed("ann", CARD, GIB, False)),
+        LeaseChange(2, 95.5, f"{9:032x}", "ended", "expired", "its time is over"),
     )
     found = card(**changes)
     return Snapshot(
@@ -58,6 +58,8 @@ def test_with_the_token_all_are() -> None:
         "cause": "expired",
         "tenant": "",
         "card_uuid": "",
+        "size_bytes": None,
+        "is_region": False,
         "lease_id": f"{9:032x}",
         "reason": "its time is over",
     }

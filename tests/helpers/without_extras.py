@@ -1,0 +1,33 @@
+"""An environment in which gpulease is installed without any extra."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+from helpers.daemon import python_environment
+
+BASE = ("click", "construct", "msgpack", "numpy")
+"""What a bare `pip install .` brings, by the names of imports."""
+
+_SITE = """
+import sys
+sys.path[:] = [place for place in sys.path if "-packages" not in place] + [{links!r}]
+"""
+
+
+def environment_without_extras(folder: Path) -> dict[str, str]:
+    """The environment of a Python that finds gpulease and what it needs in any case. The folder must be empty."""
+    links = folder / "links"
+    links.mkdir()
+    for name in BASE:
+        found = importlib.util.find_spec(name)
+        assert found is not None
+        assert found.origin is not None
+        package = Path(found.origin).parent
+        # Beside numpy lie the libraries that its wheel brings.
+        for part in (package, package.with_name(f"{name}.libs")):
+            if part.exists():
+                (links / part.name).symlink_to(part)
+    (folder / "sitecustomize.py").write_text(_SITE.format(links=str(links)))
+    environment = python_environment()
+    return environment | {"PYTHONPATH": os.pathsep.join([str(folder), environment["PYTHONPATH"]])}
