@@ -387,8 +387,8 @@ class Operations:
             handle.owner = None
 
         yield from self.send_noting(frame, note)
-        yield from send(attachment.channel, (), self.limit)
         try:
+            yield from send(attachment.channel, (), self.limit)
             result = yield from receive(attachment.channel, request_id, self.limit)
         except (LinkEnded, GpuLeaseError):
             handle.owner = attachment  # as the session's end finds it
@@ -397,8 +397,8 @@ class Operations:
             # The reply may tell that an earlier failure has kept this from being done: then it is sent again.
             self.freed += [(request_id, op, number)]
             raise
-        if isinstance(result, Failure) and result.failed_request_id is not None:
-            handle.owner = attachment  # an earlier operation failed, and this was not done
+        if isinstance(result, Failure):
+            handle.owner = attachment  # it was not done: an earlier operation failed, or the lease is over
         self.settle(result, doing_of(op))
         self.acknowledge(op, request_id)
 

@@ -27,7 +27,7 @@ def peer(daemon: Daemon) -> Iterator[RawPeer]:
 def test_a_second_connection_to_an_exclusive_session(daemon: Daemon, exclusivity: GpuExclusivityClass | None) -> None:
     builder = daemon.builder() if exclusivity is None else daemon.builder().exclusivity(exclusivity)
     with builder.acquire() as lease, GpuSession(lease) as session:
-        with pytest.raises(Busy, match="1 connections"):
+        with pytest.raises(Busy, match="1 connection, "):
             GpuSession(lease)
         check_main_job(session)
 

@@ -137,7 +137,7 @@ def test_what_a_person_types(daemon: Daemon, gpulease: Callable[..., Result]) ->
     assert "gpulease_ready 1.0\n" in shown.stdout
     assert shown.stdout.endswith("\n")
     shown = gpulease(daemon, "health")
-    assert (shown.exit_code, shown.stdout.count(" ok")) == (0, 7), shown.output
+    assert (shown.exit_code, shown.stdout.count(" ok")) == (0, 8), shown.output
     ask(Opcode.DRAIN, Drain(60_000), daemon.address)
     try:
         shown = gpulease(daemon, "health", "--json")

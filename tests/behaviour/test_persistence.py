@@ -38,12 +38,13 @@ def test_buffers_do_not_touch_each_other(daemon: Daemon) -> None:
             assert session.mem_read(buffer, 0, len(buffer)) == bytes([number]) * len(buffer)
 
 
-def test_memory_outlives_a_connection_and_a_sync(daemon: Daemon) -> None:
+def test_memory_that_is_kept_outlives_a_connection_and_a_sync(daemon: Daemon) -> None:
     with daemon.builder().acquire() as lease:
         first = GpuSession(lease)
         buffer = first.mem_alloc(64)
         first.mem_write(buffer, 0, numbers(16))
         first.sync()
+        first.keep(buffer, "numbers")
         handle = buffer.handle
         first.close()
         with RawPeer(daemon.address).hello() as peer:
