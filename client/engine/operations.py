@@ -374,6 +374,8 @@ class Operations:
 
     def free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
         """Free one handle now, and wait for the reply."""
+        if self.attachment.over is not None:
+            raise error_of(self.attachment.over, doing)
         self.check(handle, kind, doing)
         yield from self.do(doing, self._free(handle))
 
@@ -387,8 +389,8 @@ class Operations:
             handle.owner = None
 
         yield from self.send_noting(frame, note)
+        yield from send(attachment.channel, (), self.limit)
         try:
-            yield from send(attachment.channel, (), self.limit)
             result = yield from receive(attachment.channel, request_id, self.limit)
         except (LinkEnded, GpuLeaseError):
             handle.owner = attachment  # as the session's end finds it
