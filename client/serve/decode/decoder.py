@@ -771,7 +771,8 @@ class Decoder:
         self.moves.step_answered()
         if self._adopted is not None and not self._adopted.done():
             self._adopted.set_exception(error)
-            self._adopted.exception()  # Nobody may wait for it: asyncio would log it, and keep all that its frames have.
+            # Nobody may wait for it: asyncio would log it, and keep all that its frames have.
+            self._adopted.exception()
         self._wake.set()
 
     async def wait_ended(self) -> None:
