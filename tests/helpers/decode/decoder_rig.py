@@ -40,7 +40,8 @@ async def opened(at: Daemon | str, *observers: DecoderObserver) -> AsyncIterator
     model, address = RandomCheckpoint(TINY, 1), at if isinstance(at, str) else at.address
     async with Decoder.open(model, TENANTS, SETTINGS, address=address, observers=observers) as decoder:
         yield decoder
-    assert asyncio.all_tasks() == before
+    left = asyncio.all_tasks() - before
+    assert not left, [task.print_stack() for task in left]
 
 
 def play(at: Daemon | str, scene: Callable[[Decoder], Coroutine[Any, Any, None]], *observers: DecoderObserver) -> None:
