@@ -77,7 +77,7 @@ class Reason(Enum):
     """Reasons for which all claimed leases of a node end."""
 
     FENCED = "fenced"
-    """Another node removed this one from the fleet, because it was silent for half a horizon."""
+    """Another node removed this one from the fleet, because it was silent for more than a horizon."""
     FORGOTTEN = "forgotten"
     """The daemon has claimed leases, but no longer knows under which incarnation it claimed them."""
     LOST = "lost"
@@ -344,8 +344,6 @@ class Note(Enum):
     """This node was fenced."""
     FENCED_OTHER = "fenced_other"
     """This node fenced another; `node_id` names it."""
-    FENCE_PUT_OFF = "fence_put_off"
-    """A silent node was not fenced: the fleet has fenced as many as it may in a minute."""
     ORPHAN_DELETED = "orphan_deleted"
     TWIN = "twin"
     """Another daemon joined under this node's id."""
