@@ -9,12 +9,14 @@ import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import asdict
+from secrets import token_hex
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.fleet_records import CardRecord
 from gpulease.daemon.fleet.live_claims import LiveParts
+from gpulease.daemon.fleet.machine_readings import MachineReadings
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,
@@ -31,6 +33,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     LiveClaims,
     MoveHorizon,
     Noted,
+    Paused,
     QuotaDropped,
     QuotaEnded,
     QuotaGiven,
@@ -44,6 +47,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     TimerFired,
 )
 from gpulease.daemon.fleet.rules.member import Member
+from gpulease.daemon.fleet.rules.pauses import missed_ns
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -57,6 +61,15 @@ MESSAGES_PER_TURN: Final = 64
 MAX_SLEEP_S: Final = 1.0
 """Longest sleep of the loop's timer, whose clock stands still while the host is suspended; the rules' clock goes on."""
 
+INSTANCE_BYTES: Final = 8
+"""Random bytes that tell this process's writes from those of every other of the node."""
+
+READING_S: Final = 0.25
+"""Between two readings of the machine's clocks: a pause is noticed so long after it, at most."""
+
+LEAST_PAUSE_NS: Final = 50_000_000
+"""Shortest pause that is taken for one: the times in /proc/stat are whole hundredths of a second."""
+
 
 class FleetProcess:
     """A member of the fleet with its etcd and its broker.
@@ -66,6 +79,7 @@ class FleetProcess:
         client: The way to etcd.
         channel: The broker's channel.
         on_files: Takes the names and descriptors of certificates' files that the broker opened anew.
+        readings: Show whether the machine was paused.
         clock_ns: CLOCK_BOOTTIME in nanoseconds.
     """
 
@@ -75,6 +89,7 @@ class FleetProcess:
         client: EtcdClient,
         channel: socket.socket,
         on_files: Callable[[list[str], list[int]], None],
+        readings: MachineReadings,
         clock_ns: Callable[[], int] = boot_ns,
     ) -> None:
         self._member = member
@@ -82,6 +97,8 @@ class FleetProcess:
         self._channel = channel
         self._on_files = on_files
         self._clock_ns = clock_ns
+        self._readings = readings
+        self._last_reading = readings.read()
         self._outbox = Outbox(channel)
         self._live = LiveParts()
         self._timer: asyncio.TimerHandle | None = None
@@ -98,9 +115,11 @@ class FleetProcess:
         loop.add_reader(self._channel, self._read)
         self._send({"op": "ready"})
         self._post(Started())
+        watch = loop.create_task(self._watch_machine())
         try:
             await self._ended.wait()
         finally:
+            watch.cancel()
             loop.remove_reader(self._channel)
             loop.remove_writer(self._channel)
             self._outbox.close()
@@ -108,7 +127,7 @@ class FleetProcess:
                 self._timer.cancel()
             for task in self._asks:
                 task.cancel()
-            await asyncio.gather(*self._asks, return_exceptions=True)
+            await asyncio.gather(watch, *self._asks, return_exceptions=True)
 
     # --- the rules ---
 
@@ -184,6 +203,17 @@ class FleetProcess:
     def _note(self, effect: Noted) -> None:
         message = {"op": "noted", "what": effect.note.value, "text": effect.text}
         self._send(message | {"node": effect.node_id, "name": effect.name})
+
+    # --- the machine ---
+
+    async def _watch_machine(self) -> None:
+        """Say to the rules when the machine was paused."""
+        while True:
+            await asyncio.sleep(READING_S)
+            before, self._last_reading = self._last_reading, self._readings.read()
+            missed = missed_ns(before, self._last_reading)
+            if missed is None or missed >= LEAST_PAUSE_NS:
+                self._post(Paused(missed, token_hex(INSTANCE_BYTES)))
 
     # --- the broker ---
 

@@ -86,6 +86,8 @@ class Reason(Enum):
     """This node's clock runs faster or slower than the others' by more than the fleet allows for."""
     RESTORED = "restored"
     """etcd is another store than the one that was joined, or an earlier state of it."""
+    PAUSED = "paused"
+    """The machine was paused, and its clocks with it: they don't show that the horizon has passed."""
     RENEWED = "renewed"
     """An operator renewed the store's generation; the node joins anew."""
 
@@ -202,6 +204,20 @@ class QuotaEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Paused:
+    """The machine was paused, and its clocks with it; it runs again.
+
+    Attributes:
+        missed_ns: For how long at least its clocks stood still; None: it was restored from a snapshot, or copied, so
+            that another one may run with all that this process knows.
+        instance: Another random text in place of the one that the process began with.
+    """
+
+    missed_ns: int | None
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stopping:
     """The daemon stops: beat no more, finish what is being deleted, and leave the fleet if nothing claimed is left."""
 
@@ -218,6 +234,7 @@ Event = (
     | QuotaWanted
     | QuotaDropped
     | QuotaEnded
+    | Paused
     | Stopping
 )
 

@@ -63,6 +63,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     MoveHorizon,
     Note,
     Noted,
+    Paused,
     QuotaDropped,
     QuotaEnded,
     QuotaWanted,
@@ -198,6 +199,8 @@ class Member:
                 self._quotas.drop(event.request, now_ns)
             case QuotaEnded():
                 self._quotas.end(event.tenant, event.lease_id, now_ns)
+            case Paused():
+                self._pause(event)
             case Stopping():
                 self._is_stopping = True
         self._advance(now_ns)
@@ -466,6 +469,28 @@ class Member:
         self._quotas.restore({})
         self._membership.effects.append(EndClaimed(reason, text))
         self._note(Note.REFUSED if self._is_refused else Note.FENCED, text)
+
+    # --- pauses of the machine ---
+
+    def _pause(self, paused: Paused) -> None:
+        """End claimed leases if the horizon may have passed while this machine's clocks stood still; else beat."""
+        missed_ns = paused.missed_ns
+        # What others have measured of this clock counts no more, and neither does what this node has of theirs.
+        self._membership.instance = paused.instance
+        self._clocks.forget()
+        if missed_ns is None:
+            # The other copy may go on with this node's record: it is a stranger's from now on.
+            self._own = 0
+        elif missed_ns <= self._membership.cap_ns * self._membership.rho:
+            self._membership.is_suspect = True
+            return
+        if self._membership.incarnation and self._phase in (_Phase.JOINING, _Phase.MEMBER):
+            long = (
+                "restored from a snapshot, or copied"
+                if missed_ns is None
+                else f"paused for {missed_ns / NS_PER_S:.1f} s"
+            )
+            self._lose(Reason.PAUSED, f"this machine was {long}: its clocks do not show that")
 
     # --- the end ---
 

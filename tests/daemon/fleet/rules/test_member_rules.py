@@ -25,6 +25,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     MoveHorizon,
     Note,
     Noted,
+    Paused,
     Reason,
     RecordChanged,
     Remembered,
@@ -647,6 +648,77 @@ def test_an_earlier_state_of_the_store_fences_nobody(etcd: ModelEtcd) -> None:
     other.ask_for(wait_s=0.1)
     other.run(1)
     assert fenced_key("a") not in backup.keys
+
+
+# --- pauses of the machine ---
+
+
+def test_a_machine_that_was_paused_ends_its_claimed_leases_and_joins_anew(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    host.take(Joined)
+    host.send(Paused(20 * S, "a.2"))
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.PAUSED]
+    host.send(LiveClaims())
+    host.settle()
+    host.run(1)
+    assert (len(host.take(Joined)), host.claims()) == (1, "")
+
+
+def test_a_machine_that_was_paused_between_two_processes_ends_its_claimed_leases(etcd: ModelEtcd) -> None:
+    first = Host(etcd).begin()
+    first.ask_for()
+    host = restarted(first, first.take(Joined)[-1])
+    host.take(EndClaimed)
+    host.send(Paused(20 * S, "a.2"))
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.PAUSED]
+
+
+def test_a_short_pause_ends_nothing_and_has_the_node_beat_at_once(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.take(MoveHorizon)
+    host.now += S
+    host.send(Paused(S // 5, "a.2"))
+    host.settle()
+    assert host.take(EndClaimed) == []
+    assert [moved.horizon_ns for moved in host.take(MoveHorizon)] == [host.now + int(T * 0.99)]
+
+
+def test_a_pause_while_claimed_leases_end_ends_them_once(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    host.send(Paused(20 * S, "a.2"))
+    host.send(Paused(20 * S, "a.2"))
+    host.send(Paused(None, "a.2"))
+    assert len(host.take(EndClaimed)) == 1
+
+
+def test_a_copied_machine_takes_its_record_for_the_other_copy_s(etcd: ModelEtcd) -> None:
+    one = Host(etcd).begin()
+    one.ask_for()
+    incarnation, identity = one.joined()
+    epochs = {"m": one.take(Claimed)[-1].epoch}
+    copy = Host(etcd, now=one.now, run=2, incarnation=incarnation, identity=identity)
+    copy.send(Started())
+    copy.send(LiveClaims(epochs))
+    copy.send(Paused(None, "a.3"))
+    assert [end.reason for end in copy.take(EndClaimed)] == [Reason.PAUSED]
+    copy.send(LiveClaims())
+    copy.settle()
+    together(60, one, copy)
+    assert (one.claims(), one.take(EndClaimed), copy.take(Joined)) == ("a", [], [])
+    assert TWIN in [noted.text for noted in copy.take(Noted)]
+
+
+def test_a_pause_makes_no_clock_a_wrong_one(etcd: ModelEtcd) -> None:
+    hosts = [Host(etcd, f"n{number}").begin() for number in range(4)]
+    together(20, *hosts)
+    for _ in range(16):
+        together(1, *hosts[1:])
+    hosts[0].send(Paused(16 * S, "n0.2"))
+    hosts[0].send(LiveClaims())
+    together(60, *hosts)
+    assert [[end.reason for end in host.take(EndClaimed)] for host in hosts] == [[Reason.PAUSED], [], [], []]
 
 
 # --- clock rates ---
