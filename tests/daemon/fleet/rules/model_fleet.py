@@ -240,7 +240,7 @@ class Fleet:
             self.post(node, event, runs)
 
     def pause_machine(self, node: Node, seconds: float, *, is_seen: bool = True) -> None:
-        """Pause the virtual machine, its clock too: nothing of it runs, and a reading behind it shows that if `is_seen`.
+        """Pause the virtual machine, its clock too. Nothing of it runs; a reading shows that behind it, if `is_seen`.
 
         Between the end of the pause and that reading the machine can't know of it: the judge does not look then.
         """
