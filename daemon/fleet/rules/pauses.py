@@ -1,10 +1,12 @@
 """Pauses of the whole machine, as far as its own readings show them.
 
 The clocks of a virtual machine that is paused, migrated or restored from a snapshot stand still meanwhile, its horizon
-with them, and other nodes serve its names. Three readings can show that afterwards, each where the hypervisor has it:
+with them, and other nodes serve its names. Readings can show that afterwards, each where the hypervisor has it:
 
 - The host's clock, which the hypervisor passes on, went further than this machine's.
 - A processor was stolen for longer than this machine's clock went on: Xen counts a pause so.
+
+A suspension that the machine's kernel takes part in is no such pause: CLOCK_BOOTTIME, the horizon's clock, counts it.
 
 A machine whose generation id is another was restored from a snapshot, or copied (VM Generation ID, Linux 6.10 and
 later): nobody knows for how long it stood still, and another one may run with all that this one knows.
