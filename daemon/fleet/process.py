@@ -102,6 +102,7 @@ class FleetProcess:
         self._outbox = Outbox(channel)
         self._live = LiveParts()
         self._timer: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
         self._due_ns: int | None = None
         self._asks: set[asyncio.Task[None]] = set()
         self._unset_horizons = 0
@@ -115,19 +116,19 @@ class FleetProcess:
         loop.add_reader(self._channel, self._read)
         self._send({"op": "ready"})
         self._post(Started())
-        watch = loop.create_task(self._watch_machine())
+        self._look_at_machine()
         try:
             await self._ended.wait()
         finally:
-            watch.cancel()
             loop.remove_reader(self._channel)
             loop.remove_writer(self._channel)
             self._outbox.close()
-            if self._timer is not None:
-                self._timer.cancel()
+            for timer in (self._timer, self._look):
+                if timer is not None:
+                    timer.cancel()
             for task in self._asks:
                 task.cancel()
-            await asyncio.gather(watch, *self._asks, return_exceptions=True)
+            await asyncio.gather(*self._asks, return_exceptions=True)
 
     # --- the rules ---
 
@@ -206,14 +207,13 @@ class FleetProcess:
 
     # --- the machine ---
 
-    async def _watch_machine(self) -> None:
-        """Say to the rules when the machine was paused."""
-        while True:
-            await asyncio.sleep(READING_S)
-            before, self._last_reading = self._last_reading, self._readings.read()
-            missed = missed_ns(before, self._last_reading)
-            if missed is None or missed >= LEAST_PAUSE_NS:
-                self._post(Paused(missed, token_hex(INSTANCE_BYTES)))
+    def _look_at_machine(self) -> None:
+        """Say to the rules if the machine was paused since the last look."""
+        self._look = asyncio.get_running_loop().call_later(READING_S, self._look_at_machine)
+        before, self._last_reading = self._last_reading, self._readings.read()
+        missed = missed_ns(before, self._last_reading)
+        if missed is None or missed >= LEAST_PAUSE_NS:
+            self._post(Paused(missed, token_hex(INSTANCE_BYTES)))
 
     # --- the broker ---
 

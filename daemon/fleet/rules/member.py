@@ -7,8 +7,7 @@ own, or none, was fenced: it ends all claimed leases, and joins anew once their 
 
 A record under this node's id that no membership of this daemon left is another daemon's: of a host with the same name,
 or of this host before its journal was lost. Its leases may live: only once it was silent for half a horizon is the
-record deleted, and its claims are given up one more horizon later. While it beats,
-this node stays out.
+record deleted, and its claims are given up one more horizon later. While it beats, this node stays out.
 
 The store may be another one: restored from a backup, or made anew. Then its revisions repeat, and epochs with them. A
 node that remembers a higher revision or another cluster stays out until an operator renews the generation key.
@@ -485,12 +484,8 @@ class Member:
             self._membership.is_suspect = True
             return
         if self._membership.incarnation and self._phase in (_Phase.JOINING, _Phase.MEMBER):
-            long = (
-                "restored from a snapshot, or copied"
-                if missed_ns is None
-                else f"paused for {missed_ns / NS_PER_S:.1f} s"
-            )
-            self._lose(Reason.PAUSED, f"this machine was {long}: its clocks do not show that")
+            how = "restored or copied" if missed_ns is None else f"paused for {missed_ns / NS_PER_S:.1f} s"
+            self._lose(Reason.PAUSED, f"this machine was {how}, and its clock with it")
 
     # --- the end ---
 
