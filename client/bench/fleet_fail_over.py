@@ -27,8 +27,7 @@ GOAL_HORIZON_S: Final = 30
 GOAL_S: Final = 45.0
 """Longest time from a fault to the first kernel at another node, at the default horizon: one and a half of it.
 
-A node is fenced when it was silent for half a horizon. Its claim is deleted a horizon and a hundredth after its last
-beat was seen, or, where somebody else has fenced it, after that was seen: its leases have surely ended by then. With a
+A node is fenced a horizon and a hundredth after its last beat was seen: its leases have surely ended by then. With a
 shorter horizon, what does not get shorter with it counts too, as the tries of the tenant and the start of its session.
 """
 
@@ -99,7 +98,7 @@ STAYS: Final = "leader"
 
 
 def measure_fail_over(faults: Sequence[str], horizon_s: int, rounds: int, say: Say) -> Figures:
-    """Measure each of these faults so often, each time in a new fleet: a fleet fences only so many nodes a minute.
+    """Measure each of these faults so often, each time in a new fleet: a node that was killed stays dead.
 
     Raises CannotStart, or GpuLeaseError if the name is served nowhere again.
     """

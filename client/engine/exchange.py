@@ -17,7 +17,7 @@ from gpulease.client.transport.credentials import SecuredAddress
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.address import Address, TcpAddress, UnixAddress
-from gpulease.protocol.messages import Body, Hello, HelloReply
+from gpulease.protocol.messages import Body, Hello, HelloReply, Ping
 from gpulease.protocol.opcodes import HelloRequestOption
 from gpulease.protocol.primitives import Tlv
 
@@ -27,6 +27,10 @@ CONNECT_LIMIT_S: Final = 10.0
 CONTROL_REPLY_LIMIT_S: Final = 30.0
 """Longest a control request may take, besides the wait it asks for. Freeing a lease waits for a process to be reaped
 and its memory to be seen free, which is well under a second; past this the daemon hangs."""
+
+PING_AFTER_S: Final = 2.0
+"""Silence behind a request that makes something, or waits for room, after which a daemon is asked whether it lives. Far
+longer than a grant takes that need not wait, so that hardly any acquire pings."""
 
 CONNECT_RETRY_S: Final = 0.01
 """Pause before trying again a Unix socket whose queue of pending connections is full."""
@@ -105,6 +109,33 @@ def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body |
         if not channel.spin():
             yield from _wait(channel, limit, for_room=False)
             channel.pump()
+    return result
+
+
+def receive_from_living(
+    channel: Channel, request_id: int, limit: Limit, *, pong_limit_s: float, clock: Clock = time.monotonic
+) -> Procedure[Body | Failure]:
+    """Wait for the result of a control request that may take long, while the daemon answers PING beside it.
+
+    Raises LinkEnded, what the limit raises, or Disconnected if a PING is not answered within `pong_limit_s`: the daemon
+    hangs, or its host is gone without a word.
+    """
+    take, doing = channel.link.take, doing_of(Opcode.PING)
+    ping_id, quiet = 0, TimeLimit(PING_AFTER_S, doing, channel.address, clock)
+    while (result := take(request_id)) is None:
+        if ping_id and take(ping_id) is not None:
+            ping_id, quiet = 0, TimeLimit(PING_AFTER_S, doing, channel.address, clock)
+        if limit.remaining_s() <= 0:
+            yield from limit.over()
+        elif quiet.remaining_s() > 0:
+            yield Wait(channel, False, min(limit.remaining_s(), quiet.remaining_s()))
+            channel.pump()
+        elif ping_id:
+            yield from quiet.over()
+        else:
+            quiet = TimeLimit(pong_limit_s, doing, channel.address, clock)
+            ping_id, frame = channel.link.request(Opcode.PING, Ping(0))
+            yield from send(channel, (frame,), quiet)
     return result
 
 

@@ -3,7 +3,11 @@
 Theory of operation. A directory's answer may be seconds old, so a node that it named may refuse. Then the next is
 asked. All tries of one acquire have one request id. If a connection ends before the node's answer came, the lease may
 be there already. So the same node is asked again, by the same id, before another is. A node looks for the id before it
-refuses anything. So its answer is final, also where it is no grant; a connection that is refused says nothing.
+refuses anything. So its answer is final, also where it is no grant; a connection that is refused says nothing. Who
+waits for a name need not stay with such a node: a name is granted once, and a later round asks the node again.
+
+A node that hangs, or whose host is gone, is left after seconds: it answers no PING beside the request. A lease without
+a name that it grants all the same, once it goes on, is an orphan, for nobody is connected to it.
 Afterwards the fleet plays no part: all requests about the lease go to its own node.
 
 The request id is one call's. A program that dies in `acquire()` and calls it anew asks for another lease; the first
@@ -18,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from gpulease.client.engine.exchange import (
-    CONNECT_LIMIT_S,
     Clock,
     TimeLimit,
     Undo,
@@ -27,7 +30,7 @@ from gpulease.client.engine.exchange import (
     disconnected,
     doing_of,
     give_up,
-    receive,
+    receive_from_living,
     send,
 )
 from gpulease.client.engine.waits import Procedure, Sleep
@@ -65,16 +68,20 @@ DIRECTORY_LIMIT_S: Final = 4.0
 """Longest time for a directory to be reached, and then to answer. It answers from memory, within milliseconds; another
 one is asked instead."""
 
+NODE_LIMIT_S: Final = 4.0
+"""Longest time for a node to be reached, and to answer PING while it works on the request. Both take it milliseconds;
+another one is asked instead. A grant itself may take longer."""
+
 PLACEMENTS_PER_ROUND: Final = 3
 """Times that a directory is asked for further nodes in a row: of 24 nodes drawn at random one has room, or few have."""
 
 GRANT_LIMIT_S: Final = 90.0
-"""Longest a grant may take, beside the wait for room: that of an acquire at one host."""
+"""Longest a grant may take at a node that lives, beside the wait for room: that of an acquire at one host."""
 
 LOST_ANSWER_S: Final = 15.0
 """Time in which a node is asked again after an answer was lost. A broker that restarts is back by then: on a host with
-few cores, all of them busy, that took 3 s. A host that is gone costs an acquire this long, if it went while it was
-asked."""
+few cores, all of them busy, that took 3 s. A daemon that was killed costs an acquire this long, if it went while it was
+asked, and no name can be waited for elsewhere."""
 
 LOST_PAUSE_S: Final = 0.1
 """Pause between two such tries."""
@@ -274,9 +281,10 @@ class _Search(Generic[T]):
                     channel.link.claim(number)
                     return lease
             except GpuLeaseError as error:
+                is_lost = _is_lost(error, channel)
                 if channel is not None:
                     channel.close()
-                if again_until is None and not _is_lost(error, channel):
+                if again_until is None and (not is_lost or self._waits_for_name()):
                     raise
                 if again_until is not None and self._clock() >= again_until:
                     raise error from None
@@ -293,6 +301,10 @@ class _Search(Generic[T]):
             yield Sleep(LOST_PAUSE_S)
             left_s = max(0.0, wait_until - self._clock())
 
+    def _waits_for_name(self) -> bool:
+        """Return whether a name is asked for, with time left for rounds that ask this node again beside others."""
+        return bool(self._place.name) and self._end - self._clock() > LOST_ANSWER_S
+
     def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:
         """Connect to a node, at the first of its addresses that answers."""
         error: GpuLeaseError = Disconnected(f"node {candidate.node_id} has no address that can be used")
@@ -302,7 +314,7 @@ class _Search(Generic[T]):
             except ValueError:
                 continue
             try:
-                return (yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address, self._clock)))
+                return (yield from dial(address, TimeLimit(NODE_LIMIT_S, "connect", address, self._clock)))
             except Disconnected as unreached:
                 error = unreached
         raise error.with_traceback(None)
@@ -330,8 +342,13 @@ class _Search(Generic[T]):
 
 
 def _is_lost(error: GpuLeaseError, channel: Channel | None) -> bool:
-    """Return whether a first try was asked and its answer is lost. A node that says goodbye has granted nothing."""
-    return channel is not None and isinstance(error, Disconnected) and not channel.link.said_goodbye
+    """Return whether a first try was asked and its answer was lost with the connection, so that it may come once more.
+
+    A node that says goodbye has granted nothing; one that hangs has not ended the connection.
+    """
+    if channel is None or not isinstance(error, Disconnected):
+        return False
+    return channel.link.end is not None and not channel.link.said_goodbye
 
 
 def _answer(
@@ -341,7 +358,7 @@ def _answer(
     limit = TimeLimit(limit_s, doing, channel.address, clock)
     try:
         yield from send(channel, (frame,), limit)
-        answer: Any = yield from receive(channel, number, limit)
+        answer: Any = yield from receive_from_living(channel, number, limit, pong_limit_s=NODE_LIMIT_S, clock=clock)
     except LinkEnded as ended:
         raise disconnected(ended, channel, doing) from None
     return cast("LeaseGrant | Failure", answer)

@@ -34,6 +34,7 @@ from gpulease.client.engine.exchange import (
     doing_of,
     give_up,
     receive,
+    receive_from_living,
     send,
 )
 from gpulease.client.engine.fleet_acquire import Fleet, acquire_in
@@ -803,7 +804,8 @@ def _open(
     channel: Channel | None = None
     try:
         channel, hello, number = yield from dial_for(address, limit, First(op, body, undo=undo))
-        reply = yield from receive(channel, number, TimeLimit(reply_limit_s, doing, address))
+        limit = TimeLimit(reply_limit_s, doing, address)
+        reply = yield from receive_from_living(channel, number, limit, pong_limit_s=CONNECT_LIMIT_S)
         if isinstance(reply, Failure):
             raise error_of(reply, doing)
         lease = _lease_on(channel, hello, grant_of(reply), lock)

@@ -16,7 +16,8 @@ from typing import Any, Final
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, port_of
 from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, received_certificates
-from gpulease.daemon.fleet.process import FleetProcess
+from gpulease.daemon.fleet.machine_readings import MachineReadings
+from gpulease.daemon.fleet.process import INSTANCE_BYTES, FleetProcess
 from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, FleetTerms
 from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
@@ -24,9 +25,6 @@ from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
 from gpulease.daemon.sandbox.measures import Needs, SandboxBroken, SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
-
-INSTANCE_BYTES: Final = 8
-"""Random bytes that tell this process's writes from those of every other of the node."""
 
 MAX_PRIVATE_BYTES: Final = 2 << 30
 """The process's private memory. An honest one uses some 80 MiB, and 8 MiB of addresses for each of gRPC's threads, of
@@ -57,10 +55,11 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
             files.take(start["files"], fds)
         finally:
             close_all(fds)
+        readings = MachineReadings()
         # gRPC starts threads with its first channel: a thread that runs by now would stay outside.
         plan, _ = prepare(sandbox, needs_of(start["etcd"]), lambda _: ())
-        plan.enter((channel_fd,), parent_pid)
-        asyncio.run(_serve(start, files, channel))
+        plan.enter((channel_fd, *readings.fds), parent_pid)
+        asyncio.run(_serve(start, files, channel, readings))
     except ChannelClosed:
         return 0
     except (BadEtcdSettings, SandboxBroken, OSError) as error:
@@ -94,14 +93,15 @@ def needs_of(endpoints: Sequence[str]) -> Needs:
     return Needs(readable=readable, private_bytes=MAX_PRIVATE_BYTES, tcp_ports=tuple(sorted(ports)))
 
 
-async def _serve(start: dict[str, Any], files: SentFiles, channel: socket.socket) -> None:
+async def _serve(start: dict[str, Any], files: SentFiles, channel: socket.socket, readings: MachineReadings) -> None:
     """Raises ChannelClosed."""
     client = EtcdClient(EtcdSettings(tuple(start["etcd"]), timeout_s=start["timeout_s"]), files.read)
     try:
         terms, identity = FleetTerms(horizon_s=start["horizon_s"]), FleetIdentity(**start["identity"])
         member = Member(start["node"], terms, start["incarnation"], identity, instance=token_hex(INSTANCE_BYTES))
-        await FleetProcess(member, client, channel, files.take).run()
+        await FleetProcess(member, client, channel, files.take, readings).run()
     finally:
+        readings.close()
         await client.close()
 
 

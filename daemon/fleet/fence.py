@@ -20,6 +20,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Get,
     KeyValue,
     ModRevisionIs,
+    Put,
     Transaction,
 )
 from gpulease.daemon.fleet.etcd_options import NotDone, done, etcd_options
@@ -27,6 +28,7 @@ from gpulease.daemon.fleet.fleet_records import (
     HORIZON,
     NAMES,
     BadRecord,
+    fenced_key,
     held_key,
     name_of,
     node_key,
@@ -95,6 +97,9 @@ async def fence(
         # In short sleeps: one that spans a suspension of the host is longer by it.
         while (left_s := until - clock()) > 0:  # noqa: ASYNC110  # nothing happens that an event could tell
             await asyncio.sleep(min(left_s, POLL_S))
+    if claims or not waits:
+        # For what else it has: every node takes the mark for the proof that the memberships of before are over.
+        await done(client, Transaction((CreateRevisionIs(key, 0),), (Put(fenced_key(node_id), b""),)))
     return await _free_names(client, node_id, claims)
 
 

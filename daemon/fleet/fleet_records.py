@@ -7,7 +7,7 @@
     /gpulease/v1/held/NODE/TENANT/LEASE  empty, written and deleted with the lease's entry in a quota
     /gpulease/v1/quotas/TENANT/SHARD    a part of a tenant's quota
     /gpulease/v1/quota_default  the quota of each tenant that has none by name
-    /gpulease/v1/fences         how many nodes were fenced lately, over the whole fleet
+    /gpulease/v1/fenced/NODE    empty: the node's memberships of before this key's mod revision are over
     /gpulease/v1/generation     the store's generation key, made once: a restored backup has an older one
     /gpulease/v1/horizon        seconds after which a silent node's claimed leases have ended, the same for all nodes
 
@@ -26,7 +26,7 @@ HELD: Final = PREFIX + b"held/"
 CLOCKS: Final = PREFIX + b"clocks/"
 QUOTAS: Final = PREFIX + b"quotas/"
 QUOTA_DEFAULT: Final = PREFIX + b"quota_default"
-FENCES: Final = PREFIX + b"fences"
+FENCED: Final = PREFIX + b"fenced/"
 GENERATION: Final = PREFIX + b"generation"
 HORIZON: Final = PREFIX + b"horizon"
 
@@ -41,6 +41,11 @@ class BadRecord(ValueError):
 def node_key(node_id: str) -> bytes:
     """Return the key of a node's record."""
     return NODES + node_id.encode()
+
+
+def fenced_key(node_id: str) -> bytes:
+    """Return the key of the mark that a node's fence leaves."""
+    return FENCED + node_id.encode()
 
 
 def name_key(name: str) -> bytes:

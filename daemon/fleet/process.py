@@ -9,12 +9,14 @@ import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import asdict
+from secrets import token_hex
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.fleet_records import CardRecord
 from gpulease.daemon.fleet.live_claims import LiveParts
+from gpulease.daemon.fleet.machine_readings import MachineReadings
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,
@@ -31,6 +33,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     LiveClaims,
     MoveHorizon,
     Noted,
+    Paused,
     QuotaDropped,
     QuotaEnded,
     QuotaGiven,
@@ -44,6 +47,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     TimerFired,
 )
 from gpulease.daemon.fleet.rules.member import Member
+from gpulease.daemon.fleet.rules.pauses import missed_ns
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -57,6 +61,15 @@ MESSAGES_PER_TURN: Final = 64
 MAX_SLEEP_S: Final = 1.0
 """Longest sleep of the loop's timer, whose clock stands still while the host is suspended; the rules' clock goes on."""
 
+INSTANCE_BYTES: Final = 8
+"""Random bytes that tell this process's writes from those of every other of the node."""
+
+READING_S: Final = 0.25
+"""Between two readings of the machine's clocks: a pause is noticed so long after it, at most."""
+
+LEAST_PAUSE_NS: Final = 50_000_000
+"""Shortest pause that is taken for one: the times in /proc/stat are whole hundredths of a second."""
+
 
 class FleetProcess:
     """A member of the fleet with its etcd and its broker.
@@ -66,6 +79,7 @@ class FleetProcess:
         client: The way to etcd.
         channel: The broker's channel.
         on_files: Takes the names and descriptors of certificates' files that the broker opened anew.
+        readings: Show whether the machine was paused.
         clock_ns: CLOCK_BOOTTIME in nanoseconds.
     """
 
@@ -75,6 +89,7 @@ class FleetProcess:
         client: EtcdClient,
         channel: socket.socket,
         on_files: Callable[[list[str], list[int]], None],
+        readings: MachineReadings,
         clock_ns: Callable[[], int] = boot_ns,
     ) -> None:
         self._member = member
@@ -82,9 +97,12 @@ class FleetProcess:
         self._channel = channel
         self._on_files = on_files
         self._clock_ns = clock_ns
+        self._readings = readings
+        self._last_reading = readings.read()
         self._outbox = Outbox(channel)
         self._live = LiveParts()
         self._timer: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
         self._due_ns: int | None = None
         self._asks: set[asyncio.Task[None]] = set()
         self._unset_horizons = 0
@@ -98,14 +116,16 @@ class FleetProcess:
         loop.add_reader(self._channel, self._read)
         self._send({"op": "ready"})
         self._post(Started())
+        self._look_at_machine()
         try:
             await self._ended.wait()
         finally:
             loop.remove_reader(self._channel)
             loop.remove_writer(self._channel)
             self._outbox.close()
-            if self._timer is not None:
-                self._timer.cancel()
+            for timer in (self._timer, self._look):
+                if timer is not None:
+                    timer.cancel()
             for task in self._asks:
                 task.cancel()
             await asyncio.gather(*self._asks, return_exceptions=True)
@@ -184,6 +204,16 @@ class FleetProcess:
     def _note(self, effect: Noted) -> None:
         message = {"op": "noted", "what": effect.note.value, "text": effect.text}
         self._send(message | {"node": effect.node_id, "name": effect.name})
+
+    # --- the machine ---
+
+    def _look_at_machine(self) -> None:
+        """Say to the rules if the machine was paused since the last look."""
+        self._look = asyncio.get_running_loop().call_later(READING_S, self._look_at_machine)
+        before, self._last_reading = self._last_reading, self._readings.read()
+        missed = missed_ns(before, self._last_reading)
+        if missed is None or missed >= LEAST_PAUSE_NS:
+            self._post(Paused(missed, token_hex(INSTANCE_BYTES)))
 
     # --- the broker ---
 

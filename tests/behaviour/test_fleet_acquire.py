@@ -1,13 +1,17 @@
 """Acquires in a fleet: real daemons, real directories, a real etcd; the test writes the nodes' records."""
 
 import asyncio
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from gpulease.client import CapacityExceeded, Disconnected, GpuBuilder, GpuSession, InvalidRequest, aio
+from gpulease.client.engine import exchange
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
@@ -142,6 +146,31 @@ def test_room_that_comes_free_elsewhere_ends_the_wait(
         lease = waiting.acquire()
     with lease:
         assert lease.address == daemons[1].address
+
+
+def test_who_waits_at_a_daemon_that_is_stopped_goes_on_at_another(
+    cluster: EtcdCluster, directory: Directory, start_daemon: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "PING_AFTER_S", 0.05)
+    stopped, other = (start_daemon(vram=["1GiB"]) for _ in range(2))
+    size_bytes = min(daemon.available_bytes() for daemon in (stopped, other))
+    # The fullest that fits is asked first, and waited at.
+    for room, daemon in enumerate((stopped, other), 1):
+        put_node(cluster, f"n{room}", record_of(daemon.address, free_bytes=room << 30))
+    nodes_known(directory, 2)
+    own, others = (daemon.builder(size_bytes).acquire() for daemon in (stopped, other))
+    with ThreadPoolExecutor() as pool, own:
+        waiting = pool.submit(fleet_builder(directory, size_bytes=size_bytes).timeout(600).acquire)
+        wait_until(lambda: "waits in line" in stopped.log(), "the acquire waits at the node that is to be stopped")
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        try:
+            others.free()
+            with waiting.result() as lease:
+                assert lease.address == other.address
+        finally:
+            os.kill(stopped.process.pid, signal.SIGCONT)
+    # It has no lease of the request that it read so late.
+    assert stopped.leases() == []
 
 
 def test_a_dead_directory_is_passed_over_and_the_last_one_s_death_is_told(

@@ -77,7 +77,7 @@ class Reason(Enum):
     """Reasons for which all claimed leases of a node end."""
 
     FENCED = "fenced"
-    """Another node removed this one from the fleet, because it was silent for half a horizon."""
+    """Another node removed this one from the fleet, because it was silent for more than a horizon."""
     FORGOTTEN = "forgotten"
     """The daemon has claimed leases, but no longer knows under which incarnation it claimed them."""
     LOST = "lost"
@@ -86,6 +86,8 @@ class Reason(Enum):
     """This node's clock runs faster or slower than the others' by more than the fleet allows for."""
     RESTORED = "restored"
     """etcd is another store than the one that was joined, or an earlier state of it."""
+    PAUSED = "paused"
+    """The machine was paused, and its clocks with it: they don't show that the horizon has passed."""
     RENEWED = "renewed"
     """An operator renewed the store's generation; the node joins anew."""
 
@@ -202,6 +204,20 @@ class QuotaEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Paused:
+    """The machine was paused, and its clocks with it; it runs again.
+
+    Attributes:
+        missed_ns: For how long at least its clocks stood still; None: it was restored from a snapshot, or copied, so
+            that another one may run with all that this process knows.
+        instance: Another random text in place of the one that the process began with.
+    """
+
+    missed_ns: int | None
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stopping:
     """The daemon stops: beat no more, finish what is being deleted, and leave the fleet if nothing claimed is left."""
 
@@ -218,6 +234,7 @@ Event = (
     | QuotaWanted
     | QuotaDropped
     | QuotaEnded
+    | Paused
     | Stopping
 )
 
@@ -344,8 +361,6 @@ class Note(Enum):
     """This node was fenced."""
     FENCED_OTHER = "fenced_other"
     """This node fenced another; `node_id` names it."""
-    FENCE_PUT_OFF = "fence_put_off"
-    """A silent node was not fenced: the fleet has fenced as many as it may in a minute."""
     ORPHAN_DELETED = "orphan_deleted"
     TWIN = "twin"
     """Another daemon joined under this node's id."""

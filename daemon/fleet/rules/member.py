@@ -6,9 +6,8 @@ is repeated: if the first was done, the repetition fails and reads its nonce bac
 own, or none, was fenced: it ends all claimed leases, and joins anew once their memory is proved free.
 
 A record under this node's id that no membership of this daemon left is another daemon's: of a host with the same name,
-or of this host before its journal was lost. Its leases may live, so it is fenced as any other node: only once it was
-silent for half a horizon is the record deleted, and its claims are given up one more horizon later. While it beats,
-this node stays out.
+or of this host before its journal was lost. Its leases may live: only once it was silent for half a horizon is the
+record deleted, and its claims are given up one more horizon later. While it beats, this node stays out.
 
 The store may be another one: restored from a backup, or made anew. Then its revisions repeat, and epochs with them. A
 node that remembers a higher revision or another cluster stays out until an operator renews the generation key.
@@ -36,7 +35,6 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Unknown,
 )
 from gpulease.daemon.fleet.fleet_records import (
-    FENCES,
     GENERATION,
     HORIZON,
     BadRecord,
@@ -64,6 +62,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     MoveHorizon,
     Note,
     Noted,
+    Paused,
     QuotaDropped,
     QuotaEnded,
     QuotaWanted,
@@ -199,6 +198,8 @@ class Member:
                 self._quotas.drop(event.request, now_ns)
             case QuotaEnded():
                 self._quotas.end(event.tenant, event.lease_id, now_ns)
+            case Paused():
+                self._pause(event)
             case Stopping():
                 self._is_stopping = True
         self._advance(now_ns)
@@ -252,6 +253,7 @@ class Member:
                 outcome = Unknown(text)
             else:
                 self._membership.revision = max(self._membership.revision, outcome.revision)
+                self._membership.dates.saw(outcome.revision, now_ns)
         asked.on_outcome(outcome, asked.asked_ns, now_ns)
 
     def _difference(self, answer: Answer, floor: int) -> str:
@@ -401,7 +403,7 @@ class Member:
     def _beat(self, now_ns: int) -> None:
         writes = (self._write(now_ns), *self._clocks.write())
         held = Get(held_key(self._membership.node_id), is_prefix=True)
-        reads = (*self._reads, held, Get(FENCES), self._clocks.read())
+        reads = (*self._reads, held, self._clocks.read())
         compare = ModRevisionIs(self._key, self._mod_revision)
         self._ask(now_ns, Transaction((compare,), writes, reads), self._beaten)
 
@@ -429,7 +431,6 @@ class Member:
             self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
             return
         self._quotas.sweep(answer.found[3], now_ns)
-        self._fences.saw_budget(answer.found[4], now_ns)
         if now_ns >= self._remembered_ns + REMEMBER_NS:
             self._remembered_ns = now_ns
             self._identity = replace(self._identity, revision=answer.revision)
@@ -438,7 +439,7 @@ class Member:
             self._acknowledge(written_ns)
             if self._membership.beating_since_ns is None:
                 self._membership.beating_since_ns = now_ns
-        if answer.succeeded and (rate := self._clocks.saw(answer.found[5], answer.revision, asked_ns, now_ns)):
+        if answer.succeeded and (rate := self._clocks.saw(answer.found[4], answer.revision, asked_ns, now_ns)):
             self._is_refused = True
             self._membership.trouble = Why.ISOLATED, "this node's clock is wrong: an operator repairs it and restarts"
             self._lose(Reason.CLOCK, f"the other nodes' clocks run {rate:.4f} times as fast as this node's")
@@ -446,6 +447,7 @@ class Member:
     def _acknowledge(self, written_ns: int) -> None:
         """Move the horizon: etcd has the write of this node's record that was asked then."""
         horizon_ns = written_ns + self._membership.cap_ns
+        self._membership.beat_revision = self._mod_revision
         self._note(Note.BEAT)
         if horizon_ns > self._membership.horizon_ns:
             self._membership.horizon_ns = horizon_ns
@@ -459,12 +461,31 @@ class Member:
         self._membership.incarnation = 0
         self._membership.horizon_ns = 0
         self._membership.beating_since_ns = None
+        self._membership.dates.forget()
         self._attempts.clear()
         self._clocks.lose_slot()
         self._claims.restore({})
         self._quotas.restore({})
         self._membership.effects.append(EndClaimed(reason, text))
         self._note(Note.REFUSED if self._is_refused else Note.FENCED, text)
+
+    # --- pauses of the machine ---
+
+    def _pause(self, paused: Paused) -> None:
+        """End claimed leases if the horizon may have passed while this machine's clocks stood still; else beat."""
+        missed_ns = paused.missed_ns
+        # What others have measured of this clock counts no more, and neither does what this node has of theirs.
+        self._membership.instance = paused.instance
+        self._clocks.forget()
+        if missed_ns is None:
+            # The other copy may go on with this node's record: it is a stranger's from now on.
+            self._own = 0
+        elif missed_ns <= self._membership.cap_ns * self._membership.rho:
+            self._membership.is_suspect = True
+            return
+        if self._membership.incarnation and self._phase in (_Phase.JOINING, _Phase.MEMBER):
+            how = "restored or copied" if missed_ns is None else f"paused for {missed_ns / NS_PER_S:.1f} s"
+            self._lose(Reason.PAUSED, f"this machine was {how}, and its clock with it")
 
     # --- the end ---
 

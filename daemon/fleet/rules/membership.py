@@ -6,11 +6,12 @@ from typing import Final, NamedTuple
 from gpulease.daemon.fleet.etcd.transactions import CreateRevisionIs, Outcome, Transaction
 from gpulease.daemon.fleet.fleet_records import node_key
 from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, Why
+from gpulease.daemon.fleet.rules.revision_dates import RevisionDates
 
 NS_PER_S: Final = 10**9
 
 SILENT_PART: Final = 0.5
-"""Part of the horizon after which a node that did not beat may be fenced."""
+"""Part of the horizon after which a record that did not change is nobody's that is sure to live."""
 
 CUT_OFF: Final = Why.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
 """A refusal while this node is no member, and nobody need act."""
@@ -42,6 +43,7 @@ class Membership:
         incarnation: Create revision of the node's record; 0: the node is no member.
         horizon_ns: Until when claimed leases may live.
         beating_since_ns: Since when every beat was acknowledged; None: the last was not.
+        beat_revision: Mod revision of the node's record as its last acknowledged beat wrote it.
         revision: A revision that the store has reached.
         earlier_over_ns: When the leases of all earlier memberships under this node's id are over, whoever had them.
         is_suspect: An answer showed that this node may be no member any more: beat at once.
@@ -55,6 +57,7 @@ class Membership:
         self.incarnation = incarnation
         self.horizon_ns = 0
         self.beating_since_ns: int | None = None
+        self.beat_revision = NO_REVISION
         self.revision = 0
         self.earlier_over_ns = 0
         self.is_suspect = False
@@ -66,13 +69,14 @@ class Membership:
         self.wait_ns = int(horizon_ns * (1 + terms.rho))
         """A wait on this node's clock in which the horizon of every other node's last beat passes."""
         self.silence_ns = int(horizon_ns * SILENT_PART)
-        """A node that did not beat for so long may be fenced."""
+        """A daemon may take over a record under its own id that did not change for so long."""
         self.beat_ns = horizon_ns // 6
         self.poll_ns = horizon_ns // 30
         """Between two attempts for a name that is taken."""
         self.retry_ns = horizon_ns // 60
         """Between an answer that was lost and the next attempt. Keeps a node from flooding an etcd without a leader."""
         self.rho = terms.rho
+        self.dates = RevisionDates(self.poll_ns)
         self._asked: dict[int, Asked] = {}
         self._numbers = 0
         self._nonces = 0

@@ -31,7 +31,6 @@ from gpulease.daemon.fleet.fleet_records import (
     held_key,
     held_name,
     name_key,
-    node_key,
     read_claim,
 )
 from gpulease.daemon.fleet.rules.fleet_events import (
@@ -43,7 +42,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Why,
 )
 from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
-from gpulease.daemon.fleet.rules.node_fences import NodeFences
+from gpulease.daemon.fleet.rules.node_fences import NodeFences, reads_of
 
 MAX_WANTS: Final = 1_024
 """Claims that may wait at one node. Stops tenants from keeping a node busy with asking etcd again and again."""
@@ -141,7 +140,7 @@ class NodeClaims:
         record = ClaimRecord(membership.node_id, membership.incarnation, wanted.lease_id, wanted.tenant, want.nonce)
         held = Put(held_key(membership.node_id, wanted.name), want.nonce.encode())
         holder = self._holders.get(wanted.name)
-        looks = (Get(node_key(holder)),) if holder else ()
+        looks = reads_of(holder) if holder else ()
         transaction = Transaction(
             (CreateRevisionIs(key, 0), membership.is_mine()), (Put(key, record.encode()), held), (Get(key), *looks)
         )
@@ -208,7 +207,8 @@ class NodeClaims:
             self._remember_holder(name, record.node_id)
             want.next_ns = now_ns
         else:
-            is_free, want.next_ns = self._fences.look(record.node_id, record.incarnation, answer.found[1], now_ns)
+            looked = answer.found[1], answer.found[2]
+            is_free, want.next_ns = self._fences.look(record.node_id, record.incarnation, looked, now_ns)
             if is_free:
                 want.next_ns = now_ns + membership.poll_ns
                 transaction = self._fences.delete_claim(name, record.node_id, epoch)

@@ -37,7 +37,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Why,
 )
 from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
-from gpulease.daemon.fleet.rules.node_fences import NodeFences
+from gpulease.daemon.fleet.rules.node_fences import Looked, NodeFences, reads_of
 from gpulease.daemon.fleet.rules.quota_records import (
     SHARDS,
     DefaultQuota,
@@ -62,7 +62,7 @@ MAX_DROPS: Final = 64
 """Entries of dead nodes that one attempt drops. Bounds a transaction, as MAX_LOOKS does."""
 
 MAX_LOOKS: Final = 32
-"""Nodes that are looked at in one attempt. Bounds a transaction; etcd's own limit is 128 operations."""
+"""Nodes that are looked at in one attempt, by two reads each. Bounds a transaction; etcd takes 128 operations."""
 
 MAX_WANTS: Final = 1_024
 """Claims of bytes that may wait at one node. Stops tenants from keeping it busy with asking etcd again and again."""
@@ -195,7 +195,7 @@ class QuotaShards:
     def _read(self, want: _Want, now_ns: int) -> None:
         want.is_asking = True
         nodes = want.nodes
-        looks = (Get(node_key(node)) for node in nodes)
+        looks = (read for node in nodes for read in reads_of(node))
         reads = (Get(quota_prefix(want.wanted.tenant), is_prefix=True), Get(QUOTA_DEFAULT), *looks)
         on_outcome = partial(self._answered, want, nodes)
         self._membership.ask(now_ns, Transaction(reads=reads), on_outcome)
@@ -214,7 +214,8 @@ class QuotaShards:
         elif self._is_mine(quota.home.used.get(want.wanted.lease_id)):
             self._give(want, now_ns)
         else:
-            self._drop_dead(tenant, quota, dict(zip(nodes, outcome.found[2:], strict=True)), now_ns)
+            looked = zip(outcome.found[2::2], outcome.found[3::2], strict=True)
+            self._drop_dead(tenant, quota, dict(zip(nodes, looked, strict=True)), now_ns)
             self._place(want, quota, now_ns)
 
     def _quota(self, tenant: str, answer: Answer) -> _Quota | None:
@@ -327,7 +328,7 @@ class QuotaShards:
         else:
             want.refusal, want.next_ns = self._membership.trouble, now_ns + self._membership.retry_ns
 
-    def _drop_dead(self, tenant: str, quota: _Quota, found: dict[str, tuple[KeyValue, ...]], now_ns: int) -> None:
+    def _drop_dead(self, tenant: str, quota: _Quota, found: dict[str, Looked], now_ns: int) -> None:
         """Drop entries whose leases are surely over."""
         membership = self._membership
         for shard in quota.shards.values():

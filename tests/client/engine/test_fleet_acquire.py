@@ -17,12 +17,13 @@ from gpulease.client import (
     InvalidRequest,
     aio,
 )
+from gpulease.client.engine import exchange, fleet_acquire, lease
 from gpulease.client.engine.fleet_acquire import ROUND_PAUSE_S, WAIT_SLICE_S
 from gpulease.protocol import Exclusivity, Failure, Opcode, Request, Status
 from gpulease.protocol.messages import Body, Candidate, LeaseAlloc, Place, Placement
 from gpulease.protocol.opcodes import LABELS_TAG, NAME_TAG, REQUEST_ID_TAG
 from helpers.client_faces import Face, Scenario
-from helpers.scripted_peer import HangUp, Refusal, SayGoodbye, ScriptedPeer, scripted_peer
+from helpers.scripted_peer import HangUp, Refusal, SayGoodbye, ScriptedPeer, Silence, scripted_peer
 
 Run = Callable[[Scenario], None]
 
@@ -240,6 +241,97 @@ def test_a_refusal_after_a_lost_answer_says_that_nothing_was_granted(run: Run, f
         fleet.nodes["n2"].heard.clear()
         node.script[Opcode.LEASE_ALLOC] = hang_up_once
         lease = await face.acquire(builder(face, fleet.address))
+        assert lease.address == fleet.nodes["n2"].address
+        assert len(fleet.asked("n1")) == 2
+        assert len(request_ids(*fleet.asked("n1"), *fleet.asked("n2"))) == 1
+        await lease.free()
+
+    run(scenario)
+
+
+@pytest.fixture
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have daemons asked at once whether they live, and given half a second to answer."""
+    monkeypatch.setattr(exchange, "PING_AFTER_S", 0.01)
+    monkeypatch.setattr(fleet_acquire, "NODE_LIMIT_S", 0.5)
+    monkeypatch.setattr(lease, "CONNECT_LIMIT_S", 0.5)
+
+
+def hang(peer: ScriptedPeer) -> None:
+    """Have a daemon answer no acquire and nothing beside it, as a process that was stopped."""
+    peer.on(Opcode.LEASE_ALLOC, Silence())
+    peer.on(Opcode.PING, Silence())
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_node_that_hangs_is_left_for_another(run: Run, fleet: MadeFleet, is_named: bool, short_silence: None) -> None:
+    fleet.order = ["n1", "n2"]
+    hang(fleet.nodes["n1"])
+    fleet.nodes["n2"].report = {"name": "model-a", "epoch": 8}
+
+    async def scenario(face: Face) -> None:
+        for node in fleet.nodes.values():
+            node.heard.clear()
+        # A slow host's other node may be taken for one that hangs, too, and is asked once more.
+        wish = builder(face, fleet.address).timeout(60)
+        lease = await face.acquire(named(wish) if is_named else wish)
+        assert lease.address == fleet.nodes["n2"].address
+        assert len(request_ids(*fleet.asked("n1"), *fleet.asked("n2"))) == 1
+        await lease.free()
+
+    run(scenario)
+
+
+def test_a_node_that_works_on_a_request_is_not_left(run: Run, fleet: MadeFleet, short_silence: None) -> None:
+    fleet.order = ["n1", "n2"]
+    node = fleet.nodes["n1"]
+
+    async def scenario(face: Face) -> None:
+        pongs: list[Request] = []
+
+        def pong(request: Request) -> Body:
+            pongs.append(request)
+            if len(pongs) == 3:
+                del node.script[Opcode.LEASE_ALLOC]
+                raise HangUp
+            assert request.body
+            return request.body
+
+        node.on(Opcode.LEASE_ALLOC, Silence())
+        node.script[Opcode.PING] = pong
+        fleet.nodes["n2"].heard.clear()
+        lease = await face.acquire(builder(face, fleet.address))
+        assert (lease.address, len(pongs), fleet.asked("n2")) == (node.address, 3, [])
+        await lease.free()
+
+    run(scenario)
+
+
+def test_an_acquire_at_one_daemon_that_hangs_ends(run: Run, fleet: MadeFleet, short_silence: None) -> None:
+    hang(fleet.nodes["n1"])
+
+    async def scenario(face: Face) -> None:
+        with pytest.raises(Disconnected, match=r"ping: the daemon at .* did not answer within 0.5 s"):
+            await face.acquire(builder(face, fleet.nodes["n1"].address).timeout(600))
+
+    run(scenario)
+
+
+def test_who_waits_for_a_name_leaves_the_node_whose_answer_was_lost(run: Run, fleet: MadeFleet) -> None:
+    fleet.order, fleet.holder = ["n1", "n2"], "n1"
+    fleet.nodes["n2"].report = {"name": "model-a", "epoch": 8}
+
+    def be_killed(request: Request) -> Body:
+        body: LeaseAlloc = request.body  # type: ignore[assignment]
+        if body.wait_ms:
+            raise HangUp
+        raise Refusal(Failure(Status.BUSY, "another lease has the name"))
+
+    async def scenario(face: Face) -> None:
+        for node in fleet.nodes.values():
+            node.heard.clear()
+        fleet.nodes["n1"].script[Opcode.LEASE_ALLOC] = be_killed
+        lease = await face.acquire(named(builder(face, fleet.address)).timeout(60))
         assert lease.address == fleet.nodes["n2"].address
         assert len(fleet.asked("n1")) == 2
         assert len(request_ids(*fleet.asked("n1"), *fleet.asked("n2"))) == 1

@@ -42,6 +42,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     MoveHorizon,
     Note,
     Noted,
+    Paused,
     Started,
     TimerFired,
 )
@@ -104,6 +105,7 @@ class Node:
     runs: int = 0
     is_cut: bool = False
     is_paused: bool = False
+    stands_still: bool = False
     timer: int = 0
     horizon: int = 0
     incarnation: int = 0
@@ -159,6 +161,7 @@ class Fleet:
         self.slowness_s = 0.0
         self.epochs: dict[str, int] = {}
         self.claimed = 0
+        self.pauses = 0
         self.is_broken = False
         self.kept: dict[str, int] = {}
         """When etcd last had a beat of each node, for the design with leases."""
@@ -236,6 +239,27 @@ class Fleet:
         for runs, event in waiting:
             self.post(node, event, runs)
 
+    def pause_machine(self, node: Node, seconds: float, *, is_seen: bool = True) -> None:
+        """Pause the virtual machine, its clock too. Nothing of it runs; a reading shows that behind it, if `is_seen`.
+
+        Between the end of the pause and that reading the machine can't know of it: the judge does not look then.
+        """
+        self.expire(node)
+        node.stands_still = True
+        self.pause(node)
+        stood_ns = node.clock(self.now)
+        self.advance(seconds)
+        missed_ns = node.clock(self.now) - stood_ns
+        node.offset -= missed_ns
+        waiting, node.inbox, node.is_paused = node.inbox, [], False
+        self.pauses += 1
+        if is_seen:
+            self.post(node, Paused(missed_ns, f"{node.key}.{node.runs}.{self.pauses}"))
+        node.stands_still = False
+        node.inbox = waiting
+        self.resume(node)
+        self.judge()
+
     def post(self, node: Node, event: Event, runs: int | None = None) -> None:
         """Give an event to a node's process, once it runs again."""
         runs = node.runs if runs is None else runs
@@ -312,7 +336,7 @@ class Fleet:
         """Look for a name that lives on two nodes."""
         places: dict[str, str] = {}
         for node in self.nodes.values():
-            if self.ends(node) <= self.now:
+            if self.ends(node) <= self.now or node.stands_still:
                 continue
             for lease in node.living():
                 other = places.setdefault(lease.name, node.key)
@@ -321,7 +345,7 @@ class Fleet:
 
     def expire(self, node: Node) -> None:
         """End what the horizon has ended: the page and the zygote did it, not the daemon."""
-        if self.ends(node) <= self.now:
+        if self.ends(node) <= self.now and not node.stands_still:
             for lease in node.living():
                 self.end(node, lease)
 

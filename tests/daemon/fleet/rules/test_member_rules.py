@@ -4,10 +4,9 @@ import pytest
 
 from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, Get, Put, Rejected, Transaction, Unknown
 from gpulease.daemon.fleet.fleet_records import (
-    FENCES,
     GENERATION,
     HORIZON,
-    NODES,
+    fenced_key,
     held_key,
     name_key,
     node_key,
@@ -26,6 +25,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     MoveHorizon,
     Note,
     Noted,
+    Paused,
     Reason,
     RecordChanged,
     Remembered,
@@ -504,23 +504,114 @@ def test_a_leftover_among_a_node_s_claims_is_deleted(etcd: ModelEtcd) -> None:
 # --- fences ---
 
 
-def failover(etcd: ModelEtcd) -> tuple[Host, float]:
-    """Return the host that took a dead node's name, and after how many seconds."""
+def died(etcd: ModelEtcd, count: int) -> tuple[list[str], int]:
+    """Return the names of so many nodes, and when they had their last beat; then they died together."""
+    hosts = [Host(etcd, f"d{number}").begin() for number in range(count)]
+    names = [f"m{number}" for number in range(count)]
+    for host, name in zip(hosts, names, strict=True):
+        host.ask_for(name)
+        host.run(7)
+    return names, max(host.now for host in hosts) - 2 * S
+
+
+def seconds_until_claimed(names: list[str], waiting: list[Host], since: int) -> float:
+    """Let time pass until hosts that wait have all names, and return when that is."""
+    free: set[str] = set()
+    while free < set(names):
+        together(0.1, *waiting)
+        for host in waiting:
+            free |= {claimed.name for claimed in host.take(Claimed)}
+        assert waiting[0].now < since + 200 * S, f"of {names} came back: {free}"
+    return (waiting[0].now - since) / S
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_the_names_of_nodes_that_die_together_are_all_back_within_a_horizon_and_a_half(
+    etcd: ModelEtcd, count: int, is_spread: bool
+) -> None:
+    waiting = [Host(etcd, f"w{number}").begin() for number in range(3)]
+    names, last_beat = died(etcd, count)
+    for host in waiting:
+        host.run(7)
+    for number, name in enumerate(names):
+        waiting[number % 3 if is_spread else 0].ask_for(name, wait_s=100, request=number + 1)
+    seconds = seconds_until_claimed(names, waiting, last_beat)
+    # Never before T (1 + rho) after the last beat: so long may the leases live.
+    assert 30.3 <= seconds <= 45
+    assert all(host.take(EndClaimed) == [] for host in waiting)
+
+
+def test_each_node_that_is_fenced_is_told_once(etcd: ModelEtcd) -> None:
+    waiting = [Host(etcd, f"w{number}").begin() for number in range(3)]
+    names, last_beat = died(etcd, 4)
+    for host in waiting:
+        host.run(7)
+        for number, name in enumerate(names):
+            host.ask_for(name, wait_s=100, request=number + 1)
+    seconds_until_claimed(names, waiting, last_beat)
+    notes = [noted for host in waiting for noted in host.take(Noted) if noted.note is not Note.BEAT]
+    fenced = sorted(noted.node_id for noted in notes if noted.note is Note.FENCED_OTHER)
+    assert fenced == ["d0", "d1", "d2", "d3"]
+    assert {noted.note for noted in notes} == {Note.JOINED, Note.FENCED_OTHER}
+
+
+def test_a_node_that_was_dead_for_long_gives_its_name_to_whoever_asks_first(etcd: ModelEtcd) -> None:
+    dead, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    dead.ask_for()
+    other.run(40)
+    other.ask_for(wait_s=5)
+    other.run(3)
+    assert [claimed.name for claimed in other.take(Claimed)] == ["m"]
+
+
+def test_a_node_that_joined_lately_waits_as_if_the_silence_had_begun_then(etcd: ModelEtcd) -> None:
+    dead = Host(etcd).begin()
+    dead.ask_for()
+    other = Host(etcd, "b", now=dead.now + 500 * S).begin()
+    other.ask_for(wait_s=100)
+    other.run(30)
+    assert other.take(Claimed) == []
+    other.run(3)
+    assert [claimed.name for claimed in other.take(Claimed)] == ["m"]
+
+
+def test_a_fence_s_mark_frees_all_names_of_the_node_at_every_node(etcd: ModelEtcd) -> None:
+    dead, one, other = Host(etcd).begin(), Host(etcd, "b").begin(), Host(etcd, "c").begin()
+    for request, name in enumerate(("m", "other"), 1):
+        dead.ask_for(name, request=request)
+    one.ask_for("m", wait_s=100)
+    together(35, one, other)
+    assert one.claims("m") == "b"
+    assert fenced_key("a") in etcd.keys
+    late = Host(etcd, "d", now=other.now).begin()
+    late.ask_for("other", wait_s=5)
+    late.run(3)
+    assert late.claims("other") == "d"
+
+
+def test_a_membership_that_began_behind_a_fence_is_not_taken_for_over(etcd: ModelEtcd) -> None:
     dead, other = Host(etcd).begin(), Host(etcd, "b").begin()
     dead.ask_for()
     other.ask_for(wait_s=100)
-    began = other.now
-    while not other.take(Claimed):
-        other.run(0.1)
-        assert other.now < began + 100 * S
-    return other, (other.now - began) / S
+    other.run(35)
+    again = Host(etcd, now=other.now, run=2).begin()
+    again.ask_for("mine")
+    other.ask_for("mine", wait_s=60, request=2)
+    together(70, again, other)
+    assert (other.claims("mine"), again.take(EndClaimed)) == ("a", [])
 
 
-def test_a_dead_node_s_name_is_taken_when_its_horizon_has_surely_passed(etcd: ModelEtcd) -> None:
-    other, seconds = failover(etcd)
-    assert other.claims() == "b"
-    # Never before T (1 + rho) after the record was first seen; a poll later at most.
-    assert 30.3 <= seconds <= 30.3 + 1.2
+def test_a_record_that_somebody_removed_is_waited_for_from_then_on(etcd: ModelEtcd) -> None:
+    dead, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    dead.ask_for()
+    other.ask_for(wait_s=100)
+    other.run(20)
+    etcd.delete(node_key("a"))
+    other.run(30)
+    assert other.take(Claimed) == []
+    other.run(3)
+    assert [claimed.name for claimed in other.take(Claimed)] == ["m"]
 
 
 def test_a_living_node_is_not_fenced(etcd: ModelEtcd) -> None:
@@ -532,34 +623,102 @@ def test_a_living_node_is_not_fenced(etcd: ModelEtcd) -> None:
     assert one.take(EndClaimed) == []
 
 
-def test_a_node_that_is_cut_off_itself_fences_nobody(etcd: ModelEtcd) -> None:
+def test_nodes_that_come_back_together_do_not_fence_each_other(etcd: ModelEtcd) -> None:
     one, other = Host(etcd).begin(), Host(etcd, "b").begin()
     one.ask_for()
-    other.ask_for(wait_s=200)
-    other.run(10)
-    other.is_cut = True
-    other.run(20)
+    together(5, one, other)
+    one.is_cut = other.is_cut = True
+    together(50, one, other)
     other.is_cut = False
-    other.run(10)
-    assert node_key("a") in etcd.keys
-    other.run(8)
-    assert node_key("a") not in etcd.keys
+    other.ask_for(wait_s=200)
+    together(2, one, other)
+    one.is_cut = False
+    together(30, one, other)
+    assert one.take(EndClaimed) == other.take(EndClaimed) == []
 
 
-def test_a_small_fleet_fences_one_node_a_minute(etcd: ModelEtcd) -> None:
-    hosts = [Host(etcd, f"n{number}").begin() for number in range(3)]
-    for number, host in enumerate(hosts[1:]):
-        host.ask_for(f"m{number}", request=number + 1)
-    watcher = hosts[0]
-    watcher.ask_for("m0", wait_s=500, request=8)
-    watcher.ask_for("m1", wait_s=500, request=9)
-    watcher.run(50)
-    assert [key for key in etcd.keys if key.startswith(NODES)] != [node_key("n0")]
-    assert len(watcher.take(Claimed)) == 1
-    assert Note.FENCE_PUT_OFF in [noted.note for noted in watcher.take(Noted)]
-    watcher.run(60)
-    assert len(watcher.take(Claimed)) == 1
-    assert FENCES in etcd.keys
+def test_an_earlier_state_of_the_store_fences_nobody(etcd: ModelEtcd) -> None:
+    one, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    one.ask_for()
+    backup = etcd.copy()
+    together(40, one, other)
+    backup.revision = etcd.revision + 1_000
+    one.is_cut = True
+    other.etcd = backup
+    other.ask_for(wait_s=0.1)
+    other.run(1)
+    assert fenced_key("a") not in backup.keys
+
+
+# --- pauses of the machine ---
+
+
+def test_a_machine_that_was_paused_ends_its_claimed_leases_and_joins_anew(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    host.take(Joined)
+    host.send(Paused(20 * S, "a.2"))
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.PAUSED]
+    host.send(LiveClaims())
+    host.settle()
+    host.run(1)
+    assert (len(host.take(Joined)), host.claims()) == (1, "")
+
+
+def test_a_machine_that_was_paused_between_two_processes_ends_its_claimed_leases(etcd: ModelEtcd) -> None:
+    first = Host(etcd).begin()
+    first.ask_for()
+    host = restarted(first, first.take(Joined)[-1])
+    host.take(EndClaimed)
+    host.send(Paused(20 * S, "a.2"))
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.PAUSED]
+
+
+def test_a_short_pause_ends_nothing_and_has_the_node_beat_at_once(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.take(MoveHorizon)
+    host.now += S
+    host.send(Paused(S // 5, "a.2"))
+    host.settle()
+    assert host.take(EndClaimed) == []
+    assert [moved.horizon_ns for moved in host.take(MoveHorizon)] == [host.now + int(T * 0.99)]
+
+
+def test_a_pause_while_claimed_leases_end_ends_them_once(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    host.send(Paused(20 * S, "a.2"))
+    host.send(Paused(20 * S, "a.2"))
+    host.send(Paused(None, "a.2"))
+    assert len(host.take(EndClaimed)) == 1
+
+
+def test_a_copied_machine_takes_its_record_for_the_other_copy_s(etcd: ModelEtcd) -> None:
+    one = Host(etcd).begin()
+    one.ask_for()
+    incarnation, identity = one.joined()
+    epochs = {"m": one.take(Claimed)[-1].epoch}
+    copy = Host(etcd, now=one.now, run=2, incarnation=incarnation, identity=identity)
+    copy.send(Started())
+    copy.send(LiveClaims(epochs))
+    copy.send(Paused(None, "a.3"))
+    assert [end.reason for end in copy.take(EndClaimed)] == [Reason.PAUSED]
+    copy.send(LiveClaims())
+    copy.settle()
+    together(60, one, copy)
+    assert (one.claims(), one.take(EndClaimed), copy.take(Joined)) == ("a", [], [])
+    assert TWIN in [noted.text for noted in copy.take(Noted)]
+
+
+def test_a_pause_makes_no_clock_a_wrong_one(etcd: ModelEtcd) -> None:
+    hosts = [Host(etcd, f"n{number}").begin() for number in range(4)]
+    together(20, *hosts)
+    for _ in range(16):
+        together(1, *hosts[1:])
+    hosts[0].send(Paused(16 * S, "n0.2"))
+    hosts[0].send(LiveClaims())
+    together(60, *hosts)
+    assert [[end.reason for end in host.take(EndClaimed)] for host in hosts] == [[Reason.PAUSED], [], [], []]
 
 
 # --- clock rates ---
@@ -578,8 +737,13 @@ def test_a_node_whose_clock_is_wrong_refuses_itself(etcd: ModelEtcd, rate: float
 
 def test_foreign_values_in_slots_and_records_harm_nobody(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
-    writes = (Put(b"/gpulease/v1/clocks/03", b"\xff"), Put(FENCES, b"[]"), Put(name_key("m"), b"?"), Delete(b"x"))
-    etcd.do(Transaction(writes=writes, reads=(Get(FENCES),)))
+    writes = (
+        Put(b"/gpulease/v1/clocks/03", b"\xff"),
+        Put(fenced_key("b"), b"[]"),
+        Put(name_key("m"), b"?"),
+        Delete(b"x"),
+    )
+    etcd.do(Transaction(writes=writes, reads=(Get(fenced_key("b")),)))
     host.ask_for(wait_s=3)
     host.run(20)
     assert [refused.why for refused in host.take(ClaimRefused)] == [Why.TAKEN]

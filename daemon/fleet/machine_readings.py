@@ -1,0 +1,110 @@
+"""Readings of this machine by which a pause of all of it can be seen (`rules.pauses`)."""
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Final
+
+from gpulease.daemon.contract.control_page import boot_ns
+from gpulease.daemon.fleet.rules.pauses import MachineReading, is_new_generation, stolen_of
+
+HOST_CLOCKS: Final = frozenset({"KVM virtual PTP", "hyperv", "ptp_vmw"})
+"""Names of PTP clocks by which hypervisors pass on their host's clock (Linux: drivers/ptp, drivers/hv)."""
+
+MAX_STAT_BYTES: Final = 1 << 20
+"""Largest /proc/stat that is read: that of 4,096 processors has 300 KiB before its interrupts."""
+
+MAX_UEVENT_BYTES: Final = 1 << 16
+
+_NETLINK_KOBJECT_UEVENT: Final = 15
+"""The kernel's messages about devices (linux/netlink.h)."""
+
+_KERNEL_GROUP: Final = 1
+"""The multicast group that the kernel itself writes them to."""
+
+
+class MachineReadings:
+    """The clocks and counters, opened. Open them before the sandbox is entered.
+
+    Args:
+        clocks: Where the kernel lists its PTP clocks.
+        devices: Where their devices are.
+        stat: The file with the processors' times.
+    """
+
+    def __init__(
+        self,
+        clocks: Path = Path("/sys/class/ptp"),
+        devices: Path = Path("/dev"),
+        stat: Path = Path("/proc/stat"),
+    ) -> None:
+        self._clock_fd = _open_host_clock(clocks, devices)
+        self._stat_fd = _open(stat)
+        self._uevents = _open_uevents()
+        self._generations = 0
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Return the descriptors that the sandbox is to leave open."""
+        uevents_fd = None if self._uevents is None else self._uevents.fileno()
+        return tuple(fd for fd in (self._clock_fd, self._stat_fd, uevents_fd) if fd is not None)
+
+    def read(self) -> MachineReading:
+        """Read all that there are."""
+        self._generations += self._new_generations()
+        began_ns = boot_ns()
+        host_ns, stolen_ns = None, {}
+        if self._clock_fd is not None:
+            with contextlib.suppress(OSError):
+                # A clock that is a device has its descriptor for its id (clock_getres(2), dynamic POSIX clocks).
+                host_ns = time.clock_gettime_ns((~self._clock_fd << 3) | 3)
+        if self._stat_fd is not None:
+            with contextlib.suppress(OSError):
+                stolen_ns = stolen_of(os.pread(self._stat_fd, MAX_STAT_BYTES, 0))
+        return MachineReading(began_ns, boot_ns(), host_ns, stolen_ns, self._generations)
+
+    def close(self) -> None:
+        """Close them."""
+        for fd in (self._clock_fd, self._stat_fd):
+            if fd is not None:
+                os.close(fd)
+        if self._uevents is not None:
+            self._uevents.close()
+
+    def _new_generations(self) -> int:
+        """Return how many messages have come that say so. A socket that overflowed has lost some, and goes on."""
+        count = 0
+        with contextlib.suppress(OSError):
+            while self._uevents is not None:
+                count += is_new_generation(self._uevents.recv(MAX_UEVENT_BYTES))
+        return count
+
+
+def _open_host_clock(clocks: Path, devices: Path) -> int | None:
+    for clock in sorted(clocks.glob("ptp*")):
+        with contextlib.suppress(OSError):
+            if (clock / "clock_name").read_text().strip() in HOST_CLOCKS:
+                return _open(devices / clock.name)
+    return None
+
+
+def _open(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _open_uevents() -> socket.socket | None:
+    """Return a socket for the kernel's messages about devices, where there may be one."""
+    uevents = None
+    try:
+        uevents = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _NETLINK_KOBJECT_UEVENT)
+        uevents.bind((0, _KERNEL_GROUP))
+    except OSError:
+        if uevents is not None:
+            uevents.close()
+        return None
+    return uevents

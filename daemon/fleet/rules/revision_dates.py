@@ -1,0 +1,42 @@
+"""Dates of etcd's revisions on this node's clock: by when a record was written that has not changed since.
+
+Revisions are numbers of the whole store that only rise. So whatever has a mod revision up to that of an answer was
+written before the answer came. A node that keeps the dates of its own answers can tell for every record how long it has
+been silent, at least, also for one that it sees for the first time.
+"""
+
+from typing import Final, NamedTuple
+
+KEPT_PARTS: Final = 36
+"""Dates that are kept, a thirtieth of the horizon apart: more than a horizon and its wait, so that a silent node is
+dated however late it is looked at. Bounds memory."""
+
+
+class _Date(NamedTuple):
+    revision: int
+    now_ns: int
+
+
+class RevisionDates:
+    """Revisions that the store had reached, and when.
+
+    Args:
+        step_ns: Least time between two dates.
+    """
+
+    def __init__(self, step_ns: int) -> None:
+        self._step_ns = step_ns
+        self._dates: list[_Date] = []
+
+    def saw(self, revision: int, now_ns: int) -> None:
+        """Note that an answer of this revision has come by now."""
+        if not self._dates or now_ns >= self._dates[-1].now_ns + self._step_ns:
+            self._dates = [*self._dates[1 - KEPT_PARTS :], _Date(revision, now_ns)]
+
+    def written_by_ns(self, mod_revision: int, now_ns: int) -> int:
+        """Return a time by which the write of that revision, which was just read, was surely done."""
+        return next((date.now_ns for date in self._dates if date.revision >= mod_revision), now_ns)
+
+    def forget(self) -> None:
+        """Forget all dates: the store may be another one, whose revisions repeat."""
+        self._dates.clear()
