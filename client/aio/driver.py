@@ -1,7 +1,6 @@
 """The asyncio face's driver: it waits by the event loop for sockets and pauses, by asyncio's lock for turns."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -22,9 +21,6 @@ MAX_WAIT_S: Final = 3600.0
 
 _undisturbed: Final[set["asyncio.Future[Any]"]] = set()
 """Operations under way: the event loop itself holds tasks by weak references only."""
-
-_abandoned: Final[set["asyncio.Future[Any]"]] = set()
-"""Of these, those whose callers were cancelled, and what gives back what they have brought."""
 
 
 async def drive(procedure: Procedure[T]) -> T:
@@ -63,7 +59,6 @@ async def undisturbed(
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        _abandon(task)
         if give_back is not None:
             task.add_done_callback(lambda done: _give_back(done, give_back))
         raise
@@ -71,25 +66,6 @@ async def undisturbed(
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
     finally:
         del task  # it has the error, whose traceback has this frame: a cycle, and a dropped lease would wait for the gc
-
-
-async def abandoned_ended(limit_s: float) -> None:
-    """Wait until this loop's operations whose callers were cancelled have ended, and given back what they brought.
-
-    A loop that closes before cancels them. Args: limit_s: Longest wait in seconds.
-    """
-    loop = asyncio.get_running_loop()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            # One that ends may leave another behind, which gives back.
-            while pending := [task for task in _abandoned if task.get_loop() is loop]:
-                await asyncio.wait(pending)
-
-
-def _abandon(task: "asyncio.Task[Any]") -> None:
-    if not task.done():
-        _abandoned.add(task)
-        task.add_done_callback(_abandoned.discard)
 
 
 def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
@@ -101,7 +77,7 @@ def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
 
 def _give_back(done: "asyncio.Task[T]", give_back: Callable[[T], Coroutine[Any, Any, None]]) -> None:
     if not done.cancelled() and done.exception() is None:
-        _abandon(_kept(give_back(done.result())))
+        _kept(give_back(done.result()))
 
 
 def _end_undisturbed(task: "asyncio.Task[Any]") -> None:

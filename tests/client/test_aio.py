@@ -14,7 +14,6 @@ import pytest
 
 from gpulease import client
 from gpulease.client import Disconnected, GpuLeaseError, InvalidRequest, KernelArgs, Revoked, aio
-from gpulease.client.aio.driver import abandoned_ended, undisturbed
 from gpulease.protocol import Opcode, Status
 from helpers.scripted_peer import ScriptedPeer, Silence
 
@@ -373,30 +372,3 @@ def test_an_acquire_that_is_closed_asks_for_nothing(peer: ScriptedPeer) -> None:
         assert peer.ops() == []
 
     asyncio.run(scenario())
-
-
-def test_who_closes_a_loop_can_wait_for_what_cancelled_callers_left() -> None:
-    given_back: list[int] = []
-
-    async def run() -> None:
-        may_end = asyncio.Event()
-
-        async def work() -> int:
-            await may_end.wait()
-            return 5
-
-        async def give_back(made: int) -> None:
-            await asyncio.sleep(0)
-            given_back.append(made)
-
-        caller = asyncio.create_task(undisturbed(work(), give_back))
-        await asyncio.sleep(0)
-        caller.cancel()
-        await asyncio.gather(caller, return_exceptions=True)
-        await abandoned_ended(0.01)
-        assert given_back == [], "the wait has a bound"
-        may_end.set()
-        await abandoned_ended(60)
-        assert given_back == [5]
-
-    asyncio.run(run())

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
-from gpulease.client.aio.driver import abandoned_ended
 from gpulease.client.errors import Disconnected, Drained, GpuLeaseError, RegionCancelled, RegionExpired, RegionFailed
 from gpulease.client.serve.decode import engine_losses
 from gpulease.client.serve.decode.background_tasks import BackgroundTasks
@@ -55,8 +54,7 @@ if TYPE_CHECKING:
     from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 ABANDON_S: Final = 2.0
-"""Seconds for which the remains of an engine may take to close: of a lost one before the next one is asked for, of one
-that was being opened as the decoder closes."""
+"""Seconds for which the remains of a lost engine may take to close before the next one is asked for."""
 
 ANSWER_S: Final = 2.0
 """Seconds for which steps of an engine that is given up may still end by themselves; those of a dead host never do."""
@@ -792,8 +790,6 @@ class Decoder:
         self._fail(self._failure)
         await self.prompts.stop()
         await (self._serving.close() if self._loss is None else self._serving.abandon())
-        # An engine that was being opened: its lease is given back before the caller's loop may close.
-        await abandoned_ended(ABANDON_S)
 
 
 @dataclass(frozen=True, slots=True)
