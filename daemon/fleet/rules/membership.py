@@ -3,8 +3,16 @@
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from gpulease.daemon.fleet.etcd.transactions import CreateRevisionIs, Outcome, Transaction
-from gpulease.daemon.fleet.fleet_records import node_key
+from gpulease.daemon.fleet.etcd.transactions import (
+    Compare,
+    CreateRevisionIs,
+    Get,
+    KeyValue,
+    ModRevisionIs,
+    Outcome,
+    Transaction,
+)
+from gpulease.daemon.fleet.fleet_records import EPOCHS, GENERATION, node_key
 from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, Why
 
 NS_PER_S: Final = 10**9
@@ -43,6 +51,10 @@ class Membership:
         horizon_ns: Until when claimed leases may live.
         beating_since_ns: Since when every beat was acknowledged; None: the last was not.
         revision: A revision that the store has reached.
+        generation_revision: Mod revision of the generation key.
+        epochs_revision: Mod revision of the key that says that names are given out.
+        epoch_base: A claim's epoch is the sum of this and its revision.
+        is_settled: Names are given out: all leases of before the store's generation are over.
         earlier_over_ns: When the leases of all earlier memberships under this node's id are over, whoever had them.
         is_suspect: An answer showed that this node may be no member any more: beat at once.
         trouble: Refusal of claims while this node is no member.
@@ -56,6 +68,10 @@ class Membership:
         self.horizon_ns = 0
         self.beating_since_ns: int | None = None
         self.revision = 0
+        self.generation_revision = 0
+        self.epochs_revision = 0
+        self.epoch_base = 0
+        self.is_settled = False
         self.earlier_over_ns = 0
         self.is_suspect = False
         self.trouble = CUT_OFF
@@ -84,22 +100,44 @@ class Membership:
 
     def is_member(self, now_ns: int) -> bool:
         """Return whether this node may grant claimed leases now."""
-        return self.incarnation > 0 and now_ns < self.horizon_ns
+        return self.incarnation > 0 and now_ns < self.horizon_ns and self.is_settled
 
-    def is_mine(self) -> CreateRevisionIs:
-        """Return the comparison that this node was not fenced, which fails while it is no member."""
-        return CreateRevisionIs(node_key(self.node_id), self.incarnation or NO_REVISION)
+    def as_member(self) -> tuple[Compare, ...]:
+        """Return the comparisons that this node was not fenced, and that the store is the one it joined.
+
+        They fail while it is no member.
+        """
+        return (
+            CreateRevisionIs(node_key(self.node_id), self.incarnation or NO_REVISION),
+            ModRevisionIs(GENERATION, self.generation_revision),
+            ModRevisionIs(EPOCHS, self.epochs_revision),
+        )
+
+    def standing_reads(self) -> tuple[Get, ...]:
+        """Return the reads of what `as_member` compares."""
+        return Get(node_key(self.node_id)), Get(GENERATION), Get(EPOCHS)
+
+    def is_standing(self, incarnation: int, found: tuple[tuple[KeyValue, ...], ...]) -> bool:
+        """Return whether the comparisons hold for what `standing_reads` found."""
+        record, generation, epochs = (items[0] if items else None for items in found)
+        return (
+            record is not None
+            and record.create_revision == incarnation
+            and (generation.mod_revision if generation else 0) == self.generation_revision
+            and (epochs.mod_revision if epochs else 0) == self.epochs_revision
+        )
 
     def is_own_nonce(self, nonce: str) -> bool:
         """Return whether this run of the process made a nonce."""
         return nonce.startswith(f"{self.instance}-")
 
-    def is_over(self, revision: int, now_ns: int) -> bool:
-        """Return whether what was written under this node's id at that revision is no other daemon's any more.
+    def is_over(self, now_ns: int) -> bool:
+        """Return whether what was written under this node's id, and not by this run, is no living lease's any more.
 
-        While this node is no member, another daemon may be it.
+        While this node is no member, another daemon may be it. A daemon that goes on as a member does not know what
+        its journal has lost.
         """
-        return self.incarnation > 0 and (revision > self.incarnation or now_ns >= self.earlier_over_ns)
+        return self.incarnation > 0 and now_ns >= self.earlier_over_ns
 
     def nonce(self) -> str:
         """Return a text that nothing else in the store has."""

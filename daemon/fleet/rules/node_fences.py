@@ -69,6 +69,10 @@ class NodeFences:
         self._counted_ns: int | None = None
         self._is_asking = False
 
+    def forget(self) -> None:
+        """Forget what was seen in another store: its incarnations may be others' here."""
+        self._sightings.clear()
+
     def saw_budget(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
         """Take the key that counts fences, as a beat or a fence read it."""
         revision = found[0].mod_revision if found else 0
@@ -93,9 +97,9 @@ class NodeFences:
         self._fence(node_id, sighting, now_ns)
         return False, next_ns
 
-    def delete_claim(self, name: str, node_id: str, epoch: int) -> Transaction:
+    def delete_claim(self, name: str, node_id: str, revision: int) -> Transaction:
         """Return the transaction that deletes a claim whose wait is over, if this node is a member still."""
-        compares = (ModRevisionIs(name_key(name), epoch), self._membership.is_mine())
+        compares = (ModRevisionIs(name_key(name), revision), *self._membership.as_member())
         return Transaction(compares, (Delete(name_key(name)), Delete(held_key(node_id, name))))
 
     def _sight(self, node_id: str, incarnation: int, record: KeyValue | None, now_ns: int) -> _Sighting:
@@ -131,7 +135,7 @@ class NodeFences:
             return
         self._is_asking = True
         silent = ModRevisionIs(node_key(node_id), sighting.mod_revision)
-        compares = (silent, ModRevisionIs(FENCES, budget.mod_revision), membership.is_mine())
+        compares = (silent, ModRevisionIs(FENCES, budget.mod_revision), *membership.as_member())
         writes = (Delete(node_key(node_id)), Put(FENCES, dumps({"used": used + 1}).encode()))
         transaction = Transaction(compares, writes, (Get(FENCES),))
 

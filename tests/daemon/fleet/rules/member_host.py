@@ -11,10 +11,13 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimWanted,
     Effect,
     Event,
-    FleetIdentity,
     FleetTerms,
     Joined,
+    KeepMark,
     LiveClaims,
+    Mark,
+    MarkKept,
+    Remembered,
     Started,
     TimerFired,
 )
@@ -44,6 +47,8 @@ class Host:
         self.member = Member(node_id, TERMS, instance=f"{node_id}.{run}", **kept)  # type: ignore[arg-type]
         self.asked: list[Ask] = []
         self.effects: list[Effect] = []
+        self.kept: list[Mark] = []
+        """What its journal was told to keep."""
         self.due: int | None = None
         self.is_cut = False
 
@@ -53,10 +58,12 @@ class Host:
         self.settle()
         return self
 
-    def joined(self) -> tuple[int, FleetIdentity]:
-        """Return what the process after this one is told."""
+    def left(self) -> dict[str, object]:
+        """Return what the process after this one is told, if it comes now."""
         joined = self.take(Joined)[-1]
-        return joined.incarnation, joined.identity
+        remembered = self.take(Remembered)
+        identity = remembered[-1].identity if remembered else joined.identity
+        return {"incarnation": joined.incarnation, "identity": identity, "mark": self.kept[-1]}
 
     def send(self, event: Event) -> None:
         for effect in self.member.handle(event, self.now):
@@ -64,6 +71,9 @@ class Host:
                 self.asked.append(effect)
             elif isinstance(effect, ArmTimer):
                 self.due = effect.due_ns
+            elif isinstance(effect, KeepMark):
+                self.kept.append(effect.mark)
+                self.send(MarkKept(effect.mark.beat))
             else:
                 self.effects.append(effect)
 

@@ -28,14 +28,13 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Noted,
     Reason,
     RecordChanged,
-    Remembered,
     Started,
     Stopped,
     Stopping,
     TimerFired,
     Why,
 )
-from gpulease.daemon.fleet.rules.member import LEFT_OVER, TWIN
+from gpulease.daemon.fleet.rules.member import LEFT_OVER, TWIN, UNSETTLED
 from gpulease.daemon.fleet.rules.node_claims import MAX_WANTS
 
 from .member_host import BEAT, Host, S, T, together
@@ -50,7 +49,8 @@ def etcd() -> ModelEtcd:
 def restarted(first: Host, joined: Joined) -> Host:
     """A daemon that comes after another one, and knows what it knew; the claimed lease lives."""
     (claimed,) = first.take(Claimed)
-    host = Host(first.etcd, now=first.now + 5 * S, run=2, incarnation=joined.incarnation, identity=joined.identity)
+    kept = {"incarnation": joined.incarnation, "identity": joined.identity, "mark": first.kept[-1]}
+    host = Host(first.etcd, now=first.now + 5 * S, run=2, **kept)
     return host.begin({"m": claimed.epoch})
 
 
@@ -254,23 +254,21 @@ def test_another_daemon_s_silence_counts_only_while_etcd_answers(etcd: ModelEtcd
 
 def test_a_backup_older_than_a_minute_is_noticed_after_a_restart(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
-    incarnation, _ = host.joined()
     backup = etcd.copy()
     host.run(130)
-    identity = host.take(Remembered)[-1].identity
-    assert identity.revision > backup.revision
-    host = Host(backup, now=host.now, run=2, incarnation=incarnation, identity=identity).begin()
+    left = host.left()
+    assert left["identity"].revision > backup.revision  # type: ignore[attr-defined]
+    host = Host(backup, now=host.now, run=2, **left).begin()
     assert host.take(Joined) == []
     assert "was at" in host.take(Noted)[0].text
 
 
 def test_a_living_lease_s_epoch_shows_that_the_store_went_back(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
-    incarnation, identity = host.joined()
     backup = etcd.copy()
     host.ask_for()
     epoch = host.take(Claimed)[0].epoch
-    host = Host(backup, now=host.now, run=2, incarnation=incarnation, identity=identity).begin({"m": epoch})
+    host = Host(backup, now=host.now, run=2, **host.left()).begin({"m": epoch})
     assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
 
 
@@ -293,6 +291,10 @@ def test_a_store_that_went_back_is_refused_until_an_operator_renews_it(etcd: Mod
     host.run(6)
     assert host.take(Joined)[-1].identity.generation == "second"
     host.ask_for(request=2)
+    (refused,) = host.take(ClaimRefused)
+    assert UNSETTLED in refused.text
+    host.run(T * 1.01 / S)
+    host.ask_for(request=3)
     assert len(host.take(Claimed)) == 1
 
 
