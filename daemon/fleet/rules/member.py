@@ -373,13 +373,15 @@ class Member:
         self._due_ns = max(self._due_ns, now_ns)
 
     def _read_store(self, now_ns: int) -> None:
-        self._ask(now_ns, Transaction(reads=self._reads), self._store_read)
+        self._ask(now_ns, Transaction(reads=(*self._reads, Get(EPOCHS))), self._store_read)
 
     def _store_read(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         """Go on as the member of before, or delete its record, or join."""
         record, generation, horizon = _own_and_fleet(answer)
         self._due_ns = now_ns
         if not self._is_accepted(answer, generation, horizon, now_ns):
+            return
+        if not self._take_epochs(answer.found[3], answer.revision):
             return
         if self._membership.incarnation:
             if record and record.create_revision == self._membership.incarnation and not self._is_own(record):
@@ -404,14 +406,19 @@ class Member:
                 CreateRevisionIs(self._key, 0),
                 ModRevisionIs(GENERATION, _revision(generation)),
                 ModRevisionIs(HORIZON, _revision(horizon)),
+                ModRevisionIs(EPOCHS, self._membership.epochs_revision),
             )
             self._mark = Mark(self._mark.beat + 1, self._membership.instance)
             writes = (self._write(now_ns), Put(JOINED, self._membership.node_id.encode()))
             writes += () if horizon else (Put(HORIZON, self._horizon.encode()),)
-            self._ask(now_ns, Transaction(compares, writes), self._created)
+            if not self._membership.is_settled:
+                due_ns, write = self._missing_epochs(answer.found[3], answer.revision, now_ns)
+                writes += (write,) if now_ns >= due_ns else ()
+            self._ask(now_ns, Transaction(compares, writes, (Get(EPOCHS),)), self._created)
 
     def _created(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
-        if answer.succeeded and not self._difference(answer, self._membership.revision):
+        is_joined = answer.succeeded and not self._difference(answer, self._membership.revision)
+        if is_joined and self._take_epochs(answer.found[0], answer.revision):
             self._join(answer.revision, answer.revision, asked_ns, now_ns)
         else:
             self._due_ns = now_ns + self._membership.retry_ns
@@ -510,8 +517,10 @@ class Member:
             self._lose(Reason.RENEWED, RENEWED)
             return
         self._membership.generation_revision = _revision(generation)
-        if not self._settle(answer.found[6], answer.revision, now_ns):
+        if not self._take_epochs(answer.found[6], answer.revision):
             return
+        if not self._membership.is_settled:
+            self._settle(answer.found[6], answer.revision, now_ns)
         if lost := self._claims.sweep(answer.found[3], answer.revision, now_ns):
             self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
             return
@@ -530,40 +539,48 @@ class Member:
             self._membership.trouble = Why.ISOLATED, "this node's clock is wrong: an operator repairs it and restarts"
             self._lose(Reason.CLOCK, f"the other nodes' clocks run {rate:.4f} times as fast as this node's")
 
-    def _settle(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> bool:
-        """Claim only once the leases of before the generation are over; returns whether this node is a member still."""
-        membership = self._membership
+    def _take_epochs(self, found: tuple[KeyValue, ...], revision: int) -> bool:
+        """Take whether names are given out, and with which epochs; returns whether this membership may go on."""
+        membership, epochs = self._membership, _epochs(found)
         membership.epochs_revision = _revision(found[0] if found else None)
-        epochs = _epochs(found)
         is_of_now = epochs is not None and epochs.generation == self._identity.generation
-        if epochs and is_of_now and epochs.base + revision > self._highest_epoch:
-            if epochs.base != membership.epoch_base and (membership.is_settled or self._claims.live):
+        if epochs is None or not is_of_now or epochs.base + revision <= self._highest_epoch:
+            membership.is_settled = False
+            return True
+        if epochs.base != membership.epoch_base:
+            if membership.is_settled or self._claims.live:
                 self._lose(Reason.RENEWED, "another node has raised the fleet's epochs")
                 return False
-            if epochs.base != membership.epoch_base:
-                membership.epoch_base = epochs.base
-                self._identity = replace(self._identity, epoch_base=epochs.base)
-                self._membership.effects.append(Remembered(self._identity))
-            membership.is_settled, membership.trouble, self._unsettled_ns = True, CUT_OFF, None
-            return True
-        membership.is_settled = False
-        base, due_ns = membership.epoch_base, now_ns
-        if epochs or self._unsettled_ns is not None:
+            membership.epoch_base = epochs.base
+            self._identity = replace(self._identity, epoch_base=epochs.base)
+            membership.effects.append(Remembered(self._identity))
+        membership.is_settled, membership.trouble, self._unsettled_ns = True, CUT_OFF, None
+        return True
+
+    def _missing_epochs(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> tuple[int, Put]:
+        """Return when the record may be written that lets names be given out, and that write."""
+        epochs, own_base = _epochs(found), self._membership.epoch_base
+        if epochs is None and self._unsettled_ns is None:
+            # Nobody has ever renewed the generation, or somebody has deleted the record.
+            base, due_ns = own_base, now_ns
+        else:
             # The generation is new, or the base too low for what this node knows.
             self._unsettled_ns = now_ns if self._unsettled_ns is None else self._unsettled_ns
-            due_ns = now_ns if is_of_now else self._unsettled_ns + membership.wait_ns
-            known = (epochs.base if epochs else 0, membership.epoch_base)
-            base = max(self._highest_epoch, *(base + revision for base in known)) + EPOCH_GAP
+            is_low = epochs is not None and epochs.generation == self._identity.generation
+            due_ns = now_ns if is_low else self._unsettled_ns + self._membership.wait_ns
+            base = max(self._highest_epoch, own_base + revision, (epochs.base if epochs else 0) + revision) + EPOCH_GAP
+        return due_ns, Put(EPOCHS, EpochsRecord(self._identity.generation, base).encode())
+
+    def _settle(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> None:
+        """Let names be given out, once all leases of before the generation are over."""
+        due_ns, write = self._missing_epochs(found, revision, now_ns)
         if now_ns < due_ns:
             self._due_ns = min(self._due_ns, due_ns)
             left_s = (due_ns - now_ns) / NS_PER_S
-            membership.trouble = Why.ISOLATED, f"{UNSETTLED}: no name is free for another {left_s:.0f} s"
+            self._membership.trouble = Why.ISOLATED, f"{UNSETTLED}: no name is free for another {left_s:.0f} s"
         elif not self._is_settling:
             self._is_settling = True
-            record = EpochsRecord(self._identity.generation, base)
-            transaction = Transaction(membership.as_member(), (Put(EPOCHS, record.encode()),))
-            membership.ask(now_ns, transaction, self._settled)
-        return True
+            self._membership.ask(now_ns, Transaction(self._membership.as_member(), (write,)), self._settled)
 
     def _settled(self, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         """Beat at once, to read which node's record is there."""
