@@ -65,7 +65,7 @@ NOT_RUN: Final = {
     "pip install '.[daemon,fleet]'": "On every GPU host",
     "gpulease pki issue /etc/gpulease/pki --server directory1.example": "Where etcd is reached",
     "gpulease fleet quota default": "Where etcd may be written",
-    "etcdctl snapshot restore": "On each of etcd's hosts",
+    "etcdctl snapshot restore": "on each of etcd's hosts",
     "etcdctl put /gpulease/v1/generation": "on one host",
 }
 """Shell blocks that are only parsed, by their beginning, and what their section tells the reader of what they need."""

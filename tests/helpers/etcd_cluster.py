@@ -148,7 +148,7 @@ class EtcdCluster:
 
     def save(self, backup: Path) -> None:
         """Back the store up, by one member."""
-        done = self._control((self.members[0].endpoint,), "snapshot", "save", str(backup))
+        done = self._etcdctl(self.members[:1], "snapshot", "save", str(backup))
         assert done.returncode == 0, done.stdout + done.stderr
 
     def make_room(self, member: Member) -> None:
