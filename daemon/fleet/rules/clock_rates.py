@@ -90,6 +90,12 @@ class ClockRates:
         """Write no more until the slot is seen to be this node's: a beat was not acknowledged."""
         self._slot = None
 
+    def forget(self) -> None:
+        """Forget what was seen in another store: the same revision is of another time here."""
+        self._clocks.clear()
+        self._polls.clear()
+        self._slot = None
+
     def saw(self, found: tuple[KeyValue, ...], revision: int, asked_ns: int, now_ns: int) -> float | None:
         """Take the slots as an acknowledged beat of that revision read them.
 

@@ -610,6 +610,7 @@ class Member:
         self._quotas.lose(forgets=reason in _FORGETS)
         if reason in _FORGETS:
             self._fences.forget()
+            self._clocks.forget()
         self._membership.effects.append(EndClaimed(reason, text))
         self._note(Note.REFUSED if self._is_refused else Note.FENCED, text)
 

@@ -72,6 +72,7 @@ class NodeFences:
     def forget(self) -> None:
         """Forget what was seen in another store: its incarnations may be others' here."""
         self._sightings.clear()
+        self._budget = _Budget(0, 0, 0)
 
     def saw_budget(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
         """Take the key that counts fences, as a beat or a fence read it."""
