@@ -190,7 +190,6 @@ class Member:
         self._has_started = False
         self._key = node_key(node_id)
         self._reads = Get(self._key), Get(GENERATION), Get(HORIZON)
-        self._mod_revision = 0
         self._attempts: dict[str, int] = {}
         """When each write of the record was asked whose fate is not known, by nonce."""
         self._is_asking = False
@@ -387,7 +386,7 @@ class Member:
             if record and record.create_revision == self._membership.incarnation and not self._is_own(record):
                 self._lose(Reason.FORGOTTEN, FOREIGN)
             elif record and record.create_revision == self._membership.incarnation:
-                self._mod_revision = record.mod_revision
+                self._membership.mod_revision = record.mod_revision
                 self._membership.earlier_over_ns = now_ns + self._membership.wait_ns
                 self._enter(now_ns, entered=_nonce(record))
             else:
@@ -448,7 +447,7 @@ class Member:
 
     def _join(self, incarnation: int, mod_revision: int, asked_ns: int, now_ns: int) -> None:
         self._membership.incarnation = incarnation
-        self._mod_revision = mod_revision
+        self._membership.mod_revision = mod_revision
         self._enter(now_ns)
         # The same transaction wrote both.
         self._joined_revision = incarnation
@@ -488,7 +487,7 @@ class Member:
         writes = (self._write(now_ns), *self._clocks.write())
         held = Get(held_key(self._membership.node_id), is_prefix=True)
         reads = (*self._reads, held, Get(FENCES), self._clocks.read(), Get(EPOCHS), Get(JOINED))
-        compare = ModRevisionIs(self._key, self._mod_revision)
+        compare = ModRevisionIs(self._key, self._membership.mod_revision)
         self._ask(now_ns, Transaction((compare,), writes, reads), self._beaten)
 
     def _beaten(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
@@ -498,7 +497,7 @@ class Member:
         if joined and joined.mod_revision < self._joined_revision:
             self._lose_store("etcd has forgotten the last join", answer)
             return
-        if record and record.mod_revision < self._mod_revision:
+        if record and record.mod_revision < self._membership.mod_revision:
             self._lose_store("etcd has an earlier state of this node's record", answer)
             return
         if record and not self._is_own(record):
@@ -509,7 +508,7 @@ class Member:
             self._lose(Reason.FENCED, "another node fenced this one: it was silent too long")
             return
         self._joined_revision = _revision(joined)
-        self._mod_revision = record.mod_revision
+        self._membership.mod_revision = record.mod_revision
         written_ns = asked_ns if answer.succeeded else self._attempts.get(_nonce(record))
         self._due_ns = asked_ns + self._membership.beat_ns if answer.succeeded else now_ns
         self._attempts.clear()
@@ -631,7 +630,7 @@ class Member:
             is_gone = isinstance(outcome, Answer) and outcome.succeeded
             self._membership.effects.append(Stopped(has_left=is_gone))
 
-        transaction = Transaction((ModRevisionIs(self._key, self._mod_revision),), (Delete(self._key),))
+        transaction = Transaction((ModRevisionIs(self._key, self._membership.mod_revision),), (Delete(self._key),))
         self._membership.ask(now_ns, transaction, on_outcome)
 
     # --- questions ---

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from gpulease.daemon.fleet.etcd.transactions import (
+    Answer,
     Compare,
     CreateRevisionIs,
     Get,
-    KeyValue,
     ModRevisionIs,
     Outcome,
     Transaction,
+    Unknown,
 )
 from gpulease.daemon.fleet.fleet_records import EPOCHS, GENERATION, node_key
 from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, Why
@@ -48,6 +49,7 @@ class Membership:
     Attributes:
         instance: Random text of this run of the process: no two runs write the same nonce.
         incarnation: Create revision of the node's record; 0: the node is no member.
+        mod_revision: Mod revision of the node's record, as its last beat wrote it.
         horizon_ns: Until when claimed leases may live.
         beating_since_ns: Since when every beat was acknowledged; None: the last was not.
         revision: A revision that the store has reached.
@@ -65,6 +67,7 @@ class Membership:
         self.node_id = node_id
         self.instance = instance
         self.incarnation = incarnation
+        self.mod_revision = 0
         self.horizon_ns = 0
         self.beating_since_ns: int | None = None
         self.revision = 0
@@ -113,13 +116,26 @@ class Membership:
             ModRevisionIs(EPOCHS, self.epochs_revision),
         )
 
-    def standing_reads(self) -> tuple[Get, ...]:
-        """Return the reads of what `as_member` compares."""
-        return Get(node_key(self.node_id)), Get(GENERATION), Get(EPOCHS)
+    def ask_as_member(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
+        """Send a transaction that claims, with the comparisons of `as_member`, and with reads of what they compare.
 
-    def is_standing(self, incarnation: int, found: tuple[tuple[KeyValue, ...], ...]) -> bool:
-        """Return whether the comparisons hold for what `standing_reads` found."""
-        record, generation, epochs = (items[0] if items else None for items in found)
+        A store that was restored to before this node's last beat passes the comparisons. Its answer counts as none.
+        """
+        floor = self.mod_revision
+        compares = (*transaction.compares, *self.as_member())
+        reads = (*transaction.reads, Get(node_key(self.node_id)), Get(GENERATION), Get(EPOCHS))
+
+        def on_answer(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+            if isinstance(outcome, Answer) and any(record.mod_revision < floor for record in outcome.found[-3]):
+                self.is_suspect = True
+                outcome = Unknown("etcd has an earlier state of this node's record")
+            on_outcome(outcome, asked_ns, now_ns)
+
+        self.ask(now_ns, Transaction(compares, transaction.writes, reads), on_answer)
+
+    def is_standing(self, incarnation: int, answer: Answer) -> bool:
+        """Return whether the comparisons hold for what the reads of `ask_as_member` found."""
+        record, generation, epochs = (items[0] if items else None for items in answer.found[-3:])
         return (
             record is not None
             and record.create_revision == incarnation

@@ -151,12 +151,10 @@ class NodeClaims:
         held = Put(held_key(membership.node_id, wanted.name), want.nonce.encode())
         holder = self._holders.get(wanted.name)
         looks = (Get(node_key(holder)),) if holder else ()
-        transaction = Transaction(
-            (CreateRevisionIs(key, 0), *membership.as_member()), (Put(key, record.encode()), held), (Get(key), *looks)
-        )
+        transaction = Transaction((CreateRevisionIs(key, 0),), (Put(key, record.encode()), held), (Get(key), *looks))
         want.is_asking = True
         on_outcome = partial(self._answered, want, membership.incarnation, holder)
-        membership.ask(now_ns, transaction, on_outcome)
+        membership.ask_as_member(now_ns, transaction, on_outcome)
 
     def _answered(
         self, want: _Want, incarnation: int, holder: str | None, outcome: Outcome, asked_ns: int, now_ns: int

@@ -17,7 +17,6 @@ from zlib import crc32
 
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
-    Compare,
     Delete,
     Get,
     KeyValue,
@@ -290,14 +289,13 @@ class QuotaShards:
 
     def _write(self, want: _Want, quota: _Quota, compared: set[bytes], now_ns: int) -> None:
         membership = self._membership
-        compares: list[Compare] = [*membership.as_member()]
-        compares += [ModRevisionIs(key, quota.shards[key].mod_revision) for key in sorted(compared)]
+        compares = [ModRevisionIs(key, quota.shards[key].mod_revision) for key in sorted(compared)]
         if quota.default:
             compares.append(ModRevisionIs(QUOTA_DEFAULT, quota.default.mod_revision))
         writes = (*(quota.shards[key].put() for key in sorted(quota.changed)), *quota.writes.values())
         want.is_asking = True
         on_outcome = partial(self._written, want, membership.incarnation)
-        membership.ask(now_ns, Transaction(tuple(compares), writes, membership.standing_reads()), on_outcome)
+        membership.ask_as_member(now_ns, Transaction(tuple(compares), writes), on_outcome)
 
     def _written(self, want: _Want, incarnation: int, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         want.is_asking = False
@@ -313,7 +311,7 @@ class QuotaShards:
             want.may_be_written |= outcome.succeeded
             if outcome.succeeded and incarnation == self._membership.incarnation:
                 self._give(want, now_ns)
-            elif not self._membership.is_standing(incarnation, outcome.found):
+            elif not self._membership.is_standing(incarnation, outcome):
                 want.refusal, self._membership.is_suspect = CUT_OFF, True
                 want.next_ns = now_ns + self._membership.poll_ns
 

@@ -422,6 +422,17 @@ def test_a_store_that_went_back_is_refused_though_its_revisions_were_raised(etcd
         assert [refused.why for refused in member.take(ClaimRefused)] == [Why.STALE]
 
 
+def test_a_claim_in_a_store_that_went_back_gives_nothing_before_the_beat_shows_it(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    backup = etcd.copy()
+    host.run(12)
+    backup.revision = etcd.revision + 1_000
+    host.etcd = backup
+    host.ask_for()
+    assert host.take(Claimed) == []
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
+
+
 def test_a_node_that_the_backup_does_not_know_was_not_fenced(etcd: ModelEtcd) -> None:
     Host(etcd, "b").begin()
     backup = etcd.copy()
