@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.record.journal import KeptMembership, open_journal
 from gpulease.daemon.record.journal.rows import encode
 
@@ -22,6 +23,7 @@ def told(folder: Path, boot: str = BOOT, remember: KeptMembership | None = None)
     async def live() -> KeptMembership | None:
         journal = await asyncio.to_thread(open_journal, folder, boot)
         if remember is not None:
+            journal.observe(LeaseTable([]), lambda _: 0, lambda _: None)
             journal.remember_membership(remember)
         await journal.stop()
         return journal.membership
