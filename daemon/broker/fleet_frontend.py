@@ -10,7 +10,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claimed, ClaimWant, Counted
@@ -19,7 +20,7 @@ from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.etcd_certificates import Stamp, certificate_files, certificate_stamps, open_certificates
 from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
 from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
-from gpulease.daemon.fleet.rules.fleet_events import Note, Why
+from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, Mark, Note, Why
 from gpulease.daemon.host.ipc import ChannelClosed, close_all
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
@@ -115,7 +116,7 @@ class FleetFrontend:
         self._addresses = addresses
         self._tell_page = tell_page
         self._journal = journal
-        self._membership = journal.membership or KeptMembership(0, 0, "", 0)
+        self._membership = journal.membership or KeptMembership()
         self._horizon_boot_ns = 0
         self._is_lost = False
         self._has_begun = False
@@ -188,6 +189,8 @@ class FleetFrontend:
         return self._trouble() if self.is_isolated else ""
 
     def _trouble(self) -> str:
+        if problem := self._journal.problem():
+            return f"this node is cut off from its fleet: each beat is kept in the journal first, and {problem}"
         etcd = ", ".join(self._settings.etcd)
         if self._refused:
             return f"this node has not joined its fleet: {self._refused}"
@@ -288,10 +291,10 @@ class FleetFrontend:
         start: dict[str, Any] = {"etcd": settings.etcd, "node": self.node_id, "horizon_s": settings.horizon_s}
         start["files"] = list(self._files)
         member = self._membership
+        kept = {name: {key: getattr(member, key) for key in keys} for name, keys in _PARTS.items()}
         # The journal has an epoch as soon as it is granted, and the store's revision from time to time.
-        revision = max(member.revision, self._table.highest_epoch)
-        identity = {"cluster_id": member.cluster_id, "generation": member.generation, "revision": revision}
-        start |= {"incarnation": member.incarnation, "identity": identity}
+        kept["identity"]["revision"] = max(member.revision, self._table.highest_epoch - member.epoch_base)
+        start |= {"incarnation": member.incarnation, **kept}
         start["timeout_s"] = settings.horizon_s / ETCD_PART
         try:
             fds, self._told_files = await asyncio.to_thread(open_certificates, self._files)
@@ -383,14 +386,20 @@ class FleetFrontend:
 
     # --- messages of the process ---
 
+    def _say_kept(self, beat: int) -> None:
+        self._tell({"op": "mark_kept", "beat": beat})
+
     def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
         match message:
             case {"op": "horizon", "boot_ns": int(horizon_ns)}:
                 self._move_horizon(horizon_ns)
-            case {"op": "joined", "incarnation": int(incarnation), "identity": dict(identity)}:
-                self._join(KeptMembership(incarnation, **identity))
+            case {"op": "joined", "incarnation": int(incarnation), "identity": dict(identity), "mark": dict(mark)}:
+                self._join(KeptMembership(incarnation, **identity, **mark))
             case {"op": "remembered", "identity": dict(identity)}:
-                self._remember(KeptMembership(self._membership.incarnation, **identity))
+                self._remember(replace(self._membership, **identity))
+            case {"op": "mark", "mark": dict(mark)}:
+                self._remember(replace(self._membership, **mark))
+                self._journal.once_kept(partial(self._say_kept, mark["beat"]))
             case {"op": "stopped", "has_left": bool(has_left)}:
                 self._stop(has_left=has_left)
             case {"op": "lost", "text": str(reason)}:
@@ -454,6 +463,8 @@ class FleetFrontend:
     def _lose(self, reason: str) -> None:
         log_event(LogEvent.FLEET_FENCED, reason=reason)
         self._fenced += 1
+        # A process that starts before the last claimed lease has ended must not go on as that member.
+        self._remember(replace(self._membership, incarnation=0))
         self._horizon_boot_ns, self._is_lost = 0, True
         self._post(ClaimsLost(reason))
         self._tell_page(self.membership().to_message())
@@ -465,6 +476,12 @@ class FleetFrontend:
                 self._answer(number, failure, Why.ISOLATED.value)
         self._tell_all_ended()
 
+
+_PARTS: Final = {
+    "identity": [field.name for field in fields(FleetIdentity)],
+    "mark": [field.name for field in fields(Mark)],
+}
+"""What the next process is told of a membership, by the names of `KeptMembership`."""
 
 _TOLD_OTHERWISE: Final = frozenset({Note.JOINED.value, Note.FENCED.value})
 """Notes that have a log event of their own."""

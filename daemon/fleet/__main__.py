@@ -18,7 +18,7 @@ from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, port_of
 from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, received_certificates
 from gpulease.daemon.fleet.machine_readings import MachineReadings
 from gpulease.daemon.fleet.process import INSTANCE_BYTES, FleetProcess
-from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, FleetTerms
+from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, FleetTerms, Mark
 from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
@@ -98,7 +98,8 @@ async def _serve(start: dict[str, Any], files: SentFiles, channel: socket.socket
     client = EtcdClient(EtcdSettings(tuple(start["etcd"]), timeout_s=start["timeout_s"]), files.read)
     try:
         terms, identity = FleetTerms(horizon_s=start["horizon_s"]), FleetIdentity(**start["identity"])
-        member = Member(start["node"], terms, start["incarnation"], identity, instance=token_hex(INSTANCE_BYTES))
+        kept = start["incarnation"], identity, Mark(**start["mark"])
+        member = Member(start["node"], terms, *kept, instance=token_hex(INSTANCE_BYTES))
         await FleetProcess(member, client, channel, files.take, readings).run()
     finally:
         readings.close()

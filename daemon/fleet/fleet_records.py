@@ -9,6 +9,8 @@
     /gpulease/v1/quota_default  the quota of each tenant that has none by name
     /gpulease/v1/fenced/NODE    empty: the node's memberships of before this key's mod revision are over
     /gpulease/v1/generation     the store's generation key, made once: a restored backup has an older one
+    /gpulease/v1/epochs         EpochsRecord: names are given out under that generation, with that base of epochs
+    /gpulease/v1/joined         the node that joined last, written by each: a restored backup has an older one
     /gpulease/v1/horizon        seconds after which a silent node's claimed leases have ended, the same for all nodes
 
 A reader ignores members that it does not know, so that nodes of two versions make one fleet.
@@ -29,6 +31,11 @@ QUOTA_DEFAULT: Final = PREFIX + b"quota_default"
 FENCED: Final = PREFIX + b"fenced/"
 GENERATION: Final = PREFIX + b"generation"
 HORIZON: Final = PREFIX + b"horizon"
+EPOCHS: Final = PREFIX + b"epochs"
+JOINED: Final = PREFIX + b"joined"
+
+MAX_EPOCH_BASE: Final = 1 << 62
+"""Largest base of epochs that is read. Stops a foreign writer from letting epochs outgrow 64 bits."""
 
 MAX_RECORD_BYTES: Final = 64 << 10
 """Largest record that is read. A node with 16 cards has 2 KiB. Stops a foreign writer from filling memory."""
@@ -104,6 +111,8 @@ class NodeRecord:
         is_draining: It admits nobody.
         boot_ms: The node's clock (CLOCK_BOOTTIME) at the beat: others compare clocks' rates by it.
         version: The daemon's version.
+        beat: Number of the beat, which the daemon's journal had reached before: a journal that has a lower one is a
+            copy, or an earlier state; 0: a version that does not count.
     """
 
     nonce: str
@@ -113,6 +122,7 @@ class NodeRecord:
     is_draining: bool = False
     boot_ms: int = 0
     version: str = ""
+    beat: int = 0
 
     def encode(self) -> bytes:
         """Encode the record as JSON."""
@@ -130,6 +140,7 @@ class ClaimRecord:
         lease_id: The lease, in 32 hexadecimal digits.
         tenant: Whose lease it is.
         nonce: Tells one claim from every other, so that a claimer finds its own again after a lost answer.
+        epoch_base: The claim's epoch is the sum of this and its mod revision.
     """
 
     node_id: str
@@ -137,6 +148,25 @@ class ClaimRecord:
     lease_id: str
     tenant: str
     nonce: str
+    epoch_base: int = 0
+
+    def encode(self) -> bytes:
+        """Encode the record as JSON."""
+        return dumps(asdict(self), separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class EpochsRecord:
+    """Says that all leases of before a generation are over, so that names are given out under it.
+
+    Attributes:
+        generation: Text of the generation key.
+        base: A claim's epoch is the sum of this and its revision, so epochs rise though a restored store's revisions
+            have fallen.
+    """
+
+    generation: str
+    base: int
 
     def encode(self) -> bytes:
         """Encode the record as JSON."""
@@ -160,6 +190,15 @@ def read_claim(value: bytes) -> ClaimRecord:
         return ClaimRecord(**_known(ClaimRecord.__slots__, _members(value)))
     except TypeError as error:
         raise BadRecord(f"it is no claim: {error}") from None
+
+
+def read_epochs(value: bytes) -> EpochsRecord:
+    """Read since when names are given out. Raises BadRecord."""
+    members = _members(value)
+    generation, base = members.get("generation"), members.get("base")
+    if not isinstance(generation, str) or type(base) is not int or not 0 <= base <= MAX_EPOCH_BASE:
+        raise BadRecord("it has no generation with a base of epochs")
+    return EpochsRecord(generation, base)
 
 
 def read_horizon_s(value: bytes) -> float:

@@ -8,7 +8,9 @@ broker    start, once: the settings
           count, drop_count, give_back: likewise for bytes of a quota
           stop: the daemon stops
           horizon_set: the broker has written the last horizon to the control pages
-process   ready, once; horizon, lost, claimed, refused, counted, not_counted, noted; stopped, the answer to stop
+          mark_kept: the journal has the mark of that beat
+process   ready, once; joined, remembered, mark, horizon, lost, claimed, refused, counted, not_counted, noted
+          stopped, the answer to stop
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,7 @@
 """The fleet process: it carries a member's effects to etcd and to the broker, and their answers back.
 
-`Member` decides. A beat waits until the broker has written the last horizon to the control pages: a broker that hangs
-does not look alive to the fleet, so its names come free.
+`Member` decides. A beat waits until the broker has written the last horizon to the control pages, and its mark to the
+journal: a broker that hangs does not look alive to the fleet, so its names come free.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     EndClaimed,
     Event,
     Joined,
+    KeepMark,
     LiveClaims,
+    MarkKept,
     MoveHorizon,
     Noted,
     Paused,
@@ -106,6 +108,8 @@ class FleetProcess:
         self._due_ns: int | None = None
         self._asks: set[asyncio.Task[None]] = set()
         self._unset_horizons = 0
+        self._kept_beat: int | None = None
+        """A beat whose mark is kept, until the last horizon is set too."""
         self._ended = asyncio.Event()
         self._handlers = self._effect_handlers()
 
@@ -142,6 +146,7 @@ class FleetProcess:
             ArmTimer: self._arm,
             MoveHorizon: self._move_horizon,
             Joined: self._join,
+            KeepMark: lambda effect: self._send({"op": "mark", "mark": asdict(effect.mark)}),
             Remembered: lambda effect: self._send({"op": "remembered", "identity": asdict(effect.identity)}),
             EndClaimed: lambda effect: self._send({"op": "lost", "why": effect.reason.value, "text": effect.text}),
             Claimed: self._give,
@@ -199,7 +204,8 @@ class FleetProcess:
         self._send(message | {"retry_after_ms": effect.retry_after_ms})
 
     def _join(self, effect: Joined) -> None:
-        self._send({"op": "joined", "incarnation": effect.incarnation, "identity": asdict(effect.identity)})
+        message = {"op": "joined", "incarnation": effect.incarnation, "identity": asdict(effect.identity)}
+        self._send(message | {"mark": asdict(effect.mark)})
 
     def _note(self, effect: Noted) -> None:
         message = {"op": "noted", "what": effect.note.value, "text": effect.text}
@@ -263,6 +269,10 @@ class FleetProcess:
             case {"op": "horizon_set"}:
                 self._unset_horizons -= 1
                 self._sleep()
+                self._post_kept()
+            case {"op": "mark_kept", "beat": int(beat)}:
+                self._kept_beat = beat
+                self._post_kept()
             case {"op": "claim"}:
                 wait_until_ns = self._clock_ns() + message["wait_ms"] * NS_PER_MS
                 names = message["name"], message["lease_id"], message["tenant"]
@@ -289,6 +299,11 @@ class FleetProcess:
                 self._on_files(message["files"], fds)
             case {"op": "record"}:
                 self._post(record_of(message))
+
+    def _post_kept(self) -> None:
+        if self._kept_beat is not None and not self._unset_horizons:
+            beat, self._kept_beat = self._kept_beat, None
+            self._post(MarkKept(beat))
 
 
 def record_of(message: dict[str, Any]) -> RecordChanged:

@@ -146,6 +146,11 @@ class EtcdCluster:
         member.quota_bytes = FULL_BYTES
         self.restart(member)
 
+    def save(self, backup: Path) -> None:
+        """Back the store up, by one member."""
+        done = self._etcdctl(self.members[:1], "snapshot", "save", str(backup))
+        assert done.returncode == 0, done.stdout + done.stderr
+
     def make_room(self, member: Member) -> None:
         """Give a member space again, and disarm the alarm."""
         member.quota_bytes = None

@@ -34,7 +34,7 @@ MAX_NAMES: Final = 500_000
 
 
 class SeenClaim(NamedTuple):
-    """A claim as the view has it; `epoch` is its mod revision."""
+    """A claim as the view has it, and its epoch."""
 
     record: ClaimRecord
     epoch: int
@@ -87,7 +87,8 @@ class FleetView:
                     node_id_of(item.key), SeenNode(record, item.create_revision, now_s, rooms_of(*record.cards))
                 )
             elif item.key.startswith(NAMES):
-                self._put_claim(name_of(item.key), SeenClaim(_sound_claim(item.value), item.mod_revision))
+                claim = _sound_claim(item.value)
+                self._put_claim(name_of(item.key), SeenClaim(claim, claim.epoch_base + item.mod_revision))
             elif item.key == HORIZON:
                 self.horizon_s = read_horizon_s(item.value)
         except BadRecord:
@@ -189,6 +190,6 @@ def _is_address(text: str) -> bool:
 def _sound_claim(value: bytes) -> ClaimRecord:
     record = read_claim(value)
     texts: tuple[Any, ...] = (record.node_id, record.lease_id, record.tenant, record.nonce)
-    if not all(isinstance(text, str) for text in texts) or type(record.incarnation) is not int:
+    if not all(isinstance(text, str) for text in texts) or {type(record.incarnation), type(record.epoch_base)} != {int}:
         raise BadRecord("a member has another type")
     return record

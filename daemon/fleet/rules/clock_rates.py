@@ -76,6 +76,7 @@ class ClockRates:
         self._membership = membership
         self._clocks: dict[bytes, _Clock] = {}
         self._slot: bytes | None = None
+        self._instance = membership.instance
         self._polls: deque[_Poll] = deque(maxlen=MAX_POLLS)
 
     def read(self) -> Get:
@@ -90,8 +91,13 @@ class ClockRates:
         """Write no more until the slot is seen to be this node's: a beat was not acknowledged."""
         self._slot = None
 
-    def forget(self) -> None:
-        """Measure anew: this node's clock stood still."""
+    def forget(self, instance: str = "") -> None:
+        """Measure anew: in another store the same revision is of another time, or this node's clock stood still.
+
+        Args:
+            instance: Another random text for its readings, so that others measure anew; "" where its clock went on.
+        """
+        self._instance = instance or self._instance
         self._clocks.clear()
         self._polls.clear()
         self._slot = None
@@ -106,7 +112,7 @@ class ClockRates:
         for kv in found:
             if (told := _told(kv.value)) is None:
                 continue
-            if told[0] == self._membership.instance:
+            if told[0] == self._instance:
                 mine = kv.key
             else:
                 self._take(kv.key, *told, now_ns)
@@ -132,7 +138,7 @@ class ClockRates:
     def _put(self, slot: bytes) -> Put:
         poll = self._polls[-1]
         record = {
-            "instance": self._membership.instance,
+            "instance": self._instance,
             "revision": poll.revision,
             "low_ns": poll.asked_ns,
             "high_ns": poll.answered_ns,

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Final
 
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
-from gpulease.daemon.fleet.fleet_records import CardRecord
+from gpulease.daemon.fleet.fleet_records import CardRecord, NodeRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,49 @@ class FleetIdentity:
         cluster_id: etcd's number of the cluster; 0: none was joined yet.
         generation: Text of the store's generation key; an operator renews it after etcd was restored from a backup.
         revision: A revision that the store had reached. Revisions never fall, unless a backup was restored.
+        epoch_base: A claim's epoch is the sum of this and its revision.
+        is_restored: The store was found to be an earlier state of itself: it is joined once its generation is another.
     """
 
     cluster_id: int = 0
     generation: str = ""
     revision: int = 0
+    epoch_base: int = 0
+    is_restored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What tells the records that a daemon wrote under its node's id from those of every other daemon.
+
+    The daemon's journal has the mark before a beat is asked. So who finds a record that its mark does not cover has a
+    copy of that journal, or an earlier state of it.
+
+    Attributes:
+        beat: Number of the last beat that was asked.
+        run: Instance of the process that asked it.
+        entered: Nonce of the record with which that process went on; "": it wrote the record itself.
+    """
+
+    beat: int = 0
+    run: str = ""
+    entered: str = ""
+
+    def covers(self, record: NodeRecord) -> bool:
+        """Return whether the daemon with this mark wrote a record, as far as records tell that."""
+        if not self.beat:
+            # Both were written by a version that did not count.
+            return not record.beat
+        if record.nonce == self.entered:
+            return True
+        return record.nonce.rpartition("-")[0] == self.run and record.beat <= self.beat
 
 
 DEFAULT_TERMS: Final = FleetTerms()
 NO_IDENTITY: Final = FleetIdentity()
 """The identity of no store: this node has never joined one."""
+NO_MARK: Final = Mark()
+"""The mark of a daemon that has never beaten."""
 
 
 class Why(Enum):
@@ -79,7 +112,7 @@ class Reason(Enum):
     FENCED = "fenced"
     """Another node removed this one from the fleet, because it was silent for more than a horizon."""
     FORGOTTEN = "forgotten"
-    """The daemon has claimed leases, but no longer knows under which incarnation it claimed them."""
+    """The daemon has claimed leases, but does not know, or can't show, under which incarnation it claimed them."""
     LOST = "lost"
     """A claim of a living lease is no longer in etcd: somebody deleted it."""
     CLOCK = "clock"
@@ -126,6 +159,13 @@ class LiveClaims:
 
     epochs: Mapping[str, int] = field(default_factory=dict)
     quotas: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkKept:
+    """The journal has the mark of that beat: it may be asked now."""
+
+    beat: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +267,7 @@ Event = (
     | TimerFired
     | Answered
     | LiveClaims
+    | MarkKept
     | ClaimWanted
     | ClaimDropped
     | ClaimEnded
@@ -259,10 +300,11 @@ class ArmTimer:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The node is a member. Keep both for the next process: it goes on without ending claimed leases."""
+    """The node is a member. Keep all for the next process: it goes on without ending claimed leases."""
 
     identity: FleetIdentity
     incarnation: int
+    mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +312,13 @@ class Remembered:
     """Keep the store's identity as of now, for the next process."""
 
     identity: FleetIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class KeepMark:
+    """Keep the mark for the next process, and send MarkKept once it is durable."""
+
+    mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +432,7 @@ Effect = (
     | ArmTimer
     | Joined
     | Remembered
+    | KeepMark
     | MoveHorizon
     | EndClaimed
     | Claimed

@@ -5,12 +5,16 @@ acknowledged moves the horizon to T (1 - rho) after the time at which the beat w
 is repeated: if the first was done, the repetition fails and reads its nonce back. Who finds another record than its
 own, or none, was fenced: it ends all claimed leases, and joins anew once their memory is proved free.
 
-A record under this node's id that no membership of this daemon left is another daemon's: of a host with the same name,
-or of this host before its journal was lost. Its leases may live: only once it was silent for half a horizon is the
-record deleted, and its claims are given up one more horizon later. While it beats, this node stays out.
+A record under this node's id that this daemon did not write is another daemon's: of a host with the same name, of a
+host with a copy of this one's journal, or of this host before its journal was lost or restored. The mark, which the
+journal has before each beat, tells them apart. The other's leases may live: only once it was silent for half a horizon
+is the record deleted, and its claims are given up one more horizon later. While it beats, this node stays out.
 
-The store may be another one: restored from a backup, or made anew. Then its revisions repeat, and epochs with them. A
-node that remembers a higher revision or another cluster stays out until an operator renews the generation key.
+The store may be another one: restored from a backup, or made anew. A node that remembers a higher revision or another
+cluster, or finds an earlier record of its own or of the last join, stays out until an operator renews the generation
+key. The store does not have the claims that were made after the backup, and their leases may live. So nothing is
+claimed under a new generation for T (1 + rho) after it was seen: then a node settles it, by one record that all claims
+compare. The record has the base of epochs too, above every epoch that the node knows of: revisions may have fallen.
 
 Nodes trust each other's horizon: who takes a silent node's names waits for the horizon that it has itself. The first
 node to join writes it down, and a node with another one stays out.
@@ -35,18 +39,23 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Unknown,
 )
 from gpulease.daemon.fleet.fleet_records import (
+    EPOCHS,
     GENERATION,
     HORIZON,
+    JOINED,
     BadRecord,
+    EpochsRecord,
     NodeRecord,
     held_key,
     node_key,
+    read_epochs,
     read_node,
 )
 from gpulease.daemon.fleet.rules.clock_rates import ClockRates
 from gpulease.daemon.fleet.rules.fleet_events import (
     DEFAULT_TERMS,
     NO_IDENTITY,
+    NO_MARK,
     Answered,
     ArmTimer,
     ClaimDropped,
@@ -58,7 +67,10 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     FleetIdentity,
     FleetTerms,
     Joined,
+    KeepMark,
     LiveClaims,
+    Mark,
+    MarkKept,
     MoveHorizon,
     Note,
     Noted,
@@ -97,6 +109,19 @@ REMEMBER_NS: Final = 60 * NS_PER_S
 
 RENEWED: Final = "an operator renewed the fleet's generation key or its horizon"
 
+RESTORED: Final = "etcd was restored from a backup"
+
+UNSETTLED: Final = "the fleet's generation was renewed, and leases of before may live"
+
+FOREIGN: Final = "etcd has this node's record from another daemon, or from a later state of this one's journal"
+
+EPOCH_GAP: Final = 10**9
+"""Epochs that a new generation leaves out. Those of claims that no living node knows of lie there: more than etcd makes
+of revisions in days."""
+
+_FORGETS: Final = frozenset({Reason.FORGOTTEN, Reason.RESTORED, Reason.RENEWED, Reason.PAUSED})
+"""Ends of a membership after which what this daemon knew of its claims may be of another daemon, or another store."""
+
 OnAnswer = Callable[[Answer, int, int], None]
 """Takes an answer, when it was asked, and the time now."""
 
@@ -131,10 +156,11 @@ class Member:
         terms: FleetTerms = DEFAULT_TERMS,
         incarnation: int = 0,
         identity: FleetIdentity = NO_IDENTITY,
+        mark: Mark = NO_MARK,
         *,
         instance: str,
     ) -> None:
-        """Take incarnation and identity as an earlier process was told them by Joined, if it was.
+        """Take incarnation, identity and mark as an earlier process told them last, if one did.
 
         `instance` is a random text of this run of the process: no other run, of any node, has it.
         """
@@ -145,8 +171,16 @@ class Member:
         self._quotas = QuotaShards(self._membership, self._fences)
         self._identity = identity
         self._membership.revision = max(identity.revision, incarnation)
-        self._own = incarnation
-        """The last membership of this daemon: the broker knows of all its claimed leases."""
+        self._membership.epoch_base = identity.epoch_base
+        self._mark = mark
+        self._awaits_mark = False
+        self._highest_epoch = 0
+        """An epoch that no claim of before a renewed generation, as far as this node knows, was above."""
+        self._unsettled_ns: int | None = None
+        """Since when this node knows a generation under which leases of before may live; None: it knows none."""
+        self._is_settling = False
+        self._joined_revision = 0
+        """The last join that was seen: at that revision the key was written."""
         self._stranger: _Stranger | None = None
         self._remembered_ns = 0
         self._horizon = f"{terms.horizon_s:g}"
@@ -155,7 +189,6 @@ class Member:
         self._has_started = False
         self._key = node_key(node_id)
         self._reads = Get(self._key), Get(GENERATION), Get(HORIZON)
-        self._mod_revision = 0
         self._attempts: dict[str, int] = {}
         """When each write of the record was asked whose fate is not known, by nonce."""
         self._is_asking = False
@@ -184,6 +217,8 @@ class Member:
                 self._answered(event, now_ns)
             case LiveClaims():
                 self._take_live(event, now_ns)
+            case MarkKept():
+                self._ask_beat(event.beat, now_ns)
             case ClaimWanted():
                 self._claims.want(event, now_ns)
             case ClaimDropped():
@@ -197,7 +232,7 @@ class Member:
             case QuotaDropped():
                 self._quotas.drop(event.request, now_ns)
             case QuotaEnded():
-                self._quotas.end(event.tenant, event.lease_id, now_ns)
+                self._quotas.ended(event.tenant, event.lease_id, now_ns)
             case Paused():
                 self._pause(event)
             case Stopping():
@@ -209,7 +244,7 @@ class Member:
 
     def _advance(self, now_ns: int) -> None:
         """Do what is due."""
-        if self._membership.is_suspect and self._phase is _Phase.MEMBER:
+        if self._membership.is_suspect and self._phase is _Phase.MEMBER and not self._awaits_mark:
             self._due_ns = now_ns
         self._membership.is_suspect = False
         if self._is_running and not self._is_asking and now_ns >= self._due_ns:
@@ -249,7 +284,7 @@ class Member:
         outcome = answered.outcome
         if isinstance(outcome, Answer) and self._phase is _Phase.MEMBER:
             if text := self._difference(outcome, asked.floor):
-                self._lose(Reason.RESTORED, text)
+                self._lose_store(text, outcome)
                 outcome = Unknown(text)
             else:
                 self._membership.revision = max(self._membership.revision, outcome.revision)
@@ -262,6 +297,17 @@ class Member:
             return f"etcd is cluster {answer.cluster_id:x}, and was {self._identity.cluster_id:x}"
         return f"etcd is at revision {answer.revision}, and was at {floor}" if answer.revision < floor else ""
 
+    def _lose_store(self, text: str, answer: Answer, due_ns: int = 0) -> None:
+        """Lose the membership of a store that is not the one that was joined, or an earlier state of it.
+
+        An earlier state looks like the store again once its revisions are higher, so that it was one is remembered.
+        Another cluster is known by its number as long as it is there.
+        """
+        if self._identity.cluster_id in (0, answer.cluster_id):
+            self._identity = replace(self._identity, is_restored=True)
+            self._membership.effects.append(Remembered(self._identity))
+        self._lose(Reason.RESTORED, text, due_ns)
+
     def _is_accepted(self, answer: Answer, generation: KeyValue | None, horizon: KeyValue | None, now_ns: int) -> bool:
         """Return whether the store may be joined; if it is new to this node, remember it."""
         known = self._identity.generation
@@ -271,6 +317,8 @@ class Member:
         value = generation.value.decode(errors="replace") if generation else ""
         is_renewed = bool(value) and bool(known) and value != known
         text = "" if is_renewed else self._difference(answer, self._membership.revision)
+        if self._identity.is_restored and not is_renewed:
+            text = RESTORED
         if not value:
             text = "etcd has lost the fleet's generation key"
         act = RENEW
@@ -284,11 +332,15 @@ class Member:
             self._membership.trouble = Why.STALE, refusal
             self._due_ns = now_ns + self._membership.beat_ns
             if self._membership.incarnation:
-                self._lose(Reason.RESTORED, text, self._due_ns)
+                self._lose_store(text, answer, self._due_ns)
             return False
         self._membership.trouble = CUT_OFF
+        if is_renewed:
+            self._highest_epoch = max(self._highest_epoch, self._membership.epoch_base + self._membership.revision)
+            self._unsettled_ns = now_ns
         self._membership.revision = answer.revision
-        self._identity = FleetIdentity(answer.cluster_id, value, answer.revision)
+        self._membership.generation_revision = _revision(generation)
+        self._identity = FleetIdentity(answer.cluster_id, value, answer.revision, self._membership.epoch_base)
         if self._membership.incarnation and (is_renewed or horizon is None):
             self._lose(Reason.RENEWED, RENEWED)
             return False
@@ -315,14 +367,14 @@ class Member:
             self._claims.restore(live.epochs)
             self._quotas.restore(live.quotas)
             # A store that does not reach the epoch of a living lease is an earlier state of the one that was joined.
-            self._membership.revision = max(self._membership.revision, *live.epochs.values(), 0)
+            self._membership.revision = max(self._membership.revision, *self._claims.live.values(), 0)
         elif self._phase is not _Phase.ENDING or live.epochs or live.quotas:
             return
         self._phase = _Phase.REFUSED if self._is_refused else _Phase.JOINING
         self._due_ns = max(self._due_ns, now_ns)
 
     def _read_store(self, now_ns: int) -> None:
-        self._ask(now_ns, Transaction(reads=self._reads), self._store_read)
+        self._ask(now_ns, Transaction(reads=(*self._reads, Get(EPOCHS))), self._store_read)
 
     def _store_read(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         """Go on as the member of before, or delete its record, or join."""
@@ -330,11 +382,15 @@ class Member:
         self._due_ns = now_ns
         if not self._is_accepted(answer, generation, horizon, now_ns):
             return
+        if not self._take_epochs(answer.found[3], answer.revision):
+            return
         if self._membership.incarnation:
-            if record and record.create_revision == self._membership.incarnation:
-                self._mod_revision = record.mod_revision
+            if record and record.create_revision == self._membership.incarnation and not self._is_own(record):
+                self._lose(Reason.FORGOTTEN, FOREIGN)
+            elif record and record.create_revision == self._membership.incarnation:
+                self._membership.mod_revision = record.mod_revision
                 self._membership.earlier_over_ns = now_ns + self._membership.wait_ns
-                self._enter(now_ns)
+                self._enter(now_ns, entered=_nonce(record))
             else:
                 self._lose(Reason.FENCED, "another node fenced this one while its daemon was not running")
         elif record and (attempt_ns := self._attempts.get(_nonce(record))) is not None:
@@ -351,19 +407,29 @@ class Member:
                 CreateRevisionIs(self._key, 0),
                 ModRevisionIs(GENERATION, _revision(generation)),
                 ModRevisionIs(HORIZON, _revision(horizon)),
+                ModRevisionIs(EPOCHS, self._membership.epochs_revision),
             )
-            writes = (self._write(now_ns), *(() if horizon else (Put(HORIZON, self._horizon.encode()),)))
-            self._ask(now_ns, Transaction(compares, writes), self._created)
+            self._mark = Mark(self._mark.beat + 1, self._membership.instance)
+            writes = (self._write(now_ns), Put(JOINED, self._membership.node_id.encode()))
+            writes += () if horizon else (Put(HORIZON, self._horizon.encode()),)
+            if not self._membership.is_settled:
+                due_ns, write = self._missing_epochs(answer.found[3], answer.revision, now_ns)
+                writes += (write,) if now_ns >= due_ns else ()
+            self._ask(now_ns, Transaction(compares, writes, (Get(EPOCHS),)), self._created)
 
     def _created(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
-        if answer.succeeded and not self._difference(answer, self._membership.revision):
+        is_joined = answer.succeeded and not self._difference(answer, self._membership.revision)
+        if is_joined and self._take_epochs(answer.found[0], answer.revision):
             self._join(answer.revision, answer.revision, asked_ns, now_ns)
         else:
             self._due_ns = now_ns + self._membership.retry_ns
 
     def _is_own(self, record: KeyValue) -> bool:
-        """Return whether a membership of this daemon left the record."""
-        return record.create_revision == self._own or self._membership.is_own_nonce(_nonce(record))
+        """Return whether this daemon wrote the record. One that can't be read is another's."""
+        try:
+            return self._mark.covers(read_node(record.value))
+        except BadRecord:
+            return False
 
     def _is_silent(self, record: KeyValue, now_ns: int) -> bool:
         """Return whether another daemon's record was unchanged for half a horizon, and say what is waited for."""
@@ -383,50 +449,79 @@ class Member:
 
     def _join(self, incarnation: int, mod_revision: int, asked_ns: int, now_ns: int) -> None:
         self._membership.incarnation = incarnation
-        self._mod_revision = mod_revision
+        self._membership.mod_revision = mod_revision
         self._enter(now_ns)
+        # The same transaction wrote both.
+        self._joined_revision = incarnation
         self._acknowledge(asked_ns)
 
-    def _enter(self, now_ns: int) -> None:
-        """Be a member, and beat at once: the beat also finds the claims of earlier incarnations."""
+    def _enter(self, now_ns: int, entered: str = "") -> None:
+        """Be a member, and beat at once: the beat also finds the claims of earlier incarnations.
+
+        `entered`: the nonce of the record, if an earlier process wrote it.
+        """
         self._phase = _Phase.MEMBER
         self._is_isolated = False
         self._attempts.clear()
         self._stranger = None
-        self._own = self._membership.incarnation
+        self._mark = Mark(self._mark.beat, self._membership.instance, entered)
+        self._awaits_mark = False
+        self._joined_revision = 0
         self._remembered_ns = now_ns
-        self._membership.effects.append(Joined(self._identity, self._membership.incarnation))
+        self._membership.effects.append(Joined(self._identity, self._membership.incarnation, self._mark))
         self._note(Note.JOINED)
 
     # --- beats ---
 
     def _beat(self, now_ns: int) -> None:
+        """Have the beat's mark kept first. A journal that does not answer is asked again, with the next mark."""
+        self._mark = replace(self._mark, beat=self._mark.beat + 1)
+        self._awaits_mark = True
+        self._due_ns = now_ns + self._membership.beat_ns
+        self._membership.effects.append(KeepMark(self._mark))
+
+    def _ask_beat(self, beat: int, now_ns: int) -> None:
+        """Ask for the beat whose mark is kept."""
+        is_awaited = self._awaits_mark and beat == self._mark.beat
+        if not is_awaited or self._is_asking or not self._is_running or self._phase is not _Phase.MEMBER:
+            return
+        self._awaits_mark = False
         writes = (self._write(now_ns), *self._clocks.write())
         held = Get(held_key(self._membership.node_id), is_prefix=True)
-        reads = (*self._reads, held, self._clocks.read())
-        compare = ModRevisionIs(self._key, self._mod_revision)
+        reads = (*self._reads, held, self._clocks.read(), Get(EPOCHS), Get(JOINED))
+        compare = ModRevisionIs(self._key, self._membership.mod_revision)
         self._ask(now_ns, Transaction((compare,), writes, reads), self._beaten)
 
     def _beaten(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         """Take the answer to a beat: acknowledged, made by an earlier attempt, or fenced."""
         record, generation, horizon = _own_and_fleet(answer)
+        joined = answer.found[6][0] if answer.found[6] else None
+        if joined and joined.mod_revision < self._joined_revision:
+            self._lose_store("etcd has forgotten the last join", answer)
+            return
+        if record and record.mod_revision < self._membership.mod_revision:
+            self._lose_store("etcd has an earlier state of this node's record", answer)
+            return
+        if record and not self._is_own(record):
+            self._note(Note.TWIN, TWIN)
+            self._lose(Reason.FENCED, TWIN)
+            return
         if record is None or record.create_revision != self._membership.incarnation:
-            if record is not None and not self._membership.is_own_nonce(_nonce(record)):
-                self._note(Note.TWIN, TWIN)
-                self._lose(Reason.FENCED, TWIN)
-            else:
-                self._lose(Reason.FENCED, "another node fenced this one: it was silent too long")
+            self._lose(Reason.FENCED, "another node fenced this one: it was silent too long")
             return
-        if record.mod_revision < self._mod_revision:
-            self._lose(Reason.RESTORED, "etcd has an earlier state of this node's record")
-            return
-        self._mod_revision = record.mod_revision
+        self._joined_revision = _revision(joined)
+        self._membership.mod_revision = record.mod_revision
         written_ns = asked_ns if answer.succeeded else self._attempts.get(_nonce(record))
         self._due_ns = asked_ns + self._membership.beat_ns if answer.succeeded else now_ns
         self._attempts.clear()
         if (_text(generation), _text(horizon)) != (self._identity.generation, self._horizon):
             self._lose(Reason.RENEWED, RENEWED)
             return
+        self._membership.generation_revision = _revision(generation)
+        if not self._take_epochs(answer.found[5], answer.revision):
+            return
+        if not self._membership.is_settled:
+            self._settle(answer.found[5], answer.revision, now_ns)
         if lost := self._claims.sweep(answer.found[3], answer.revision, now_ns):
             self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
             return
@@ -444,10 +539,57 @@ class Member:
             self._membership.trouble = Why.ISOLATED, "this node's clock is wrong: an operator repairs it and restarts"
             self._lose(Reason.CLOCK, f"the other nodes' clocks run {rate:.4f} times as fast as this node's")
 
+    def _take_epochs(self, found: tuple[KeyValue, ...], revision: int) -> bool:
+        """Take whether names are given out, and with which epochs; returns whether this membership may go on."""
+        membership, epochs = self._membership, _epochs(found)
+        membership.epochs_revision = _revision(found[0] if found else None)
+        is_of_now = epochs is not None and epochs.generation == self._identity.generation
+        if epochs is None or not is_of_now or epochs.base + revision <= self._highest_epoch:
+            membership.is_settled = False
+            return True
+        if epochs.base != membership.epoch_base:
+            if membership.is_settled or self._claims.live:
+                self._lose(Reason.RENEWED, "another node has raised the fleet's epochs")
+                return False
+            membership.epoch_base = epochs.base
+            self._identity = replace(self._identity, epoch_base=epochs.base)
+            membership.effects.append(Remembered(self._identity))
+        membership.is_settled, membership.trouble, self._unsettled_ns = True, CUT_OFF, None
+        return True
+
+    def _missing_epochs(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> tuple[int, Put]:
+        """Return when the record may be written that lets names be given out, and that write."""
+        epochs, own_base = _epochs(found), self._membership.epoch_base
+        if epochs is None and self._unsettled_ns is None:
+            # Nobody has ever renewed the generation, or somebody has deleted the record.
+            base, due_ns = own_base, now_ns
+        else:
+            # The generation is new, or the base too low for what this node knows.
+            self._unsettled_ns = now_ns if self._unsettled_ns is None else self._unsettled_ns
+            is_low = epochs is not None and epochs.generation == self._identity.generation
+            due_ns = now_ns if is_low else self._unsettled_ns + self._membership.wait_ns
+            base = max(self._highest_epoch, own_base + revision, (epochs.base if epochs else 0) + revision) + EPOCH_GAP
+        return due_ns, Put(EPOCHS, EpochsRecord(self._identity.generation, base).encode())
+
+    def _settle(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> None:
+        """Let names be given out, once all leases of before the generation are over."""
+        due_ns, write = self._missing_epochs(found, revision, now_ns)
+        if now_ns < due_ns:
+            self._due_ns = min(self._due_ns, due_ns)
+            left_s = (due_ns - now_ns) / NS_PER_S
+            self._membership.trouble = Why.ISOLATED, f"{UNSETTLED}: no name is free for another {left_s:.0f} s"
+        elif not self._is_settling:
+            self._is_settling = True
+            self._membership.ask(now_ns, Transaction(self._membership.as_member(), (write,)), self._settled)
+
+    def _settled(self, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+        """Beat at once, to read which node's record is there."""
+        self._is_settling = False
+        self._membership.is_suspect |= isinstance(outcome, Answer)
+
     def _acknowledge(self, written_ns: int) -> None:
         """Move the horizon: etcd has the write of this node's record that was asked then."""
         horizon_ns = written_ns + self._membership.cap_ns
-        self._membership.beat_revision = self._mod_revision
         self._note(Note.BEAT)
         if horizon_ns > self._membership.horizon_ns:
             self._membership.horizon_ns = horizon_ns
@@ -462,10 +604,14 @@ class Member:
         self._membership.horizon_ns = 0
         self._membership.beating_since_ns = None
         self._membership.dates.forget()
+        self._membership.is_settled = False
         self._attempts.clear()
         self._clocks.lose_slot()
-        self._claims.restore({})
-        self._quotas.restore({})
+        self._claims.lose(forgets=reason in _FORGETS)
+        self._quotas.lose(forgets=reason in _FORGETS)
+        if reason in _FORGETS:
+            self._fences.forget()
+            self._clocks.forget()
         self._membership.effects.append(EndClaimed(reason, text))
         self._note(Note.REFUSED if self._is_refused else Note.FENCED, text)
 
@@ -475,11 +621,11 @@ class Member:
         """End claimed leases if the horizon may have passed while this machine's clocks stood still; else beat."""
         missed_ns = paused.missed_ns
         # What others have measured of this clock counts no more, and neither does what this node has of theirs.
-        self._membership.instance = paused.instance
-        self._clocks.forget()
+        self._clocks.forget(paused.instance)
         if missed_ns is None:
-            # The other copy may go on with this node's record: it is a stranger's from now on.
-            self._own = 0
+            # The other copy may go on with this node's record and its nonces: they are another daemon's from now on.
+            self._membership.instance = paused.instance
+            self._mark = Mark(self._mark.beat + 1, paused.instance)
         elif missed_ns <= self._membership.cap_ns * self._membership.rho:
             self._membership.is_suspect = True
             return
@@ -504,7 +650,7 @@ class Member:
             is_gone = isinstance(outcome, Answer) and outcome.succeeded
             self._membership.effects.append(Stopped(has_left=is_gone))
 
-        transaction = Transaction((ModRevisionIs(self._key, self._mod_revision),), (Delete(self._key),))
+        transaction = Transaction((ModRevisionIs(self._key, self._membership.mod_revision),), (Delete(self._key),))
         self._membership.ask(now_ns, transaction, on_outcome)
 
     # --- questions ---
@@ -516,8 +662,8 @@ class Member:
         told = self._record
         labels = dict(told.labels)
         boot_ms = now_ns // 1_000_000
-        record = NodeRecord(nonce, told.addresses, labels, told.cards, told.is_draining, boot_ms, told.version)
-        return Put(self._key, record.encode())
+        facts = told.addresses, labels, told.cards, told.is_draining, boot_ms, told.version
+        return Put(self._key, NodeRecord(nonce, *facts, self._mark.beat).encode())
 
     def _ask(self, now_ns: int, transaction: Transaction, on_answer: OnAnswer) -> None:
         """Ask about this node's own record: one question at a time, and again later if it was not answered."""
@@ -554,6 +700,13 @@ def _nonce(record: KeyValue) -> str:
         return read_node(record.value).nonce
     except BadRecord:
         return ""
+
+
+def _epochs(found: tuple[KeyValue, ...]) -> EpochsRecord | None:
+    try:
+        return read_epochs(found[0].value) if found else None
+    except BadRecord:
+        return None
 
 
 def _text(found: KeyValue | None) -> str:

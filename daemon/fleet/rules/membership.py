@@ -3,8 +3,17 @@
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from gpulease.daemon.fleet.etcd.transactions import CreateRevisionIs, Outcome, Transaction
-from gpulease.daemon.fleet.fleet_records import node_key
+from gpulease.daemon.fleet.etcd.transactions import (
+    Answer,
+    Compare,
+    CreateRevisionIs,
+    Get,
+    ModRevisionIs,
+    Outcome,
+    Transaction,
+    Unknown,
+)
+from gpulease.daemon.fleet.fleet_records import EPOCHS, GENERATION, node_key
 from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, Why
 from gpulease.daemon.fleet.rules.revision_dates import RevisionDates
 
@@ -41,10 +50,14 @@ class Membership:
     Attributes:
         instance: Random text of this run of the process: no two runs write the same nonce.
         incarnation: Create revision of the node's record; 0: the node is no member.
+        mod_revision: Mod revision of the node's record, as its last beat wrote it.
         horizon_ns: Until when claimed leases may live.
         beating_since_ns: Since when every beat was acknowledged; None: the last was not.
-        beat_revision: Mod revision of the node's record as its last acknowledged beat wrote it.
         revision: A revision that the store has reached.
+        generation_revision: Mod revision of the generation key.
+        epochs_revision: Mod revision of the key that says that names are given out.
+        epoch_base: A claim's epoch is the sum of this and its revision.
+        is_settled: Names are given out: all leases of before the store's generation are over.
         earlier_over_ns: When the leases of all earlier memberships under this node's id are over, whoever had them.
         is_suspect: An answer showed that this node may be no member any more: beat at once.
         trouble: Refusal of claims while this node is no member.
@@ -55,10 +68,14 @@ class Membership:
         self.node_id = node_id
         self.instance = instance
         self.incarnation = incarnation
+        self.mod_revision = 0
         self.horizon_ns = 0
         self.beating_since_ns: int | None = None
-        self.beat_revision = NO_REVISION
         self.revision = 0
+        self.generation_revision = 0
+        self.epochs_revision = 0
+        self.epoch_base = 0
+        self.is_settled = False
         self.earlier_over_ns = 0
         self.is_suspect = False
         self.trouble = CUT_OFF
@@ -88,22 +105,57 @@ class Membership:
 
     def is_member(self, now_ns: int) -> bool:
         """Return whether this node may grant claimed leases now."""
-        return self.incarnation > 0 and now_ns < self.horizon_ns
+        return self.incarnation > 0 and now_ns < self.horizon_ns and self.is_settled
 
-    def is_mine(self) -> CreateRevisionIs:
-        """Return the comparison that this node was not fenced, which fails while it is no member."""
-        return CreateRevisionIs(node_key(self.node_id), self.incarnation or NO_REVISION)
+    def as_member(self) -> tuple[Compare, ...]:
+        """Return the comparisons that this node was not fenced, and that the store is the one it joined.
+
+        They fail while it is no member.
+        """
+        return (
+            CreateRevisionIs(node_key(self.node_id), self.incarnation or NO_REVISION),
+            ModRevisionIs(GENERATION, self.generation_revision),
+            ModRevisionIs(EPOCHS, self.epochs_revision),
+        )
+
+    def ask_as_member(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
+        """Send a transaction that claims, with the comparisons of `as_member`, and with reads of what they compare.
+
+        A store that was restored to before this node's last beat passes the comparisons. Its answer counts as none.
+        """
+        floor = self.mod_revision
+        compares = (*transaction.compares, *self.as_member())
+        reads = (*transaction.reads, Get(node_key(self.node_id)), Get(GENERATION), Get(EPOCHS))
+
+        def on_answer(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+            if isinstance(outcome, Answer) and any(record.mod_revision < floor for record in outcome.found[-3]):
+                self.is_suspect = True
+                outcome = Unknown("etcd has an earlier state of this node's record")
+            on_outcome(outcome, asked_ns, now_ns)
+
+        self.ask(now_ns, Transaction(compares, transaction.writes, reads), on_answer)
+
+    def is_standing(self, incarnation: int, answer: Answer) -> bool:
+        """Return whether the comparisons hold for what the reads of `ask_as_member` found."""
+        record, generation, epochs = (items[0] if items else None for items in answer.found[-3:])
+        return (
+            record is not None
+            and record.create_revision == incarnation
+            and (generation.mod_revision if generation else 0) == self.generation_revision
+            and (epochs.mod_revision if epochs else 0) == self.epochs_revision
+        )
 
     def is_own_nonce(self, nonce: str) -> bool:
         """Return whether this run of the process made a nonce."""
         return nonce.startswith(f"{self.instance}-")
 
-    def is_over(self, revision: int, now_ns: int) -> bool:
-        """Return whether what was written under this node's id at that revision is no other daemon's any more.
+    def is_over(self, now_ns: int) -> bool:
+        """Return whether what was written under this node's id, and not by this run, is no living lease's any more.
 
-        While this node is no member, another daemon may be it.
+        While this node is no member, another daemon may be it. A daemon that goes on as a member does not know what
+        its journal has lost.
         """
-        return self.incarnation > 0 and (revision > self.incarnation or now_ns >= self.earlier_over_ns)
+        return self.incarnation > 0 and now_ns >= self.earlier_over_ns
 
     def nonce(self) -> str:
         """Return a text that nothing else in the store has."""

@@ -1,10 +1,11 @@
 """Claims of names: at most one node has a name, under an epoch that only rises.
 
-A claim is made by one transaction: the name is absent, and this node's record is the one it joined with. Its revision
-is the epoch. An attempt whose answer was lost is repeated with the same nonce: the repetition fails if the first was
+A claim is made by one transaction: the name is absent, and this node's record and the store's generation are those it
+joined with. Its revision gives the epoch: the fleet's base is added, which rises where a restored store's revisions
+have fallen. An attempt whose answer was lost is repeated with the same nonce: the repetition fails if the first was
 done, and reads the claim back. Nothing is granted until an answer shows the claim. Each beat reads this node's claims;
-one that no lease has and nobody waits for is deleted, however late the attempt was done. A claim of an earlier
-membership that this daemon knows nothing of is another daemon's, and is deleted once all leases of that are over.
+one that no lease has and nobody waits for is deleted, however late the attempt was done. A claim that this run did not
+make, and that this daemon knows nothing of, may be another daemon's: it is deleted once all leases of that are over.
 """
 
 from collections.abc import Mapping
@@ -76,7 +77,7 @@ class NodeClaims:
 
     def __init__(self, membership: Membership, fences: NodeFences) -> None:
         self.live: dict[str, int] = {}
-        """Epochs of the claims that were given and have not ended."""
+        """Revisions of the claims that were given and have not ended."""
         self._membership = membership
         self._fences = fences
         self._wants: dict[int, _Want] = {}
@@ -99,15 +100,22 @@ class NodeClaims:
         self._wants.pop(request, None)
 
     def end(self, name: str, epoch: int, now_ns: int) -> None:
-        """Delete the claim of a lease that is over."""
-        if self.live.get(name) == epoch:
+        """Delete the claim of a lease that is over. One that this member does not know of waits as a foreign one."""
+        claim = name, epoch - self._membership.epoch_base
+        if claim in self.live.items():
             del self.live[name]
-        self._release(name, epoch, now_ns)
+        elif claim not in self._former:
+            return
+        self._release(*claim, now_ns)
 
     def restore(self, epochs: Mapping[str, int]) -> None:
-        """Take the claims that the broker has."""
-        self._former = frozenset(self.live.items())
-        self.live = dict(epochs)
+        """Take the claims that the broker has of the membership that goes on."""
+        self.live = {name: epoch - self._membership.epoch_base for name, epoch in epochs.items()}
+
+    def lose(self, *, forgets: bool) -> None:
+        """Have no claim any more. `forgets`: those of before may be another daemon's, or of another store."""
+        self._former = frozenset() if forgets else frozenset(self.live.items())
+        self.live = {}
 
     # --- time ---
 
@@ -137,16 +145,15 @@ class NodeClaims:
     def _attempt(self, want: _Want, now_ns: int) -> None:
         membership, wanted = self._membership, want.wanted
         key = name_key(wanted.name)
-        record = ClaimRecord(membership.node_id, membership.incarnation, wanted.lease_id, wanted.tenant, want.nonce)
+        ids = membership.node_id, membership.incarnation, wanted.lease_id, wanted.tenant
+        record = ClaimRecord(*ids, want.nonce, membership.epoch_base)
         held = Put(held_key(membership.node_id, wanted.name), want.nonce.encode())
         holder = self._holders.get(wanted.name)
         looks = reads_of(holder) if holder else ()
-        transaction = Transaction(
-            (CreateRevisionIs(key, 0), membership.is_mine()), (Put(key, record.encode()), held), (Get(key), *looks)
-        )
+        transaction = Transaction((CreateRevisionIs(key, 0),), (Put(key, record.encode()), held), (Get(key), *looks))
         want.is_asking = True
         on_outcome = partial(self._answered, want, membership.incarnation, holder)
-        membership.ask(now_ns, transaction, on_outcome)
+        membership.ask_as_member(now_ns, transaction, on_outcome)
 
     def _answered(
         self, want: _Want, incarnation: int, holder: str | None, outcome: Outcome, asked_ns: int, now_ns: int
@@ -163,23 +170,24 @@ class NodeClaims:
             want.next_ns = now_ns + self._membership.poll_ns
             want.refusal = Why.REJECTED, f"the fleet's store refused the claim; an operator must act: {outcome.reason}"
             return
-        epoch = outcome.revision if outcome.succeeded else self._epoch_of_mine(want, incarnation, outcome)
-        if not epoch:
+        revision = outcome.revision if outcome.succeeded else self._revision_of_mine(want, incarnation, outcome)
+        if not revision:
             if is_wanted:
                 self._taken(want, holder, outcome, now_ns)
         elif not is_wanted:
-            self._release(wanted.name, epoch, now_ns)
+            self._release(wanted.name, revision, now_ns)
         elif incarnation != self._membership.incarnation or not self._membership.is_member(now_ns):
             # The claim can't be used now. A beat or the next attempt finds it.
             want.refusal = CUT_OFF
             want.next_ns = now_ns + self._membership.retry_ns
         else:
             del self._wants[wanted.request]
-            self.live[wanted.name] = epoch
+            self.live[wanted.name] = revision
+            epoch = revision + self._membership.epoch_base
             self._membership.effects.append(Claimed(wanted.request, wanted.name, epoch))
 
-    def _epoch_of_mine(self, want: _Want, incarnation: int, answer: Answer) -> int:
-        """Return the epoch under which an earlier attempt of the same want has the name; 0: none has it."""
+    def _revision_of_mine(self, want: _Want, incarnation: int, answer: Answer) -> int:
+        """Return the revision at which an earlier attempt of the same want claimed the name; 0: none did."""
         record = _claim(answer.found[0])
         mine = record is not None and (record.nonce, record.incarnation) == (want.nonce, incarnation)
         return answer.found[0][0].mod_revision if mine else 0
@@ -194,15 +202,15 @@ class NodeClaims:
             want.refusal = CUT_OFF
             membership.is_suspect = True
             return
-        epoch = answer.found[0][0].mod_revision
+        revision = answer.found[0][0].mod_revision
         record = _claim(answer.found[0])
         if record is None:
             want.refusal = Why.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
         elif record.node_id == membership.node_id:
             self._holders.pop(name, None)
             is_earlier = record.incarnation != membership.incarnation
-            if is_earlier or self._is_orphan(name, epoch, record.nonce):
-                self._release_if_over(name, epoch, record.nonce, now_ns)
+            if is_earlier or self._is_orphan(name, revision, record.nonce):
+                self._release_if_over(name, revision, record.nonce, now_ns)
         elif record.node_id != looked_at:
             self._remember_holder(name, record.node_id)
             want.next_ns = now_ns
@@ -211,7 +219,7 @@ class NodeClaims:
             is_free, want.next_ns = self._fences.look(record.node_id, record.incarnation, looked, now_ns)
             if is_free:
                 want.next_ns = now_ns + membership.poll_ns
-                transaction = self._fences.delete_claim(name, record.node_id, epoch)
+                transaction = self._fences.delete_claim(name, record.node_id, revision)
                 membership.ask(now_ns, transaction, partial(self._freed, name))
 
     def _remember_holder(self, name: str, node_id: str) -> None:
@@ -226,47 +234,49 @@ class NodeClaims:
 
         Deletes claims that no lease has and nobody waits for. Returns a living lease's name whose claim is gone.
         """
-        epochs = {}
-        for key, value, _, epoch in found:
+        claimed = {}
+        for key, value, _, claim_revision in found:
             name = held_name(key, self._membership.node_id)
             if name is None:
                 # QuotaShards sweeps it.
                 continue
-            epochs[name] = epoch
+            claimed[name] = claim_revision
             nonce = value.decode(errors="replace")
-            if self._is_orphan(name, epoch, nonce) and self._release_if_over(name, epoch, nonce, now_ns):
+            if self._is_orphan(name, claim_revision, nonce) and self._release_if_over(
+                name, claim_revision, nonce, now_ns
+            ):
                 self._membership.effects.append(Noted(Note.ORPHAN_DELETED, name=name))
         # A claim above the beat's revision was made after the beat.
-        lost = (name for name, epoch in self.live.items() if epoch <= revision and epochs.get(name) != epoch)
+        lost = (name for name, made in self.live.items() if made <= revision and claimed.get(name) != made)
         return next(lost, None)
 
-    def _is_orphan(self, name: str, epoch: int, nonce: str) -> bool:
+    def _is_orphan(self, name: str, revision: int, nonce: str) -> bool:
         """Return whether a claim of this node has no lease, and no want whose next attempt will find it."""
-        if self.live.get(name) == epoch or (name, epoch) in self._releasing:
+        if self.live.get(name) == revision or (name, revision) in self._releasing:
             return False
         return all(want.nonce != nonce for want in self._wants.values())
 
-    def _release_if_over(self, name: str, epoch: int, nonce: str, now_ns: int) -> bool:
+    def _release_if_over(self, name: str, revision: int, nonce: str, now_ns: int) -> bool:
         """Delete a claim unless another daemon under this node's id may serve it; return whether it may not."""
-        is_known = (name, epoch) in self._former or self._membership.is_own_nonce(nonce)
-        is_over = is_known or self._membership.is_over(epoch, now_ns)
+        is_known = (name, revision) in self._former or self._membership.is_own_nonce(nonce)
+        is_over = is_known or self._membership.is_over(now_ns)
         if is_over:
-            self._release(name, epoch, now_ns)
+            self._release(name, revision, now_ns)
         return is_over
 
-    def _release(self, name: str, epoch: int, now_ns: int) -> None:
+    def _release(self, name: str, revision: int, now_ns: int) -> None:
         """Delete a claim. If the answer is lost, the next beat's sweep deletes it again."""
-        if (name, epoch) in self._releasing:
+        if (name, revision) in self._releasing:
             return
-        self._releasing.add((name, epoch))
+        self._releasing.add((name, revision))
         held = held_key(self._membership.node_id, name)
-        transaction = Transaction((ModRevisionIs(name_key(name), epoch),), (Delete(name_key(name)), Delete(held)))
+        transaction = Transaction((ModRevisionIs(name_key(name), revision),), (Delete(name_key(name)), Delete(held)))
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
-            self._releasing.discard((name, epoch))
+            self._releasing.discard((name, revision))
             if isinstance(outcome, Answer) and not outcome.succeeded:
                 # Somebody deleted the claim, but not this node's entry of it.
-                leftover = Transaction((ModRevisionIs(held, epoch),), (Delete(held),))
+                leftover = Transaction((ModRevisionIs(held, revision),), (Delete(held),))
                 self._membership.ask(now_ns, leftover, lambda outcome, asked_ns, now_ns: None)
             self._freed(name, outcome, asked_ns, now_ns)
 

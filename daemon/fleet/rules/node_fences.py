@@ -54,6 +54,10 @@ class NodeFences:
         """By node and incarnation: since when its record is known to be gone."""
         self._asking: set[str] = set()
 
+    def forget(self) -> None:
+        """Forget what was seen in another store: its incarnations may be others' here."""
+        self._gone_ns.clear()
+
     def look(self, node_id: str, incarnation: int, looked: Looked, now_ns: int) -> tuple[bool, int]:
         """Look at a node that has a claim of that incarnation, and fence it if it was silent too long.
 
@@ -76,9 +80,9 @@ class NodeFences:
         self._fence(node_id, records[0].mod_revision, now_ns)
         return False, next_ns
 
-    def delete_claim(self, name: str, node_id: str, epoch: int) -> Transaction:
+    def delete_claim(self, name: str, node_id: str, revision: int) -> Transaction:
         """Return the transaction that deletes a claim whose wait is over, if this node is a member still."""
-        compares = (ModRevisionIs(name_key(name), epoch), self._membership.is_mine())
+        compares = (ModRevisionIs(name_key(name), revision), *self._membership.as_member())
         return Transaction(compares, (Delete(name_key(name)), Delete(held_key(node_id, name))))
 
     def _gone_since_ns(self, node_id: str, incarnation: int, records: tuple[KeyValue, ...], now_ns: int) -> int:
@@ -99,8 +103,8 @@ class NodeFences:
             return
         self._asking.add(node_id)
         # This node's own last beat is in the store: it is not an earlier state of it, with earlier records.
-        mine = ModRevisionIs(node_key(membership.node_id), membership.beat_revision)
-        compares = ModRevisionIs(node_key(node_id), mod_revision), mine
+        mine = ModRevisionIs(node_key(membership.node_id), membership.mod_revision)
+        compares = ModRevisionIs(node_key(node_id), mod_revision), mine, *membership.as_member()
         writes = Delete(node_key(node_id)), Put(fenced_key(node_id), b"")
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:

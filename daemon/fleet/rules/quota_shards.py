@@ -17,7 +17,6 @@ from zlib import crc32
 
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
-    Compare,
     Delete,
     Get,
     KeyValue,
@@ -27,7 +26,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Rejected,
     Transaction,
 )
-from gpulease.daemon.fleet.fleet_records import QUOTA_DEFAULT, node_key
+from gpulease.daemon.fleet.fleet_records import QUOTA_DEFAULT
 from gpulease.daemon.fleet.rules.fleet_events import (
     Note,
     Noted,
@@ -145,24 +144,33 @@ class QuotaShards:
         if want and (want.is_asking or want.may_be_written):
             self.end(want.wanted.tenant, want.wanted.lease_id, now_ns)
 
+    def ended(self, tenant: str, lease_id: str, now_ns: int) -> None:
+        """Give back the bytes of a lease that is over, if this member has them."""
+        if lease_id in self.live or lease_id in self._former:
+            self.end(tenant, lease_id, now_ns)
+
     def end(self, tenant: str, lease_id: str, now_ns: int) -> None:
         """Give a lease's bytes back, as often as it takes."""
         self.live.pop(lease_id, None)
         self._endings[tenant, lease_id] = now_ns
 
     def restore(self, quotas: Mapping[str, str]) -> None:
-        """Take the leases that the broker has: their tenants by lease."""
-        self._former = frozenset(self.live)
+        """Take the leases that the broker has of the membership that goes on: their tenants by lease."""
         self.live = dict(quotas)
+
+    def lose(self, *, forgets: bool) -> None:
+        """Have no bytes any more, as `NodeClaims.lose`."""
+        self._former = frozenset() if forgets else frozenset(self.live)
+        self.live = {}
 
     def sweep(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
         """Remove those of this node's entries, as a beat read them, that no lease has and nobody waits for."""
         awaited = {want.wanted.lease_id for want in self._wants.values()}
-        for tenant, lease_id, revision in held_entries(found, self._membership.node_id):
+        for tenant, lease_id, _ in held_entries(found, self._membership.node_id):
             key = tenant, lease_id
             if lease_id in self.live or lease_id in awaited or key in self._endings or key in self._removing:
                 continue
-            if lease_id not in self._former and not self._membership.is_over(revision, now_ns):
+            if lease_id not in self._former and not self._membership.is_over(now_ns):
                 continue
             self._membership.effects.append(Noted(Note.ORPHAN_DELETED, f"bytes of {tenant}'s lease {lease_id}"))
             self.end(tenant, lease_id, now_ns)
@@ -282,14 +290,13 @@ class QuotaShards:
 
     def _write(self, want: _Want, quota: _Quota, compared: set[bytes], now_ns: int) -> None:
         membership = self._membership
-        compares: list[Compare] = [membership.is_mine()]
-        compares += [ModRevisionIs(key, quota.shards[key].mod_revision) for key in sorted(compared)]
+        compares = [ModRevisionIs(key, quota.shards[key].mod_revision) for key in sorted(compared)]
         if quota.default:
             compares.append(ModRevisionIs(QUOTA_DEFAULT, quota.default.mod_revision))
         writes = (*(quota.shards[key].put() for key in sorted(quota.changed)), *quota.writes.values())
         want.is_asking = True
         on_outcome = partial(self._written, want, membership.incarnation)
-        membership.ask(now_ns, Transaction(tuple(compares), writes, (Get(node_key(membership.node_id)),)), on_outcome)
+        membership.ask_as_member(now_ns, Transaction(tuple(compares), writes), on_outcome)
 
     def _written(self, want: _Want, incarnation: int, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         want.is_asking = False
@@ -299,13 +306,13 @@ class QuotaShards:
             # Whoever dropped it has removed the entry, unless this attempt was done after that.
             self.end(wanted.tenant, wanted.lease_id, now_ns)
         elif self._is_answer(outcome, want, now_ns):
-            # Another node was quicker, if this one's record is still there: then try again at once, for one of them
-            # always gets on. Without the record no attempt can succeed, until the next beat shows that.
+            # Another node was quicker, if this one is a member still: then try again at once, for one of them always
+            # gets on. If it is none, no attempt can succeed, until the next beat shows that.
             want.next_ns = now_ns
             want.may_be_written |= outcome.succeeded
             if outcome.succeeded and incarnation == self._membership.incarnation:
                 self._give(want, now_ns)
-            elif not any(record.create_revision == incarnation for record in outcome.found[0]):
+            elif not self._membership.is_standing(incarnation, outcome):
                 want.refusal, self._membership.is_suspect = CUT_OFF, True
                 want.next_ns = now_ns + self._membership.poll_ns
 
@@ -338,7 +345,7 @@ class QuotaShards:
                 if entry.node_id == membership.node_id:
                     is_known = lease_id in self._former
                     is_earlier = entry.incarnation != membership.incarnation
-                    is_over = is_earlier and (is_known or membership.is_over(entry.incarnation, now_ns))
+                    is_over = is_earlier and (is_known or membership.is_over(now_ns))
                 elif entry.node_id in found:
                     is_over, _ = self._fences.look(entry.node_id, entry.incarnation, found[entry.node_id], now_ns)
                 else:

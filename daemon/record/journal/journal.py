@@ -12,6 +12,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -172,6 +173,7 @@ class FileJournal(Journal):
         self.cards = dict(contents.cards)
         self.relays = tuple(contents.relays.values())
         self.membership = contents.membership
+        self._folder = _folder_of(lock_fd)
         self._committer = GroupCommitter(_StoreTarget(store))
         self._replies = DurableReplies(lambda: self._committer.durable, self.problem)
         self._lock_fd = lock_fd
@@ -249,7 +251,8 @@ class FileJournal(Journal):
 
     def remember_membership(self, membership: KeptMembership) -> None:
         """Implement `Journal.remember_membership`."""
-        self._committer.put([Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, membership)])
+        kept = replace(membership, folder=self._folder)
+        self._committer.put([Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, kept)])
 
     async def stop(self) -> None:
         """Implement `Journal.stop`. The lease table is at rest by now."""
@@ -327,7 +330,8 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
 
     Args:
         folder: Made with mode 0700 if only it is missing.
-        boot_id: The host's (random(4)). Leases of another boot have ended with it; their fences stay.
+        boot_id: The host's (random(4)). Leases of another boot have ended with it; their fences stay. A membership of
+            a fleet that another boot, or a journal in another folder, was told is forgotten: it may be a copy of it.
 
     Raises:
         JournalBroken: It can't be used.
@@ -336,11 +340,24 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
     try:
         contents = Contents()
         store = Store(folder, boot_id, contents.take)
-        store.begin(contents.cross_boot() if store.last_boot != boot_id else [])
+        membership = contents.membership
+        if store.last_boot != boot_id:
+            changes = contents.cross_boot()
+        elif membership is not None and membership.folder not in ("", _folder_of(lock_fd)):
+            changes = contents.forget_membership()
+        else:
+            changes = []
+        store.begin(changes)
     except BaseException:
         os.close(lock_fd)
         raise
     return FileJournal(store, contents, lock_fd)
+
+
+def _folder_of(fd: int) -> str:
+    """Return what tells an open folder from every copy of it, as long as its file system is mounted (inode(7))."""
+    status = os.fstat(fd)
+    return f"{status.st_dev:x}:{status.st_ino:x}"
 
 
 KEPT_TOMBSTONES: Final = 8192

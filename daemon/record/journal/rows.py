@@ -8,7 +8,7 @@ import sqlite3
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from functools import cache, lru_cache
 from hashlib import blake2b
@@ -45,6 +45,12 @@ _LATER: Final[dict[str, object]] = {
     "epoch": 0,
     "request_id": "",
     "fleet_bytes": 0,
+    "epoch_base": 0,
+    "is_restored": False,
+    "beat": 0,
+    "run": "",
+    "entered": "",
+    "folder": "",
 }
 """Members that were added later, and their values where a row lacks them. A row with these values leaves them out."""
 
@@ -80,12 +86,24 @@ class KeptMembership:
         cluster_id: etcd's number of its cluster.
         generation: Text of the store's generation key.
         revision: A revision that the store had reached.
+        epoch_base: A claim's epoch is the sum of this and its revision.
+        is_restored: The store was found to be an earlier state of itself.
+        beat: Number of the last beat that was asked.
+        run: Instance of the process that asked it.
+        entered: Nonce of the record with which that process went on.
+        folder: Device and inode of the journal's folder: a copy has others.
     """
 
-    incarnation: int
-    cluster_id: int
-    generation: str
-    revision: int
+    incarnation: int = 0
+    cluster_id: int = 0
+    generation: str = ""
+    revision: int = 0
+    epoch_base: int = 0
+    is_restored: bool = False
+    beat: int = 0
+    run: str = ""
+    entered: str = ""
+    folder: str = ""
 
 
 Kept = KeptMembership | KeptLease | KeptRegion | KeptWarm | KeptCard | KeptRelay | LeaseSnapshot | int
@@ -420,9 +438,10 @@ class Contents:
         """Change the contents as a restart of the host does, and return the changes of rows.
 
         No process of another boot runs, and its times mean nothing now. Fences stay until an operator clears them.
-        A drain stays too, with nothing left to end. Tokens of another boot verify with no key.
+        A drain stays too, with nothing left to end. Tokens of another boot verify with no key. Whether this is the
+        host that was a member of the fleet, or one with a copy of its disk, nobody knows.
         """
-        changes = self._end_regions()
+        changes = [*self._end_regions(), *self.forget_membership()]
         for lease in self.leases:
             changes.append(Change(RowKind.LEASE, lease_key(lease.lease_id), None))
             if lease.state is LeaseState.FENCED:
@@ -445,6 +464,13 @@ class Contents:
         self.cards.clear()
         self.relays.clear()
         return changes
+
+    def forget_membership(self) -> list[Change]:
+        """Forget which member of the fleet the node was, though not the fleet, and return the changes of rows."""
+        if self.membership is None:
+            return []
+        self.membership = replace(self.membership, incarnation=0, beat=0, run="", entered="", folder="")
+        return [Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, self.membership)]
 
     def _end_regions(self) -> list[Change]:
         """End all regions, whose sessions have ended, fenced leases' too."""

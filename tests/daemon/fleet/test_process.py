@@ -34,7 +34,7 @@ class Broker:
             self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=python_environment())
         identity = {"cluster_id": 0, "generation": "", "revision": 0}
         start: dict[str, Any] = {"etcd": cluster.endpoints, "files": [], "node": node}
-        start |= {"horizon_s": HORIZON_S, "incarnation": 0, "identity": identity, "timeout_s": 1.0}
+        start |= {"horizon_s": HORIZON_S, "incarnation": 0, "identity": identity, "mark": {}, "timeout_s": 1.0}
         send_message(self.channel, start)
         self.record = {"op": "record", "addresses": ["tls:h:1"], "labels": {"zone": "a"}, "cards": [CARD]}
         send_message(self.channel, self.record | {"is_draining": False, "version": "1"})
@@ -43,10 +43,12 @@ class Broker:
         self.said: list[dict[str, Any]] = []
 
     def until(self, op: str) -> dict[str, Any]:
-        """The next message of that op; horizons before it are set."""
+        """The next message of that op; horizons before it are set, and marks are kept."""
         while True:
             message, _ = receive_message(self.channel)
             self.said.append(message)
+            if message["op"] == "mark" != op:
+                send_message(self.channel, {"op": "mark_kept", "beat": message["mark"]["beat"]})
             if message["op"] == "horizon":
                 send_message(self.channel, {"op": "horizon_set"})
             if message["op"] == op:
@@ -54,8 +56,9 @@ class Broker:
 
     def next_horizon(self) -> None:
         """Wait for the next horizon, and do not set it."""
-        while receive_message(self.channel)[0]["op"] != "horizon":
-            pass
+        while (message := receive_message(self.channel)[0])["op"] != "horizon":
+            if message["op"] == "mark":
+                send_message(self.channel, {"op": "mark_kept", "beat": message["mark"]["beat"]})
 
     def claim(self, number: int, name: str, wait_ms: int = 60_000) -> None:
         """Ask for a name. An etcd of a busy host answers late: who waits gets it all the same."""
@@ -112,6 +115,16 @@ def test_it_does_not_beat_for_a_broker_that_hangs(cluster: EtcdCluster, broker: 
     broker.channel.settimeout(PATIENCE_S)
     send_message(broker.channel, {"op": "horizon_set"})
     broker.until("horizon")
+
+
+def test_it_beats_once_the_journal_has_the_mark(cluster: EtcdCluster, broker: Broker) -> None:
+    """A journal that does not answer is asked again, and what it answers late is no answer to that."""
+    beats = [broker.until("mark")["mark"]["beat"] for _ in range(2)]
+    asked = ("get", "/gpulease/v1/nodes/node-0", "--print-value-only")
+    assert read_node(cluster.control(*asked).encode()).beat < beats[0] < beats[1]
+    send_message(broker.channel, {"op": "mark_kept", "beat": beats[0]})
+    broker.until("horizon")
+    assert read_node(cluster.control(*asked).encode()).beat > beats[1]
 
 
 def test_leases_of_a_node_that_the_fleet_gave_up_end(cluster: EtcdCluster) -> None:

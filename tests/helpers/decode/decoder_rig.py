@@ -41,7 +41,7 @@ async def opened(at: Daemon | str, *observers: DecoderObserver) -> AsyncIterator
     async with Decoder.open(model, TENANTS, SETTINGS, address=address, observers=observers) as decoder:
         yield decoder
     left = asyncio.all_tasks() - before
-    assert not left, [task.print_stack() for task in left]
+    assert not left, left
 
 
 def play(at: Daemon | str, scene: Callable[[Decoder], Coroutine[Any, Any, None]], *observers: DecoderObserver) -> None:

@@ -1,6 +1,6 @@
 """A member with its clock and a store, driven step by step."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gpulease.daemon.fleet.etcd.transactions import Unknown
 from gpulease.daemon.fleet.fleet_records import name_key, read_claim
@@ -11,10 +11,13 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimWanted,
     Effect,
     Event,
-    FleetIdentity,
     FleetTerms,
     Joined,
+    KeepMark,
     LiveClaims,
+    Mark,
+    MarkKept,
+    Remembered,
     Started,
     TimerFired,
 )
@@ -37,13 +40,15 @@ MOST_ASKS = 1_000
 class Host:
     """A member, its clock, and a store that answers as the test lets it."""
 
-    def __init__(self, etcd: ModelEtcd, node_id: str = "a", now: int = 1_000 * S, run: int = 1, **kept: object) -> None:
+    def __init__(self, etcd: ModelEtcd, node_id: str = "a", now: int = 1_000 * S, run: int = 1, **kept: Any) -> None:
         self.etcd = etcd
         self.now = now
         self.node_id = node_id
-        self.member = Member(node_id, TERMS, instance=f"{node_id}.{run}", **kept)  # type: ignore[arg-type]
+        self.member = Member(node_id, TERMS, instance=f"{node_id}.{run}", **kept)
         self.asked: list[Ask] = []
         self.effects: list[Effect] = []
+        self.kept: list[Mark] = []
+        """What its journal was told to keep."""
         self.due: int | None = None
         self.is_cut = False
 
@@ -53,10 +58,12 @@ class Host:
         self.settle()
         return self
 
-    def joined(self) -> tuple[int, FleetIdentity]:
-        """Return what the process after this one is told."""
+    def left(self) -> dict[str, Any]:
+        """Return what the process after this one is told, if it comes now."""
         joined = self.take(Joined)[-1]
-        return joined.incarnation, joined.identity
+        remembered = self.take(Remembered)
+        identity = remembered[-1].identity if remembered else joined.identity
+        return {"incarnation": joined.incarnation, "identity": identity, "mark": self.kept[-1]}
 
     def send(self, event: Event) -> None:
         for effect in self.member.handle(event, self.now):
@@ -64,6 +71,9 @@ class Host:
                 self.asked.append(effect)
             elif isinstance(effect, ArmTimer):
                 self.due = effect.due_ns
+            elif isinstance(effect, KeepMark):
+                self.kept.append(effect.mark)
+                self.send(MarkKept(effect.mark.beat))
             else:
                 self.effects.append(effect)
 

@@ -6,7 +6,7 @@ true time, whatever is paused or dead there.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from heapq import heappop, heappush
@@ -23,9 +23,10 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
     Unknown,
 )
-from gpulease.daemon.fleet.fleet_records import NAMES, held_key, name_key, name_of, node_key, read_claim
+from gpulease.daemon.fleet.fleet_records import GENERATION, NAMES, held_key, name_key, name_of, node_key, read_claim
 from gpulease.daemon.fleet.rules.fleet_events import (
     NO_IDENTITY,
+    NO_MARK,
     Answered,
     ArmTimer,
     Ask,
@@ -36,13 +37,18 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Effect,
     EndClaimed,
     Event,
+    FleetIdentity,
     FleetTerms,
     Joined,
+    KeepMark,
     LiveClaims,
+    Mark,
+    MarkKept,
     MoveHorizon,
     Note,
     Noted,
     Paused,
+    Remembered,
     Started,
     TimerFired,
 )
@@ -91,6 +97,19 @@ class Lease:
     began: int
     ended: int | None = None
     is_proved: bool = False
+    is_forgotten: bool = False
+    """The journal was rolled back to before it: no daemon knows of it, and its page ends it at the horizon."""
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What a daemon keeps for the next one."""
+
+    incarnation: int = 0
+    identity: FleetIdentity = NO_IDENTITY
+    mark: Mark = NO_MARK
+    epochs: frozenset[int] = frozenset()
+    """Those of its leases, in a copy."""
 
 
 @dataclass
@@ -108,8 +127,8 @@ class Node:
     stands_still: bool = False
     timer: int = 0
     horizon: int = 0
-    incarnation: int = 0
-    identity: object = NO_IDENTITY
+    journal: Journal = Journal()
+    copy: Journal | None = None
     leases: list[Lease] = field(default_factory=list)
     inbox: list[tuple[int, Event]] = field(default_factory=list)
     is_ending: bool = False
@@ -172,7 +191,10 @@ class Fleet:
             for key, node_id, rate in zip([*keys, TWIN], [*keys, keys[0]], rates, strict=True)
         }
         self.forgot = False
-        """Whether a node was started without its journal, so that it waits before it joins."""
+        """Whether a node was started without its journal, or with another's, so that it waits before it joins."""
+        self.backup: ModelEtcd | None = None
+        self.generations = count()
+        self.is_renewed = True
         for key in keys:
             self.start(self.nodes[key], remembers=False)
         self.forgot = False
@@ -209,11 +231,11 @@ class Fleet:
         if self.design is Design.TRUST:
             node.decider = TrustingMember(node.node_id)
         else:
-            incarnation, identity = (node.incarnation, node.identity) if remembers else (0, NO_IDENTITY)
-            node.decider = Member(node.node_id, TERMS, incarnation, identity, instance=instance)  # type: ignore[arg-type]
+            kept = node.journal if remembers else Journal()
+            node.decider = Member(node.node_id, TERMS, kept.incarnation, kept.identity, kept.mark, instance=instance)
         self.expire(node)
         self.post(node, Started())
-        left = [lease for lease in node.leases if not lease.is_proved]
+        left = [lease for lease in node.leases if not lease.is_proved and not lease.is_forgotten]
         # A broker tells of leases that end as of those that live: their memory is in use.
         self.post(node, LiveClaims({lease.name: lease.epoch for lease in left}))
         for lease in left:
@@ -229,6 +251,60 @@ class Fleet:
             for lease in node.leases:
                 lease.ended = lease.ended if lease.ended is not None else self.now
                 lease.is_proved = True
+
+    def copy_journal(self, node: Node) -> None:
+        """Back a node's journal up."""
+        node.copy = replace(node.journal, epochs=frozenset(lease.epoch for lease in node.leases))
+
+    def roll_back(self, node: Node) -> None:
+        """Give a host without a daemon its journal of before. Of what it granted since, nobody knows any more."""
+        assert node.copy is not None
+        node.journal = node.copy
+        self.forgot = True
+        for lease in node.leases:
+            if lease.epoch not in node.copy.epochs and not lease.is_forgotten:
+                lease.is_forgotten = True
+                if lease.ended is None:
+                    self.at(node.true(node.horizon), partial(self.end, node, lease))
+
+    def clone(self) -> None:
+        """Give the twin, whose host has no daemon, the journal of the first."""
+        twin = self.nodes[TWIN]
+        twin.journal = replace(self.nodes[twin.node_id].journal, epochs=frozenset())
+        self.forgot = True
+
+    def restore(self, is_raised: bool) -> None:
+        """Restore the store from its backup, with a generation of its own before any node reaches it."""
+        assert self.backup is not None
+        store = self.backup.copy()
+        if is_raised:
+            store.revision = self.etcd.revision + 1_000
+        self.etcd = store
+        self.forgot = True
+        self.renew()
+
+    def restore_late(self, is_raised: bool) -> None:
+        """Restore the store, a horizon after it was lost, and have nobody renew the generation yet."""
+        self.has_leader = False
+        backup = self.backup
+        assert backup is not None
+
+        def begin() -> None:
+            store = backup.copy()
+            if is_raised:
+                store.revision = self.etcd.revision + 1_000
+            else:
+                # A node that was cut off since before the backup can't know that there were higher ones.
+                self.epochs.clear()
+            self.etcd, self.has_leader, self.is_renewed, self.forgot = store, True, False, True
+
+        self.at(self.now + int(T * (1 + 3 * TERMS.rho)), begin)
+
+    def renew(self) -> None:
+        """Put a new text into the store's generation key."""
+        text = f"generation {next(self.generations)}".encode()
+        self.etcd.do(Transaction(writes=(Put(GENERATION, text),)))
+        self.is_renewed = True
 
     def pause(self, node: Node) -> None:
         node.is_paused = True
@@ -280,8 +356,14 @@ class Fleet:
                 node.timer = due
                 runs = node.runs
                 self.at(node.true(due), lambda: self.fire(node, due, runs))
-            case Joined(identity, incarnation):
-                node.identity, node.incarnation = identity, incarnation
+            case Joined(identity, incarnation, mark):
+                node.journal = Journal(incarnation, identity, mark)
+            case Remembered(identity):
+                node.journal = replace(node.journal, identity=identity)
+            case KeepMark(mark):
+                node.journal = replace(node.journal, mark=mark)
+                runs = node.runs
+                self.at(self.now, lambda: self.post(node, MarkKept(mark.beat), runs))
             case MoveHorizon(horizon):
                 assert horizon >= node.horizon
                 node.horizon = horizon
@@ -289,8 +371,10 @@ class Fleet:
             case EndClaimed():
                 assert not node.is_ending, "a second EndClaimed before LiveClaims"
                 node.is_ending = True
+                node.journal = replace(node.journal, incarnation=0)
                 for lease in node.living():
-                    self.end(node, lease)
+                    if not lease.is_forgotten:
+                        self.end(node, lease)
                 self.say_when_all_ended(node)
             case Claimed(request, name, epoch):
                 assert request not in node.answers
@@ -365,11 +449,12 @@ class Fleet:
             self.prove_later(node, lease)
             return
         lease.is_proved = True
-        self.post(node, ClaimEnded(lease.name, lease.epoch))
+        if not lease.is_forgotten:
+            self.post(node, ClaimEnded(lease.name, lease.epoch))
         self.say_when_all_ended(node)
 
     def say_when_all_ended(self, node: Node) -> None:
-        if node.is_ending and all(lease.is_proved for lease in node.leases):
+        if node.is_ending and all(lease.is_proved or lease.is_forgotten for lease in node.leases):
             node.is_ending = False
             # By the next event, as a message to the process takes its time.
             runs = node.runs
@@ -387,10 +472,12 @@ class Fleet:
             return
         if is_lost and random.random() < 0.5:
             delay = random.uniform(0, MAX_LATE_S)
-        sent = self.now
+        sent, store = self.now, self.etcd
 
         def do() -> None:
-            outcome: Outcome = self.etcd.do(transaction)
+            if store is not self.etcd:
+                return  # Its connections have ended with it.
+            outcome: Outcome = store.do(transaction)
             self.keep(transaction)
             back = self.now + int(random.uniform(0.0005, 0.05 + self.slowness_s) * S)
             if not (is_lost or node.is_cut or not self.has_leader) and back < sent + TIMEOUT:
@@ -449,6 +536,8 @@ class Fleet:
     def heal(self) -> None:
         """End all faults, and start what is dead."""
         self.slowness_s = 0.0
+        if not self.is_renewed:
+            self.renew()
         for node in self.nodes.values():
             node.is_cut = False
         for node in self.nodes.values():
@@ -492,7 +581,7 @@ class Fleet:
         """
         self.check_back()
         claims = {
-            name_of(key): (found.mod_revision, owner)
+            name_of(key): (found.mod_revision + read_claim(found.value).epoch_base, owner)
             for key, found in self.etcd.keys.items()
             if (owner := self.owner(key))
         }

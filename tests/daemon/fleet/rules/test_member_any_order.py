@@ -99,6 +99,49 @@ class FleetOrder(RuleBasedStateMachine):
         if node.decider and not node.is_paused and self.design is Design.RULES:
             self.fleet.pause_machine(node, seconds)
 
+    @rule(key=KEYS)
+    def copy_journal(self, key: str) -> None:
+        self.fleet.copy_journal(self.node(key))
+
+    @rule(key=KEYS)
+    def roll_back(self, key: str) -> None:
+        """Kill a daemon whose journal has a copy, and start it with that."""
+        fleet, node = self.fleet, self.node(key)
+        if node.copy is not None and node.runs:
+            node.is_paused = False
+            fleet.kill(node, is_reset=False)
+            fleet.roll_back(node)
+            fleet.start(node, remembers=True)
+
+    @rule()
+    def clone(self) -> None:
+        """Start the twin with a copy of the first's journal."""
+        fleet, twin = self.fleet, self.node(TWIN)
+        if twin.decider is None:
+            fleet.clone()
+            fleet.start(twin, remembers=True)
+
+    @rule()
+    def back_up(self) -> None:
+        self.fleet.backup = self.fleet.etcd.copy()
+
+    @rule(is_raised=st.booleans(), is_late=st.booleans(), seconds=SECONDS)
+    def restore(self, is_raised: bool, is_late: bool, seconds: float) -> None:
+        fleet = self.fleet
+        if fleet.backup is None or not fleet.has_leader or self.design is not Design.RULES:
+            return
+        if is_late:
+            fleet.restore_late(is_raised)
+            fleet.advance(TERMS.horizon_s * (1 + 4 * TERMS.rho))
+        else:
+            fleet.restore(is_raised)
+        fleet.advance(seconds)
+
+    @rule()
+    def renew(self) -> None:
+        if self.fleet.has_leader:
+            self.fleet.renew()
+
     def teardown(self) -> None:
         """End the faults: all nodes are back within two beats, and no claim is orphaned."""
         if not hasattr(self, "fleet") or self.design is not Design.RULES or self.fleet.is_broken:

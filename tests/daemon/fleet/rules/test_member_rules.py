@@ -1,18 +1,23 @@
 """Each rule of a fleet's member by itself, in virtual time."""
 
+from dataclasses import replace
+
 import pytest
 
 from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, Get, Put, Rejected, Transaction, Unknown
 from gpulease.daemon.fleet.fleet_records import (
+    EPOCHS,
     GENERATION,
     HORIZON,
     fenced_key,
     held_key,
     name_key,
     node_key,
+    read_epochs,
     read_node,
 )
 from gpulease.daemon.fleet.rules.fleet_events import (
+    NO_MARK,
     Answered,
     ClaimDropped,
     Claimed,
@@ -28,14 +33,13 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Paused,
     Reason,
     RecordChanged,
-    Remembered,
     Started,
     Stopped,
     Stopping,
     TimerFired,
     Why,
 )
-from gpulease.daemon.fleet.rules.member import LEFT_OVER, TWIN
+from gpulease.daemon.fleet.rules.member import EPOCH_GAP, FOREIGN, LEFT_OVER, TWIN, UNSETTLED
 from gpulease.daemon.fleet.rules.node_claims import MAX_WANTS
 
 from .member_host import BEAT, Host, S, T, together
@@ -50,7 +54,8 @@ def etcd() -> ModelEtcd:
 def restarted(first: Host, joined: Joined) -> Host:
     """A daemon that comes after another one, and knows what it knew; the claimed lease lives."""
     (claimed,) = first.take(Claimed)
-    host = Host(first.etcd, now=first.now + 5 * S, run=2, incarnation=joined.incarnation, identity=joined.identity)
+    kept = {"incarnation": joined.incarnation, "identity": joined.identity, "mark": first.kept[-1]}
+    host = Host(first.etcd, now=first.now + 5 * S, run=2, **kept)
     return host.begin({"m": claimed.epoch})
 
 
@@ -249,28 +254,126 @@ def test_another_daemon_s_silence_counts_only_while_etcd_answers(etcd: ModelEtcd
     assert len(host.take(Joined)) == 1
 
 
+# --- copies of a journal ---
+
+
+def test_a_copied_journal_lags_behind_and_its_daemon_waits(etcd: ModelEtcd) -> None:
+    """The first beats on; the copy's daemon deletes none of its claims, and never shares its membership."""
+    host = Host(etcd).begin()
+    host.ask_for()
+    (claimed,) = host.take(Claimed)
+    left = host.left()
+    host.run(6)
+    twin = Host(etcd, now=host.now, run=2, **left).begin()
+    assert [(end.reason, end.text) for end in twin.take(EndClaimed)] == [(Reason.FORGOTTEN, FOREIGN)]
+    twin.send(LiveClaims())
+    together(60, host, twin)
+    assert (twin.take(Joined), host.take(EndClaimed)) == ([], [])
+    assert etcd.keys[name_key("m")].mod_revision == claimed.epoch
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_copy_that_was_made_since_the_last_beat_ends_the_first_and_frees_nothing_before(
+    etcd: ModelEtcd, is_cut: bool
+) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    horizon = host.take(MoveHorizon)[-1].horizon_ns
+    (claimed,) = host.take(Claimed)
+    host.is_cut = is_cut
+    twin = Host(etcd, now=host.now, run=2, **host.left()).begin()
+    assert len(twin.take(Joined)) == 1
+    together(6, host, twin)
+    assert [end.text for end in host.take(EndClaimed)] == ([] if is_cut else [TWIN])
+    while name_key("m") in etcd.keys:
+        assert etcd.keys[name_key("m")].mod_revision == claimed.epoch
+        twin.run(1)
+    assert twin.now > horizon
+    host.is_cut = False
+    host.run(6)
+    assert [end.text for end in host.take(EndClaimed)] == ([TWIN] if is_cut else [])
+    assert twin.take(EndClaimed) == []
+
+
+def test_a_first_that_a_copy_has_followed_does_not_go_on_after_a_restart(etcd: ModelEtcd) -> None:
+    """It was cut off, so its journal is ahead of the record, which is another's all the same."""
+    host = Host(etcd).begin()
+    left = host.left()
+    host.is_cut = True
+    Host(etcd, now=host.now, run=2, **left).begin()
+    host.run(20)
+    again = Host(etcd, now=host.now, run=3, **(left | {"mark": host.kept[-1]})).begin()
+    assert [end.text for end in again.take(EndClaimed)] == [FOREIGN]
+
+
+def test_the_end_of_a_lease_that_only_a_copy_tells_of_frees_no_name(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    (claimed,) = host.take(Claimed)
+    twin = Host(etcd, now=host.now, run=2).begin({"m": claimed.epoch})
+    twin.send(ClaimEnded("m", claimed.epoch))
+    twin.send(LiveClaims())
+    together(60, host, twin)
+    assert etcd.keys[name_key("m")].mod_revision == claimed.epoch
+
+
+def test_what_a_journal_has_lost_since_the_last_beat_may_live_until_the_horizon(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    left = host.left()
+    host.ask_for()
+    horizon = host.take(MoveHorizon)[-1].horizon_ns
+    again = Host(etcd, now=host.now, run=2, **left).begin()
+    again.want(wait_s=100)
+    while not (claimed := again.take(Claimed)):
+        again.run(1)
+    assert again.now > horizon
+    assert claimed[0].epoch > host.take(Claimed)[0].epoch
+
+
+def test_each_beat_waits_for_its_mark(etcd: ModelEtcd) -> None:
+    """Of a process that went on, and of one that joined; a process that comes after any of them knows the record."""
+    host = Host(etcd).begin()
+    for run in range(1, 4):
+        if run > 1:
+            host = Host(etcd, now=host.now, run=run, **host.left()).begin()
+        host.run(6)
+        record = read_node(etcd.keys[node_key("a")].value)
+        assert host.kept[-1].covers(record)
+        assert (record.beat, record.nonce.startswith(f"a.{run}-")) == (host.kept[-1].beat, True)
+
+
+def test_a_record_of_a_version_that_did_not_count_is_known_by_its_revision(etcd: ModelEtcd) -> None:
+    first = Host(etcd).begin()
+    left = first.left() | {"mark": NO_MARK}
+    key = node_key("a")
+    record = replace(read_node(etcd.keys[key].value), beat=0)
+    etcd.do(Transaction(writes=(Put(key, record.encode()),)))
+    again = Host(etcd, now=first.now, run=2, **left).begin()
+    assert (len(again.take(Joined)), again.take(EndClaimed)) == (1, [])
+    third = Host(etcd, now=first.now, run=3, **left).begin()
+    assert [end.text for end in third.take(EndClaimed)] == [FOREIGN]
+
+
 # --- the store ---
 
 
 def test_a_backup_older_than_a_minute_is_noticed_after_a_restart(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
-    incarnation, _ = host.joined()
     backup = etcd.copy()
     host.run(130)
-    identity = host.take(Remembered)[-1].identity
-    assert identity.revision > backup.revision
-    host = Host(backup, now=host.now, run=2, incarnation=incarnation, identity=identity).begin()
+    left = host.left()
+    assert left["identity"].revision > backup.revision  # type: ignore[attr-defined]
+    host = Host(backup, now=host.now, run=2, **left).begin()
     assert host.take(Joined) == []
     assert "was at" in host.take(Noted)[0].text
 
 
 def test_a_living_lease_s_epoch_shows_that_the_store_went_back(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
-    incarnation, identity = host.joined()
     backup = etcd.copy()
     host.ask_for()
     epoch = host.take(Claimed)[0].epoch
-    host = Host(backup, now=host.now, run=2, incarnation=incarnation, identity=identity).begin({"m": epoch})
+    host = Host(backup, now=host.now, run=2, **host.left()).begin({"m": epoch})
     assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
 
 
@@ -293,7 +396,124 @@ def test_a_store_that_went_back_is_refused_until_an_operator_renews_it(etcd: Mod
     host.run(6)
     assert host.take(Joined)[-1].identity.generation == "second"
     host.ask_for(request=2)
+    (refused,) = host.take(ClaimRefused)
+    assert UNSETTLED in refused.text
+    host.run(T * 1.01 / S)
+    host.ask_for(request=3)
     assert len(host.take(Claimed)) == 1
+
+
+def test_a_store_that_went_back_is_refused_though_its_revisions_were_raised(etcd: ModelEtcd) -> None:
+    """By the next process, too: nothing but another generation tells it from the store that was joined."""
+    host = Host(etcd).begin()
+    backup = etcd.copy()
+    host.run(30)
+    backup.revision = etcd.revision + 1_000
+    host.etcd = backup
+    host.run(6)
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
+    host.send(LiveClaims())
+    left = host.left() | {"incarnation": 0}
+    for member in (host, Host(backup, now=host.now, run=2, **left).begin()):
+        member.take(Joined)
+        member.run(100)
+        assert member.take(Joined) == []
+        member.ask_for()
+        assert [refused.why for refused in member.take(ClaimRefused)] == [Why.STALE]
+
+
+def test_a_claim_in_a_store_that_went_back_gives_nothing_before_the_beat_shows_it(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    backup = etcd.copy()
+    host.run(12)
+    backup.revision = etcd.revision + 1_000
+    host.etcd = backup
+    host.ask_for()
+    assert host.take(Claimed) == []
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
+
+
+def test_a_node_that_the_backup_does_not_know_was_not_fenced(etcd: ModelEtcd) -> None:
+    Host(etcd, "b").begin()
+    backup = etcd.copy()
+    host = Host(etcd).begin()
+    backup.revision = etcd.revision + 1_000
+    host.etcd = backup
+    host.run(6)
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
+
+
+@pytest.mark.parametrize("is_raised", [False, True])
+def test_a_restored_store_s_names_wait_for_leases_that_it_does_not_know(etcd: ModelEtcd, is_raised: bool) -> None:
+    """One node is cut off and serves a name until its horizon; a third has never known the store that was lost."""
+    host, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    backup = etcd.copy()
+    together(40, host, other)
+    host.ask_for()
+    (claimed,) = host.take(Claimed)
+    horizon = host.take(MoveHorizon)[-1].horizon_ns
+    backup.revision = etcd.revision + 1_000 if is_raised else backup.revision
+    backup.do(Transaction(writes=(Put(GENERATION, b"second"),)))
+    other.etcd = backup
+    third = Host(backup, "c", now=host.now).begin()
+    other.run(6)
+    other.send(LiveClaims())
+    other.settle()
+    for node in (other, third):
+        node.want(wait_s=100)
+    while not (given := [*other.take(Claimed), *third.take(Claimed)]):
+        together(1, other, third)
+    assert third.now > horizon
+    assert given[0].epoch > claimed.epoch
+
+
+def test_a_claim_that_was_asked_before_the_generation_changed_fails(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    host.want()
+    etcd.do(Transaction(writes=(Put(GENERATION, b"second"),)))
+    host.settle()
+    assert host.take(Claimed) == []
+    assert host.claims() == ""
+
+
+def test_a_restarted_member_knows_its_leases_under_a_base_of_epochs(etcd: ModelEtcd) -> None:
+    host = Host(etcd).begin()
+    etcd.do(Transaction(writes=(Put(GENERATION, b"second"),)))
+    host.run(6)
+    host.send(LiveClaims())
+    host.ask_for(wait_s=100)
+    host.run(40)
+    (claimed,) = host.take(Claimed)
+    assert claimed.epoch > EPOCH_GAP
+    again = Host(etcd, now=host.now, run=2, **host.left()).begin({"m": claimed.epoch})
+    again.run(40)
+    assert again.take(EndClaimed) == []
+    again.send(ClaimEnded("m", claimed.epoch))
+    again.settle()
+    assert again.claims() == ""
+
+
+@pytest.mark.parametrize("value", [None, b"\xff", b'{"generation":"first","base":1e999}', b'{"generation":"first"}'])
+def test_a_lost_or_foreign_record_of_epochs_is_written_anew_and_ends_nothing(
+    etcd: ModelEtcd, value: bytes | None
+) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    (claimed,) = host.take(Claimed)
+    etcd.do(Transaction(writes=(Delete(EPOCHS) if value is None else Put(EPOCHS, value),)))
+    host.run(6)
+    assert read_epochs(etcd.keys[EPOCHS].value).base == 0
+    host.ask_for("other", request=2)
+    assert host.take(Claimed)[0].epoch > claimed.epoch
+    assert host.take(EndClaimed) == []
+
+
+def test_epochs_are_raised_above_what_any_node_knows_of(etcd: ModelEtcd) -> None:
+    host, other = Host(etcd).begin(), Host(etcd, "b", identity=FleetIdentity(8, "zero", 10**12)).begin()
+    together(12, host, other)
+    assert [end.reason for end in host.take(EndClaimed)] == [Reason.RENEWED]
+    other.ask_for()
+    assert other.take(Claimed)[0].epoch > 10**12
 
 
 def test_another_cluster_is_refused(etcd: ModelEtcd) -> None:
@@ -696,9 +916,8 @@ def test_a_pause_while_claimed_leases_end_ends_them_once(etcd: ModelEtcd) -> Non
 def test_a_copied_machine_takes_its_record_for_the_other_copy_s(etcd: ModelEtcd) -> None:
     one = Host(etcd).begin()
     one.ask_for()
-    incarnation, identity = one.joined()
     epochs = {"m": one.take(Claimed)[-1].epoch}
-    copy = Host(etcd, now=one.now, run=2, incarnation=incarnation, identity=identity)
+    copy = Host(etcd, now=one.now, run=2, **one.left())
     copy.send(Started())
     copy.send(LiveClaims(epochs))
     copy.send(Paused(None, "a.3"))

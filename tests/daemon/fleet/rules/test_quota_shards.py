@@ -243,9 +243,9 @@ def test_a_fenced_node_s_own_bytes_are_free_when_it_has_joined_again(etcd: Model
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_restarted_process_gives_back_what_no_lease_has(etcd: ModelEtcd, hosts: list[Host], is_late: bool) -> None:
-    """A lease's entry, or an attempt that is done after the restart; another lease lives on."""
+    """A lease's entry, or an attempt that is done after the restart, once it can be no other daemon's."""
     host = hosts[0]
-    incarnation, identity = host.joined()
+    left = host.left()
     ask(host, 100, 1)
     host.settle()
     ask(host, 100, 2, wait_s=10)
@@ -254,10 +254,12 @@ def test_a_restarted_process_gives_back_what_no_lease_has(etcd: ModelEtcd, hosts
     attempt = host.asked.pop(0).transaction
     if not is_late:
         assert etcd.do(attempt).succeeded
-    again = Host(etcd, "n0", host.now, run=2, incarnation=incarnation, identity=identity)
+    again = Host(etcd, "n0", host.now, run=2, **left)
     again.begin(quotas={f"{1:032x}": TENANT})
     if is_late:
         assert etcd.do(attempt).succeeded
+    again.run(30)
+    assert budgets(etcd) == (1_000, 200)
     again.run(12)
     assert budgets(etcd) == (1_000, 100)
     assert [key.rpartition(b"/")[2] for key in held(etcd)] == [b"%032x" % 1]
