@@ -76,7 +76,10 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
     if as_json:
         _show(status, fenced, as_json)
     elif fenced:
-        click.echo(shown(f"No lease is left, but memory of {len(fenced)} is fenced: {', '.join(fenced)}."), err=True)
+        click.echo(
+            shown(f"No lease is left, but memory of {counted(len(fenced), 'lease')} is fenced: {', '.join(fenced)}."),
+            err=True,
+        )
     else:
         click.echo("No lease is left.")
     if fenced:
@@ -110,14 +113,20 @@ def _remaining_leases(*, with_fenced: bool) -> list[str]:
 
 
 def _show(status: DrainStatus, fenced: list[str], as_json: bool) -> None:
-    left_s = None if status.left_ms is None else status.left_ms / 1000
     if as_json:
+        left_s = None if status.left_ms is None else status.left_ms / 1000
         click.echo(
             json.dumps({"draining": left_s is not None, "left_s": left_s, "leases": status.leases, "fenced": fenced})
         )
-    elif left_s is None:
-        click.echo("The node is not drained: it grants leases.")
     else:
-        rest = f"{counted(status.leases, 'lease is', 'leases are')} left" if status.leases else "Nothing is leased."
-        when = f", and will be ended in {seconds_text(left_s)} at most." if status.leases else ""
-        click.echo(f"The node grants nothing any more. {rest}{when}")
+        click.echo(drain_text("The node", status))
+
+
+def drain_text(node: str, status: DrainStatus) -> str:
+    """Describe a node's drain in a sentence or two that begin with `node`."""
+    if status.left_ms is None:
+        return f"{node} is not drained: it grants leases."
+    if not status.leases:
+        return f"{node} grants no more leases, and none is left."
+    left = counted(status.leases, "lease is", "leases are")
+    return f"{node} grants no more leases. {left} left, to end within {seconds_text(status.left_ms / 1000)}."

@@ -5,7 +5,7 @@ from typing import Any, Final
 import click
 
 from gpulease.client.cli.daemon_modules import FLEET, become_module
-from gpulease.client.cli.drain import milliseconds_of
+from gpulease.client.cli.drain import drain_text, milliseconds_of
 from gpulease.client.cli.reports import Report, json_text
 from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text
 from gpulease.client.engine.fleet_acquire import Fleet, ask_directories
@@ -35,7 +35,7 @@ def nodes(as_json: bool) -> None:
     if as_json:
         click.echo(json_text(nodes))
         return
-    head = ["node", "state", "address", "cards", "capacity", "largest", "leases", "labels", "version"]
+    head = ["node", "state", "address", "cards", "capacity", "largest free", "leases", "labels", "version"]
     rows = [
         [
             node["node_id"],
@@ -89,11 +89,7 @@ def drain_node(node: str, within_ms: int, cancel: bool) -> None:
     """
     op, body = (Opcode.DRAIN_CANCEL, Empty()) if cancel else (Opcode.DRAIN, Drain(within_ms))
     status: DrainStatus = _ask_node(_node(node), op, body)
-    if status.left_ms is None:
-        click.echo(shown(f"Node {node} is not drained: it grants leases."))
-        return
-    when = f", and will be ended in {seconds_text(status.left_ms / 1000)} at most" if status.leases else ""
-    click.echo(shown(f"Node {node} grants nothing any more. Leases left: {status.leases}{when}."))
+    click.echo(shown(drain_text(f"Node {node}", status)))
 
 
 @fleet.command("fence", context_settings={"ignore_unknown_options": True}, add_help_option=False)

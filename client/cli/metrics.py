@@ -5,7 +5,7 @@ import sys
 import click
 
 from gpulease.client.cli.reports import Report, health_of, json_text
-from gpulease.client.cli.tables import fitted, is_terminal, output_width, shown
+from gpulease.client.cli.tables import MISSING, fitted, is_terminal, output_width, shown
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
@@ -30,8 +30,8 @@ def health(as_json: bool) -> None:
     if as_json:
         click.echo(json_text(found))
     else:
-        rows = [[check["check"], _word(check), check["detail"]] for check in checks]
-        click.echo(fitted(["check", "", "what is wrong"], rows, output_width(), is_text_last=True))
+        rows = [[check["check"], _word(check), check["detail"] or MISSING] for check in checks]
+        click.echo(fitted(["check", "result", "what is wrong"], rows, output_width(), is_text_last=True))
     if not is_ready:
         sys.exit(1)
 

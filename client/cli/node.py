@@ -40,8 +40,8 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
         click.echo(wrapped_text(f"The node is drained: it grants nothing, and {when}.", width))
     click.echo(_card_table(cards, width))
     for card in cards:
-        if taken := _taken_by_others(card):
-            click.echo(wrapped_text(taken, width))
+        for sentence in filter(None, (_taken_by_others(card), _fenced(card))):
+            click.echo(wrapped_text(sentence, width))
     # All workers of a node have the same sandbox; a daemon older than the sandbox reports none.
     sandbox = cards[0].get("sandbox") if cards else None
     if sandbox and (text := _sandbox_text(sandbox, width, is_whole=shows_sandbox)):
@@ -49,7 +49,7 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
 
 
 def _card_table(cards: list[Report], width: int | None) -> str:
-    head = ["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"]
+    head = ["GPU", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"]
     rows = [
         [
             str(card["index"]),
@@ -85,7 +85,17 @@ def _taken_by_others(card: Report) -> str:
     """Describe memory of the card that others have taken since the daemon measured it; "" if none."""
     holders = (("unowned_bytes", "the driver"), ("outside_bytes", "programs outside gpulease"))
     held = [f"{size_text(card[name])} by {holder}" for name, holder in holders if card.get(name)]
-    return f"Card {card['index']}: taken since the daemon began: {' and '.join(held)}." if held else ""
+    return f"GPU {card['index']}: taken since the daemon began: {' and '.join(held)}." if held else ""
+
+
+def _fenced(card: Report) -> str:
+    """Describe memory of the card that nobody gets; "" if none."""
+    if not card["fenced_bytes"]:
+        return ""
+    return (
+        f"GPU {card['index']}: {size_text(card['fenced_bytes'])} could not be proved free, so nobody gets them. Once"
+        f" you are sure that no program uses them: `gpulease fence clear {card['index']}`."
+    )
 
 
 def _warm(card: Report) -> str:
@@ -93,8 +103,8 @@ def _warm(card: Report) -> str:
     if not card.get("warm_wanted") and not card.get("warm_bytes"):
         return "0"
     ready, wanted, held_bytes = (card.get(f"warm_{name}") or 0 for name in ("contexts", "wanted", "bytes"))
-    again = f", {card['recycled_contexts']} again" if card.get("recycled_contexts") else ""
-    return f"{ready} of {wanted}{again}, {size_text(held_bytes)}"
+    reused = f", {card['recycled_contexts']} reused" if card.get("recycled_contexts") else ""
+    return f"{ready} of {wanted} ready{reused}, {size_text(held_bytes)}"
 
 
 @click.command()
@@ -118,7 +128,13 @@ def leases(tenant: str | None, as_json: bool) -> None:
     spared = ("copies", "launches", "age", "GPU")
     click.echo(fitted(head, rows, output_width(), spared=spared, texts=("lease", "tenant")))
     if held := [(lease["lease_id"], _holders(lease)) for lease in listed if _holders(lease)]:
-        click.echo("\n" + fitted(["lease", "buffers of"], held, output_width(), texts=("lease",), is_text_last=True))
+        click.echo(
+            "\n" + fitted(["lease", "buffers are held by"], held, output_width(), texts=("lease",), is_text_last=True)
+        )
+    if any(lease.get("unheld_bytes") for lease in listed):
+        click.echo(
+            wrapped_text("`gpulease free --memory LEASE` frees these, and what is kept by name.", output_width())
+        )
 
 
 def _indexes_by_uuid() -> dict[str, str]:
@@ -148,7 +164,7 @@ def _holders(lease: Report) -> str:
     held = [
         (f"pid {one['pid']}" if one["pid"] else f"remote {one['number']}", one["held_bytes"]) for one in connections
     ]
-    held += [("kept by name", lease.get("kept_memory_bytes") or 0), ("nobody", lease.get("unheld_bytes") or 0)]
+    held += [("kept by name", lease.get("kept_memory_bytes") or 0), ("no session", lease.get("unheld_bytes") or 0)]
     return ", ".join(f"{who}: {size_text(size_bytes)}" for who, size_bytes in held if size_bytes)
 
 
@@ -157,7 +173,9 @@ def _state(lease: Report) -> str:
     if lease.get("cause") is not None:
         return f"{lease['state']} ({lease['cause']})"
     left_ms = lease.get("orphaned_in_ms")
-    return lease["state"] if left_ms is None else f"{lease['state']} (orphaned in {seconds_text(left_ms / 1000)})"
+    return (
+        lease["state"] if left_ms is None else f"{lease['state']} (unconnected, ends in {seconds_text(left_ms / 1000)})"
+    )
 
 
 @click.command()

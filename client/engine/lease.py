@@ -157,7 +157,7 @@ class LeaseReport(TypedDict):
         parent: For a region, the text of its lease's id; absent for a lease.
         name: The name that its fleet serves once; absent without one.
         epoch: The number of the name's claim; absent with it.
-        regions: The ids' texts of its regions; absent if it has none.
+        regions: The ids' texts of a lease's regions; absent for a region, and from an older daemon for a lease without.
         region_bytes: Bytes of its slice that these take; absent with them.
     """
 

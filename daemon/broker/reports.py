@@ -35,8 +35,8 @@ def full_report(lease: LeaseSnapshot, table: LeaseTable, workers: Workers) -> di
     report |= orphan_report(table.orphan_ms(lease_id), table.orphan_due_ns(lease_id), now_ns)
     if (region := table.regions.get(lease_id)) is not None:
         report |= region_report(region)
-    if regions := table.regions.of(lease_id):
-        report["regions"] = [f"{one.lease_id:032x}" for one in regions]
+    else:
+        report["regions"] = [f"{one.lease_id:032x}" for one in table.regions.of(lease_id)]
         report["region_bytes"] = table.regions.held_bytes(lease_id)
     submit = table.submits.of(lease_id)
     page = None if submit is None else workers.page(submit.submit_id)

@@ -302,7 +302,7 @@ def test_what_an_operator_types(
     assert re.search(r"The node is drained: it grants nothing, and what is left ends in (1 h 00|59) min", shown.stdout)
     done = gpulease("drain", "--within", "300ms", "--wait")
     assert done.exit_code == 0, done.output
-    assert "1 lease is left, and will be ended in 0.3 s" in done.stdout
+    assert "1 lease is left, to end within 0.3 s." in done.stdout
     assert "No lease is left." in done.stdout
     assert "every lease is ended" in gpulease("info").stdout
     heard = gpulease("events", lease.lease_id_text, "--json")

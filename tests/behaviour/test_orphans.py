@@ -105,7 +105,7 @@ def test_the_list_says_for_how_long_it_still_waits(daemon: Daemon) -> None:
         lease._state.channel.close()
         wait_for_the_wait(daemon, lease.lease_id)
         shown = CliRunner().invoke(main, ["leases"], env={ADDRESS_VARIABLE: daemon.address}).output
-        assert "active (orphaned in " in shown
+        assert "active (unconnected, ends in " in shown
 
 
 def test_a_lease_object_that_lives_is_a_connection_and_so_is_a_session(daemon: Daemon) -> None:

@@ -98,7 +98,7 @@ def test_its_bytes_come_back_to_the_slice(scene: Scene) -> None:
     for _ in range(10):
         with scene.lease.region(SLICE_BYTES // 2), pytest.raises(CapacityExceeded):
             scene.lease.region(SLICE_BYTES)
-    assert scene.daemon.query(scene.lease.lease_id).get("regions", []) == []
+    assert scene.daemon.query(scene.lease.lease_id)["regions"] == []
 
 
 def test_the_lease_s_end_ends_its_regions(daemon: Daemon) -> None:

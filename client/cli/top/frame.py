@@ -17,6 +17,7 @@ from gpulease.client.cli.top.view import (
     View,
     visible,
 )
+from gpulease.protocol.counts import counted
 
 CARD_BAR: Final = 24
 """Cells of a card's bar."""
@@ -86,7 +87,7 @@ def _title(view: View, scene: Scene, address: str) -> Line:
     if view.card is not None:
         line.append((f"  GPU {view.card} only", Style.PLAIN))
     if view.pattern:
-        line.append((f"  those with {shown(view.pattern)!r}", Style.PLAIN))
+        line.append((f"  filter {shown(view.pattern)!r}", Style.PLAIN))
     if scene.sample is None and not scene.trouble:
         line.append(("  asking the daemon ...", Style.FAINT))
     return line
@@ -118,17 +119,14 @@ def _card(card: Report) -> Line:
     ]
     if number(card, "fenced_bytes"):
         line.append((f", {_bytes(number(card, 'fenced_bytes'))} FENCED", Style.BAD))
-    line.append((f", {_count(number(card, 'leases'), 'lease')}", Style.PLAIN))
+    if (leases := number(card, "leases")) is not None:
+        line.append((f", {counted(int(leases), 'lease')}", Style.PLAIN))
     if number(card, "warm_wanted"):
         line.append((f", {number(card, 'warm_contexts') or 0:g} of {number(card, 'warm_wanted'):g} warm", Style.PLAIN))
     if card.get("exclusive") is True:
         line.append((", exclusive", Style.PLAIN))
     line.append((f"  {shown(word(card, 'name') or MISSING)}, {shown(word(card, 'driver') or MISSING)}", Style.FAINT))
     return line
-
-
-def _count(count: float | None, what: str) -> str:
-    return f"{MISSING if count is None else f'{count:g}'} {what}{'' if count == 1 else 's'}"
 
 
 def _bytes(size: float | None) -> str:
@@ -138,7 +136,7 @@ def _bytes(size: float | None) -> str:
 def _leases(view: View, lines: list[LeaseLine], sample: Sample, width: int, height: int) -> list[Line]:
     columns, widths, bar = fitting(width, offered(lines))
     if not sample.leases or not lines:
-        return [[("No leases." if not sample.leases else "No leases of these.", Style.FAINT)]][:height]
+        return [[("No leases." if not sample.leases else "No lease matches the filter.", Style.FAINT)]][:height]
     head = " ".join(_titled(view, title, widths[title]) for title in [column.title for column in columns])
     rows = height - 1 if height > 1 else height
     ids = [line.lease_id for line in lines]

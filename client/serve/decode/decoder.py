@@ -145,6 +145,7 @@ class Decoder:
             self.tokenizer,
             text_processes,
             lambda report: self._ledger.report(lambda observer: observer.on_prompt_refused(report)),
+            self.log,
         )
         self._constants = np.zeros(spec.limits.tables, ROW)
         self._pending: deque[StepPlan] = deque()

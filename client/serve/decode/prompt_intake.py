@@ -17,7 +17,7 @@ from gpulease.client.serve.decode.decode_errors import (
     TextNotRead,
     decoder_closed,
 )
-from gpulease.client.serve.decode.decode_log import LOG
+from gpulease.client.serve.decode.decode_log import DecodeLog, cause_of
 from gpulease.client.serve.decode.decode_reports import PromptRefused
 from gpulease.client.serve.decode.decode_requests import AdmissionReason
 from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
@@ -45,6 +45,7 @@ class PromptIntake:
         tokenizer: "Callable[[], Awaitable[Tokenizer]]",
         processes: int,
         report: Callable[[PromptRefused], None],
+        log: DecodeLog,
     ) -> None:
         """Make it.
 
@@ -53,10 +54,11 @@ class PromptIntake:
             tokenizer: Gives the model's tokenizer.
             processes: How many processes read texts.
             report: Takes the report of each request that is refused here.
+            log: Where texts are written of that cost a process.
         """
         self.coming: Counter[str] = Counter()
         self._scheduler, self._tokenizer, self._count = scheduler, tokenizer, processes
-        self._told = report
+        self._told, self._log = report, log
         self.limits = TextLimits()
         self._processes: TextProcesses | None = None
         self._starting: asyncio.Task[TextProcesses] | None = None
@@ -165,7 +167,7 @@ class PromptIntake:
         from gpulease.client.serve.decode.text.text_processes import TextProcesses
 
         context = self._scheduler.settings.context
-        self._processes = await TextProcesses.of(tokenizer, context, self._count, self.limits)
+        self._processes = await TextProcesses.of(tokenizer, context, self._count, self.limits, self._log)
         return self._processes
 
     async def _is_sound(self, processes: "TextProcesses", tenant_id: str) -> bool:
@@ -176,7 +178,7 @@ class PromptIntake:
                 await processes.do(tenant_id, read_chat, arguments)
                 self._is_template_sound = True
             except TextNotRead as error:
-                LOG.error("the model's chat template is at fault, chats are refused: %s", error)
+                self._log.error("chat_template_refused", cause=cause_of(error))
                 self._is_template_sound = False
             except AdmissionRefused:
                 return True  # Not known yet: no process was free for it.

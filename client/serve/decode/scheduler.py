@@ -366,7 +366,10 @@ class ContinuousBatchScheduler:
         return events
 
     def hold(self, tenant_id: str) -> None:
-        """Give a tenant's sequences no rows until `resume`: its blocks are on the move, or it is not to be computed."""
+        """Give a tenant's sequences no rows until `resume`: its blocks are on the move, or it is not to be computed.
+
+        Its requests wait meanwhile, and end at their deadlines: an admitted one would keep others' places for nothing.
+        """
         tenant = self.tenants[tenant_id]
         if not tenant.is_held:
             tenant.is_held = True
@@ -382,6 +385,7 @@ class ContinuousBatchScheduler:
             self._decoding += [sequence for sequence in tenant.parked if not sequence.is_ended]
             tenant.parked = []
             self._enter_prefill(tenant)
+            self._has_room = True
 
     # --- Admission. ---
 
@@ -422,6 +426,8 @@ class ContinuousBatchScheduler:
             return AdmissionReason.QUOTA_EXCEEDED, f"{tenant.config.max_concurrent} of its sequences live already"
         if not tenant.region_blocks:
             return AdmissionReason.POOL_EXHAUSTED, "its region is being rebuilt"
+        if tenant.is_held:
+            return AdmissionReason.POOL_EXHAUSTED, "its region is being moved, or it is suspended"
         if request.blocks > (free := len(tenant.free_blocks)):
             return AdmissionReason.POOL_EXHAUSTED, f"it can need {request.blocks} blocks, and {free} are free"
         return AdmissionReason.POOL_EXHAUSTED, "requests before it wait for the engine"
@@ -517,7 +523,7 @@ class ContinuousBatchScheduler:
         return old + new
 
     def _may_enter(self, tenant: TenantState, request: PromptRequest) -> bool:
-        return self._is_admissible(request) and tenant.fits(request)
+        return not tenant.is_held and self._is_admissible(request) and tenant.fits(request)
 
     def _is_admissible(self, request: PromptRequest) -> bool:
         return self._isolated is None or (request.continues or request.request_id) in self._isolated

@@ -182,6 +182,14 @@ async def test_a_region_s_report_names_its_lease_and_place_and_a_lease_s_its_reg
     assert of_lease["regions"] == [f"{region.lease_id:032x}"]
     assert of_lease["region_bytes"] == 4 * MIB
     assert "parent" not in of_lease
+    assert "regions" not in report
+
+
+@with_broker
+async def test_the_report_of_a_lease_without_regions_says_so(broker: Broker) -> None:
+    before = (await broker.ann.ask(Opcode.LEASE_QUERY, m.LeaseRef(broker.lease_id))).report
+    (listed,) = (await broker.ann.ask(Opcode.LEASE_LIST_ACTIVE, m.Empty())).report
+    assert [(report["regions"], report["region_bytes"]) for report in (before, listed)] == [([], 0), ([], 0)]
 
 
 @pytest.mark.parametrize(("who", "sees"), [("ann", [0, 1]), ("root", [0, 1]), ("bob", [1]), ("eve", [])])

@@ -11,7 +11,6 @@ the member `gpulease` of the first object behind it.
 
 import asyncio
 import json
-import logging
 import re
 import secrets
 import time
@@ -48,8 +47,6 @@ from gpulease.client.serve.decode.openai_http.prompt_job import completion_of, r
 from gpulease.client.serve.decode.openai_http.shown_value import shown
 from gpulease.client.serve.decode.row_records import PAGE
 from gpulease.client.serve.http.application import read_body
-
-LOG: Final = logging.getLogger("gpulease.decode")
 
 MAX_BODY_BYTES: Final = 4 << 20
 """Most bytes of a body: some 500,000 tokens as text or as numbers. Stops a caller from filling memory."""
@@ -148,12 +145,24 @@ class OpenAiFace:
             except TimeoutError:
                 raise
             except Exception as error:
-                await reply.refuse(_known(error, reply.request_id))
+                await reply.refuse(self._known(error, reply))
         except TimeoutError:
-            LOG.warning("request %s: its caller took nothing for %g s", reply.request_id, SEND_LIMIT_S)
+            log = self._decoder.log
+            log.warning("caller_took_nothing", tenant=reply.tenant, request=reply.request_id, after_s=SEND_LIMIT_S)
+
+    def _known(self, error: Exception, reply: "_Reply") -> ApiError:
+        """Return what the caller is told of an error; the log has what the caller is not told."""
+        if isinstance(error, ClientDisconnect):
+            return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
+        known = api_error_of(error)
+        if known is None or known.message != str(error):
+            # Bounded by tenant: whoever asks again at once would fill the disk.
+            self._decoder.log.failure("request_failed", error, tenant=reply.tenant, request=reply.request_id)
+        return known or ApiError(500, "internal_error", "The server failed; its log says more.")
 
     async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
         tenant, prompts = self._tenant(request), self._decoder.prompts
+        reply.tenant = tenant
         with prompts.place(tenant):
             body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
             reply.is_body_read = True
@@ -266,12 +275,13 @@ class _Reply:
 
     Attributes:
         request_id: The request's id.
+        tenant: The tenant's id; "" until its key was read.
         is_body_read: Whether the body was read; the connection can't go on if not.
         is_begun: Whether it has begun: errors are a stream's events from then on.
     """
 
     def __init__(self, send: Send, request_id: str) -> None:
-        self.request_id = request_id
+        self.request_id, self.tenant = request_id, ""
         self.is_body_read = self.is_begun = False
         self._send = send
         self._is_silent = False
@@ -359,20 +369,6 @@ async def _ended_with(generation: Generation, receive: Receive) -> AsyncIterator
         hearing.cancel()
         generation.cancel()
         await asyncio.gather(hearing, return_exceptions=True)
-
-
-def _known(error: Exception, request_id: str) -> ApiError:
-    """Return what the caller is told of an error; the log has what the caller is not told."""
-    if isinstance(error, ClientDisconnect):
-        return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
-    known = api_error_of(error)
-    if known is None:
-        LOG.error("request %s failed", request_id, exc_info=error)
-        return ApiError(500, "internal_error", "The server failed; its log says more.")
-    if known.message != str(error):
-        # As a text: a record that keeps the error keeps the lost engine with it.
-        LOG.warning("request %s: %s: %s", request_id, type(error).__name__, str(error))
-    return known
 
 
 def _request_id(request: Request) -> str:

@@ -20,7 +20,7 @@ from gpulease.client.serve.decode.decode_errors import (
     TextProcessesFailed,
     decoder_closed,
 )
-from gpulease.client.serve.decode.decode_log import LOG
+from gpulease.client.serve.decode.decode_log import DecodeLog, cause_of
 from gpulease.client.serve.decode.decode_requests import AdmissionReason
 from gpulease.client.serve.decode.text.fork_server import ForkServer, Worker
 from gpulease.client.serve.decode.text.tenant_turns import TenantTurns
@@ -52,9 +52,10 @@ class TextProcesses:
         replaced: Workers that were replaced because a job exceeded a limit, or because they ended.
     """
 
-    def __init__(self, tokenizer: Sequence[Any], context: int, count: int, limits: TextLimits) -> None:
+    def __init__(self, tokenizer: Sequence[Any], context: int, count: int, limits: TextLimits, log: DecodeLog) -> None:
         """Args: tokenizer: `Tokenizer.values`. context: Positions of a sequence. count: Workers."""
         self.replaced = 0
+        self._log = log
         self._count, self._limits = count, limits
         self._turns = TenantTurns[_Job](max(1, count - 1))
         self._wake = asyncio.Event()
@@ -67,9 +68,11 @@ class TextProcesses:
         self._is_stopped = False
 
     @classmethod
-    async def of(cls, tokenizer: Tokenizer, context: int, count: int, limits: TextLimits) -> "TextProcesses":
+    async def of(
+        cls, tokenizer: Tokenizer, context: int, count: int, limits: TextLimits, log: DecodeLog
+    ) -> "TextProcesses":
         """Start them for a tokenizer, whose values take a moment of a thread. Raises TextProcessesFailed."""
-        processes = cls(await asyncio.to_thread(tokenizer.values), context, count, limits)
+        processes = cls(await asyncio.to_thread(tokenizer.values), context, count, limits, log)
         try:
             workers = [await processes._fork() for _ in range(count)]
         except BaseException:
@@ -148,11 +151,11 @@ class TextProcesses:
                 _fail(job, decoder_closed())
                 raise
             except TextProcessesFailed as error:
-                LOG.error("no text can be read: %s", error)
+                self._log.error("text_process_not_started", tenant=job.tenant_id, cause=cause_of(error))
                 _fail(job, error)
                 worker = None
             except Exception as error:
-                LOG.exception("a text could not be read")
+                self._log.failure("text_failed", error, tenant=job.tenant_id)
                 _fail(job, error)
                 self._replace(worker)
                 worker = None
@@ -185,7 +188,7 @@ class TextProcesses:
         if answer is not None and answer["failed"] == "memory":
             self._refuse(job, f"needs more than {self._limits.memory_bytes >> 20} MiB of memory", "memory")
         elif answer is not None:
-            LOG.error("a text could not be read: %s", answer["failed"])
+            self._log.error("text_failed", tenant=job.tenant_id, cause=str(answer["failed"]))
             _fail(job, TextProcessesFailed("a text could not be read; the server's log says more"))
         else:
             await self._take_end(worker, job)
@@ -201,7 +204,7 @@ class TextProcesses:
         if number == signal.SIGXCPU:
             self._refuse(job, f"takes more than {self._limits.processor_s} s of a processor", "processor")
         elif job.tries < MAX_TRIES:
-            LOG.warning("a process that read a text of tenant %s ended (%s); it is read again", job.tenant_id, number)
+            self._log.warning("text_read_again", tenant=job.tenant_id, signal=number)
             job.is_begun = False
             self._turns.add(job.tenant_id, job, is_first=True)
         elif number == signal.SIGABRT:
@@ -211,7 +214,7 @@ class TextProcesses:
             self._refuse(job, f"ended the process that read it, {job.tries} times", "process")
 
     def _refuse(self, job: _Job, why: str, limit: str) -> None:
-        LOG.warning("tenant %s: a text %s: the process that read it is replaced", job.tenant_id, why)
+        self._log.warning("text_process_replaced", tenant=job.tenant_id, why=f"its text {why}")
         _fail(job, TextNotRead(f"the prompt can't be read: it {why}", limit))
 
     def _replace(self, worker: Worker | None) -> None:
@@ -233,7 +236,7 @@ class TextProcesses:
         async with self._starting:
             if self._server is None or not self._server.is_alive:
                 if self._server is not None:
-                    LOG.error("the process that forks the readers of texts has ended; another is started")
+                    self._log.error("text_fork_server_ended")
                     await self._server.stop()
                 self._server = await ForkServer.start(self._tokenizer)
             return self._server

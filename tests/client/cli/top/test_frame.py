@@ -79,10 +79,10 @@ def test_trouble_is_said_with_the_age_of_what_is_shown() -> None:
 def test_a_drain_a_fence_and_filters_show() -> None:
     card = CARD | {"drain_left_ms": 90_000, "fenced_bytes": 1 << 30, "warm_wanted": 2, "warm_contexts": 1}
     lines = screen(replace(VIEW, card=0, pattern="x", is_paused=True), Scene(sample(lease(1), cards=[card])))
-    assert lines[0] == "gpulease top  unix:/a  paused  GPU 0 only  those with 'x'"
+    assert lines[0] == "gpulease top  unix:/a  paused  GPU 0 only  filter 'x'"
     assert lines[1] == "DRAINED: no new leases, and what is left ends in 1 min 30 s"
     assert "1 GiB FENCED, 2 leases, 1 of 2 warm" in lines[2]
-    assert lines[3] == "No leases of these."
+    assert lines[3] == "No lease matches the filter."
 
 
 def test_a_hostile_name_is_shown_escaped_in_its_column() -> None:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from gpulease.client.serve.decode.decode_errors import AdmissionRefused, ModelRejected, RequestRejected, TextNotRead
+from gpulease.client.serve.decode.decode_log import DecodeLog
 from gpulease.client.serve.decode.decode_reports import PromptRefused
 from gpulease.client.serve.decode.decode_requests import PromptRequest, SamplingParameters, TenantConfig
 from gpulease.client.serve.decode.prompt_intake import PromptIntake
@@ -34,7 +35,7 @@ def intake_of(template: str | None) -> tuple[PromptIntake, ContinuousBatchSchedu
         return Tokenizer(library, None, None if template is None else ChatTemplate(template, {}, "a file"), "a file")
 
     scheduler, refused = ContinuousBatchScheduler(SETTINGS, TENANTS), list[PromptRefused]()
-    intake = PromptIntake(scheduler, tokenizer, 1, refused.append)
+    intake = PromptIntake(scheduler, tokenizer, 1, refused.append, DecodeLog())
     intake.limits = TextLimits(memory_bytes=96 << 20)
     return intake, scheduler, refused
 

@@ -669,6 +669,21 @@ def test_a_held_tenant_has_no_rows_until_it_is_resumed(scheduler: ContinuousBatc
     assert names == ["other", "decoding"] + ["prompt"] * 8
 
 
+def test_a_held_tenant_s_requests_take_no_places_and_end_at_their_deadlines(scheduler: ContinuousBatchScheduler) -> None:
+    scheduler.hold("a")
+    assert scheduler.submit(prompt_request("a", "late", 3, 20, wait_s=5.0), 0.0) == []
+    assert scheduler.submit(prompt_request("a", "patient", 3, 20, wait_s=9.0), 0.0) == []
+    assert (scheduler.waiting_requests, scheduler.next_deadline) == (2, 5.0)
+    [refused] = scheduler.submit(prompt_request("a", "at once", 3, 20, wait_s=0.0), 0.0)
+    assert isinstance(refused, SchedulerEvent.AdmissionRejected)
+    assert "it is suspended" in refused.detail
+    [ended] = scheduler.plan(5.0).events
+    assert isinstance(ended, SchedulerEvent.Completed)
+    assert (ended.request.request_id, ended.reason) == ("late", CompletionReason.DEADLINE_EXCEEDED)
+    scheduler.resume("a")
+    assert [sequence.request.request_id for sequence in scheduler.plan(6.0).sequences] == ["patient"] * 3
+
+
 def test_a_request_of_a_held_tenant_can_be_cancelled(scheduler: ContinuousBatchScheduler) -> None:
     scheduler.submit(prompt_request("a", "r", 3, 20), 0.0)
     scheduler.step(results, 0.0)

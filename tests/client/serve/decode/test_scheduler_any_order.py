@@ -233,11 +233,11 @@ class AnyOrder(RuleBasedStateMachine):
         return {name: sequence.length for tenant in tenants for name, sequence in tenant.live.items()}
 
     def check_admission(self) -> None:
-        """Nobody waits whom there is room for."""
+        """Nobody waits whom there is room for, but those whose tenant is held."""
         has_tables = self.scheduler.live_sequences < self.scheduler.settings.max_sequences
         contenders = []
         for tenant in self.scheduler.tenants.values():
-            if tenant.waiting:
+            if tenant.waiting and not tenant.is_held:
                 request = tenant.waiting[0].request
                 has_blocks = len(tenant.free_blocks) >= request.blocks
                 if has_blocks and len(tenant.live) < tenant.config.max_concurrent:

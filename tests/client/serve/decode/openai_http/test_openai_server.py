@@ -12,13 +12,14 @@ import openai
 import pytest
 
 from gpulease.client.errors import Denied, Revoked
-from gpulease.client.serve.decode import DecoderObserver, FinishedRequest, engine_losses
+from gpulease.client.serve.decode import DecoderObserver, FinishedRequest, decode_log, engine_losses
 from gpulease.client.serve.decode.decode_metrics import DecodeMetrics
 from gpulease.client.serve.decode.openai_http import completion_request, openai_server, prompt_job
 from gpulease.client.serve.decode.serving_engine import ServingEngine
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 from helpers.daemon import Daemon
+from helpers.decode.decode_lines import lines_of
 from helpers.decode.openai_rig import CHAT_TOKENS, MODEL, OpenAiRig, key_of, openai_rig
 from helpers.waiting import wait_until
 
@@ -443,6 +444,26 @@ def test_health_says_since_when_and_why_there_is_no_engine(
         assert "gpulease.sock" not in health.text
         assert b"\ngpulease_decode_without_engine_seconds 0.0\n" not in rig.do(lost_for.text)
         wait_until(lambda: http.get("/healthz").status_code == 200, "another engine serves")
+
+
+def test_requests_that_fail_write_no_more_lines_than_their_tenant_has(
+    rig: OpenAiRig, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("secret of the host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.decoder, "submit", fail)
+        # No line comes back while this test runs.
+        patch.setattr(decode_log, "LINE_EVERY_S", 1e9)
+        patch.setattr(rig.decoder.log, "_rates", {})
+        for _ in range(decode_log.LINES_AT_ONCE + 3):
+            with pytest.raises(openai.InternalServerError) as refused:
+                complete(client)
+            assert "secret" not in str(refused.value)
+    lines = lines_of(caplog, "request_failed")
+    assert len(lines) == decode_log.LINES_AT_ONCE
+    assert (lines[0]["tenant"], lines[0]["cause"]) == ("ann", "RuntimeError: secret of the host")
 
 
 def test_events_are_valid_json_of_one_line(rig: OpenAiRig) -> None:

@@ -21,6 +21,7 @@ from gpulease.client.serve.decode.decode_errors import (
     TextNotRead,
     TextProcessesFailed,
 )
+from gpulease.client.serve.decode.decode_log import DecodeLog
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
 from gpulease.client.serve.decode.text.letters import LETTERS
 from gpulease.client.serve.decode.text.text_jobs import TextLimits, read_chat, read_text, unpacked_tokens
@@ -72,7 +73,7 @@ def tokenizer(template: str | None = None) -> Tokenizer:
 
 @asynccontextmanager
 async def running(template: str = "", limits: TextLimits = LIMITS, count: int = 2) -> AsyncIterator[TextProcesses]:
-    processes = await TextProcesses.of(tokenizer(template), CONTEXT, count, limits)
+    processes = await TextProcesses.of(tokenizer(template), CONTEXT, count, limits, DecodeLog())
     try:
         yield processes
     finally:
@@ -252,10 +253,10 @@ def test_a_tokenizer_that_can_t_be_made_there_is_refused(monkeypatch: pytest.Mon
         with monkeypatch.context() as patch:
             patch.setattr(Tokenizer, "values", lambda _: ["{}", None, None, "a file", True])
             with pytest.raises(ModelRejected, match="a file: no tokenizer"):
-                await TextProcesses.of(made, CONTEXT, 1, LIMITS)
+                await TextProcesses.of(made, CONTEXT, 1, LIMITS, DecodeLog())
         monkeypatch.setattr("sys.executable", "/nowhere/python")
         with pytest.raises(TextProcessesFailed, match="can be started"):
-            await TextProcesses.of(made, CONTEXT, 1, LIMITS)
+            await TextProcesses.of(made, CONTEXT, 1, LIMITS, DecodeLog())
 
     asyncio.run(part())
 
