@@ -1,6 +1,7 @@
 """The records of a fleet in etcd: their keys, and their values as JSON objects.
 
     /gpulease/v1/nodes/NODE     NodeRecord: a node's membership, rewritten with each beat
+    /gpulease/v1/inventories/NODE  InventoryRecord: what a node has, written with a beat when it has changed
     /gpulease/v1/names/NAME     ClaimRecord: who serves a name; its mod revision is the epoch
     /gpulease/v1/held/NODE/NAME  the claim's nonce, written and deleted with the claim: a node's own claims by one read
     /gpulease/v1/clocks/SLOT    a node's clock: members compare their clocks' rates by it
@@ -9,6 +10,7 @@
     /gpulease/v1/quota_default  the quota of each tenant that has none by name
     /gpulease/v1/fences         how many nodes were fenced lately, over the whole fleet
     /gpulease/v1/generation     the store's generation key, made once: a restored backup has an older one
+    /gpulease/v1/compaction     empty; whoever rewrites it takes away etcd's history before its last write
     /gpulease/v1/horizon        seconds after which a silent node's claimed leases have ended, the same for all nodes
 
 A reader ignores members that it does not know, so that nodes of two versions make one fleet.
@@ -21,17 +23,19 @@ from typing import Any, Final, NamedTuple
 
 PREFIX: Final = b"/gpulease/v1/"
 NODES: Final = PREFIX + b"nodes/"
+INVENTORIES: Final = PREFIX + b"inventories/"
 NAMES: Final = PREFIX + b"names/"
 HELD: Final = PREFIX + b"held/"
 CLOCKS: Final = PREFIX + b"clocks/"
 QUOTAS: Final = PREFIX + b"quotas/"
 QUOTA_DEFAULT: Final = PREFIX + b"quota_default"
 FENCES: Final = PREFIX + b"fences"
+COMPACTION: Final = PREFIX + b"compaction"
 GENERATION: Final = PREFIX + b"generation"
 HORIZON: Final = PREFIX + b"horizon"
 
 MAX_RECORD_BYTES: Final = 64 << 10
-"""Largest record that is read. A node with 16 cards has 2 KiB. Stops a foreign writer from filling memory."""
+"""Largest record that is read. An inventory of 16 cards has 2 KiB. Stops a foreign writer from filling memory."""
 
 
 class BadRecord(ValueError):
@@ -41,6 +45,11 @@ class BadRecord(ValueError):
 def node_key(node_id: str) -> bytes:
     """Return the key of a node's record."""
     return NODES + node_id.encode()
+
+
+def inventory_key(node_id: str) -> bytes:
+    """Return the key of a node's inventory."""
+    return INVENTORIES + node_id.encode()
 
 
 def name_key(name: str) -> bytes:
@@ -60,8 +69,8 @@ def held_name(key: bytes, node_id: str) -> str | None:
 
 
 def node_id_of(key: bytes) -> str:
-    """Return the id of the node whose record has that key."""
-    return key.removeprefix(NODES).decode(errors="replace")
+    """Return the id of the node whose record or inventory has that key."""
+    return key.removeprefix(NODES).removeprefix(INVENTORIES).decode(errors="replace")
 
 
 def name_of(key: bytes) -> str:
@@ -88,31 +97,52 @@ class CardRecord(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRecord:
-    """A node's membership.
+class InventoryRecord:
+    """What a node has, for directories.
 
     Attributes:
-        nonce: Tells one write from every other, so that a writer finds its own again after a lost answer.
         addresses: Where tenants reach the node, as `tls:HOST:PORT` and the like.
         labels: What the operator says of the node, such as {"zone": "a"}.
         cards: Its cards.
         is_draining: It admits nobody.
-        boot_ms: The node's clock (CLOCK_BOOTTIME) at the beat: others compare clocks' rates by it.
         version: The daemon's version.
     """
 
-    nonce: str
     addresses: tuple[str, ...] = ()
     labels: dict[str, str] | None = None
     cards: tuple[CardRecord, ...] = ()
     is_draining: bool = False
-    boot_ms: int = 0
     version: str = ""
 
     def encode(self) -> bytes:
         """Encode the record as JSON."""
-        members = asdict(self) | {"cards": [card._asdict() for card in self.cards]}
-        return dumps(members, separators=(",", ":")).encode()
+        return dumps(self.to_members(), separators=(",", ":")).encode()
+
+    def to_members(self) -> dict[str, Any]:
+        """Return the members of the record's JSON object."""
+        return asdict(self) | {"cards": [card._asdict() for card in self.cards]}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """A node's membership: as small as can be, for etcd keeps each beat until it compacts.
+
+    Attributes:
+        nonce: Tells one write from every other, so that a writer finds its own again after a lost answer.
+        boot_ms: The node's clock (CLOCK_BOOTTIME) at the beat.
+        inventory: What the node has, where its daemon is of a version that writes it with each beat; None: it has a key
+            of its own.
+    """
+
+    nonce: str
+    boot_ms: int = 0
+    inventory: InventoryRecord | None = None
+
+    def encode(self) -> bytes:
+        """Encode the record as JSON; its inventory, if it has one, lies in the same object."""
+        members = {"nonce": self.nonce, "boot_ms": self.boot_ms}
+        inventory = {} if self.inventory is None else self.inventory.to_members()
+        return dumps(members | inventory, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +171,26 @@ class ClaimRecord:
 def read_node(value: bytes) -> NodeRecord:
     """Read a node's record. Raises BadRecord."""
     members = _members(value)
+    # Every daemon that writes its inventory here names its addresses.
+    inventory = _inventory(members) if "addresses" in members else None
     try:
-        cards = tuple(CardRecord(**_known(CardRecord._fields, card)) for card in members.pop("cards", ()))
-        members["addresses"] = tuple(members.get("addresses", ()))
-        return NodeRecord(cards=cards, **_known(NodeRecord.__slots__, members))
-    except (TypeError, AttributeError) as error:
+        return NodeRecord(**_known(("nonce", "boot_ms"), members), inventory=inventory)
+    except TypeError as error:
         raise BadRecord(f"it is no node's record: {error}") from None
+
+
+def read_inventory(value: bytes) -> InventoryRecord:
+    """Read what a node has. Raises BadRecord."""
+    return _inventory(_members(value))
+
+
+def _inventory(members: dict[str, Any]) -> InventoryRecord:
+    try:
+        cards = tuple(CardRecord(**_known(CardRecord._fields, card)) for card in members.get("cards", ()))
+        known = _known(InventoryRecord.__slots__, members)
+        return InventoryRecord(**known | {"addresses": tuple(members.get("addresses", ())), "cards": cards})
+    except (TypeError, AttributeError) as error:
+        raise BadRecord(f"it is no inventory: {error}") from None
 
 
 def read_claim(value: bytes) -> ClaimRecord:

@@ -11,7 +11,7 @@ from gpulease.daemon.host.extras import check_installed
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.lease_names import NAME
 
-NEEDED: Final = ("grpc", "aetcd")
+NEEDED: Final = ("grpc", "google.protobuf")
 """The packages that reach etcd, from the extra `fleet`."""
 
 MIN_HORIZON_S: Final = 2

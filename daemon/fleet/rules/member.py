@@ -3,7 +3,8 @@
 A member rewrites its record with each beat, if the record is still at the revision that it wrote last. A beat that is
 acknowledged moves the horizon to T (1 - rho) after the time at which the beat was asked. A beat whose answer was lost
 is repeated: if the first was done, the repetition fails and reads its nonce back. Who finds another record than its
-own, or none, was fenced: it ends all claimed leases, and joins anew once their memory is proved free.
+own, or none, was fenced: it ends all claimed leases, and joins anew once their memory is proved free. What the node has
+lies in a key of its own: the beat that finds it changed writes it, too.
 
 A record under this node's id that no membership of this daemon left is another daemon's: of a host with the same name,
 or of this host before its journal was lost. Its leases may live, so it is fenced as any other node: only once it was
@@ -25,7 +26,6 @@ from typing import Final, NamedTuple
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
     CreateRevisionIs,
-    Delete,
     Get,
     KeyValue,
     ModRevisionIs,
@@ -40,8 +40,10 @@ from gpulease.daemon.fleet.fleet_records import (
     GENERATION,
     HORIZON,
     BadRecord,
+    InventoryRecord,
     NodeRecord,
     held_key,
+    inventory_key,
     node_key,
     read_node,
 )
@@ -76,7 +78,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     TimerFired,
     Why,
 )
-from gpulease.daemon.fleet.rules.membership import CUT_OFF, NS_PER_S, Membership
+from gpulease.daemon.fleet.rules.membership import CUT_OFF, NS_PER_S, Membership, node_removal
 from gpulease.daemon.fleet.rules.node_claims import NodeClaims
 from gpulease.daemon.fleet.rules.node_fences import NodeFences
 from gpulease.daemon.fleet.rules.quota_shards import QuotaShards
@@ -152,9 +154,12 @@ class Member:
         self._remembered_ns = 0
         self._horizon = f"{terms.horizon_s:g}"
         self._record = RecordChanged()
+        self._written: RecordChanged | None = None
+        """The inventory that etcd has of this membership; None: that is not known."""
         self._phase = _Phase.STARTING
         self._has_started = False
         self._key = node_key(node_id)
+        self._removal = node_removal(node_id)
         self._reads = Get(self._key), Get(GENERATION), Get(HORIZON)
         self._mod_revision = 0
         self._attempts: dict[str, int] = {}
@@ -341,8 +346,8 @@ class Member:
             self._due_ns = now_ns + self._membership.poll_ns
         elif record:
             # No claimed lease of an own one lives here: the broker said so.
-            transaction = Transaction((ModRevisionIs(self._key, record.mod_revision),), (Delete(self._key),))
-            self._ask(now_ns, transaction, self._again)
+            compare = ModRevisionIs(self._key, record.mod_revision)
+            self._ask(now_ns, Transaction((compare,), self._removal), self._again)
         else:
             self._membership.earlier_over_ns = now_ns + self._membership.wait_ns
             compares = (
@@ -350,7 +355,8 @@ class Member:
                 ModRevisionIs(GENERATION, _revision(generation)),
                 ModRevisionIs(HORIZON, _revision(horizon)),
             )
-            writes = (self._write(now_ns), *(() if horizon else (Put(HORIZON, self._horizon.encode()),)))
+            agreed = () if horizon else (Put(HORIZON, self._horizon.encode()),)
+            writes = (self._write(now_ns), self._inventory(), *agreed)
             self._ask(now_ns, Transaction(compares, writes), self._created)
 
     def _created(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
@@ -389,6 +395,7 @@ class Member:
         """Be a member, and beat at once: the beat also finds the claims of earlier incarnations."""
         self._phase = _Phase.MEMBER
         self._is_isolated = False
+        self._written = None
         self._attempts.clear()
         self._stranger = None
         self._own = self._membership.incarnation
@@ -399,11 +406,19 @@ class Member:
     # --- beats ---
 
     def _beat(self, now_ns: int) -> None:
-        writes = (self._write(now_ns), *self._clocks.write())
+        told = self._record
+        inventory = () if told == self._written else (self._inventory(),)
+        writes = (self._write(now_ns), *inventory, *self._clocks.write())
         held = Get(held_key(self._membership.node_id), is_prefix=True)
         reads = (*self._reads, held, Get(FENCES), self._clocks.read())
         compare = ModRevisionIs(self._key, self._mod_revision)
-        self._ask(now_ns, Transaction((compare,), writes, reads), self._beaten)
+
+        def on_answer(answer: Answer, asked_ns: int, now_ns: int) -> None:
+            if answer.succeeded:
+                self._written = told
+            self._beaten(answer, asked_ns, now_ns)
+
+        self._ask(now_ns, Transaction((compare,), writes, reads), on_answer)
 
     def _beaten(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         """Take the answer to a beat: acknowledged, made by an earlier attempt, or fenced."""
@@ -483,7 +498,7 @@ class Member:
             is_gone = isinstance(outcome, Answer) and outcome.succeeded
             self._membership.effects.append(Stopped(has_left=is_gone))
 
-        transaction = Transaction((ModRevisionIs(self._key, self._mod_revision),), (Delete(self._key),))
+        transaction = Transaction((ModRevisionIs(self._key, self._mod_revision),), self._removal)
         self._membership.ask(now_ns, transaction, on_outcome)
 
     # --- questions ---
@@ -492,11 +507,13 @@ class Member:
         """Return the write of this node's record, and remember when it was asked."""
         nonce = self._membership.nonce()
         self._attempts[nonce] = now_ns
+        return Put(self._key, NodeRecord(nonce, now_ns // 1_000_000).encode())
+
+    def _inventory(self) -> Put:
+        """Return the write of what this node has."""
         told = self._record
-        labels = dict(told.labels)
-        boot_ms = now_ns // 1_000_000
-        record = NodeRecord(nonce, told.addresses, labels, told.cards, told.is_draining, boot_ms, told.version)
-        return Put(self._key, record.encode())
+        record = InventoryRecord(told.addresses, dict(told.labels), told.cards, told.is_draining, told.version)
+        return Put(inventory_key(self._membership.node_id), record.encode())
 
     def _ask(self, now_ns: int, transaction: Transaction, on_answer: OnAnswer) -> None:
         """Ask about this node's own record: one question at a time, and again later if it was not answered."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from gpulease.daemon.fleet.etcd.transactions import CreateRevisionIs, Outcome, Transaction
-from gpulease.daemon.fleet.fleet_records import node_key
+from gpulease.daemon.fleet.etcd.transactions import CreateRevisionIs, Delete, Outcome, Transaction
+from gpulease.daemon.fleet.fleet_records import inventory_key, node_key
 from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, Why
 
 NS_PER_S: Final = 10**9
@@ -20,6 +20,11 @@ NO_REVISION: Final = -1
 
 OnOutcome = Callable[[Outcome, int, int], None]
 """Takes a transaction's outcome, when it was asked, and the time now."""
+
+
+def node_removal(node_id: str) -> tuple[Delete, ...]:
+    """Return the writes by which a node is in the fleet no more."""
+    return Delete(node_key(node_id)), Delete(inventory_key(node_id))
 
 
 class Asked(NamedTuple):

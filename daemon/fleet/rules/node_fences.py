@@ -26,7 +26,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
 )
 from gpulease.daemon.fleet.fleet_records import FENCES, NODES, held_key, name_key, node_key
 from gpulease.daemon.fleet.rules.fleet_events import Note, Noted
-from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
+from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership, node_removal
 from gpulease.protocol.counts import counted
 
 FENCES_SPAN_S: Final = 60
@@ -120,7 +120,7 @@ class NodeFences:
             return
         if self._counted_ns is None or now_ns - self._counted_ns > span_ns:
             self._is_asking = True
-            membership.ask(now_ns, Transaction(reads=(Get(NODES, is_prefix=True),)), self._counted)
+            membership.ask(now_ns, Transaction(reads=(Get(NODES, is_prefix=True, count_only=True),)), self._counted)
             return
         budget = self._budget
         # Counted from the last fence, so that no span of that length has more fences than the budget.
@@ -132,7 +132,7 @@ class NodeFences:
         self._is_asking = True
         silent = ModRevisionIs(node_key(node_id), sighting.mod_revision)
         compares = (silent, ModRevisionIs(FENCES, budget.mod_revision), membership.is_mine())
-        writes = (Delete(node_key(node_id)), Put(FENCES, dumps({"used": used + 1}).encode()))
+        writes = (*node_removal(node_id), Put(FENCES, dumps({"used": used + 1}).encode()))
         transaction = Transaction(compares, writes, (Get(FENCES),))
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
@@ -150,7 +150,7 @@ class NodeFences:
     def _counted(self, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         self._is_asking = False
         if isinstance(outcome, Answer):
-            self._nodes, self._counted_ns = len(outcome.found[0]), now_ns
+            self._nodes, self._counted_ns = outcome.counts[0], now_ns
 
 
 def _used(value: bytes) -> int:

@@ -9,9 +9,10 @@ from gpulease.daemon.fleet.fleet_records import (
     HORIZON,
     NODES,
     held_key,
+    inventory_key,
     name_key,
     node_key,
-    read_node,
+    read_inventory,
 )
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
@@ -88,13 +89,40 @@ def test_a_beat_tells_the_record_as_it_was_changed_last(etcd: ModelEtcd) -> None
     host = Host(etcd).begin()
     host.send(RecordChanged(("tls:h:1",), {"zone": "a"}, (), is_draining=True, version="9"))
     host.run(5)
-    record = read_node(etcd.keys[node_key("a")].value)
+    record = read_inventory(etcd.keys[inventory_key("a")].value)
     assert (record.addresses, record.labels, record.is_draining, record.version) == (
         ("tls:h:1",),
         {"zone": "a"},
         True,
         "9",
     )
+
+
+def test_an_inventory_is_written_when_it_has_changed(etcd: ModelEtcd) -> None:
+    def written() -> tuple[int, ...]:
+        return tuple(etcd.keys[key("a")].mod_revision for key in (inventory_key, node_key))
+
+    host = Host(etcd).begin()
+    host.send(RecordChanged(("tls:h:1",)))
+    host.run(5)
+    inventory, beat = written()
+    assert inventory == beat
+    host.run(60)
+    assert written()[0] == inventory
+    assert written()[1] > beat
+    # An answer that is lost leaves open whether it was written, so it is written again.
+    host.send(RecordChanged(("tls:h:2",)))
+    host.is_cut = True
+    host.run(5)
+    host.is_cut = False
+    host.run(10)
+    assert read_inventory(etcd.keys[inventory_key("a")].value).addresses == ("tls:h:2",)
+
+
+def test_a_fenced_node_s_inventory_goes_with_its_record(etcd: ModelEtcd) -> None:
+    failover(etcd)
+    gone, there = [(node_key(node_id) in etcd.keys, inventory_key(node_id) in etcd.keys) for node_id in ("a", "b")]
+    assert (gone, there) == ((False, False), (True, True))
 
 
 def test_a_beat_whose_answer_was_lost_is_read_back_by_its_nonce(etcd: ModelEtcd) -> None:
