@@ -99,7 +99,14 @@ async def _serve(start: dict[str, Any], files: SentFiles, channel: socket.socket
     client = EtcdClient(EtcdSettings(tuple(start["etcd"]), timeout_s=start["timeout_s"]), files.read)
     try:
         terms, identity = FleetTerms(horizon_s=start["horizon_s"]), FleetIdentity(**start["identity"])
-        member = Member(start["node"], terms, start["incarnation"], identity, instance=token_hex(INSTANCE_BYTES))
+        member = Member(
+            start["node"],
+            terms,
+            start["incarnation"],
+            identity,
+            instance=token_hex(INSTANCE_BYTES),
+            history_s=start["history_s"],
+        )
         await FleetProcess(member, client, channel, files.take).run()
     finally:
         await client.close()

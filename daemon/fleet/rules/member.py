@@ -82,6 +82,7 @@ from gpulease.daemon.fleet.rules.membership import CUT_OFF, NS_PER_S, Membership
 from gpulease.daemon.fleet.rules.node_claims import NodeClaims
 from gpulease.daemon.fleet.rules.node_fences import NodeFences
 from gpulease.daemon.fleet.rules.quota_shards import QuotaShards
+from gpulease.daemon.fleet.rules.store_history import HISTORY_S, StoreHistory
 
 _AFTER: Final = "an operator waits until no named lease of before runs anywhere, then"
 
@@ -136,14 +137,17 @@ class Member:
         identity: FleetIdentity = NO_IDENTITY,
         *,
         instance: str,
+        history_s: int = HISTORY_S,
     ) -> None:
         """Take incarnation and identity as an earlier process was told them by Joined, if it was.
 
-        `instance` is a random text of this run of the process: no other run, of any node, has it.
+        `instance` is a random text of this run of the process: no other run, of any node, has it. `history_s` is that
+        of StoreHistory.
         """
         self._membership = Membership(node_id, terms, incarnation, instance)
         self._fences = NodeFences(self._membership)
         self._clocks = ClockRates(self._membership)
+        self._history = StoreHistory(self._membership, history_s)
         self._claims = NodeClaims(self._membership, self._fences)
         self._quotas = QuotaShards(self._membership, self._fences)
         self._identity = identity
@@ -410,7 +414,7 @@ class Member:
         inventory = () if told == self._written else (self._inventory(),)
         writes = (self._write(now_ns), *inventory, *self._clocks.write())
         held = Get(held_key(self._membership.node_id), is_prefix=True)
-        reads = (*self._reads, held, Get(FENCES), self._clocks.read())
+        reads = (*self._reads, held, Get(FENCES), self._clocks.read(), self._history.read())
         compare = ModRevisionIs(self._key, self._mod_revision)
 
         def on_answer(answer: Answer, asked_ns: int, now_ns: int) -> None:
@@ -445,6 +449,7 @@ class Member:
             return
         self._quotas.sweep(answer.found[3], now_ns)
         self._fences.saw_budget(answer.found[4], now_ns)
+        self._history.saw(answer.found[6], now_ns)
         if now_ns >= self._remembered_ns + REMEMBER_NS:
             self._remembered_ns = now_ns
             self._identity = replace(self._identity, revision=answer.revision)
@@ -476,6 +481,7 @@ class Member:
         self._membership.beating_since_ns = None
         self._attempts.clear()
         self._clocks.lose_slot()
+        self._history.forget()
         self._claims.restore({})
         self._quotas.restore({})
         self._membership.effects.append(EndClaimed(reason, text))

@@ -35,6 +35,7 @@ class Broker:
         identity = {"cluster_id": 0, "generation": "", "revision": 0}
         start: dict[str, Any] = {"etcd": cluster.endpoints, "files": [], "node": node}
         start |= {"horizon_s": HORIZON_S, "incarnation": 0, "identity": identity, "timeout_s": 1.0}
+        start["history_s"] = 0
         send_message(self.channel, start)
         self.record = {"op": "record", "addresses": ["tls:h:1"], "labels": {"zone": "a"}, "cards": [CARD]}
         send_message(self.channel, self.record | {"is_draining": False, "version": "1"})

@@ -4,6 +4,7 @@ import pytest
 
 from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, Get, Put, Rejected, Transaction, Unknown
 from gpulease.daemon.fleet.fleet_records import (
+    COMPACTION,
     FENCES,
     GENERATION,
     HORIZON,
@@ -20,6 +21,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Claimed,
     ClaimEnded,
     ClaimRefused,
+    Compact,
     EndClaimed,
     FleetIdentity,
     Joined,
@@ -117,6 +119,58 @@ def test_an_inventory_is_written_when_it_has_changed(etcd: ModelEtcd) -> None:
     host.is_cut = False
     host.run(10)
     assert read_inventory(etcd.keys[inventory_key("a")].value).addresses == ("tls:h:2",)
+
+
+def compacted(*hosts: Host) -> list[int]:
+    return [effect.revision for host in hosts for effect in host.take(Compact)]
+
+
+def test_one_member_takes_history_away_that_is_old_enough(etcd: ModelEtcd) -> None:
+    a, b = Host(etcd, history_s=60).begin(), Host(etcd, "b", history_s=60).begin()
+    # The first rewrite of the mark ends no history: there was no mark.
+    together(62, a, b)
+    assert compacted(a, b) == []
+    mark = etcd.keys[COMPACTION].mod_revision
+    together(55, a, b)
+    assert compacted(a, b) == []
+    together(10, a, b)
+    assert compacted(a, b) == [mark]
+    assert etcd.keys[COMPACTION].mod_revision > mark
+    together(600, a, b)
+    found = compacted(a, b)
+    # Each at least a history's length after the one before, by a beat at most.
+    assert 600 // 65 <= len(found) <= 600 // 60
+    assert found == sorted(set(found))
+
+
+def test_another_member_takes_history_away_when_the_one_that_did_is_gone(etcd: ModelEtcd) -> None:
+    a, b = Host(etcd, history_s=60).begin(), Host(etcd, "b", history_s=60).begin()
+    together(200, a, b)
+    (first, other) = (a, b) if compacted(a) else (b, a)
+    first.is_cut = True
+    together(200, first, other)
+    assert compacted(other)
+    assert not compacted(first)
+
+
+def test_a_member_of_a_store_that_was_renewed_takes_nothing_by_what_it_saw_before(etcd: ModelEtcd) -> None:
+    host = Host(etcd, history_s=60).begin()
+    host.run(100)
+    mark = etcd.keys[COMPACTION].mod_revision
+    etcd.do(Transaction(writes=(Put(GENERATION, b"second"),)))
+    host.run(5)
+    host.send(LiveClaims())
+    host.settle()
+    host.run(40)
+    assert etcd.keys[COMPACTION].mod_revision == mark
+    assert not compacted(host)
+
+
+def test_a_member_that_is_to_keep_all_history_takes_none_away(etcd: ModelEtcd) -> None:
+    host = Host(etcd, history_s=0).begin()
+    host.run(1_000)
+    assert COMPACTION not in etcd.keys
+    assert not compacted(host)
 
 
 def test_a_fenced_node_s_inventory_goes_with_its_record(etcd: ModelEtcd) -> None:
