@@ -35,7 +35,6 @@ from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
-from gpulease.protocol.sizes import size_text
 
 NS_PER_S: Final = 1_000_000_000
 
@@ -198,9 +197,9 @@ class FleetFrontend:
         if store.size_bytes < STORE_PART * store.quota_bytes:
             return ""
         return (
-            f"etcd at {store.endpoint} has {size_text(store.size_bytes)} of its quota of"
-            f" {size_text(store.quota_bytes)}, above which no named lease lives: look whether its history is"
-            " compacted (history_s of [fleet]), run `etcdctl defrag` at each member, or raise --quota-backend-bytes"
+            f"etcd at {store.endpoint} has {store.size_bytes / store.quota_bytes:.0%} of its quota of"
+            f" {store.quota_bytes} bytes, above which no named lease lives: look whether its history is compacted"
+            " (history_s of [fleet]), run `etcdctl defrag` at each member, or raise --quota-backend-bytes"
         )
 
     def _weigh(self, store: StoreSize) -> None:

@@ -368,10 +368,12 @@ class EtcdClient:
     async def _read(self, reads: Sequence[Get]) -> Outcome:
         """Read keys at one revision, by Range: etcd refuses transactions, even such that only read, without space."""
         revision, cluster_id, size_bytes = 0, 0, 0
-        found, counts = [], []
+        found: list[tuple[KeyValue, ...]] = []
+        counts: list[int] = []
         for get in reads:
-            request, kvs, is_last = _range(get), [], False
+            request, is_last = _range(get), False
             request.limit = PAGE_KEYS
+            kvs: list[KeyValue] = []
             while not is_last:
                 request.revision = revision
                 page = await self._attempt(partial(_read_page, request), is_read=True)

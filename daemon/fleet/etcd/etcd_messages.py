@@ -1,8 +1,7 @@
 """etcd's messages and calls, as far as the client uses them (etcd, api/etcdserverpb/rpc.proto, api/mvccpb/kv.proto).
 
 They are built from descriptors written here, in a pool of their own: no compiler of .proto files runs, and another
-library's `rpc.proto` in the same process is no conflict. Numbers of enumerations are plain numbers: the wire is the
-same.
+library's description of etcd in the same process is no conflict. Enumerations are plain numbers, as on the wire.
 """
 
 from collections.abc import Mapping

@@ -132,7 +132,7 @@ class NodeFences:
         self._is_asking = True
         silent = ModRevisionIs(node_key(node_id), sighting.mod_revision)
         compares = (silent, ModRevisionIs(FENCES, budget.mod_revision), membership.is_mine())
-        writes = (*node_removal(node_id), Put(FENCES, dumps({"used": used + 1}).encode()))
+        writes: tuple[Put | Delete, ...] = (*node_removal(node_id), Put(FENCES, dumps({"used": used + 1}).encode()))
         transaction = Transaction(compares, writes, (Get(FENCES),))
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:

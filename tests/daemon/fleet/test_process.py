@@ -82,6 +82,11 @@ def broker(cluster: EtcdCluster) -> Iterator[Broker]:
     broker.end()
 
 
+def test_it_tells_the_size_of_etcd_s_largest_database(cluster: EtcdCluster, broker: Broker) -> None:
+    store = broker.until("store")
+    assert (store["endpoint"], store["size_bytes"] > 0) == (cluster.members[0].endpoint, True)
+
+
 def test_it_joins_beats_and_claims(cluster: EtcdCluster, broker: Broker) -> None:
     began_ns = boot_ns()
     assert broker.until("joined")["identity"]["cluster_id"] != 0

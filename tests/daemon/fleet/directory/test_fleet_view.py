@@ -70,9 +70,9 @@ def test_reading_anew_makes_no_silent_node_fresh() -> None:
 @pytest.mark.parametrize("keys", [(inventory_key, node_key), (node_key, inventory_key)])
 def test_an_inventory_has_a_key_of_its_own(keys: tuple[Callable[[str], bytes], ...]) -> None:
     view = FleetView()
-    values = {inventory_key: INVENTORY.encode(), node_key: NodeRecord("n").encode()}
+    values = {inventory_key("n1"): INVENTORY.encode(), node_key("n1"): NodeRecord("n").encode()}
     for key in keys:
-        view.put(of(key("n1"), values[key]), 1.0)
+        view.put(of(key("n1"), values[key("n1")]), 1.0)
     assert view.nodes["n1"].inventory == INVENTORY
     assert "n1" in (view.index.with_labels({"zone": "a"}) or ())
     view.put(of(node_key("n1"), NodeRecord("m").encode(), mod=10), 2.0)
