@@ -228,14 +228,16 @@ async def _run_nodes(
     ]
     room = asyncio.Semaphore(AT_A_TIME)
 
-    async def join(node: SimulatedNode) -> None:
+    async def join(at: int, node: SimulatedNode) -> None:
+        # A fleet's nodes beat at times of their own.
+        await asyncio.sleep(every_s * at / nodes)
         async with room:
             node.start()
             await node.joined.wait()
 
     measured = Measured()
     try:
-        await asyncio.gather(*map(join, found))
+        await asyncio.gather(*(join(at, node) for at, node in enumerate(found)))
         await asyncio.to_thread(_barrier.wait)
         for node in found:
             node.measured = measured
