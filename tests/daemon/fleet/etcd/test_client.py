@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import descriptor_pool
 
 from gpulease.daemon.fleet.etcd.client import (
     MAX_REQUEST_BYTES,
@@ -208,6 +209,12 @@ def test_many_keys_are_read_in_pages_of_one_revision(shared: EtcdCluster) -> Non
 async def _forget_history(client: EtcdClient) -> None:
     newest = await answered(client.do(put(b"/pages/newest")))
     await answered(client.compact(newest.revision))
+
+
+def test_etcd_s_messages_are_in_a_pool_of_their_own() -> None:
+    for name in ("etcdserverpb.TxnRequest", "mvccpb.KeyValue"):
+        with pytest.raises(KeyError):
+            descriptor_pool.Default().FindMessageTypeByName(name)
 
 
 def test_a_transaction_counts_keys_too(shared: EtcdCluster) -> None:
