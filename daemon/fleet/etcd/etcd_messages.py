@@ -10,9 +10,6 @@ from typing import Any, Final
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-EQUAL: Final = 0
-"""Compare.result: both are the same."""
-
 CREATE: Final = 1
 MOD: Final = 2
 """Compare.target: a key's create revision, its mod revision."""
