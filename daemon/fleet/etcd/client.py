@@ -241,14 +241,13 @@ class EtcdClient:
     async def sizes(self) -> list[StoreSize]:
         """Return the size of each member's database, of those that answer within SIZES_LIMIT_S."""
 
-        async def ask(member: _Member) -> StoreSize | None:
-            try:
-                reply = await member.calls.status(messages.StatusRequest(), timeout=SIZES_LIMIT_S)
-            except grpc.aio.AioRpcError:
-                return None
+        async def ask(member: _Member) -> StoreSize:
+            reply = await member.calls.status(messages.StatusRequest(), timeout=SIZES_LIMIT_S)
             return StoreSize(member.endpoint, reply.db_size, reply.db_size_quota)
 
-        return [size for size in await asyncio.gather(*map(ask, self._members)) if size is not None]
+        # A member that does not answer, or whose channel is closed meanwhile for other certificates, says nothing.
+        found = await asyncio.gather(*map(ask, self._members), return_exceptions=True)
+        return [size for size in found if isinstance(size, StoreSize)]
 
     async def watch(self, prefix: bytes, from_revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Yield all changes of keys with that prefix from a revision on, over every cut; 0: from now on.
