@@ -67,13 +67,16 @@ NOT_RUN: Final = {
     "gpulease fleet quota default": "Where etcd may be written",
     "etcdctl snapshot restore": "on each of etcd's hosts",
     "etcdctl put /gpulease/v1/generation": "on one host",
+    "etcd --quota-backend-bytes": "Three members",
+    "etcdctl --endpoints h1:2379,h2:2379,h3:2379 endpoint status": "A member answers nothing",
+    "etcdctl --endpoints h1:2379 endpoint status --write-out fields": "If no space is left",
 }
 """Shell blocks that are only parsed, by their beginning, and what their section tells the reader of what they need."""
 
 NEEDED: Final = {"client/kernels/README.md": ("triton", "cuda.bindings", "numba.cuda")}
 """Compilers that a document's programs use, and that the tests' own extras do not install."""
 
-PROGRAMS: Final = {"curl", "etcdctl", "od", "pip", "printf", "pytest", "python", "python3", "rm", "systemctl"}
+PROGRAMS: Final = {"curl", "etcd", "etcdctl", "od", "pip", "printf", "pytest", "python", "python3", "rm", "systemctl"}
 """What shell blocks run besides our own commands."""
 
 

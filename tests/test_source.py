@@ -44,8 +44,7 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     ),
     "uvicorn": ("client/serve/http/", "daemon/web/"),
     # Their threads start with the import, and most processes of the daemon fork.
-    "grpc": ("daemon/fleet/etcd/client.py", "client/serve/dra/kubelet_plugin.py"),
-    "aetcd": "daemon/fleet/etcd/client.py",
+    "grpc": ("daemon/fleet/etcd/client.py", "daemon/fleet/etcd/etcd_messages.py", "client/serve/dra/kubelet_plugin.py"),
     # Models' files, and their text; the program that made the tiny model.
     "gguf": "client/serve/decode/checkpoint/",
     "safetensors": ("client/serve/decode/checkpoint/", "client/serve/decode/tiny/train.py"),

@@ -120,8 +120,9 @@ def _beats(found: _Found) -> str:
             *(f"{one[name]:.1f} ms" if one[name] is not None else MISSING for name in BEAT_TIMES),
             ", ".join(f"{cores:.2f}" for cores in one["etcd_cores"]),
             f"{max(one['etcd_us_per_write'])} us",
+            MISSING if one["etcd_bytes_per_beat"] is None else f"{one['etcd_bytes_per_beat']} B",
         ]
         for one in found["beats"]
     ]
     head = ["nodes that beat", "beats a second", "p50", "p99", "claim p50", "p99", "plain put p50"]
-    return table([*head, "etcd's cores, by member", "a write"], rows)
+    return table([*head, "etcd's cores, by member", "a write", "a beat leaves"], rows)

@@ -1,214 +1,374 @@
 """`python -m gpulease.daemon.bench.etcd_beats ENDPOINTS PIDS NODES BEAT_S SECONDS`: what a fleet's beats cost, as JSON.
 
-ENDPOINTS and PIDS are those of a new etcd's members on this host. This process simulates NODES: each has a record of 8
-cards, and rewrites it every BEAT_S seconds if it is the one that it wrote last, as a member of a fleet does. Beside
-them CLAIMS_PER_S names are claimed, each while its node is still the same. One watch follows all nodes.
+ENDPOINTS and PIDS are those of a new etcd's members on this host. Processes of NODES_PER_PROCESS nodes each run the
+rules of a fleet's member for NODES nodes of 8 cards, which beat each BEAT_S seconds; at CHANGED_PART of the beats a
+node's cards have changed, and CLAIMS_PER_S names are claimed. A few clients stand for all nodes of a process, each
+connected as a node is. One watch follows all nodes.
 Before the load: etcd's processor time while it rests, and plain puts one after the other, the least that a claim costs.
 """
 
 import asyncio
 import json
+import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from random import Random
 from typing import Final
 
+from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
     CreateRevisionIs,
     Get,
-    ModRevisionIs,
+    Outcome,
     Put,
+    StoreSize,
     Transaction,
 )
-from gpulease.daemon.fleet.fleet_records import NODES, CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import GENERATION, NODES, PREFIX, CardRecord, InventoryRecord, node_key
+from gpulease.daemon.fleet.rules.fleet_events import (
+    Answered,
+    ArmTimer,
+    Ask,
+    Claimed,
+    ClaimRefused,
+    ClaimWanted,
+    Event,
+    FleetTerms,
+    Joined,
+    LiveClaims,
+    Note,
+    Noted,
+    RecordChanged,
+    Started,
+    TimerFired,
+)
+from gpulease.daemon.fleet.rules.member import Member
 
 CARDS: Final = 8
 CLAIMS_PER_S: Final = 50
-AT_A_TIME: Final = 128
-"""Nodes that join together."""
+CHANGED_PART: Final = 0.5
+"""Part of the beats at which a lease came or went since the last: six changes a minute at each node."""
 
-CLIENTS_PER_MEMBER: Final = 4
-"""Clients that stand for all nodes: 10,000 connections of one process would measure this process."""
+CLAIM_NUMBERS: Final = 1_000_000
+"""Names that each node's number leaves to its process."""
+
+BEATS_PER_HORIZON: Final = 6
+NODES_PER_PROCESS: Final = 2_500
+"""Nodes that one process of this benchmark simulates before it is itself what is measured."""
+
+AT_A_TIME: Final = 128
+"""Nodes of a process that join together."""
+
+CLIENTS: Final = 12
+"""Clients that stand for all nodes of a process: 10,000 connections would measure the processes."""
 
 REST_S: Final = 3.0
 PLAIN_PUTS: Final = 200
 """What is measured before the load, in the same run."""
 
 START_LIMIT_S: Final = 30.0
+JOIN_LIMIT_S: Final = 300.0
+"""Time for all nodes to join; a process that died must not hold up the others for ever."""
+
 TIMEOUT_S: Final = 5.0
 SETTLE_S: Final = 0.05
 
+_FAILED: Final = (Note.BEAT_UNKNOWN, Note.REJECTED, Note.FENCED, Note.REFUSED)
 
-class BeatLoad:
-    """Simulated nodes on a real etcd.
+
+@dataclass
+class Measured:
+    """What the nodes of one process met.
 
     Attributes:
         beat_s: How long each acknowledged beat took.
         claim_s: How long each acknowledged claim took.
-        failed: Writes without an answer that says done.
-        seen: Changes that the watch told of.
-        joined_at: The store's revision once all had joined.
+        failed: Beats and claims without an answer that says done.
+        cpu_s: The process's own processor time.
     """
 
-    def __init__(self, clients: list[EtcdClient], nodes: int) -> None:
-        self.beat_s: list[float] = []
-        self.claim_s: list[float] = []
-        self.failed = self.seen = 0
-        self._clients, self._nodes = clients, nodes
-        self._revisions = [0] * nodes
-        self._created = list(self._revisions)
-        self.joined_at = 0
-        cards = tuple(
-            CardRecord(
-                f"GPU-00000000-0000-0000-0000-00000000000{n}", "NVIDIA H100 80GB HBM3", 80 << 30, 7 << 30, 3, False
-            )
-            for n in range(CARDS)
+    beat_s: list[float] = field(default_factory=list)
+    claim_s: list[float] = field(default_factory=list)
+    failed: int = 0
+    cpu_s: float = 0.0
+
+
+class SimulatedNode:
+    """A member of the fleet, and its leases. It measures once it is told to."""
+
+    def __init__(self, node_id: str, terms: FleetTerms, client: EtcdClient, draw: Random) -> None:
+        self.measured: Measured | None = None
+        self.joined = asyncio.Event()
+        self._key = node_key(node_id)
+        self._client = client
+        self._draw = draw
+        self._member = Member(node_id, terms, instance=f"{draw.getrandbits(64):016x}")
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wanted_s: dict[int, float] = {}
+
+    def start(self) -> None:
+        """Join the fleet."""
+        self._change()
+        self._post(Started())
+        self._post(LiveClaims())
+
+    def claim(self, number: int) -> None:
+        """Claim a name of that number."""
+        self._wanted_s[number] = time.monotonic()
+        self._post(ClaimWanted(number, f"name-{number}", f"{number:032x}", "tenant"))
+
+    async def stop(self) -> None:
+        """Do no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _change(self) -> None:
+        record = inventory_of(self._draw)
+        self._post(RecordChanged(record.addresses, record.labels or {}, record.cards, version=record.version))
+
+    def _post(self, event: Event) -> None:
+        for effect in self._member.handle(event, boot_ns()):
+            match effect:
+                case Ask(number, transaction):
+                    task = asyncio.get_running_loop().create_task(self._ask(number, transaction))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                case ArmTimer(due_ns):
+                    if self._timer is not None:
+                        self._timer.cancel()
+                    left_s = max(0, due_ns - boot_ns()) / 1e9
+                    self._timer = asyncio.get_running_loop().call_later(left_s, self._fire)
+                case Joined():
+                    self.joined.set()
+                case Claimed(request):
+                    self._take_claim(request, is_given=True)
+                case ClaimRefused(request):
+                    self._take_claim(request, is_given=False)
+                case Noted(note) if note in _FAILED and self.measured is not None:
+                    self.measured.failed += 1
+
+    def _fire(self) -> None:
+        if self._draw.random() < CHANGED_PART:
+            self._change()
+        self._post(TimerFired())
+
+    def _take_claim(self, number: int, *, is_given: bool) -> None:
+        sent_s = self._wanted_s.pop(number)
+        if self.measured is not None and is_given:
+            self.measured.claim_s.append(time.monotonic() - sent_s)
+        elif self.measured is not None:
+            self.measured.failed += 1
+
+    async def _ask(self, number: int, transaction: Transaction) -> None:
+        sent_s = time.monotonic()
+        outcome = await self._client.do(transaction)
+        if self.measured is not None and self._is_beat(transaction, outcome):
+            self.measured.beat_s.append(time.monotonic() - sent_s)
+        self._post(Answered(number, outcome))
+
+    def _is_beat(self, transaction: Transaction, outcome: Outcome) -> bool:
+        is_done = isinstance(outcome, Answer) and outcome.succeeded
+        return is_done and any(isinstance(write, Put) and write.key == self._key for write in transaction.writes)
+
+
+def inventory_of(draw: Random) -> InventoryRecord:
+    """Return what a node has, with leases at random."""
+    cards = tuple(
+        CardRecord(
+            f"GPU-00000000-0000-0000-0000-00000000000{number}",
+            "NVIDIA H100 80GB HBM3",
+            80 << 30,
+            draw.randrange(80) << 30,
+            draw.randrange(4),
+            False,
         )
-        self.value = NodeRecord("0" * 16, ("tls:node.example:7443",), {"zone": "a"}, cards, False, 1, "0.1.0").encode()
+        for number in range(CARDS)
+    )
+    return InventoryRecord(("tls:node.example:7443",), {"zone": "a"}, cards, version="0.1.0")
 
-    def _client(self, number: int) -> EtcdClient:
-        return self._clients[number % len(self._clients)]
 
-    async def join(self) -> None:
-        """Write all nodes' first records."""
-        room = asyncio.Semaphore(AT_A_TIME)
+# --- the processes of nodes ---
 
-        async def one(node: int) -> None:
-            async with room:
-                put = Put(node_key(f"{node:05d}"), self.value)
-                answer = await self._client(node).do(Transaction(writes=(put,)))
-                if isinstance(answer, Answer):
-                    self._revisions[node] = answer.revision
-                else:
-                    self.failed += 1
+_barrier: Barrier | None = None
+"""Given to a process when it starts: the pool passes on no barrier later."""
 
-        await asyncio.gather(*map(one, range(self._nodes)))
-        self._created = list(self._revisions)
-        self.joined_at = max(self._revisions)
 
-    async def beat(self, node: int, every_s: float, until_s: float) -> None:
-        """Rewrite a node's record again and again, each node at its own part of the interval."""
-        key = node_key(f"{node:05d}")
-        due_s = time.monotonic() + every_s * node / self._nodes
-        while due_s < until_s:
-            await asyncio.sleep(due_s - time.monotonic())
-            sent_s = time.monotonic()
-            same = ModRevisionIs(key, self._revisions[node])
-            answer = await self._client(node).do(Transaction((same,), (Put(key, self.value),)))
-            if isinstance(answer, Answer) and answer.succeeded:
-                self._revisions[node] = answer.revision
-                self.beat_s.append(time.monotonic() - sent_s)
-            else:
-                self.failed += 1
-            due_s = max(due_s + every_s, time.monotonic())
+def _begin_process(barrier: Barrier) -> None:
+    global _barrier
+    _barrier = barrier
 
-    async def claim(self, until_s: float) -> None:
-        """Claim names at a steady rate."""
 
-        async def one(number: int) -> None:
-            node = number % self._nodes
-            key = name_key(f"name-{number}")
-            mine = CreateRevisionIs(node_key(f"{node:05d}"), self._created[node])
-            record = ClaimRecord(f"{node:05d}", self._created[node], "0" * 32, "tenant", "0" * 16)
-            sent_s = time.monotonic()
-            transaction = Transaction((CreateRevisionIs(key, 0), mine), (Put(key, record.encode()),))
-            answer = await self._client(number).do(transaction)
-            if isinstance(answer, Answer) and answer.succeeded:
-                self.claim_s.append(time.monotonic() - sent_s)
-            else:
-                self.failed += 1
+def run_nodes(endpoints: list[str], first: int, nodes: int, every_s: float, seconds: float, claims: float) -> Measured:
+    """Let nodes of these numbers join, wait for those of the other processes, and measure for so long."""
+    return asyncio.run(_run_nodes(endpoints, first, nodes, every_s, seconds, claims))
 
-        async with asyncio.TaskGroup() as group:
-            number = 0
-            while time.monotonic() < until_s:
-                group.create_task(one(number))
-                number += 1
-                await asyncio.sleep(1 / CLAIMS_PER_S)
 
-    async def plain_puts(self) -> list[float]:
-        """Seconds of puts without a condition, one after the other."""
-        took_s = []
-        for number in range(PLAIN_PUTS):
-            sent_s = time.monotonic()
-            await self._client(number).do(Transaction(writes=(Put(b"/bench/plain", self.value),)))
-            took_s.append(time.monotonic() - sent_s)
-        return took_s
+async def _run_nodes(
+    endpoints: list[str], first: int, nodes: int, every_s: float, seconds: float, claims: float
+) -> Measured:
+    assert _barrier is not None
+    draw = Random(first)
+    clients = [EtcdClient(EtcdSettings(tuple(endpoints), timeout_s=TIMEOUT_S)) for _ in range(CLIENTS)]
+    terms = FleetTerms(every_s * BEATS_PER_HORIZON)
+    found = [
+        SimulatedNode(f"{first + at:05d}", terms, clients[at % CLIENTS], Random(draw.random())) for at in range(nodes)
+    ]
+    room = asyncio.Semaphore(AT_A_TIME)
 
-    async def watch(self, revision: int) -> None:
-        """Count what a directory would hear."""
-        async for batch in self._clients[0].watch(NODES, revision):
-            self.seen += len(batch.changes)
+    async def join(at: int, node: SimulatedNode) -> None:
+        # A fleet's nodes beat at times of their own.
+        await asyncio.sleep(every_s * at / nodes)
+        async with room:
+            node.start()
+            await node.joined.wait()
+
+    measured = Measured()
+    try:
+        await asyncio.gather(*(join(at, node) for at, node in enumerate(found)))
+        await asyncio.to_thread(_barrier.wait)
+        for node in found:
+            node.measured = measured
+        cpu_s = time.process_time()
+        numbers = count(first * CLAIM_NUMBERS)
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            number = next(numbers)
+            found[number % nodes].claim(number)
+            await asyncio.sleep(min(left_s, 1 / claims))
+        measured.cpu_s = time.process_time() - cpu_s
+    finally:
+        for node in found:
+            node.measured = None
+            await node.stop()
+        for client in clients:
+            await client.close()
+    return measured
+
+
+# --- the whole ---
 
 
 async def measure(
     endpoints: list[str], pids: list[int], nodes: int, every_s: float, seconds: float
 ) -> dict[str, object]:
     """Run the load on etcd's members, which have those endpoints and process ids; return its figures."""
-    members = len(endpoints)
-    clients = [
-        EtcdClient(EtcdSettings((endpoints[number % members],), timeout_s=TIMEOUT_S))
-        for number in range(members * CLIENTS_PER_MEMBER)
-    ]
+    client = EtcdClient(EtcdSettings(tuple(endpoints), timeout_s=TIMEOUT_S))
     try:
-        await _wait_for(clients)
-        load = BeatLoad(clients, nodes)
+        await _wait_for(client)
+        # A new etcd is known to be new: no node waits for leases of before.
+        await client.do(Transaction((CreateRevisionIs(GENERATION, 0),), (Put(GENERATION, b"a benchmark"),)))
         before = [_cpu_s(pid) for pid in pids]
         await asyncio.sleep(REST_S)
         resting = [(_cpu_s(pid) - cpu_s) / REST_S for pid, cpu_s in zip(pids, before, strict=True)]
-        plain_s = await load.plain_puts()
-        began_s = time.monotonic()
-        await load.join()
-        joined_s = time.monotonic() - began_s
-        watch = asyncio.create_task(load.watch(load.joined_at + 1))
-        before, own = [_cpu_s(pid) for pid in pids], time.process_time()
-        began_s = time.monotonic()
-        until_s = began_s + seconds
-        await asyncio.gather(load.claim(until_s), *(load.beat(node, every_s, until_s) for node in range(nodes)))
-        took_s = time.monotonic() - began_s
-        cores = [(_cpu_s(pid) - cpu_s) / took_s for pid, cpu_s in zip(pids, before, strict=True)]
-        own_cores = (time.process_time() - own) / took_s
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+        plain_s = await _plain_puts(client)
+        parts = list(_parts(nodes))
+        # Fresh processes: gRPC's threads do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        barrier = context.Barrier(len(parts) + 1, timeout=JOIN_LIMIT_S)
+        with ProcessPoolExecutor(len(parts), context, _begin_process, (barrier,)) as pool:
+            began_s = time.monotonic()
+            claims = CLAIMS_PER_S / len(parts)
+            running = [pool.submit(run_nodes, endpoints, *part, every_s, seconds, claims) for part in parts]
+            try:
+                await asyncio.to_thread(barrier.wait)
+            except BaseException:
+                barrier.abort()
+                raise
+            joined_s = time.monotonic() - began_s
+            changes = Changes()
+            watch = asyncio.create_task(changes.follow(client))
+            before, sizes = [_cpu_s(pid) for pid in pids], await client.sizes()
+            began_s = time.monotonic()
+            done = await asyncio.gather(*map(asyncio.wrap_future, running))
+            took_s = time.monotonic() - began_s
+            cores = [(_cpu_s(pid) - cpu_s) / took_s for pid, cpu_s in zip(pids, before, strict=True)]
+            grown_bytes = _largest(await client.sizes()) - _largest(sizes)
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
     finally:
-        for client in clients:
-            await client.close()
-    per_s = len(load.beat_s) / took_s
-    writes_per_s = per_s + len(load.claim_s) / took_s
+        await client.close()
+    beat_s = [each for measured in done for each in measured.beat_s]
+    claim_s = [each for measured in done for each in measured.claim_s]
+    writes_per_s = (len(beat_s) + len(claim_s)) / took_s
     return {
-        "members": members,
+        "members": len(endpoints),
         "nodes": nodes,
         "beat_every_s": every_s,
-        "record_bytes": len(load.value),
+        "inventory_bytes": len(inventory_of(Random(0)).encode()),
         "joined_s": round(joined_s, 2),
         "beats_wanted_per_s": nodes / every_s,
-        "beats_per_s": round(per_s, 1),
-        "beat_p50_ms": _quantile_ms(load.beat_s, 0.5),
-        "beat_p99_ms": _quantile_ms(load.beat_s, 0.99),
-        "claims_per_s": round(len(load.claim_s) / took_s, 1),
-        "claim_p50_ms": _quantile_ms(load.claim_s, 0.5),
-        "claim_p99_ms": _quantile_ms(load.claim_s, 0.99),
+        "beats_per_s": round(len(beat_s) / seconds, 1),
+        "beat_p50_ms": _quantile_ms(beat_s, 0.5),
+        "beat_p99_ms": _quantile_ms(beat_s, 0.99),
+        "claims_per_s": round(len(claim_s) / seconds, 1),
+        "claim_p50_ms": _quantile_ms(claim_s, 0.5),
+        "claim_p99_ms": _quantile_ms(claim_s, 0.99),
         "plain_put_p50_ms": _quantile_ms(plain_s, 0.5),
-        "failed": load.failed,
-        "watched_per_s": round(load.seen / took_s, 1),
+        "failed": sum(measured.failed for measured in done),
+        "watched_per_s": round(changes.seen / took_s, 1),
         "etcd_resting_cores": [round(value, 3) for value in resting],
         "etcd_cores": [round(value, 3) for value in cores],
         "etcd_us_per_write": [
             round(1e6 * (value - rest) / writes_per_s) for value, rest in zip(cores, resting, strict=True)
         ],
-        "this_process_cores": round(own_cores, 2),
+        "etcd_bytes_per_beat": round(grown_bytes / len(beat_s)) if beat_s else None,
+        "nodes_cores": [round(measured.cpu_s / seconds, 2) for measured in done],
     }
 
 
-async def _wait_for(clients: list[EtcdClient]) -> None:
+class Changes:
+    """Changes of nodes' records that a directory's watch was told of."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    async def follow(self, client: EtcdClient) -> None:
+        """Count until this is cancelled."""
+        async for batch in client.watch(PREFIX, 0):
+            self.seen += sum(change.key.startswith(NODES) for change in batch.changes)
+
+
+def _parts(nodes: int) -> Iterator[tuple[int, int]]:
+    """Yield the first node and the number of nodes of each process, about the same for each."""
+    processes = -(-nodes // NODES_PER_PROCESS)
+    for number in range(processes):
+        first = nodes * number // processes
+        yield first, nodes * (number + 1) // processes - first
+
+
+async def _plain_puts(client: EtcdClient) -> list[float]:
+    """Return the seconds of puts without a condition, one after the other."""
+    took_s, value = [], inventory_of(Random(0)).encode()
+    for _ in range(PLAIN_PUTS):
+        sent_s = time.monotonic()
+        await client.do(Transaction(writes=(Put(b"/bench/plain", value),)))
+        took_s.append(time.monotonic() - sent_s)
+    return took_s
+
+
+async def _wait_for(client: EtcdClient) -> None:
     limit_s = time.monotonic() + START_LIMIT_S
-    for client in clients:
-        while not isinstance(await client.do(Transaction(reads=(Get(NODES),))), Answer):
-            if time.monotonic() > limit_s:
-                raise TimeoutError(f"etcd does not answer within {START_LIMIT_S:g} s")
-            await asyncio.sleep(SETTLE_S)
+    while not isinstance(await client.do(Transaction(reads=(Get(NODES),))), Answer):
+        if time.monotonic() > limit_s:
+            raise TimeoutError(f"etcd does not answer within {START_LIMIT_S:g} s")
+        await asyncio.sleep(SETTLE_S)
+
+
+def _largest(sizes: list[StoreSize]) -> int:
+    return max((size.size_bytes for size in sizes), default=0)
 
 
 def _cpu_s(pid: int) -> float:

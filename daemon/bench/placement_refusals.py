@@ -16,7 +16,7 @@ from typing import Final
 from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.fleet_records import CardRecord, NodeRecord, node_key
+from gpulease.daemon.fleet.fleet_records import CardRecord, InventoryRecord, NodeRecord, inventory_key, node_key
 from gpulease.daemon.leases import PlacementOrder
 
 CARDS: Final = 8
@@ -58,6 +58,8 @@ class SimulatedFleet:
     def __post_init__(self) -> None:
         self.free_gib = [[CARD_GIB] * CARDS for _ in range(self.nodes)]
         self._known: list[list[int] | None] = [None] * self.nodes
+        for node in range(self.nodes):
+            self.view.put(KeyValue(node_key(f"{node}"), NodeRecord("n").encode(), 1, 1), 0.0)
 
     @property
     def total_gib(self) -> int:
@@ -73,8 +75,8 @@ class SimulatedFleet:
                 CardRecord(f"GPU-{number}", "simulated", CARD_GIB * GIB, gib * GIB, 0, False)
                 for number, gib in enumerate(free)
             )
-            record = NodeRecord("n", ("tls:h:1",), None, cards)
-            self.view.put(KeyValue(node_key(f"{node}"), record.encode(), 1, 1), 0.0)
+            record = InventoryRecord(("tls:h:1",), None, cards)
+            self.view.put(KeyValue(inventory_key(f"{node}"), record.encode(), 1, 1), 0.0)
 
     def grant(self, node: int, size_gib: int, now_s: float) -> bool:
         """Lease on the node's card that its order prefers; False if none has room."""

@@ -18,6 +18,7 @@ from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnsw
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.etcd_certificates import Stamp, certificate_files, certificate_stamps, open_certificates
+from gpulease.daemon.fleet.etcd.transactions import StoreSize
 from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
 from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
 from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, Mark, Note, Why
@@ -47,6 +48,8 @@ CERTIFICATES_S: Final = 5.0
 ETCD_PART: Final = 15
 """A request to etcd may last this part of the horizon: several are tried before it comes."""
 
+STORE_PART: Final = 0.8
+"""Part of etcd's quota above which an operator is warned: a busy fleet that nobody compacts has hours left then."""
 
 STOP_S: Final = 5.0
 """For the process to delete the claims of a node that stops: thousands, at a thousand a second. What is left is deleted
@@ -123,6 +126,7 @@ class FleetFrontend:
         self._refused = ""
         self._unanswered = ""
         self._beats = self._fenced = 0
+        self._store = StoreSize("", 0, settings.etcd_quota_bytes)
         self._placements: Counter[str] = Counter()
         self._quota_claims: Counter[str] = Counter()
         self._numbers = 0
@@ -186,7 +190,25 @@ class FleetFrontend:
 
     def problem(self) -> str:
         """Return what an operator should know of the fleet; "" if all is well."""
-        return self._trouble() if self.is_isolated else ""
+        return self._trouble() if self.is_isolated else self._store_warning()
+
+    def _store_warning(self) -> str:
+        """Return what to do about etcd's database before it is full; "" if it is not nearly so."""
+        store = self._store
+        if store.size_bytes < STORE_PART * store.quota_bytes:
+            return ""
+        return (
+            f"etcd at {store.endpoint} has {store.size_bytes / store.quota_bytes:.0%} of its quota of"
+            f" {store.quota_bytes} bytes, above which no named lease lives: look whether its history is compacted"
+            " (history_s of [fleet]), run `etcdctl defrag` at each member, or raise --quota-backend-bytes"
+        )
+
+    def _weigh(self, store: StoreSize) -> None:
+        """Take the size of etcd's largest database; log it once when it nears its quota."""
+        warned = bool(self._store_warning())
+        self._store = store._replace(quota_bytes=store.quota_bytes or self._settings.etcd_quota_bytes)
+        if (warning := self._store_warning()) and not warned:
+            log_event(LogEvent.FLEET_STORE_LARGE, reason=warning)
 
     def _trouble(self) -> str:
         if problem := self._journal.problem():
@@ -205,7 +227,9 @@ class FleetFrontend:
     def figures(self) -> FleetFacts:
         """Return what metrics tell."""
         left_s = (self._horizon_boot_ns - boot_ns()) / NS_PER_S
-        return FleetFacts(left_s, self._beats, self._fenced, dict(self._placements), dict(self._quota_claims))
+        claims, quota_claims = dict(self._placements), dict(self._quota_claims)
+        store = self._store
+        return FleetFacts(left_s, self._beats, self._fenced, claims, quota_claims, store.size_bytes, store.quota_bytes)
 
     def membership(self) -> FleetMembership:
         """Return what the web page shows."""
@@ -295,6 +319,7 @@ class FleetFrontend:
         # The journal has an epoch as soon as it is granted, and the store's revision from time to time.
         kept["identity"]["revision"] = max(member.revision, self._table.highest_epoch - member.epoch_base)
         start |= {"incarnation": member.incarnation, **kept}
+        start["history_s"] = settings.history_s
         start["timeout_s"] = settings.horizon_s / ETCD_PART
         try:
             fds, self._told_files = await asyncio.to_thread(open_certificates, self._files)
@@ -402,6 +427,8 @@ class FleetFrontend:
                 self._journal.once_kept(partial(self._say_kept, mark["beat"]))
             case {"op": "stopped", "has_left": bool(has_left)}:
                 self._stop(has_left=has_left)
+            case {"op": "store", "endpoint": str(endpoint), "size_bytes": int(size), "quota_bytes": int(quota)}:
+                self._weigh(StoreSize(endpoint, size, quota))
             case {"op": "lost", "text": str(reason)}:
                 self._lose(reason)
             case {"op": "claimed", "number": int(number), "name": str(name), "epoch": int(epoch)}:

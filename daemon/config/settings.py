@@ -563,6 +563,8 @@ FLEET_SETTINGS: Final = (
     Setting("labels", parse_labels),
     Setting("horizon_s"),
     Setting("isolated", parse_isolated),
+    Setting("history_s"),
+    Setting("etcd_quota", lambda value: parse_size(_text(value)), field="etcd_quota_bytes"),
 )
 """The keys of `[fleet]`; `FleetSettings` has their defaults and checks their bounds."""
 

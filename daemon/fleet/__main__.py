@@ -99,7 +99,8 @@ async def _serve(start: dict[str, Any], files: SentFiles, channel: socket.socket
     try:
         terms, identity = FleetTerms(horizon_s=start["horizon_s"]), FleetIdentity(**start["identity"])
         kept = start["incarnation"], identity, Mark(**start["mark"])
-        member = Member(start["node"], terms, *kept, instance=token_hex(INSTANCE_BYTES))
+        instance, history_s = token_hex(INSTANCE_BYTES), start["history_s"]
+        member = Member(start["node"], terms, *kept, instance=instance, history_s=history_s)
         await FleetProcess(member, client, channel, files.take, readings).run()
     finally:
         readings.close()

@@ -36,6 +36,7 @@ from gpulease.daemon.fleet.fleet_records import (
     read_horizon_s,
 )
 from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
+from gpulease.daemon.fleet.rules.membership import node_removal
 
 POLL_S: Final = 1.0
 """Longest sleep in a row, since a suspended host's sleep takes longer."""
@@ -81,7 +82,7 @@ async def fence(
     horizon_s = _horizon_s(found.found[1]) if waits else 0.0
     last_incarnation = found.revision if node is None else node.create_revision
     if node is not None:
-        removal = Transaction((CreateRevisionIs(key, last_incarnation),), (Delete(key),))
+        removal = Transaction((CreateRevisionIs(key, last_incarnation),), node_removal(node_id))
         if not (await done(client, removal)).succeeded:
             raise NotFenced(f"node {node_id} has joined anew meanwhile: look at it, and fence it again if need be")
         say(f"Node {node_id} is fenced: it can claim nothing more, and its claimed leases end.")

@@ -1,6 +1,7 @@
 """The records of a fleet in etcd: their keys, and their values as JSON objects.
 
     /gpulease/v1/nodes/NODE     NodeRecord: a node's membership, rewritten with each beat
+    /gpulease/v1/inventories/NODE  InventoryRecord: what a node has, written with a beat when it has changed
     /gpulease/v1/names/NAME     ClaimRecord: who serves a name; its mod revision is the epoch
     /gpulease/v1/held/NODE/NAME  the claim's nonce, written and deleted with the claim: a node's own claims by one read
     /gpulease/v1/clocks/SLOT    a node's clock: members compare their clocks' rates by it
@@ -11,6 +12,7 @@
     /gpulease/v1/generation     the store's generation key, made once: a restored backup has an older one
     /gpulease/v1/epochs         EpochsRecord: names are given out under that generation, with that base of epochs
     /gpulease/v1/joined         the node that joined last, written by each: a restored backup has an older one
+    /gpulease/v1/compaction     empty; whoever rewrites it takes away etcd's history before its last write
     /gpulease/v1/horizon        seconds after which a silent node's claimed leases have ended, the same for all nodes
 
 A reader ignores members that it does not know, so that nodes of two versions make one fleet.
@@ -23,12 +25,14 @@ from typing import Any, Final, NamedTuple
 
 PREFIX: Final = b"/gpulease/v1/"
 NODES: Final = PREFIX + b"nodes/"
+INVENTORIES: Final = PREFIX + b"inventories/"
 NAMES: Final = PREFIX + b"names/"
 HELD: Final = PREFIX + b"held/"
 CLOCKS: Final = PREFIX + b"clocks/"
 QUOTAS: Final = PREFIX + b"quotas/"
 QUOTA_DEFAULT: Final = PREFIX + b"quota_default"
 FENCED: Final = PREFIX + b"fenced/"
+COMPACTION: Final = PREFIX + b"compaction"
 GENERATION: Final = PREFIX + b"generation"
 HORIZON: Final = PREFIX + b"horizon"
 EPOCHS: Final = PREFIX + b"epochs"
@@ -38,7 +42,7 @@ MAX_EPOCH_BASE: Final = 1 << 62
 """Largest base of epochs that is read. Stops a foreign writer from letting epochs outgrow 64 bits."""
 
 MAX_RECORD_BYTES: Final = 64 << 10
-"""Largest record that is read. A node with 16 cards has 2 KiB. Stops a foreign writer from filling memory."""
+"""Largest record that is read. An inventory of 16 cards has 2 KiB. Stops a foreign writer from filling memory."""
 
 
 class BadRecord(ValueError):
@@ -53,6 +57,11 @@ def node_key(node_id: str) -> bytes:
 def fenced_key(node_id: str) -> bytes:
     """Return the key of the mark that a node's fence leaves."""
     return FENCED + node_id.encode()
+
+
+def inventory_key(node_id: str) -> bytes:
+    """Return the key of a node's inventory."""
+    return INVENTORIES + node_id.encode()
 
 
 def name_key(name: str) -> bytes:
@@ -72,8 +81,8 @@ def held_name(key: bytes, node_id: str) -> str | None:
 
 
 def node_id_of(key: bytes) -> str:
-    """Return the id of the node whose record has that key."""
-    return key.removeprefix(NODES).decode(errors="replace")
+    """Return the id of the node whose record or inventory has that key."""
+    return key.removeprefix(NODES).removeprefix(INVENTORIES).decode(errors="replace")
 
 
 def name_of(key: bytes) -> str:
@@ -100,34 +109,55 @@ class CardRecord(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRecord:
-    """A node's membership.
+class InventoryRecord:
+    """What a node has, for directories.
 
     Attributes:
-        nonce: Tells one write from every other, so that a writer finds its own again after a lost answer.
         addresses: Where tenants reach the node, as `tls:HOST:PORT` and the like.
         labels: What the operator says of the node, such as {"zone": "a"}.
         cards: Its cards.
         is_draining: It admits nobody.
-        boot_ms: The node's clock (CLOCK_BOOTTIME) at the beat: others compare clocks' rates by it.
         version: The daemon's version.
-        beat: Number of the beat, which the daemon's journal had reached before: a journal that has a lower one is a
-            copy, or an earlier state; 0: a version that does not count.
     """
 
-    nonce: str
     addresses: tuple[str, ...] = ()
     labels: dict[str, str] | None = None
     cards: tuple[CardRecord, ...] = ()
     is_draining: bool = False
-    boot_ms: int = 0
     version: str = ""
-    beat: int = 0
 
     def encode(self) -> bytes:
         """Encode the record as JSON."""
-        members = asdict(self) | {"cards": [card._asdict() for card in self.cards]}
-        return dumps(members, separators=(",", ":")).encode()
+        return dumps(self.to_members(), separators=(",", ":")).encode()
+
+    def to_members(self) -> dict[str, Any]:
+        """Return the members of the record's JSON object."""
+        return asdict(self) | {"cards": [card._asdict() for card in self.cards]}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """A node's membership: as small as can be, for etcd keeps each beat until it compacts.
+
+    Attributes:
+        nonce: Tells one write from every other, so that a writer finds its own again after a lost answer.
+        boot_ms: The node's clock (CLOCK_BOOTTIME) at the beat.
+        beat: Number of the beat, which the daemon's journal had reached before: a journal that has a lower one is a
+            copy, or an earlier state; 0: a version that does not count.
+        inventory: What the node has, where its daemon is of a version that writes it with each beat; None: it has a key
+            of its own.
+    """
+
+    nonce: str
+    boot_ms: int = 0
+    beat: int = 0
+    inventory: InventoryRecord | None = None
+
+    def encode(self) -> bytes:
+        """Encode the record as JSON; its inventory, if it has one, lies in the same object."""
+        members = {"nonce": self.nonce, "boot_ms": self.boot_ms, "beat": self.beat}
+        inventory = {} if self.inventory is None else self.inventory.to_members()
+        return dumps(members | inventory, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +206,26 @@ class EpochsRecord:
 def read_node(value: bytes) -> NodeRecord:
     """Read a node's record. Raises BadRecord."""
     members = _members(value)
+    # Every daemon that writes its inventory here names its addresses.
+    inventory = _inventory(members) if "addresses" in members else None
     try:
-        cards = tuple(CardRecord(**_known(CardRecord._fields, card)) for card in members.pop("cards", ()))
-        members["addresses"] = tuple(members.get("addresses", ()))
-        return NodeRecord(cards=cards, **_known(NodeRecord.__slots__, members))
-    except (TypeError, AttributeError) as error:
+        return NodeRecord(**_known(("nonce", "boot_ms", "beat"), members), inventory=inventory)
+    except TypeError as error:
         raise BadRecord(f"it is no node's record: {error}") from None
+
+
+def read_inventory(value: bytes) -> InventoryRecord:
+    """Read what a node has. Raises BadRecord."""
+    return _inventory(_members(value))
+
+
+def _inventory(members: dict[str, Any]) -> InventoryRecord:
+    try:
+        cards = tuple(CardRecord(**_known(CardRecord._fields, card)) for card in members.get("cards", ()))
+        known = _known(InventoryRecord.__slots__, members)
+        return InventoryRecord(**known | {"addresses": tuple(members.get("addresses", ())), "cards": cards})
+    except (TypeError, AttributeError) as error:
+        raise BadRecord(f"it is no inventory: {error}") from None
 
 
 def read_claim(value: bytes) -> ClaimRecord:

@@ -7,11 +7,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.fleet.etcd.endpoints import parse_endpoints
+from gpulease.daemon.fleet.rules.store_history import HISTORY_S
 from gpulease.daemon.host.extras import check_installed
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.lease_names import NAME
 
-NEEDED: Final = ("grpc", "aetcd")
+NEEDED: Final = ("grpc", "google.protobuf")
 """The packages that reach etcd, from the extra `fleet`."""
 
 MIN_HORIZON_S: Final = 2
@@ -20,8 +21,20 @@ MIN_HORIZON_S: Final = 2
 MAX_HORIZON_S: Final = 600
 """A longer one keeps a dead node's names away for a quarter of an hour: the operator mistyped the unit."""
 
+MIN_HISTORY_S: Final = 15
+"""A directory that moves to another member of etcd within 12 s finds all changes of meanwhile."""
+
+MAX_HISTORY_S: Final = 86_400
+"""A thousand nodes write 5 GiB in a day: the operator mistyped the unit."""
+
+ETCD_QUOTA_BYTES: Final = 2 << 30
+"""etcd's default (etcd, --quota-backend-bytes)."""
+
+MIN_ETCD_QUOTA_BYTES: Final = 64 << 20
+"""A smaller one is full before a fleet has compacted twice."""
+
 MAX_LABELS: Final = 16
-"""Each beat of each node carries its labels."""
+"""Each inventory that a node writes carries its labels."""
 
 
 class Isolated(Enum):
@@ -45,6 +58,8 @@ class FleetSettings:
         labels: What the operator says of the node.
         horizon_s: Seconds without a beat after which the node's claimed leases have ended.
         isolated: What becomes of requests for leases without a name while the node is cut off.
+        history_s: Seconds of etcd's history that the fleet keeps; 0: this node leaves all of it to etcd.
+        etcd_quota_bytes: etcd's own bound of its database, where etcd does not say it.
     """
 
     etcd: tuple[str, ...]
@@ -56,6 +71,8 @@ class FleetSettings:
     labels: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
     horizon_s: int = 30
     isolated: Isolated = Isolated.HOLD
+    history_s: int = HISTORY_S
+    etcd_quota_bytes: int = ETCD_QUOTA_BYTES
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -64,6 +81,12 @@ class FleetSettings:
             raise ValueError("certificate needs ca, by which etcd is known")
         if not MIN_HORIZON_S <= self.horizon_s <= MAX_HORIZON_S:
             raise ValueError(f"horizon_s is {self.horizon_s}; it must be between {MIN_HORIZON_S} and {MAX_HORIZON_S}")
+        if self.history_s and not MIN_HISTORY_S <= self.history_s <= MAX_HISTORY_S:
+            raise ValueError(
+                f"history_s is {self.history_s}; it must be 0, or between {MIN_HISTORY_S} and {MAX_HISTORY_S}"
+            )
+        if self.etcd_quota_bytes < MIN_ETCD_QUOTA_BYTES:
+            raise ValueError(f"etcd_quota is {self.etcd_quota_bytes} bytes; etcd's is at least {MIN_ETCD_QUOTA_BYTES}")
 
 
 def parse_etcd(value: Any) -> tuple[str, ...]:

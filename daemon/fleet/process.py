@@ -7,13 +7,14 @@ journal: a broker that hangs does not look alive to the fleet, so its names come
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from secrets import token_hex
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.client import EtcdClient
+from gpulease.daemon.fleet.etcd.transactions import Rejected
 from gpulease.daemon.fleet.fleet_records import CardRecord
 from gpulease.daemon.fleet.live_claims import LiveParts
 from gpulease.daemon.fleet.machine_readings import MachineReadings
@@ -26,6 +27,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimEnded,
     ClaimRefused,
     ClaimWanted,
+    Compact,
     Effect,
     EndClaimed,
     Event,
@@ -34,6 +36,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     LiveClaims,
     MarkKept,
     MoveHorizon,
+    Note,
     Noted,
     Paused,
     QuotaDropped,
@@ -59,6 +62,12 @@ NS_PER_MS: Final = 1_000_000
 
 MESSAGES_PER_TURN: Final = 64
 """Messages of the broker's that are taken in one turn of the loop: a turn for each was slower than tenants ask."""
+
+SIZES_S: Final = 60.0
+"""Between two looks at the sizes of etcd's databases. A fleet fills its 2 GiB in hours, not in minutes."""
+
+_IS_COMPACTED: Final = "has been compacted"
+"""What etcd says where another member, or etcd by itself, took the same history away."""
 
 MAX_SLEEP_S: Final = 1.0
 """Longest sleep of the loop's timer, whose clock stands still while the host is suspended; the rules' clock goes on."""
@@ -110,6 +119,7 @@ class FleetProcess:
         self._unset_horizons = 0
         self._kept_beat: int | None = None
         """A beat whose mark is kept, until the last horizon is set too."""
+        self._not_compacted = ""
         self._ended = asyncio.Event()
         self._handlers = self._effect_handlers()
 
@@ -121,6 +131,7 @@ class FleetProcess:
         self._send({"op": "ready"})
         self._post(Started())
         self._look_at_machine()
+        self._begin(self._watch_size())
         try:
             await self._ended.wait()
         finally:
@@ -143,6 +154,7 @@ class FleetProcess:
     def _effect_handlers(self) -> dict[type[Effect], Callable[[Any], None]]:
         return {
             Ask: self._ask,
+            Compact: self._compact,
             ArmTimer: self._arm,
             MoveHorizon: self._move_horizon,
             Joined: self._join,
@@ -158,9 +170,31 @@ class FleetProcess:
         }
 
     def _ask(self, effect: Ask) -> None:
-        task = asyncio.get_running_loop().create_task(self._ask_etcd(effect))
+        self._begin(self._ask_etcd(effect))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._asks.add(task)
         task.add_done_callback(self._asks.discard)
+
+    def _compact(self, effect: Compact) -> None:
+        self._begin(self._compact_etcd(effect.revision))
+
+    async def _compact_etcd(self, revision: int) -> None:
+        outcome = await self._client.compact(revision)
+        refusal = outcome.reason if isinstance(outcome, Rejected) and _IS_COMPACTED not in outcome.reason else ""
+        # Once a minute for weeks, the same would be said.
+        if refusal and refusal != self._not_compacted:
+            self._note(Noted(Note.NOT_COMPACTED, refusal))
+        self._not_compacted = refusal
+
+    async def _watch_size(self) -> None:
+        """Tell the broker of the member of etcd whose database is the largest, again and again."""
+        while True:
+            largest = max(await self._client.sizes(), key=lambda size: size.size_bytes, default=None)
+            if largest is not None:
+                self._send({"op": "store", **largest._asdict()})
+            await asyncio.sleep(SIZES_S)
 
     async def _ask_etcd(self, effect: Ask) -> None:
         outcome = await self._client.do(effect.transaction)

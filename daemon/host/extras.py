@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 def check_installed(packages: Sequence[str], extra: str) -> None:
     """Check that packages can be imported. Raises ValueError with the extra that has them."""
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in packages if not _is_installed(name)]:
         raise ValueError(
             f"{' and '.join(missing)} must be installed for it: pip install '.[{extra}]' in gpulease's repository"
         )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        # Nor is the package that it lies in.
+        return False

@@ -264,6 +264,9 @@ class LogEvent(Enum):
     FLEET_NOTED = Kind(
         "fleet.noted", INFO, "the node's membership of its fleet", ("what", "reason", "node", "lease_name")
     )
+    FLEET_STORE_LARGE = Kind(
+        "fleet.store_large", WARNING, "etcd's database nears its quota: without space all named leases end", ("reason",)
+    )
     FLEET_NO_ADDRESS = Kind(
         "fleet.no_address",
         WARNING,

@@ -8,15 +8,26 @@ from enum import Enum
 from importlib import import_module
 from typing import Any, Final
 
-from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
-
 from gpulease.daemon.broker.fleet_frontend import ETCD_PART
 from gpulease.daemon.fleet.etcd.client import EtcdClient
+from gpulease.daemon.fleet.etcd.etcd_messages import messages_of
 from gpulease.daemon.fleet.etcd.transactions import Answer, Transaction
 from gpulease.daemon.fleet.fleet_records import HELD, NAMES, NODES
 from gpulease.daemon.fleet.rules.fleet_events import Effect, EndClaimed, Event, LiveClaims, MoveHorizon
 from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.sandbox.measures import SandboxSettings
+
+LEASES: Final = messages_of(
+    "leases",
+    {
+        "PutRequest": "int64 lease = 3",
+        "LeaseGrantRequest": "int64 ttl = 1",
+        "LeaseGrantResponse": "int64 id = 2, int64 ttl = 3",
+        "LeaseKeepAliveRequest": "int64 id = 1",
+        "LeaseKeepAliveResponse": "int64 id = 2, int64 ttl = 3",
+    },
+)
+"""Messages of etcd's leases, which the daemon's own client does not use (etcd, api/etcdserverpb/rpc.proto)."""
 
 FOREVER_NS: Final = 1 << 60
 """A horizon that caps nothing."""
@@ -69,21 +80,30 @@ class LeasingClient(EtcdClient):
             await self._keep_alive(member, limit_s)
         for operation in request.success:
             if operation.request_put.key.startswith((NODES, NAMES, HELD)):
-                operation.request_put.lease = self._lease_id
+                # A member that the client's own messages lack.
+                operation.request_put.MergeFromString(LEASES["PutRequest"](lease=self._lease_id).SerializeToString())
         return await super()._ask(member, transaction, request, limit_s)
 
     async def _keep_alive(self, member: Any, limit_s: float) -> None:
         """Have a lease that lives by etcd's answer. Raises AioRpcError."""
-        leases: Any = rpc_pb2_grpc.LeaseStub(member.channel)
         if self._lease_id:
-            call = leases.LeaseKeepAlive(timeout=limit_s)
-            await call.write(rpc_pb2.LeaseKeepAliveRequest(ID=self._lease_id))
+            call = member.channel.stream_stream(
+                "/etcdserverpb.Lease/LeaseKeepAlive",
+                request_serializer=LEASES["LeaseKeepAliveRequest"].SerializeToString,
+                response_deserializer=LEASES["LeaseKeepAliveResponse"].FromString,
+            )(timeout=limit_s)
+            await call.write(LEASES["LeaseKeepAliveRequest"](id=self._lease_id))
             reply = await call.read()
             call.cancel()
-            if reply.TTL > 0:
+            if reply.ttl > 0:
                 return
         ttl_s = round(self._settings.timeout_s * ETCD_PART)
-        self._lease_id = (await leases.LeaseGrant(rpc_pb2.LeaseGrantRequest(TTL=ttl_s), timeout=limit_s)).ID
+        grant = member.channel.unary_unary(
+            "/etcdserverpb.Lease/LeaseGrant",
+            request_serializer=LEASES["LeaseGrantRequest"].SerializeToString,
+            response_deserializer=LEASES["LeaseGrantResponse"].FromString,
+        )
+        self._lease_id = (await grant(LEASES["LeaseGrantRequest"](ttl=ttl_s), timeout=limit_s)).id
 
 
 MEMBERS: Final = {Design.TRUST: TrustingMember, Design.NOCAP: UncappedMember}

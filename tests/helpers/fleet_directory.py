@@ -10,7 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self
 
-from gpulease.daemon.fleet.fleet_records import HORIZON, CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import (
+    HORIZON,
+    CardRecord,
+    ClaimRecord,
+    InventoryRecord,
+    NodeRecord,
+    inventory_key,
+    name_key,
+    node_key,
+)
 from helpers.daemon import Daemon, python_environment
 from helpers.etcd_cluster import EtcdCluster
 from helpers.waiting import wait_until
@@ -96,15 +105,16 @@ class Directory:
         return found if len(found) == len(self._listen) else []
 
 
-def record_of(*addresses: str, free_bytes: int = 4 << 30, capacity_bytes: int = 6 << 30) -> NodeRecord:
-    """A node's record with one card."""
+def record_of(*addresses: str, free_bytes: int = 4 << 30, capacity_bytes: int = 6 << 30) -> InventoryRecord:
+    """A node's inventory of one card."""
     card = CardRecord("GPU-of-the-record", "a card", capacity_bytes, free_bytes, 0, False)
-    return NodeRecord("nonce", addresses, {}, (card,))
+    return InventoryRecord(addresses, {}, (card,))
 
 
-def put_node(cluster: EtcdCluster, node_id: str, record: NodeRecord) -> None:
-    """Write a node's record as its own process would."""
-    cluster.control("put", node_key(node_id).decode(), record.encode().decode())
+def put_node(cluster: EtcdCluster, node_id: str, record: InventoryRecord) -> None:
+    """Write a node's inventory and its record, as its own process would."""
+    for key, value in ((inventory_key(node_id), record), (node_key(node_id), NodeRecord("nonce"))):
+        cluster.control("put", key.decode(), value.encode().decode())
 
 
 def put_claim(cluster: EtcdCluster, name: str, node_id: str, incarnation: int) -> None:

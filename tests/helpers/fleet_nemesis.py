@@ -360,6 +360,8 @@ class FleetScene:
             log_format="json",
             state=disk.folder / "state",
             horizon_s=self._horizon_s,
+            # The checker reads all of it.
+            history_s=0,
         )
         stack.callback(self._end, node)
         self._start(node)

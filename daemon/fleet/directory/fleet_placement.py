@@ -78,7 +78,7 @@ def place(
     holder = view.holder_of(wanted.name, silent_before_s) if wanted.name else None
     told = holder if tells_holder else None
     first: tuple[Candidate, ...] = ()
-    if holder is not None and holder not in wanted.tried and view.nodes[holder].record.addresses:
+    if holder is not None and holder not in wanted.tried and view.nodes[holder].inventory.addresses:
         first = (_candidate(holder, view.nodes[holder]),)
         if tells_holder:
             return Placement(first, told, len(view.nodes), "")
@@ -111,7 +111,7 @@ def _fitting(view: FleetView, wanted: PlaceWanted) -> list[tuple[int, str]]:
 
 def _free_bytes(node: SeenNode, wanted: PlaceWanted, order: PlacementOrder) -> int:
     """Return the free bytes of the card that a node which fits would take."""
-    cards = [card for index, card in enumerate(node.record.cards) if _is_meant(card, index, wanted.device)]
+    cards = [card for index, card in enumerate(node.inventory.cards) if _is_meant(card, index, wanted.device)]
     free = [card.largest_bytes for card in cards if _has_room(card, wanted)]
     return max(free) if order is PlacementOrder.SPREAD else min(free)
 
@@ -129,7 +129,7 @@ def _has_room(card: CardRecord, wanted: PlaceWanted) -> bool:
 
 
 def _candidate(node_id: str, node: SeenNode) -> Candidate:
-    return Candidate(node_id, node.record.addresses)
+    return Candidate(node_id, node.inventory.addresses)
 
 
 def _shuffled(nodes: list[tuple[int, str]], draw: Random) -> Iterator[tuple[int, str]]:

@@ -4,6 +4,7 @@ The view trusts no record. A record that can't be read, or whose members have ot
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -11,16 +12,19 @@ from gpulease.daemon.fleet.directory.node_index import NodeIndex, SeenNode, room
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import (
     HORIZON,
+    INVENTORIES,
     NAMES,
     NODES,
     BadRecord,
     CardRecord,
     ClaimRecord,
+    InventoryRecord,
     NodeRecord,
     name_of,
     node_id_of,
     read_claim,
     read_horizon_s,
+    read_inventory,
     read_node,
 )
 from gpulease.protocol.address import parse_address
@@ -31,6 +35,9 @@ MAX_NODES: Final = 50_000
 
 MAX_NAMES: Final = 500_000
 """Most claims of a view, some 500 bytes each; the reason is that of MAX_NODES."""
+
+_NO_INVENTORY: Final = InventoryRecord()
+"""The inventory of a node that has not written one, or one that can't be read: it is without an address."""
 
 
 class SeenClaim(NamedTuple):
@@ -57,6 +64,8 @@ class FleetView:
         self.index = NodeIndex()
         self.horizon_s: float | None = None
         self.bad_records = 0
+        self._inventories: dict[str, InventoryRecord] = {}
+        """Those that have keys of their own, with or without a node."""
         self._names_of: dict[str, set[str]] = {}
         self._settled_s = -inf
         self._is_indexing = True
@@ -69,23 +78,23 @@ class FleetView:
         """
         before = self.nodes
         self.nodes, self.claims, self._names_of, self.horizon_s = {}, {}, {}, None
+        self._inventories = {}
         self._is_indexing = False
         for item in found:
             self.put(item, now_s)
         for node_id, seen in self.nodes.items():
             old = before.get(node_id)
-            if old is not None and (old.record, old.incarnation) == (seen.record, seen.incarnation):
-                self.nodes[node_id] = old
+            if old is not None and (old.incarnation, old.revision) == (seen.incarnation, seen.revision):
+                self.nodes[node_id] = seen._replace(changed_s=old.changed_s)
         self._index_anew()
 
     def put(self, item: KeyValue, now_s: float) -> None:
         """Take a key's new value; a value that can't be read is as good as none."""
         try:
             if item.key.startswith(NODES):
-                record = _sound_node(item.value)
-                self._put_node(
-                    node_id_of(item.key), SeenNode(record, item.create_revision, now_s, rooms_of(*record.cards))
-                )
+                self._put_node(node_id_of(item.key), _sound_node(item.value), item, now_s)
+            elif item.key.startswith(INVENTORIES):
+                self._put_inventory(node_id_of(item.key), _sound_inventory(read_inventory(item.value)))
             elif item.key.startswith(NAMES):
                 claim = _sound_claim(item.value)
                 self._put_claim(name_of(item.key), SeenClaim(claim, claim.epoch_base + item.mod_revision))
@@ -103,6 +112,10 @@ class FleetView:
             node_id = node_id_of(key)
             if (old := self.nodes.pop(node_id, None)) is not None:
                 self.index.remove(node_id, old)
+        elif key.startswith(INVENTORIES):
+            node_id = node_id_of(key)
+            if self._inventories.pop(node_id, None) is not None:
+                self._show(node_id, _NO_INVENTORY)
         elif key == HORIZON:
             self.horizon_s = None
 
@@ -126,13 +139,35 @@ class FleetView:
             return None
         return None if node.changed_s <= silent_before_s else claim.record.node_id
 
-    def _put_node(self, node_id: str, seen: SeenNode) -> None:
+    def _put_node(self, node_id: str, record: NodeRecord, item: KeyValue, now_s: float) -> None:
         old = self.nodes.get(node_id)
-        if old is None and (len(self.nodes) >= MAX_NODES or len(node_id.encode()) > MAX_TEXT_BYTES):
-            raise BadRecord("the view has no room for it")
+        self._check_room(node_id, self.nodes)
+        # A daemon of an older version has its inventory here, also where a later one left another in its own key.
+        inventory = record.inventory or self._inventories.get(node_id, _NO_INVENTORY)
+        is_known = old is not None and old.inventory is inventory
+        rooms = old.rooms if old is not None and is_known else rooms_of(*inventory.cards)
+        seen = SeenNode(record, inventory, item.create_revision, item.mod_revision, now_s, rooms)
         self.nodes[node_id] = seen
         if self._is_indexing:
             self.index.put(node_id, seen, old)
+
+    def _put_inventory(self, node_id: str, inventory: InventoryRecord) -> None:
+        self._check_room(node_id, self._inventories)
+        self._inventories[node_id] = inventory
+        self._show(node_id, inventory)
+
+    def _show(self, node_id: str, inventory: InventoryRecord) -> None:
+        """Show a node with the inventory that is in its own key now."""
+        old = self.nodes.get(node_id)
+        if old is None or old.record.inventory is not None:
+            return
+        self.nodes[node_id] = old._replace(inventory=inventory, rooms=rooms_of(*inventory.cards))
+        if self._is_indexing:
+            self.index.put(node_id, self.nodes[node_id], old)
+
+    def _check_room(self, node_id: str, known: Collection[str]) -> None:
+        if node_id not in known and (len(known) >= MAX_NODES or len(node_id.encode()) > MAX_TEXT_BYTES):
+            raise BadRecord("the view has no room for it")
 
     def _index_anew(self) -> None:
         self._is_indexing = True
@@ -157,16 +192,21 @@ class FleetView:
 
 def _sound_node(value: bytes) -> NodeRecord:
     record = read_node(value)
+    nonce: Any = record.nonce
+    if not isinstance(nonce, str):
+        raise BadRecord("a member is no text")
+    return record if record.inventory is None else replace(record, inventory=_sound_inventory(record.inventory))
+
+
+def _sound_inventory(record: InventoryRecord) -> InventoryRecord:
     labels = {} if record.labels is None else record.labels
-    texts: list[Any] = [record.nonce, record.version, *record.addresses]
+    texts: list[Any] = [record.version, *record.addresses]
     if not isinstance(labels, Mapping) or not all(isinstance(text, str) for text in (*texts, *labels.values())):
         raise BadRecord("a member is no text")
     if type(record.is_draining) is not bool or not all(map(_is_sound_card, record.cards)):
         raise BadRecord("a member has another type")
     addresses = tuple(filter(_is_address, record.addresses))[:MAX_NODE_ADDRESSES]
-    return NodeRecord(
-        record.nonce, addresses, dict(labels), record.cards, record.is_draining, record.boot_ms, record.version
-    )
+    return replace(record, addresses=addresses, labels=dict(labels))
 
 
 def _is_sound_card(card: CardRecord) -> bool:

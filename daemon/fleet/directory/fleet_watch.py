@@ -23,7 +23,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchBatch,
     WatchEnded,
 )
-from gpulease.daemon.fleet.fleet_records import GENERATION, HORIZON, NAMES, NODES, PREFIX
+from gpulease.daemon.fleet.fleet_records import GENERATION, HORIZON, INVENTORIES, NAMES, NODES, PREFIX
 from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 from gpulease.daemon.fleet.rules.membership import SILENT_PART
 from gpulease.daemon.leases import PlacementOrder
@@ -45,7 +45,7 @@ CHECK_S: Final = 2.0
 RETRY_S: Final = 0.5
 """Pause before the view is read anew after that failed."""
 
-FLEET_READS: Final = Get(NODES, is_prefix=True), Get(NAMES, is_prefix=True), Get(HORIZON)
+FLEET_READS: Final = (*(Get(key, is_prefix=True) for key in (INVENTORIES, NODES, NAMES)), Get(HORIZON))
 """All that a view holds."""
 
 COUNTS_S: Final = 60.0
@@ -221,7 +221,7 @@ class FleetWatch:
         return self._clock() - horizon_s * SILENT_PART
 
     def _node_map(self, node_id: str, node: SeenNode, now_s: float) -> dict[str, Any]:
-        record = node.record
+        record = node.inventory
         return {
             "node_id": node_id,
             "addresses": list(record.addresses),

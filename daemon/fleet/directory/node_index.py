@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from gpulease.daemon.fleet.fleet_records import CardRecord, NodeRecord
+from gpulease.daemon.fleet.fleet_records import CardRecord, InventoryRecord, NodeRecord
 
 MAX_CARDS: Final = 64
 """Cards of one node that are found by their UUID or index. No host has as many; a foreign writer's record may."""
@@ -33,13 +33,17 @@ class SeenNode(NamedTuple):
 
     Attributes:
         record: Its record.
-        incarnation: The record's create revision: another one is another membership.
+        inventory: What it has, by that record or by the inventory's own key.
+        incarnation: Its record's create revision: another one is another membership.
+        revision: The record's mod revision: another one is another beat.
         changed_s: When the view last saw the record change, on the reader's monotonic clock.
         rooms: What its cards would grant.
     """
 
     record: NodeRecord
+    inventory: InventoryRecord
     incarnation: int
+    revision: int
     changed_s: float
     rooms: Rooms
 
@@ -60,7 +64,7 @@ class NodeIndex:
     Attributes:
         silent: Nodes whose record did not change for too long, as of the last call of `settle`.
         draining: Nodes that drain, silent ones too.
-        unreachable: Nodes without an address, silent and draining ones too.
+        unreachable: Nodes without an address, or whose inventory is not there yet, silent and draining ones too.
     """
 
     def __init__(self) -> None:
@@ -76,24 +80,29 @@ class NodeIndex:
         """When nodes that are not silent changed, the oldest first."""
 
     def put(self, node_id: str, seen: SeenNode, old: SeenNode | None) -> None:
-        """Take a node in place of what was there. Nodes come in the order of their changes."""
-        record = seen.record
-        before = None if old is None else old.record
+        """Take a node in place of what was there. Nodes come in the order of their beats.
+
+        One that has another inventory without a beat is as silent as before.
+        """
+        record = seen.inventory
+        before = None if old is None else old.inventory
         if before is None or before.labels != record.labels:
             self._put_labels(node_id, _labels(before), _labels(record))
         if before is None or before.cards != record.cards:
             self._put_cards(node_id, _cards(before), _cards(record))
         for nodes, is_in in ((self.draining, record.is_draining), (self.unreachable, not record.addresses)):
             (nodes.add if is_in else nodes.discard)(node_id)
-        self.silent.discard(node_id)
-        self._changes[node_id] = seen.changed_s
-        self._changes.move_to_end(node_id)
-        self._list(node_id, () if record.is_draining or not record.addresses else seen.rooms)
+        if old is None or old.changed_s != seen.changed_s:
+            self.silent.discard(node_id)
+            self._changes[node_id] = seen.changed_s
+            self._changes.move_to_end(node_id)
+        is_out = record.is_draining or not record.addresses or node_id in self.silent
+        self._list(node_id, () if is_out else seen.rooms)
 
     def remove(self, node_id: str, old: SeenNode) -> None:
         """Forget a node."""
-        self._put_labels(node_id, _labels(old.record), set())
-        self._put_cards(node_id, _cards(old.record), {})
+        self._put_labels(node_id, _labels(old.inventory), set())
+        self._put_cards(node_id, _cards(old.inventory), {})
         for nodes in (self.draining, self.unreachable, self.silent):
             nodes.discard(node_id)
         self._changes.pop(node_id, None)
@@ -158,11 +167,11 @@ def _meet(found: Iterable[set[str]]) -> set[str] | None:
     return by_size[0].intersection(*by_size[1:]) if by_size else None
 
 
-def _labels(record: NodeRecord | None) -> set[tuple[str, str]]:
+def _labels(record: InventoryRecord | None) -> set[tuple[str, str]]:
     return set() if record is None or not record.labels else set(record.labels.items())
 
 
-def _cards(record: NodeRecord | None) -> dict[str, Rooms]:
+def _cards(record: InventoryRecord | None) -> dict[str, Rooms]:
     """Return the texts by which tenants ask for the node's cards, and what is free there."""
     found: dict[str, Rooms] = {}
     for index, card in enumerate(() if record is None else record.cards[:MAX_CARDS]):

@@ -2,7 +2,10 @@
 
 A write is sent to one member, once. Another member gets it only where the first surely did not: no connection to it was
 up, or it said that it knows no leader, which etcd looks at before anything else. Whatever else fails is Unknown, and
-the caller reads back. gRPC's own retries are off for that reason. Reads are sent again as long as there is time.
+the caller reads back. gRPC's own retries are off for that reason. Reads are sent again as long as there is time, and
+a read of many keys goes in pages.
+
+Each client has the members in a random order, so that a fleet's nodes load all of them.
 
 etcd's `database space exceeded` does not say whether the write was done (etcd, apply.go: quotaApplierV3 applies, then
 says so). The client reads the keys back, and says Rejected only where nothing of the write is there.
@@ -12,12 +15,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from random import Random
+from typing import Any, Final, TypeVar
 
 import grpc
-from aetcd.rpc import rpc_pb2, rpc_pb2_grpc
 
+from gpulease.daemon.fleet.etcd import etcd_messages as messages
 from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, BadEtcdSettings
 from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, certificate_files, read_certificates
 from gpulease.daemon.fleet.etcd.transactions import (
@@ -30,17 +35,27 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Put,
     Rejected,
     Removed,
+    StoreSize,
     Transaction,
     Unknown,
     WatchBatch,
     WatchRefused,
 )
 
+_Reply = TypeVar("_Reply")
+
 MAX_REQUEST_BYTES: Final = 1 << 20
 """Largest request that is sent. etcd takes 1.5 MiB by default, and each of its members keeps it in its log."""
 
 MAX_ANSWER_BYTES: Final = 64 << 20
-"""Largest answer that is taken: 10,000 nodes of 16 cards have 20 MiB. Stops a foreign writer from filling memory."""
+"""Largest answer that is taken, and so the largest page. Stops a foreign writer from filling memory."""
+
+PAGE_KEYS: Final = 1_000
+"""Keys of one page: 2 MiB of nodes with 16 cards, so that a member answers it within the time of one request."""
+
+MAX_READ_BYTES: Final = 512 << 20
+"""Most that all pages of one read have together: 50,000 nodes and 500,000 claims have 300 MiB. The reason is that of
+MAX_ANSWER_BYTES."""
 
 MAX_REASON_CHARS: Final = 300
 """Longest text of an error that is passed on. A member that says more is cut short."""
@@ -72,9 +87,15 @@ _LEADER_NEEDED: Final = (("hasleader", "true"),)
 WHY_LIMIT_S: Final = 0.2
 """Time to learn why no member can be reached. Members that refuse tell at once; silent ones have nothing to tell."""
 
+SIZES_LIMIT_S: Final = 1.0
+"""Time to learn the size of a member's database, which it has at hand."""
+
 _END: Final[object] = getattr(grpc.aio, "EOF")  # noqa: B009 - its types lack it
 _NO_LEADER: Final = "etcdserver: no leader"
 _NO_SPACE: Final = "etcdserver: mvcc: database space exceeded"
+_WITHOUT_SPACE: Final = Rejected("etcd has no space left")
+"""The outcome of a write that etcd says to have no space for, which may be done all the same."""
+
 _REFUSALS: Final = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -129,9 +150,7 @@ class _Member:
             self.channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
         else:
             self.channel = grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
-        self.keys: Any = rpc_pb2_grpc.KVStub(self.channel)
-        self.watches: Any = rpc_pb2_grpc.WatchStub(self.channel)
-        self.maintenance: Any = rpc_pb2_grpc.MaintenanceStub(self.channel)
+        self.calls = messages.EtcdCalls(self.channel)
 
     @property
     def is_connected(self) -> bool:
@@ -146,7 +165,7 @@ class _Member:
     async def why_not(self, within_s: float) -> str:
         """Return the reason why it can't be reached, in gRPC's words: it tells none but to a failed call."""
         try:
-            await self.maintenance.Status(rpc_pb2.StatusRequest(), timeout=within_s)
+            await self.calls.status(messages.StatusRequest(), timeout=within_s)
         except grpc.aio.AioRpcError as error:
             return f"{self.endpoint}: {_words(error)}"
         return f"{self.endpoint}: it answers again"
@@ -174,12 +193,19 @@ class EtcdClient:
     Args:
         settings: The way to it.
         read: Returns the certificates as they are now, None for plain text; without it the settings' files are read.
+        draw: Random numbers, for the order of the members.
 
     Raises BadEtcdSettings where its certificates can't be read.
     """
 
-    def __init__(self, settings: EtcdSettings, read: Callable[[], Certificates | None] | None = None) -> None:
+    def __init__(
+        self,
+        settings: EtcdSettings,
+        read: Callable[[], Certificates | None] | None = None,
+        draw: Random | None = None,
+    ) -> None:
         self._settings = settings
+        self._draw = draw or Random()
         self._read_now = read or settings.read_certificates
         self._certificates = self._read_now()
         self._members = self._open()
@@ -189,30 +215,39 @@ class EtcdClient:
     async def do(self, transaction: Transaction) -> Outcome:
         """Return a transaction's outcome within the settings' time, twice that if etcd has no space left.
 
-        No failure of the network is raised.
+        What only reads has that time for each page of PAGE_KEYS, and all pages are of one revision. No failure of the
+        network is raised.
         """
+        if not transaction.compares and not transaction.writes:
+            return await self._read(transaction.reads)
         request = _request(transaction)
         if (size_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
             return Rejected(f"the request has {size_bytes} bytes; at most {MAX_REQUEST_BYTES} are sent")
-        is_read = not transaction.writes
-        until = asyncio.get_running_loop().time() + self._settings.timeout_s
-        unfit: list[_Member] = []
-        why = ""
-        while (member := await self._connected(unfit, until)) is not None:
-            limit_s = self._settings.timeout_s / READ_TRIES if is_read else self._settings.timeout_s
-            try:
-                return await self._ask(member, transaction, request, min(limit_s, _left_s(until)))
-            except grpc.aio.AioRpcError as error:
-                why = f"{member.endpoint}: {_words(error)}"
-                if error.details() == _NO_SPACE and not is_read:
-                    return await self._after_no_space(transaction)
-                if _is_refusal(error):
-                    return Rejected(why)
-                self._prefer_another(member)
-                if not is_read and error.details() != _NO_LEADER:
-                    return Unknown(why)
-                unfit.append(member)
-        return Unknown(why or await self._why_none())
+        outcome = await self._attempt(
+            lambda member, limit_s: self._ask(member, transaction, request, limit_s), is_read=not transaction.writes
+        )
+        return await self._after_no_space(transaction) if outcome is _WITHOUT_SPACE else outcome
+
+    async def compact(self, revision: int) -> Outcome:
+        """Take the history before a revision away. Rejected: it is gone, not there yet, or this user may not."""
+
+        async def ask(member: _Member, limit_s: float) -> Answer:
+            request = messages.CompactionRequest(revision=revision)
+            reply = await member.calls.compact(request, timeout=limit_s, metadata=_LEADER_NEEDED)
+            return Answer(True, reply.header.revision, cluster_id=reply.header.cluster_id)
+
+        return await self._attempt(ask, is_read=False)
+
+    async def sizes(self) -> list[StoreSize]:
+        """Return the size of each member's database, of those that answer within SIZES_LIMIT_S."""
+
+        async def ask(member: _Member) -> StoreSize:
+            reply = await member.calls.status(messages.StatusRequest(), timeout=SIZES_LIMIT_S)
+            return StoreSize(member.endpoint, reply.db_size, reply.db_size_quota)
+
+        # A member that does not answer, or whose channel is closed meanwhile for other certificates, says nothing.
+        found = await asyncio.gather(*map(ask, self._members), return_exceptions=True)
+        return [size for size in found if isinstance(size, StoreSize)]
 
     async def watch(self, prefix: bytes, from_revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Yield all changes of keys with that prefix from a revision on, over every cut; 0: from now on.
@@ -247,7 +282,9 @@ class EtcdClient:
         credentials, now = None, self._certificates
         if now is not None:
             credentials = grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
-        return [_Member(endpoint, credentials) for endpoint in self._settings.endpoints]
+        endpoints = list(self._settings.endpoints)
+        self._draw.shuffle(endpoints)
+        return [_Member(endpoint, credentials) for endpoint in endpoints]
 
     async def _connected(self, unfit: Sequence[_Member], until: float) -> _Member | None:
         """Return a member with a connection that is up, the last good one first; None if there is none in time."""
@@ -296,27 +333,64 @@ class EtcdClient:
         asked = (member.why_not(WHY_LIMIT_S) for member in self._members)
         return "no member of etcd can be reached; " + "; ".join(await asyncio.gather(*asked))
 
+    async def _attempt(
+        self, ask: Callable[[_Member, float], Awaitable[_Reply]], *, is_read: bool
+    ) -> _Reply | Unknown | Rejected:
+        """Ask members within the settings' time, until one answers; about a write no more once one may have done it."""
+        until = asyncio.get_running_loop().time() + self._settings.timeout_s
+        unfit: list[_Member] = []
+        why = ""
+        while (member := await self._connected(unfit, until)) is not None:
+            limit_s = self._settings.timeout_s / READ_TRIES if is_read else self._settings.timeout_s
+            try:
+                return await ask(member, min(limit_s, _left_s(until)))
+            except grpc.aio.AioRpcError as error:
+                why = f"{member.endpoint}: {_words(error)}"
+                if error.details() == _NO_SPACE and not is_read:
+                    return _WITHOUT_SPACE
+                if _is_refusal(error):
+                    return Rejected(why)
+                self._prefer_another(member)
+                if not is_read and error.details() != _NO_LEADER:
+                    return Unknown(why)
+                unfit.append(member)
+        return Unknown(why or await self._why_none())
+
     async def _ask(self, member: _Member, transaction: Transaction, request: Any, limit_s: float) -> Answer:
         """Ask one member once. Raises AioRpcError."""
-        if transaction.reads and not transaction.compares and not transaction.writes:
-            return await self._read(member, transaction.reads, limit_s)
-        call: Awaitable[Any] = member.keys.Txn(request, timeout=limit_s, metadata=_LEADER_NEEDED)
-        reply = await call
+        reply = await member.calls.txn(request, timeout=limit_s, metadata=_LEADER_NEEDED)
         written = len(transaction.writes) if reply.succeeded else 0
-        found = tuple(_key_values(each.response_range.kvs) for each in reply.responses[written:])
-        return Answer(reply.succeeded, reply.header.revision, found, reply.header.cluster_id)
+        ranges = [each.response_range for each in reply.responses[written:]]
+        found, counts = tuple(_key_values(each.kvs) for each in ranges), tuple(each.count for each in ranges)
+        return Answer(reply.succeeded, reply.header.revision, found, reply.header.cluster_id, counts)
 
-    async def _read(self, member: _Member, reads: Sequence[Get], limit_s: float) -> Answer:
+    async def _read(self, reads: Sequence[Get]) -> Outcome:
         """Read keys at one revision, by Range: etcd refuses transactions, even such that only read, without space."""
-        until = asyncio.get_running_loop().time() + limit_s
-        revision, cluster_id = 0, 0
-        found = []
+        revision, cluster_id, size_bytes = 0, 0, 0
+        found: list[tuple[KeyValue, ...]] = []
+        counts: list[int] = []
         for get in reads:
-            request = _range(get, revision)
-            reply = await member.keys.Range(request, timeout=_left_s(until), metadata=_LEADER_NEEDED)
-            revision, cluster_id = revision or reply.header.revision, reply.header.cluster_id
-            found.append(_key_values(reply.kvs))
-        return Answer(True, revision, tuple(found), cluster_id)
+            request, is_last = _range(get), False
+            request.limit = PAGE_KEYS
+            kvs: list[KeyValue] = []
+            while not is_last:
+                request.revision = revision
+                page = await self._attempt(partial(_read_page, request), is_read=True)
+                if isinstance(page, Unknown | Rejected):
+                    return page
+                if not kvs:
+                    counts.append(page.count)
+                kvs += _key_values(page.kvs)
+                size_bytes += page.ByteSize()
+                if size_bytes > MAX_READ_BYTES:
+                    return Rejected(f"what is read has more than {MAX_READ_BYTES} bytes")
+                revision, cluster_id = revision or page.header.revision, page.header.cluster_id
+                is_last = not page.more
+                if not is_last:
+                    # The first key behind the page's last.
+                    request.key = kvs[-1].key + b"\0"
+            found.append(tuple(kvs))
+        return Answer(True, revision, tuple(found), cluster_id, tuple(counts))
 
     async def _after_no_space(self, transaction: Transaction) -> Outcome:
         """Tell a write that was refused for want of space from one that was done all the same."""
@@ -331,13 +405,13 @@ class EtcdClient:
 
     async def _watch_once(self, member: _Member, prefix: bytes, revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Yield a watch's batches from one stream. Raises AioRpcError, Compacted and WatchRefused."""
-        call = member.watches.Watch(timeout=WATCH_LIFE_S, metadata=_LEADER_NEEDED)
+        call = member.calls.watch(timeout=WATCH_LIFE_S, metadata=_LEADER_NEEDED)
         try:
-            create = rpc_pb2.WatchCreateRequest(
+            create = messages.WatchCreateRequest(
                 key=prefix, range_end=_prefix_end(prefix), start_revision=revision, progress_notify=True
             )
             async with asyncio.timeout(self._settings.timeout_s):
-                await call.write(rpc_pb2.WatchRequest(create_request=create))
+                await call.write(messages.WatchRequest(create_request=create))
                 reply = await call.read()
             while reply is not _END:
                 if reply.compact_revision:
@@ -353,6 +427,10 @@ class EtcdClient:
             self._prefer_another(member)
         finally:
             call.cancel()
+
+
+async def _read_page(request: Any, member: _Member, limit_s: float) -> Any:
+    return await member.calls.range(request, timeout=limit_s, metadata=_LEADER_NEEDED)
 
 
 async def _first_connected(members: Sequence[_Member], within_s: float) -> _Member | None:
@@ -371,25 +449,25 @@ async def _first_connected(members: Sequence[_Member], within_s: float) -> _Memb
 
 def _request(transaction: Transaction) -> Any:
     """Return a transaction as etcd's message."""
-    reads = [rpc_pb2.RequestOp(request_range=_range(get)) for get in transaction.reads]
+    reads = [messages.RequestOp(request_range=_range(get)) for get in transaction.reads]
     writes = [
-        rpc_pb2.RequestOp(request_put=rpc_pb2.PutRequest(key=write.key, value=write.value))
+        messages.RequestOp(request_put=messages.PutRequest(key=write.key, value=write.value))
         if isinstance(write, Put)
-        else rpc_pb2.RequestOp(request_delete_range=rpc_pb2.DeleteRangeRequest(key=write.key))
+        else messages.RequestOp(request_delete_range=messages.DeleteRangeRequest(key=write.key))
         for write in transaction.writes
     ]
     compares = [
-        rpc_pb2.Compare(target=rpc_pb2.Compare.CREATE, key=compare.key, create_revision=compare.revision)
+        messages.Compare(target=messages.CREATE, key=compare.key, create_revision=compare.revision)
         if isinstance(compare, CreateRevisionIs)
-        else rpc_pb2.Compare(target=rpc_pb2.Compare.MOD, key=compare.key, mod_revision=compare.revision)
+        else messages.Compare(target=messages.MOD, key=compare.key, mod_revision=compare.revision)
         for compare in transaction.compares
     ]
-    return rpc_pb2.TxnRequest(compare=compares, success=[*writes, *reads], failure=reads)
+    return messages.TxnRequest(compare=compares, success=[*writes, *reads], failure=reads)
 
 
-def _range(get: Get, revision: int = 0) -> Any:
+def _range(get: Get) -> Any:
     end = _prefix_end(get.key) if get.is_prefix else b""
-    return rpc_pb2.RangeRequest(key=get.key or b"\0", range_end=end, revision=revision)
+    return messages.RangeRequest(key=get.key or b"\0", range_end=end, count_only=get.count_only)
 
 
 def _prefix_end(prefix: bytes) -> bytes:
@@ -406,7 +484,7 @@ def _batch(reply: Any) -> WatchBatch:
     """Return a watch's reply as a batch. The header's revision counts only where no changes are still to come."""
     changes = tuple(
         Removed(event.kv.key, event.kv.mod_revision)
-        if event.type == event.DELETE
+        if event.type == messages.DELETE
         else KeyValue(event.kv.key, event.kv.value, event.kv.create_revision, event.kv.mod_revision)
         for event in reply.events
     )

@@ -46,10 +46,11 @@ class Delete(NamedTuple):
 
 
 class Get(NamedTuple):
-    """A read of a key, or of all keys that begin with it."""
+    """A read of a key, or of all keys that begin with it; `count_only`: of their number alone."""
 
     key: bytes
     is_prefix: bool = False
+    count_only: bool = False
 
 
 Compare = CreateRevisionIs | ModRevisionIs
@@ -77,14 +78,16 @@ class Answer:
     Attributes:
         succeeded: The comparisons held, and the writes are done.
         revision: The store's revision after it; that of the writes, if there were any.
-        found: What each read found, in order of keys.
+        found: What each read found, in order of keys; nothing for one that counts.
         cluster_id: The cluster that answered.
+        counts: How many keys each read met.
     """
 
     succeeded: bool
     revision: int
     found: tuple[tuple[KeyValue, ...], ...] = ()
     cluster_id: int = 0
+    counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,19 @@ class Rejected:
 
 
 Outcome = Answer | Unknown | Rejected
+
+
+class StoreSize(NamedTuple):
+    """The size of a member's database.
+
+    Attributes:
+        size_bytes: Bytes of its file. A compaction frees parts of it, a defragmentation gives them back.
+        quota_bytes: Its bound, above which no member writes; 0: this version does not say (before etcd 3.6).
+    """
+
+    endpoint: str
+    size_bytes: int
+    quota_bytes: int
 
 
 class Removed(NamedTuple):

@@ -292,6 +292,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Compact:
+    """Take etcd's history before that revision away. Whatever becomes of it, a later one takes more."""
+
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
 class ArmTimer:
     """Send TimerFired at this time. There is one timer: the last order counts."""
 
@@ -413,6 +420,8 @@ class Note(Enum):
     ORPHAN_DELETED = "orphan_deleted"
     TWIN = "twin"
     """Another daemon joined under this node's id."""
+    NOT_COMPACTED = "not_compacted"
+    """etcd did not let this node take its history away."""
     REFUSED = "refused"
     """This node stays out of the fleet until an operator acts; `text` says why."""
 
@@ -429,6 +438,7 @@ class Noted:
 
 Effect = (
     Ask
+    | Compact
     | ArmTimer
     | Joined
     | Remembered

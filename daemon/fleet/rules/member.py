@@ -3,7 +3,8 @@
 A member rewrites its record with each beat, if the record is still at the revision that it wrote last. A beat that is
 acknowledged moves the horizon to T (1 - rho) after the time at which the beat was asked. A beat whose answer was lost
 is repeated: if the first was done, the repetition fails and reads its nonce back. Who finds another record than its
-own, or none, was fenced: it ends all claimed leases, and joins anew once their memory is proved free.
+own, or none, was fenced: it ends all claimed leases, and joins anew once their memory is proved free. What the node has
+lies in a key of its own: the beat that finds it changed writes it, too.
 
 A record under this node's id that this daemon did not write is another daemon's: of a host with the same name, of a
 host with a copy of this one's journal, or of this host before its journal was lost or restored. The mark, which the
@@ -28,7 +29,6 @@ from typing import Final, NamedTuple
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
     CreateRevisionIs,
-    Delete,
     Get,
     KeyValue,
     ModRevisionIs,
@@ -45,8 +45,10 @@ from gpulease.daemon.fleet.fleet_records import (
     JOINED,
     BadRecord,
     EpochsRecord,
+    InventoryRecord,
     NodeRecord,
     held_key,
+    inventory_key,
     node_key,
     read_epochs,
     read_node,
@@ -87,10 +89,11 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     TimerFired,
     Why,
 )
-from gpulease.daemon.fleet.rules.membership import CUT_OFF, NS_PER_S, Membership
+from gpulease.daemon.fleet.rules.membership import CUT_OFF, NS_PER_S, Membership, node_removal
 from gpulease.daemon.fleet.rules.node_claims import NodeClaims
 from gpulease.daemon.fleet.rules.node_fences import NodeFences
 from gpulease.daemon.fleet.rules.quota_shards import QuotaShards
+from gpulease.daemon.fleet.rules.store_history import HISTORY_S, StoreHistory
 
 _AFTER: Final = "an operator waits until no named lease of before runs anywhere, then"
 
@@ -159,14 +162,17 @@ class Member:
         mark: Mark = NO_MARK,
         *,
         instance: str,
+        history_s: int = HISTORY_S,
     ) -> None:
         """Take incarnation, identity and mark as an earlier process told them last, if one did.
 
-        `instance` is a random text of this run of the process: no other run, of any node, has it.
+        `instance` is a random text of this run of the process: no other run, of any node, has it. `history_s` is that
+        of StoreHistory.
         """
         self._membership = Membership(node_id, terms, incarnation, instance)
         self._fences = NodeFences(self._membership)
         self._clocks = ClockRates(self._membership)
+        self._history = StoreHistory(self._membership, history_s)
         self._claims = NodeClaims(self._membership, self._fences)
         self._quotas = QuotaShards(self._membership, self._fences)
         self._identity = identity
@@ -185,9 +191,12 @@ class Member:
         self._remembered_ns = 0
         self._horizon = f"{terms.horizon_s:g}"
         self._record = RecordChanged()
+        self._written: RecordChanged | None = None
+        """The inventory that etcd has of this membership; None: that is not known."""
         self._phase = _Phase.STARTING
         self._has_started = False
         self._key = node_key(node_id)
+        self._removal = node_removal(node_id)
         self._reads = Get(self._key), Get(GENERATION), Get(HORIZON)
         self._attempts: dict[str, int] = {}
         """When each write of the record was asked whose fate is not known, by nonce."""
@@ -399,8 +408,8 @@ class Member:
             self._due_ns = now_ns + self._membership.poll_ns
         elif record:
             # No claimed lease of an own one lives here: the broker said so.
-            transaction = Transaction((ModRevisionIs(self._key, record.mod_revision),), (Delete(self._key),))
-            self._ask(now_ns, transaction, self._again)
+            compare = ModRevisionIs(self._key, record.mod_revision)
+            self._ask(now_ns, Transaction((compare,), self._removal), self._again)
         else:
             self._membership.earlier_over_ns = now_ns + self._membership.wait_ns
             compares = (
@@ -410,7 +419,8 @@ class Member:
                 ModRevisionIs(EPOCHS, self._membership.epochs_revision),
             )
             self._mark = Mark(self._mark.beat + 1, self._membership.instance)
-            writes: tuple[Put, ...] = (self._write(now_ns), Put(JOINED, self._membership.node_id.encode()))
+            joined = Put(JOINED, self._membership.node_id.encode())
+            writes: tuple[Put, ...] = (self._write(now_ns), self._inventory(), joined)
             writes += () if horizon else (Put(HORIZON, self._horizon.encode()),)
             if not self._membership.is_settled:
                 due_ns, write = self._missing_epochs(answer.found[3], answer.revision, now_ns)
@@ -462,6 +472,7 @@ class Member:
         """
         self._phase = _Phase.MEMBER
         self._is_isolated = False
+        self._written = None
         self._attempts.clear()
         self._stranger = None
         self._mark = Mark(self._mark.beat, self._membership.instance, entered)
@@ -486,11 +497,19 @@ class Member:
         if not is_awaited or self._is_asking or not self._is_running or self._phase is not _Phase.MEMBER:
             return
         self._awaits_mark = False
-        writes = (self._write(now_ns), *self._clocks.write())
+        told = self._record
+        inventory = () if told == self._written else (self._inventory(),)
+        writes = (self._write(now_ns), *inventory, *self._clocks.write())
         held = Get(held_key(self._membership.node_id), is_prefix=True)
-        reads = (*self._reads, held, self._clocks.read(), Get(EPOCHS), Get(JOINED))
+        reads = (*self._reads, held, self._clocks.read(), Get(EPOCHS), Get(JOINED), self._history.read())
         compare = ModRevisionIs(self._key, self._membership.mod_revision)
-        self._ask(now_ns, Transaction((compare,), writes, reads), self._beaten)
+
+        def on_answer(answer: Answer, asked_ns: int, now_ns: int) -> None:
+            if answer.succeeded:
+                self._written = told
+            self._beaten(answer, asked_ns, now_ns)
+
+        self._ask(now_ns, Transaction((compare,), writes, reads), on_answer)
 
     def _beaten(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
         """Take the answer to a beat: acknowledged, made by an earlier attempt, or fenced."""
@@ -526,6 +545,7 @@ class Member:
             self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
             return
         self._quotas.sweep(answer.found[3], now_ns)
+        self._history.saw(answer.found[7], now_ns)
         if now_ns >= self._remembered_ns + REMEMBER_NS:
             self._remembered_ns = now_ns
             self._identity = replace(self._identity, revision=answer.revision)
@@ -607,6 +627,7 @@ class Member:
         self._membership.is_settled = False
         self._attempts.clear()
         self._clocks.lose_slot()
+        self._history.forget()
         self._claims.lose(forgets=reason in _FORGETS)
         self._quotas.lose(forgets=reason in _FORGETS)
         if reason in _FORGETS:
@@ -650,7 +671,7 @@ class Member:
             is_gone = isinstance(outcome, Answer) and outcome.succeeded
             self._membership.effects.append(Stopped(has_left=is_gone))
 
-        transaction = Transaction((ModRevisionIs(self._key, self._membership.mod_revision),), (Delete(self._key),))
+        transaction = Transaction((ModRevisionIs(self._key, self._membership.mod_revision),), self._removal)
         self._membership.ask(now_ns, transaction, on_outcome)
 
     # --- questions ---
@@ -659,11 +680,13 @@ class Member:
         """Return the write of this node's record, and remember when it was asked."""
         nonce = self._membership.nonce()
         self._attempts[nonce] = now_ns
+        return Put(self._key, NodeRecord(nonce, now_ns // 1_000_000, self._mark.beat).encode())
+
+    def _inventory(self) -> Put:
+        """Return the write of what this node has."""
         told = self._record
-        labels = dict(told.labels)
-        boot_ms = now_ns // 1_000_000
-        facts = told.addresses, labels, told.cards, told.is_draining, boot_ms, told.version
-        return Put(self._key, NodeRecord(nonce, *facts, self._mark.beat).encode())
+        record = InventoryRecord(told.addresses, dict(told.labels), told.cards, told.is_draining, told.version)
+        return Put(inventory_key(self._membership.node_id), record.encode())
 
     def _ask(self, now_ns: int, transaction: Transaction, on_answer: OnAnswer) -> None:
         """Ask about this node's own record: one question at a time, and again later if it was not answered."""

@@ -7,13 +7,14 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
     Compare,
     CreateRevisionIs,
+    Delete,
     Get,
     ModRevisionIs,
     Outcome,
     Transaction,
     Unknown,
 )
-from gpulease.daemon.fleet.fleet_records import EPOCHS, GENERATION, node_key
+from gpulease.daemon.fleet.fleet_records import EPOCHS, GENERATION, inventory_key, node_key
 from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, Why
 from gpulease.daemon.fleet.rules.revision_dates import RevisionDates
 
@@ -30,6 +31,11 @@ NO_REVISION: Final = -1
 
 OnOutcome = Callable[[Outcome, int, int], None]
 """Takes a transaction's outcome, when it was asked, and the time now."""
+
+
+def node_removal(node_id: str) -> tuple[Delete, ...]:
+    """Return the writes by which a node is in the fleet no more."""
+    return Delete(node_key(node_id)), Delete(inventory_key(node_id))
 
 
 class Asked(NamedTuple):

@@ -27,7 +27,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
 )
 from gpulease.daemon.fleet.fleet_records import fenced_key, held_key, name_key, node_key
 from gpulease.daemon.fleet.rules.fleet_events import Note, Noted
-from gpulease.daemon.fleet.rules.membership import Membership
+from gpulease.daemon.fleet.rules.membership import Membership, node_removal
 
 MAX_GONE: Final = 1_024
 """Memberships without record and mark that are remembered. Bounds memory; the wait of one that is forgotten begins
@@ -105,7 +105,7 @@ class NodeFences:
         # This node's own last beat is in the store: it is not an earlier state of it, with earlier records.
         mine = ModRevisionIs(node_key(membership.node_id), membership.mod_revision)
         compares = ModRevisionIs(node_key(node_id), mod_revision), mine, *membership.as_member()
-        writes = Delete(node_key(node_id)), Put(fenced_key(node_id), b"")
+        writes: tuple[Put | Delete, ...] = (*node_removal(node_id), Put(fenced_key(node_id), b""))
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             self._asking.discard(node_id)

@@ -217,6 +217,10 @@ FLEET_PLACEMENTS: Final = _counter("gpu_fleet_placements", "Claims of names, by 
 FLEET_QUOTA_CLAIMS: Final = _counter(
     "gpu_fleet_quota_claims", "Claims of bytes of tenants' quotas in the fleet, by what became of them.", ("result",)
 )
+FLEET_STORE_BYTES: Final = _gauge("gpu_fleet_store_bytes", "Size of the largest database of etcd's members.", ())
+FLEET_STORE_QUOTA_BYTES: Final = _gauge(
+    "gpu_fleet_store_quota_bytes", "etcd's bound of it, above which it takes no beat.", ()
+)
 LOOP_LAG_SECONDS: Final = Family(
     "gpulease_loop_lag_seconds",
     Kind.HISTOGRAM,

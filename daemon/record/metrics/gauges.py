@@ -97,6 +97,8 @@ class FleetFacts:
         fenced: Times that this node was found fenced.
         placements: Claims of names by result.
         quota_claims: Claims of quotas' bytes by result.
+        store_bytes: Size of the largest database of etcd's members; 0: not known yet.
+        store_quota_bytes: etcd's bound of it.
     """
 
     horizon_s: float
@@ -104,6 +106,8 @@ class FleetFacts:
     fenced: int
     placements: Mapping[str, int]
     quota_claims: Mapping[str, int]
+    store_bytes: int
+    store_quota_bytes: int
 
 
 def gauges(facts: NodeFacts) -> dict[Family, Values]:
@@ -188,4 +192,6 @@ def _of_fleet(fleet: FleetFacts | None) -> dict[Family, Values]:
         families.FLEET_FENCED: {} if fleet is None else {(): fleet.fenced},
         families.FLEET_PLACEMENTS: {} if fleet is None else {(key,): n for key, n in fleet.placements.items()},
         families.FLEET_QUOTA_CLAIMS: {} if fleet is None else {(key,): n for key, n in fleet.quota_claims.items()},
+        families.FLEET_STORE_BYTES: {} if fleet is None else {(): fleet.store_bytes},
+        families.FLEET_STORE_QUOTA_BYTES: {} if fleet is None else {(): fleet.store_quota_bytes},
     }

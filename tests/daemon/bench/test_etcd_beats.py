@@ -23,6 +23,8 @@ def test_every_node_beats_and_no_write_fails(tmp_path: Path) -> None:
     assert found["nodes"] == NODES
     assert found["beats_per_s"] > 0
     assert found["claims_per_s"] > 0
-    # The watch hears of each beat, and of nothing else.
-    assert 0 < found["watched_per_s"] <= found["beats_per_s"] * 1.05 + 1
+    # Beats at the edges of what is measured count for one of the two alone.
+    assert found["beats_per_s"] * 0.5 < found["watched_per_s"] < found["beats_per_s"] * 1.5
+    assert found["inventory_bytes"] > 1_000
+    assert found["etcd_bytes_per_beat"] >= 0
     assert len(found["etcd_cores"]) == len(found["etcd_us_per_write"]) == 1

@@ -41,9 +41,9 @@ def test_the_view_has_what_was_published_and_nothing_newer() -> None:
     fleet = SimulatedFleet(1, PlacementOrder.PACK, Random(1))
     fleet.publish(0)
     assert fleet.grant(0, 16, 0.0)
-    assert fleet.view.nodes["0"].record.cards[0].largest_bytes == CARD_GIB * GIB
+    assert fleet.view.nodes["0"].inventory.cards[0].largest_bytes == CARD_GIB * GIB
     fleet.publish(0)
-    assert sorted(card.largest_bytes for card in fleet.view.nodes["0"].record.cards)[0] == (CARD_GIB - 16) * GIB
+    assert sorted(card.largest_bytes for card in fleet.view.nodes["0"].inventory.cards)[0] == (CARD_GIB - 16) * GIB
 
 
 @pytest.mark.exhaustive

@@ -75,6 +75,32 @@ def test_a_node_that_the_fleet_gave_up_joins_anew_though_its_last_named_lease_is
     asyncio.run(story())
 
 
+def test_health_metrics_and_the_log_warn_before_etcd_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        settings = FleetSettings(etcd=("127.0.0.1:1",), etcd_quota_bytes=100 << 20)
+        table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
+        frontend = Telling(settings, SandboxSettings(), table, [], lambda _: None, Journal(), list, lambda _: None)
+        frontend.told = []
+        frontend._on_message({"op": "horizon", "boot_ns": boot_ns() + 10**12}, [])
+
+        def weigh(size_mib: int, quota_mib: int = 0) -> str:
+            store = {"endpoint": "h2:2379", "size_bytes": size_mib << 20, "quota_bytes": quota_mib << 20}
+            frontend._on_message({"op": "store", **store}, [])
+            return frontend.problem()
+
+        assert weigh(79) == ""
+        assert "etcd at h2:2379 has 80% of its quota of 104857600 bytes" in weigh(80)
+        assert "etcdctl defrag" in weigh(81)
+        figures = frontend.figures()
+        assert (figures.store_bytes, figures.store_quota_bytes) == (81 << 20, 100 << 20)
+        # What etcd says of its quota counts before the setting.
+        assert weigh(81, 200) == ""
+        assert frontend.figures().store_quota_bytes == 200 << 20
+
+    asyncio.run(story())
+    assert caplog.text.count("etcd's database nears its quota") == 1
+
+
 def test_what_comes_up_while_the_process_starts_does_not_precede_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease of an earlier daemon is proved free, and a tenant asks, while the certificates are being read."""
     answers: list[ClaimAnswer] = []

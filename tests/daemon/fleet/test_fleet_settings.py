@@ -19,6 +19,8 @@ addresses = ["tls:gpu1.example:7443"]
 labels = { zone = "a", model = "h200" }
 horizon_s = 60
 isolated = "serve"
+history_s = 300
+etcd_quota = "8GiB"
 """
 
 
@@ -41,6 +43,7 @@ def test_the_whole_table(tmp_path: Path) -> None:
         {"zone": "a", "model": "h200"},
     )
     assert (fleet.horizon_s, fleet.isolated) == (60, Isolated.SERVE)
+    assert (fleet.history_s, fleet.etcd_quota_bytes) == (300, 8 << 30)
 
 
 def test_the_command_line_names_another_etcd_and_keeps_the_rest_of_the_table(tmp_path: Path) -> None:
@@ -73,6 +76,10 @@ def test_the_command_line_names_another_etcd_and_keeps_the_rest_of_the_table(tmp
         ('etcd = "etcd://h1"\nhorizon_s = 1', "between 2 and 600"),
         ('etcd = "etcd://h1"\nhorizon_s = 30000', "between 2 and 600"),
         ('etcd = "etcd://h1"\nisolated = "no"', '"hold" or "serve"'),
+        ('etcd = "etcd://h1"\nhistory_s = 5', "0, or between 15 and 86400"),
+        ('etcd = "etcd://h1"\nhistory_s = true', "history_s"),
+        ('etcd = "etcd://h1"\netcd_quota = "1MiB"', "at least"),
+        ('etcd = "etcd://h1"\netcd_quota = 7', "etcd_quota"),
         ('etcd = "etcd://h1"\ncolour = "red"', "there is no 'colour'"),
     ],
 )

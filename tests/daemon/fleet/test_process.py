@@ -1,5 +1,6 @@
 """The fleet process between a real etcd and a broker that the test plays."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,13 +11,13 @@ from typing import Any, Final
 import pytest
 
 from gpulease.daemon.contract.control_page import boot_ns
-from gpulease.daemon.fleet.fleet_records import read_node
+from gpulease.daemon.fleet.fleet_records import read_inventory, read_node
 from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster
-from helpers.waiting import PATIENCE_S
+from helpers.waiting import PATIENCE_S, wait_until
 
 HORIZON_S: Final = 5
 CARD: Final = ["GPU-1", "card", 1 << 30, 1 << 29, 2, False]
@@ -25,7 +26,9 @@ CARD: Final = ["GPU-1", "card", 1 << 30, 1 << 29, 2, False]
 class Broker:
     """The broker's end of the channel, and the process at the other."""
 
-    def __init__(self, cluster: EtcdCluster, node: str = "node-0", live: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, cluster: EtcdCluster, node: str = "node-0", live: dict[str, int] | None = None, history_s: int = 0
+    ) -> None:
         self.channel, theirs = channel_pair()
         self.channel.settimeout(PATIENCE_S)
         with theirs:
@@ -35,6 +38,7 @@ class Broker:
         identity = {"cluster_id": 0, "generation": "", "revision": 0}
         start: dict[str, Any] = {"etcd": cluster.endpoints, "files": [], "node": node}
         start |= {"horizon_s": HORIZON_S, "incarnation": 0, "identity": identity, "mark": {}, "timeout_s": 1.0}
+        start["history_s"] = history_s
         send_message(self.channel, start)
         self.record = {"op": "record", "addresses": ["tls:h:1"], "labels": {"zone": "a"}, "cards": [CARD]}
         send_message(self.channel, self.record | {"is_draining": False, "version": "1"})
@@ -84,12 +88,34 @@ def broker(cluster: EtcdCluster) -> Iterator[Broker]:
     broker.end()
 
 
+def test_it_takes_etcd_s_history_away(cluster: EtcdCluster) -> None:
+    cluster.control("put", "/old", "1")
+    found = json.loads(cluster.control("get", "--write-out=json", "/old"))
+    broker = Broker(cluster, history_s=1)
+    try:
+
+        def is_gone() -> bool:
+            broker.until("horizon")
+            read = cluster.try_control("get", f"--rev={found['header']['revision']}", "/old")
+            return "has been compacted" in read.stderr + read.stdout
+
+        wait_until(is_gone, "the history before the fleet's mark is gone")
+        assert cluster.control("get", "--print-value-only", "/old") == "1\n"
+    finally:
+        broker.end()
+
+
+def test_it_tells_the_size_of_etcd_s_largest_database(cluster: EtcdCluster, broker: Broker) -> None:
+    store = broker.until("store")
+    assert (store["endpoint"], store["size_bytes"] > 0) == (cluster.members[0].endpoint, True)
+
+
 def test_it_joins_beats_and_claims(cluster: EtcdCluster, broker: Broker) -> None:
     began_ns = boot_ns()
     assert broker.until("joined")["identity"]["cluster_id"] != 0
     first = broker.until("horizon")
     assert began_ns < first["boot_ns"] < boot_ns() + HORIZON_S * 10**9
-    record = read_node(cluster.control("get", "/gpulease/v1/nodes/node-0", "--print-value-only").encode())
+    record = read_inventory(cluster.control("get", "/gpulease/v1/inventories/node-0", "--print-value-only").encode())
     assert (record.addresses, record.labels, record.cards[0].uuid) == (("tls:h:1",), {"zone": "a"}, "GPU-1")
     assert broker.until("horizon")["boot_ns"] > first["boot_ns"]
     broker.claim(1, "model-a")

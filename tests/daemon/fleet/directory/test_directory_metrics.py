@@ -15,7 +15,7 @@ from gpulease.daemon.fleet.directory.directory_metrics import DIRECTORY_FAMILIES
 from gpulease.daemon.fleet.directory.fleet_watch import VIEW_LIMIT_S, FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.fleet_records import ClaimRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import ClaimRecord, NodeRecord, name_key, node_key
 from gpulease.daemon.leases import PlacementOrder
 from gpulease.daemon.record.metrics.families import FAMILIES
 from gpulease.protocol.messages import Place
@@ -31,7 +31,9 @@ class Scene:
     def __init__(self, client: EtcdClient) -> None:
         self.now_s = 100.0
         self.fleet = FleetWatch(client, PlacementOrder.PACK, clock=lambda: self.now_s)
-        self.fleet.view.put(KeyValue(node_key("n1"), record_of("tls:h:1").encode(), 3, 4), self.now_s)
+        self.fleet.view.put(
+            KeyValue(node_key("n1"), NodeRecord("n", inventory=record_of("tls:h:1")).encode(), 3, 4), self.now_s
+        )
         self.fleet.view.put(KeyValue(node_key("n2"), b"no record", 3, 4), self.now_s)
         claim = ClaimRecord("n1", 3, "0" * 32, "ann", "n")
         self.fleet.view.put(KeyValue(name_key("model-a"), claim.encode(), 7, 7), self.now_s)
@@ -115,7 +117,7 @@ def test_nodes_that_drain_or_are_silent_are_told_apart(scene: Scene) -> None:
     scene.now_s += HORIZON_S
     told = scene.told()
     assert (told["gpu_directory_nodes ready"], told["gpu_directory_nodes silent"]) == (0, 1)
-    draining = replace(record_of("tls:h:1"), is_draining=True)
+    draining = NodeRecord("n", inventory=replace(record_of("tls:h:1"), is_draining=True))
     scene.fleet.view.put(KeyValue(node_key("n3"), draining.encode(), 3, 4), scene.now_s)
     assert scene.told()["gpu_directory_nodes draining"] == 1
 

@@ -19,7 +19,7 @@ from gpulease.daemon.fleet.directory.directory_server import NO_TENANTS, CannotS
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, InventoryRecord, NodeRecord, name_key, node_key
 from gpulease.daemon.leases import PlacementOrder
 from gpulease.daemon.remote.node_identity import TENANT_PREFIX, IdentityFiles
 from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status
@@ -30,7 +30,8 @@ from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, Empty, Hello, LeaseRef, Metrics, Ping, Place, Placement, Report
 from helpers.remote import Pki
 
-NODE = NodeRecord("n", ("tls:gpu.example:7443",), {}, (CardRecord("GPU-1", "a card", 8 << 30, 4 << 30, 0, False),))
+CARD = CardRecord("GPU-1", "a card", 8 << 30, 4 << 30, 0, False)
+NODE = NodeRecord("n", inventory=InventoryRecord(("tls:gpu.example:7443",), {}, (CARD,)))
 PLACE = Place(1 << 30, 0, "", (), None, ())
 
 

@@ -12,7 +12,15 @@ from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.directory.node_index import SeenNode
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import (
+    CardRecord,
+    ClaimRecord,
+    InventoryRecord,
+    NodeRecord,
+    inventory_key,
+    name_key,
+    node_key,
+)
 from gpulease.daemon.leases import PlacementOrder
 from gpulease.protocol.messages import Placement
 from gpulease.protocol.opcodes import Exclusivity
@@ -29,7 +37,8 @@ def card(free_gib: int, leases: int = 1, uuid: str = "GPU-1", *, is_partition: b
 
 def node(*free_gib: int, **members: Any) -> NodeRecord:
     cards = tuple(card(free, uuid=f"GPU-{index}") for index, free in enumerate(free_gib))
-    return replace(NodeRecord("n", ("tls:gpu.example:7443",), {}, cards), **members)
+    inventory = InventoryRecord(("tls:gpu.example:7443",), {}, cards)
+    return NodeRecord("n", inventory=replace(inventory, **members))
 
 
 def fleet(nodes: dict[str, NodeRecord], *, changed_s: float = NOW_S, names: dict[str, str] | None = None) -> FleetView:
@@ -188,11 +197,12 @@ def test_whoever_is_named_fits_and_nobody_who_fits_is_missed(
         for at, (free, draining, was_tried) in enumerate(nodes)
         if free >= size_gib and not draining | was_tried
     }
-    answer = placed(fleet(records), order, seed, size_bytes=size_gib * GIB, tried=tried)
+    view = fleet(records)
+    answer = placed(view, order, seed, size_bytes=size_gib * GIB, tried=tried)
     named = ids(answer)
     assert set(named) <= fitting
     assert len(named) == len(set(named)) == min(8, len(fitting))
-    free = [records[node_id].cards[0].largest_bytes for node_id in named]
+    free = [view.nodes[node_id].inventory.cards[0].largest_bytes for node_id in named]
     assert free == sorted(free, reverse=order is PlacementOrder.SPREAD)
     assert bool(answer.why) is not bool(named)
 
@@ -242,7 +252,10 @@ CHANGES = st.lists(
         st.none()
         | st.builds(
             lambda free, leases, zone, drains, addresses: NodeRecord(
-                "n", addresses, zone, tuple(card(one, leases, f"GPU-{one}") for one in free), drains
+                "n",
+                inventory=InventoryRecord(
+                    addresses, zone, tuple(card(one, leases, f"GPU-{one}") for one in free), drains
+                ),
             ),
             st.lists(st.integers(0, 3), max_size=3),
             st.integers(0, 1),
@@ -251,6 +264,7 @@ CHANGES = st.lists(
             st.sampled_from([(), ("tls:gpu.example:7443",)]),
         ),
         st.integers(0, 20),
+        st.sampled_from(["inside", "beside", "without a beat"]),
     ),
     max_size=20,
 )
@@ -264,19 +278,25 @@ CHANGES = st.lists(
     st.sampled_from(list(Exclusivity)),
 )
 def test_an_index_that_lived_through_changes_answers_as_a_look_at_each_node(
-    changes: list[tuple[str, NodeRecord | None, int]],
+    changes: list[tuple[str, NodeRecord | None, int, str]],
     size_gib: int,
     labels: dict[str, str],
     device: str | None,
     exclusivity: Exclusivity,
 ) -> None:
     view, now_s = FleetView(), NOW_S
-    for node_id, record, passed_s in changes:
+    for node_id, record, passed_s, where in changes:
         now_s += passed_s
         if record is None:
             view.delete(node_key(node_id))
-        else:
+            view.delete(inventory_key(node_id))
+        elif where == "inside":
             view.put(KeyValue(node_key(node_id), record.encode(), INCARNATION, 9), now_s)
+        else:
+            assert record.inventory is not None
+            view.put(KeyValue(inventory_key(node_id), record.inventory.encode(), INCARNATION, 9), now_s)
+            if where == "beside":
+                view.put(KeyValue(node_key(node_id), NodeRecord("n").encode(), INCARNATION, 9), now_s)
         view.settle(now_s - 15.0)
     wanted = PlaceWanted(size_gib * GIB, exclusivity, labels=labels, device=device)
     answer = place(view, wanted, PlacementOrder.PACK, Random(1), silent_before_s=now_s - 15.0)
@@ -288,7 +308,7 @@ def test_an_index_that_lived_through_changes_answers_as_a_look_at_each_node(
 
 def fits(seen: SeenNode, wanted: PlaceWanted, silent_before_s: float) -> bool:
     """Say by the node's record alone whether it may be asked."""
-    record = seen.record
+    record = seen.inventory
     cards = [one for at, one in enumerate(record.cards) if wanted.device in (None, str(at), one.uuid)]
     if wanted.exclusivity in (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE):
         cards = [one for one in cards if not one.leases]

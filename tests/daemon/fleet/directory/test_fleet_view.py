@@ -1,6 +1,8 @@
 """A directory's view: what it takes from etcd, what it forgets, and what it does not believe."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,12 +12,24 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
+from gpulease.daemon.fleet.directory.node_index import Room
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.fleet_records import NODES, QUOTAS, CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import (
+    NODES,
+    QUOTAS,
+    CardRecord,
+    ClaimRecord,
+    InventoryRecord,
+    NodeRecord,
+    inventory_key,
+    name_key,
+    node_key,
+)
 from gpulease.daemon.leases import PlacementOrder
 
 CARD = CardRecord("GPU-1", "a card", 80 << 30, 40 << 30, 1, False)
-NODE = NodeRecord("n", ("tls:gpu.example:7443",), {"zone": "a"}, (CARD,))
+INVENTORY = InventoryRecord(("tls:gpu.example:7443",), {"zone": "a"}, (CARD,))
+NODE = NodeRecord("n", inventory=INVENTORY)
 CLAIM = ClaimRecord("n1", 3, "0" * 32, "ann", "n")
 
 
@@ -47,10 +61,62 @@ def test_a_view_holds_what_it_was_told_last() -> None:
 def test_reading_anew_makes_no_silent_node_fresh() -> None:
     view = FleetView()
     view.replace([of(node_key("n1"), NODE.encode()), of(node_key("n2"), NODE.encode())], 1.0)
-    view.replace([of(node_key("n1"), NODE.encode()), of(node_key("n3"), changed(nonce="m"))], 50.0)
+    view.replace([of(node_key("n1"), NODE.encode()), of(node_key("n3"), NODE.encode(), mod=10)], 50.0)
     assert {node_id: node.changed_s for node_id, node in view.nodes.items()} == {"n1": 1.0, "n3": 50.0}
-    view.replace([of(node_key("n1"), changed(nonce="m"))], 60.0)
+    view.replace([of(node_key("n1"), NODE.encode(), mod=11)], 60.0)
     assert view.nodes["n1"].changed_s == 60.0
+
+
+@pytest.mark.parametrize("keys", [(inventory_key, node_key), (node_key, inventory_key)])
+def test_an_inventory_has_a_key_of_its_own(keys: tuple[Callable[[str], bytes], ...]) -> None:
+    view = FleetView()
+    values = {inventory_key("n1"): INVENTORY.encode(), node_key("n1"): NodeRecord("n").encode()}
+    for key in keys:
+        view.put(of(key("n1"), values[key("n1")]), 1.0)
+    assert view.nodes["n1"].inventory == INVENTORY
+    assert "n1" in (view.index.with_labels({"zone": "a"}) or ())
+    view.put(of(node_key("n1"), NodeRecord("m").encode(), mod=10), 2.0)
+    assert (view.nodes["n1"].inventory, view.nodes["n1"].changed_s) == (INVENTORY, 2.0)
+    view.delete(inventory_key("n1"))
+    assert view.nodes["n1"].inventory.addresses == ()
+    assert "n1" in view.index.unreachable
+
+
+def test_another_inventory_makes_no_silent_node_fresh() -> None:
+    view = FleetView()
+    view.put(of(node_key("n1"), NodeRecord("n").encode()), 1.0)
+    view.settle(10.0)
+    view.put(of(inventory_key("n1"), INVENTORY.encode()), 20.0)
+    assert (view.nodes["n1"].changed_s, view.nodes["n1"].inventory) == (1.0, INVENTORY)
+    assert view.index.silent == {"n1"}
+    assert not view.index.with_room(Room.ANY, 1)
+    view.put(of(node_key("n1"), NodeRecord("m").encode(), mod=10), 21.0)
+    assert view.index.with_room(Room.ANY, 1)
+
+
+def test_a_record_of_before_inventories_had_keys_is_read_and_counts_before_them() -> None:
+    older = (
+        b'{"nonce":"8f-1","addresses":["tls:gpu.example:7443"],"labels":{"zone":"a"},"cards":[{"uuid":"GPU-1",'
+        b'"name":"a card","capacity_bytes":85899345920,"largest_bytes":42949672960,"leases":1,"is_partition":false}],'
+        b'"is_draining":false,"boot_ms":7,"version":"0.1.0"}'
+    )
+    view = FleetView()
+    # Upgraded, gone back to the older version, and upgraded again.
+    view.put(of(inventory_key("n1"), InventoryRecord(("tls:gpu.example:1",)).encode()), 1.0)
+    view.put(of(node_key("n1"), older), 2.0)
+    assert view.nodes["n1"].inventory == replace(INVENTORY, version="0.1.0")
+    view.put(of(inventory_key("n1"), InventoryRecord(("tls:gpu.example:2",)).encode()), 3.0)
+    assert view.nodes["n1"].inventory.version == "0.1.0"
+    view.put(of(node_key("n1"), NodeRecord("n").encode()), 4.0)
+    assert view.nodes["n1"].inventory.addresses == ("tls:gpu.example:2",)
+
+
+def test_an_inventory_that_can_t_be_read_is_counted_and_the_node_is_without_an_address() -> None:
+    view = FleetView()
+    view.put(of(inventory_key("n1"), INVENTORY.encode()), 1.0)
+    view.put(of(node_key("n1"), NodeRecord("n").encode()), 1.0)
+    view.put(of(inventory_key("n1"), b'{"addresses":7}'), 2.0)
+    assert (view.nodes["n1"].inventory.addresses, view.bad_records) == ((), 1)
 
 
 def test_keys_of_others_are_not_looked_at() -> None:
@@ -110,7 +176,8 @@ ANY_JSON = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.dictionaries(st.sampled_from([*NodeRecord.__slots__, "other"]), ANY_JSON), st.sampled_from(list(PlacementOrder))
+    st.dictionaries(st.sampled_from(["nonce", "boot_ms", *InventoryRecord.__slots__, "other"]), ANY_JSON),
+    st.sampled_from(list(PlacementOrder)),
 )
 def test_no_record_stops_a_placement(members: dict[str, Any], order: PlacementOrder) -> None:
     view = FleetView()

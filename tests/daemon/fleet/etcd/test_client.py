@@ -4,13 +4,18 @@ import asyncio
 import contextlib
 import shutil
 import socket
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from google.protobuf import descriptor_pool
 
 from gpulease.daemon.fleet.etcd.client import (
     MAX_REQUEST_BYTES,
+    PAGE_KEYS,
     EtcdClient,
     EtcdSettings,
 )
@@ -158,6 +163,120 @@ def test_a_prefix_finds_its_keys_and_no_others(shared: EtcdCluster, prefix: byte
         assert {*keys, *others} <= {each.key for each in everything.found[0]}
 
     on(shared, read)
+
+
+class InterruptedClient(EtcdClient):
+    """A client beside which something happens after the first page that it reads."""
+
+    meanwhile: Callable[[], Awaitable[object]] | None = None
+
+    async def _attempt(self, *args: Any, **kwargs: Any) -> Any:
+        reply = await super()._attempt(*args, **kwargs)
+        if kwargs["is_read"] and self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            await meanwhile()
+        return reply
+
+
+def test_many_keys_are_read_in_pages_of_one_revision(shared: EtcdCluster) -> None:
+    keys = [b"/pages/%05d" % number for number in range(2 * PAGE_KEYS + 1)]
+
+    async def read() -> None:
+        async with client_of(*shared.endpoints) as writer:
+            for at in range(0, len(keys), 100):
+                await answered(writer.do(Transaction(writes=tuple(Put(key, b"1") for key in keys[at : at + 100]))))
+            client = InterruptedClient(EtcdSettings(shared.endpoints, timeout_s=LONG_S))
+            client.meanwhile = lambda: writer.do(Transaction(writes=(Put(keys[0], b"2"), Delete(keys[-1]))))
+            both = Transaction(reads=(Get(b"/pages/", is_prefix=True), Get(keys[-1])))
+            answer = await answered(client.do(both))
+            assert [item.key for item in answer.found[0]] == keys
+            assert {item.value for item in answer.found[0]} == {b"1"}
+            # The second read is of the revision of the first, too.
+            assert answer.found[1] == answer.found[0][-1:]
+            assert answer.counts == (len(keys), 1)
+            after = await answered(client.do(Transaction(reads=(Get(b"/pages/", is_prefix=True, count_only=True),))))
+            assert (after.found, after.counts) == (((),), (len(keys) - 1,))
+            # History that goes while it is read: whoever reads begins anew.
+            client.meanwhile = partial(_forget_history, writer)
+            outcome = await client.do(both)
+            assert isinstance(outcome, Rejected)
+            assert "has been compacted" in outcome.reason
+            await client.close()
+
+    asyncio.run(read())
+
+
+async def _forget_history(client: EtcdClient) -> None:
+    newest = await answered(client.do(put(b"/pages/newest")))
+    await answered(client.compact(newest.revision))
+
+
+def test_etcd_s_messages_are_in_a_pool_of_their_own() -> None:
+    for name in ("etcdserverpb.TxnRequest", "mvccpb.KeyValue"):
+        with pytest.raises(KeyError):
+            descriptor_pool.Default().FindMessageTypeByName(name)
+
+
+def test_a_transaction_counts_keys_too(shared: EtcdCluster) -> None:
+    async def count(client: EtcdClient) -> None:
+        reads = Get(b"/counted/", is_prefix=True, count_only=True), Get(b"/counted/a")
+        answer = await answered(client.do(Transaction(writes=(Put(b"/counted/a", b"1"),), reads=reads)))
+        assert answer.counts == (1, 1)
+        assert answer.found[0] == ()
+        assert [item.value for item in answer.found[1]] == [b"1"]
+
+    on(shared, count)
+
+
+def test_history_goes_when_it_is_compacted_and_no_further(shared: EtcdCluster) -> None:
+    async def compact(client: EtcdClient) -> None:
+        old = await answered(client.do(put(b"/history", b"1")))
+        new = await answered(client.do(put(b"/history", b"2")))
+        await answered(client.compact(new.revision))
+        with pytest.raises(Compacted):
+            await anext(client.watch(b"/history", old.revision))
+        again, future = [await client.compact(revision) for revision in (old.revision, new.revision + 1_000)]
+        assert isinstance(again, Rejected)
+        assert "has been compacted" in again.reason
+        assert isinstance(future, Rejected)
+        assert "future revision" in future.reason
+
+    on(shared, compact)
+
+
+def test_sizes_are_those_of_all_members_that_answer(tmp_path: Path) -> None:
+    with EtcdCluster(tmp_path, 3) as cluster:
+
+        async def sizes(client: EtcdClient) -> None:
+            assert {size.endpoint for size in await client.sizes()} == set(cluster.endpoints)
+            cluster.kill(cluster.members[0])
+            left = await client.sizes()
+            assert {size.endpoint for size in left} == set(cluster.endpoints[1:])
+            assert all(size.size_bytes > 0 for size in left)
+
+        on(cluster, sizes)
+
+
+def test_clients_load_all_members(tmp_path: Path) -> None:
+    def handled(endpoint: str) -> int:
+        with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=LONG_S) as page:
+            lines = page.read().decode().splitlines()
+        name = 'grpc_server_handled_total{grpc_code="OK",grpc_method="Txn"'
+        return sum(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    async def write(cluster: EtcdCluster) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(client_of(*cluster.endpoints)) for _ in range(30)]
+            for _ in range(2):
+                await asyncio.gather(*(answered(client.do(put(b"/loaded"))) for client in clients))
+            await asyncio.gather(*(client.sizes() for client in clients))
+            before = [handled(endpoint) for endpoint in cluster.endpoints]
+            await asyncio.gather(*(answered(client.do(put(b"/loaded"))) for client in clients))
+            # One of three that no client of thirty chose: once in 100,000 runs.
+            assert all(handled(at) > was for at, was in zip(cluster.endpoints, before, strict=True))
+
+    with EtcdCluster(tmp_path, 3) as cluster:
+        asyncio.run(write(cluster))
 
 
 def test_a_transaction_that_is_too_large_is_rejected(shared: EtcdCluster) -> None:

@@ -39,7 +39,9 @@ class ModelEtcd:
                     old = self.keys.get(write.key)
                     created = old.create_revision if old else self.revision
                     self.keys[write.key] = KeyValue(write.key, write.value, created, self.revision)
-        return Answer(succeeded, self.revision, tuple(map(self.read, transaction.reads)), self.cluster_id)
+        met = [self.read(get) for get in transaction.reads]
+        found = tuple(() if get.count_only else each for get, each in zip(transaction.reads, met, strict=True))
+        return Answer(succeeded, self.revision, found, self.cluster_id, tuple(map(len, met)))
 
     def holds(self, compare: Compare) -> bool:
         found = self.keys.get(compare.key)

@@ -7,14 +7,17 @@ import pytest
 
 from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, Get, Put, Rejected, Transaction, Unknown
 from gpulease.daemon.fleet.fleet_records import (
+    COMPACTION,
     EPOCHS,
     GENERATION,
     HORIZON,
     fenced_key,
     held_key,
+    inventory_key,
     name_key,
     node_key,
     read_epochs,
+    read_inventory,
     read_node,
 )
 from gpulease.daemon.fleet.rules.fleet_events import (
@@ -24,6 +27,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Claimed,
     ClaimEnded,
     ClaimRefused,
+    Compact,
     EndClaimed,
     FleetIdentity,
     Joined,
@@ -94,13 +98,95 @@ def test_a_beat_tells_the_record_as_it_was_changed_last(etcd: ModelEtcd) -> None
     host = Host(etcd).begin()
     host.send(RecordChanged(("tls:h:1",), {"zone": "a"}, (), is_draining=True, version="9"))
     host.run(5)
-    record = read_node(etcd.keys[node_key("a")].value)
+    record = read_inventory(etcd.keys[inventory_key("a")].value)
     assert (record.addresses, record.labels, record.is_draining, record.version) == (
         ("tls:h:1",),
         {"zone": "a"},
         True,
         "9",
     )
+
+
+def test_an_inventory_is_written_when_it_has_changed(etcd: ModelEtcd) -> None:
+    def written() -> tuple[int, ...]:
+        return tuple(etcd.keys[key("a")].mod_revision for key in (inventory_key, node_key))
+
+    host = Host(etcd).begin()
+    host.send(RecordChanged(("tls:h:1",)))
+    host.run(5)
+    inventory, beat = written()
+    assert inventory == beat
+    host.run(60)
+    assert written()[0] == inventory
+    assert written()[1] > beat
+    # An answer that is lost leaves open whether it was written, so it is written again.
+    host.send(RecordChanged(("tls:h:2",)))
+    host.is_cut = True
+    host.run(5)
+    host.is_cut = False
+    host.run(10)
+    assert read_inventory(etcd.keys[inventory_key("a")].value).addresses == ("tls:h:2",)
+
+
+def compacted(*hosts: Host) -> list[int]:
+    return [effect.revision for host in hosts for effect in host.take(Compact)]
+
+
+def test_one_member_takes_history_away_that_is_old_enough(etcd: ModelEtcd) -> None:
+    a, b = Host(etcd, history_s=60).begin(), Host(etcd, "b", history_s=60).begin()
+    # The first rewrite of the mark ends no history: there was no mark.
+    together(62, a, b)
+    assert compacted(a, b) == []
+    mark = etcd.keys[COMPACTION].mod_revision
+    together(55, a, b)
+    assert compacted(a, b) == []
+    together(10, a, b)
+    assert compacted(a, b) == [mark]
+    assert etcd.keys[COMPACTION].mod_revision > mark
+    together(600, a, b)
+    found = compacted(a, b)
+    # Whoever's beat comes first does it. Each at least a history's length after the one before, by a beat at most.
+    assert 600 // 65 <= len(found) <= 600 // 60
+    assert len(set(found)) == len(found)
+
+
+def test_another_member_takes_history_away_when_the_one_that_did_is_gone(etcd: ModelEtcd) -> None:
+    a, b = Host(etcd, history_s=60).begin(), Host(etcd, "b", history_s=60).begin()
+    together(200, a, b)
+    (first, other) = (a, b) if compacted(a) else (b, a)
+    first.is_cut = True
+    together(200, first, other)
+    assert compacted(other)
+    assert not compacted(first)
+
+
+def test_a_member_of_a_store_that_was_renewed_takes_nothing_by_what_it_saw_before(etcd: ModelEtcd) -> None:
+    host = Host(etcd, history_s=60).begin()
+    host.run(100)
+    mark = etcd.keys[COMPACTION].mod_revision
+    etcd.do(Transaction(writes=(Put(GENERATION, b"second"),)))
+    host.run(5)
+    host.send(LiveClaims())
+    host.settle()
+    host.run(40)
+    assert etcd.keys[COMPACTION].mod_revision == mark
+    assert not compacted(host)
+
+
+def test_a_member_that_is_to_keep_all_history_takes_none_away(etcd: ModelEtcd) -> None:
+    host = Host(etcd, history_s=0).begin()
+    host.run(1_000)
+    assert COMPACTION not in etcd.keys
+    assert not compacted(host)
+
+
+def test_a_fenced_node_s_inventory_goes_with_its_record(etcd: ModelEtcd) -> None:
+    dead, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    dead.ask_for()
+    other.ask_for(wait_s=100)
+    other.run(50)
+    gone, there = [(node_key(node_id) in etcd.keys, inventory_key(node_id) in etcd.keys) for node_id in ("a", "b")]
+    assert (gone, there) == ((False, False), (True, True))
 
 
 def test_a_beat_whose_answer_was_lost_is_read_back_by_its_nonce(etcd: ModelEtcd) -> None:
