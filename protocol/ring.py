@@ -36,6 +36,7 @@ from typing import Any, Final, Protocol, Self
 
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.primitives import Tlv
+from gpulease.protocol.session_words import SESSION_WORDS_VERSION
 
 RING_VERSION: Final = 1
 """The version of the layout above."""
@@ -473,10 +474,11 @@ def _places(layout: RingLayout) -> tuple[tuple[int, int, int], tuple[int, int, i
     return (0, DATA_AT, layout.request_bytes), (_WORDS_PER_RING, replies_at, layout.reply_bytes)
 
 
-MAX_DESCRIPTORS: Final = 2
+MAX_DESCRIPTORS: Final = 3
 """Descriptors beside ATTACH's reply: one for each kind of `SharedMemory`."""
 
 _U64: Final = struct.Struct(">Q")
+_WORDS: Final = bytes([SESSION_WORDS_VERSION])
 
 
 class SharedMemory(IntEnum):
@@ -484,6 +486,7 @@ class SharedMemory(IntEnum):
 
     RING = 1
     ARENA = 2
+    WORDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,23 +496,27 @@ class Wanted:
     Attributes:
         ring: Whether the client can use a ring of this version.
         arena_bytes: The largest arena that the client wants; 0 for none.
+        words: Whether the client can use the session's words of this version (`session_words`).
     """
 
     ring: bool = False
     arena_bytes: int = 0
+    words: bool = False
 
     def to_options(self) -> tuple[Tlv, ...]:
         """Return the options of an ATTACH."""
         options = [Tlv(SharedMemory.RING, bytes([RING_VERSION]))] * self.ring
         if self.arena_bytes:
             options.append(Tlv(SharedMemory.ARENA, _U64.pack(self.arena_bytes)))
+        options += [Tlv(SharedMemory.WORDS, _WORDS)] * self.words
         return tuple(options)
 
     @classmethod
     def from_options(cls, options: Iterable[Tlv]) -> Self:
         """Return the request in an ATTACH's options."""
         values = {option.type: option.value for option in options}
-        return cls(values.get(SharedMemory.RING) == bytes([RING_VERSION]), _number(values.get(SharedMemory.ARENA)))
+        ring = values.get(SharedMemory.RING) == bytes([RING_VERSION])
+        return cls(ring, _number(values.get(SharedMemory.ARENA)), values.get(SharedMemory.WORDS) == _WORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,16 +526,19 @@ class Given:
     Attributes:
         ring: The layout of the first descriptor's memory; None without a ring.
         arena_bytes: The size of the next descriptor's memory; 0 without an arena.
+        words: Whether the next descriptor is the page of the session's words.
     """
 
     ring: RingLayout | None = None
     arena_bytes: int = 0
+    words: bool = False
 
     def to_options(self) -> tuple[Tlv, ...]:
         """Return the options of ATTACH's reply."""
         options = [] if self.ring is None else [Tlv(SharedMemory.RING, self.ring.to_bytes())]
         if self.arena_bytes:
             options.append(Tlv(SharedMemory.ARENA, _U64.pack(self.arena_bytes)))
+        options += [Tlv(SharedMemory.WORDS, _WORDS)] * self.words
         return tuple(options)
 
     @classmethod
@@ -536,7 +546,8 @@ class Given:
         """Return the shared memory in the options of ATTACH's reply."""
         values = {option.type: option.value for option in options}
         ring = values.get(SharedMemory.RING)
-        return cls(None if ring is None else RingLayout.from_bytes(ring), _number(values.get(SharedMemory.ARENA)))
+        layout = None if ring is None else RingLayout.from_bytes(ring)
+        return cls(layout, _number(values.get(SharedMemory.ARENA)), values.get(SharedMemory.WORDS) == _WORDS)
 
 
 def _number(value: bytes | None) -> int:

@@ -15,13 +15,14 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpulease.client.errors import Disconnected
 from gpulease.client.transport.arena import Arena
 from gpulease.client.transport.channel import Asked, Channel, FrameWriter, keep_rest
 from gpulease.client.transport.coalescing_socket import CoalescingSocket
 from gpulease.client.transport.credentials import SecuredAddress
+from gpulease.client.transport.session_words import SessionWords
 from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, UnixAddress
@@ -42,11 +43,19 @@ def wanted_of(address: Address) -> Wanted:
     """The memory to share with the worker behind an address, by this machine's rules (`protocol.ring`)."""
     if not isinstance(address, UnixAddress):
         return Wanted()
-    return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES)
+    return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES, words=True)
 
 
-def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> tuple[Channel, Arena | None]:
-    """Make the session's channel, and its arena, from the options of ATTACH's reply. Raises Disconnected."""
+class Shared(NamedTuple):
+    """A session's channel, and the memory beside it, as far as the worker gives it."""
+
+    channel: Channel
+    arena: Arena | None
+    words: SessionWords | None
+
+
+def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
+    """Make the session's channel and shared memory from the options of ATTACH's reply. Raises Disconnected."""
     given = Given.from_options(options)
     descriptors = iter(channel.descriptors)
     try:
@@ -55,7 +64,8 @@ def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> tuple[C
             through = _gathering(channel, spin)
         else:
             through = RingChannel(channel, next(descriptors), given.ring, spin)
-        return through, Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
+        arena = Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
+        return Shared(through, arena, SessionWords(next(descriptors)) if given.words else None)
     except (StopIteration, OSError, ValueError) as error:
         channel.close()
         raise Disconnected(f"attach: the session's shared memory can't be used: {error}", _NO_MEMORY) from None
