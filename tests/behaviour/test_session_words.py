@@ -97,12 +97,12 @@ def test_a_killed_worker_is_noticed_by_each_quiet_operation(daemon: Daemon, name
 def test_regions_have_words_of_their_own(daemon: Daemon) -> None:
     with scene_of(daemon) as scene:
         kept, ended = scene.region(), scene.region()
-        assert not (kept.revoked or ended.revoked)
+        assert not any(region.revoked for region in (kept, ended))
         daemon.revoke(ended.lease_id)
         assert ended.revoked
         kept.cancel()
         assert kept.revoked
-        kept.restore()
+        kept.resume()
         assert not kept.revoked
         assert not scene.lease.revoked
 
