@@ -15,6 +15,7 @@ from gpulease.client.transport.arena import Arena
 from gpulease.client.transport.channel import Channel, FrameWriter
 from gpulease.client.transport.link import LinkEnded
 from gpulease.client.transport.ring import share
+from gpulease.client.transport.session_words import NO_WORD
 from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol import Connection, Failure, Opcode, Status
 from gpulease.protocol.capabilities import AttachOption
@@ -167,6 +168,7 @@ class Attachment:
         lease_bytes: The lease's size when the worker answered.
         end: How the session ended; None while it lives.
         arena: Memory shared with the worker; None if there is none.
+        lease_word: The lease's word, which the broker writes; not 0 once the lease is over.
         dropped: Handles without a reference, which the next operation frees.
         held: Buffers that were freed, and that the next allocation of their size gets.
         lent: Arrays that the worker may still use.
@@ -193,6 +195,7 @@ class Attachment:
         self.reply: AttachReply
         self.end: Failure | None = _NOT_OPEN
         self.arena: Arena | None = None
+        self.lease_word = NO_WORD
         self.dropped: list[tuple[Opcode, int]] = []
         self.held = HeldBuffers()
         self.lent = LentArrays()
@@ -207,6 +210,8 @@ class Attachment:
     @property
     def over(self) -> Failure | None:
         """The end of the session, or else of its lease; None while both live."""
+        if self.end is None and self.lease_word[0]:
+            self.lease.look()
         return self.end or self.lease.over
 
     @property
@@ -271,7 +276,9 @@ class Attachment:
     def _begin(self, reply: AttachReply) -> None:
         self.reply = reply
         self.lease_bytes = self.lease.grant.size_bytes
-        self.channel, self.arena = share(self.channel, reply.options, self._spin)
+        self.channel, self.arena, words = share(self.channel, reply.options, self._spin)
+        if words is not None:
+            self.lease.words, self.lease_word = words, words.lease
         self.connection, self.writer = self.channel.link.connection, self.channel.writer
         self.has_sync_word = self.told(SessionOption.SYNC_WORD) is not None
         if self.has_sync_word and self.told(SessionOption.MEM_REUSE) is not None:
@@ -323,6 +330,10 @@ class Attachment:
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
         self.channel.close()
+        if self.lease.words is not None and self.lease.words.lease is self.lease_word:
+            self.lease.look()
+            self.lease.words = None
+        self.lease_word = NO_WORD
         # Without the arena nobody hands out the lent arrays' memory again.
         self.arena = None
         self.lent.take_back()

@@ -177,6 +177,7 @@ class Launches(LaunchCommands):
                 and module.owner is attachment
                 and attachment.end is None
                 and attachment.lease.over is None
+                and not attachment.lease_word[0]
                 and not attachment.dropped
                 and not self._streams.selected
                 and stream is None

@@ -56,6 +56,7 @@ from gpulease.client.fork_guard import OF_PARENT, register
 from gpulease.client.texts import quoted
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
+from gpulease.client.transport.session_words import SessionWords
 from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import Permission
@@ -290,6 +291,7 @@ class LeaseState:
         regions: The regions of it that were opened here, by their ids.
         attached: Returns the operations of its session that was opened here last; None if that is gone.
         asked: The request that it was granted for; None where somebody else asked.
+        words: The words of its session that was opened here last; None if that is gone, or gives none.
         fleet: The fleet that it was asked of; None if it was one daemon.
         name: The name that its fleet serves once; "" without one.
         epoch: The number of the name's claim; 0 without a name.
@@ -313,6 +315,7 @@ class LeaseState:
         self.outlives_daemon = False
         self.regions: weakref.WeakValueDictionary[int, LeaseState] = weakref.WeakValueDictionary()
         self.attached: Callable[[], Any] = lambda: None
+        self.words: SessionWords | None = None
         self.extend(grant.generation, grant.ttl_ms, grant.expires_at_unix_s)
         register(self)
 
@@ -331,6 +334,18 @@ class LeaseState:
     def remaining_s(self) -> float:
         """Seconds until the lease ends; 0 when it has."""
         return 0.0 if self.over is not None else max(0.0, self.deadline - self.clock())
+
+    @property
+    def is_revoked(self) -> bool:
+        """True once launches are refused because it has ended: by one load, while a session gives its words."""
+        words = self.words
+        return self.over is not None or (words is not None and words.lease[0] != 0)
+
+    def look(self) -> None:
+        """Take note of an end that the session's words tell of."""
+        end = None if self.words is None else self.words.lease_end()
+        if end is not None and self.over is None:
+            self.over = end_reason_of(end)
 
     def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
         """Take note of a failure that the daemon sent: it may say that the lease is over.
@@ -673,6 +688,15 @@ class LeaseView:
     def is_alive(self) -> bool:
         """True while it has time left and nothing is known of its end."""
         return self._state.remaining_s > 0
+
+    @property
+    def revoked(self) -> bool:
+        """True once launches are refused because the lease has ended, for whatever cause.
+
+        One load of memory that the daemon writes, while a session with shared memory is open: an engine may read it
+        between its own steps. Over TCP and TLS it turns True when an operation, or the daemon, has said so.
+        """
+        return self._state.is_revoked
 
     @property
     def address(self) -> str:

@@ -87,6 +87,16 @@ class RegionState(LeaseState):
         """True while it has time left and nothing is known of its end."""
         return self.remaining_s > 0
 
+    @property
+    def is_revoked(self) -> bool:
+        """True while launches that name it are refused."""
+        words = self.parent.words
+        return (
+            self.over is not None
+            or self.parent.is_revoked
+            or (words is not None and words.is_refused(self.slot, self.number))
+        )
+
     def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
         """Take note of a failure that is about it; its lease goes on."""
         if said.status not in over and said.region is None:
@@ -220,6 +230,15 @@ class RegionView(BorrowedBuffer):
     def is_alive(self) -> bool:
         """True while it has time left and nothing is known of its end."""
         return self._state.is_alive
+
+    @property
+    def revoked(self) -> bool:
+        """True while launches that name it are refused: it has ended for whatever cause, or is cancelled.
+
+        One load of memory that the daemon writes, while a session with shared memory is open: an engine may read it
+        between its own steps. Over TCP and TLS it turns True when an operation, or the daemon, has said so.
+        """
+        return self._state.is_revoked
 
     def __repr__(self) -> str:
         left = f"{self.remaining_s:.1f} s left" if self.is_alive else "over"

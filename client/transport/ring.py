@@ -4,22 +4,25 @@ The socket stays. A byte on it, a bell, wakes this side; its end means that the 
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import platform
+import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpulease.client.errors import Disconnected
 from gpulease.client.transport.arena import Arena
 from gpulease.client.transport.channel import Asked, Channel, FrameWriter, keep_rest
 from gpulease.client.transport.coalescing_socket import CoalescingSocket
 from gpulease.client.transport.credentials import SecuredAddress
+from gpulease.client.transport.session_words import SessionWords
 from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, UnixAddress
@@ -40,11 +43,19 @@ def wanted_of(address: Address) -> Wanted:
     """The memory to share with the worker behind an address, by this machine's rules (`protocol.ring`)."""
     if not isinstance(address, UnixAddress):
         return Wanted()
-    return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES)
+    return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES, words=True)
 
 
-def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> tuple[Channel, Arena | None]:
-    """Make the session's channel, and its arena, from the options of ATTACH's reply. Raises Disconnected."""
+class Shared(NamedTuple):
+    """A session's channel, and the memory beside it, as far as the worker gives it."""
+
+    channel: Channel
+    arena: Arena | None
+    words: SessionWords | None
+
+
+def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
+    """Make the session's channel and shared memory from the options of ATTACH's reply. Raises Disconnected."""
     given = Given.from_options(options)
     descriptors = iter(channel.descriptors)
     try:
@@ -53,7 +64,8 @@ def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> tuple[C
             through = _gathering(channel, spin)
         else:
             through = RingChannel(channel, next(descriptors), given.ring, spin)
-        return through, Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
+        arena = Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
+        return Shared(through, arena, SessionWords(next(descriptors)) if given.words else None)
     except (StopIteration, OSError, ValueError) as error:
         channel.close()
         raise Disconnected(f"attach: the session's shared memory can't be used: {error}", _NO_MEMORY) from None
@@ -78,10 +90,13 @@ class RingChannel(Channel):
     def __init__(self, channel: Channel, fd: int, layout: RingLayout, spin: SpinPolicy) -> None:
         """Raises OSError or ValueError if the memory can't be mapped; then `channel` is unchanged."""
         super().__init__(channel.sock, channel.address, channel.link)
+        self._peer = select.poll()
+        self._peer.register(self.sock, select.POLLRDHUP)
         self._map = mmap.mmap(fd, layout.total_bytes)
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
-            self._replies, self._requests = client_ends(memory, layout, barriers, partial(_ring, self.sock))
+            wake, look = partial(_ring, self.sock), partial(_check_peer, self._peer)
+            self._replies, self._requests = client_ends(memory, layout, barriers, wake, look)
             self._sync_words = SyncWords(memory, barriers[1])
         self._spin_ns, self._yields = spin.spin_ns, spin.yields
         self._is_dozing = False
@@ -232,3 +247,9 @@ def _ring(sock: socket.socket) -> None:
     # No room for another bell: the worker has not received the earlier ones yet.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)
+
+
+def _check_peer(peer: select.poll) -> None:
+    """Raises OSError if the worker has closed its end, whatever bells it has left behind."""
+    if peer.poll(0):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))

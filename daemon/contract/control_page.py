@@ -53,6 +53,10 @@ from gpulease.protocol.opcodes import Status
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
+_FUTURE_WRITE: Final = 0x10
+"""F_SEAL_FUTURE_WRITE of fcntl(2), Linux 5.1: nobody writes any more but through mappings that are there."""
+
+
 def sealed_memory(name: str, size_bytes: int) -> int:
     """Return a memfd of zeros whose size nobody can change any more (fcntl(2), F_ADD_SEALS). Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -63,6 +67,28 @@ def sealed_memory(name: str, size_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def published_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
+    """Return the only writable mapping of a new sealed memfd that there will ever be, and a read-only descriptor.
+
+    Whoever gets the descriptor may be root, or this process's own user: it can change the file's mode and open the
+    file anew under /proc/self/fd, and still it can't write, nor map the file for writing.
+
+    Raises OSError.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        writable = mmap.mmap(fd, size_bytes)
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | _FUTURE_WRITE)
+            return writable, for_reading(fd)
+        except BaseException:
+            writable.close()
+            raise
+    finally:
+        os.close(fd)
 
 
 PAGE_BYTES: Final = mmap.PAGESIZE
@@ -280,6 +306,11 @@ class BrokerPage:
         self._words[_GONE_BY] = gone_by_ns
         self._words[_DEADLINE] = deadline_ns
         self._words[_GENERATION] = generation
+
+    @property
+    def generation(self) -> int:
+        """The number of the last grant or renewal."""
+        return self._words[_GENERATION]
 
     def set_horizon(self, horizon_boot_ns: int) -> None:
         """Write until when a lease with a name may be served, on CLOCK_BOOTTIME."""

@@ -292,6 +292,7 @@ class Attach(Message):
         guest: The terms of the guest's token; None for the lease's own tenant.
         owns: What the connection makes in the session is to end with it.
         client_pid: The client's process on this host; 0 if that is not known.
+        words: Whether the tenant asks for the session's words.
     """
 
     OP: ClassVar[str] = "attach"
@@ -303,6 +304,7 @@ class Attach(Message):
     guest: Annotated[Guest | None, converted(Guest.from_message, Guest.to_message).or_nil()] = None
     owns: Flag = False
     client_pid: Pid = 0
+    words: Flag = False
 
 
 @dataclass(frozen=True, slots=True)

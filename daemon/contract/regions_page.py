@@ -1,50 +1,40 @@
-"""The regions page of a session: the broker writes which regions go on, the worker reads it before each launch.
+"""The regions page of a session, which holds all of the session's words (`protocol.session_words`).
 
-The broker makes the page (a sealed memfd) when a session opens its first region and sends the worker a read-only
-descriptor. Each field is an aligned, native u64; both sides read and write one field at a time (x86-64: such a store
-is seen whole, and stores are seen in their order).
-
-    byte                                        field
-       0  epoch: raised behind every change     an unchanged epoch says that no word and no deadline has changed
-      64  256 words, by slot                    number << 32 | state
-    4096  256 times of the last change          monotonic ns
-    8192  256 deadlines                         monotonic ns; the worker refuses launches from then on by itself
-
-A word's number is raised whenever its slot gets another region, so a region set that names an earlier one is refused.
-No state leads back to ACTIVE but CANCELLED, and none leads from an end to another.
+The broker makes the page when it hands a client over that asks for the words, or when the session opens its first
+region, whichever comes first. It sends the worker a read-only descriptor, which the worker passes on to such clients.
 """
 
 import mmap
 import os
 import time
-from enum import IntEnum
 from typing import Final, NamedTuple
 
-from gpulease.daemon.contract.control_page import for_reading, sealed_memory
+from gpulease.daemon.contract.control_page import published_memory
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.session_words import (
+    CAUSE_AT,
+    CAUSE_BYTES,
+    DEADLINES_AT,
+    EPOCH_AT,
+    FLIPPED_AT,
+    GENERATION_AT,
+    LEASE_WORD_AT,
+    MAX_SHOWN_REASON_BYTES,
+    NUMBER_SHIFT,
+    REASON_AT,
+    REASON_LENGTH_AT,
+    SESSION_WORDS_BYTES,
+    WORDS_AT,
+    RegionWord,
+    word_of,
+)
 
-REGIONS_PAGE_BYTES: Final = 3 * 4096
-EPOCH_AT: Final = 0
-WORDS_AT: Final = 64
-FLIPPED_AT: Final = 4096
-DEADLINES_AT: Final = 8192
 MAX_NUMBER: Final = (1 << 32) - 1
 
 REGION_GRANULE_BYTES: Final = 2 << 20
 """Regions begin and end at multiples of so many bytes: a card's page tables map no less at a time (CUDA Driver API,
 cuMemGetAllocationGranularity)."""
-
-
-class RegionWord(IntEnum):
-    """States of a region's word. ACTIVE alone lets launches begin."""
-
-    NONE = 0
-    ACTIVE = 1
-    CANCELLED = 2
-    REVOKED = 3
-    EXPIRED = 4
-    FREED = 5
 
 
 STATUS_OF_WORD: Final = {
@@ -63,16 +53,11 @@ class BrokerRegionsPage:
     again.
 
     Attributes:
-        reading_fd: A read-only descriptor for the worker, see `control_page.for_worker`; closed by `close`.
+        reading_fd: A read-only descriptor for the worker, see `control_page.published_memory`; closed by `close`.
     """
 
     def __init__(self) -> None:
-        fd = sealed_memory("gpulease-regions", REGIONS_PAGE_BYTES)
-        try:
-            self._map = mmap.mmap(fd, REGIONS_PAGE_BYTES)
-            self.reading_fd = for_reading(fd)
-        finally:
-            os.close(fd)
+        self._map, self.reading_fd = published_memory("gpulease-regions", SESSION_WORDS_BYTES)
         words = memoryview(self._map).cast("Q")
         self._all = words
         self._words = words[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]
@@ -102,6 +87,20 @@ class BrokerRegionsPage:
         self._words[slot] = value
         self._all[EPOCH_AT // 8] += 1
 
+    def set_generation(self, generation: int) -> None:
+        """Write the number of the lease's last grant or renewal."""
+        self._all[GENERATION_AT // 8] = generation
+
+    def end_lease(self, status: Status, cause: str, reason: str = "") -> None:
+        """Write that the lease is over: clients refuse launches from their next look on. The word is written last."""
+        if self._all[LEASE_WORD_AT // 8]:
+            return
+        self._map[CAUSE_AT : CAUSE_AT + CAUSE_BYTES] = cause.encode()[:CAUSE_BYTES].ljust(CAUSE_BYTES, b"\0")
+        text = reason.encode(errors="replace")[:MAX_SHOWN_REASON_BYTES]
+        self._map[REASON_AT : REASON_AT + len(text)] = text
+        self._all[REASON_LENGTH_AT // 8] = len(text)
+        self._all[LEASE_WORD_AT // 8] = -status
+
     def close(self) -> None:
         """Unmap the page and close the descriptor. The worker has its own."""
         for view in (self._words, self._flipped, self._deadlines, self._all):
@@ -112,13 +111,7 @@ class BrokerRegionsPage:
             self.reading_fd = -1
 
 
-_NUMBER_SHIFT: Final = 32
-_STATE_MASK: Final = (1 << _NUMBER_SHIFT) - 1
-
-
-def word_of(number: int, state: RegionWord) -> int:
-    """Return the word of a region with that number in that state."""
-    return number << _NUMBER_SHIFT | state
+_STATE_MASK: Final = (1 << NUMBER_SHIFT) - 1
 
 
 class SeenWord(NamedTuple):
@@ -145,7 +138,7 @@ class WorkerRegions:
     """
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, REGIONS_PAGE_BYTES, prot=mmap.PROT_READ)
+        self._map = mmap.mmap(fd, SESSION_WORDS_BYTES, prot=mmap.PROT_READ)
         with memoryview(self._map) as page, page.cast("Q") as fields:
             self.epoch_word = fields[EPOCH_AT // 8 : EPOCH_AT // 8 + 1]
             self.words = fields[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]
@@ -161,7 +154,7 @@ class WorkerRegions:
         """Return a slot's word."""
         word = self.words[slot]
         state = word & _STATE_MASK
-        return SeenWord(word >> _NUMBER_SHIFT, RegionWord(state) if state in _STATES else RegionWord.REVOKED)
+        return SeenWord(word >> NUMBER_SHIFT, RegionWord(state) if state in _STATES else RegionWord.REVOKED)
 
     def close(self) -> None:
         """Unmap the page."""

@@ -17,7 +17,6 @@ timers carry it.
 from enum import Enum
 from typing import NamedTuple
 
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
@@ -27,6 +26,7 @@ from gpulease.daemon.leases.persisted import KeptLease, KeptRegion
 from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
+from gpulease.protocol.session_words import RegionWord
 
 
 class TimerKind(Enum):

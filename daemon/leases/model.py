@@ -16,8 +16,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.protocol.opcodes import Exclusivity, Waiting
+from gpulease.protocol.session_words import RegionWord
 
 if TYPE_CHECKING:
     from gpulease.daemon.leases.events import SubmitRequested

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.leases import (
     AcquireRequested,
     AcquireStep,
@@ -68,6 +67,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.session_words import RegionWord
 
 THE_DAEMON: Final = "gpuleased"
 """The requester, where nobody asked: the daemon itself."""

@@ -19,6 +19,8 @@ ended, whatever the new page says: the worker then takes its memory away unasked
 region that the new page does not have: the earlier broker was killed before its journal had the region.
 """
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,11 +36,12 @@ from gpulease.daemon.contract.messages import (
     ResizeSlice,
     SliceResized,
 )
-from gpulease.daemon.contract.regions_page import RegionWord, WorkerRegions
+from gpulease.daemon.contract.regions_page import WorkerRegions
 from gpulease.daemon.drivers.interface import DriverError, Ticket
 from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.daemon.session.region_operations import ENDS, Flip, Region, RegionGate
+from gpulease.protocol.session_words import RegionWord
 
 NS_PER_MS: Final = 1_000_000
 
@@ -116,6 +119,7 @@ class RegionMemory:
         self._results: dict[int, RegionEnded | RegionStuck] = {}
         self._spin_until_ns = 0
         self.had_any = False
+        self.page_fd = -1
 
     def is_moving(self) -> bool:
         """Return whether the worker should look around soon; see `RegionGate.is_moving`."""
@@ -147,6 +151,9 @@ class RegionMemory:
                 if flip is not None and flip.word is RegionWord.EXPIRED:
                     region.ended = flip
         gate.page = page
+        self._drop_page_fd()
+        with contextlib.suppress(OSError):
+            self.page_fd = os.dup(fd)
         for chosen in gate.sets.values():
             chosen.forget()
         gate.forget_current()
@@ -155,6 +162,15 @@ class RegionMemory:
             for region in list(self._by_id.values()):
                 if region.ended is not None or page.word(region.slot).number != region.number:
                     self.end(EndRegion(region.region_id, UNASKED_GRACE_MS))
+
+    def _drop_page_fd(self) -> None:
+        fd, self.page_fd = self.page_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close the page's descriptor."""
+        self._drop_page_fd()
 
     # --- opening ---
 

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import ForwardRevoked, RegionReleased
-from gpulease.daemon.contract.regions_page import STATUS_OF_WORD, RegionWord, WorkerRegions, word_of
+from gpulease.daemon.contract.regions_page import STATUS_OF_WORD, WorkerRegions
 from gpulease.daemon.drivers.interface import Ticket
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.ledger import Refused, invalid_handle
@@ -34,6 +34,7 @@ from gpulease.protocol.fastpath import HANDLE, parse_fixed
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Handle, RegionSet
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.session_words import RegionWord, word_of
 
 MAX_REGION_SETS: Final = 4096
 """Most region sets of a session. Stops a loop that makes sets and never lets go of them."""

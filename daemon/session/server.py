@@ -316,13 +316,14 @@ class Server:
         report(self._channel, Attached() if guest is None else Attached(guest.mark, is_in))
 
     def _send_attach_reply(self, connection: Connection, attach: Attach) -> None:
-        """Reply to ATTACH, with the ring and the arena that the client asks for, where the session can give them.
+        """Reply to ATTACH, with the shared memory that the client asks for, where the session can give it.
 
         After the reply, all bytes go through the ring if there is one. Raises ConnectionLost.
         """
         wanted = Wanted(attach.ring, attach.arena_bytes)
         ring, arena = ring_for(connection.sock, wanted, self._spin_policy), self._arena_for(connection, wanted)
-        given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
+        words_fd = self._session.regions.page_fd if attach.words and can_share(connection.sock) else -1
+        given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes, words_fd >= 0)
         card = self._session.compute_capability.to_bytes(2, "big") + self._session.cuda_version.to_bytes(4, "big")
         options = (*given.to_options(), *_SERVED, Tlv(SessionOption.CARD, card))
         if ring is not None and connection.guest is None and self._max_connections == 1 and self._session.is_native:
@@ -334,7 +335,7 @@ class Server:
         body = build_body(replace(self._welcome, options=options))
         header = {"request_id": attach.request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
         frame = build_frame(Opcode.ATTACH, body, **header)
-        fds = [shared.fd for shared in (ring, arena) if shared is not None]
+        fds = [shared.fd for shared in (ring, arena) if shared is not None] + [words_fd] * given.words
         try:
             # The socket has room: nothing was sent on it since the peer read the last reply.
             sent = socket.send_fds(connection.sock, [frame], fds, socket.MSG_NOSIGNAL)

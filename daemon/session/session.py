@@ -564,6 +564,7 @@ class Session:
         """Give pinned memory back to the host; the driver must have unpinned it. Raises BufferError if it is used."""
         self._memory.close()
         self.arena.close()
+        self.regions.close()
 
 
 def _ping(frame: Frame) -> bytes:

@@ -40,22 +40,34 @@ class RegionLink:
             self._held.append(message)
             return
         try:
-            if not self._is_page_sent:
-                self._outbox.send(RegionsPage().to_map(), (self.page.reading_fd,))
-                self._is_page_sent = True
+            self._send_page()
             self._outbox.send(message.to_map())
         except ChannelClosed:
             self._outbox.close()
         self._wait_for_room()
 
+    def show_page(self) -> None:
+        """Send the page if it was not sent, before the first client that asks for it. Raises OSError as `order`."""
+        if self._held is not None:
+            return
+        try:
+            self._send_page()
+        except ChannelClosed:
+            self._outbox.close()
+        self._wait_for_room()
+
+    def _send_page(self) -> None:
+        if not self._is_page_sent:
+            self._outbox.send(RegionsPage().to_map(), (self.page.reading_fd,))
+            self._is_page_sent = True
+
     def release(self) -> None:
         """Send a worker that was taken over its page, then the orders that were held. Raises OSError as `order`."""
         held, self._held = self._held or [], None
         try:
-            self._outbox.send(RegionsPage().to_map(), (self.page.reading_fd,))
+            self._send_page()
         except ChannelClosed:
             return
-        self._is_page_sent = True
         self._wait_for_room()
         for message in held:
             self.order(message)

@@ -128,13 +128,9 @@ class RegionOrders:
         self._post(SessionCondemned(lease_id, Cause.UNRESPONSIVE, reason))
 
     def _link(self, lease_id: int) -> RegionLink | None:
-        """Return a worker's link, made with its first region; None without a worker. Raises OSError."""
+        """Return a worker's link, made at its first use; None without a worker. Raises OSError."""
         worker = self._workers.worker(lease_id)
-        if worker is None:
-            return None
-        if worker.regions is None:
-            worker.regions = RegionLink(worker.channel, is_held=self._is_adopting)
-        return worker.regions
+        return None if worker is None else worker.open_regions(is_held=self._is_adopting)
 
     def _send(self, lease_id: int, message: Message) -> str | None:
         """Send an order. Returns what keeps it from being sent; None if it is on its way, or nobody is there."""

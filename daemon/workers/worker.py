@@ -60,7 +60,7 @@ class Worker:
         is_stranger: The tenant who attaches next may be another than the lease's.
         has_faulted: It has said in this lease why its context is lost.
         submit_ends_ns: When the submit's timeout is over, on the monotonic clock; None until it began, or for a lease.
-        regions: Its session's regions; None until the session's first one.
+        regions: Its session's regions and words; None until a client asks for the words, or the first region.
     """
 
     spec: WorkerSpec
@@ -133,6 +133,8 @@ class Worker:
                 self.submit_ends_ns = time.monotonic_ns() + self.spec.timeout_ms * NS_PER_MS
             ends_ns = min(deadline_ns, self.submit_ends_ns)
         self.page.set_deadline(deadline_ns, generation, ends_ns + grace_ns)
+        if self.regions is not None:
+            self.regions.page.set_generation(generation)
 
     def refuse(self, status: Status, reason: str = "", cause: str = "") -> None:
         """Have the worker answer everything with `status` and `reason`, and tell its connections so.
@@ -141,6 +143,9 @@ class Worker:
         The next broker reads `cause`.
         """
         self.page.refuse(status, reason, time.monotonic_ns(), cause)
+        # Behind the page that decides: a client that sees this word finds the session ended.
+        if self.regions is not None and cause:
+            self.regions.page.end_lease(status, cause, reason)
         # The word on the page suffices. The message wakes a worker that sleeps, so that idle tenants learn why.
         self._send_or_drop(EndSession())
 
@@ -150,6 +155,10 @@ class Worker:
             return False
         attach = replace(attach, is_stranger=self.is_stranger)
         self.page.open_session()
+        if attach.words and not self.spec.submit_of:
+            # Without a descriptor for the page the client learns of the lease's end from the worker alone.
+            with contextlib.suppress(OSError):
+                self.open_regions().show_page()
         try:
             send_message(self.channel, attach.to_map(), (sock_fd,))
         except (ChannelClosed, BlockingIOError):
@@ -186,6 +195,17 @@ class Worker:
         self.spec = replace(self.spec, size_bytes=size_bytes)
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             self.zygote.change(self.serial, self.spec, lambda: None)
+
+    def open_regions(self, *, is_held: bool = False) -> RegionLink:
+        """Return the link to the session's regions, made at its first use. Raises OSError.
+
+        Args:
+            is_held: Whether a new link's orders wait, see RegionLink.
+        """
+        if self.regions is None:
+            self.regions = RegionLink(self.channel, is_held=is_held)
+            self.regions.page.set_generation(self.page.generation)
+        return self.regions
 
     def close_regions(self) -> None:
         """Forget the session's regions, all of which have ended with it."""

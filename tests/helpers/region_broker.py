@@ -13,7 +13,6 @@ from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.contract import messages as told
 from gpulease.daemon.contract.message_fields import Message
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import Card, LeaseTable
 from gpulease.daemon.record.audit.recorder import Recorder
@@ -23,6 +22,7 @@ from gpulease.protocol import messages as m
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Opcode
+from gpulease.protocol.session_words import RegionWord
 
 CARD_BYTES = 1 << 30
 MIB = 1 << 20

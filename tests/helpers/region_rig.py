@@ -11,15 +11,6 @@ from dataclasses import dataclass, field, replace
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage, sealed_memory
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import OpenRegion
-from gpulease.daemon.contract.regions_page import (
-    DEADLINES_AT,
-    EPOCH_AT,
-    FLIPPED_AT,
-    REGIONS_PAGE_BYTES,
-    WORDS_AT,
-    RegionWord,
-    word_of,
-)
 from gpulease.daemon.drivers.interface import DriverError, KernelFault, Poll, RegionReturn, keep_waiting
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
@@ -30,6 +21,15 @@ from gpulease.protocol.framing import Frame, FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, ErrorBody, Handle, LaunchIn, RegionRef, RegionSet
 from gpulease.protocol.opcodes import Flag, Opcode
+from gpulease.protocol.session_words import (
+    DEADLINES_AT,
+    EPOCH_AT,
+    FLIPPED_AT,
+    SESSION_WORDS_BYTES,
+    WORDS_AT,
+    RegionWord,
+    word_of,
+)
 from helpers.kernels import TRANSFORM
 from helpers.session_rig import GAPS, LEASE, MINUTE_NS, SIZES, Recording
 
@@ -44,8 +44,8 @@ class PageWriter:
     """The broker's side of a regions page."""
 
     def __init__(self) -> None:
-        self.fd = sealed_memory("regions-for-test", REGIONS_PAGE_BYTES)
-        self._map = mmap.mmap(self.fd, REGIONS_PAGE_BYTES)
+        self.fd = sealed_memory("regions-for-test", SESSION_WORDS_BYTES)
+        self._map = mmap.mmap(self.fd, SESSION_WORDS_BYTES)
         self.epoch = 0
 
     def put(self, at: int, value: int) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.ring import (
     DATA_AT,
+    LOOK_BYTES,
     MIN_RING_BYTES,
     RingLayout,
     RingReader,
@@ -148,6 +149,31 @@ def test_a_reader_that_is_gone_is_found_out_by_every_write() -> None:
     for _ in range(2):
         with pytest.raises(BrokenPipeError):
             writer.put(b"x")
+
+
+def test_a_reader_that_was_killed_while_awake_is_found_out_before_the_ring_is_full() -> None:
+    layout = RingLayout(8 * LOOK_BYTES, MIN_RING_BYTES)
+    is_gone = False
+
+    def look() -> None:
+        if is_gone:
+            raise BrokenPipeError
+
+    writer = client_ends(memoryview(bytearray(layout.total_bytes)), layout, barriers(), list, look)[1]
+    frame = bytes(100)
+    writer.put_whole(frame)
+    is_gone, before = True, writer.tail
+
+    def fill() -> None:
+        while True:
+            writer.put_whole(frame)
+
+    with pytest.raises(BrokenPipeError):
+        fill()
+    assert writer.tail - before <= LOOK_BYTES
+    for put in (writer.put, writer.put_whole):
+        with pytest.raises(BrokenPipeError):
+            put(bytes(LOOK_BYTES))
 
 
 def test_a_writer_that_is_gone_leaves_what_it_wrote() -> None:

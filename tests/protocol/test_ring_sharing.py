@@ -8,15 +8,15 @@ from gpulease.protocol.ring import MIN_RING_BYTES, Given, RingLayout, SharedMemo
 SIZES = st.integers(0, 2**64 - 1)
 
 
-@given(st.booleans(), SIZES)
-def test_what_is_wanted_is_told(ring: bool, arena_bytes: int) -> None:
-    wanted = Wanted(ring, arena_bytes)
+@given(st.booleans(), SIZES, st.booleans())
+def test_what_is_wanted_is_told(ring: bool, arena_bytes: int, words: bool) -> None:
+    wanted = Wanted(ring, arena_bytes, words)
     assert Wanted.from_options((Tlv(77, b"new"), *wanted.to_options())) == wanted
 
 
-@given(st.none() | st.just(RingLayout(MIN_RING_BYTES, MIN_RING_BYTES)), SIZES)
-def test_what_is_given_is_told(ring: RingLayout | None, arena_bytes: int) -> None:
-    given = Given(ring, arena_bytes)
+@given(st.none() | st.just(RingLayout(MIN_RING_BYTES, MIN_RING_BYTES)), SIZES, st.booleans())
+def test_what_is_given_is_told(ring: RingLayout | None, arena_bytes: int, words: bool) -> None:
+    given = Given(ring, arena_bytes, words)
     assert Given.from_options((Tlv(77, b"new"), *given.to_options())) == given
 
 

@@ -250,6 +250,7 @@ class AttachHandler:
                 guest=attempt.guest,
                 owns=any(option.type == AttachOption.OWN_MEMORY for option in options),
                 client_pid=self._peer.pid,
+                words=wanted.words,
             )
             return self._runtime.workers.attach(attempt.number, fd, message)
 

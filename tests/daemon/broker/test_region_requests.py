@@ -11,11 +11,11 @@ from gpulease.daemon.broker.handlers.lease_requests import regions_required_of
 from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.contract import messages as told
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.opcodes import REGIONS_REQUIRED_TAG, Opcode, Phase, RevokeOutcome, Status
 from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.session_words import RegionWord
 
 from helpers.region_broker import FIRST_ADDRESS, MIB, Broker, Caller, with_broker  # isort: skip
 

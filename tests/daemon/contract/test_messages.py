@@ -136,7 +136,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_WORKER, SPEC, SPEC_MAP),
     (
         TO_WORKER,
-        messages.Attach(1, b"rest", True, 1 << 20, False, GUEST, True, 4711),
+        messages.Attach(1, b"rest", True, 1 << 20, False, GUEST, True, 4711, True),
         {
             "op": "attach",
             "request_id": 1,
@@ -147,6 +147,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
             "guest": [3, 1 << 40, 2, (1 << 64) - 1],
             "owns": True,
             "client_pid": 4711,
+            "words": True,
         },
     ),
     (

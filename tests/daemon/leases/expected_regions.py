@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.leases import (
     Effect,
     EndRegion,
@@ -23,6 +22,7 @@ from gpulease.daemon.leases import (
     SetRegion,
     SliceResized,
 )
+from gpulease.protocol.session_words import RegionWord
 
 if TYPE_CHECKING:
     from .simulated import Shell

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpulease.daemon.contract.regions_page import MAX_NUMBER, RegionWord
+from gpulease.daemon.contract.regions_page import MAX_NUMBER
 from gpulease.daemon.leases import (
     AcquireRequested,
     Cause,
@@ -44,6 +44,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
+from gpulease.protocol.session_words import RegionWord
 
 from .scenario import MS, S, Scenario, armed, card, denied, kinds, one
 

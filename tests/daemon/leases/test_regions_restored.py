@@ -1,6 +1,5 @@
 """Regions of an earlier daemon, which go on, are ended again, or end with their lease."""
 
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.leases import (
     Cause,
     Effect,
@@ -21,6 +20,7 @@ from gpulease.daemon.leases import (
     SetRegion,
     TimerKind,
 )
+from gpulease.protocol.session_words import RegionWord
 
 from .scenario import S, Scenario, armed, card, kinds, one
 

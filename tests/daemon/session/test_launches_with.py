@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.drivers.interface import LaunchAttributes
 from gpulease.protocol.messages import LaunchWith
 from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.session_words import RegionWord
 from helpers.region_rig import RegionRig, quiet_in, region_rig
 
 NONE = (0, 0, 0)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import EndRegion, ForwardRevoked
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.session import region_memory
 from gpulease.daemon.session.region_operations import ENDS
 from gpulease.protocol.codec import build_body
@@ -18,6 +17,7 @@ from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Empty, Handle, Launch, MemWrite
 from gpulease.protocol.opcodes import Flag, Opcode
+from gpulease.protocol.session_words import RegionWord
 from helpers.region_rig import Opened, RegionRig, quiet_in, region_rig
 from helpers.session_rig import LEASE, SIZES, UNKNOWN_TO_NATIVE, quiet, sync, told
 

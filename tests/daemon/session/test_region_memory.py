@@ -18,7 +18,6 @@ from gpulease.daemon.contract.messages import (
     ResizeSlice,
     SliceResized,
 )
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.drivers.interface import DriverError, KernelFault
 from gpulease.daemon.session import region_memory
 from gpulease.protocol.codec import build_body
@@ -35,6 +34,7 @@ from gpulease.protocol.messages import (
     MemWrite,
 )
 from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.session_words import RegionWord
 from helpers.region_rig import GRANULE, KEPT, SLICE, Opened, PageWriter, RegionRig, quiet_in, region_rig
 from helpers.session_rig import SIZES
 

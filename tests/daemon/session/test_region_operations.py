@@ -8,7 +8,6 @@ import pytest
 
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.contract.messages import EndRegion, ForwardRevoked, RegionReleased
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.session import region_operations
 from gpulease.protocol.messages import (
     Empty,
@@ -22,6 +21,7 @@ from gpulease.protocol.messages import (
     RegionSet,
 )
 from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.session_words import RegionWord
 from helpers.region_rig import GRANULE, RegionRig, quiet_in, region_rig
 from helpers.session_rig import SIZES, quiet, sync
 

@@ -25,7 +25,6 @@ from gpulease.daemon.contract.messages import (
     SliceResized,
     parse_message,
 )
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.drivers.interface import Poll
 from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
@@ -50,6 +49,7 @@ from gpulease.protocol.messages import (
     RegionSet,
 )
 from gpulease.protocol.opcodes import Flag, Opcode, SessionOption, Status
+from gpulease.protocol.session_words import RegionWord
 from helpers.kernels import TRANSFORM
 from helpers.region_rig import PageWriter
 from helpers.session_rig import LEASE, MINUTE_NS, SIZES

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.contract.messages import EndRegion, OpenRegion
-from gpulease.daemon.contract.regions_page import REGIONS_PAGE_BYTES, RegionWord
 from gpulease.daemon.host.ipc import channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.workers.region_link import RegionLink
+from gpulease.protocol.session_words import SESSION_WORDS_BYTES, RegionWord
 
 Channel = tuple[socket.socket, socket.socket]
 
@@ -36,7 +36,7 @@ def received(theirs: socket.socket) -> list[tuple[dict[str, Any], bytes]]:
     with contextlib.suppress(BlockingIOError):
         while True:
             message, fds = receive_message(theirs)
-            found.append((message, os.pread(fds[0], REGIONS_PAGE_BYTES, 0) if fds else b""))
+            found.append((message, os.pread(fds[0], SESSION_WORDS_BYTES, 0) if fds else b""))
             close_all(fds)
     return found
 
@@ -81,7 +81,7 @@ def test_a_worker_that_was_taken_over_gets_a_page_with_its_words_on_it_first(cha
         link.release()
         (page, content), (end, _) = received(channel[1])
         assert (page["op"], end["op"]) == ("regions", "end_region")
-        assert content == os.pread(link.page.reading_fd, REGIONS_PAGE_BYTES, 0)
+        assert content == os.pread(link.page.reading_fd, SESSION_WORDS_BYTES, 0)
         link.order(EndRegion(2, 5))
         assert ops(channel[1]) == ["end_region"], "the page goes once"
         link.close()

@@ -8,7 +8,6 @@ import pytest
 
 from gpulease.daemon.contract import messages as m
 from gpulease.daemon.contract.message_fields import Message
-from gpulease.daemon.contract.regions_page import RegionWord
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.leases import (
     EndRegion,
@@ -30,6 +29,7 @@ from gpulease.daemon.workers.region_orders import RegionOrders
 from gpulease.daemon.workers.registry import MAX_REASON_CHARS, Workers
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
 from gpulease.protocol.opcodes import Exclusivity, Status
+from gpulease.protocol.session_words import RegionWord
 
 LEASE, OTHER, REGION = 7, 8, 70
 SIZE = 64 << 20

@@ -1,0 +1,78 @@
+"""The session's words: a page that the broker writes, and that the session's worker and its clients map read-only.
+
+It says whether the lease and each of its regions go on. A client refuses a launch by one load of it, and the worker
+looks at the regions' words before each launch. There is one page for each session, with no word of another session.
+Nobody believes a client: what a worker does behind the lease's end is decided by a page that no client has.
+
+Each field is an aligned, native u64, read and written one at a time (x86-64: such a store is seen whole, and stores
+are seen in their order).
+
+    byte                                        field
+       0  epoch: raised behind every change     an unchanged epoch says that no region's word or deadline has changed
+          of a region
+       8  lease's word                          0 while it lives, then the (positive) number of its end's status
+      16  lease's generation                    raised by each renewal
+      64  256 words of regions, by slot         number << 32 | state
+    2112  lease's cause of end                  32 bytes of UTF-8, filled up with zeros; there before the word
+    2144  length of the reason
+    2152  why an operator ended the lease       512 bytes of UTF-8; there before the word
+    4096  256 times of the last change          monotonic ns
+    8192  256 deadlines                         monotonic ns; the worker refuses launches from then on by itself
+
+A region's number is raised whenever its slot gets another region, so a region set that names an earlier one is
+refused. No state leads back to ACTIVE but CANCELLED, and none leads from an end to another. No lease's word goes back.
+"""
+
+import struct
+from enum import IntEnum
+from typing import Final
+
+SESSION_WORDS_VERSION: Final = 1
+"""The version of the layout above."""
+
+SESSION_WORDS_BYTES: Final = 3 * 4096
+EPOCH_AT: Final = 0
+LEASE_WORD_AT: Final = 8
+GENERATION_AT: Final = 16
+WORDS_AT: Final = 64
+CAUSE_AT: Final = 2112
+CAUSE_BYTES: Final = 32
+REASON_LENGTH_AT: Final = 2144
+REASON_AT: Final = 2152
+MAX_SHOWN_REASON_BYTES: Final = 512
+"""Longest reason on the page, in bytes; a longer one is cut."""
+
+FLIPPED_AT: Final = 4096
+DEADLINES_AT: Final = 8192
+
+_U64: Final = struct.Struct("=Q")
+
+
+class RegionWord(IntEnum):
+    """States of a region's word. ACTIVE alone lets launches begin."""
+
+    NONE = 0
+    ACTIVE = 1
+    CANCELLED = 2
+    REVOKED = 3
+    EXPIRED = 4
+    FREED = 5
+
+
+NUMBER_SHIFT: Final = 32
+
+
+def word_of(number: int, state: RegionWord) -> int:
+    """Return the word of a region with that number in that state."""
+    return number << NUMBER_SHIFT | state
+
+
+def cause_of(page: bytes) -> str:
+    """Return the name of the cause for which the lease has ended, on a copy of the page; "" while it lives."""
+    return page[CAUSE_AT : CAUSE_AT + CAUSE_BYTES].rstrip(b"\0").decode(errors="replace")
+
+
+def reason_of(page: bytes) -> str:
+    """Return the reason of an operator who has ended the lease, on a copy of the page; "" if there is none."""
+    (length,) = _U64.unpack_from(page, REASON_LENGTH_AT)
+    return page[REASON_AT : REASON_AT + min(length, MAX_SHOWN_REASON_BYTES)].decode(errors="ignore")
