@@ -20,6 +20,7 @@ from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.unix_place import BACKLOG, UnixPlace
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.place_log import log_place_change
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, UnixAddress
 
@@ -102,7 +103,7 @@ class Listeners:
     async def _listen_unix(self, address: UnixAddress, given: Sequence[socket.socket], set_mode: bool) -> UnixAddress:
         if not given:
             prepare_place(address, self._socket_mode)
-        place = UnixPlace(address, self._socket_mode)
+        place = UnixPlace(address, self._socket_mode, log_place_change)
         try:
             sock = place.take(given[0], set_mode=set_mode) if given else place.bind()
             refuse_descriptors(sock)

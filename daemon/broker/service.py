@@ -37,7 +37,7 @@ from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable,
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
 from gpulease.daemon.host.socket_activation import Assigned, GivenSocket, assign
-from gpulease.daemon.host.unix_place import LOOK_S, log_restoring_fault
+from gpulease.daemon.host.unix_place import LOOK_S
 from gpulease.daemon.leases import (
     Card,
     Cause,
@@ -48,6 +48,7 @@ from gpulease.daemon.leases import (
     TenantRulesChanged,
 )
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.place_log import log_restoring_fault
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal, open_journal

@@ -9,13 +9,13 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Callable
+from enum import Enum, auto
 from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
-from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.address import NOBODY_LISTENS, UnixAddress
 
 BACKLOG: Final = 512
@@ -30,12 +30,25 @@ MAX_TRIES: Final = 100
 _UCRED: Final = struct.Struct("3i")
 
 
+class PlaceChange(Enum):
+    """What became of a place's files."""
+
+    SOCKET_ANEW = auto()
+    LOCK_ANEW = auto()
+    LOST = auto()
+
+
+Reporter = Callable[[PlaceChange, str, str], None]
+"""Takes a change, the path of the file, and why that can't be made anew: "" unless it is lost."""
+
+
 class UnixPlace:
     """A place that is this process's from now on, as far as nobody listens there.
 
     Args:
         address: The place.
         mode: The permissions of sockets that are made there.
+        report: Gets each change.
 
     Attributes:
         problem: Why clients can't connect; "" as long as they can.
@@ -45,10 +58,10 @@ class UnixPlace:
         OSError: The lock can't be made.
     """
 
-    def __init__(self, address: UnixAddress, mode: int) -> None:
+    def __init__(self, address: UnixAddress, mode: int, report: Reporter) -> None:
         self.address = address
         self.problem = ""
-        self._mode = mode
+        self._mode, self._report = mode, report
         self._lock = PlaceLock(address)
         self._file: os.stat_result | None = None
         self._is_made_here = False
@@ -89,7 +102,7 @@ class UnixPlace:
             listener = 0
         if listener not in (0, os.getpid()):
             made = self.bind()
-            self._log_made_anew()
+            self._report_made_anew()
             sock.close()
             return made
         if set_mode:
@@ -98,24 +111,25 @@ class UnixPlace:
         return sock
 
     def restore(self) -> socket.socket | None:
-        """Make anew what was removed, and log it. Returns the socket in place of the one before; None if that is there.
+        """Make anew what was removed. Returns the socket in place of the one before; None if that is there.
 
-        What can't be made anew is logged once. Call it again after LOOK_S, for as long as the place is held.
+        It reports what it makes anew, and once what can't be made. Call it again after LOOK_S, for as long as the place
+        is held.
         """
         is_there = self._is_there()
         try:
             if self._lock.renew():
-                log_event(LogEvent.SOCKET_LOCK_ANEW, path=self._lock.path)
+                self._report(PlaceChange.LOCK_ANEW, self._lock.path, "")
             made = None if is_there else self.bind()
         except (CannotListen, OSError) as error:
             # A second daemon holds the lock until it has found that somebody listens.
             if not is_there and not self.problem:
                 self.problem = f"clients can't connect at {self.address}: its file is gone, and {error}"
-                log_event(LogEvent.SOCKET_LOST, path=self.address.path, reason=str(error))
+                self._report(PlaceChange.LOST, self.address.path, str(error))
             return None
         self.problem = ""
         if made is not None:
-            self._log_made_anew()
+            self._report_made_anew()
         return made
 
     def release(self, *, keep_file: bool = False) -> None:
@@ -129,8 +143,8 @@ class UnixPlace:
         there = file_at(self.address.path)
         return there is not None and self._file is not None and os.path.samestat(there, self._file)
 
-    def _log_made_anew(self) -> None:
-        log_event(LogEvent.SOCKET_ANEW, path=self.address.path)
+    def _report_made_anew(self) -> None:
+        self._report(PlaceChange.SOCKET_ANEW, self.address.path, "")
 
 
 class PlaceLock:
@@ -183,11 +197,6 @@ class PlaceLock:
     def _is_at_path(self, fd: int) -> bool:
         there = file_at(self.path)
         return there is not None and os.path.samestat(os.fstat(fd), there)
-
-
-def log_restoring_fault(error: Exception) -> None:
-    """Log an error that no `restore` expects."""
-    log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="making sockets anew")
 
 
 def bound_to_path(

@@ -21,9 +21,10 @@ from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
-from gpulease.daemon.host.unix_place import BACKLOG, LOOK_S, UnixPlace, log_restoring_fault
+from gpulease.daemon.host.unix_place import BACKLOG, LOOK_S, UnixPlace
 from gpulease.daemon.host.version import AGENT
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.place_log import log_place_change, log_restoring_fault
 from gpulease.daemon.log.rate_limit import RateLimitedLog
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.metrics.families import CONTENT_TYPE
@@ -159,7 +160,7 @@ class DirectoryServer:
     def _bind_unix(self, address: UnixAddress) -> socket.socket:
         """Listen on a Unix socket from now on. Raises CannotListen or OSError."""
         # Whoever may enter the folder may ask; the answers are no secret of one tenant.
-        place = UnixPlace(address, 0o666)
+        place = UnixPlace(address, 0o666, log_place_change)
         try:
             sock = place.bind()
         except BaseException:

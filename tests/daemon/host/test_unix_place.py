@@ -11,6 +11,7 @@ import pytest
 
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.unix_place import PlaceLock, UnixPlace, bound_to_path, listener_at
+from gpulease.daemon.log.place_log import log_place_change
 from gpulease.protocol.address import UnixAddress
 
 MODE = 0o660
@@ -31,7 +32,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def place_at(path: str, stack: ExitStack) -> UnixPlace:
-    place = UnixPlace(UnixAddress(path), MODE)
+    place = UnixPlace(UnixAddress(path), MODE, log_place_change)
     stack.callback(place.release)
     return place
 
@@ -43,7 +44,7 @@ def bound(place: UnixPlace, stack: ExitStack) -> socket.socket:
 def test_without_the_lock_a_second_one_finds_the_first_by_connecting(path: str, stack: ExitStack) -> None:
     bound(place_at(path, stack), stack)
     os.unlink(f"{path}.lock")
-    second = UnixPlace(UnixAddress(path), MODE)
+    second = UnixPlace(UnixAddress(path), MODE, log_place_change)
     with pytest.raises(CannotListen, match="another process does"):
         second.bind()
     second.release()
@@ -66,7 +67,7 @@ def test_what_was_removed_is_made_anew(
     assert listener_at(path) == os.getpid()
     assert os.stat(path).st_mode & 0o777 == MODE
     with pytest.raises(CannotListen, match="another gpuleased does"):
-        UnixPlace(UnixAddress(path), MODE)
+        UnixPlace(UnixAddress(path), MODE, log_place_change)
     said = {"d.sock": "a socket's file was removed", "d.sock.lock": "the lock beside a socket was removed"}
     assert len(caplog.records) == len(gone)
     assert all(any(said[name] in message for message in caplog.messages) for name in gone)
@@ -77,7 +78,7 @@ def test_what_was_removed_is_made_anew(
 def test_a_living_process_that_came_to_the_path_keeps_it(
     path: str, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = UnixPlace(UnixAddress(path), MODE)
+    place = UnixPlace(UnixAddress(path), MODE, log_place_change)
     bound(place, stack)
     os.unlink(path)
     other = stack.enter_context(bound_to_path(path, MODE))
@@ -147,7 +148,7 @@ def test_one_left_by_a_crash_is_replaced(path: str, stack: ExitStack) -> None:
 
 def test_a_given_socket_that_clients_reach_stays(path: str, stack: ExitStack) -> None:
     given = stack.enter_context(bound_to_path(path, 0o600))
-    place = UnixPlace(UnixAddress(path), MODE)
+    place = UnixPlace(UnixAddress(path), MODE, log_place_change)
     assert place.take(given, set_mode=True) is given
     assert os.stat(path).st_mode & 0o777 == MODE
     assert place.restore() is None

@@ -669,9 +669,7 @@ def test_a_held_tenant_has_no_rows_until_it_is_resumed(scheduler: ContinuousBatc
     assert names == ["other", "decoding"] + ["prompt"] * 8
 
 
-def test_a_held_tenant_s_requests_take_no_places_and_end_at_their_deadlines(
-    scheduler: ContinuousBatchScheduler,
-) -> None:
+def test_a_held_tenant_s_requests_take_no_places_and_end_in_time(scheduler: ContinuousBatchScheduler) -> None:
     scheduler.hold("a")
     assert scheduler.submit(prompt_request("a", "late", 3, 20, wait_s=5.0), 0.0) == []
     assert scheduler.submit(prompt_request("a", "patient", 3, 20, wait_s=9.0), 0.0) == []
