@@ -408,7 +408,7 @@ class Member:
                 ModRevisionIs(EPOCHS, self._membership.epochs_revision),
             )
             self._mark = Mark(self._mark.beat + 1, self._membership.instance)
-            writes = (self._write(now_ns), Put(JOINED, self._membership.node_id.encode()))
+            writes: tuple[Put, ...] = (self._write(now_ns), Put(JOINED, self._membership.node_id.encode()))
             writes += () if horizon else (Put(HORIZON, self._horizon.encode()),)
             if not self._membership.is_settled:
                 due_ns, write = self._missing_epochs(answer.found[3], answer.revision, now_ns)

@@ -1,6 +1,6 @@
 """A member with its clock and a store, driven step by step."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gpulease.daemon.fleet.etcd.transactions import Unknown
 from gpulease.daemon.fleet.fleet_records import name_key, read_claim
@@ -58,7 +58,7 @@ class Host:
         self.settle()
         return self
 
-    def left(self) -> dict[str, object]:
+    def left(self) -> dict[str, Any]:
         """Return what the process after this one is told, if it comes now."""
         joined = self.take(Joined)[-1]
         remembered = self.take(Remembered)

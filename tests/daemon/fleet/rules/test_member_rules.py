@@ -1,6 +1,7 @@
 """Each rule of a fleet's member by itself, in virtual time."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,7 @@ def etcd() -> ModelEtcd:
 def restarted(first: Host, joined: Joined) -> Host:
     """A daemon that comes after another one, and knows what it knew; the claimed lease lives."""
     (claimed,) = first.take(Claimed)
-    kept = {"incarnation": joined.incarnation, "identity": joined.identity, "mark": first.kept[-1]}
+    kept: dict[str, Any] = {"incarnation": joined.incarnation, "identity": joined.identity, "mark": first.kept[-1]}
     host = Host(first.etcd, now=first.now + 5 * S, run=2, **kept)
     return host.begin({"m": claimed.epoch})
 
@@ -362,7 +363,7 @@ def test_a_backup_older_than_a_minute_is_noticed_after_a_restart(etcd: ModelEtcd
     backup = etcd.copy()
     host.run(130)
     left = host.left()
-    assert left["identity"].revision > backup.revision  # type: ignore[attr-defined]
+    assert left["identity"].revision > backup.revision
     host = Host(backup, now=host.now, run=2, **left).begin()
     assert host.take(Joined) == []
     assert "was at" in host.take(Noted)[0].text
