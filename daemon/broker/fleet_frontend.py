@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claimed, ClaimWant, Counted
@@ -395,7 +396,7 @@ class FleetFrontend:
                 self._remember(replace(self._membership, **identity))
             case {"op": "mark", "mark": dict(mark)}:
                 self._remember(replace(self._membership, **mark))
-                self._journal.once_kept(lambda: self._tell({"op": "mark_kept", "beat": mark["beat"]}))
+                self._journal.once_kept(partial(self._tell_kept, mark["beat"]))
             case {"op": "stopped", "has_left": bool(has_left)}:
                 self._stop(has_left=has_left)
             case {"op": "lost", "text": str(reason)}:
@@ -442,6 +443,9 @@ class FleetFrontend:
     def _remember(self, membership: KeptMembership) -> None:
         self._membership = membership
         self._journal.remember_membership(membership)
+
+    def _tell_kept(self, beat: int) -> None:
+        self._tell({"op": "mark_kept", "beat": beat})
 
     def _stop(self, *, has_left: bool) -> None:
         if has_left:
