@@ -70,9 +70,8 @@ class Mark:
 
     def covers(self, record: NodeRecord) -> bool:
         """Return whether the daemon with this mark wrote a record, as far as records tell that."""
-        if not self.beat:
-            # Both were written by a version that did not count.
-            return not record.beat
+        if not self.run:
+            return False
         if record.nonce == self.entered:
             return True
         return record.nonce.rpartition("-")[0] == self.run and record.beat <= self.beat

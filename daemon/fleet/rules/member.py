@@ -394,9 +394,10 @@ class Member:
         if not self._take_epochs(answer.found[3], answer.revision):
             return
         if self._membership.incarnation:
-            if record and record.create_revision == self._membership.incarnation and not self._is_own(record):
+            is_same = record is not None and record.create_revision == self._membership.incarnation
+            if record and is_same and not self._is_own(record) and not self._is_uncounted(record):
                 self._lose(Reason.FORGOTTEN, FOREIGN)
-            elif record and record.create_revision == self._membership.incarnation:
+            elif record and is_same:
                 self._membership.mod_revision = record.mod_revision
                 self._membership.earlier_over_ns = now_ns + self._membership.wait_ns
                 self._enter(now_ns, entered=_nonce(record))
@@ -438,6 +439,13 @@ class Member:
         """Return whether this daemon wrote the record. One that can't be read is another's."""
         try:
             return self._mark.covers(read_node(record.value))
+        except BadRecord:
+            return False
+
+    def _is_uncounted(self, record: KeyValue) -> bool:
+        """Return whether both the record and this daemon's journal are of a version that did not count beats."""
+        try:
+            return not self._mark.run and not read_node(record.value).beat
         except BadRecord:
             return False
 

@@ -293,9 +293,8 @@ class Fleet:
             store = backup.copy()
             if is_raised:
                 store.revision = self.etcd.revision + 1_000
-            else:
-                # A node that was cut off since before the backup can't know that there were higher ones.
-                self.epochs.clear()
+            # A node that was cut off since before the backup, or whose journal is as old, can't know of higher ones.
+            self.epochs.clear()
             self.etcd, self.has_leader, self.is_renewed, self.forgot = store, True, False, True
 
         self.at(self.now + int(T * (1 + 3 * TERMS.rho)), begin)

@@ -441,6 +441,15 @@ def test_a_record_of_a_version_that_did_not_count_is_known_by_its_revision(etcd:
     assert [end.text for end in third.take(EndClaimed)] == [FOREIGN]
 
 
+def test_a_record_that_does_not_count_is_another_s_to_a_daemon_without_a_journal(etcd: ModelEtcd) -> None:
+    Host(etcd).begin()
+    key = node_key("a")
+    etcd.do(Transaction(writes=(Put(key, replace(read_node(etcd.keys[key].value), beat=0).encode()),)))
+    heir = Host(etcd, run=2).begin()
+    heir.run(14)
+    assert heir.take(Joined) == []
+
+
 # --- the store ---
 
 
