@@ -26,20 +26,20 @@ class Scene:
     def __init__(self, lease: GpuLease) -> None:
         self.session = session = GpuSession(lease)
         self.module, self.buffer, self.stream = session.module_load(TRANSFORM), session.mem_alloc(64), session.stream()
-        self.args = KernelArgs().push_buffer(self.buffer).push_u32(1).push_u32(7)
+        self.args = KernelArgs().push_buffer(self.buffer).push_u32(1).push_f32(2.0)
         with session.record() as self.graph:
             self.launch()
         self.launch()
         session.sync()
 
     def launch(self) -> None:
-        self.session.launch(self.module, "fill_u32", [1], [1], self.args)
+        self.session.launch(self.module, "scale", [1], [1], self.args)
 
     def operations(self) -> dict[str, Callable[[], object]]:
         return {
             "launch": self.launch,
             "launch in a stream": lambda: self.session.launch(
-                self.module, "fill_u32", [1], [1], self.args, stream=self.stream
+                self.module, "scale", [1], [1], self.args, stream=self.stream
             ),
             "graph": self.graph.launch,
             "write": lambda: self.session.mem_write(self.buffer, 0, bytes(64)),
