@@ -218,6 +218,23 @@ def test_an_interrupt_at_any_wait_of_an_attach_leaves_the_lease_to_the_next(
                 session.sync()
 
 
+def test_an_interrupt_at_any_wait_of_a_submit_leaves_the_lease_to_the_next(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = np.ones(32, np.float32)
+
+    def submitted(lease: GpuLease) -> Any:
+        submit = lease.submit("scale", TRANSFORM).grid([1]).block([32])
+        (scaled,) = submit.inout(numbers).arg(np.uint32(32)).arg(np.float32(2)).launch()
+        return scaled
+
+    with daemon.builder(SLICE_BYTES).acquire() as lease:
+        interrupt = Interrupt(monkeypatch)
+        for _ in interrupt.walk(lambda: submitted(lease)):
+            wait_until(lambda: "submit" not in lease.query(), "the submit is gone")
+            assert np.frombuffer(submitted(lease), np.float32).tolist() == [2.0] * 32
+
+
 @pytest.mark.parametrize(
     "is_behind",
     [False, pytest.param(True, marks=pytest.mark.exhaustive)],
