@@ -67,6 +67,8 @@ def test_a_worker_has_open_what_its_session_needs(daemon: Daemon) -> None:
             "/memfd:gpulease-claims (deleted)",
             "/memfd:gpulease-lease (deleted)",
             "/memfd:gpulease-output (deleted)",
+            "/memfd:gpulease-regions (deleted)",
+            "/memfd:gpulease-regions (deleted)",
             "/memfd:gpulease-ring (deleted)",
             "pipe",
             "socket",
