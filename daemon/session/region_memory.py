@@ -94,9 +94,6 @@ class _NeverDone:
 class RegionMemory:
     """Opens and ends the regions of one session.
 
-    Attributes:
-        had_any: Whether the context has had a region: its addresses must never be used again.
-
     Args:
         streams: Returns the numbers of all the session's streams in the driver.
         keeps_failure: Returns whether a failure waits for the tenant's next request that has a reply.
@@ -118,7 +115,6 @@ class RegionMemory:
         gate.is_ending = lambda: bool(self._ends or self._openings)
         self._results: dict[int, RegionEnded | RegionStuck] = {}
         self._spin_until_ns = 0
-        self.had_any = False
         self.page_fd = -1
 
     def is_moving(self) -> bool:
@@ -126,9 +122,9 @@ class RegionMemory:
         return self._gate.is_moving()
 
     @property
-    def is_used(self) -> bool:
-        """Return whether the session may have regions: it has a page of them."""
-        return self._gate.page is not None
+    def had_any(self) -> bool:
+        """Return whether the context has had a region: its addresses must never be used again."""
+        return self._gate.had_any
 
     # --- the page ---
 
@@ -205,7 +201,7 @@ class RegionMemory:
             address = self._call(lambda: context.region_open(size_bytes, spare_bytes, resources.check_lease))
         except (Refused, DriverError, LeaseOver) as error:
             return str(error) or "the lease is over"
-        self.had_any = True
+        self._gate.had_any = True
         region = Region(asked.region_id, asked.slot, asked.number, address, size_bytes)
         self._by_id[asked.region_id] = gate.regions[key] = region
         ledger.add_region(address, size_bytes, lambda: gate.admit_copy(region))

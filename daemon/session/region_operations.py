@@ -174,6 +174,7 @@ class RegionGate:
         self._repeats_since_ns = 0
         self._seen_epoch = 0
         self._moved_ns = -SETTLE_NS
+        self.had_any = False
 
     # --- looks ---
 
@@ -280,7 +281,8 @@ class RegionGate:
 
     def is_moving(self) -> bool:
         """Return whether the page has just changed or a region opens or ends: the worker should look around soon."""
-        if self.page is None:
+        # A session that never had a region has the page for its lease's word alone.
+        if self.page is None or not self.had_any:
             return False
         now_ns, epoch = time.monotonic_ns(), self.page.epoch
         if epoch != self._seen_epoch:

@@ -237,7 +237,7 @@ class Server:
 
         A region must not wait for launches that have nothing to do with it.
         """
-        if not self._session.regions.is_used:
+        if not self._session.regions.had_any:
             return
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             while True:

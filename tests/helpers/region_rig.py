@@ -272,6 +272,7 @@ def region_rig(*, is_native: bool = False, regions_required: bool = False) -> It
         yield made
     finally:
         context.context.close()
+        session.regions.close()
         if session._gate.page is not None:
             session._gate.page.close()
         made.writer.close()

@@ -154,7 +154,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
         TO_WORKER,
         messages.Attach(1, b"", False, 0),
         {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "is_stranger": True, "guest": None}
-        | {"owns": False, "client_pid": 0},
+        | {"owns": False, "client_pid": 0, "words": False},
     ),
     (TO_WORKER, messages.Scrub(), {"op": "scrub"}),
     (TO_WORKER, messages.EndSession(), {"op": "end"}),

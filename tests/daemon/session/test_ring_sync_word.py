@@ -65,11 +65,14 @@ def test_it_is_answered_while_regions_open_or_end(made: Pair, monkeypatch: pytes
     reading_fd = page.reading_fd()
     made.made.session.regions.use_page(reading_fd)
     os.close(reading_fd)
+    assert not made.made.session.regions.is_moving(), "a session that never had a region has no reason to look around"
+    made.made.session._gate.had_any = True
     assert made.made.session.regions.is_moving()
     made.words[AWAITED] = 7
     made.turn()
     assert made.words[ANSWER] == 15
     page.close()
+    made.made.session.regions.close()
     in_session = made.made.session._gate.page
     assert in_session is not None
     in_session.close()

@@ -122,7 +122,7 @@ def worker() -> Iterator[tuple[Worker, AttachReply]]:
     tenant, far = socket.socketpair()
     writer = PageWriter()
     with ExitStack() as stack:
-        for closing in (channel, tenant, writer, page):
+        for closing in (channel, tenant, writer, page, session.regions):
             stack.callback(closing.close)
         broker.settimeout(30)
         tenant.settimeout(30)

@@ -67,6 +67,9 @@ class MadeWorker:
     regions: MadeLink = field(default_factory=MadeLink)
     size_bytes: int = 0
 
+    def open_regions(self, *, is_held: bool = False) -> MadeLink:
+        return self.regions
+
     def resize(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
 
