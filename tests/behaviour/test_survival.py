@@ -193,6 +193,7 @@ def test_usage_counts_a_lease_once_over_its_daemons(start_lasting: StartLasting,
     if how == "stopped":
         audit_log.stop(lasting.now)
     else:
+        wait_until(lambda: "grant" in audit_log.kinds(folder), "the grant is on the disk")
         lasting.kill()
     time.sleep(0.3)
     lasting.start()

@@ -196,7 +196,7 @@ class _Caller:
         if not bells:
             self.close()
         elif self._call is not None or self._shared.request.status != CallStatus.REQUEST_READY:
-            self._false_bells += 1
+            self._false_bells += len(bells)
             if self._false_bells > MAX_FALSE_BELLS:
                 _log.warning("a caller rings for nothing: it is dropped")
                 self.close()
