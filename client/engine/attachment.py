@@ -169,6 +169,7 @@ class Attachment:
         end: How the session ended; None while it lives.
         arena: Memory shared with the worker; None if there is none.
         lease_word: The lease's word, which the broker writes; not 0 once the lease is over.
+        last_raised: The last failure of a reply, or end of the session, that was raised.
         dropped: Handles without a reference, which the next operation frees.
         held: Buffers that were freed, and that the next allocation of their size gets.
         lent: Arrays that the worker may still use.
@@ -196,6 +197,7 @@ class Attachment:
         self.end: Failure | None = _NOT_OPEN
         self.arena: Arena | None = None
         self.lease_word = NO_WORD
+        self.last_raised: Failure | None = None
         self.dropped: list[tuple[Opcode, int]] = []
         self.held = HeldBuffers()
         self.lent = LentArrays()
@@ -213,6 +215,12 @@ class Attachment:
         if self.end is None and self.lease_word[0]:
             self.lease.look()
         return self.end or self.lease.over
+
+    def check_open(self, doing: str) -> None:
+        """Raise the end of the session, or of its lease, if there is one. A block's end does not raise it again."""
+        if (over := self.over) is not None:
+            self.last_raised = over
+            raise error_of(over, doing)
 
     @property
     def is_alive(self) -> bool:

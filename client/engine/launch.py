@@ -10,7 +10,7 @@ from gpulease.client.engine.operations import Operations
 from gpulease.client.engine.region_sets import RegionSet, regions_named
 from gpulease.client.engine.streams import StreamHandle, Streams
 from gpulease.client.engine.waits import Begun
-from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, LaunchFailed, error_of
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of
 from gpulease.client.texts import kernel_name, quoted
@@ -210,8 +210,7 @@ class Launches(LaunchCommands):
         shared_bytes: int,
         stream: StreamHandle | None,
     ) -> Begun[int]:
-        if self._attachment.over is not None:
-            raise error_of(self._attachment.over, "launch")
+        self._attachment.check_open("launch")
         number, frame = self.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         return self._streams.hand_over(stream, number, frame, "launch")
 
@@ -253,8 +252,7 @@ class Launches(LaunchCommands):
         except (AttributeError, TypeError, ValueError, OSError, FramingError, struct.error):
             pass  # a wrong type or value, the first launch, or no peer: found out below
         try:
-            if attachment.over is not None:
-                raise error_of(attachment.over, "launch")
+            attachment.check_open("launch")
             named = regions_named(regions, position, attachment, f"launch of {quoted(kernel)}")
             args = in_order(module, kernel, args)
             template, data = self._prepared(
@@ -283,8 +281,7 @@ class Launches(LaunchCommands):
     ) -> Begun[int]:
         """Send a launch with attributes at once, under the session's lock; the result is the launch's number."""
         attachment = self._attachment
-        if attachment.over is not None:
-            raise error_of(attachment.over, "launch")
+        attachment.check_open("launch")
         attachment.require(SessionOption.LAUNCH_WITH, "launch")
         named = (0, 0)
         if regions is not None:

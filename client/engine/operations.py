@@ -103,7 +103,6 @@ class Operations:
             answered.
         settled_id: Every request up to this one is known to have ended well, or its failure was raised.
         fences: Operations whose reply settles everything before them.
-        last_raised: The last failure of a reply that was raised.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -112,7 +111,6 @@ class Operations:
         self.freed: deque[tuple[int, Opcode, int]] = deque()
         self.settled_id = 0
         self.fences = ONE_STREAM_FENCES
-        self.last_raised: Failure | None = None
 
     def begin(self) -> None:
         """The session has just been attached."""
@@ -136,8 +134,7 @@ class Operations:
     def guarded(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
         """Do an operation whose caller holds the lock: refuse if the session is over, free dropped handles, go on."""
         attachment = self.attachment
-        if attachment.over is not None:
-            raise error_of(attachment.over, doing)
+        attachment.check_open(doing)
         return (yield from self.go_on(doing, self._prepared(procedure)))
 
     def go_on(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
@@ -269,7 +266,7 @@ class Operations:
             self.attachment.dropped.extend(again)
         if result.status is Status.SESSION_FAILED:
             raise LinkEnded(result)
-        self.last_raised = result
+        self.attachment.last_raised = result
         result = self.attachment.lease.note_failure(result)
         if result.status in LEASE_OVER and result.region is None:
             self.attachment.finish(result)
@@ -377,8 +374,7 @@ class Operations:
 
     def free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
         """Free one handle now, and wait for the reply."""
-        if self.attachment.over is not None:
-            raise error_of(self.attachment.over, doing)
+        self.attachment.check_open(doing)
         self.check(handle, kind, doing)
         yield from self.do(doing, self._free(handle))
 

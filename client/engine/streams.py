@@ -255,7 +255,7 @@ class Streams:
 
         A guest without kernels of its own asks only about its own requests: kernels and their failures are others'.
         """
-        operations, raised = self.operations, self.operations.last_raised
+        operations, raised = self.operations, self.attachment.last_raised
         if self.attachment.token and not self.attachment.has_loaded:
             waiting = operations.ask(Opcode.PING, build_body(Ping(0)), limit, "sync")
         elif stream is None:

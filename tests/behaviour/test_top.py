@@ -183,9 +183,9 @@ def test_what_is_typed_in_another_script(daemon: Daemon, locale: str, as_shown: 
     with daemon.builder().acquire() as lease, top(daemon.address, size=(120, 12), **plainly) as terminal:
         terminal.wait_for(lease.lease_id_text[:8], within_s=START_S)
         terminal.press("/é\r")
-        terminal.wait_for(f"those with {as_shown}", "No leases of these.", "q quit")
+        terminal.wait_for(f"filter {as_shown}", "No lease matches the filter.", "q quit")
         terminal.press("\x1b")
-        terminal.wait_for(lease.lease_id_text[:8], without="those with")
+        terminal.wait_for(lease.lease_id_text[:8], without="filter '")
         terminal.press("q")
         assert terminal.wait_for_exit() == 0
 

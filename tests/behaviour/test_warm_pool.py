@@ -62,7 +62,7 @@ def test_leases_take_contexts_and_the_pool_fills_up_again(pool: Daemon) -> None:
     assert (card["warm_wanted"], card["warm_bytes"], card["held_bytes"]) == (2, 2 * CONTEXT_BYTES, 0)
     assert card["available_bytes"] == GIB - CONTEXT_BYTES
     shown = CliRunner().invoke(main, ["info"], env={ADDRESS_VARIABLE: pool.address}).stdout
-    assert "2 of 2, 200 MiB" in shown
+    assert "2 of 2 ready, 200 MiB" in shown
     used: list[int] = []
     for _ in range(3):
         pids = wait_until_full(pool)

@@ -273,20 +273,18 @@ def test_a_chat_that_does_not_say_gets_the_server_s_length(rig: OpenAiRig, clien
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_request_that_waits_too_long_is_told_when_to_ask_again(rig: OpenAiRig, is_stream: bool) -> None:
     rig.wait_for(rig.decoder.suspend("eve"))
-    with rig.http("eve") as first, rig.http("eve") as http:
-        # It has her only place, and gets no rows.
-        with first.stream("POST", "/v1/completions", json={"prompt": PROMPT, "stream": True}):
-            reply = http.post("/v1/completions", json={"prompt": PROMPT, "stream": is_stream})
+    with rig.http("eve") as http:
+        reply = http.post("/v1/completions", json={"prompt": PROMPT, "stream": is_stream})
         rig.wait_for(rig.decoder.resume("eve"))
     if not is_stream:
-        assert (reply.status_code, reply.headers["Retry-After"]) == (429, "1")
-        assert reply.json()["error"]["code"] == "quota_exceeded"
+        assert (reply.status_code, reply.headers["Retry-After"]) == (503, "1")
+        assert reply.json()["error"]["code"] == "pool_exhausted"
         return
     # Its head was sent as it began to wait.
     *comments, last = reply.text.removesuffix("\n\n").split("\n\n")
     told = json.loads(last.removeprefix("data: "))
     assert (reply.status_code, set(comments)) == (200, {": waiting"})
-    assert (told["error"]["code"], told["gpulease"]) == ("quota_exceeded", {"status": 429, "retry_after": 1})
+    assert (told["error"]["code"], told["gpulease"]) == ("pool_exhausted", {"status": 503, "retry_after": 1})
 
 
 def test_a_stream_that_waits_is_never_silent(patient: OpenAiRig, monkeypatch: pytest.MonkeyPatch) -> None:
