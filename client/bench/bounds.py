@@ -53,6 +53,16 @@ class Bound:
     goal: float | None
     needs: str
 
+    @property
+    def aim(self) -> float:
+        """The goal, or the bound where that is the goal."""
+        return self.limit if self.goal is None else self.goal
+
+    @property
+    def aim_text(self) -> str:
+        """The aim in words for a table: "<= 0.5 of C"."""
+        return f"{'>=' if self.is_least else '<='} {self.aim:g}{f' of {self.beside}' if self.of else ''}"
+
     def holds(self, value: float, limit: float) -> bool:
         """Return whether a value keeps a limit of this bound's direction."""
         return value >= limit if self.is_least else value <= limit
@@ -127,6 +137,11 @@ def outcomes(bounds: Sequence[Bound], report: Mapping[str, Any]) -> list[Outcome
     """Return how a report keeps each bound."""
     figures = dict(flat(report))
     return [_outcome(bound, figures) for bound in bounds]
+
+
+def keeps_bounds(driver: str, report: Mapping[str, Any]) -> bool:
+    """Return whether a part of a run, such as its regions alone, keeps each bound whose figures it has."""
+    return all(one.is_kept for one in outcomes(load_bounds(driver), report) if one.value is not None)
 
 
 def _outcome(bound: Bound, figures: Mapping[str, float]) -> Outcome:

@@ -12,6 +12,7 @@ from pathlib import Path
 from subprocess import CalledProcessError, TimeoutExpired, run
 from typing import Any, Final
 
+from gpulease.client.bench.bounds import load_bounds
 from gpulease.client.bench.figures import Figures, Say, figures_of, medians
 from gpulease.client.bench.lease_life import warm_acquisition
 from gpulease.client.bench.round_trips import measure_session
@@ -30,37 +31,8 @@ SESSION_STARTS: Final = 5
 
 VARIABLE_OF_CARDS: Final = "CUDA_VISIBLE_DEVICES"
 
-RING_GOAL: Final = "below a ring's, see --peers"
 NO_CARD: Final = "the daemon computes with the embedded driver, and only a card has other callers and goals"
 NO_POOL: Final = "the daemon keeps no warm contexts: its operator sets warm_contexts"
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """A bound for a session's figure: a number, or a share of another caller's figure in the same run.
-
-    Attributes:
-        bound: The number, or the factor.
-        of: The other caller; "" if `bound` is the number itself.
-        is_least: The figure shall be at least as large, as a rate; else at most.
-    """
-
-    bound: float
-    of: str = ""
-    is_least: bool = False
-
-    @property
-    def text(self) -> str:
-        """Words for the table."""
-        return f"{'>=' if self.is_least else '<='} {self.bound:g}{f' of {self.of}' if self.of else ''}"
-
-    def is_met(self, name: str, found: Mapping[str, Figures]) -> bool | None:
-        """Return True if the session's figure keeps the bound, None if a figure for it is missing."""
-        ours = found[LEASED].get(name)
-        limit = self.bound * found.get(self.of, {}).get(name, float("nan")) if self.of else self.bound
-        if ours is None or limit != limit:
-            return None
-        return ours >= limit if self.is_least else ours <= limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +43,13 @@ class Row:
         stem: Begins the names of its figures.
         text: Head of the row.
         unit: Ends the names of its figures: us, ms or gb_s.
-        goal: None if it needs a caller that is not run here (`gpulease bench --peers`).
+        promise: Its table in bounds.toml, where its goal is.
     """
 
     stem: str
     text: str
     unit: str
-    goal: Goal | None
+    promise: str
 
     def figure(self, percent: int) -> str:
         """Return the name of its figure at that percentile."""
@@ -85,18 +57,18 @@ class Row:
 
 
 ROWS: Final = (
-    Row("launch_pipelined", "launch, pipelined", "us", Goal(0.5, C)),
-    Row("launch_own", "launch, its caller's own share", "us", Goal(1.2)),
-    Row("launch_sync", "launch + sync", "us", Goal(1.1, BINDINGS)),
-    Row("sync_idle", "sync with nothing queued", "us", Goal(0.5)),
-    Row("train_sync", "20 launches + sync", "us", Goal(0.5, C)),
-    Row("alloc_free_beside", "alloc + free 1 MiB, beside other allocations", "us", None),
-    Row("alloc_free_alone", "alloc + free 1 MiB, its granule empty each time", "us", None),
-    Row("write_4k_sync", "H2D 4 KiB + sync", "us", Goal(1.2, BINDINGS)),
-    Row("read_4k", "D2H 4 KiB", "us", Goal(1.2, BINDINGS)),
-    Row("write_16m_pinned", "H2D 16 MiB, pinned, + sync", "gb_s", Goal(0.95, C, is_least=True)),
-    Row("read_16m_pinned", "D2H 16 MiB, pinned", "gb_s", Goal(0.95, C, is_least=True)),
-    Row("session_start", "session set-up, warm (others: cold)", "ms", Goal(2.0)),
+    Row("launch_pipelined", "launch, pipelined", "us", "launch_pipelined"),
+    Row("launch_own", "launch, its caller's own share", "us", "launch_own"),
+    Row("launch_sync", "launch + sync", "us", "launch_sync"),
+    Row("sync_idle", "sync with nothing queued", "us", "sync"),
+    Row("train_sync", "20 launches + sync", "us", "launches_20_sync"),
+    Row("alloc_free_beside", "alloc + free 1 MiB, beside other allocations", "us", "alloc_free"),
+    Row("alloc_free_alone", "alloc + free 1 MiB, its granule empty each time", "us", "alloc_free"),
+    Row("write_4k_sync", "H2D 4 KiB + sync", "us", "write_4k"),
+    Row("read_4k", "D2H 4 KiB", "us", "read_4k"),
+    Row("write_16m_pinned", "H2D 16 MiB, pinned, + sync", "gb_s", "write_16m"),
+    Row("read_16m_pinned", "D2H 16 MiB, pinned", "gb_s", "read_16m"),
+    Row("session_start", "session set-up, warm (others: cold)", "ms", "warm_acquire"),
 )
 
 NOTES: Final = (
@@ -239,12 +211,20 @@ def report_of(
             for name, theirs in found.items()
             if name != LEASED
         },
-        "goals": {
-            row.stem: {"goal": row.goal.text, "is_met": row.goal.is_met(row.figure(50), found)}
-            if row.goal
-            else {"goal": RING_GOAL, "is_met": None}
-            for row in ROWS
-            if has_goals
-        },
+        "goals": _goals(found) if has_goals else {},
         "absent": dict(absent),
     }
+
+
+def _goals(found: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
+    """Return each row's goal in words, and whether the session reaches it: None if a figure for that is missing."""
+    bounds = {bound.name: bound for bound in load_bounds("cuda")}
+    goals = {}
+    for row in ROWS:
+        bound, name = bounds[row.promise], row.figure(50)
+        value = found[LEASED].get(name)
+        if value is not None and bound.of:
+            divisor = found.get(bound.beside, {}).get(name)
+            value = value / divisor if divisor else None
+        goals[row.stem] = {"goal": bound.aim_text, "is_met": None if value is None else bound.holds(value, bound.aim)}
+    return goals

@@ -29,9 +29,6 @@ END_S: Final = 20.0
 FLOOR_TIMEOUT_S: Final = 120
 LAUNCHES: Final = 10_000
 
-LAUNCH_GOAL_US: Final = 100.0
-"""The 99th percentile that operators may rely on: from the flip of a region's word to its typed refusal."""
-
 
 def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures:
     """Return the figures of regions on the daemon's first card; times in us or ms, as their names say."""
@@ -51,11 +48,6 @@ def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures
             say(f"regions: {name}")
             figures |= measure(samples)
     return figures
-
-
-def keeps_the_pin(figures: Figures) -> bool:
-    """Return whether a revoked region was refused as soon as operators may rely on."""
-    return figures["revoke_wall_clock_p99_us"] <= LAUNCH_GOAL_US
 
 
 def _floor(driver: str, card_uuid: str, size_bytes: int, samples: int, say: Say) -> Figures:

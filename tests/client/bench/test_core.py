@@ -1,4 +1,4 @@
-"""The goals of the lease core's benchmark, and its exit status."""
+"""The bounds of the lease core's benchmark, and its exit status."""
 
 import json
 
@@ -6,20 +6,27 @@ import pytest
 from click.testing import CliRunner
 
 from gpulease.client.bench import core
-from gpulease.client.bench.core import GOALS, core_figures, reaches_goals
+from gpulease.client.bench.bounds import load_bounds
+from gpulease.client.bench.core import core_figures
 from gpulease.client.cli.bench import CORE_ROWS, bench
 from gpulease.client.cli.exit_status import CannotStart
 from helpers.daemon import python_environment
 
-GOOD = {name: 1.0 for name, _ in CORE_ROWS} | {"mixed_per_s": GOALS["mixed_per_s"]}
+LEAST_PER_S, LATEST_MS = (bound.limit for bound in load_bounds("cuda") if bound.figure.startswith("core."))
+GOOD = {name: 1.0 for name, _ in CORE_ROWS} | {"mixed_per_s": LEAST_PER_S}
 
 
 @pytest.mark.parametrize(
     ("figures", "is_good"),
-    [(GOOD, True), (GOOD | {"mixed_per_s": 4999.0}, False), (GOOD | {"expiry_late_p99_ms": 10.1}, False)],
+    [
+        (GOOD, True),
+        (GOOD | {"mixed_per_s": LEAST_PER_S - 1}, False),
+        (GOOD | {"expiry_late_p99_ms": LATEST_MS + 0.1}, False),
+    ],
 )
-def test_goals(monkeypatch: pytest.MonkeyPatch, figures: dict[str, float], is_good: bool) -> None:
-    assert reaches_goals(figures) == is_good
+def test_a_core_below_its_bounds_fails_the_bench(
+    monkeypatch: pytest.MonkeyPatch, figures: dict[str, float], is_good: bool
+) -> None:
     asked: list[tuple[int, tuple[str, ...]]] = []
 
     def measured(leases: int, kept: tuple[str, ...]) -> dict[str, float]:
