@@ -15,9 +15,15 @@ A reader ignores members that it does not know, so that nodes of two versions ma
 """
 
 from dataclasses import asdict, dataclass
-from json import JSONDecodeError, dumps, loads
-from math import isfinite, nan
-from typing import Any, Final, NamedTuple
+from hashlib import sha256
+from json import dumps
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from gpulease.daemon.fleet.fleet_settings import MAX_HORIZON_S
+from gpulease.daemon.fleet.record_reader import LeaseText, Number, Text, Unreadable, read_record
+from gpulease.protocol.lease_names import NAME
 
 PREFIX: Final = b"/gpulease/v1/"
 NODES: Final = PREFIX + b"nodes/"
@@ -30,12 +36,11 @@ FENCES: Final = PREFIX + b"fences"
 GENERATION: Final = PREFIX + b"generation"
 HORIZON: Final = PREFIX + b"horizon"
 
-MAX_RECORD_BYTES: Final = 64 << 10
-"""Largest record that is read. A node with 16 cards has 2 KiB. Stops a foreign writer from filling memory."""
+MAX_GENERATION_BYTES: Final = 128
+"""Longest generation that is kept as it is. It goes into the journal and into messages of the daemon's processes."""
 
-
-class BadRecord(ValueError):
-    """Raised for a value in etcd that is none of a fleet's records; the text says which and why."""
+MAX_NODE_ID_BYTES: Final = 255
+"""Longest id of a node, as long as a host's name (RFC 1035, 2.3.4). Stops keys that no message could carry."""
 
 
 def node_key(node_id: str) -> bytes:
@@ -53,23 +58,42 @@ def held_key(node_id: str, name: str = "") -> bytes:
     return HELD + node_id.encode() + b"/" + name.encode()
 
 
-def held_name(key: bytes, node_id: str) -> str | None:
-    """Return the name whose claim has that key among those of its node; None: it is a lease's entry in a quota."""
-    name = key.removeprefix(held_key(node_id)).decode(errors="replace")
-    return None if "/" in name else name
+def is_quotas(key: bytes, node_id: str) -> bool:
+    """Return whether a key among those of a node's claims is of a lease's entry in a quota, and not of a name."""
+    return b"/" in key.removeprefix(held_key(node_id))
 
 
-def node_id_of(key: bytes) -> str:
+def held_name(key: bytes, node_id: str) -> str | Unreadable:
+    """Return the name whose claim has that key among those of its node."""
+    return _name(key.removeprefix(held_key(node_id)))
+
+
+def node_id_of(key: bytes) -> str | Unreadable:
     """Return the id of the node whose record has that key."""
-    return key.removeprefix(NODES).decode(errors="replace")
+    node_id = key.removeprefix(NODES)
+    try:
+        return node_id.decode() if 0 < len(node_id) <= MAX_NODE_ID_BYTES else Unreadable("its key names no node")
+    except UnicodeDecodeError:
+        return Unreadable("its key is no text")
 
 
-def name_of(key: bytes) -> str:
+def name_of(key: bytes) -> str | Unreadable:
     """Return the name whose claim has that key."""
-    return key.removeprefix(NAMES).decode(errors="replace")
+    return _name(key.removeprefix(NAMES))
 
 
-class CardRecord(NamedTuple):
+def _name(name: bytes) -> str | Unreadable:
+    text = name.decode(errors="replace")
+    return text if NAME.fullmatch(text) else Unreadable("its key names no lease")
+
+
+NodeId = Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_BYTES)]
+
+_HorizonSeconds = Annotated[float, Meta(gt=0, le=MAX_HORIZON_S)]
+
+
+@dataclass(frozen=True, slots=True)
+class CardRecord:
     """A card in its node's record.
 
     Attributes:
@@ -79,11 +103,11 @@ class CardRecord(NamedTuple):
         is_partition: The card is a MIG partition.
     """
 
-    uuid: str
-    name: str
-    capacity_bytes: int
-    largest_bytes: int
-    leases: int
+    uuid: Text
+    name: Text
+    capacity_bytes: Number
+    largest_bytes: Number
+    leases: Number
     is_partition: bool
 
 
@@ -101,18 +125,17 @@ class NodeRecord:
         version: The daemon's version.
     """
 
-    nonce: str
-    addresses: tuple[str, ...] = ()
-    labels: dict[str, str] | None = None
+    nonce: Text
+    addresses: tuple[Text, ...] = ()
+    labels: dict[Text, Text] | None = None
     cards: tuple[CardRecord, ...] = ()
     is_draining: bool = False
-    boot_ms: int = 0
-    version: str = ""
+    boot_ms: Number = 0
+    version: Text = ""
 
     def encode(self) -> bytes:
         """Encode the record as JSON."""
-        members = asdict(self) | {"cards": [card._asdict() for card in self.cards]}
-        return dumps(members, separators=(",", ":")).encode()
+        return dumps(asdict(self), separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,58 +150,36 @@ class ClaimRecord:
         nonce: Tells one claim from every other, so that a claimer finds its own again after a lost answer.
     """
 
-    node_id: str
-    incarnation: int
-    lease_id: str
-    tenant: str
-    nonce: str
+    node_id: NodeId
+    incarnation: Number
+    lease_id: LeaseText
+    tenant: Text
+    nonce: Text
 
     def encode(self) -> bytes:
         """Encode the record as JSON."""
         return dumps(asdict(self), separators=(",", ":")).encode()
 
 
-def read_node(value: bytes) -> NodeRecord:
-    """Read a node's record. Raises BadRecord."""
-    members = _members(value)
+def read_node(value: bytes) -> NodeRecord | Unreadable:
+    """Read a node's record."""
+    return read_record(NodeRecord, value)
+
+
+def read_claim(value: bytes) -> ClaimRecord | Unreadable:
+    """Read a claim."""
+    return read_record(ClaimRecord, value)
+
+
+def read_horizon_s(value: bytes) -> float | Unreadable:
+    """Read the fleet's horizon, in seconds."""
+    return read_record(_HorizonSeconds, value)
+
+
+def read_generation(value: bytes) -> str:
+    """Return the store's generation as a short text, another one for each value: an operator may put any."""
     try:
-        cards = tuple(CardRecord(**_known(CardRecord._fields, card)) for card in members.pop("cards", ()))
-        members["addresses"] = tuple(members.get("addresses", ()))
-        return NodeRecord(cards=cards, **_known(NodeRecord.__slots__, members))
-    except (TypeError, AttributeError) as error:
-        raise BadRecord(f"it is no node's record: {error}") from None
-
-
-def read_claim(value: bytes) -> ClaimRecord:
-    """Read a claim. Raises BadRecord."""
-    try:
-        return ClaimRecord(**_known(ClaimRecord.__slots__, _members(value)))
-    except TypeError as error:
-        raise BadRecord(f"it is no claim: {error}") from None
-
-
-def read_horizon_s(value: bytes) -> float:
-    """Read the fleet's horizon, in seconds. Raises BadRecord."""
-    try:
-        horizon_s = float(value.decode())
-    except ValueError:
-        horizon_s = nan
-    if not (isfinite(horizon_s) and horizon_s > 0):
-        raise BadRecord("is no number of seconds")
-    return horizon_s
-
-
-def _members(value: bytes) -> dict[str, Any]:
-    if len(value) > MAX_RECORD_BYTES:
-        raise BadRecord(f"it has {len(value)} bytes; a record has at most {MAX_RECORD_BYTES}")
-    try:
-        members = loads(value)
-    except (JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise BadRecord("it is no JSON") from None
-    if not isinstance(members, dict):
-        raise BadRecord("it is no JSON object")
-    return members
-
-
-def _known(names: tuple[str, ...], members: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in members.items() if name in names}
+        text = value.decode() if len(value) <= MAX_GENERATION_BYTES else ""
+    except UnicodeDecodeError:
+        text = ""
+    return text or sha256(value).hexdigest()

@@ -11,8 +11,8 @@ from gpulease.daemon.host.extras import check_installed
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.lease_names import NAME
 
-NEEDED: Final = ("grpc", "aetcd")
-"""The packages that reach etcd, from the extra `fleet`."""
+NEEDED: Final = ("grpc", "aetcd", "msgspec")
+"""The packages that reach etcd and read what it has, from the extra `fleet`."""
 
 MIN_HORIZON_S: Final = 2
 """A shorter horizon is lost by an etcd that elects a leader, which takes one to two seconds."""

@@ -264,6 +264,12 @@ class LogEvent(Enum):
     FLEET_NOTED = Kind(
         "fleet.noted", INFO, "the node's membership of its fleet", ("what", "reason", "node", "lease_name")
     )
+    FLEET_UNREADABLE = Kind(
+        "fleet.unreadable",
+        WARNING,
+        "values in the fleet's etcd can't be read, and count as none",
+        ("reason", "suppressed"),
+    )
     FLEET_NO_ADDRESS = Kind(
         "fleet.no_address",
         WARNING,

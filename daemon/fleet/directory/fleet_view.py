@@ -1,11 +1,12 @@
 """A directory's view of a fleet: nodes and claims as they were read from etcd, with no clock and no network.
 
-The view trusts no record. A record that can't be read, or whose members have other types, is counted and left out.
+The view trusts no record. One that can't be read is counted, reported and left out.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from gpulease.daemon.fleet.directory.node_index import NodeIndex, SeenNode, rooms_of
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
@@ -13,16 +14,15 @@ from gpulease.daemon.fleet.fleet_records import (
     HORIZON,
     NAMES,
     NODES,
-    BadRecord,
-    CardRecord,
     ClaimRecord,
-    NodeRecord,
     name_of,
     node_id_of,
     read_claim,
     read_horizon_s,
     read_node,
 )
+from gpulease.daemon.fleet.record_reader import Unreadable
+from gpulease.daemon.fleet.unreadable_records import UnreadableRecords
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.limits import MAX_NODE_ADDRESSES, MAX_TEXT_BYTES
 
@@ -31,6 +31,11 @@ MAX_NODES: Final = 50_000
 
 MAX_NAMES: Final = 500_000
 """Most claims of a view, some 500 bytes each; the reason is that of MAX_NODES."""
+
+
+NS_PER_S: Final = 1_000_000_000
+
+NO_ROOM: Final = Unreadable("the directory has no room for it")
 
 
 class SeenClaim(NamedTuple):
@@ -48,7 +53,7 @@ class FleetView:
         claims: The claims.
         index: The nodes by what a placement asks for.
         horizon_s: The horizon that the nodes have agreed on; None before the first node has joined.
-        bad_records: Records that were left out since the view began.
+        unreadable: Records that were left out.
     """
 
     def __init__(self) -> None:
@@ -56,7 +61,7 @@ class FleetView:
         self.claims: dict[str, SeenClaim] = {}
         self.index = NodeIndex()
         self.horizon_s: float | None = None
-        self.bad_records = 0
+        self.unreadable = UnreadableRecords()
         self._names_of: dict[str, set[str]] = {}
         self._settled_s = -inf
         self._is_indexing = True
@@ -76,31 +81,38 @@ class FleetView:
             old = before.get(node_id)
             if old is not None and (old.record, old.incarnation) == (seen.record, seen.incarnation):
                 self.nodes[node_id] = old
+        # Those that were met at an earlier time are gone.
+        self.unreadable.forget_before(int(now_s * NS_PER_S))
         self._index_anew()
 
     def put(self, item: KeyValue, now_s: float) -> None:
         """Take a key's new value; a value that can't be read is as good as none."""
-        try:
-            if item.key.startswith(NODES):
-                record = _sound_node(item.value)
-                self._put_node(
-                    node_id_of(item.key), SeenNode(record, item.create_revision, now_s, rooms_of(*record.cards))
-                )
-            elif item.key.startswith(NAMES):
-                self._put_claim(name_of(item.key), SeenClaim(_sound_claim(item.value), item.mod_revision))
-            elif item.key == HORIZON:
-                self.horizon_s = read_horizon_s(item.value)
-        except BadRecord:
-            self.bad_records += 1
-            self.delete(item.key)
+        unreadable = None
+        if item.key.startswith(NODES):
+            unreadable = self._put_node(item, now_s)
+        elif item.key.startswith(NAMES):
+            unreadable = self._put_claim(item)
+        elif item.key == HORIZON:
+            unreadable = self._put_horizon(item)
+        if unreadable is None:
+            self.unreadable.forget(item.key)
+        else:
+            self._drop(item.key)
+            self.unreadable.add(item, unreadable.reason, int(now_s * NS_PER_S))
 
     def delete(self, key: bytes) -> None:
         """Forget a key's value."""
+        self.unreadable.forget(key)
+        self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
         if key.startswith(NAMES):
-            self._delete_claim(name_of(key))
+            name = name_of(key)
+            if not isinstance(name, Unreadable):
+                self._delete_claim(name)
         elif key.startswith(NODES):
             node_id = node_id_of(key)
-            if (old := self.nodes.pop(node_id, None)) is not None:
+            if not isinstance(node_id, Unreadable) and (old := self.nodes.pop(node_id, None)) is not None:
                 self.index.remove(node_id, old)
         elif key == HORIZON:
             self.horizon_s = None
@@ -125,13 +137,29 @@ class FleetView:
             return None
         return None if node.changed_s <= silent_before_s else claim.record.node_id
 
-    def _put_node(self, node_id: str, seen: SeenNode) -> None:
+    def _put_node(self, item: KeyValue, now_s: float) -> Unreadable | None:
+        node_id, record = node_id_of(item.key), read_node(item.value)
+        if isinstance(node_id, Unreadable):
+            return node_id
+        if isinstance(record, Unreadable):
+            return record
         old = self.nodes.get(node_id)
-        if old is None and (len(self.nodes) >= MAX_NODES or len(node_id.encode()) > MAX_TEXT_BYTES):
-            raise BadRecord("the view has no room for it")
+        if old is None and len(self.nodes) >= MAX_NODES:
+            return NO_ROOM
+        addresses = tuple(filter(_is_address, record.addresses))[:MAX_NODE_ADDRESSES]
+        record = replace(record, addresses=addresses, labels=record.labels or {})
+        seen = SeenNode(record, item.create_revision, now_s, rooms_of(*record.cards))
         self.nodes[node_id] = seen
         if self._is_indexing:
             self.index.put(node_id, seen, old)
+        return None
+
+    def _put_horizon(self, item: KeyValue) -> Unreadable | None:
+        horizon_s = read_horizon_s(item.value)
+        if isinstance(horizon_s, Unreadable):
+            return horizon_s
+        self.horizon_s = horizon_s
+        return None
 
     def _index_anew(self) -> None:
         self._is_indexing = True
@@ -139,12 +167,18 @@ class FleetView:
         for node_id, seen in sorted(self.nodes.items(), key=lambda node: node[1].changed_s):
             self.index.put(node_id, seen, None)
 
-    def _put_claim(self, name: str, seen: SeenClaim) -> None:
+    def _put_claim(self, item: KeyValue) -> Unreadable | None:
+        name, record = name_of(item.key), read_claim(item.value)
+        if isinstance(name, Unreadable):
+            return name
+        if isinstance(record, Unreadable):
+            return record
         if name not in self.claims and len(self.claims) >= MAX_NAMES:
-            raise BadRecord("the view has no room for it")
+            return NO_ROOM
         self._delete_claim(name)
-        self.claims[name] = seen
-        self._names_of.setdefault(seen.record.tenant, set()).add(name)
+        self.claims[name] = SeenClaim(record, item.mod_revision)
+        self._names_of.setdefault(record.tenant, set()).add(name)
+        return None
 
     def _delete_claim(self, name: str) -> None:
         if (old := self.claims.pop(name, None)) is not None:
@@ -154,41 +188,9 @@ class FleetView:
                 del self._names_of[tenant]
 
 
-def _sound_node(value: bytes) -> NodeRecord:
-    record = read_node(value)
-    labels = {} if record.labels is None else record.labels
-    texts: list[Any] = [record.nonce, record.version, *record.addresses]
-    if not isinstance(labels, Mapping) or not all(isinstance(text, str) for text in (*texts, *labels.values())):
-        raise BadRecord("a member is no text")
-    if type(record.is_draining) is not bool or not all(map(_is_sound_card, record.cards)):
-        raise BadRecord("a member has another type")
-    addresses = tuple(filter(_is_address, record.addresses))[:MAX_NODE_ADDRESSES]
-    return NodeRecord(
-        record.nonce, addresses, dict(labels), record.cards, record.is_draining, record.boot_ms, record.version
-    )
-
-
-def _is_sound_card(card: CardRecord) -> bool:
-    numbers = (card.capacity_bytes, card.largest_bytes, card.leases)
-    return (
-        isinstance(card.uuid, str)
-        and isinstance(card.name, str)
-        and all(type(number) is int and number >= 0 for number in numbers)
-        and type(card.is_partition) is bool
-    )
-
-
 def _is_address(text: str) -> bool:
     try:
         parse_address(text)
     except ValueError:
         return False
-    return True
-
-
-def _sound_claim(value: bytes) -> ClaimRecord:
-    record = read_claim(value)
-    texts: tuple[Any, ...] = (record.node_id, record.lease_id, record.tenant, record.nonce)
-    if not all(isinstance(text, str) for text in texts) or type(record.incarnation) is not int:
-        raise BadRecord("a member has another type")
-    return record
+    return len(text.encode()) <= MAX_TEXT_BYTES

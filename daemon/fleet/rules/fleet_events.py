@@ -82,8 +82,6 @@ class Reason(Enum):
     """The daemon has claimed leases, but no longer knows under which incarnation it claimed them."""
     LOST = "lost"
     """A claim of a living lease is no longer in etcd: somebody deleted it."""
-    CLOCK = "clock"
-    """This node's clock runs faster or slower than the others' by more than the fleet allows for."""
     RESTORED = "restored"
     """etcd is another store than the one that was joined, or an earlier state of it."""
     RENEWED = "renewed"
@@ -347,6 +345,10 @@ class Note(Enum):
     FENCE_PUT_OFF = "fence_put_off"
     """A silent node was not fenced: the fleet has fenced as many as it may in a minute."""
     ORPHAN_DELETED = "orphan_deleted"
+    CLOCK = "clock"
+    """This node's clock runs faster or slower than the others', by what they say; without text it does not any more."""
+    FAULT = "fault"
+    """An answer could not be handled, by a fault of the daemon's own; it counts as lost."""
     TWIN = "twin"
     """Another daemon joined under this node's id."""
     REFUSED = "refused"
@@ -363,6 +365,19 @@ class Noted:
     name: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class RecordsUnreadable:
+    """Values in etcd could not be read.
+
+    Attributes:
+        count: Those that were met since the member began.
+        text: What an operator should know of those that are there now; "" if none is.
+    """
+
+    count: int
+    text: str
+
+
 Effect = (
     Ask
     | ArmTimer
@@ -376,4 +391,5 @@ Effect = (
     | QuotaRefused
     | Stopped
     | Noted
+    | RecordsUnreadable
 )

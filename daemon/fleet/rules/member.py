@@ -39,10 +39,11 @@ from gpulease.daemon.fleet.fleet_records import (
     FENCES,
     GENERATION,
     HORIZON,
-    BadRecord,
     NodeRecord,
     held_key,
     node_key,
+    read_generation,
+    read_horizon_s,
     read_node,
 )
 from gpulease.daemon.fleet.rules.clock_rates import ClockRates
@@ -89,12 +90,17 @@ RENEW: Final = f"{_AFTER} puts a new text: `etcdctl put {GENERATION.decode()} TE
 NEW_HORIZON: Final = f"set the fleet's; to give all nodes another one, {_AFTER} `etcdctl del {HORIZON.decode()}`"
 """The act that lets a node join whose horizon is not the fleet's."""
 
+CLOCK: Final = "until they agree, its horizons end earlier or its waits last longer; look at the clocks of all of them"
+
 TWIN: Final = "another daemon runs under this node's id: an operator gives each its own, as `node` of [fleet]"
 
 LEFT_OVER: Final = "a daemon with this node's id was not stopped, and may run: this one joins once that was silent for"
 
 REMEMBER_NS: Final = 60 * NS_PER_S
 """Between two times at which the broker keeps the store's revision: a backup that is older than that is noticed."""
+
+MAX_FAULT_CHARS: Final = 300
+"""Longest text about a fault. It may quote what lies in etcd."""
 
 RENEWED: Final = "an operator renewed the fleet's generation key or its horizon"
 
@@ -111,8 +117,6 @@ class _Phase(Enum):
     """Claimed leases end; then the node joins anew."""
     JOINING = auto()
     MEMBER = auto()
-    REFUSED = auto()
-    """The node stays out until its process is started anew."""
 
 
 class _Stranger(NamedTuple):
@@ -150,7 +154,7 @@ class Member:
         """The last membership of this daemon: the broker knows of all its claimed leases."""
         self._stranger: _Stranger | None = None
         self._remembered_ns = 0
-        self._horizon = f"{terms.horizon_s:g}"
+        self._horizon_s = terms.horizon_s
         self._record = RecordChanged()
         self._phase = _Phase.STARTING
         self._has_started = False
@@ -163,7 +167,8 @@ class Member:
         self._due_ns = 0
         self._no_generation_ns: int | None = None
         self._is_isolated = False
-        self._is_refused = False
+        self._rate: float | None = None
+        """How fast the others' clocks run by their word; None: as this node's."""
         self._is_stopping = False
         self._has_left = False
         self._armed_ns: int | None = None
@@ -175,7 +180,7 @@ class Member:
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
         """Handle an event. Returns the effects in the order in which they are to be carried out."""
-        self._membership.effects = []
+        self._membership.effects, self._membership.now_ns = [], now_ns
         match event:
             case Started():
                 self._has_started = True
@@ -202,6 +207,7 @@ class Member:
             case Stopping():
                 self._is_stopping = True
         self._advance(now_ns)
+        self._membership.report_unreadable()
         return self._membership.effects
 
     # --- time ---
@@ -252,7 +258,13 @@ class Member:
                 outcome = Unknown(text)
             else:
                 self._membership.revision = max(self._membership.revision, outcome.revision)
-        asked.on_outcome(outcome, asked.asked_ns, now_ns)
+        try:
+            asked.on_outcome(outcome, asked.asked_ns, now_ns)
+        except Exception as error:
+            # Who waits for this answer is to get one all the same: it counts as lost, and is asked for again.
+            text = f"an answer of etcd's can't be handled: {type(error).__name__}: {error}"[:MAX_FAULT_CHARS]
+            self._note(Note.FAULT, text)
+            asked.on_outcome(Unknown(text), asked.asked_ns, now_ns)
 
     def _difference(self, answer: Answer, floor: int) -> str:
         """Tell why an answer came from another store than the one that was joined; empty: it did not."""
@@ -266,14 +278,15 @@ class Member:
         if generation is None and not known:
             self._make_generation(now_ns)
             return False
-        value = generation.value.decode(errors="replace") if generation else ""
+        value = read_generation(generation.value) if generation else ""
         is_renewed = bool(value) and bool(known) and value != known
         text = "" if is_renewed else self._difference(answer, self._membership.revision)
         if not value:
             text = "etcd has lost the fleet's generation key"
         act = RENEW
-        if not text and horizon and _text(horizon) != self._horizon:
-            text = f"the fleet has horizon_s = {_text(horizon)!r}, and this node {self._horizon}"
+        if not text and horizon and (theirs := self._membership.read(read_horizon_s, horizon)) != self._horizon_s:
+            other = "a value that can't be read as its horizon_s" if theirs is None else f"horizon_s = {theirs:g}"
+            text = f"the fleet has {other}, and this node {self._horizon_s:g}"
             act = NEW_HORIZON
         if text:
             refusal = f"{text}: {act}"
@@ -316,7 +329,7 @@ class Member:
             self._membership.revision = max(self._membership.revision, *live.epochs.values(), 0)
         elif self._phase is not _Phase.ENDING or live.epochs or live.quotas:
             return
-        self._phase = _Phase.REFUSED if self._is_refused else _Phase.JOINING
+        self._phase = _Phase.JOINING
         self._due_ns = max(self._due_ns, now_ns)
 
     def _read_store(self, now_ns: int) -> None:
@@ -335,7 +348,7 @@ class Member:
                 self._enter(now_ns)
             else:
                 self._lose(Reason.FENCED, "another node fenced this one while its daemon was not running")
-        elif record and (attempt_ns := self._attempts.get(_nonce(record))) is not None:
+        elif record and (attempt_ns := self._attempts.get(self._nonce(record))) is not None:
             self._join(record.create_revision, record.mod_revision, attempt_ns, now_ns)
         elif record and not self._is_own(record) and not self._is_silent(record, now_ns):
             self._due_ns = now_ns + self._membership.poll_ns
@@ -350,7 +363,7 @@ class Member:
                 ModRevisionIs(GENERATION, _revision(generation)),
                 ModRevisionIs(HORIZON, _revision(horizon)),
             )
-            writes = (self._write(now_ns), *(() if horizon else (Put(HORIZON, self._horizon.encode()),)))
+            writes = (self._write(now_ns), *(() if horizon else (Put(HORIZON, f"{self._horizon_s:g}".encode()),)))
             self._ask(now_ns, Transaction(compares, writes), self._created)
 
     def _created(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
@@ -361,7 +374,7 @@ class Member:
 
     def _is_own(self, record: KeyValue) -> bool:
         """Return whether a membership of this daemon left the record."""
-        return record.create_revision == self._own or self._membership.is_own_nonce(_nonce(record))
+        return record.create_revision == self._own or self._membership.is_own_nonce(self._nonce(record))
 
     def _is_silent(self, record: KeyValue, now_ns: int) -> bool:
         """Return whether another daemon's record was unchanged for half a horizon, and say what is waited for."""
@@ -409,7 +422,7 @@ class Member:
         """Take the answer to a beat: acknowledged, made by an earlier attempt, or fenced."""
         record, generation, horizon = _own_and_fleet(answer)
         if record is None or record.create_revision != self._membership.incarnation:
-            if record is not None and not self._membership.is_own_nonce(_nonce(record)):
+            if record is not None and not self._membership.is_own_nonce(self._nonce(record)):
                 self._note(Note.TWIN, TWIN)
                 self._lose(Reason.FENCED, TWIN)
             else:
@@ -419,10 +432,10 @@ class Member:
             self._lose(Reason.RESTORED, "etcd has an earlier state of this node's record")
             return
         self._mod_revision = record.mod_revision
-        written_ns = asked_ns if answer.succeeded else self._attempts.get(_nonce(record))
+        written_ns = asked_ns if answer.succeeded else self._attempts.get(self._nonce(record))
         self._due_ns = asked_ns + self._membership.beat_ns if answer.succeeded else now_ns
         self._attempts.clear()
-        if (_text(generation), _text(horizon)) != (self._identity.generation, self._horizon):
+        if self._is_renewed(generation, horizon):
             self._lose(Reason.RENEWED, RENEWED)
             return
         if lost := self._claims.sweep(answer.found[3], answer.revision, now_ns):
@@ -438,10 +451,26 @@ class Member:
             self._acknowledge(written_ns)
             if self._membership.beating_since_ns is None:
                 self._membership.beating_since_ns = now_ns
-        if answer.succeeded and (rate := self._clocks.saw(answer.found[5], answer.revision, asked_ns, now_ns)):
-            self._is_refused = True
-            self._membership.trouble = Why.ISOLATED, "this node's clock is wrong: an operator repairs it and restarts"
-            self._lose(Reason.CLOCK, f"the other nodes' clocks run {rate:.4f} times as fast as this node's")
+        if answer.succeeded:
+            self._take_rate(self._clocks.saw(answer.found[5], answer.revision, asked_ns, now_ns))
+
+    def _is_renewed(self, generation: KeyValue | None, horizon: KeyValue | None) -> bool:
+        """Return whether an operator renewed one of the two, or took it away.
+
+        A horizon that can't be read was not set by one who wanted another: members go on by the one that they know.
+        """
+        known = "" if generation is None else read_generation(generation.value)
+        if known != self._identity.generation or horizon is None:
+            return True
+        return self._membership.read(read_horizon_s, horizon) not in (None, self._horizon_s)
+
+    def _take_rate(self, rate: float | None) -> None:
+        """Take at which rate the others' clocks run, by their word."""
+        self._membership.make_up_for(rate or 1.0)
+        if (rate is None) != (self._rate is None):
+            text = f"the other nodes' clocks run {rate:.4f} times as fast as this node's: {CLOCK}" if rate else ""
+            self._note(Note.CLOCK, text)
+        self._rate = rate
 
     def _acknowledge(self, written_ns: int) -> None:
         """Move the horizon: etcd has the write of this node's record that was asked then."""
@@ -464,7 +493,7 @@ class Member:
         self._claims.restore({})
         self._quotas.restore({})
         self._membership.effects.append(EndClaimed(reason, text))
-        self._note(Note.REFUSED if self._is_refused else Note.FENCED, text)
+        self._note(Note.FENCED, text)
 
     # --- the end ---
 
@@ -519,6 +548,11 @@ class Member:
 
         self._membership.ask(now_ns, transaction, on_outcome)
 
+    def _nonce(self, record: KeyValue) -> str:
+        """Return the nonce of a node's record; "" if it can't be read."""
+        found = self._membership.read(read_node, record)
+        return "" if found is None else found.nonce
+
     def _note(self, note: Note, text: str = "") -> None:
         self._membership.effects.append(Noted(note, text))
 
@@ -526,17 +560,6 @@ class Member:
 def _own_and_fleet(answer: Answer) -> tuple[KeyValue | None, ...]:
     """Return the node's record, the generation key and the fleet's horizon."""
     return tuple(found[0] if found else None for found in answer.found[:3])
-
-
-def _nonce(record: KeyValue) -> str:
-    try:
-        return read_node(record.value).nonce
-    except BadRecord:
-        return ""
-
-
-def _text(found: KeyValue | None) -> str:
-    return found.value.decode(errors="replace") if found else ""
 
 
 def _revision(found: KeyValue | None) -> int:

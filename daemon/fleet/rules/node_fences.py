@@ -11,7 +11,7 @@ count is in one key, which each fence rewrites in its own transaction.
 """
 
 from dataclasses import dataclass
-from json import JSONDecodeError, dumps, loads
+from json import dumps
 from typing import Final
 
 from gpulease.daemon.fleet.etcd.transactions import (
@@ -25,6 +25,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
 )
 from gpulease.daemon.fleet.fleet_records import FENCES, NODES, held_key, name_key, node_key
+from gpulease.daemon.fleet.record_reader import Number, Unreadable, read_record
 from gpulease.daemon.fleet.rules.fleet_events import Note, Noted
 from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
 from gpulease.protocol.counts import counted
@@ -37,6 +38,13 @@ NODES_PER_FENCE: Final = 100
 
 MAX_SIGHTINGS: Final = 1_024
 """Nodes that are watched at once. More than that at once is no node's failure, but the network's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fences:
+    """The value of the key that counts fences."""
+
+    used: Number
 
 
 @dataclass(slots=True)
@@ -73,7 +81,9 @@ class NodeFences:
         """Take the key that counts fences, as a beat or a fence read it."""
         revision = found[0].mod_revision if found else 0
         if revision != self._budget.mod_revision:
-            self._budget = _Budget(revision, now_ns, _used(found[0].value) if found else 0)
+            used = self._membership.read(_read_fences, found[0]) if found else _Fences(0)
+            # A value that can't be read counts as one.
+            self._budget = _Budget(revision, now_ns, 1 if used is None else used.used)
 
     def look(self, node_id: str, incarnation: int, found: tuple[KeyValue, ...], now_ns: int) -> tuple[bool, int]:
         """Look at the record of a node that has a claim, and fence the node if it was silent too long.
@@ -153,9 +163,5 @@ class NodeFences:
             self._nodes, self._counted_ns = len(outcome.found[0]), now_ns
 
 
-def _used(value: bytes) -> int:
-    """Read how many nodes were fenced; a foreign writer's value counts as one."""
-    try:
-        return int(loads(value)["used"])
-    except (JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, ValueError):
-        return 1
+def _read_fences(value: bytes) -> _Fences | Unreadable:
+    return read_record(_Fences, value)

@@ -71,6 +71,7 @@ class FleetFacts:
         fenced: Times that this node was found fenced.
         placements: Claims of names by result.
         quota_claims: Claims of quotas' bytes by result.
+        unreadable: Values in etcd that could not be read.
     """
 
     horizon_s: float
@@ -78,6 +79,7 @@ class FleetFacts:
     fenced: int
     placements: Mapping[str, int]
     quota_claims: Mapping[str, int]
+    unreadable: int = 0
 
 
 def gauges(facts: NodeFacts) -> dict[Family, Values]:
@@ -178,6 +180,7 @@ def _of_fleet(fleet: FleetFacts | None) -> dict[Family, Values]:
         families.FLEET_HORIZON_SECONDS: {} if fleet is None else {(): fleet.horizon_s},
         families.FLEET_BEATS: {} if fleet is None else {(): fleet.beats},
         families.FLEET_FENCED: {} if fleet is None else {(): fleet.fenced},
+        families.FLEET_UNREADABLE: {} if fleet is None else {(): fleet.unreadable},
         families.FLEET_PLACEMENTS: {} if fleet is None else {(key,): n for key, n in fleet.placements.items()},
         families.FLEET_QUOTA_CLAIMS: {} if fleet is None else {(key,): n for key, n in fleet.quota_claims.items()},
     }
