@@ -21,7 +21,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from gpulease.daemon.fleet.fleet_settings import MAX_HORIZON_S
+from gpulease.daemon.fleet.fleet_settings import MAX_HORIZON_S, MIN_HORIZON_S
 from gpulease.daemon.fleet.record_reader import LeaseText, Number, Text, Unreadable, read_record
 from gpulease.protocol.lease_names import NAME
 
@@ -89,7 +89,8 @@ def _name(name: bytes) -> str | Unreadable:
 
 NodeId = Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_BYTES)]
 
-_HorizonSeconds = Annotated[float, Meta(gt=0, le=MAX_HORIZON_S)]
+_HorizonSeconds = Annotated[float, Meta(ge=MIN_HORIZON_S, le=MAX_HORIZON_S)]
+"""No node has another: a directory would find all of them silent by a shorter one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
         found = await done(client, Transaction(reads=(Get(quota_prefix(tenant), is_prefix=True),)))
         shards = all_shards(tenant, read_shards(found.found[0])).values()
         for shard in shards:
-            if shard.unreadable:
+            if not shard.is_readable:
                 key = shown_key(shard.key)
                 text = f"{key} in etcd is no part of a quota ({shard.unreadable})"
                 raise NotSet(f"{text}: once its leases have ended, `etcdctl del {key}`")
@@ -91,7 +91,7 @@ def _sentences(found: tuple[KeyValue, ...]) -> Iterator[str]:
     for key, shard in read_shards(found).items():
         of_tenants.setdefault(tenant_of(key), []).append(shard)
     for tenant, shards in sorted(of_tenants.items()):
-        broken = next((shard for shard in shards if shard.unreadable), None)
+        broken = next((shard for shard in shards if not shard.is_readable), None)
         if broken is not None:
             where = f"{shown_key(broken.key)}: {broken.unreadable}"
             yield f"{tenant}: a part of its quota can't be read, so its leases are refused ({where})."

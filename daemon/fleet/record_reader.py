@@ -50,7 +50,7 @@ def read_record(kind: type[R], value: bytes) -> R | Unreadable:
     if len(value) > MAX_RECORD_BYTES:
         return Unreadable(f"it has {len(value)} bytes; a record has at most {MAX_RECORD_BYTES}")
     try:
-        record: R = _decoder(kind).decode(value)
+        record: R = _decoder(kind).decode(value)  # type: ignore[arg-type]  # types are hashable
     except Exception as error:
         # Not a list of kinds: a parser of foreign bytes fails in ways that nobody has listed.
         return Unreadable(str(error)[:MAX_REASON_CHARS])

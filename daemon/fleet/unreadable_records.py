@@ -1,6 +1,7 @@
 """The values in etcd that one process could not read: how many it met, and which there are now."""
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
@@ -8,6 +9,9 @@ from gpulease.protocol.counts import counted
 
 MAX_REMEMBERED: Final = 64
 """Keys that are remembered. Stops a foreign writer of many keys from filling memory."""
+
+MAX_SHOWN: Final = 3
+"""Keys that are named in one sentence. Keeps a line of the log and of health short."""
 
 MAX_KEY_CHARS: Final = 200
 """Longest key that is shown; etcd's may have a megabyte."""
@@ -58,10 +62,12 @@ class UnreadableRecords:
         """Return what an operator should know of those that there are now; "" if there are none."""
         if not self._found:
             return ""
-        key, found = next(iter(self._found.items()))
-        more = f", and {len(self._found) - 1} more" if len(self._found) > 1 else ""
+        shown = [f"{shown_key(key)} ({found.reason})" for key, found in islice(self._found.items(), MAX_SHOWN)]
+        if len(self._found) > MAX_SHOWN:
+            shown.append(f"and {len(self._found) - MAX_SHOWN} more")
+        values = counted(len(self._found), "value")
         return (
-            f"{counted(len(self._found), 'value')} in etcd can't be read: {shown_key(key)} ({found.reason}){more}."
+            f"{values} in etcd can't be read: {', '.join(shown)}."
             " Find out who wrote that, and delete it if no newer daemon did"
         )
 

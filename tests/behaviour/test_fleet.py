@@ -10,7 +10,7 @@ import pytest
 
 from gpulease.client import GpuLeaseError, GpuSession, Revoked
 from gpulease.client.sync.driver import ask
-from gpulease.daemon.fleet.fleet_records import read_node
+from gpulease.daemon.fleet.fleet_records import NodeRecord, read_node
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseAlloc
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, REQUEST_ID_TAG
@@ -219,6 +219,7 @@ def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(tmp_pa
             node.wait_until_joined()
             assert "no directory names this node to tenants: let it listen on a tls: address" in node.logs()
             record = read_node(cluster.control("get", "/gpulease/v1/nodes/alone", "--print-value-only").encode())
+            assert isinstance(record, NodeRecord)
             assert record.addresses == ()
         finally:
             node.stop()

@@ -87,7 +87,7 @@ class DirectoryMetrics:
             NAMES: {(): len(fleet.view.claims)},
             VIEW_AGE: {(): fleet.age_s()},
             CURRENT: {(): self.is_ready},
-            BAD_RECORDS: {(): fleet.view.unreadable.count},
+            BAD_RECORDS: {(): fleet.view.bad_records},
             CONNECTIONS: {(): self._connections()},
         }
 

@@ -67,6 +67,11 @@ class FleetView:
         self._is_indexing = True
         """False while all nodes are read anew: the index is made once, in the order of their changes."""
 
+    @property
+    def bad_records(self) -> int:
+        """The number of records that were left out since the view began."""
+        return self.unreadable.count
+
     def replace(self, found: Iterable[KeyValue], now_s: float) -> None:
         """Take the whole store's records in place of what the view has.
 

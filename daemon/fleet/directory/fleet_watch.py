@@ -169,7 +169,7 @@ class FleetWatch:
                 ],
                 "view_age_ms": int(self.age_s() * 1000),
                 "placement": self._order.value,
-                "bad_records": view.unreadable.count,
+                "bad_records": view.bad_records,
                 "unreadable": view.unreadable.sentence() if viewer is None else "",
             }
         )
@@ -276,7 +276,7 @@ class FleetWatch:
         self._log_unreadable()
 
     def _log_unreadable(self) -> None:
-        count = self.view.unreadable.count
+        count = self.view.bad_records
         if count > self._logged_unreadable and (suppressed := self._unreadable_lines.admit()) is not None:
             self._logged_unreadable = count
             reason = self.view.unreadable.sentence()
@@ -318,7 +318,7 @@ class FleetWatch:
                 unplaced=answered[1],
                 listed=answered[2],
                 refused=placements.total() + listings.total() - sum(answered),
-                bad_records=self.view.unreadable.count,
+                bad_records=self.view.bad_records,
             )
 
 

@@ -135,10 +135,12 @@ class ClockRates:
         """
         self._polls.append(_Poll(revision, asked_ns, now_ns))
         mine = None
+        there: set[bytes] = set()
         for item in found:
             if item.key not in _SLOT_KEYS:
                 self._membership.distrust(item, "its key is no slot")
                 continue
+            there.add(item.key)
             known = self._writes.get(item.key)
             if known is None or known[0] != item.mod_revision:
                 self._writes[item.key] = item.mod_revision, now_ns
@@ -149,6 +151,8 @@ class ClockRates:
                 mine = item.key
             else:
                 self._take(item.key, record, now_ns)
+        # What a slot told counts for as long as it is there.
+        self._clocks = {key: clock for key, clock in self._clocks.items() if key in there}
         self._slot = mine
         if mine is None:
             self._take_slot({item.key: item.mod_revision for item in found}, now_ns)

@@ -20,9 +20,9 @@ CUT_OFF: Final = Why.ISOLATED, "this node is cut off from its fleet: ask another
 UNREADABLE_NS: Final = 60 * NS_PER_S
 """A value that could not be read is reported for so long after it was met last. Nobody learns that it was deleted."""
 
-MAX_CLOCK_ERROR: Final = 1.1
-"""Largest error of a clock's rate that is made up for: adjtimex(2) sets no clock wrong by more. Bounds what foreign
-records of clocks do: horizons that end, and waits that last, a tenth earlier or longer."""
+MAX_CLOCK_ERROR: Final = 1.25
+"""Largest ratio of clocks' rates that is made up for: adjtimex(2) sets none wrong by more than a tenth. Bounds what
+forged records of clocks do: horizons end a fifth earlier, or waits last a quarter longer."""
 
 NO_REVISION: Final = -1
 """A revision that nothing has; 0 is that of a key which is not there."""

@@ -82,8 +82,8 @@ class NodeFences:
         revision = found[0].mod_revision if found else 0
         if revision != self._budget.mod_revision:
             used = self._membership.read(_read_fences, found[0]) if found else _Fences(0)
-            # A value that can't be read counts as one.
-            self._budget = _Budget(revision, now_ns, 1 if used is None else used.used)
+            # A value that can't be read counts as none: the next fence writes another.
+            self._budget = _Budget(revision, now_ns, 0 if used is None else used.used)
 
     def look(self, node_id: str, incarnation: int, found: tuple[KeyValue, ...], now_ns: int) -> tuple[bool, int]:
         """Look at the record of a node that has a claim, and fence the node if it was silent too long.

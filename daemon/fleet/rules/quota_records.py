@@ -75,6 +75,11 @@ class Shard:
     unreadable: str = ""
 
     @property
+    def is_readable(self) -> bool:
+        """Return whether its value is a shard's, or it is not there."""
+        return not self.unreadable
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of its leases; more than the budget if an operator lowered the quota."""
         return sum(entry.size_bytes for entry in self.used.values())
@@ -94,7 +99,7 @@ class Shard:
 def has_sound_budgets(shards: Iterable[Shard]) -> bool:
     """Return whether all shards of a tenant can be read, and all their budgets would go into one of them."""
     some = list(shards)
-    return not any(shard.unreadable for shard in some) and sum(shard.budget_bytes for shard in some) <= MAX_QUOTA_BYTES
+    return all(shard.is_readable for shard in some) and sum(shard.budget_bytes for shard in some) <= MAX_QUOTA_BYTES
 
 
 class DefaultQuota(NamedTuple):

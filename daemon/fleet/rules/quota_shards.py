@@ -254,7 +254,7 @@ class QuotaShards:
         """Read shards, and report those that can't be read."""
         shards = read_shards(found)
         for item in found:
-            if shards[item.key].unreadable:
+            if not shards[item.key].is_readable:
                 self._membership.distrust(item, shards[item.key].unreadable)
         return shards
 
@@ -391,7 +391,7 @@ class QuotaShards:
             transaction = Transaction((ModRevisionIs(key, 0),), (held,))
             if shard := self._shards(outcome.found[0]).get(key):
                 shard.used.pop(lease_id, None)
-                writes = (held,) if shard.unreadable else (shard.put(), held)
+                writes = (shard.put(), held) if shard.is_readable else (held,)
                 transaction = Transaction((ModRevisionIs(key, shard.mod_revision),), writes)
             membership.ask(now_ns, transaction, on_written)
 

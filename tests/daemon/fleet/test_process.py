@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from gpulease.daemon.contract.control_page import boot_ns
-from gpulease.daemon.fleet.fleet_records import read_node
+from gpulease.daemon.fleet.fleet_records import NodeRecord, read_node
 from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.sandbox.measures import SandboxSettings
@@ -87,6 +87,7 @@ def test_it_joins_beats_and_claims(cluster: EtcdCluster, broker: Broker) -> None
     first = broker.until("horizon")
     assert began_ns < first["boot_ns"] < boot_ns() + HORIZON_S * 10**9
     record = read_node(cluster.control("get", "/gpulease/v1/nodes/node-0", "--print-value-only").encode())
+    assert isinstance(record, NodeRecord)
     assert (record.addresses, record.labels, record.cards[0].uuid) == (("tls:h:1",), {"zone": "a"}, "GPU-1")
     assert broker.until("horizon")["boot_ns"] > first["boot_ns"]
     broker.claim(1, "model-a")

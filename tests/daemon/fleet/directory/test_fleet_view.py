@@ -1,6 +1,7 @@
 """A directory's view: what it takes from etcd, what it forgets, and what it does not believe."""
 
 import json
+from dataclasses import asdict
 from random import Random
 from typing import Any
 
@@ -77,8 +78,8 @@ def test_keys_of_others_are_not_looked_at() -> None:
         changed(is_draining="no"),
         changed(cards=7),
         changed(cards=[{"uuid": 1}]),
-        changed(cards=[CARD._asdict() | {"largest_bytes": "all"}]),
-        changed(cards=[CARD._asdict() | {"leases": -1}]),
+        changed(cards=[asdict(CARD) | {"largest_bytes": "all"}]),
+        changed(cards=[asdict(CARD) | {"leases": -1}]),
     ],
 )
 def test_a_record_that_can_t_be_read_is_counted_and_left_out(value: bytes) -> None:
@@ -90,8 +91,10 @@ def test_a_record_that_can_t_be_read_is_counted_and_left_out(value: bytes) -> No
 
 def test_a_claim_that_can_t_be_read_is_left_out() -> None:
     view = FleetView()
-    for value in (b"", b"{}", json.dumps(json.loads(CLAIM.encode()) | {"incarnation": "3"}).encode()):
-        view.put(of(name_key("model-a"), value), 1.0)
+    values = (b"", b"{}", json.dumps(json.loads(CLAIM.encode()) | {"incarnation": "3"}).encode())
+    for number, value in enumerate(values):
+        for _ in range(2):
+            view.put(of(name_key("model-a"), value, mod=number), 1.0)
     assert (view.claims, view.bad_records) == ({}, 3)
 
 
