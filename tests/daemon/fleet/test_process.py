@@ -1,5 +1,7 @@
 """The fleet process between a real etcd and a broker that the test plays."""
 
+import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,8 +12,13 @@ from typing import Any, Final
 import pytest
 
 from gpulease.daemon.contract.control_page import boot_ns
+from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
 from gpulease.daemon.fleet.fleet_records import NodeRecord, read_node
 from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
+from gpulease.daemon.fleet.process import FleetProcess
+from gpulease.daemon.fleet.rules.fleet_events import Effect, Event, FleetTerms, QuotaWanted
+from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from helpers.daemon import python_environment
@@ -123,3 +130,62 @@ def test_leases_of_a_node_that_the_fleet_gave_up_end(cluster: EtcdCluster) -> No
         send_message(broker.channel, message)
     broker.until("horizon")
     broker.end()
+
+
+class FaultyMember(Member):
+    """Rules with a fault: they can't handle a wish for bytes."""
+
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        if isinstance(event, QuotaWanted):
+            raise ValueError("a fault of the rules")
+        return super().handle(event, now_ns)
+
+
+class FaultyClient(EtcdClient):
+    """A client with a fault: it returns no outcome."""
+
+    async def do(self, transaction: Transaction) -> Outcome:
+        raise ValueError("a fault of the client")
+
+
+def test_no_fault_leaves_a_request_without_an_answer() -> None:
+    """What nobody can answer any more is answered by the process's end: the broker refuses all who wait then."""
+    heard: list[dict[str, Any]] = []
+
+    async def play() -> None:
+        ours, theirs = channel_pair()
+        ours.setblocking(False)
+        client = FaultyClient(EtcdSettings(("127.0.0.1:1",)))
+        member = FaultyMember("node-0", FleetTerms(HORIZON_S), instance="n")
+        try:
+            running = asyncio.ensure_future(FleetProcess(member, client, theirs, lambda *_: None).run())
+            for message in live_messages(NOTHING_LIVES):
+                send_message(ours, message)
+            claim = {"op": "claim", "number": 1, "name": "m", "lease_id": "0" * 32, "tenant": "ann", "wait_ms": 0}
+            send_message(ours, claim)
+            send_message(ours, {"op": "claim", "number": 2})
+            send_message(ours, {"op": "count", "number": 3, "wait_ms": "soon"})
+
+            def is_answered() -> bool:
+                texts = [message.get("text", "") for message in heard]
+                numbers = {message.get("number") for message in heard}
+                return {1, 2, 3} <= numbers and any("a fault of the client" in text for text in texts)
+
+            async with asyncio.timeout(PATIENCE_S):
+                while not is_answered():
+                    with contextlib.suppress(BlockingIOError):
+                        heard.append(receive_message(ours)[0])
+                    assert not running.done(), "it goes on after those"
+                    await asyncio.sleep(0.001)
+            wanted = {"op": "count", "number": 4, "tenant": "ann", "lease_id": "0" * 32, "size_bytes": 1, "wait_ms": 0}
+            send_message(ours, wanted)
+            async with asyncio.timeout(PATIENCE_S):
+                await running
+        finally:
+            await client.close()
+            ours.close()
+            theirs.close()
+
+    asyncio.run(play())
+    answers = {message["number"]: (message["op"], message["why"]) for message in heard if "number" in message}
+    assert answers == {1: ("refused", "isolated"), 2: ("refused", "rejected"), 3: ("not_counted", "rejected")}
