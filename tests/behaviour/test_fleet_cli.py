@@ -197,7 +197,13 @@ def test_the_commands_of_a_fleet_say_which_values_they_can_t_read(cluster: EtcdC
         QUOTA_DEFAULT: '{"total":1e999}',
     }.items():
         cluster.control("put", key.decode(), value)
-    nodes = wait_until(lambda: (done := gpulease("fleet", "nodes", at=at)).stderr and done, "the directory says so")
+
+    def warned() -> subprocess.CompletedProcess[str] | None:
+        done = gpulease("fleet", "nodes", at=at)
+        return done if "4 values" in done.stderr else None
+
+    nodes = wait_until(warned, "the directory says so")
+    assert nodes is not None
     assert "4 values in etcd can't be read: /gpulease/v1/n" in nodes.stderr
     assert [line.split()[0] for line in nodes.stdout.splitlines()] == ["node", "n1"]
     assert gpulease("fleet", "names", at=at).returncode == 0
