@@ -449,6 +449,9 @@ class FleetFrontend:
             self._beats += 1
             self._unanswered = ""
         elif what not in _TOLD_OTHERWISE:
+            if what == Note.FAULT.value:
+                log_event(LogEvent.DAEMON_FAULT, doing=text)
+                return
             if what == Note.CLOCK.value:
                 self._clock = text
             elif what == Note.REFUSED.value:

@@ -30,7 +30,7 @@ MAX_REASON_CHARS: Final = 160
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 QuotaBytes = Annotated[int, Meta(ge=0, le=MAX_QUOTA_BYTES)]
-LeaseText = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+LeaseText = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 """A lease's id, in 32 hexadecimal digits."""
 
 R = TypeVar("R")

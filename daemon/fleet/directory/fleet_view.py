@@ -102,7 +102,9 @@ class FleetView:
         if unreadable is None:
             self.unreadable.forget(item.key)
         else:
-            self._drop(item.key)
+            if item.key != HORIZON:
+                # A horizon that can't be read is not another one: the nodes go on by the one that they have, too.
+                self._drop(item.key)
             self.unreadable.add(item, unreadable.reason, int(now_s * NS_PER_S))
 
     def delete(self, key: bytes) -> None:

@@ -20,6 +20,7 @@ node to join writes it down, and a node with another one stays out.
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
+from traceback import extract_tb
 from typing import Final, NamedTuple
 
 from gpulease.daemon.fleet.etcd.transactions import (
@@ -262,7 +263,8 @@ class Member:
             asked.on_outcome(outcome, asked.asked_ns, now_ns)
         except Exception as error:
             # Who waits for this answer is to get one all the same: it counts as lost, and is asked for again.
-            text = f"an answer of etcd's can't be handled: {type(error).__name__}: {error}"[:MAX_FAULT_CHARS]
+            where = extract_tb(error.__traceback__)[-1]
+            text = f"handling an answer of etcd's, in {where.name}, line {where.lineno}: {error!r}"[:MAX_FAULT_CHARS]
             self._note(Note.FAULT, text)
             asked.on_outcome(Unknown(text), asked.asked_ns, now_ns)
 

@@ -135,6 +135,12 @@ def test_no_leaf_of_a_record_can_be_a_number_or_a_text_beyond_its_bounds(kind: s
             assert isinstance(reader(value), Unreadable), (path, value[:200])
 
 
+def test_a_lease_s_id_has_32_digits_and_nothing_behind_them() -> None:
+    for text in (LEASE + "\n", LEASE.upper(), LEASE[1:], LEASE + "0"):
+        assert isinstance(read_claim(json.dumps(asdict(CLAIM) | {"lease_id": text}).encode()), Unreadable)
+        assert isinstance(shard_of(json.dumps(SHARD | {"used": {text: ["n1", 3, 5]}}).encode()), Unreadable)
+
+
 @pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize(
     "value", [b"", b"null", b"[]", b"\xff", b"[" * 60_000, b'{"a":' * 10_000, b"{}x", bytes(MAX_RECORD_BYTES + 1)]

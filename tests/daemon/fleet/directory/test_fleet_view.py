@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.fleet_records import NODES, QUOTAS, CardRecord, ClaimRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import (
+    HORIZON,
+    NODES,
+    QUOTAS,
+    CardRecord,
+    ClaimRecord,
+    NodeRecord,
+    name_key,
+    node_key,
+)
 from gpulease.daemon.leases import PlacementOrder
 
 CARD = CardRecord("GPU-1", "a card", 80 << 30, 40 << 30, 1, False)
@@ -96,6 +105,28 @@ def test_a_claim_that_can_t_be_read_is_left_out() -> None:
         for _ in range(2):
             view.put(of(name_key("model-a"), value, mod=number), 1.0)
     assert (view.claims, view.bad_records) == ({}, 3)
+
+
+def test_a_horizon_that_can_t_be_read_leaves_the_one_before() -> None:
+    view = FleetView()
+    for value, horizon_s in ((b"120", 120), (b"1e999", 120), (b"0.001", 120), (b"30", 30)):
+        view.put(of(HORIZON, value), 1.0)
+        assert (view.horizon_s, view.unreadable.sentence() == "") == (horizon_s, horizon_s == float(value))
+    view.delete(HORIZON)
+    assert view.horizon_s is None
+
+
+def test_what_can_t_be_read_is_shown_until_it_is_gone() -> None:
+    view = FleetView()
+    found = [of(node_key(name), b"?", mod=number) for number, name in enumerate(("n1", "n2", "n3"))]
+    view.replace(found, 1.0)
+    view.replace(found, 2.0)
+    assert (view.bad_records, view.unreadable.sentence()[:8]) == (3, "3 values")
+    view.put(of(node_key("n1"), NODE.encode()), 3.0)
+    view.delete(node_key("n2"))
+    assert view.unreadable.sentence().startswith("1 value in etcd can't be read: /gpulease/v1/nodes/n3 ")
+    view.replace(found[:1], 4.0)
+    assert view.unreadable.sentence().startswith("1 value in etcd can't be read: /gpulease/v1/nodes/n1 ")
 
 
 def test_members_of_later_versions_are_no_fault() -> None:
