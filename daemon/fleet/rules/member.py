@@ -468,10 +468,11 @@ class Member:
 
     def _take_rate(self, rate: float | None) -> None:
         """Take at which rate the others' clocks run, by their word."""
-        self._membership.make_up_for(rate or 1.0)
-        if (rate is None) != (self._rate is None):
-            text = f"the other nodes' clocks run {rate:.4f} times as fast as this node's: {CLOCK}" if rate else ""
-            self._note(Note.CLOCK, text)
+        self._membership.make_up_for(1.0 if rate is None else rate)
+        if rate is None and self._rate is not None:
+            self._note(Note.CLOCK)
+        elif rate is not None and self._rate is None:
+            self._note(Note.CLOCK, f"the other nodes' clocks run {rate:.4f} times as fast as this node's: {CLOCK}")
         self._rate = rate
 
     def _acknowledge(self, written_ns: int) -> None:
