@@ -230,7 +230,7 @@ def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> N
         other = FleetNode(cluster, "other", horizon_s=HORIZON_S + 1)
         other.start().allowed_trouble.append("fleet")
         try:
-            told = f"horizon_s = '{HORIZON_S}', and this node {HORIZON_S + 1}"
+            told = f"horizon_s = {HORIZON_S}, and this node {HORIZON_S + 1}"
             wait_until(lambda: told in other.fleet_check()["detail"], "it is refused", seen=other.logs)
             with pytest.raises(GpuLeaseError, match=told):
                 other.builder("alpha").acquire()
