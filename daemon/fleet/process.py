@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.client import EtcdClient
-from gpulease.daemon.fleet.etcd.transactions import Rejected
+from gpulease.daemon.fleet.etcd.transactions import Outcome, Rejected, Unknown
 from gpulease.daemon.fleet.fleet_records import CardRecord
 from gpulease.daemon.fleet.live_claims import LiveParts
 from gpulease.daemon.fleet.machine_readings import MachineReadings
@@ -45,13 +45,16 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     QuotaRefused,
     QuotaWanted,
     RecordChanged,
+    RecordsUnreadable,
     Remembered,
     Started,
     Stopped,
     Stopping,
     TimerFired,
+    Why,
 )
-from gpulease.daemon.fleet.rules.member import Member
+from gpulease.daemon.fleet.rules.member import MAX_FAULT_CHARS, Member
+from gpulease.daemon.fleet.rules.node_claims import RETRY_AFTER_MS
 from gpulease.daemon.fleet.rules.pauses import missed_ns
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
 from gpulease.daemon.log.catalogue import LogEvent
@@ -124,7 +127,10 @@ class FleetProcess:
         self._handlers = self._effect_handlers()
 
     async def run(self) -> None:
-        """Serve until the broker is gone."""
+        """Serve until the broker is gone, or a fault of the rules has lost what they knew.
+
+        The broker answers then all who wait, and starts another process, which joins as the same member.
+        """
         loop = asyncio.get_running_loop()
         self._channel.setblocking(False)
         loop.add_reader(self._channel, self._read)
@@ -148,8 +154,15 @@ class FleetProcess:
     # --- the rules ---
 
     def _post(self, event: Event) -> None:
-        for effect in self._member.handle(event, self._clock_ns()):
-            self._handlers[type(effect)](effect)
+        if self._ended.is_set():
+            return
+        try:
+            for effect in self._member.handle(event, self._clock_ns()):
+                self._handlers[type(effect)](effect)
+        except Exception:
+            # Effects are lost with it, and answers to who waits may be among them.
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__} in the fleet")
+            self._ended.set()
 
     def _effect_handlers(self) -> dict[type[Effect], Callable[[Any], None]]:
         return {
@@ -167,6 +180,7 @@ class FleetProcess:
             QuotaRefused: lambda effect: self._refuse("not_counted", effect),
             Stopped: lambda effect: self._send({"op": "stopped", "has_left": effect.has_left}),
             Noted: self._note,
+            RecordsUnreadable: lambda effect: self._send({"op": "unreadable"} | asdict(effect)),
         }
 
     def _ask(self, effect: Ask) -> None:
@@ -197,7 +211,13 @@ class FleetProcess:
             await asyncio.sleep(SIZES_S)
 
     async def _ask_etcd(self, effect: Ask) -> None:
-        outcome = await self._client.do(effect.transaction)
+        outcome: Outcome
+        try:
+            outcome = await self._client.do(effect.transaction)
+        except Exception as error:
+            # Whatever it was, the rules wait for an outcome.
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="asking etcd")
+            outcome = Unknown(f"a fault of this node's: {error}"[:MAX_FAULT_CHARS])
         self._post(Answered(effect.number, outcome))
 
     def _arm(self, effect: ArmTimer) -> None:
@@ -292,8 +312,18 @@ class FleetProcess:
         except (KeyError, TypeError, ValueError) as error:
             # The broker is of another version, or has a bug: what it said is left out, and the fleet goes on.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading the broker's {message.get('op')}: {error}")
+            self._refuse_unread(message)
         finally:
             close_all(fds)
+
+    def _refuse_unread(self, message: dict[str, Any]) -> None:
+        """Answer a request that could not be read, so that nobody waits for it."""
+        text = "this node's fleet process can't read the request: look at the daemon's log"
+        match message:
+            case {"op": "claim", "number": int(number)}:
+                self._refuse("refused", ClaimRefused(number, Why.REJECTED, text, RETRY_AFTER_MS))
+            case {"op": "count", "number": int(number)}:
+                self._refuse("not_counted", QuotaRefused(number, Why.REJECTED, text, RETRY_AFTER_MS))
 
     def _take(self, message: dict[str, Any], fds: list[int]) -> None:
         match message:
