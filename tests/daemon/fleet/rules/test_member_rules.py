@@ -1,5 +1,6 @@
 """Each rule of a fleet's member by itself, in virtual time."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -614,6 +615,33 @@ def test_a_lost_or_foreign_record_of_epochs_is_written_anew_and_ends_nothing(
     assert host.take(EndClaimed) == []
 
 
+def test_a_node_that_joins_sets_no_base_of_epochs_in_place_of_one_that_it_can_t_read(etcd: ModelEtcd) -> None:
+    """A member writes what it knows. Where there is none, the base rises once no lease of before lives."""
+    host = Host(etcd).begin()
+    etcd.do(Transaction(writes=(Put(GENERATION, b"second"),)))
+    host.run(6)
+    host.send(LiveClaims())
+    host.ask_for(wait_s=100)
+    host.run(40)
+    (claimed,) = host.take(Claimed)
+    host.take(EndClaimed)
+    etcd.do(Transaction(writes=(Put(EPOCHS, b"?"),)))
+    other = Host(etcd, "b", now=host.now).begin()
+    other.ask_for("other")
+    assert other.take(Claimed) == []
+    together(12, host, other)
+    assert host.take(EndClaimed) == []
+    other.ask_for("other")
+    assert other.take(Claimed)[0].epoch > claimed.epoch
+    etcd.do(Transaction(writes=(Put(EPOCHS, b"?"),)))
+    third = Host(etcd, "c", now=host.now).begin()
+    third.ask_for("third", wait_s=100)
+    third.run(30)
+    assert third.take(Claimed) == []
+    third.run(6)
+    assert third.take(Claimed)[0].epoch > EPOCH_GAP
+
+
 def test_epochs_are_raised_above_what_any_node_knows_of(etcd: ModelEtcd) -> None:
     host, other = Host(etcd).begin(), Host(etcd, "b", identity=FleetIdentity(8, "zero", 10**12)).begin()
     together(12, host, other)
@@ -1072,16 +1100,20 @@ def test_a_node_whose_clock_is_wrong_makes_up_for_it(etcd: ModelEtcd, rate: floa
         assert horizon_and_wait_s(host) == (TERMS.horizon_s * (1 - TERMS.rho), TERMS.horizon_s * (1 + TERMS.rho))
 
 
+def forge_clocks(etcd: ModelEtcd, now_s: float, node_ids: Sequence[str] = ()) -> None:
+    """Write into all slots, in the first ones as those nodes themselves."""
+    names = [*(f"{node_id}.1" for node_id in node_ids), *(f"forged-{number}" for number in range(SLOTS))]
+    for number, name in enumerate(names[:SLOTS]):
+        record = ClockRecord(name, etcd.revision, int(now_s * S), int(now_s * S))
+        etcd.do(Transaction(writes=(Put(CLOCKS + b"%02d" % number, record.encode()),)))
+
+
 @pytest.mark.parametrize("their_rate", [0.0, 0.5, 0.9, 1.1, 3.0])
 def test_forged_clocks_end_no_membership_and_move_horizons_within_bounds(etcd: ModelEtcd, their_rate: float) -> None:
     """A forger writes into all slots between all beats, as other runs or as the very nodes that are there."""
     hosts = [Host(etcd, f"n{number}").begin() for number in range(2)]
     for step in range(400):
-        told_ns = int((1_000 + step * 2.5 * their_rate) * S)
-        for number in range(SLOTS):
-            name = f"n{number}.1" if step % 2 and number < 2 else f"forged-{number}"
-            record = ClockRecord(name, etcd.revision, told_ns, told_ns)
-            etcd.do(Transaction(writes=(Put(CLOCKS + b"%02d" % number, record.encode()),)))
+        forge_clocks(etcd, 1_000 + step * 2.5 * their_rate, [host.node_id for host in hosts] if step % 2 else [])
         for host in hosts:
             host.run(2.5)
     for host in hosts:
@@ -1096,6 +1128,20 @@ def test_forged_clocks_end_no_membership_and_move_horizons_within_bounds(etcd: M
     etcd.delete(*(CLOCKS + b"%02d" % number for number in range(SLOTS)))
     together(400, *hosts)
     assert horizon_and_wait_s(hosts[0]) == (TERMS.horizon_s * (1 - TERMS.rho), TERMS.horizon_s * (1 + TERMS.rho))
+
+
+def test_a_name_of_a_dead_node_comes_free_though_forged_clocks_make_the_wait_longer(etcd: ModelEtcd) -> None:
+    dead, host = Host(etcd, "b").begin(), Host(etcd).begin()
+    dead.ask_for()
+    for step in range(218):
+        forge_clocks(etcd, 1_000 + step * 1.25)
+        host.run(2.5)
+        if step < 200:
+            dead.run(2.5)
+        if step == 200:
+            assert horizon_and_wait_s(host)[1] > TERMS.horizon_s * 1.2
+            host.ask_for(wait_s=100)
+    assert [claimed.name for claimed in host.take(Claimed)] == ["m"]
 
 
 def test_a_slot_that_can_t_be_read_and_that_nobody_writes_is_taken(etcd: ModelEtcd) -> None:
@@ -1158,6 +1204,18 @@ def test_no_value_stops_a_member_or_an_answer(etcd: ModelEtcd, value: bytes) -> 
     etcd.do(Transaction(writes=(Put(HORIZON, b"30"),)))
     host.run(120)
     assert host.take(RecordsUnreadable)[-1].text == ""
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff", b'{"nonce":1e999}', bytes(MAX_RECORD_BYTES + 1)])
+def test_a_member_writes_its_record_anew_where_another_value_lies_there(etcd: ModelEtcd, value: bytes) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    etcd.do(Transaction(writes=(Put(node_key("a"), value),)))
+    host.run(6)
+    assert host.take(EndClaimed) == []
+    assert host.kept[-1].covers(readable(read_node(etcd.keys[node_key("a")].value)))
+    host.run(30)
+    assert host.now < host.member.horizon_ns
 
 
 def test_a_node_that_joins_stays_out_while_it_can_t_read_the_fleet_s_horizon(etcd: ModelEtcd) -> None:
