@@ -57,6 +57,7 @@ from gpulease.daemon.fleet.rules.member import MAX_FAULT_CHARS, Member
 from gpulease.daemon.fleet.rules.node_claims import RETRY_AFTER_MS
 from gpulease.daemon.fleet.rules.pauses import missed_ns
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
+from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 
@@ -123,6 +124,7 @@ class FleetProcess:
         self._kept_beat: int | None = None
         """A beat whose mark is kept, until the last horizon is set too."""
         self._not_compacted = ""
+        self._size_task = PeriodicTask(self._report_size, SIZES_S, _log_size_fault)
         self._ended = asyncio.Event()
         self._handlers = self._effect_handlers()
 
@@ -137,7 +139,7 @@ class FleetProcess:
         self._send({"op": "ready"})
         self._post(Started())
         self._look_at_machine()
-        self._begin(self._watch_size())
+        self._size_task.start(at_once=True)
         try:
             await self._ended.wait()
         finally:
@@ -147,6 +149,7 @@ class FleetProcess:
             for timer in (self._timer, self._look):
                 if timer is not None:
                     timer.cancel()
+            await self._size_task.stop()
             for task in self._asks:
                 task.cancel()
             await asyncio.gather(*self._asks, return_exceptions=True)
@@ -195,20 +198,22 @@ class FleetProcess:
         self._begin(self._compact_etcd(effect.revision))
 
     async def _compact_etcd(self, revision: int) -> None:
-        outcome = await self._client.compact(revision)
+        try:
+            outcome = await self._client.compact(revision)
+        except Exception:
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="compacting etcd")
+            return
         refusal = outcome.reason if isinstance(outcome, Rejected) and _IS_COMPACTED not in outcome.reason else ""
         # Once a minute for weeks, the same would be said.
         if refusal and refusal != self._not_compacted:
             self._note(Noted(Note.NOT_COMPACTED, refusal))
         self._not_compacted = refusal
 
-    async def _watch_size(self) -> None:
-        """Tell the broker of the member of etcd whose database is the largest, again and again."""
-        while True:
-            largest = max(await self._client.sizes(), key=lambda size: size.size_bytes, default=None)
-            if largest is not None:
-                self._send({"op": "store", **largest._asdict()})
-            await asyncio.sleep(SIZES_S)
+    async def _report_size(self) -> None:
+        """Report the member of etcd whose database is the largest."""
+        largest = max(await self._client.sizes(), key=lambda size: size.size_bytes, default=None)
+        if largest is not None:
+            self._send({"op": "store", **largest._asdict()})
 
     async def _ask_etcd(self, effect: Ask) -> None:
         outcome: Outcome
@@ -309,7 +314,7 @@ class FleetProcess:
     def _take_in(self, message: dict[str, Any], fds: list[int]) -> None:
         try:
             self._take(message, fds)
-        except (KeyError, TypeError, ValueError) as error:
+        except Exception as error:
             # The broker is of another version, or has a bug: what it said is left out, and the fleet goes on.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading the broker's {message.get('op')}: {error}")
             self._refuse_unread(message)
@@ -368,6 +373,10 @@ class FleetProcess:
         if self._kept_beat is not None and not self._unset_horizons:
             beat, self._kept_beat = self._kept_beat, None
             self._post(MarkKept(beat))
+
+
+def _log_size_fault(error: Exception) -> None:
+    log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"asking etcd for its size: {error}")
 
 
 def record_of(message: dict[str, Any]) -> RecordChanged:
