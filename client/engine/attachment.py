@@ -169,6 +169,7 @@ class Attachment:
         end: How the session ended; None while it lives.
         arena: Memory shared with the worker; None if there is none.
         lease_word: The lease's word, which the broker writes; not 0 once the lease is over.
+        is_end_raised: An operation was refused because the session is over, and has raised how it ended.
         dropped: Handles without a reference, which the next operation frees.
         held: Buffers that were freed, and that the next allocation of their size gets.
         lent: Arrays that the worker may still use.
@@ -196,6 +197,7 @@ class Attachment:
         self.end: Failure | None = _NOT_OPEN
         self.arena: Arena | None = None
         self.lease_word = NO_WORD
+        self.is_end_raised = False
         self.dropped: list[tuple[Opcode, int]] = []
         self.held = HeldBuffers()
         self.lent = LentArrays()
@@ -213,6 +215,13 @@ class Attachment:
         if self.end is None and self.lease_word[0]:
             self.lease.look()
         return self.end or self.lease.over
+
+    def over_error(self, doing: str) -> GpuLeaseError:
+        """The error of an operation that is asked for once the session is over."""
+        over = self.over
+        assert over is not None
+        self.is_end_raised = True
+        return error_of(over, doing)
 
     @property
     def is_alive(self) -> bool:

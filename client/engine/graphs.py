@@ -9,7 +9,7 @@ from gpulease.client.engine.operations import Operations
 from gpulease.client.engine.region_sets import RegionSet, regions_named
 from gpulease.client.engine.streams import StreamHandle, Streams
 from gpulease.client.engine.waits import Begun, Procedure
-from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, error_of
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
 from gpulease.client.handles import Handle
 from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_parameter
 from gpulease.client.texts import quoted
@@ -189,7 +189,7 @@ class Graphs:
         """Send a graph's launch at once, under the session's lock; the result is the launch's number."""
         attachment = self.attachment
         if attachment.over is not None:
-            raise error_of(attachment.over, _LAUNCH)
+            raise attachment.over_error(_LAUNCH)
         if attachment.recording is not None:
             raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or behind the block")
         try:

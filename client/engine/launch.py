@@ -10,7 +10,7 @@ from gpulease.client.engine.operations import Operations
 from gpulease.client.engine.region_sets import RegionSet, regions_named
 from gpulease.client.engine.streams import StreamHandle, Streams
 from gpulease.client.engine.waits import Begun
-from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, LaunchFailed, error_of
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of
 from gpulease.client.texts import kernel_name, quoted
@@ -211,7 +211,7 @@ class Launches(LaunchCommands):
         stream: StreamHandle | None,
     ) -> Begun[int]:
         if self._attachment.over is not None:
-            raise error_of(self._attachment.over, "launch")
+            raise self._attachment.over_error("launch")
         number, frame = self.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         return self._streams.hand_over(stream, number, frame, "launch")
 
@@ -254,7 +254,7 @@ class Launches(LaunchCommands):
             pass  # a wrong type or value, the first launch, or no peer: found out below
         try:
             if attachment.over is not None:
-                raise error_of(attachment.over, "launch")
+                raise attachment.over_error("launch")
             named = regions_named(regions, position, attachment, f"launch of {quoted(kernel)}")
             args = in_order(module, kernel, args)
             template, data = self._prepared(
@@ -284,7 +284,7 @@ class Launches(LaunchCommands):
         """Send a launch with attributes at once, under the session's lock; the result is the launch's number."""
         attachment = self._attachment
         if attachment.over is not None:
-            raise error_of(attachment.over, "launch")
+            raise attachment.over_error("launch")
         attachment.require(SessionOption.LAUNCH_WITH, "launch")
         named = (0, 0)
         if regions is not None:

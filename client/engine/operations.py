@@ -137,7 +137,7 @@ class Operations:
         """Do an operation whose caller holds the lock: refuse if the session is over, free dropped handles, go on."""
         attachment = self.attachment
         if attachment.over is not None:
-            raise error_of(attachment.over, doing)
+            raise attachment.over_error(doing)
         return (yield from self.go_on(doing, self._prepared(procedure)))
 
     def go_on(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
@@ -276,9 +276,13 @@ class Operations:
         raise error_of(result, doing, own_requests)
 
     def fence_limit(self) -> FenceLimit | None:
-        """The limit of the wait for unsettled work as a `with` block is left; None if nothing is to be waited for."""
+        """The limit of the wait for unsettled work as a `with` block is left; None if nothing is to be waited for.
+
+        Of a session that is over nothing is, once an operation has raised how it ended.
+        """
         attachment = self.attachment
-        is_settled = attachment.end is not None or self.settled_id == attachment.connection.last_request_id
+        is_over = attachment.end is not None or attachment.is_end_raised
+        is_settled = is_over or self.settled_id == attachment.connection.last_request_id
         over = attachment.lease.over
         is_given_back = over is not None and over.status is Status.LEASE_FREED
         if is_settled or is_given_back or attachment.recording is not None:
@@ -378,7 +382,7 @@ class Operations:
     def free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
         """Free one handle now, and wait for the reply."""
         if self.attachment.over is not None:
-            raise error_of(self.attachment.over, doing)
+            raise self.attachment.over_error(doing)
         self.check(handle, kind, doing)
         yield from self.do(doing, self._free(handle))
 

@@ -15,7 +15,7 @@ from gpulease.client.engine.region_sets import RegionSet
 from gpulease.client.engine.session import Session
 from gpulease.client.engine.streams import StreamHandle, not_recorded
 from gpulease.client.engine.waits import Procedure
-from gpulease.client.errors import InvalidRequest, error_of
+from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import BoundParameter, KernelArgs, ParameterName
 from gpulease.protocol import Opcode
@@ -62,7 +62,7 @@ class Recording(LaunchCommands, CopyCommands):
     def begin(self) -> None:
         """Record from now on. Raises InvalidRequest if the session records already, or the error of its end."""
         if self._attachment.over is not None:
-            raise error_of(self._attachment.over, "record")
+            raise self._attachment.over_error("record")
         if self._attachment.recording is not None:
             raise InvalidRequest("record: the session is recording already", "One graph is recorded at a time")
         self._attachment.recording = self
@@ -184,7 +184,7 @@ class Recording(LaunchCommands, CopyCommands):
     def _check_caller(self, doing: str) -> None:
         """Raises how the session ended, or InvalidRequest for another thread or task than the one that records."""
         if self._attachment.over is not None:
-            raise error_of(self._attachment.over, doing)
+            raise self._attachment.over_error(doing)
         if self._caller() != self._owner:
             raise InvalidRequest(
                 f"{doing}: another thread or task records a launch graph in this session",

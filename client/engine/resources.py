@@ -9,7 +9,7 @@ from gpulease.client.engine.fast_request import DONE, FastRequest, Pending
 from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, whole
 from gpulease.client.engine.operations import Operations
 from gpulease.client.engine.waits import Begun, Procedure
-from gpulease.client.errors import GpuLeaseError, InvalidRequest, error_of
+from gpulease.client.errors import GpuLeaseError, InvalidRequest
 from gpulease.client.handles import Buffer, Module, Variable
 from gpulease.client.texts import bounded
 from gpulease.protocol import Opcode
@@ -114,7 +114,7 @@ class Resources:
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
         if attachment.over is not None:
-            raise error_of(attachment.over, "mem_free")
+            raise attachment.over_error("mem_free")
         if type(buffer) is Buffer and attachment.held.hold(buffer):
             return None
         attachment.dropped.append(buffer.mark_freed())
