@@ -31,7 +31,10 @@ def fleet() -> None:
 @_as_json
 def nodes(as_json: bool) -> None:
     """List the fleet's nodes, to an operator: what may be leased there, who drains, who is silent."""
-    nodes = _nodes()
+    listing = _operators_listing()
+    nodes = listing["nodes"]
+    if unreadable := listing.get("unreadable"):
+        click.echo(f"gpulease: fleet nodes: {shown(str(unreadable))}", err=True)
     if as_json:
         click.echo(json_text(nodes))
         return
@@ -126,12 +129,12 @@ def _listing() -> Report:
     return listing_of(_fleet())
 
 
-def _nodes() -> list[Report]:
-    """Return the fleet's nodes. Raises Denied: directories tell them to operators alone."""
+def _operators_listing() -> Report:
+    """Return the fleet's nodes and names. Raises Denied: directories tell the nodes to operators alone."""
     listing = _listing()
     if not listing.get("operator", True):
         raise Denied("the fleet's nodes are listed for operators", "A directory's option --operator names them.")
-    return list(listing["nodes"])
+    return listing
 
 
 def _checked(report: Any) -> Report:
@@ -159,7 +162,7 @@ def _state(node: Report) -> str:
 
 
 def _node(node_id: str) -> Report:
-    for node in _nodes():
+    for node in _operators_listing()["nodes"]:
         if node["node_id"] == node_id:
             return dict(node)
     raise NotFound(f"the fleet has no node {node_id}", "`gpulease fleet nodes` lists them")

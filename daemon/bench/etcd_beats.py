@@ -44,7 +44,9 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Event,
     FleetTerms,
     Joined,
+    KeepMark,
     LiveClaims,
+    MarkKept,
     Note,
     Noted,
     RecordChanged,
@@ -153,6 +155,9 @@ class SimulatedNode:
                     self._timer = asyncio.get_running_loop().call_later(left_s, self._fire)
                 case Joined():
                     self.joined.set()
+                case KeepMark(mark):
+                    # These nodes have no journal; their daemons' answers come in another turn of the loop, too.
+                    asyncio.get_running_loop().call_soon(self._post, MarkKept(mark.beat))
                 case Claimed(request):
                     self._take_claim(request, is_given=True)
                 case ClaimRefused(request):

@@ -28,6 +28,7 @@ from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import Card, ClaimsLost, Event, HorizonMoved, LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.rate_limit import LINE_EVERY_S, RateLimit
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.journal import Journal, KeptMembership
 from gpulease.daemon.record.metrics.gauges import FleetFacts
@@ -125,6 +126,13 @@ class FleetFrontend:
         self._has_begun = False
         self._refused = ""
         self._unanswered = ""
+        self._clock = ""
+        """What an operator should know of this node's clock."""
+        self._unreadable = ""
+        """What an operator should know of values in etcd that can't be read."""
+        self._unreadable_before = self._unreadable_count = 0
+        """Such values that earlier processes met, and this one."""
+        self._unreadable_lines = RateLimit(LINE_EVERY_S)
         self._beats = self._fenced = 0
         self._store = StoreSize("", 0, settings.etcd_quota_bytes)
         self._placements: Counter[str] = Counter()
@@ -137,8 +145,8 @@ class FleetFrontend:
         self._told_files: tuple[Stamp, ...] = ()
         self._process = ChildProcess(_fleet_kind(sandbox), self._begin, self._on_message, self._on_end, timeouts)
         self._stopped = asyncio.Event()
-        self._record_task = PeriodicTask(self._tell_record, RECORD_S)
-        self._certificates_task = PeriodicTask(self._tell_certificates, CERTIFICATES_S)
+        self._record_task = PeriodicTask(self._tell_record, RECORD_S, _log_fault)
+        self._certificates_task = PeriodicTask(self._tell_certificates, CERTIFICATES_S, _log_fault)
 
     async def start(self) -> None:
         """Start the process. It joins the fleet once etcd answers. Raises CannotListen."""
@@ -190,7 +198,8 @@ class FleetFrontend:
 
     def problem(self) -> str:
         """Return what an operator should know of the fleet; "" if all is well."""
-        return self._trouble() if self.is_isolated else self._store_warning()
+        trouble = self._trouble() if self.is_isolated else self._store_warning()
+        return "; ".join(filter(None, (trouble, self._unreadable, self._clock)))
 
     def _store_warning(self) -> str:
         """Return what to do about etcd's database before it is full; "" if it is not nearly so."""
@@ -227,9 +236,10 @@ class FleetFrontend:
     def figures(self) -> FleetFacts:
         """Return what metrics tell."""
         left_s = (self._horizon_boot_ns - boot_ns()) / NS_PER_S
+        unreadable = self._unreadable_before + self._unreadable_count
         claims, quota_claims = dict(self._placements), dict(self._quota_claims)
-        store = self._store
-        return FleetFacts(left_s, self._beats, self._fenced, claims, quota_claims, store.size_bytes, store.quota_bytes)
+        counts = self._beats, self._fenced, claims, quota_claims, unreadable
+        return FleetFacts(left_s, *counts, self._store.size_bytes, self._store.quota_bytes)
 
     def membership(self) -> FleetMembership:
         """Return what the web page shows."""
@@ -338,6 +348,8 @@ class FleetFrontend:
 
     def _on_end(self) -> None:
         self._has_begun = False
+        self._unreadable_before += self._unreadable_count
+        self._unreadable_count, self._unreadable, self._clock = 0, "", ""
         failure = _failure(Why.UNKNOWN, "the node's fleet process ended before it had answered")
         for number in list(self._waiting):
             self._answer(number, failure, Why.UNKNOWN.value)
@@ -415,6 +427,17 @@ class FleetFrontend:
         self._tell({"op": "mark_kept", "beat": beat})
 
     def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
+        try:
+            self._handle(message)
+        except Exception:
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading the fleet process's {message.get('op')}")
+            number = message.get("number")
+            if isinstance(number, int):
+                # It was an answer, and who waits for it gets no other.
+                failure = _failure(Why.UNKNOWN, "the answer of the node's fleet process can't be read")
+                self._answer(number, failure, Why.UNKNOWN.value)
+
+    def _handle(self, message: dict[str, Any]) -> None:
         match message:
             case {"op": "horizon", "boot_ns": int(horizon_ns)}:
                 self._move_horizon(horizon_ns)
@@ -446,6 +469,8 @@ class FleetFrontend:
                 self._answer(number, _quota_failure(Why(why), text, message["retry_after_ms"]), why)
             case {"op": "noted", "what": str(what), "text": str(text), "node": str(node), "name": str(name)}:
                 self._note(what, text, node, name)
+            case {"op": "unreadable", "count": int(count), "text": str(text)}:
+                self._take_unreadable(count, text)
 
     def _refusal_of(self, number: int, why: Why, text: str) -> str:
         """Return what a tenant is told: of a node that is cut off more than the rules know."""
@@ -459,11 +484,21 @@ class FleetFrontend:
             self._beats += 1
             self._unanswered = ""
         elif what not in _TOLD_OTHERWISE:
-            if what == Note.REFUSED.value:
+            if what == Note.FAULT.value:
+                log_event(LogEvent.DAEMON_FAULT, doing=text)
+                return
+            if what == Note.CLOCK.value:
+                self._clock = text
+            elif what == Note.REFUSED.value:
                 self._refused = text
             elif what in _UNANSWERED:
                 self._unanswered = f"{_UNANSWERED[what]}: {text}{_advice(text)}"
             log_event(LogEvent.FLEET_NOTED, what=what, reason=text, node=node or None, lease_name=name or None)
+
+    def _take_unreadable(self, count: int, text: str) -> None:
+        if count > self._unreadable_count and (suppressed := self._unreadable_lines.admit()) is not None:
+            log_event(LogEvent.FLEET_UNREADABLE, reason=text, suppressed=suppressed or None)
+        self._unreadable_count, self._unreadable = count, text
 
     def _join(self, membership: KeptMembership) -> None:
         log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=membership.incarnation)
@@ -502,6 +537,10 @@ class FleetFrontend:
                 self._tell({"op": DROP_COUNT, "number": number})
                 self._answer(number, failure, Why.ISOLATED.value)
         self._tell_all_ended()
+
+
+def _log_fault(error: Exception) -> None:
+    log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"keeping the fleet process up to date: {error}")
 
 
 _PARTS: Final = {

@@ -27,7 +27,6 @@ from gpulease.daemon.fleet.etcd_options import NotDone, done, etcd_options
 from gpulease.daemon.fleet.fleet_records import (
     HORIZON,
     NAMES,
-    BadRecord,
     fenced_key,
     held_key,
     name_of,
@@ -35,8 +34,10 @@ from gpulease.daemon.fleet.fleet_records import (
     read_claim,
     read_horizon_s,
 )
+from gpulease.daemon.fleet.record_reader import Unreadable
 from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 from gpulease.daemon.fleet.rules.membership import node_removal
+from gpulease.daemon.fleet.unreadable_records import shown_key
 
 POLL_S: Final = 1.0
 """Longest sleep in a row, since a suspended host's sleep takes longer."""
@@ -88,7 +89,7 @@ async def fence(
         say(f"Node {node_id} is fenced: it can claim nothing more, and its claimed leases end.")
     # Only now: without its record the node claims nothing more.
     names = await done(client, Transaction(reads=(Get(NAMES, is_prefix=True),)))
-    claims = [item for item in names.found[0] if _is_of(item, node_id, last_incarnation)]
+    claims = [item for item in names.found[0] if _is_of(item, node_id, last_incarnation, say)]
     if node is None and not claims:
         raise NotFenced(f"the fleet has no node {node_id}, and no name is claimed by one")
     if waits and claims:
@@ -112,17 +113,18 @@ def _horizon_s(found: tuple[KeyValue, ...]) -> float:
             f"etcd has no {where}, so nobody knows how long the node's leases live: nothing was done. Start a node,"
             " which writes it, and fence again; or pull the plug of this one and say so (--pulled-the-plug)"
         )
-    try:
-        return read_horizon_s(found[0].value)
-    except BadRecord as error:
-        raise NotFenced(f"{where} {error}: nothing was done. Put the nodes' horizon_s there, and fence again") from None
+    horizon_s = read_horizon_s(found[0].value)
+    if isinstance(horizon_s, Unreadable):
+        text = f"{where} can't be read ({horizon_s.reason}): nothing was done"
+        raise NotFenced(f"{text}. Put the nodes' horizon_s there, and fence again")
+    return horizon_s
 
 
-def _is_of(item: KeyValue, node_id: str, last_incarnation: int) -> bool:
-    """Return whether a claim is of one of the node's memberships until then."""
-    try:
-        claim = read_claim(item.value)
-    except BadRecord:
+def _is_of(item: KeyValue, node_id: str, last_incarnation: int, say: Callable[[str], None]) -> bool:
+    """Return whether a claim is of one of the node's memberships until then, and say if nobody can know that."""
+    claim = read_claim(item.value)
+    if isinstance(claim, Unreadable):
+        say(f"Nobody knows whose claim {shown_key(item.key)} is, for it can't be read: it stays ({claim.reason}).")
         return False
     return claim.node_id == node_id and claim.incarnation <= last_incarnation
 
@@ -131,6 +133,8 @@ async def _free_names(client: EtcdClient, node_id: str, claims: list[KeyValue]) 
     freed = []
     for item in claims:
         name = name_of(item.key)
+        if isinstance(name, Unreadable):
+            continue
         # A claim that is another by now is of a membership that began since, or of another node.
         removal = (Delete(item.key), Delete(held_key(node_id, name)))
         if (await done(client, Transaction((ModRevisionIs(item.key, item.mod_revision),), removal))).succeeded:

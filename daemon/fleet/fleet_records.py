@@ -19,9 +19,15 @@ A reader ignores members that it does not know, so that nodes of two versions ma
 """
 
 from dataclasses import asdict, dataclass
-from json import JSONDecodeError, dumps, loads
-from math import isfinite, nan
-from typing import Any, Final, NamedTuple
+from hashlib import sha256
+from json import dumps
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from gpulease.daemon.fleet.fleet_settings import MAX_HORIZON_S, MIN_HORIZON_S
+from gpulease.daemon.fleet.record_reader import LeaseText, Number, Text, Unreadable, read_record
+from gpulease.protocol.lease_names import NAME
 
 PREFIX: Final = b"/gpulease/v1/"
 NODES: Final = PREFIX + b"nodes/"
@@ -41,12 +47,11 @@ JOINED: Final = PREFIX + b"joined"
 MAX_EPOCH_BASE: Final = 1 << 62
 """Largest base of epochs that is read. Stops a foreign writer from letting epochs outgrow 64 bits."""
 
-MAX_RECORD_BYTES: Final = 64 << 10
-"""Largest record that is read. An inventory of 16 cards has 2 KiB. Stops a foreign writer from filling memory."""
+MAX_GENERATION_BYTES: Final = 128
+"""Longest generation that is kept as it is. It goes into the journal and into messages of the daemon's processes."""
 
-
-class BadRecord(ValueError):
-    """Raised for a value in etcd that is none of a fleet's records; the text says which and why."""
+MAX_NODE_ID_BYTES: Final = 255
+"""Longest id of a node, as long as a host's name (RFC 1035, 2.3.4). Stops keys that no message could carry."""
 
 
 def node_key(node_id: str) -> bytes:
@@ -74,23 +79,44 @@ def held_key(node_id: str, name: str = "") -> bytes:
     return HELD + node_id.encode() + b"/" + name.encode()
 
 
-def held_name(key: bytes, node_id: str) -> str | None:
-    """Return the name whose claim has that key among those of its node; None: it is a lease's entry in a quota."""
-    name = key.removeprefix(held_key(node_id)).decode(errors="replace")
-    return None if "/" in name else name
+def is_quotas(key: bytes, node_id: str) -> bool:
+    """Return whether a key among those of a node's claims is of a lease's entry in a quota, and not of a name."""
+    return b"/" in key.removeprefix(held_key(node_id))
 
 
-def node_id_of(key: bytes) -> str:
+def held_name(key: bytes, node_id: str) -> str | Unreadable:
+    """Return the name whose claim has that key among those of its node."""
+    return _name(key.removeprefix(held_key(node_id)))
+
+
+def node_id_of(key: bytes) -> str | Unreadable:
     """Return the id of the node whose record or inventory has that key."""
-    return key.removeprefix(NODES).removeprefix(INVENTORIES).decode(errors="replace")
+    node_id = key.removeprefix(NODES).removeprefix(INVENTORIES)
+    try:
+        return node_id.decode() if 0 < len(node_id) <= MAX_NODE_ID_BYTES else Unreadable("its key names no node")
+    except UnicodeDecodeError:
+        return Unreadable("its key is no text")
 
 
-def name_of(key: bytes) -> str:
+def name_of(key: bytes) -> str | Unreadable:
     """Return the name whose claim has that key."""
-    return key.removeprefix(NAMES).decode(errors="replace")
+    return _name(key.removeprefix(NAMES))
 
 
-class CardRecord(NamedTuple):
+def _name(name: bytes) -> str | Unreadable:
+    text = name.decode(errors="replace")
+    return text if NAME.fullmatch(text) else Unreadable("its key names no lease")
+
+
+NodeId = Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_BYTES)]
+EpochBase = Annotated[int, Meta(ge=0, le=MAX_EPOCH_BASE)]
+
+_HorizonSeconds = Annotated[float, Meta(ge=MIN_HORIZON_S, le=MAX_HORIZON_S)]
+"""No node has another: a directory would find all of them silent by a shorter one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CardRecord:
     """A card in its node's record.
 
     Attributes:
@@ -100,11 +126,11 @@ class CardRecord(NamedTuple):
         is_partition: The card is a MIG partition.
     """
 
-    uuid: str
-    name: str
-    capacity_bytes: int
-    largest_bytes: int
-    leases: int
+    uuid: Text
+    name: Text
+    capacity_bytes: Number
+    largest_bytes: Number
+    leases: Number
     is_partition: bool
 
 
@@ -120,23 +146,28 @@ class InventoryRecord:
         version: The daemon's version.
     """
 
-    addresses: tuple[str, ...] = ()
-    labels: dict[str, str] | None = None
+    addresses: tuple[Text, ...] = ()
+    labels: dict[Text, Text] | None = None
     cards: tuple[CardRecord, ...] = ()
     is_draining: bool = False
-    version: str = ""
+    version: Text = ""
 
     def encode(self) -> bytes:
         """Encode the record as JSON."""
-        return dumps(self.to_members(), separators=(",", ":")).encode()
-
-    def to_members(self) -> dict[str, Any]:
-        """Return the members of the record's JSON object."""
-        return asdict(self) | {"cards": [card._asdict() for card in self.cards]}
+        return dumps(asdict(self), separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRecord:
+class _Beat:
+    """The members of a node's record that each version writes."""
+
+    nonce: Text
+    boot_ms: Number = 0
+    beat: Number = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord(_Beat):
     """A node's membership: as small as can be, for etcd keeps each beat until it compacts.
 
     Attributes:
@@ -148,15 +179,12 @@ class NodeRecord:
             of its own.
     """
 
-    nonce: str
-    boot_ms: int = 0
-    beat: int = 0
     inventory: InventoryRecord | None = None
 
     def encode(self) -> bytes:
         """Encode the record as JSON; its inventory, if it has one, lies in the same object."""
         members = {"nonce": self.nonce, "boot_ms": self.boot_ms, "beat": self.beat}
-        inventory = {} if self.inventory is None else self.inventory.to_members()
+        inventory = {} if self.inventory is None else asdict(self.inventory)
         return dumps(members | inventory, separators=(",", ":")).encode()
 
 
@@ -173,12 +201,12 @@ class ClaimRecord:
         epoch_base: The claim's epoch is the sum of this and its mod revision.
     """
 
-    node_id: str
-    incarnation: int
-    lease_id: str
-    tenant: str
-    nonce: str
-    epoch_base: int = 0
+    node_id: NodeId
+    incarnation: Number
+    lease_id: LeaseText
+    tenant: Text
+    nonce: Text
+    epoch_base: EpochBase = 0
 
     def encode(self) -> bytes:
         """Encode the record as JSON."""
@@ -195,78 +223,49 @@ class EpochsRecord:
             have fallen.
     """
 
-    generation: str
-    base: int
+    generation: Text
+    base: EpochBase
 
     def encode(self) -> bytes:
         """Encode the record as JSON."""
         return dumps(asdict(self), separators=(",", ":")).encode()
 
 
-def read_node(value: bytes) -> NodeRecord:
-    """Read a node's record. Raises BadRecord."""
-    members = _members(value)
-    # Every daemon that writes its inventory here names its addresses.
-    inventory = _inventory(members) if "addresses" in members else None
+def read_node(value: bytes) -> NodeRecord | Unreadable:
+    """Read a node's record."""
+    beat, inventory = read_record(_Beat, value), read_record(InventoryRecord, value)
+    if isinstance(beat, Unreadable):
+        return beat
+    if isinstance(inventory, Unreadable):
+        return inventory
+    # A daemon that writes its inventory here names its labels, also where it has none.
+    return NodeRecord(beat.nonce, beat.boot_ms, beat.beat, None if inventory == InventoryRecord() else inventory)
+
+
+def read_inventory(value: bytes) -> InventoryRecord | Unreadable:
+    """Read what a node has."""
+    return read_record(InventoryRecord, value)
+
+
+def read_claim(value: bytes) -> ClaimRecord | Unreadable:
+    """Read a claim."""
+    return read_record(ClaimRecord, value)
+
+
+def read_epochs(value: bytes) -> EpochsRecord | Unreadable:
+    """Read since when names are given out."""
+    return read_record(EpochsRecord, value)
+
+
+def read_horizon_s(value: bytes) -> float | Unreadable:
+    """Read the fleet's horizon, in seconds."""
+    return read_record(_HorizonSeconds, value)
+
+
+def read_generation(value: bytes) -> str:
+    """Return the store's generation as a short text, another one for each value: an operator may put any."""
     try:
-        return NodeRecord(**_known(("nonce", "boot_ms", "beat"), members), inventory=inventory)
-    except TypeError as error:
-        raise BadRecord(f"it is no node's record: {error}") from None
-
-
-def read_inventory(value: bytes) -> InventoryRecord:
-    """Read what a node has. Raises BadRecord."""
-    return _inventory(_members(value))
-
-
-def _inventory(members: dict[str, Any]) -> InventoryRecord:
-    try:
-        cards = tuple(CardRecord(**_known(CardRecord._fields, card)) for card in members.get("cards", ()))
-        known = _known(InventoryRecord.__slots__, members)
-        return InventoryRecord(**known | {"addresses": tuple(members.get("addresses", ())), "cards": cards})
-    except (TypeError, AttributeError) as error:
-        raise BadRecord(f"it is no inventory: {error}") from None
-
-
-def read_claim(value: bytes) -> ClaimRecord:
-    """Read a claim. Raises BadRecord."""
-    try:
-        return ClaimRecord(**_known(ClaimRecord.__slots__, _members(value)))
-    except TypeError as error:
-        raise BadRecord(f"it is no claim: {error}") from None
-
-
-def read_epochs(value: bytes) -> EpochsRecord:
-    """Read since when names are given out. Raises BadRecord."""
-    members = _members(value)
-    generation, base = members.get("generation"), members.get("base")
-    if not isinstance(generation, str) or type(base) is not int or not 0 <= base <= MAX_EPOCH_BASE:
-        raise BadRecord("it has no generation with a base of epochs")
-    return EpochsRecord(generation, base)
-
-
-def read_horizon_s(value: bytes) -> float:
-    """Read the fleet's horizon, in seconds. Raises BadRecord."""
-    try:
-        horizon_s = float(value.decode())
-    except ValueError:
-        horizon_s = nan
-    if not (isfinite(horizon_s) and horizon_s > 0):
-        raise BadRecord("is no number of seconds")
-    return horizon_s
-
-
-def _members(value: bytes) -> dict[str, Any]:
-    if len(value) > MAX_RECORD_BYTES:
-        raise BadRecord(f"it has {len(value)} bytes; a record has at most {MAX_RECORD_BYTES}")
-    try:
-        members = loads(value)
-    except (JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise BadRecord("it is no JSON") from None
-    if not isinstance(members, dict):
-        raise BadRecord("it is no JSON object")
-    return members
-
-
-def _known(names: tuple[str, ...], members: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in members.items() if name in names}
+        text = value.decode() if len(value) <= MAX_GENERATION_BYTES else ""
+    except UnicodeDecodeError:
+        text = ""
+    return text or sha256(value).hexdigest()

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.client import EtcdClient
-from gpulease.daemon.fleet.etcd.transactions import Rejected
+from gpulease.daemon.fleet.etcd.transactions import Outcome, Rejected, Unknown
 from gpulease.daemon.fleet.fleet_records import CardRecord
 from gpulease.daemon.fleet.live_claims import LiveParts
 from gpulease.daemon.fleet.machine_readings import MachineReadings
@@ -45,15 +45,19 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     QuotaRefused,
     QuotaWanted,
     RecordChanged,
+    RecordsUnreadable,
     Remembered,
     Started,
     Stopped,
     Stopping,
     TimerFired,
+    Why,
 )
-from gpulease.daemon.fleet.rules.member import Member
+from gpulease.daemon.fleet.rules.member import MAX_FAULT_CHARS, Member
+from gpulease.daemon.fleet.rules.node_claims import RETRY_AFTER_MS
 from gpulease.daemon.fleet.rules.pauses import missed_ns
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
+from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 
@@ -120,18 +124,22 @@ class FleetProcess:
         self._kept_beat: int | None = None
         """A beat whose mark is kept, until the last horizon is set too."""
         self._not_compacted = ""
+        self._size_task = PeriodicTask(self._report_size, SIZES_S, _log_size_fault)
         self._ended = asyncio.Event()
         self._handlers = self._effect_handlers()
 
     async def run(self) -> None:
-        """Serve until the broker is gone."""
+        """Serve until the broker is gone, or a fault of the rules has lost what they knew.
+
+        The broker answers then all who wait, and starts another process, which joins as the same member.
+        """
         loop = asyncio.get_running_loop()
         self._channel.setblocking(False)
         loop.add_reader(self._channel, self._read)
         self._send({"op": "ready"})
         self._post(Started())
         self._look_at_machine()
-        self._begin(self._watch_size())
+        self._size_task.start(at_once=True)
         try:
             await self._ended.wait()
         finally:
@@ -141,6 +149,7 @@ class FleetProcess:
             for timer in (self._timer, self._look):
                 if timer is not None:
                     timer.cancel()
+            await self._size_task.stop()
             for task in self._asks:
                 task.cancel()
             await asyncio.gather(*self._asks, return_exceptions=True)
@@ -148,8 +157,15 @@ class FleetProcess:
     # --- the rules ---
 
     def _post(self, event: Event) -> None:
-        for effect in self._member.handle(event, self._clock_ns()):
-            self._handlers[type(effect)](effect)
+        if self._ended.is_set():
+            return
+        try:
+            for effect in self._member.handle(event, self._clock_ns()):
+                self._handlers[type(effect)](effect)
+        except Exception:
+            # Effects are lost with it, and answers to who waits may be among them.
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__} in the fleet")
+            self._ended.set()
 
     def _effect_handlers(self) -> dict[type[Effect], Callable[[Any], None]]:
         return {
@@ -167,6 +183,7 @@ class FleetProcess:
             QuotaRefused: lambda effect: self._refuse("not_counted", effect),
             Stopped: lambda effect: self._send({"op": "stopped", "has_left": effect.has_left}),
             Noted: self._note,
+            RecordsUnreadable: lambda effect: self._send({"op": "unreadable"} | asdict(effect)),
         }
 
     def _ask(self, effect: Ask) -> None:
@@ -181,23 +198,31 @@ class FleetProcess:
         self._begin(self._compact_etcd(effect.revision))
 
     async def _compact_etcd(self, revision: int) -> None:
-        outcome = await self._client.compact(revision)
+        try:
+            outcome = await self._client.compact(revision)
+        except Exception:
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="compacting etcd")
+            return
         refusal = outcome.reason if isinstance(outcome, Rejected) and _IS_COMPACTED not in outcome.reason else ""
         # Once a minute for weeks, the same would be said.
         if refusal and refusal != self._not_compacted:
             self._note(Noted(Note.NOT_COMPACTED, refusal))
         self._not_compacted = refusal
 
-    async def _watch_size(self) -> None:
-        """Tell the broker of the member of etcd whose database is the largest, again and again."""
-        while True:
-            largest = max(await self._client.sizes(), key=lambda size: size.size_bytes, default=None)
-            if largest is not None:
-                self._send({"op": "store", **largest._asdict()})
-            await asyncio.sleep(SIZES_S)
+    async def _report_size(self) -> None:
+        """Report the member of etcd whose database is the largest."""
+        largest = max(await self._client.sizes(), key=lambda size: size.size_bytes, default=None)
+        if largest is not None:
+            self._send({"op": "store", **largest._asdict()})
 
     async def _ask_etcd(self, effect: Ask) -> None:
-        outcome = await self._client.do(effect.transaction)
+        outcome: Outcome
+        try:
+            outcome = await self._client.do(effect.transaction)
+        except Exception as error:
+            # Whatever it was, the rules wait for an outcome.
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="asking etcd")
+            outcome = Unknown(f"a fault of this node's: {error}"[:MAX_FAULT_CHARS])
         self._post(Answered(effect.number, outcome))
 
     def _arm(self, effect: ArmTimer) -> None:
@@ -289,11 +314,21 @@ class FleetProcess:
     def _take_in(self, message: dict[str, Any], fds: list[int]) -> None:
         try:
             self._take(message, fds)
-        except (KeyError, TypeError, ValueError) as error:
+        except Exception as error:
             # The broker is of another version, or has a bug: what it said is left out, and the fleet goes on.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading the broker's {message.get('op')}: {error}")
+            self._refuse_unread(message)
         finally:
             close_all(fds)
+
+    def _refuse_unread(self, message: dict[str, Any]) -> None:
+        """Answer a request that could not be read, so that nobody waits for it."""
+        text = "this node's fleet process can't read the request: look at the daemon's log"
+        match message:
+            case {"op": "claim", "number": int(number)}:
+                self._refuse("refused", ClaimRefused(number, Why.REJECTED, text, RETRY_AFTER_MS))
+            case {"op": "count", "number": int(number)}:
+                self._refuse("not_counted", QuotaRefused(number, Why.REJECTED, text, RETRY_AFTER_MS))
 
     def _take(self, message: dict[str, Any], fds: list[int]) -> None:
         match message:
@@ -338,6 +373,10 @@ class FleetProcess:
         if self._kept_beat is not None and not self._unset_horizons:
             beat, self._kept_beat = self._kept_beat, None
             self._post(MarkKept(beat))
+
+
+def _log_size_fault(error: Exception) -> None:
+    log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"asking etcd for its size: {error}")
 
 
 def record_of(message: dict[str, Any]) -> RecordChanged:

@@ -17,6 +17,7 @@ from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs, Transaction
 from gpulease.daemon.fleet.etcd_options import NotDone, done, etcd_options
 from gpulease.daemon.fleet.fleet_records import QUOTA_DEFAULT
+from gpulease.daemon.fleet.record_reader import MAX_QUOTA_BYTES
 from gpulease.daemon.fleet.rules.quota_records import (
     DefaultQuota,
     Shard,
@@ -27,6 +28,7 @@ from gpulease.daemon.fleet.rules.quota_records import (
     spread,
     tenant_of,
 )
+from gpulease.daemon.fleet.unreadable_records import shown_key
 from gpulease.daemon.remote.tls_settings import OVER_TCP, check_tenant
 from gpulease.protocol.counts import counted
 from gpulease.protocol.sizes import parse_size, size_text
@@ -55,8 +57,9 @@ async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
         shards = all_shards(tenant, read_shards(found.found[0])).values()
         for shard in shards:
             if not shard.is_readable:
-                key = shard.key.decode(errors="replace")
-                raise NotSet(f"{key} in etcd is no part of a quota: once its leases have ended, `etcdctl del {key}`")
+                key = shown_key(shard.key)
+                text = f"{key} in etcd is no part of a quota ({shard.unreadable})"
+                raise NotSet(f"{text}: once its leases have ended, `etcdctl del {key}`")
         spread(shards, total_bytes)
         compares = tuple(ModRevisionIs(shard.key, shard.mod_revision) for shard in shards)
         if (await done(client, Transaction(compares, tuple(shard.put() for shard in shards)))).succeeded:
@@ -77,6 +80,8 @@ async def describe(client: EtcdClient, tenant: str = "") -> list[str]:
     told = list(_sentences(found.found[0]))
     if tenant in ("", DEFAULT):
         every = "no quota, so their leases are refused" if default is None else size_text(default.total_bytes)
+        if default is not None and default.unreadable:
+            every = f"a quota that can't be read ({default.unreadable}), so their leases are refused: set it anew,"
         told.append(f"{DEFAULT}: {every} for each tenant without a quota of its own.")
     return told or [f"{tenant}: no quota of its own, and no lease yet by the default."]
 
@@ -86,8 +91,10 @@ def _sentences(found: tuple[KeyValue, ...]) -> Iterator[str]:
     for key, shard in read_shards(found).items():
         of_tenants.setdefault(tenant_of(key), []).append(shard)
     for tenant, shards in sorted(of_tenants.items()):
-        if not all(shard.is_readable for shard in shards):
-            yield f"{tenant}: a part of its quota can't be read, so its leases are refused."
+        broken = next((shard for shard in shards if not shard.is_readable), None)
+        if broken is not None:
+            where = f"{shown_key(broken.key)}: {broken.unreadable}"
+            yield f"{tenant}: a part of its quota can't be read, so its leases are refused ({where})."
             continue
         entries = [entry for shard in shards for entry in shard.used.values()]
         nodes: Counter[str] = Counter()
@@ -127,9 +134,12 @@ def _tenant(context: click.Context, option: click.Parameter, value: str | None) 
 
 def _size(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
     try:
-        return None if value is None else parse_size(value)
+        size_bytes = None if value is None else parse_size(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
+    if size_bytes is not None and size_bytes > MAX_QUOTA_BYTES:
+        raise click.BadParameter(f"a quota must have at most {size_text(MAX_QUOTA_BYTES)}, not {value}")
+    return size_bytes
 
 
 @click.command("quota", context_settings={"help_option_names": ["-h", "--help"]})

@@ -267,6 +267,12 @@ class LogEvent(Enum):
     FLEET_STORE_LARGE = Kind(
         "fleet.store_large", WARNING, "etcd's database nears its quota: without space all named leases end", ("reason",)
     )
+    FLEET_UNREADABLE = Kind(
+        "fleet.unreadable",
+        WARNING,
+        "values in the fleet's etcd can't be read, and count as none",
+        ("reason", "suppressed"),
+    )
     FLEET_NO_ADDRESS = Kind(
         "fleet.no_address",
         WARNING,

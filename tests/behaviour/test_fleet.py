@@ -16,6 +16,7 @@ from gpulease.protocol.messages import LeaseAlloc
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, REQUEST_ID_TAG
 from gpulease.protocol.primitives import LeaseParameter
 from helpers.fleet_rig import HORIZON_S, FleetNode, Worker, claims, fleet
+from helpers.readable import readable
 from helpers.waiting import wait_until
 
 NAME = "model-a"
@@ -220,7 +221,7 @@ def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(tmp_pa
             node.wait_until_joined()
             assert "no directory names this node to tenants: let it listen on a tls: address" in node.logs()
             found = cluster.control("get", "/gpulease/v1/inventories/alone", "--print-value-only")
-            assert read_inventory(found.encode()).addresses == ()
+            assert readable(read_inventory(found.encode())).addresses == ()
         finally:
             node.stop()
 
@@ -230,7 +231,7 @@ def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> N
         other = FleetNode(cluster, "other", horizon_s=HORIZON_S + 1)
         other.start().allowed_trouble.append("fleet")
         try:
-            told = f"horizon_s = '{HORIZON_S}', and this node {HORIZON_S + 1}"
+            told = f"horizon_s = {HORIZON_S}, and this node {HORIZON_S + 1}"
             wait_until(lambda: told in other.fleet_check()["detail"], "it is refused", seen=other.logs)
             with pytest.raises(GpuLeaseError, match=told):
                 other.builder("alpha").acquire()

@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpulease.daemon.fleet.fleet_records import HORIZON, held_key, name_key, node_key
+from gpulease.daemon.fleet.fleet_records import HORIZON, QUOTA_DEFAULT, held_key, name_key, node_key
+from gpulease.daemon.fleet.rules.quota_records import shard_key
 from gpulease.protocol.lease_ids import lease_id_of
 from helpers.daemon import Daemon, python_environment
 from helpers.etcd_cluster import EtcdCluster
@@ -135,12 +136,12 @@ def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdC
         cluster.control("put", held_key(node_id, name).decode(), "nonce")
     words = ("fleet", "fence", "n1", "--etcd", etcd_of(cluster))
     # A short horizon, so that the test does not take long.
-    cluster.control("put", HORIZON.decode(), "1.5")
+    cluster.control("put", HORIZON.decode(), "2")
     done = gpulease(*words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "Node n1 is fenced: it can claim nothing more, and its claimed leases end.",
-        "Waiting 1.5 s, until its claimed leases have ended even if nobody can reach it.",
+        "Waiting 2.0 s, until its claimed leases have ended even if nobody can reach it.",
         "Free names: model-a.",
     ]
     assert [bool(keys(cluster, node_key(node_id))) for node_id in ("n1", "n2")] == [False, True]
@@ -154,8 +155,8 @@ def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdC
 def test_an_operator_who_pulled_the_plug_says_so_twice_and_does_not_wait(cluster: EtcdCluster) -> None:
     put_node(cluster, "n1", record_of("tls:gpu.example:7443"))
     put_claim(cluster, "model-a", "n1", create_revision(cluster, node_key("n1")))
-    # Nobody could wait for this one.
-    cluster.control("put", HORIZON.decode(), "1e9")
+    # The test would not wait for this one.
+    cluster.control("put", HORIZON.decode(), "600")
     words = ("fleet", "fence", "n1", "--etcd", etcd_of(cluster), "--pulled-the-plug")
     for typed in ("", "n\n"):
         kept = gpulease(*words, typed=typed)
@@ -167,7 +168,11 @@ def test_an_operator_who_pulled_the_plug_says_so_twice_and_does_not_wait(cluster
 
 
 @pytest.mark.parametrize(
-    ("horizon", "told"), [(None, "etcd has no /gpulease/v1/horizon"), ("soon", "is no number"), ("nan", "is no number")]
+    ("horizon", "told"),
+    [
+        (None, "etcd has no /gpulease/v1/horizon"),
+        *((text, "/gpulease/v1/horizon can't be read") for text in ("soon", "NaN", "1e999", "0.001", "9" * 5_000)),
+    ],
 )
 def test_a_fence_whose_wait_nobody_knows_does_nothing(cluster: EtcdCluster, horizon: str | None, told: str) -> None:
     put_node(cluster, "n1", record_of("tls:gpu.example:7443"))
@@ -176,6 +181,43 @@ def test_a_fence_whose_wait_nobody_knows_does_nothing(cluster: EtcdCluster, hori
     done = gpulease("fleet", "fence", "n1", "--etcd", etcd_of(cluster))
     assert (done.returncode, told in done.stderr) == (1, True), done.stderr
     assert keys(cluster, node_key("n1"))
+
+
+def test_the_commands_of_a_fleet_say_which_values_they_can_t_read(cluster: EtcdCluster, directory: Directory) -> None:
+    put_node(cluster, "n1", record_of("tls:gpu.example:7443"))
+    put_claim(cluster, "model-a", "n1", create_revision(cluster, node_key("n1")))
+    etcd, at = ("--etcd", etcd_of(cluster)), f"fleet:{directory.address}"
+    wait_until(lambda: "n1" in gpulease("fleet", "nodes", at=at).stdout, "the directory sees the node")
+    for key, value in {
+        node_key("n2"): json.dumps({"nonce": "n", "boot_ms": 2**70}),
+        node_key("n3"): '{"nonce":"n","boot_ms":' + "9" * 5_000 + "}",
+        node_key("n4"): '{"nonce":"\\ud800"}',
+        name_key("model-b"): '{"node_id":"n1","incarnation":1e999}',
+        shard_key("ann", 3): '{"budget":1e999,"used":{},"default":0}',
+        QUOTA_DEFAULT: '{"total":1e999}',
+    }.items():
+        cluster.control("put", key.decode(), value)
+
+    def warned() -> subprocess.CompletedProcess[str] | None:
+        done = gpulease("fleet", "nodes", at=at)
+        return done if "4 values" in done.stderr else None
+
+    nodes = wait_until(warned, "the directory says so")
+    assert nodes is not None
+    assert "4 values in etcd can't be read: /gpulease/v1/n" in nodes.stderr
+    assert [line.split()[0] for line in nodes.stdout.splitlines()] == ["node", "n1"]
+    assert gpulease("fleet", "names", at=at).returncode == 0
+    quotas = gpulease("fleet", "quota", *etcd)
+    assert (
+        "ann: a part of its quota can't be read, so its leases are refused (/gpulease/v1/quotas/ann/03: "
+        in quotas.stdout
+    )
+    assert "default: a quota that can't be read (Number out of range" in quotas.stdout
+    assert "in etcd is no part of a quota" in gpulease("fleet", "quota", "ann", "1GiB", *etcd).stderr
+    assert gpulease("fleet", "quota", "ann", "2048PiB", *etcd).returncode == 2
+    fenced = gpulease("fleet", "fence", "n1", *etcd, "--pulled-the-plug", "--yes")
+    assert "whose claim /gpulease/v1/names/model-b is, for it can't be read: it stays" in fenced.stdout
+    assert fenced.stdout.splitlines()[-1] == "Free names: model-a."
 
 
 def test_a_fence_without_etcd_says_that_nothing_is_known(tmp_path: Path) -> None:

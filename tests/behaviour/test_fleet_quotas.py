@@ -60,8 +60,8 @@ def test_a_quota_holds_over_two_nodes_and_comes_back_with_the_lease(tmp_path: Pa
 
 
 def test_restarts_lose_no_bytes_and_count_none_twice(tmp_path: Path) -> None:
-    """The horizon is far: a busy host takes seconds to start a daemon."""
-    with fleet(tmp_path, nodes=1, horizon_s=120, tenants=COUNTED) as (cluster, (node,)):
+    """A process that goes on waits for a horizon before it gives back what it does not know; daemons start sooner."""
+    with fleet(tmp_path, nodes=1, horizon_s=30, tenants=COUNTED) as (cluster, (node,)):
         node.now.allowed_trouble.append("fleet process died")
         quota(cluster, "default", "3MiB")
         leases = fill(node, node, node)

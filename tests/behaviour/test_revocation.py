@@ -107,6 +107,22 @@ def test_a_launch_says_revoked_soon(daemon: Daemon) -> None:
     wait_until(is_refused, "a launch is refused")
 
 
+@pytest.mark.parametrize("operation", ["launch", "sync"])
+def test_leaving_the_block_does_not_raise_again_how_the_lease_ended(daemon: Daemon, operation: str) -> None:
+    """The operation is refused by the word that the broker writes, before the session's own end is noticed."""
+    lease = daemon.builder().acquire()
+    with GpuSession(lease) as session:
+        module, flag = start_endless(session)
+        args = KernelArgs().push_buffer(flag)
+        daemon.revoke(lease.lease_id)
+        wait_until(lambda: lease.revoked, "the lease's word says so")
+        with pytest.raises(Revoked):
+            if operation == "launch":
+                session.launch(module, "endless", [1], [1], args)
+            else:
+                session.sync()
+
+
 @pytest.mark.parametrize("waits_in", ["sync", "mem_read"])
 def test_while_the_tenant_waits_for_an_endless_kernel(daemon: Daemon, waits_in: str) -> None:
     lease = daemon.builder().acquire()

@@ -151,6 +151,25 @@ class EtcdCluster:
         done = self._etcdctl(self.members[:1], "snapshot", "save", str(backup))
         assert done.returncode == 0, done.stdout + done.stderr
 
+    def restore(self, backup: Path, command: str) -> None:
+        """Put all members back to a backup, each by a shell command in its folder; return once they answer.
+
+        The command finds the backup as `backup.db` and makes a data folder `restored`, for the member NAME at PEER of
+        the cluster CLUSTER.
+        """
+        for member in self.members:
+            self.kill(member)
+        urls = {member.name: f"http://{member.host}:{member.peer_port}" for member in self.members}
+        every_url = ",".join(f"{name}={url}" for name, url in urls.items())
+        for member in self.members:
+            shutil.copy(backup, member.folder / "backup.db")
+            shutil.rmtree(member.folder / "data")
+            run_shell(command, member.folder, NAME=member.name, PEER=urls[member.name], CLUSTER=every_url)
+            (member.folder / "restored").rename(member.folder / "data")
+            self.start(member)
+        for member in self.members:
+            self.wait_for(member)
+
     def make_room(self, member: Member) -> None:
         """Give a member space again, and disarm the alarm."""
         member.quota_bytes = None
@@ -234,6 +253,14 @@ class EtcdCluster:
 
     def _logs(self) -> str:
         return "\n".join(f"{member.name}: {member.log}" for member in self.members)
+
+
+def run_shell(command: str, folder: Path, **variables: str) -> None:
+    """Run a shell command in a folder; asserts that it succeeds."""
+    words = ["bash", "-euo", "pipefail", "-c", command]
+    environment = os.environ | {"ETCDCTL_API": "3"} | variables
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
 def issued_tenant(authority: Authority, name: str) -> Issued:

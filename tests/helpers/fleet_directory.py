@@ -25,8 +25,8 @@ from helpers.etcd_cluster import EtcdCluster
 from helpers.waiting import wait_until
 
 STOP_LIMIT_S: Final = 60.0
-MANY_SECONDS: Final = "3600"
-"""A horizon by which a record that a test writes once is not silent."""
+MANY_SECONDS: Final = "600"
+"""The longest horizon, by which a record that a test writes once is not silent."""
 
 _LISTENS: Final = re.compile(r"(?:address=|listens on |\"address\":\")((?:tls|tcp|unix):[^\s\"]+)")
 

@@ -1,11 +1,16 @@
-"""A fleet in network namespaces, tenants who want its names, and a nemesis that cuts, stops and kills any of them."""
+"""A fleet in network namespaces, tenants who want its names, and a nemesis that cuts, stops and kills any of them.
+
+It also copies a node's host, and puts a node's journal, or etcd, back to an earlier state.
+"""
 
 import contextlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -23,6 +28,7 @@ from helpers.broken_fleet import FOREVER_NS, Design
 from helpers.daemon import Faults, python_environment
 from helpers.etcd_cluster import EtcdCluster, need_etcd
 from helpers.fleet_checker import Act, Claim, History, HorizonSet, Served, capped
+from helpers.fleet_manual import restore_commands
 from helpers.fleet_rig import FLEET_PROCESS, FleetNode
 from helpers.network_namespaces import Network
 from helpers.scaled_clock import ScaledClock
@@ -41,6 +47,12 @@ ONLOOKER: Final = "o0"
 
 NAMES: Final = ("alpha", "beta", "gamma", "delta")
 TENANTS: Final = 2
+CLONES: Final = "c0"
+"""The host on which copies of nodes run, one at a time."""
+
+CLONE_UP_S: Final = 1_000_000
+"""How much longer that host is up by its own clocks: by this its beats are told from those of the node."""
+
 HOLD_S: Final = 5.0
 FAULT_S: Final = (0.5, 2.5 * HORIZON_S)
 """Length of a fault: some pass within a horizon, some outlast fence and wait."""
@@ -69,6 +81,7 @@ class FleetScene:
 
     Attributes:
         clocks: The nodes'.
+        clones: Copies of the nodes' hosts, by node; most do not run.
         faults: How many there were of each kind.
     """
 
@@ -89,11 +102,16 @@ class FleetScene:
         self._disks: dict[str, SmallDisk] = {}
         self.clocks = {node: ScaledClock(folder, ppm) for node, ppm in zip(nodes, cycle(faster_ppm), strict=False)}
         self.nodes: dict[str, FleetNode] = {}
+        self.clones: dict[str, FleetNode] = {}
+        self._began_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        self._clones_died_ns: list[int] = []
+        self._restored: list[dict[str, Any]] = []
+        """Changes of stores that a backup has taken the place of."""
         self.faults: Counter[str] = Counter()
 
     def __enter__(self) -> "FleetScene":
         with ExitStack() as stack:
-            self.network = stack.enter_context(Network((*MEMBERS, *self.clocks, ONLOOKER)))
+            self.network = stack.enter_context(Network((*MEMBERS, *self.clocks, ONLOOKER, CLONES)))
             places = [(self.network.address(member), self.network.within(member)) for member in MEMBERS]
             self.cluster = stack.enter_context(EtcdCluster(self._folder, len(MEMBERS), places=places))
             # The first node of a new store waits for a horizon, lest the store was lost.
@@ -121,7 +139,8 @@ class FleetScene:
         self, number: int, names: Sequence[str] = NAMES, nodes: Sequence[str] = (), hold_s: float = HOLD_S
     ) -> None:
         """Start one tenant, who holds a name for at most so long at a time, of all nodes or of some."""
-        addresses = [f"{name}={self.nodes[name].address}" for name in nodes or self.nodes]
+        hosts = self.nodes | {clone_of(name): clone for name, clone in self.clones.items()}
+        addresses = [f"{name}={hosts[name].address}" for name in nodes or hosts]
         command = [sys.executable, "-P", "-m", "helpers.fleet_tenant", str(self._folder / f"acts-{number}")]
         self._tenants[number] = subprocess.Popen(
             [*command, str(number), str(hold_s), ",".join(names), *addresses],
@@ -220,13 +239,78 @@ class FleetScene:
         yield
         self._disks[name].free()
 
+    @contextlib.contextmanager
+    def host_cloned(self, name: str) -> Iterator[None]:
+        """Run a copy of a node's host beside it, with another boot id, and lose all that runs on the copy at once."""
+        clone = self.clones[name]
+        shutil.rmtree(clone.state, ignore_errors=True)
+        self._copy_state(name, clone.state)
+        clone.start().allowed_trouble += ALLOWED
+        yield
+        self._lose_clone(clone)
+        self._clones_died_ns.append(time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+
+    @contextlib.contextmanager
+    def state_rolled_back(self, name: str) -> Iterator[None]:
+        """Kill a node's daemon, and start another on an earlier copy of its journal."""
+        node, older = self.nodes[name], self._folder / f"older-{name}"
+        self._copy_state(name, older)
+        yield
+        node.kill()
+        for path in node.state.rglob("*"):
+            if path.is_file():
+                path.unlink()
+        shutil.copytree(older, node.state, dirs_exist_ok=True)
+        shutil.rmtree(older)
+        self._start(node)
+
+    @contextlib.contextmanager
+    def etcd_restored(self) -> Iterator[None]:
+        """Put etcd back to a backup, by the manual: no node reaches it before its generation is renewed."""
+        backup, (restore, _) = self._folder / "backup.db", restore_commands()
+        self.cluster.save(backup)
+        yield
+        self._restored += self._changes("/gpulease/v1/nodes/")
+        with self.cut([*self.clocks, CLONES], MEMBERS):
+            self.cluster.restore(backup, restore)
+            self.cluster.control("put", GENERATION.decode(), f"restored at {time.time_ns()}")
+        backup.unlink()
+
+    def _copy_state(self, name: str, to: Path) -> None:
+        """Copy a node's journal while its daemon stands still; what listens there belongs to living processes."""
+        node = self.nodes[name]
+        with self.stopped(node.now.process.pid):
+            shutil.copytree(node.state, to, ignore=_sockets)
+
+    @staticmethod
+    def _lose_clone(clone: FleetNode) -> None:
+        """Kill all processes of a copy's host at once."""
+        while left := clone.processes():
+            for info in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(info.pid, signal.SIGKILL)
+            time.sleep(0.01)
+        clone.kill()
+
     def draw(self, dice: random.Random) -> list[tuple[str, Fault]]:
         """One fault by chance, or two of different parts, with their names, in the order in which they are to begin."""
         node = self.nodes[dice.choice(sorted(self.nodes))]
         # Cuts begin last and end first: what is started again has to find its peers.
-        parts = [self._faults_of_processes(node, dice), self._faults_of_etcd(), self._cuts(node.node_id)]
+        parts = [
+            self._histories(node.node_id),
+            self._faults_of_processes(node, dice),
+            self._faults_of_etcd(),
+            self._cuts(node.node_id),
+        ]
         drawn = sorted(dice.sample(range(len(parts)), dice.choice((1, 2))))
         return [dice.choice(sorted(parts[number].items(), key=lambda each: each[0])) for number in drawn]
+
+    def _histories(self, node: str) -> dict[str, Fault]:
+        return {
+            "host cloned": lambda: self.host_cloned(node),
+            "state rolled back": lambda: self.state_rolled_back(node),
+            "etcd restored": self.etcd_restored,
+        }
 
     def _cuts(self, node: str) -> dict[str, Fault]:
         leader = self.cluster.leader().name
@@ -322,23 +406,32 @@ class FleetScene:
     def history(self) -> History:
         """All that was seen, in the host's clock. A beat counts as a horizon even if its answer was lost."""
         horizons = tuple(self._horizons())
-        served = tuple(
-            capped(lease, horizons)
-            for name, node in self.nodes.items()
-            for lease in served_by(name, node.logs(1 << 20))
+        served = [lease for name, node in self.nodes.items() for lease in served_by(name, node.logs(1 << 20))]
+        for name, clone in self.clones.items():
+            for lease in served_by(clone_of(name), clone.logs(1 << 20)):
+                died_ns = min((died for died in self._clones_died_ns if died > lease.from_ns), default=lease.to_ns)
+                served.append(lease._replace(to_ns=min(lease.to_ns, died_ns)))
+        return History(
+            tuple(capped(lease, horizons) for lease in served),
+            tuple(self.acts()),
+            horizons,
+            tuple(self.claims()),
+            self.live(),
         )
-        return History(served, tuple(self.acts()), horizons, tuple(self.claims()), self.live())
 
     def _horizons(self) -> Iterator[HorizonSet]:
         if not self._design.is_capped:
             yield from (HorizonSet(node, 0, FOREVER_NS) for node in self.nodes)
             return
-        for change in self._changes("/gpulease/v1/nodes/"):
+        for change in self._restored + self._changes("/gpulease/v1/nodes/"):
             if change["value"] is not None:
                 node = change["key"].rpartition("/")[2]
                 beat_ns = json.loads(change["value"])["boot_ms"] * 1_000_000
                 horizon_ns = beat_ns + int(self._horizon_s * (1 - RHO) * 1e9) + 1_000_000
-                yield HorizonSet(node, *map(self.clocks[node].host_ns, (beat_ns, horizon_ns)))
+                if beat_ns - self._began_ns > CLONE_UP_S * 10**9 // 2:
+                    yield HorizonSet(clone_of(node), *(at - CLONE_UP_S * 10**9 for at in (beat_ns, horizon_ns)))
+                else:
+                    yield HorizonSet(node, *map(self.clocks[node].host_ns, (beat_ns, horizon_ns)))
 
     def _changes(self, prefix: str) -> list[dict[str, Any]]:
         """All changes of etcd's keys with a prefix, read where etcd is reached."""
@@ -365,6 +458,24 @@ class FleetScene:
         )
         stack.callback(self._end, node)
         self._start(node)
+        self.clones[name] = self._clone(name)
+        stack.callback(self.clones[name].discard)
+
+    def _clone(self, name: str) -> FleetNode:
+        """Make ready to run a copy of a node on a host that was booted at another time."""
+        boot_id = self._folder / "boot-id-of-clones"
+        boot_id.write_text("c10cc10c-0000-4000-8000-000000000000\n")
+        up = ["--monotonic", str(CLONE_UP_S), "--boottime", str(CLONE_UP_S)]
+        booted = ["unshare", "--mount", "--time", *up, "--kill-child=SIGKILL", "sh", "-c"]
+        script = f'mount --bind {boot_id} /proc/sys/kernel/random/boot_id && exec "$@"'
+        return FleetNode(
+            self.cluster,
+            name,
+            within=(*self.network.within(CLONES), *booted, script, "--"),
+            log_format="json",
+            horizon_s=self._horizon_s,
+            history_s=0,
+        )
 
     def _start(self, node: FleetNode) -> None:
         faults = None if self._design is Design.RULES else Faults(fleet_design=self._design.value)
@@ -380,11 +491,22 @@ class FleetScene:
         node.stop()
 
 
+def clone_of(node: str) -> str:
+    """What a node's clone is called."""
+    return f"clone of {node}"
+
+
+def _sockets(folder: str, names: list[str]) -> list[str]:
+    """Return what `shutil.copytree` can't copy."""
+    return [name for name in names if stat.S_ISSOCK(os.lstat(f"{folder}/{name}").st_mode)]
+
+
 def served_by(node: str, log: str) -> Iterator[Served]:
     """The named leases of a node's log, of all its daemons, until their memory was free, or for ever."""
     offset_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     records = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-    ends = {each["lease_id"]: _time_ns(each) - offset_ns for each in records if each["event"] in _ENDED}
+    # The first end counts: a daemon on an earlier state of its journal ends again what had ended.
+    ends = {each["lease_id"]: _time_ns(each) - offset_ns for each in reversed(records) if each["event"] in _ENDED}
     for record in records:
         if record["event"] == _BEGUN and record.get("name"):
             begun_ns, end_ns = _time_ns(record) - offset_ns, ends.get(record["lease_id"], 1 << 63)

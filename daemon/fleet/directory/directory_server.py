@@ -401,6 +401,13 @@ class DirectoryConnection(asyncio.Protocol):
                 pass
 
     def _result(self, request: Request) -> Body | bytes | Failure:
+        """Return the answer, whatever becomes of the request: a fault of the directory's is one, too."""
+        try:
+            return self._served(request)
+        except Exception:
+            return _faulty(request)
+
+    def _served(self, request: Request) -> Body | bytes | Failure:
         """Return the reply's body, or its bytes where many peers get them."""
         body: Any = request.body
         match request.op:
@@ -438,9 +445,7 @@ class DirectoryConnection(asyncio.Protocol):
             else:
                 frame = self._connection.send_reply(request, result)
         except LocalProtocolError:
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
-            failure = Failure(Status.INTERNAL, "the directory's answer can't be encoded", hint="Tell the operator.")
-            frame = self._connection.send_failure(request, failure)
+            frame = self._connection.send_failure(request, _faulty(request))
         self._transport.write(frame)
 
     def _write_on(self) -> None:
@@ -475,6 +480,12 @@ class DirectoryConnection(asyncio.Protocol):
             self._transport.write(self._connection.send_goodbye(failure))
             self._transport.close()
             self._start(STALL_TIMEOUT_S, self.abort)
+
+
+def _faulty(request: Request) -> Failure:
+    """Log the exception that is being handled, and return what the peer is told of it."""
+    log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
+    return Failure(Status.INTERNAL, "the directory could not answer, by a fault of its own", hint="Tell its operator.")
 
 
 def _source(sock: socket.socket) -> Hashable:

@@ -1,12 +1,12 @@
 """A directory's view of a fleet: nodes and claims as they were read from etcd, with no clock and no network.
 
-The view trusts no record. A record that can't be read, or whose members have other types, is counted and left out.
+The view trusts no record. One that can't be read is counted, reported and left out.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from gpulease.daemon.fleet.directory.node_index import NodeIndex, SeenNode, rooms_of
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
@@ -15,11 +15,8 @@ from gpulease.daemon.fleet.fleet_records import (
     INVENTORIES,
     NAMES,
     NODES,
-    BadRecord,
-    CardRecord,
     ClaimRecord,
     InventoryRecord,
-    NodeRecord,
     name_of,
     node_id_of,
     read_claim,
@@ -27,6 +24,8 @@ from gpulease.daemon.fleet.fleet_records import (
     read_inventory,
     read_node,
 )
+from gpulease.daemon.fleet.record_reader import Unreadable
+from gpulease.daemon.fleet.unreadable_records import UnreadableRecords
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.limits import MAX_NODE_ADDRESSES, MAX_TEXT_BYTES
 
@@ -35,6 +34,10 @@ MAX_NODES: Final = 50_000
 
 MAX_NAMES: Final = 500_000
 """Most claims of a view, some 500 bytes each; the reason is that of MAX_NODES."""
+
+NS_PER_S: Final = 1_000_000_000
+
+NO_ROOM: Final = Unreadable("the directory has no room for it")
 
 _NO_INVENTORY: Final = InventoryRecord()
 """The inventory of a node that has not written one, or one that can't be read: it is without an address."""
@@ -55,7 +58,7 @@ class FleetView:
         claims: The claims.
         index: The nodes by what a placement asks for.
         horizon_s: The horizon that the nodes have agreed on; None before the first node has joined.
-        bad_records: Records that were left out since the view began.
+        unreadable: Records that were left out.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,7 @@ class FleetView:
         self.claims: dict[str, SeenClaim] = {}
         self.index = NodeIndex()
         self.horizon_s: float | None = None
-        self.bad_records = 0
+        self.unreadable = UnreadableRecords()
         self._inventories: dict[str, InventoryRecord] = {}
         """Those that have keys of their own, with or without a node."""
         self._names_of: dict[str, set[str]] = {}
@@ -71,53 +74,70 @@ class FleetView:
         self._is_indexing = True
         """False while all nodes are read anew: the index is made once, in the order of their changes."""
 
+    @property
+    def bad_records(self) -> int:
+        """The number of records that were left out since the view began."""
+        return self.unreadable.count
+
     def replace(self, found: Iterable[KeyValue], now_s: float) -> None:
         """Take the whole store's records in place of what the view has.
 
         A node whose record is the one that the view had keeps its time: reading anew makes no silent node fresh.
         """
         before = self.nodes
-        self.nodes, self.claims, self._names_of, self.horizon_s = {}, {}, {}, None
-        self._inventories = {}
-        self._is_indexing = False
+        self.nodes, self.claims, self._names_of, self._inventories = {}, {}, {}, {}
+        self._is_indexing = has_horizon = False
         for item in found:
+            has_horizon |= item.key == HORIZON
             self.put(item, now_s)
+        if not has_horizon:
+            self.horizon_s = None
         for node_id, seen in self.nodes.items():
             old = before.get(node_id)
             if old is not None and (old.incarnation, old.revision) == (seen.incarnation, seen.revision):
                 self.nodes[node_id] = seen._replace(changed_s=old.changed_s)
+        # Those that were met at an earlier time are gone.
+        self.unreadable.forget_before(int(now_s * NS_PER_S))
         self._index_anew()
 
     def put(self, item: KeyValue, now_s: float) -> None:
         """Take a key's new value; a value that can't be read is as good as none."""
-        try:
-            if item.key.startswith(NODES):
-                self._put_node(node_id_of(item.key), _sound_node(item.value), item, now_s)
-            elif item.key.startswith(INVENTORIES):
-                self._put_inventory(node_id_of(item.key), _sound_inventory(read_inventory(item.value)))
-            elif item.key.startswith(NAMES):
-                claim = _sound_claim(item.value)
-                self._put_claim(name_of(item.key), SeenClaim(claim, claim.epoch_base + item.mod_revision))
-            elif item.key == HORIZON:
-                self.horizon_s = read_horizon_s(item.value)
-        except BadRecord:
-            self.bad_records += 1
-            self.delete(item.key)
+        unreadable = None
+        if item.key.startswith(NODES):
+            unreadable = self._put_node(item, now_s)
+        elif item.key.startswith(INVENTORIES):
+            unreadable = self._put_inventory(item)
+        elif item.key.startswith(NAMES):
+            unreadable = self._put_claim(item)
+        elif item.key == HORIZON:
+            unreadable = self._put_horizon(item)
+        if unreadable is None:
+            self.unreadable.forget(item.key)
+        else:
+            if item.key != HORIZON:
+                # A horizon that can't be read is not another one: the nodes go on by the one that they have, too.
+                self._drop(item.key)
+            self.unreadable.add(item, unreadable.reason, int(now_s * NS_PER_S))
 
     def delete(self, key: bytes) -> None:
         """Forget a key's value."""
-        if key.startswith(NAMES):
-            self._delete_claim(name_of(key))
-        elif key.startswith(NODES):
-            node_id = node_id_of(key)
-            if (old := self.nodes.pop(node_id, None)) is not None:
-                self.index.remove(node_id, old)
-        elif key.startswith(INVENTORIES):
-            node_id = node_id_of(key)
-            if self._inventories.pop(node_id, None) is not None:
-                self._show(node_id, _NO_INVENTORY)
-        elif key == HORIZON:
+        self.unreadable.forget(key)
+        self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        if key == HORIZON:
             self.horizon_s = None
+            return
+        is_claim = key.startswith(NAMES)
+        named = name_of(key) if is_claim else node_id_of(key)
+        if isinstance(named, Unreadable):
+            return
+        if is_claim:
+            self._delete_claim(named)
+        elif key.startswith(NODES) and (old := self.nodes.pop(named, None)) is not None:
+            self.index.remove(named, old)
+        elif key.startswith(INVENTORIES) and self._inventories.pop(named, None) is not None:
+            self._show(named, _NO_INVENTORY)
 
     def settle(self, silent_before_s: float) -> None:
         """Leave out of the index the nodes whose record last changed at this time or earlier."""
@@ -139,10 +159,18 @@ class FleetView:
             return None
         return None if node.changed_s <= silent_before_s else claim.record.node_id
 
-    def _put_node(self, node_id: str, record: NodeRecord, item: KeyValue, now_s: float) -> None:
+    def _put_node(self, item: KeyValue, now_s: float) -> Unreadable | None:
+        node_id, record = node_id_of(item.key), read_node(item.value)
+        if isinstance(node_id, Unreadable):
+            return node_id
+        if isinstance(record, Unreadable):
+            return record
         old = self.nodes.get(node_id)
-        self._check_room(node_id, self.nodes)
-        # A daemon of an older version has its inventory here, also where a later one left another in its own key.
+        if old is None and len(self.nodes) >= MAX_NODES:
+            return NO_ROOM
+        if record.inventory is not None:
+            # A daemon of an older version has its inventory here, also where a later one left another in its own key.
+            record = replace(record, inventory=_usable(record.inventory))
         inventory = record.inventory or self._inventories.get(node_id, _NO_INVENTORY)
         is_known = old is not None and old.inventory is inventory
         rooms = old.rooms if old is not None and is_known else rooms_of(*inventory.cards)
@@ -150,11 +178,26 @@ class FleetView:
         self.nodes[node_id] = seen
         if self._is_indexing:
             self.index.put(node_id, seen, old)
+        return None
 
-    def _put_inventory(self, node_id: str, inventory: InventoryRecord) -> None:
-        self._check_room(node_id, self._inventories)
-        self._inventories[node_id] = inventory
-        self._show(node_id, inventory)
+    def _put_inventory(self, item: KeyValue) -> Unreadable | None:
+        node_id, inventory = node_id_of(item.key), read_inventory(item.value)
+        if isinstance(node_id, Unreadable):
+            return node_id
+        if isinstance(inventory, Unreadable):
+            return inventory
+        if node_id not in self._inventories and len(self._inventories) >= MAX_NODES:
+            return NO_ROOM
+        self._inventories[node_id] = _usable(inventory)
+        self._show(node_id, self._inventories[node_id])
+        return None
+
+    def _put_horizon(self, item: KeyValue) -> Unreadable | None:
+        horizon_s = read_horizon_s(item.value)
+        if isinstance(horizon_s, Unreadable):
+            return horizon_s
+        self.horizon_s = horizon_s
+        return None
 
     def _show(self, node_id: str, inventory: InventoryRecord) -> None:
         """Show a node with the inventory that is in its own key now."""
@@ -165,22 +208,24 @@ class FleetView:
         if self._is_indexing:
             self.index.put(node_id, self.nodes[node_id], old)
 
-    def _check_room(self, node_id: str, known: Collection[str]) -> None:
-        if node_id not in known and (len(known) >= MAX_NODES or len(node_id.encode()) > MAX_TEXT_BYTES):
-            raise BadRecord("the view has no room for it")
-
     def _index_anew(self) -> None:
         self._is_indexing = True
         self.index = NodeIndex()
         for node_id, seen in sorted(self.nodes.items(), key=lambda node: node[1].changed_s):
             self.index.put(node_id, seen, None)
 
-    def _put_claim(self, name: str, seen: SeenClaim) -> None:
+    def _put_claim(self, item: KeyValue) -> Unreadable | None:
+        name, record = name_of(item.key), read_claim(item.value)
+        if isinstance(name, Unreadable):
+            return name
+        if isinstance(record, Unreadable):
+            return record
         if name not in self.claims and len(self.claims) >= MAX_NAMES:
-            raise BadRecord("the view has no room for it")
+            return NO_ROOM
         self._delete_claim(name)
-        self.claims[name] = seen
-        self._names_of.setdefault(seen.record.tenant, set()).add(name)
+        self.claims[name] = SeenClaim(record, record.epoch_base + item.mod_revision)
+        self._names_of.setdefault(record.tenant, set()).add(name)
+        return None
 
     def _delete_claim(self, name: str) -> None:
         if (old := self.claims.pop(name, None)) is not None:
@@ -190,33 +235,10 @@ class FleetView:
                 del self._names_of[tenant]
 
 
-def _sound_node(value: bytes) -> NodeRecord:
-    record = read_node(value)
-    nonce: Any = record.nonce
-    if not isinstance(nonce, str):
-        raise BadRecord("a member is no text")
-    return record if record.inventory is None else replace(record, inventory=_sound_inventory(record.inventory))
-
-
-def _sound_inventory(record: InventoryRecord) -> InventoryRecord:
-    labels = {} if record.labels is None else record.labels
-    texts: list[Any] = [record.version, *record.addresses]
-    if not isinstance(labels, Mapping) or not all(isinstance(text, str) for text in (*texts, *labels.values())):
-        raise BadRecord("a member is no text")
-    if type(record.is_draining) is not bool or not all(map(_is_sound_card, record.cards)):
-        raise BadRecord("a member has another type")
-    addresses = tuple(filter(_is_address, record.addresses))[:MAX_NODE_ADDRESSES]
-    return replace(record, addresses=addresses, labels=dict(labels))
-
-
-def _is_sound_card(card: CardRecord) -> bool:
-    numbers = (card.capacity_bytes, card.largest_bytes, card.leases)
-    return (
-        isinstance(card.uuid, str)
-        and isinstance(card.name, str)
-        and all(type(number) is int and number >= 0 for number in numbers)
-        and type(card.is_partition) is bool
-    )
+def _usable(inventory: InventoryRecord) -> InventoryRecord:
+    """Return an inventory with those of its addresses that tenants can be sent to."""
+    addresses = tuple(filter(_is_address, inventory.addresses))[:MAX_NODE_ADDRESSES]
+    return replace(inventory, addresses=addresses, labels=inventory.labels or {})
 
 
 def _is_address(text: str) -> bool:
@@ -224,12 +246,4 @@ def _is_address(text: str) -> bool:
         parse_address(text)
     except ValueError:
         return False
-    return True
-
-
-def _sound_claim(value: bytes) -> ClaimRecord:
-    record = read_claim(value)
-    texts: tuple[Any, ...] = (record.node_id, record.lease_id, record.tenant, record.nonce)
-    if not all(isinstance(text, str) for text in texts) or {type(record.incarnation), type(record.epoch_base)} != {int}:
-        raise BadRecord("a member has another type")
-    return record
+    return len(text.encode()) <= MAX_TEXT_BYTES

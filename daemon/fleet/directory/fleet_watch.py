@@ -28,6 +28,7 @@ from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 from gpulease.daemon.fleet.rules.membership import SILENT_PART
 from gpulease.daemon.leases import PlacementOrder
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.rate_limit import LINE_EVERY_S, RateLimit
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.failures import Failure
@@ -99,6 +100,8 @@ class FleetWatch:
         self._confirmed_s: float | None = None
         self._why = "it has not answered yet"
         self._was_current = False
+        self._logged_unreadable = 0
+        self._unreadable_lines = RateLimit(LINE_EVERY_S)
         self._listings: dict[str | None, tuple[float, bytes]] = {}
         """When each listing was made, by its tenant; None: that of operators."""
 
@@ -167,6 +170,7 @@ class FleetWatch:
                 "view_age_ms": int(self.age_s() * 1000),
                 "placement": self._order.value,
                 "bad_records": view.bad_records,
+                "unreadable": view.unreadable.sentence() if viewer is None else "",
             }
         )
 
@@ -252,6 +256,7 @@ class FleetWatch:
                 await asyncio.sleep(RETRY_S)
                 continue
             self.view.replace((item for items in answer.found for item in items), self._clock())
+            self._log_unreadable()
             self._is_read, self._confirmed_s = True, self._clock()
             try:
                 async for batch in self._client.watch(PREFIX, answer.revision + 1):
@@ -268,6 +273,14 @@ class FleetWatch:
                 self.view.put(change, now_s)
             else:
                 self.view.delete(change.key)
+        self._log_unreadable()
+
+    def _log_unreadable(self) -> None:
+        count = self.view.bad_records
+        if count > self._logged_unreadable and (suppressed := self._unreadable_lines.admit()) is not None:
+            self._logged_unreadable = count
+            reason = self.view.unreadable.sentence()
+            log_event(LogEvent.FLEET_UNREADABLE, reason=reason, suppressed=suppressed or None)
 
     async def _check(self) -> None:
         """Ask etcd again and again whether it answers: a fleet without changes is silent on the watch."""

@@ -13,10 +13,13 @@ exactly one `Answered`; the process bounds the wait and answers Unknown. Every `
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
-from gpulease.daemon.fleet.fleet_records import CardRecord, NodeRecord
+
+if TYPE_CHECKING:
+    # The broker has these events too, and needs nothing of the extra `fleet` where it is in none.
+    from gpulease.daemon.fleet.fleet_records import CardRecord, NodeRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class Mark:
     run: str = ""
     entered: str = ""
 
-    def covers(self, record: NodeRecord) -> bool:
+    def covers(self, record: "NodeRecord") -> bool:
         """Return whether the daemon with this mark wrote a record, as far as records tell that."""
         if not self.run:
             return False
@@ -114,8 +117,6 @@ class Reason(Enum):
     """The daemon has claimed leases, but does not know, or can't show, under which incarnation it claimed them."""
     LOST = "lost"
     """A claim of a living lease is no longer in etcd: somebody deleted it."""
-    CLOCK = "clock"
-    """This node's clock runs faster or slower than the others' by more than the fleet allows for."""
     RESTORED = "restored"
     """etcd is another store than the one that was joined, or an earlier state of it."""
     PAUSED = "paused"
@@ -205,7 +206,7 @@ class RecordChanged:
 
     addresses: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
-    cards: tuple[CardRecord, ...] = ()
+    cards: "tuple[CardRecord, ...]" = ()
     is_draining: bool = False
     version: str = ""
 
@@ -417,6 +418,10 @@ class Note(Enum):
     FENCED_OTHER = "fenced_other"
     """This node fenced another; `node_id` names it."""
     ORPHAN_DELETED = "orphan_deleted"
+    CLOCK = "clock"
+    """This node's clock runs faster or slower than the others', by what they say; without text it does not any more."""
+    FAULT = "fault"
+    """An answer could not be handled, by a fault of the daemon's own; it counts as lost."""
     TWIN = "twin"
     """Another daemon joined under this node's id."""
     NOT_COMPACTED = "not_compacted"
@@ -435,6 +440,19 @@ class Noted:
     name: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class RecordsUnreadable:
+    """Values in etcd could not be read.
+
+    Attributes:
+        count: Those that were met since the member began.
+        text: What an operator should know of those that are there now; "" if none is.
+    """
+
+    count: int
+    text: str
+
+
 Effect = (
     Ask
     | Compact
@@ -450,4 +468,5 @@ Effect = (
     | QuotaRefused
     | Stopped
     | Noted
+    | RecordsUnreadable
 )

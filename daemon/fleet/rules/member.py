@@ -24,6 +24,7 @@ node to join writes it down, and a node with another one stays out.
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
+from traceback import extract_tb
 from typing import Final, NamedTuple
 
 from gpulease.daemon.fleet.etcd.transactions import (
@@ -43,7 +44,6 @@ from gpulease.daemon.fleet.fleet_records import (
     GENERATION,
     HORIZON,
     JOINED,
-    BadRecord,
     EpochsRecord,
     InventoryRecord,
     NodeRecord,
@@ -51,8 +51,11 @@ from gpulease.daemon.fleet.fleet_records import (
     inventory_key,
     node_key,
     read_epochs,
+    read_generation,
+    read_horizon_s,
     read_node,
 )
+from gpulease.daemon.fleet.fleet_settings import HISTORY_S
 from gpulease.daemon.fleet.rules.clock_rates import ClockRates
 from gpulease.daemon.fleet.rules.fleet_events import (
     DEFAULT_TERMS,
@@ -93,7 +96,7 @@ from gpulease.daemon.fleet.rules.membership import CUT_OFF, NS_PER_S, Membership
 from gpulease.daemon.fleet.rules.node_claims import NodeClaims
 from gpulease.daemon.fleet.rules.node_fences import NodeFences
 from gpulease.daemon.fleet.rules.quota_shards import QuotaShards
-from gpulease.daemon.fleet.rules.store_history import HISTORY_S, StoreHistory
+from gpulease.daemon.fleet.rules.store_history import StoreHistory
 
 _AFTER: Final = "an operator waits until no named lease of before runs anywhere, then"
 
@@ -103,12 +106,17 @@ RENEW: Final = f"{_AFTER} puts a new text: `etcdctl put {GENERATION.decode()} TE
 NEW_HORIZON: Final = f"set the fleet's; to give all nodes another one, {_AFTER} `etcdctl del {HORIZON.decode()}`"
 """The act that lets a node join whose horizon is not the fleet's."""
 
+CLOCK: Final = "until they agree, its horizons end earlier or its waits last longer; look at the clocks of all of them"
+
 TWIN: Final = "another daemon runs under this node's id: an operator gives each its own, as `node` of [fleet]"
 
 LEFT_OVER: Final = "a daemon with this node's id was not stopped, and may run: this one joins once that was silent for"
 
 REMEMBER_NS: Final = 60 * NS_PER_S
 """Between two times at which the broker keeps the store's revision: a backup that is older than that is noticed."""
+
+MAX_FAULT_CHARS: Final = 300
+"""Longest text about a fault. It may quote what lies in etcd."""
 
 RENEWED: Final = "an operator renewed the fleet's generation key or its horizon"
 
@@ -138,8 +146,6 @@ class _Phase(Enum):
     """Claimed leases end; then the node joins anew."""
     JOINING = auto()
     MEMBER = auto()
-    REFUSED = auto()
-    """The node stays out until its process is started anew."""
 
 
 class _Stranger(NamedTuple):
@@ -189,7 +195,7 @@ class Member:
         """The last join that was seen: at that revision the key was written."""
         self._stranger: _Stranger | None = None
         self._remembered_ns = 0
-        self._horizon = f"{terms.horizon_s:g}"
+        self._horizon_s = terms.horizon_s
         self._record = RecordChanged()
         self._written: RecordChanged | None = None
         """The inventory that etcd has of this membership; None: that is not known."""
@@ -204,7 +210,8 @@ class Member:
         self._due_ns = 0
         self._no_generation_ns: int | None = None
         self._is_isolated = False
-        self._is_refused = False
+        self._rate: float | None = None
+        """How fast the others' clocks run by their word; None: as this node's."""
         self._is_stopping = False
         self._has_left = False
         self._armed_ns: int | None = None
@@ -216,7 +223,7 @@ class Member:
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
         """Handle an event. Returns the effects in the order in which they are to be carried out."""
-        self._membership.effects = []
+        self._membership.effects, self._membership.now_ns = [], now_ns
         match event:
             case Started():
                 self._has_started = True
@@ -247,6 +254,7 @@ class Member:
             case Stopping():
                 self._is_stopping = True
         self._advance(now_ns)
+        self._membership.report_unreadable()
         return self._membership.effects
 
     # --- time ---
@@ -298,7 +306,14 @@ class Member:
             else:
                 self._membership.revision = max(self._membership.revision, outcome.revision)
                 self._membership.dates.saw(outcome.revision, now_ns)
-        asked.on_outcome(outcome, asked.asked_ns, now_ns)
+        try:
+            asked.on_outcome(outcome, asked.asked_ns, now_ns)
+        except Exception as error:
+            # Who waits for this answer is to get one all the same: it counts as lost, and is asked for again.
+            where = extract_tb(error.__traceback__)[-1]
+            text = f"handling an answer of etcd's, in {where.name}, line {where.lineno}: {error!r}"[:MAX_FAULT_CHARS]
+            self._note(Note.FAULT, text)
+            asked.on_outcome(Unknown(text), asked.asked_ns, now_ns)
 
     def _difference(self, answer: Answer, floor: int) -> str:
         """Tell why an answer came from another store than the one that was joined; empty: it did not."""
@@ -323,7 +338,7 @@ class Member:
         if generation is None and not known:
             self._make_generation(now_ns)
             return False
-        value = generation.value.decode(errors="replace") if generation else ""
+        value = read_generation(generation.value) if generation else ""
         is_renewed = bool(value) and bool(known) and value != known
         text = "" if is_renewed else self._difference(answer, self._membership.revision)
         if self._identity.is_restored and not is_renewed:
@@ -331,8 +346,9 @@ class Member:
         if not value:
             text = "etcd has lost the fleet's generation key"
         act = RENEW
-        if not text and horizon and _text(horizon) != self._horizon:
-            text = f"the fleet has horizon_s = {_text(horizon)!r}, and this node {self._horizon}"
+        if not text and horizon and (theirs := self._membership.read(read_horizon_s, horizon)) != self._horizon_s:
+            other = "a value that can't be read as its horizon_s" if theirs is None else f"horizon_s = {theirs:g}"
+            text = f"the fleet has {other}, and this node {self._horizon_s:g}"
             act = NEW_HORIZON
         if text:
             refusal = f"{text}: {act}"
@@ -379,7 +395,7 @@ class Member:
             self._membership.revision = max(self._membership.revision, *self._claims.live.values(), 0)
         elif self._phase is not _Phase.ENDING or live.epochs or live.quotas:
             return
-        self._phase = _Phase.REFUSED if self._is_refused else _Phase.JOINING
+        self._phase = _Phase.JOINING
         self._due_ns = max(self._due_ns, now_ns)
 
     def _read_store(self, now_ns: int) -> None:
@@ -400,10 +416,10 @@ class Member:
             elif record and is_same:
                 self._membership.mod_revision = record.mod_revision
                 self._membership.earlier_over_ns = now_ns + self._membership.wait_ns
-                self._enter(now_ns, entered=_nonce(record))
+                self._enter(now_ns, entered=self._nonce(record))
             else:
                 self._lose(Reason.FENCED, "another node fenced this one while its daemon was not running")
-        elif record and (attempt_ns := self._attempts.get(_nonce(record))) is not None:
+        elif record and (attempt_ns := self._attempts.get(self._nonce(record))) is not None:
             self._join(record.create_revision, record.mod_revision, attempt_ns, now_ns)
         elif record and not self._is_own(record) and not self._is_silent(record, now_ns):
             self._due_ns = now_ns + self._membership.poll_ns
@@ -422,7 +438,7 @@ class Member:
             self._mark = Mark(self._mark.beat + 1, self._membership.instance)
             joined = Put(JOINED, self._membership.node_id.encode())
             writes: tuple[Put, ...] = (self._write(now_ns), self._inventory(), joined)
-            writes += () if horizon else (Put(HORIZON, self._horizon.encode()),)
+            writes += () if horizon else (Put(HORIZON, f"{self._horizon_s:g}".encode()),)
             if not self._membership.is_settled:
                 due_ns, write = self._missing_epochs(answer.found[3], answer.revision, now_ns)
                 writes += (write,) if now_ns >= due_ns else ()
@@ -437,17 +453,13 @@ class Member:
 
     def _is_own(self, record: KeyValue) -> bool:
         """Return whether this daemon wrote the record. One that can't be read is another's."""
-        try:
-            return self._mark.covers(read_node(record.value))
-        except BadRecord:
-            return False
+        found = self._membership.read(read_node, record)
+        return found is not None and self._mark.covers(found)
 
     def _is_uncounted(self, record: KeyValue) -> bool:
         """Return whether both the record and this daemon's journal are of a version that did not count beats."""
-        try:
-            return not self._mark.run and not read_node(record.value).beat
-        except BadRecord:
-            return False
+        found = self._membership.read(read_node, record)
+        return found is not None and not self._mark.run and not found.beat
 
     def _is_silent(self, record: KeyValue, now_ns: int) -> bool:
         """Return whether another daemon's record was unchanged for half a horizon, and say what is waited for."""
@@ -529,7 +541,9 @@ class Member:
         if record and record.mod_revision < self._membership.mod_revision:
             self._lose_store("etcd has an earlier state of this node's record", answer)
             return
-        if record and not self._is_own(record):
+        # One of this membership that can't be read is no daemon's: the next beat writes it anew.
+        is_spoiled = record and record.create_revision == self._membership.incarnation and not self._nonce(record)
+        if record and not is_spoiled and not self._is_own(record):
             self._note(Note.TWIN, TWIN)
             self._lose(Reason.FENCED, TWIN)
             return
@@ -538,16 +552,16 @@ class Member:
             return
         self._joined_revision = _revision(joined)
         self._membership.mod_revision = record.mod_revision
-        written_ns = asked_ns if answer.succeeded else self._attempts.get(_nonce(record))
+        written_ns = asked_ns if answer.succeeded else self._attempts.get(self._nonce(record))
         self._due_ns = asked_ns + self._membership.beat_ns if answer.succeeded else now_ns
         self._attempts.clear()
-        if (_text(generation), _text(horizon)) != (self._identity.generation, self._horizon):
+        if self._is_renewed(generation, horizon):
             self._lose(Reason.RENEWED, RENEWED)
             return
         self._membership.generation_revision = _revision(generation)
         if not self._take_epochs(answer.found[5], answer.revision):
             return
-        if not self._membership.is_settled:
+        if not self._membership.is_settled or self._epochs(answer.found[5]) is None:
             self._settle(answer.found[5], answer.revision, now_ns)
         if lost := self._claims.sweep(answer.found[3], answer.revision, now_ns):
             self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
@@ -562,15 +576,35 @@ class Member:
             self._acknowledge(written_ns)
             if self._membership.beating_since_ns is None:
                 self._membership.beating_since_ns = now_ns
-        if answer.succeeded and (rate := self._clocks.saw(answer.found[4], answer.revision, asked_ns, now_ns)):
-            self._is_refused = True
-            self._membership.trouble = Why.ISOLATED, "this node's clock is wrong: an operator repairs it and restarts"
-            self._lose(Reason.CLOCK, f"the other nodes' clocks run {rate:.4f} times as fast as this node's")
+        if answer.succeeded:
+            self._take_rate(self._clocks.saw(answer.found[4], answer.revision, asked_ns, now_ns))
+
+    def _is_renewed(self, generation: KeyValue | None, horizon: KeyValue | None) -> bool:
+        """Return whether an operator renewed one of the two, or took it away.
+
+        A horizon that can't be read was not set by one who wanted another: members go on by the one that they know.
+        """
+        known = "" if generation is None else read_generation(generation.value)
+        if known != self._identity.generation or horizon is None:
+            return True
+        return self._membership.read(read_horizon_s, horizon) not in (None, self._horizon_s)
+
+    def _take_rate(self, rate: float | None) -> None:
+        """Take at which rate the others' clocks run, by their word."""
+        self._membership.make_up_for(1.0 if rate is None else rate)
+        if rate is None and self._rate is not None:
+            self._note(Note.CLOCK)
+        elif rate is not None and self._rate is None:
+            self._note(Note.CLOCK, f"the other nodes' clocks run {rate:.4f} times as fast as this node's: {CLOCK}")
+        self._rate = rate
 
     def _take_epochs(self, found: tuple[KeyValue, ...], revision: int) -> bool:
         """Take whether names are given out, and with which epochs; returns whether this membership may go on."""
-        membership, epochs = self._membership, _epochs(found)
+        membership, epochs = self._membership, self._epochs(found)
         membership.epochs_revision = _revision(found[0] if found else None)
+        if found and epochs is None and membership.is_settled:
+            # A value that can't be read sets no other base: this node goes on by what it knows, and writes that.
+            return True
         is_of_now = epochs is not None and epochs.generation == self._identity.generation
         if epochs is None or not is_of_now or epochs.base + revision <= self._highest_epoch:
             membership.is_settled = False
@@ -587,12 +621,13 @@ class Member:
 
     def _missing_epochs(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> tuple[int, Put]:
         """Return when the record may be written that lets names be given out, and that write."""
-        epochs, own_base = _epochs(found), self._membership.epoch_base
-        if epochs is None and self._unsettled_ns is None:
-            # Nobody has ever renewed the generation, or somebody has deleted the record.
+        epochs, own_base = self._epochs(found), self._membership.epoch_base
+        if self._membership.is_settled or (not found and self._unsettled_ns is None):
+            # Nobody has ever renewed the generation, or somebody has deleted or spoiled the record.
             base, due_ns = own_base, now_ns
         else:
-            # The generation is new, or the base too low for what this node knows.
+            # The generation is new, or the base too low for what this node knows, or only those that were members
+            # before know the base.
             self._unsettled_ns = now_ns if self._unsettled_ns is None else self._unsettled_ns
             is_low = epochs is not None and epochs.generation == self._identity.generation
             due_ns = now_ns if is_low else self._unsettled_ns + self._membership.wait_ns
@@ -642,7 +677,7 @@ class Member:
             self._fences.forget()
             self._clocks.forget()
         self._membership.effects.append(EndClaimed(reason, text))
-        self._note(Note.REFUSED if self._is_refused else Note.FENCED, text)
+        self._note(Note.FENCED, text)
 
     # --- pauses of the machine ---
 
@@ -717,6 +752,15 @@ class Member:
 
         self._membership.ask(now_ns, transaction, on_outcome)
 
+    def _nonce(self, record: KeyValue) -> str:
+        """Return the nonce of a node's record; "" if it can't be read."""
+        found = self._membership.read(read_node, record)
+        return "" if found is None else found.nonce
+
+    def _epochs(self, found: tuple[KeyValue, ...]) -> EpochsRecord | None:
+        """Return since when names are given out; None: no record says it, or it can't be read."""
+        return self._membership.read(read_epochs, found[0]) if found else None
+
     def _note(self, note: Note, text: str = "") -> None:
         self._membership.effects.append(Noted(note, text))
 
@@ -724,24 +768,6 @@ class Member:
 def _own_and_fleet(answer: Answer) -> tuple[KeyValue | None, ...]:
     """Return the node's record, the generation key and the fleet's horizon."""
     return tuple(found[0] if found else None for found in answer.found[:3])
-
-
-def _nonce(record: KeyValue) -> str:
-    try:
-        return read_node(record.value).nonce
-    except BadRecord:
-        return ""
-
-
-def _epochs(found: tuple[KeyValue, ...]) -> EpochsRecord | None:
-    try:
-        return read_epochs(found[0].value) if found else None
-    except BadRecord:
-        return None
-
-
-def _text(found: KeyValue | None) -> str:
-    return found.value.decode(errors="replace") if found else ""
 
 
 def _revision(found: KeyValue | None) -> int:

@@ -1,7 +1,7 @@
 """Membership as of now, and questions to etcd: shared by all rules of one member."""
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from gpulease.daemon.fleet.etcd.transactions import (
     Answer,
@@ -9,14 +9,17 @@ from gpulease.daemon.fleet.etcd.transactions import (
     CreateRevisionIs,
     Delete,
     Get,
+    KeyValue,
     ModRevisionIs,
     Outcome,
     Transaction,
     Unknown,
 )
 from gpulease.daemon.fleet.fleet_records import EPOCHS, GENERATION, inventory_key, node_key
-from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, Why
+from gpulease.daemon.fleet.record_reader import Unreadable
+from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, RecordsUnreadable, Why
 from gpulease.daemon.fleet.rules.revision_dates import RevisionDates
+from gpulease.daemon.fleet.unreadable_records import UnreadableRecords
 
 NS_PER_S: Final = 10**9
 
@@ -26,11 +29,21 @@ SILENT_PART: Final = 0.5
 CUT_OFF: Final = Why.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
 """A refusal while this node is no member, and nobody need act."""
 
+UNREADABLE_NS: Final = 60 * NS_PER_S
+"""A value that could not be read is reported for so long after it was met last. Nobody learns that it was deleted."""
+
+MAX_CLOCK_ERROR: Final = 1.25
+"""Largest ratio of clocks' rates that is made up for: adjtimex(2) sets none wrong by more than a tenth. Bounds what
+forged records of clocks do: horizons end a fifth earlier, or waits last a quarter longer."""
+
 NO_REVISION: Final = -1
 """A revision that nothing has; 0 is that of a key which is not there."""
 
 OnOutcome = Callable[[Outcome, int, int], None]
 """Takes a transaction's outcome, when it was asked, and the time now."""
+
+
+R = TypeVar("R")
 
 
 def node_removal(node_id: str) -> tuple[Delete, ...]:
@@ -68,6 +81,7 @@ class Membership:
         is_suspect: An answer showed that this node may be no member any more: beat at once.
         trouble: Refusal of claims while this node is no member.
         effects: Effects of the event that is being handled, in their order.
+        now_ns: The time of that event.
     """
 
     def __init__(self, node_id: str, terms: FleetTerms, incarnation: int, instance: str) -> None:
@@ -86,10 +100,11 @@ class Membership:
         self.is_suspect = False
         self.trouble = CUT_OFF
         self.effects: list[Effect] = []
+        self.now_ns = 0
         horizon_ns = int(terms.horizon_s * NS_PER_S)
-        self.cap_ns = int(horizon_ns * (1 - terms.rho))
+        self.cap_ns = self._honest_cap_ns = int(horizon_ns * (1 - terms.rho))
         """A beat's worth: the horizon lies so long after the beat was asked."""
-        self.wait_ns = int(horizon_ns * (1 + terms.rho))
+        self.wait_ns = self._honest_wait_ns = int(horizon_ns * (1 + terms.rho))
         """A wait on this node's clock in which the horizon of every other node's last beat passes."""
         self.silence_ns = int(horizon_ns * SILENT_PART)
         """A daemon may take over a record under its own id that did not change for so long."""
@@ -100,6 +115,8 @@ class Membership:
         """Between an answer that was lost and the next attempt. Keeps a node from flooding an etcd without a leader."""
         self.rho = terms.rho
         self.dates = RevisionDates(self.poll_ns)
+        self._unreadable = UnreadableRecords()
+        self._told = RecordsUnreadable(0, "")
         self._asked: dict[int, Asked] = {}
         self._numbers = 0
         self._nonces = 0
@@ -162,6 +179,35 @@ class Membership:
         its journal has lost.
         """
         return self.incarnation > 0 and now_ns >= self.earlier_over_ns
+
+    def make_up_for(self, rate: float) -> None:
+        """Be careful as if this node's clock were wrong: the others' run `rate` times as fast as it, or so they say.
+
+        Others' word can only make horizons shorter and waits longer, and neither by more than MAX_CLOCK_ERROR.
+        """
+        self.cap_ns = int(self._honest_cap_ns / min(max(rate, 1.0), MAX_CLOCK_ERROR))
+        self.wait_ns = int(self._honest_wait_ns / max(min(rate, 1.0), 1 / MAX_CLOCK_ERROR))
+
+    def read(self, reader: Callable[[bytes], R | Unreadable], item: KeyValue) -> R | None:
+        """Return what a reader makes of a key's value; None: it can't be read, and is counted and reported."""
+        record = reader(item.value)
+        if isinstance(record, Unreadable):
+            self.distrust(item, record.reason)
+            return None
+        self._unreadable.forget(item.key)
+        return record
+
+    def distrust(self, item: KeyValue, reason: str) -> None:
+        """Count and report a key or a value that can't be read."""
+        self._unreadable.add(item, reason, self.now_ns)
+
+    def report_unreadable(self) -> None:
+        """Report values that can't be read, if others are there than at the last report."""
+        self._unreadable.forget_before(self.now_ns - UNREADABLE_NS)
+        now = RecordsUnreadable(self._unreadable.count, self._unreadable.sentence())
+        if now != self._told:
+            self._told = now
+            self.effects.append(now)
 
     def nonce(self) -> str:
         """Return a text that nothing else in the store has."""

@@ -27,13 +27,14 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Unknown,
 )
 from gpulease.daemon.fleet.fleet_records import (
-    BadRecord,
     ClaimRecord,
     held_key,
     held_name,
+    is_quotas,
     name_key,
     read_claim,
 )
+from gpulease.daemon.fleet.record_reader import Unreadable
 from gpulease.daemon.fleet.rules.fleet_events import (
     Claimed,
     ClaimRefused,
@@ -50,6 +51,10 @@ MAX_WANTS: Final = 1_024
 
 MAX_HOLDERS: Final = 1_024
 """Names whose holders are remembered between two requests for them. Bounds memory, whatever tenants ask for."""
+
+MAX_RELEASES: Final = 256
+"""Claims that are being deleted at once because of a beat. Stops whoever writes thousands of them under this node's id
+from having it delete nothing but those."""
 
 RETRY_AFTER_MS: Final = 1_000
 """When to ask again for a name that is taken, or at a node that is cut off."""
@@ -188,7 +193,7 @@ class NodeClaims:
 
     def _revision_of_mine(self, want: _Want, incarnation: int, answer: Answer) -> int:
         """Return the revision at which an earlier attempt of the same want claimed the name; 0: none did."""
-        record = _claim(answer.found[0])
+        record = self._claim(answer.found[0])
         mine = record is not None and (record.nonce, record.incarnation) == (want.nonce, incarnation)
         return answer.found[0][0].mod_revision if mine else 0
 
@@ -203,7 +208,7 @@ class NodeClaims:
             membership.is_suspect = True
             return
         revision = answer.found[0][0].mod_revision
-        record = _claim(answer.found[0])
+        record = self._claim(answer.found[0])
         if record is None:
             want.refusal = Why.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
         elif record.node_id == membership.node_id:
@@ -235,16 +240,20 @@ class NodeClaims:
         Deletes claims that no lease has and nobody waits for. Returns a living lease's name whose claim is gone.
         """
         claimed = {}
-        for key, value, _, claim_revision in found:
-            name = held_name(key, self._membership.node_id)
-            if name is None:
+        for item in found:
+            if is_quotas(item.key, self._membership.node_id):
                 # QuotaShards sweeps it.
                 continue
+            name, claim_revision = held_name(item.key, self._membership.node_id), item.mod_revision
+            if isinstance(name, Unreadable):
+                self._membership.distrust(item, name.reason)
+                continue
             claimed[name] = claim_revision
-            nonce = value.decode(errors="replace")
-            if self._is_orphan(name, claim_revision, nonce) and self._release_if_over(
-                name, claim_revision, nonce, now_ns
-            ):
+            nonce = item.value.decode(errors="replace")
+            # What is left over waits for a later beat.
+            if len(self._releasing) >= MAX_RELEASES or not self._is_orphan(name, claim_revision, nonce):
+                continue
+            if self._release_if_over(name, claim_revision, nonce, now_ns):
                 self._membership.effects.append(Noted(Note.ORPHAN_DELETED, name=name))
         # A claim above the beat's revision was made after the beat.
         lost = (name for name, made in self.live.items() if made <= revision and claimed.get(name) != made)
@@ -289,13 +298,9 @@ class NodeClaims:
                 if want.wanted.name == name:
                     want.next_ns = min(want.next_ns, now_ns)
 
+    def _claim(self, found: tuple[KeyValue, ...]) -> ClaimRecord | None:
+        """Read a claim; None: there is none, or it can't be read."""
+        return self._membership.read(read_claim, found[0]) if found else None
+
     def _refuse(self, wanted: ClaimWanted, why: Why, text: str) -> None:
         self._membership.effects.append(ClaimRefused(wanted.request, why, text, RETRY_AFTER_MS))
-
-
-def _claim(found: tuple[KeyValue, ...]) -> ClaimRecord | None:
-    """Read a claim; None: there is none, or a foreign writer's."""
-    try:
-        return read_claim(found[0].value) if found else None
-    except BadRecord:
-        return None

@@ -4,19 +4,47 @@ The quota is the sum of the shards' budgets, none of which is below zero. An ope
 for all others by the default, whose revision stands in the shards that were made by it.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from json import dumps, loads
+from json import dumps
 from typing import Final, NamedTuple
 from urllib.parse import quote, unquote
 
 from gpulease.daemon.fleet.etcd.transactions import KeyValue, Put
-from gpulease.daemon.fleet.fleet_records import MAX_RECORD_BYTES, QUOTA_DEFAULT, QUOTAS, held_key
+from gpulease.daemon.fleet.fleet_records import QUOTA_DEFAULT, QUOTAS, NodeId, held_key
+from gpulease.daemon.fleet.record_reader import (
+    MAX_QUOTA_BYTES,
+    LeaseText,
+    Number,
+    QuotaBytes,
+    Unreadable,
+    read_record,
+)
+
+MAX_HELD_KEY_BYTES: Final = 4 << 10
+"""Longest key of an entry. An id of a node has 255 bytes and a tenant's name 192 if all of it is quoted."""
+
+_LEASE: Final = re.compile("[0-9a-f]{32}")
 
 SHARDS: Final = 16
 """Parts of a quota. Nodes of different parts never wait for each other."""
 
-_UNREADABLE: Final = (ValueError, RecursionError, LookupError, AttributeError, TypeError)
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """A shard's value; of each lease the node's id, its incarnation and the bytes."""
+
+    budget: QuotaBytes
+    used: dict[LeaseText, tuple[NodeId, Number, QuotaBytes]]
+    default: Number
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultRecord:
+    """The value of the default."""
+
+    total: QuotaBytes
 
 
 @dataclass(slots=True)
@@ -36,7 +64,7 @@ class Shard:
         mod_revision: Its revision; 0: it is not there.
         used: Entries by lease, in 32 hexadecimal digits.
         default_revision: Revision of the default that it was made by; 0: the quota is the tenant's own.
-        is_readable: False for a foreign writer's value, which is left alone.
+        unreadable: Why its value can't be read, so that it is left alone; "" if it can.
     """
 
     key: bytes
@@ -44,7 +72,12 @@ class Shard:
     budget_bytes: int = 0
     used: dict[str, Entry] = field(default_factory=dict)
     default_revision: int = 0
-    is_readable: bool = True
+    unreadable: str = ""
+
+    @property
+    def is_readable(self) -> bool:
+        """Return whether its value is a shard's, or it is not there."""
+        return not self.unreadable
 
     @property
     def used_bytes(self) -> int:
@@ -63,11 +96,18 @@ class Shard:
         return Put(self.key, dumps(record, separators=(",", ":")).encode())
 
 
+def has_sound_budgets(shards: Iterable[Shard]) -> bool:
+    """Return whether all shards of a tenant can be read, and all their budgets would go into one of them."""
+    some = list(shards)
+    return all(shard.is_readable for shard in some) and sum(shard.budget_bytes for shard in some) <= MAX_QUOTA_BYTES
+
+
 class DefaultQuota(NamedTuple):
-    """The quota of each tenant that has none by name, as it was read at that revision."""
+    """The quota of each tenant that has none by name, as it was read at that revision; `unreadable` as of a shard."""
 
     total_bytes: int
     mod_revision: int
+    unreadable: str = ""
 
     def put(self) -> Put:
         """Return the write of the default."""
@@ -94,13 +134,17 @@ def held_entry_key(node_id: str, tenant: str, lease_id: str) -> bytes:
     return held_key(node_id, f"{quote(tenant, safe='')}/{lease_id}")
 
 
-def held_entries(found: Iterable[KeyValue], node_id: str) -> Iterable[tuple[str, str, int]]:
-    """Yield tenant, lease and revision of each entry among the claims of a node."""
-    prefix = held_key(node_id)
-    for item in found:
-        tenant, slash, lease_id = item.key.removeprefix(prefix).decode(errors="replace").partition("/")
-        if slash:
-            yield unquote(tenant), lease_id, item.mod_revision
+def held_entry(key: bytes, node_id: str) -> tuple[str, str] | Unreadable:
+    """Return tenant and lease of the entry that has that key among the claims of its node."""
+    quoted, _, lease_id = key.removeprefix(held_key(node_id)).decode(errors="replace").partition("/")
+    tenant = unquote(quoted)
+    if (
+        not _LEASE.fullmatch(lease_id)
+        or len(key) > MAX_HELD_KEY_BYTES
+        or held_entry_key(node_id, tenant, lease_id) != key
+    ):
+        return Unreadable("its key names no tenant's lease")
+    return tenant, lease_id
 
 
 def read_shards(found: Iterable[KeyValue]) -> dict[bytes, Shard]:
@@ -109,24 +153,21 @@ def read_shards(found: Iterable[KeyValue]) -> dict[bytes, Shard]:
 
 
 def _read_shard(item: KeyValue) -> Shard:
-    shard = Shard(item.key, item.mod_revision, is_readable=False)
-    if len(item.value) > MAX_RECORD_BYTES:
-        return shard
-    try:
-        record = loads(item.value)
-        used = {str(lease): Entry(str(n), int(i), int(size)) for lease, (n, i, size) in record["used"].items()}
-        budget_bytes, default_revision = int(record["budget"]), int(record["default"])
-    except _UNREADABLE:
-        return shard
-    return Shard(item.key, item.mod_revision, budget_bytes, used, default_revision)
+    record = read_record(ShardRecord, item.value)
+    if isinstance(record, Unreadable):
+        return Shard(item.key, item.mod_revision, unreadable=record.reason)
+    used = {lease: Entry(*entry) for lease, entry in record.used.items()}
+    return Shard(item.key, item.mod_revision, record.budget, used, record.default)
 
 
 def read_default(found: tuple[KeyValue, ...]) -> DefaultQuota | None:
-    """Read the default; None: there is none, or a foreign writer's."""
-    try:
-        return DefaultQuota(max(0, int(loads(found[0].value)["total"])), found[0].mod_revision) if found else None
-    except _UNREADABLE:
+    """Read the default; None: there is none."""
+    if not found:
         return None
+    record = read_record(DefaultRecord, found[0].value)
+    if isinstance(record, Unreadable):
+        return DefaultQuota(0, found[0].mod_revision, record.reason)
+    return DefaultQuota(record.total, found[0].mod_revision)
 
 
 def all_shards(tenant: str, shards: Mapping[bytes, Shard]) -> dict[bytes, Shard]:

@@ -26,7 +26,8 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Rejected,
     Transaction,
 )
-from gpulease.daemon.fleet.fleet_records import QUOTA_DEFAULT
+from gpulease.daemon.fleet.fleet_records import QUOTA_DEFAULT, is_quotas
+from gpulease.daemon.fleet.record_reader import Unreadable
 from gpulease.daemon.fleet.rules.fleet_events import (
     Note,
     Noted,
@@ -43,7 +44,8 @@ from gpulease.daemon.fleet.rules.quota_records import (
     Entry,
     Shard,
     all_shards,
-    held_entries,
+    has_sound_budgets,
+    held_entry,
     held_entry_key,
     quota_prefix,
     read_default,
@@ -68,6 +70,9 @@ MAX_WANTS: Final = 1_024
 
 MAX_TENANTS: Final = 1_024
 """Tenants whose nodes are remembered between two requests. Bounds memory, whoever asks."""
+
+MAX_REMOVALS: Final = 256
+"""Entries that are being removed from which on a beat removes no more; the reason is that of MAX_RELEASES."""
 
 RETRY_AFTER_MS: Final = 1_000
 
@@ -166,8 +171,17 @@ class QuotaShards:
     def sweep(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
         """Remove those of this node's entries, as a beat read them, that no lease has and nobody waits for."""
         awaited = {want.wanted.lease_id for want in self._wants.values()}
-        for tenant, lease_id, _ in held_entries(found, self._membership.node_id):
-            key = tenant, lease_id
+        for item in found:
+            if not is_quotas(item.key, self._membership.node_id):
+                continue
+            key = held_entry(item.key, self._membership.node_id)
+            if isinstance(key, Unreadable):
+                self._membership.distrust(item, key.reason)
+                continue
+            if len(self._endings) + len(self._removing) >= MAX_REMOVALS:
+                # What is left over waits for a later beat.
+                return
+            tenant, lease_id = key
             if lease_id in self.live or lease_id in awaited or key in self._endings or key in self._removing:
                 continue
             if lease_id not in self._former and not self._membership.is_over(now_ns):
@@ -214,11 +228,11 @@ class QuotaShards:
             return
         tenant = want.wanted.tenant
         quota = self._quota(tenant, outcome)
-        if quota is None:
-            self._refuse_at_once(want, Why.NO_QUOTA, f"tenant {tenant!r} has no quota in the fleet", now_ns)
-        elif not all(shard.is_readable for shard in quota.shards.values()):
+        if isinstance(quota, Unreadable):
             text = f"the fleet's quota of tenant {tenant!r} can't be read: an operator of the fleet repairs it"
             self._refuse_at_once(want, Why.REJECTED, text, now_ns)
+        elif quota is None:
+            self._refuse_at_once(want, Why.NO_QUOTA, f"tenant {tenant!r} has no quota in the fleet", now_ns)
         elif self._is_mine(quota.home.used.get(want.wanted.lease_id)):
             self._give(want, now_ns)
         else:
@@ -226,12 +240,17 @@ class QuotaShards:
             self._drop_dead(tenant, quota, dict(zip(nodes, looked, strict=True)), now_ns)
             self._place(want, quota, now_ns)
 
-    def _quota(self, tenant: str, answer: Answer) -> _Quota | None:
+    def _quota(self, tenant: str, answer: Answer) -> _Quota | Unreadable | None:
         """Return a tenant's quota, made by the default if it has none of its own; None: it has none."""
-        shards, default = read_shards(answer.found[0]), read_default(answer.found[1])
+        shards, default = self._shards(answer.found[0]), read_default(answer.found[1])
         changed: set[bytes] = set()
+        if not has_sound_budgets(shards.values()):
+            return Unreadable("a shard can't be read")
         if shards and not any(shard.default_revision for shard in shards.values()):
             default = None
+        elif default and default.unreadable:
+            self._membership.distrust(answer.found[1][0], default.unreadable)
+            return Unreadable("the default can't be read")
         elif default:
             shards = all_shards(tenant, shards)
             if any(shard.default_revision != default.mod_revision for shard in shards.values()):
@@ -239,6 +258,14 @@ class QuotaShards:
                 changed = set(shards)
         home = shards.get(shard_key(tenant, self._slot))
         return _Quota(home, shards, changed, {}, default) if home else None
+
+    def _shards(self, found: tuple[KeyValue, ...]) -> dict[bytes, Shard]:
+        """Read shards, and report those that can't be read."""
+        shards = read_shards(found)
+        for item in found:
+            if not shards[item.key].is_readable:
+                self._membership.distrust(item, shards[item.key].unreadable)
+        return shards
 
     def _is_mine(self, entry: Entry | None) -> bool:
         return entry is not None and entry.incarnation == self._membership.incarnation
@@ -370,7 +397,7 @@ class QuotaShards:
                 on_written(outcome, asked_ns, now_ns)
                 return
             transaction = Transaction((ModRevisionIs(key, 0),), (held,))
-            if shard := read_shards(outcome.found[0]).get(key):
+            if shard := self._shards(outcome.found[0]).get(key):
                 shard.used.pop(lease_id, None)
                 writes = (shard.put(), held) if shard.is_readable else (held,)
                 transaction = Transaction((ModRevisionIs(key, shard.mod_revision),), writes)

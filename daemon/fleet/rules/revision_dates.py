@@ -7,9 +7,9 @@ been silent, at least, also for one that it sees for the first time.
 
 from typing import Final, NamedTuple
 
-KEPT_PARTS: Final = 36
-"""Dates that are kept, a thirtieth of the horizon apart: more than a horizon and its wait, so that a silent node is
-dated however late it is looked at. Bounds memory."""
+KEPT_PARTS: Final = 42
+"""Dates that are kept, a thirtieth of the horizon apart: more than the longest wait, five quarters of a horizon and a
+little (`Membership.make_up_for`), so that a silent node is dated however late it is looked at. Bounds memory."""
 
 
 class _Date(NamedTuple):

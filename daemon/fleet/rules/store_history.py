@@ -5,16 +5,10 @@ very revision, and takes away what is older than the mark was: of all members on
 Each beat reads the mark before it looks at its age, so that others seldom try once one has rewritten it.
 """
 
-from typing import Final
-
 from gpulease.daemon.fleet.etcd.transactions import Answer, Get, KeyValue, ModRevisionIs, Outcome, Put, Transaction
 from gpulease.daemon.fleet.fleet_records import COMPACTION
 from gpulease.daemon.fleet.rules.fleet_events import Compact
 from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
-
-HISTORY_S: Final = 60
-"""Seconds of history that are kept at least. A directory that is cut off finds another member of etcd within 12 s and
-goes on from where it was; one that was away for longer reads all anew. 10,000 nodes write 0.2 GiB in so long."""
 
 
 class StoreHistory:

@@ -213,6 +213,7 @@ FLEET_HORIZON_SECONDS: Final = _gauge(
 )
 FLEET_BEATS: Final = _counter("gpu_fleet_beats", "Beats that etcd acknowledged.", ())
 FLEET_FENCED: Final = _counter("gpu_fleet_fenced", "Times that the fleet had given this node up.", ())
+FLEET_UNREADABLE: Final = _counter("gpu_fleet_unreadable_values", "Values in etcd that could not be read.", ())
 FLEET_PLACEMENTS: Final = _counter("gpu_fleet_placements", "Claims of names, by what became of them.", ("result",))
 FLEET_QUOTA_CLAIMS: Final = _counter(
     "gpu_fleet_quota_claims", "Claims of bytes of tenants' quotas in the fleet, by what became of them.", ("result",)

@@ -97,6 +97,7 @@ class FleetFacts:
         fenced: Times that this node was found fenced.
         placements: Claims of names by result.
         quota_claims: Claims of quotas' bytes by result.
+        unreadable: Values in etcd that could not be read.
         store_bytes: Size of the largest database of etcd's members; 0: not known yet.
         store_quota_bytes: etcd's bound of it.
     """
@@ -106,6 +107,7 @@ class FleetFacts:
     fenced: int
     placements: Mapping[str, int]
     quota_claims: Mapping[str, int]
+    unreadable: int
     store_bytes: int
     store_quota_bytes: int
 
@@ -190,6 +192,7 @@ def _of_fleet(fleet: FleetFacts | None) -> dict[Family, Values]:
         families.FLEET_HORIZON_SECONDS: {} if fleet is None else {(): fleet.horizon_s},
         families.FLEET_BEATS: {} if fleet is None else {(): fleet.beats},
         families.FLEET_FENCED: {} if fleet is None else {(): fleet.fenced},
+        families.FLEET_UNREADABLE: {} if fleet is None else {(): fleet.unreadable},
         families.FLEET_PLACEMENTS: {} if fleet is None else {(key,): n for key, n in fleet.placements.items()},
         families.FLEET_QUOTA_CLAIMS: {} if fleet is None else {(key,): n for key, n in fleet.quota_claims.items()},
         families.FLEET_STORE_BYTES: {} if fleet is None else {(): fleet.store_bytes},

@@ -16,7 +16,7 @@ import pytest
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker import fleet_frontend
 from gpulease.daemon.broker.fleet_frontend import MAX_CLAIMS, MAX_CLAIMS_PER_TENANT, FleetFrontend
-from gpulease.daemon.broker.name_claims import BytesWant, ClaimAnswer, ClaimWant
+from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, ClaimWant
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.contract.control_page import boot_ns
@@ -221,3 +221,29 @@ def test_claims_whose_answers_cross_their_drop_are_given_back() -> None:
         ]
 
     asyncio.run(story())
+
+
+def test_an_answer_that_can_t_be_read_is_an_answer_and_values_that_can_t_be_are_shown() -> None:
+    """What the process says here, no process of this version does."""
+    answers: list[ClaimAnswer | BytesAnswer] = []
+    settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
+    frontend = Telling(settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None)
+    frontend.told = []
+    frontend._horizon_boot_ns = boot_ns() + 10**12
+    for number, message in enumerate(({"op": "refused", "why": "of later"}, {"op": "not_counted", "why": "taken"}), 1):
+        if number == 1:
+            frontend.claim(ClaimWant("alpha", 1, "ann", 0), answers.append)
+        else:
+            frontend.count(BytesWant("ann", 1, 5, 0), answers.append)
+        frontend._on_message(message | {"number": number, "text": "no"}, [])
+    assert [isinstance(answer, Failure) and "can't be read" in answer.message for answer in answers] == [True, True]
+    assert frontend.problem() == ""
+    for count, text in ((2, "2 values in etcd can't be read: /a"), (3, "3 values in etcd can't be read: /a"), (3, "")):
+        frontend._on_message({"op": "unreadable", "count": count, "text": text}, [])
+        assert (frontend.problem(), frontend.figures().unreadable) == (text, count)
+    for text in ("the other nodes' clocks run 1.02 times as fast as this node's", ""):
+        frontend._on_message({"op": "noted", "what": "clock", "text": text, "node": "", "name": ""}, [])
+        assert frontend.problem() == text
+    frontend._on_end()
+    frontend._on_message({"op": "unreadable", "count": 1, "text": ""}, [])
+    assert frontend.figures().unreadable == 4, "a process that follows counts from 0"

@@ -1,5 +1,7 @@
 """The fleet process between a real etcd and a broker that the test plays."""
 
+import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -11,12 +13,19 @@ from typing import Any, Final
 import pytest
 
 from gpulease.daemon.contract.control_page import boot_ns
+from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
+from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
 from gpulease.daemon.fleet.fleet_records import read_inventory, read_node
 from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
+from gpulease.daemon.fleet.machine_readings import MachineReadings
+from gpulease.daemon.fleet.process import FleetProcess
+from gpulease.daemon.fleet.rules.fleet_events import Effect, Event, FleetTerms, QuotaWanted
+from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster
+from helpers.readable import readable
 from helpers.waiting import PATIENCE_S, wait_until
 
 HORIZON_S: Final = 5
@@ -115,7 +124,8 @@ def test_it_joins_beats_and_claims(cluster: EtcdCluster, broker: Broker) -> None
     assert broker.until("joined")["identity"]["cluster_id"] != 0
     first = broker.until("horizon")
     assert began_ns < first["boot_ns"] < boot_ns() + HORIZON_S * 10**9
-    record = read_inventory(cluster.control("get", "/gpulease/v1/inventories/node-0", "--print-value-only").encode())
+    found = cluster.control("get", "/gpulease/v1/inventories/node-0", "--print-value-only")
+    record = readable(read_inventory(found.encode()))
     assert (record.addresses, record.labels, record.cards[0].uuid) == (("tls:h:1",), {"zone": "a"}, "GPU-1")
     assert broker.until("horizon")["boot_ns"] > first["boot_ns"]
     broker.claim(1, "model-a")
@@ -147,10 +157,10 @@ def test_it_beats_once_the_journal_has_the_mark(cluster: EtcdCluster, broker: Br
     """A journal that does not answer is asked again, and what it answers late is no answer to that."""
     beats = [broker.until("mark")["mark"]["beat"] for _ in range(2)]
     asked = ("get", "/gpulease/v1/nodes/node-0", "--print-value-only")
-    assert read_node(cluster.control(*asked).encode()).beat < beats[0] < beats[1]
+    assert readable(read_node(cluster.control(*asked).encode())).beat < beats[0] < beats[1]
     send_message(broker.channel, {"op": "mark_kept", "beat": beats[0]})
     broker.until("horizon")
-    assert read_node(cluster.control(*asked).encode()).beat > beats[1]
+    assert readable(read_node(cluster.control(*asked).encode())).beat > beats[1]
 
 
 def test_leases_of_a_node_that_the_fleet_gave_up_end(cluster: EtcdCluster) -> None:
@@ -161,3 +171,64 @@ def test_leases_of_a_node_that_the_fleet_gave_up_end(cluster: EtcdCluster) -> No
         send_message(broker.channel, message)
     broker.until("horizon")
     broker.end()
+
+
+class FaultyMember(Member):
+    """Rules with a fault: they can't handle a wish for bytes."""
+
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        if isinstance(event, QuotaWanted):
+            raise ValueError("a fault of the rules")
+        return super().handle(event, now_ns)
+
+
+class FaultyClient(EtcdClient):
+    """A client with a fault: it returns no outcome."""
+
+    async def do(self, transaction: Transaction) -> Outcome:
+        raise ValueError("a fault of the client")
+
+
+def test_no_fault_leaves_a_request_without_an_answer() -> None:
+    """What nobody can answer any more is answered by the process's end: the broker refuses all who wait then."""
+    heard: list[dict[str, Any]] = []
+
+    async def play() -> None:
+        ours, theirs = channel_pair()
+        ours.setblocking(False)
+        client = FaultyClient(EtcdSettings(("127.0.0.1:1",)))
+        member = FaultyMember("node-0", FleetTerms(HORIZON_S), instance="n")
+        readings = MachineReadings()
+        try:
+            running = asyncio.ensure_future(FleetProcess(member, client, theirs, lambda *_: None, readings).run())
+            for message in live_messages(NOTHING_LIVES):
+                send_message(ours, message)
+            claim = {"op": "claim", "number": 1, "name": "m", "lease_id": "0" * 32, "tenant": "ann", "wait_ms": 0}
+            send_message(ours, claim)
+            send_message(ours, {"op": "claim", "number": 2})
+            send_message(ours, {"op": "count", "number": 3, "wait_ms": "soon"})
+
+            def is_answered() -> bool:
+                texts = [message.get("text", "") for message in heard]
+                numbers = {message.get("number") for message in heard}
+                return {1, 2, 3} <= numbers and any("a fault of the client" in text for text in texts)
+
+            async with asyncio.timeout(PATIENCE_S):
+                while not is_answered():
+                    with contextlib.suppress(BlockingIOError):
+                        heard.append(receive_message(ours)[0])
+                    assert not running.done(), "it goes on after those"
+                    await asyncio.sleep(0.001)
+            wanted = {"op": "count", "number": 4, "tenant": "ann", "lease_id": "0" * 32, "size_bytes": 1, "wait_ms": 0}
+            send_message(ours, wanted)
+            async with asyncio.timeout(PATIENCE_S):
+                await running
+        finally:
+            await client.close()
+            readings.close()
+            ours.close()
+            theirs.close()
+
+    asyncio.run(play())
+    answers = {message["number"]: (message["op"], message["why"]) for message in heard if "number" in message}
+    assert answers == {1: ("refused", "isolated"), 2: ("refused", "rejected"), 3: ("not_counted", "rejected")}

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from random import Random
 from typing import Any
 
@@ -15,6 +15,7 @@ from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.directory.node_index import Room
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.fleet_records import (
+    HORIZON,
     NODES,
     QUOTAS,
     CardRecord,
@@ -143,8 +144,8 @@ def test_keys_of_others_are_not_looked_at() -> None:
         changed(is_draining="no"),
         changed(cards=7),
         changed(cards=[{"uuid": 1}]),
-        changed(cards=[CARD._asdict() | {"largest_bytes": "all"}]),
-        changed(cards=[CARD._asdict() | {"leases": -1}]),
+        changed(cards=[asdict(CARD) | {"largest_bytes": "all"}]),
+        changed(cards=[asdict(CARD) | {"leases": -1}]),
     ],
 )
 def test_a_record_that_can_t_be_read_is_counted_and_left_out(value: bytes) -> None:
@@ -156,9 +157,33 @@ def test_a_record_that_can_t_be_read_is_counted_and_left_out(value: bytes) -> No
 
 def test_a_claim_that_can_t_be_read_is_left_out() -> None:
     view = FleetView()
-    for value in (b"", b"{}", json.dumps(json.loads(CLAIM.encode()) | {"incarnation": "3"}).encode()):
-        view.put(of(name_key("model-a"), value), 1.0)
+    values = (b"", b"{}", json.dumps(json.loads(CLAIM.encode()) | {"incarnation": "3"}).encode())
+    for number, value in enumerate(values):
+        for _ in range(2):
+            view.put(of(name_key("model-a"), value, mod=number), 1.0)
     assert (view.claims, view.bad_records) == ({}, 3)
+
+
+def test_a_horizon_that_can_t_be_read_leaves_the_one_before() -> None:
+    view = FleetView()
+    for value, horizon_s in ((b"120", 120), (b"1e999", 120), (b"0.001", 120), (b"30", 30)):
+        view.put(of(HORIZON, value), 1.0)
+        assert (view.horizon_s, view.unreadable.sentence() == "") == (horizon_s, horizon_s == float(value))
+    view.delete(HORIZON)
+    assert view.horizon_s is None
+
+
+def test_what_can_t_be_read_is_shown_until_it_is_gone() -> None:
+    view = FleetView()
+    found = [of(node_key(name), b"?", mod=number) for number, name in enumerate(("n1", "n2", "n3"))]
+    view.replace(found, 1.0)
+    view.replace(found, 2.0)
+    assert (view.bad_records, view.unreadable.sentence()[:8]) == (3, "3 values")
+    view.put(of(node_key("n1"), NODE.encode()), 3.0)
+    view.delete(node_key("n2"))
+    assert view.unreadable.sentence().startswith("1 value in etcd can't be read: /gpulease/v1/nodes/n3 ")
+    view.replace(found[:1], 4.0)
+    assert view.unreadable.sentence().startswith("1 value in etcd can't be read: /gpulease/v1/nodes/n1 ")
 
 
 def test_members_of_later_versions_are_no_fault() -> None:

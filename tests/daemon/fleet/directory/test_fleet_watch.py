@@ -133,9 +133,9 @@ def test_the_horizon_is_the_one_that_the_nodes_agreed_on(cluster: EtcdCluster) -
 
     async def play(watch: FleetWatch) -> None:
         await until(lambda: placed(watch), "it names the node")
-        await asyncio.to_thread(cluster.control, "put", HORIZON.decode(), "0.001")
+        await asyncio.to_thread(cluster.control, "put", HORIZON.decode(), "2")
         await until(lambda: not placed(watch), "the node is silent by a short horizon")
-        await asyncio.to_thread(cluster.control, "put", HORIZON.decode(), "3600")
+        await asyncio.to_thread(cluster.control, "put", HORIZON.decode(), "600")
         await until(lambda: placed(watch), "it is not by a long one")
 
     run_beside(lambda: EtcdClient(EtcdSettings(cluster.endpoints)), play)

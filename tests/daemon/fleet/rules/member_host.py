@@ -3,7 +3,7 @@
 from typing import Any, TypeVar
 
 from gpulease.daemon.fleet.etcd.transactions import Unknown
-from gpulease.daemon.fleet.fleet_records import name_key, read_claim
+from gpulease.daemon.fleet.fleet_records import ClaimRecord, name_key, read_claim
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,
@@ -109,7 +109,8 @@ class Host:
 
     def claims(self, name: str = "m") -> str:
         found = self.etcd.keys.get(name_key(name))
-        return read_claim(found.value).node_id if found else ""
+        claim = read_claim(found.value) if found else None
+        return claim.node_id if isinstance(claim, ClaimRecord) else ""
 
 
 def together(seconds: float, *hosts: Host) -> None:

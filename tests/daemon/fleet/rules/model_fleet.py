@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from heapq import heappop, heappush
-from itertools import count, product
+from itertools import count
 from random import Random
-from statistics import median
 from typing import Protocol
 
 from gpulease.daemon.fleet.etcd.transactions import (
@@ -23,7 +22,16 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
     Unknown,
 )
-from gpulease.daemon.fleet.fleet_records import GENERATION, NAMES, held_key, name_key, name_of, node_key, read_claim
+from gpulease.daemon.fleet.fleet_records import (
+    GENERATION,
+    NAMES,
+    ClaimRecord,
+    held_key,
+    name_key,
+    name_of,
+    node_key,
+    read_claim,
+)
 from gpulease.daemon.fleet.rules.fleet_events import (
     NO_IDENTITY,
     NO_MARK,
@@ -45,7 +53,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Mark,
     MarkKept,
     MoveHorizon,
-    Note,
     Noted,
     Paused,
     Remembered,
@@ -53,6 +60,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     TimerFired,
 )
 from gpulease.daemon.fleet.rules.member import Member
+from helpers.readable import readable
 
 from .model_etcd import ModelEtcd
 
@@ -508,12 +516,14 @@ class Fleet:
         """Do what etcd does at the end of a lease: delete its keys, unless it was kept alive since then."""
         if kept not in (None, self.kept[node_id]):
             return
-        names = [name_of(key) for key in self.etcd.keys if self.owner(key) == node_id]
+        owned = [name_of(key) for key in self.etcd.keys if self.owner(key) == node_id]
+        names = [name for name in owned if isinstance(name, str)]
         held = [held_key(node_id, name) for name in names]
         self.etcd.delete(node_key(node_id), *map(name_key, names), *held)
 
     def owner(self, key: bytes) -> str:
-        return read_claim(self.etcd.keys[key].value).node_id if key.startswith(NAMES) else ""
+        claim = read_claim(self.etcd.keys[key].value) if key.startswith(NAMES) else None
+        return claim.node_id if isinstance(claim, ClaimRecord) else ""
 
     def change_leader(self, seconds: float) -> None:
         """Lose the leader for a while. With leases, the old one that was stuck revokes live ones (etcd #15247)."""
@@ -546,11 +556,10 @@ class Fleet:
                 self.start(node, remembers=self.random.random() < 0.5)
 
     def check_back(self) -> None:
-        """Check that one daemon of every node id may grant, but for those that refused themselves."""
-        refused = self.refused()
-        for node_id, hosts in self.hosts().items():
+        """Check that one daemon of every node id may grant."""
+        for hosts in self.hosts().values():
             back = [node.key for node in hosts if node.clock(self.now) < node.horizon and not node.is_ending]
-            if len(back) != 1 and node_id not in refused:
+            if len(back) != 1:
                 raise self.broken(f"of {[node.key for node in hosts]} are back: {back}")
 
     def hosts(self) -> dict[str, list[Node]]:
@@ -558,33 +567,14 @@ class Fleet:
         started = [node for node in self.nodes.values() if node.runs]
         return {each.node_id: [node for node in started if node.node_id == each.node_id] for each in started}
 
-    def refused(self) -> set[str]:
-        """Return the ids of nodes that stay out because their clock's rate is far from the others'.
-
-        Of two hosts with one id either has been the member by whose clock others were judged.
-        """
-        by_id = self.hosts()
-        middles = [median(node.rate for node in members) for members in product(*by_id.values())]
-        return {
-            node_id
-            for node_id, hosts in by_id.items()
-            for node in hosts
-            if any(abs(rate / node.rate - 1) > TERMS.rho / 2 for rate in middles)
-            and any(noted.note is Note.REFUSED for noted in node.notes)
-        }
-
     def check_healed(self) -> None:
-        """Check that every node may grant, and that etcd has the claims of living leases alone.
-
-        A node that refused itself is as a dead one: its claims are given up once somebody wants them.
-        """
+        """Check that every node may grant, and that etcd has the claims of living leases alone."""
         self.check_back()
         claims = {
-            name_of(key): (found.mod_revision + read_claim(found.value).epoch_base, owner)
+            name_of(key): (found.mod_revision + readable(read_claim(found.value)).epoch_base, owner)
             for key, found in self.etcd.keys.items()
             if (owner := self.owner(key))
         }
         living = {lease.name: (lease.epoch, node.node_id) for node in self.nodes.values() for lease in node.living()}
-        kept = {name: claim for name, claim in claims.items() if name in living or claim[1] not in self.refused()}
-        if kept != living:
+        if claims != living:
             raise self.broken(f"etcd has the claims {claims}, and {living} live")

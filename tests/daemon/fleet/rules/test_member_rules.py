@@ -1,5 +1,6 @@
 """Each rule of a fleet's member by itself, in virtual time."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +8,12 @@ import pytest
 
 from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, Get, Put, Rejected, Transaction, Unknown
 from gpulease.daemon.fleet.fleet_records import (
+    CLOCKS,
     COMPACTION,
     EPOCHS,
     GENERATION,
     HORIZON,
+    QUOTA_DEFAULT,
     fenced_key,
     held_key,
     inventory_key,
@@ -20,6 +23,8 @@ from gpulease.daemon.fleet.fleet_records import (
     read_inventory,
     read_node,
 )
+from gpulease.daemon.fleet.record_reader import MAX_RECORD_BYTES
+from gpulease.daemon.fleet.rules.clock_rates import SLOTS, ClockRecord, read_clock
 from gpulease.daemon.fleet.rules.fleet_events import (
     NO_MARK,
     Answered,
@@ -36,8 +41,11 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Note,
     Noted,
     Paused,
+    QuotaRefused,
+    QuotaWanted,
     Reason,
     RecordChanged,
+    RecordsUnreadable,
     Started,
     Stopped,
     Stopping,
@@ -45,9 +53,12 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Why,
 )
 from gpulease.daemon.fleet.rules.member import EPOCH_GAP, FOREIGN, LEFT_OVER, TWIN, UNSETTLED
+from gpulease.daemon.fleet.rules.membership import MAX_CLOCK_ERROR
 from gpulease.daemon.fleet.rules.node_claims import MAX_WANTS
+from gpulease.daemon.fleet.rules.quota_records import shard_key
+from helpers.readable import readable
 
-from .member_host import BEAT, Host, S, T, together
+from .member_host import BEAT, TERMS, Host, S, T, together
 from .model_etcd import ModelEtcd
 
 
@@ -98,7 +109,7 @@ def test_a_beat_tells_the_record_as_it_was_changed_last(etcd: ModelEtcd) -> None
     host = Host(etcd).begin()
     host.send(RecordChanged(("tls:h:1",), {"zone": "a"}, (), is_draining=True, version="9"))
     host.run(5)
-    record = read_inventory(etcd.keys[inventory_key("a")].value)
+    record = readable(read_inventory(etcd.keys[inventory_key("a")].value))
     assert (record.addresses, record.labels, record.is_draining, record.version) == (
         ("tls:h:1",),
         {"zone": "a"},
@@ -125,7 +136,7 @@ def test_an_inventory_is_written_when_it_has_changed(etcd: ModelEtcd) -> None:
     host.run(5)
     host.is_cut = False
     host.run(10)
-    assert read_inventory(etcd.keys[inventory_key("a")].value).addresses == ("tls:h:2",)
+    assert readable(read_inventory(etcd.keys[inventory_key("a")].value)).addresses == ("tls:h:2",)
 
 
 def compacted(*hosts: Host) -> list[int]:
@@ -424,7 +435,7 @@ def test_each_beat_waits_for_its_mark(etcd: ModelEtcd) -> None:
         if run > 1:
             host = Host(etcd, now=host.now, run=run, **host.left()).begin()
         host.run(6)
-        record = read_node(etcd.keys[node_key("a")].value)
+        record = readable(read_node(etcd.keys[node_key("a")].value))
         assert host.kept[-1].covers(record)
         assert (record.beat, record.nonce.startswith(f"a.{run}-")) == (host.kept[-1].beat, True)
 
@@ -433,7 +444,7 @@ def test_a_record_of_a_version_that_did_not_count_is_known_by_its_revision(etcd:
     first = Host(etcd).begin()
     left = first.left() | {"mark": NO_MARK}
     key = node_key("a")
-    record = replace(read_node(etcd.keys[key].value), beat=0)
+    record = replace(readable(read_node(etcd.keys[key].value)), beat=0)
     etcd.do(Transaction(writes=(Put(key, record.encode()),)))
     again = Host(etcd, now=first.now, run=2, **left).begin()
     assert (len(again.take(Joined)), again.take(EndClaimed)) == (1, [])
@@ -444,7 +455,7 @@ def test_a_record_of_a_version_that_did_not_count_is_known_by_its_revision(etcd:
 def test_a_record_that_does_not_count_is_another_s_to_a_daemon_without_a_journal(etcd: ModelEtcd) -> None:
     Host(etcd).begin()
     key = node_key("a")
-    etcd.do(Transaction(writes=(Put(key, replace(read_node(etcd.keys[key].value), beat=0).encode()),)))
+    etcd.do(Transaction(writes=(Put(key, replace(readable(read_node(etcd.keys[key].value)), beat=0).encode()),)))
     heir = Host(etcd, run=2).begin()
     heir.run(14)
     assert heir.take(Joined) == []
@@ -598,10 +609,37 @@ def test_a_lost_or_foreign_record_of_epochs_is_written_anew_and_ends_nothing(
     (claimed,) = host.take(Claimed)
     etcd.do(Transaction(writes=(Delete(EPOCHS) if value is None else Put(EPOCHS, value),)))
     host.run(6)
-    assert read_epochs(etcd.keys[EPOCHS].value).base == 0
+    assert readable(read_epochs(etcd.keys[EPOCHS].value)).base == 0
     host.ask_for("other", request=2)
     assert host.take(Claimed)[0].epoch > claimed.epoch
     assert host.take(EndClaimed) == []
+
+
+def test_a_node_that_joins_sets_no_base_of_epochs_in_place_of_one_that_it_can_t_read(etcd: ModelEtcd) -> None:
+    """A member writes what it knows. Where there is none, the base rises once no lease of before lives."""
+    host = Host(etcd).begin()
+    etcd.do(Transaction(writes=(Put(GENERATION, b"second"),)))
+    host.run(6)
+    host.send(LiveClaims())
+    host.ask_for(wait_s=100)
+    host.run(40)
+    (claimed,) = host.take(Claimed)
+    host.take(EndClaimed)
+    etcd.do(Transaction(writes=(Put(EPOCHS, b"?"),)))
+    other = Host(etcd, "b", now=host.now).begin()
+    other.ask_for("other")
+    assert other.take(Claimed) == []
+    together(12, host, other)
+    assert host.take(EndClaimed) == []
+    other.ask_for("other")
+    assert other.take(Claimed)[0].epoch > claimed.epoch
+    etcd.do(Transaction(writes=(Put(EPOCHS, b"?"),)))
+    third = Host(etcd, "c", now=host.now).begin()
+    third.ask_for("third", wait_s=100)
+    third.run(30)
+    assert third.take(Claimed) == []
+    third.run(6)
+    assert third.take(Claimed)[0].epoch > EPOCH_GAP
 
 
 def test_epochs_are_raised_above_what_any_node_knows_of(etcd: ModelEtcd) -> None:
@@ -665,7 +703,7 @@ def test_a_node_with_another_horizon_stays_out_until_the_fleet_s_is_deleted(etcd
     host.ask_for()
     (refused,) = host.take(ClaimRefused)
     assert refused.why is Why.STALE
-    assert "the fleet has horizon_s = '4', and this node 30: set the fleet's" in refused.text
+    assert "the fleet has horizon_s = 4, and this node 30: set the fleet's" in refused.text
     etcd.delete(HORIZON)
     host.run(6)
     assert len(host.take(Joined)) == 1
@@ -674,8 +712,8 @@ def test_a_node_with_another_horizon_stays_out_until_the_fleet_s_is_deleted(etcd
 
 def test_two_nodes_that_join_at_once_agree_on_a_horizon(etcd: ModelEtcd) -> None:
     one, other = Host(etcd), Host(etcd, "b")
-    for host in (one, other):
-        host.member._horizon = host.node_id
+    for horizon_s, host in ((30.0, one), (40.0, other)):
+        host.member._horizon_s = horizon_s
         host.send(Started())
         host.send(LiveClaims({}))
     for host in (one, other, one, other):
@@ -1039,15 +1077,183 @@ def test_a_pause_makes_no_clock_a_wrong_one(etcd: ModelEtcd) -> None:
 # --- clock rates ---
 
 
-@pytest.mark.parametrize(("rate", "is_refused"), [(0.98, True), (1.0, False), (1.003, False), (1.02, True)])
-def test_a_node_whose_clock_is_wrong_refuses_itself(etcd: ModelEtcd, rate: float, is_refused: bool) -> None:
+def horizon_and_wait_s(host: Host) -> tuple[float, float]:
+    """How long a beat lets claimed leases live, and how long the host waits for a silent node's to end."""
+    return host.member._membership.cap_ns / S, host.member._membership.wait_ns / S
+
+
+@pytest.mark.parametrize("rate", [0.98, 1.0, 1.003, 1.02])
+def test_a_node_whose_clock_is_wrong_makes_up_for_it(etcd: ModelEtcd, rate: float) -> None:
+    """By the true time its horizons end no later, and its waits no sooner, than those of a clock within the bounds."""
     hosts = [Host(etcd, f"n{number}").begin() for number in range(4)]
     for _ in range(700):
         for host in hosts:
             host.run(2.5 * (rate if host is hosts[0] else 1))
-        if any(host.take(EndClaimed) for host in hosts[1:]):
-            pytest.fail("a node whose clock is right refused itself")
-    assert [end.reason for end in hosts[0].take(EndClaimed)] == [Reason.CLOCK] * is_refused
+    is_wrong = abs(rate - 1) > TERMS.rho
+    horizon_s, wait_s = horizon_and_wait_s(hosts[0])
+    assert horizon_s / rate <= TERMS.horizon_s * (1 - TERMS.rho) * (1 + TERMS.rho)
+    assert wait_s / rate >= TERMS.horizon_s * (1 + TERMS.rho) * (1 - TERMS.rho)
+    assert [bool(noted.text) for noted in hosts[0].take(Noted) if noted.note is Note.CLOCK] == [True] * is_wrong
+    for host in hosts:
+        assert host.take(EndClaimed) == []
+    for host in hosts[1:]:
+        assert horizon_and_wait_s(host) == (TERMS.horizon_s * (1 - TERMS.rho), TERMS.horizon_s * (1 + TERMS.rho))
+
+
+def forge_clocks(etcd: ModelEtcd, now_s: float, node_ids: Sequence[str] = ()) -> None:
+    """Write into all slots, in the first ones as those nodes themselves."""
+    names = [*(f"{node_id}.1" for node_id in node_ids), *(f"forged-{number}" for number in range(SLOTS))]
+    for number, name in enumerate(names[:SLOTS]):
+        record = ClockRecord(name, etcd.revision, int(now_s * S), int(now_s * S))
+        etcd.do(Transaction(writes=(Put(CLOCKS + b"%02d" % number, record.encode()),)))
+
+
+@pytest.mark.parametrize("their_rate", [0.0, 0.5, 0.9, 1.1, 3.0])
+def test_forged_clocks_end_no_membership_and_move_horizons_within_bounds(etcd: ModelEtcd, their_rate: float) -> None:
+    """A forger writes into all slots between all beats, as other runs or as the very nodes that are there."""
+    hosts = [Host(etcd, f"n{number}").begin() for number in range(2)]
+    for step in range(400):
+        forge_clocks(etcd, 1_000 + step * 2.5 * their_rate, [host.node_id for host in hosts] if step % 2 else [])
+        for host in hosts:
+            host.run(2.5)
+    for host in hosts:
+        assert host.take(EndClaimed) == []
+        assert host.now < host.member.horizon_ns
+        horizon_s, wait_s = horizon_and_wait_s(host)
+        assert TERMS.horizon_s * (1 - TERMS.rho) / MAX_CLOCK_ERROR - 0.001 <= horizon_s
+        assert horizon_s <= TERMS.horizon_s * (1 - TERMS.rho)
+        assert TERMS.horizon_s * (1 + TERMS.rho) <= wait_s
+        assert (horizon_s, wait_s) != (TERMS.horizon_s * (1 - TERMS.rho), TERMS.horizon_s * (1 + TERMS.rho))
+        assert wait_s <= TERMS.horizon_s * (1 + TERMS.rho) * MAX_CLOCK_ERROR + 0.001
+    etcd.delete(*(CLOCKS + b"%02d" % number for number in range(SLOTS)))
+    together(400, *hosts)
+    assert horizon_and_wait_s(hosts[0]) == (TERMS.horizon_s * (1 - TERMS.rho), TERMS.horizon_s * (1 + TERMS.rho))
+
+
+def test_a_name_of_a_dead_node_comes_free_though_forged_clocks_make_the_wait_longer(etcd: ModelEtcd) -> None:
+    dead, host = Host(etcd, "b").begin(), Host(etcd).begin()
+    dead.ask_for()
+    for step in range(218):
+        forge_clocks(etcd, 1_000 + step * 1.25)
+        host.run(2.5)
+        if step < 200:
+            dead.run(2.5)
+        if step == 200:
+            assert horizon_and_wait_s(host)[1] > TERMS.horizon_s * 1.2
+            host.ask_for(wait_s=100)
+    assert [claimed.name for claimed in host.take(Claimed)] == ["m"]
+
+
+def test_a_slot_that_can_t_be_read_and_that_nobody_writes_is_taken(etcd: ModelEtcd) -> None:
+    etcd.do(Transaction(writes=tuple(Put(CLOCKS + b"%02d" % number, b"?") for number in range(SLOTS))))
+    host = Host(etcd).begin()
+    host.run(60)
+    assert [
+        isinstance(read_clock(kv.value), ClockRecord) for key, kv in etcd.keys.items() if key.startswith(CLOCKS)
+    ].count(True) == 1
+
+
+# --- values that can't be read ---
+
+NO_RECORDS = [
+    b"",
+    b"\xff",
+    b"[" * 60_000,
+    b'{"used":1e999,"total":1e999,"revision":1,"low_ns":1e999,"high_ns":1}',
+    b'{"nonce":"n","boot_ms":%s}' % (b"9" * 5_000),
+    b'{"nonce":"n","incarnation":%d}' % 2**70,
+    b'{"nonce":"\\ud800"}',
+    b'{"budget":1e999,"used":{},"default":0}',
+    b'{"budget":1,"used":{"%s":["n",1,-9]},"default":0}' % (b"a" * 32),
+    bytes(MAX_RECORD_BYTES + 1),
+]
+"""Values that are no record of any kind."""
+
+
+@pytest.mark.parametrize("value", NO_RECORDS)
+def test_no_value_stops_a_member_or_an_answer(etcd: ModelEtcd, value: bytes) -> None:
+    host, other = Host(etcd).begin(), Host(etcd, "b").begin()
+    keys = (
+        *(CLOCKS + name for name in (b"zz", b"03", b"\xff")),
+        EPOCHS,
+        inventory_key("a"),
+        inventory_key("b"),
+        HORIZON,
+        QUOTA_DEFAULT,
+        name_key("m"),
+        shard_key("t", 3),
+        *(held_key("a") + name for name in (b"m", b"\xff", b"a b", b"t/1", b"t%zz/" + b"a" * 32)),
+    )
+    etcd.do(Transaction(writes=tuple(Put(key, value) for key in keys)))
+    host.ask_for("m", wait_s=3, request=1)
+    host.send(QuotaWanted(2, "t", 1 << 20, "cd" * 16, host.now))
+    host.settle()
+    other.is_cut = True
+    host.run(120)
+    assert [(refused.request, refused.why) for refused in host.take(ClaimRefused)] == [(1, Why.TAKEN)]
+    assert [(refused.request, refused.why) for refused in host.take(QuotaRefused)] == [(2, Why.REJECTED)]
+    assert host.take(EndClaimed) == []
+    assert host.now < host.member.horizon_ns
+    assert [noted.text for noted in host.take(Noted) if noted.note is Note.FAULT] == []
+    shown = host.take(RecordsUnreadable)
+    assert shown[-1].count < 64, "a revision counts once"
+    assert "values in etcd can't be read: /gpulease/v1/" in shown[-1].text
+    host.ask_for("n", request=3)
+    assert [claimed.name for claimed in host.take(Claimed)] == ["n"]
+    etcd.delete(*keys[:3], *keys[3:4], *keys[5:])
+    etcd.do(Transaction(writes=(Put(HORIZON, b"30"),)))
+    host.run(120)
+    assert host.take(RecordsUnreadable)[-1].text == ""
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff", b'{"nonce":1e999}', bytes(MAX_RECORD_BYTES + 1)])
+def test_a_member_writes_its_record_anew_where_another_value_lies_there(etcd: ModelEtcd, value: bytes) -> None:
+    host = Host(etcd).begin()
+    host.ask_for()
+    etcd.do(Transaction(writes=(Put(node_key("a"), value),)))
+    host.run(6)
+    assert host.take(EndClaimed) == []
+    assert host.kept[-1].covers(readable(read_node(etcd.keys[node_key("a")].value)))
+    host.run(30)
+    assert host.now < host.member.horizon_ns
+
+
+def test_a_node_that_joins_stays_out_while_it_can_t_read_the_fleet_s_horizon(etcd: ModelEtcd) -> None:
+    etcd.do(Transaction(writes=(Put(HORIZON, b"1e999"),)))
+    host = Host(etcd).begin()
+    host.ask_for()
+    assert "a value that can't be read as its horizon_s" in host.take(ClaimRefused)[0].text
+    etcd.do(Transaction(writes=(Put(HORIZON, b"30"),)))
+    host.run(20)
+    assert len(host.take(Joined)) == 1
+
+
+def test_any_generation_is_one(etcd: ModelEtcd) -> None:
+    """One of a megabyte must fit into the journal and into messages."""
+    host = Host(etcd).begin()
+    for value in (bytes(1 << 20), b"\xff", b"", b"b"):
+        host.take(EndClaimed)
+        etcd.do(Transaction(writes=(Put(GENERATION, value),)))
+        host.run(20)
+        assert [end.reason for end in host.take(EndClaimed)] == [Reason.RENEWED]
+        host.send(LiveClaims())
+        host.settle()
+        assert len(host.take(Joined)[-1].identity.generation) <= 64
+
+
+def test_a_fault_in_an_answer_s_handler_leaves_no_request_without_an_answer(etcd: ModelEtcd) -> None:
+    """The store's answer lacks what was asked for, which no rule looks for."""
+    host = Host(etcd).begin()
+    host.want("m", wait_s=3)
+    host.send(QuotaWanted(2, "t", 1 << 20, "cd" * 16, host.now))
+    for ask in [*host.asked]:
+        host.send(Answered(ask.number, Answer(False, etcd.revision, (), 7)))
+    host.asked.clear()
+    host.is_cut = True
+    host.run(10)
+    assert [(refused.request, refused.why) for refused in host.take(ClaimRefused)] == [(1, Why.UNKNOWN)]
+    assert [(refused.request, refused.why) for refused in host.take(QuotaRefused)] == [(2, Why.UNKNOWN)]
+    assert Note.FAULT in {noted.note for noted in host.take(Noted)}
 
 
 def test_foreign_values_in_slots_and_records_harm_nobody(etcd: ModelEtcd) -> None:

@@ -1,0 +1,78 @@
+"""The values in etcd that one process could not read: how many it met, and which there are now."""
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from gpulease.daemon.fleet.etcd.transactions import KeyValue
+from gpulease.protocol.counts import counted
+
+MAX_REMEMBERED: Final = 64
+"""Keys that are remembered. Stops a foreign writer of many keys from filling memory."""
+
+MAX_SHOWN: Final = 3
+"""Keys that are named in one sentence. Keeps a line of the log and of health short."""
+
+MAX_KEY_CHARS: Final = 200
+"""Longest key that is shown; etcd's may have a megabyte."""
+
+
+@dataclass(slots=True)
+class _Found:
+    mod_revision: int
+    reason: str
+    seen_ns: int
+
+
+class UnreadableRecords:
+    """Keys whose values can't be read.
+
+    Attributes:
+        count: Values that were met since the process began. Each revision of a key counts once, as long as no more than
+            MAX_REMEMBERED keys are unreadable at a time.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._found: dict[bytes, _Found] = {}
+
+    def add(self, item: KeyValue, reason: str, now_ns: int = 0) -> None:
+        """Take a value that could not be read at that time."""
+        before = self._found.pop(item.key, None)
+        if before is None or before.mod_revision != item.mod_revision:
+            self.count += 1
+        while len(self._found) >= MAX_REMEMBERED:
+            del self._found[next(iter(self._found))]
+        self._found[item.key] = _Found(item.mod_revision, reason, now_ns)
+
+    def forget(self, key: bytes) -> None:
+        """Take in that a key has another value now, or none."""
+        self._found.pop(key, None)
+
+    def forget_before(self, seen_ns: int) -> None:
+        """Forget the keys that were last met before that time: they may be gone since."""
+        while self._found:
+            # In the order in which they were met last.
+            key, found = next(iter(self._found.items()))
+            if found.seen_ns >= seen_ns:
+                return
+            del self._found[key]
+
+    def sentence(self) -> str:
+        """Return what an operator should know of those that there are now; "" if there are none."""
+        if not self._found:
+            return ""
+        shown = [f"{shown_key(key)} ({found.reason})" for key, found in islice(self._found.items(), MAX_SHOWN)]
+        if len(self._found) > MAX_SHOWN:
+            shown.append(f"and {len(self._found) - MAX_SHOWN} more")
+        values = counted(len(self._found), "value")
+        return (
+            f"{values} in etcd can't be read: {', '.join(shown)}."
+            " Find out who wrote that, and delete it if no newer daemon did"
+        )
+
+
+def shown_key(key: bytes) -> str:
+    """Return a key as an operator may read it: a foreign writer's moves no cursor, and is cut."""
+    text = key[:MAX_KEY_CHARS].decode(errors="backslashreplace")
+    return "".join(char if char.isprintable() else "?" for char in text)[:MAX_KEY_CHARS]

@@ -1,0 +1,13 @@
+"""Records of etcd that a test knows to be sound."""
+
+from typing import TypeVar
+
+from gpulease.daemon.fleet.record_reader import Unreadable
+
+R = TypeVar("R")
+
+
+def readable(record: R | Unreadable) -> R:
+    """Return what a reader made of a value; fail if it could not read it."""
+    assert not isinstance(record, Unreadable), record.reason
+    return record
