@@ -9,7 +9,8 @@ broker    start, once: the settings
           stop: the daemon stops
           horizon_set: the broker has written the last horizon to the control pages
           mark_kept: the journal has the mark of that beat
-process   ready, once; joined, remembered, mark, horizon, lost, claimed, refused, counted, not_counted, noted
+process   ready, once; joined, remembered, mark, horizon, lost, claimed, refused, counted, not_counted, noted,
+          unreadable, store
           stopped, the answer to stop
 """
 

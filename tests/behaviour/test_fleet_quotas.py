@@ -124,7 +124,8 @@ def test_a_name_that_was_claimed_before_a_fence_is_not_served_once_bytes_come_fr
     with fleet(tmp_path, nodes=1, tenants=COUNTED) as (cluster, (node,)):
         node.now.allowed_trouble.append("the fleet has given this node up")
         quota(cluster, "default", "1MiB")
-        fill(node)
+        # Kept: a lease that nobody has is given back.
+        (held,) = fill(node)
         errors: list[GpuLeaseError] = []
 
         def ask() -> None:
@@ -139,6 +140,7 @@ def test_a_name_that_was_claimed_before_a_fence_is_not_served_once_bytes_come_fr
         cluster.control("del", "/gpulease/v1/nodes/node-0")
         asking.join()
         assert "the fleet has given this node up" in str(errors[0])
+        assert node.now.query(held.lease_id)["cause"] == "isolated"
         node.wait_until_joined()
         wait_until(lambda: not claims(cluster) and not counted_bytes(cluster), "all claims are gone")
         with node.builder("model-a").acquire():
