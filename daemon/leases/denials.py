@@ -6,12 +6,13 @@ from enum import Enum
 from typing import Final
 
 from gpulease.daemon.leases.devices import Card
-from gpulease.daemon.leases.model import NS_PER_MS, Cause, LeaseSnapshot, LeaseState
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
 from gpulease.protocol.counts import counted
 from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.sizes import size_text
+from gpulease.protocol.time_units import NS_PER_MS
 
 # Enough of a tenant's own text to recognise it, and too little to fill a log line.
 MAX_QUOTED_CHARS: Final = 64

@@ -41,8 +41,6 @@ from gpulease.daemon.leases.events import (
 from gpulease.daemon.leases.model import (
     FIRST_LEFT_ID,
     FIRST_WARM_ID,
-    NS_PER_MS,
-    NS_PER_S,
     YIELDING,
     Cause,
     Lease,
@@ -53,6 +51,7 @@ from gpulease.daemon.leases.model import (
 from gpulease.daemon.leases.persisted import KeptWarm
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.teardown import Teardown
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 REFILL_PAUSE_MS: Final = 100
 """Pause between a lease's taking a context and the making of the next. Making one slows the driver down for all,

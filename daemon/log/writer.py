@@ -32,6 +32,7 @@ from gpulease.daemon.host.processes import start_thread
 from gpulease.daemon.host.utc_time import utc_text
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.protocol.lease_ids import lease_text
+from gpulease.protocol.time_units import US_PER_S
 
 Value = str | int | float | bool | list[str] | None
 
@@ -113,8 +114,6 @@ MIN_REPEATED_CHARS: Final = 4
 
 MAX_CONSTANT_PARTS: Final = 256
 """Encoded parts of lines that are kept, one for each event and some of libraries' messages: half a MiB at most."""
-
-US_PER_S: Final = 1_000_000
 
 _PRIORITY: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 """Priorities of syslog(3), as sd-daemon(3) has them."""

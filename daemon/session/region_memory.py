@@ -42,8 +42,7 @@ from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.daemon.session.region_operations import ENDS, Flip, Region, RegionGate
 from gpulease.protocol.session_words import RegionWord
-
-NS_PER_MS: Final = 1_000_000
+from gpulease.protocol.time_units import NS_PER_MS
 
 QUIET_WAIT_NS: Final = 1_000_000
 """Longest wait, at the end of a region, for launches that did not name it."""

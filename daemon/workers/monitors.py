@@ -41,6 +41,7 @@ from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
 from gpulease.protocol.counts import counted
 from gpulease.protocol.opcodes import Opcode
+from gpulease.protocol.time_units import NS_PER_S
 
 UNRESPONSIVE_AFTER_S: Final = 30.0
 """Longest time that a worker may go without a look: six times its longest sleep, for hosts under heavy load."""
@@ -74,7 +75,6 @@ KNOWN_WAITS: Final = frozenset(
 lease's deadline bounds them, and compilers have a bound of their own."""
 
 _ROUNDS_PER_BOUND: Final = 8
-_NS_PER_S: Final = 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class KernelWatchdog:
     """
 
     def __init__(self, workers: Workers, post: Callable[[Event], None], max_load_s: int) -> None:
-        self._max_load_ns = max_load_s * _NS_PER_S
+        self._max_load_ns = max_load_s * NS_PER_S
         self._workers = workers
         self._post = post
         self._looks: dict[int, _LastLook] = {}
@@ -138,13 +138,13 @@ class KernelWatchdog:
             return Cause.KERNEL_TIMEOUT, reason
         compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
         if compiling_since_ns and now_ns - compiling_since_ns >= self._max_load_ns:
-            return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // _NS_PER_S} s"
+            return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // NS_PER_S} s"
         last = self._looks.get(worker.spec.lease_id)
         waits = compiling_since_ns or worker.page.counter(Counter.DOING) in KNOWN_WAITS
         if last is None or looked_ns != last.looked_ns or waits:
             self._looks[worker.spec.lease_id] = _LastLook(looked_ns, now_ns)
-        elif now_ns - last.since_ns >= UNRESPONSIVE_AFTER_S * _NS_PER_S:
-            return Cause.UNRESPONSIVE, f"it showed no sign of life for {(now_ns - last.since_ns) / _NS_PER_S:.1f} s"
+        elif now_ns - last.since_ns >= UNRESPONSIVE_AFTER_S * NS_PER_S:
+            return Cause.UNRESPONSIVE, f"it showed no sign of life for {(now_ns - last.since_ns) / NS_PER_S:.1f} s"
         return None
 
 

@@ -59,6 +59,7 @@ from gpulease.daemon.session.main import live, stand_by
 from gpulease.daemon.session.native.launch_fast_path import serving_code
 from gpulease.daemon.zygote.worker_output import WorkerOutput, redirect_output
 from gpulease.daemon.zygote.worker_table import WorkerTable
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 ALONE_S: Final = 60.0
 """Time that a zygote without workers waits for a broker. Stops one that nobody comes back for from staying for ever."""
@@ -70,8 +71,6 @@ ended."""
 MAX_POLL_MS: Final = 3_600_000
 """Longest single poll: its milliseconds must fit a C int."""
 
-NS_PER_MS: Final = 1_000_000
-NS_PER_S: Final = 1_000_000_000
 _UCRED: Final = struct.Struct("3i")
 
 

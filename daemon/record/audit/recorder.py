@@ -23,10 +23,7 @@ from gpulease.daemon.record.audit.records import ENDS, Kind, NotCanonical, clean
 from gpulease.daemon.record.group_commit import DurableReplies, too_long
 from gpulease.protocol.capabilities import names_of
 from gpulease.protocol.lease_ids import lease_text
-
-NS_PER_S: Final = 1_000_000_000
-NS_PER_US: Final = 1000
-US_PER_MS: Final = 1000
+from gpulease.protocol.time_units import NS_PER_S, NS_PER_US, US_PER_MS
 
 Grant = Granted | RegionGranted
 OnOutcome = Callable[[Grant | Denied], None]
