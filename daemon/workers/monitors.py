@@ -39,6 +39,7 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
+from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.counts import counted
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.time_units import NS_PER_S
@@ -315,7 +316,7 @@ class Reclaimer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look(self, lease_id: int, card_uuid: str, pid: int) -> None:
-        delay_s = FIRST_LOOK_DELAY_S
+        looks = 0
         unlisted = UnlistedSince(pid)
         while pid:
             looked_ns = time.monotonic_ns()
@@ -332,8 +333,8 @@ class Reclaimer:
                     await asyncio.sleep(0)
                     missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=lease_id, reason=missing)
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_LOOK_DELAY_S)
+            await asyncio.sleep(back_off_s(looks, FIRST_LOOK_DELAY_S, MAX_LOOK_DELAY_S))
+            looks += 1
         self._post(ReclaimProved(lease_id))
 
 
@@ -384,7 +385,7 @@ class RegionProver:
             del self._tasks[region_id]
 
     async def _look(self, order: ProveRegion) -> None:
-        delay_s = FIRST_LOOK_DELAY_S
+        looks = 0
         while pid := self._workers.pid(order.lease_id):
             try:
                 held = await asyncio.to_thread(self._source.process_bytes, order.card_uuid, pid)
@@ -399,8 +400,8 @@ class RegionProver:
                     return
                 missing = f"the card shows {held} bytes for its session, not {allowed}"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=order.region_id, reason=missing)
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_LOOK_DELAY_S)
+            await asyncio.sleep(back_off_s(looks, FIRST_LOOK_DELAY_S, MAX_LOOK_DELAY_S))
+            looks += 1
 
 
 class CardWatch:

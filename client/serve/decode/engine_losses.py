@@ -25,6 +25,7 @@ from gpulease.client.errors import (
     Revoked,
     SyncFailed,
 )
+from gpulease.protocol.back_off import back_off_s
 
 LEASE_ENDS: Final = (LeaseExpired, Revoked, Fenced, Drained, Disconnected, LeaseFreed, NotFound)
 """Errors that say that the lease is over: nothing that was computed is the cause."""
@@ -71,12 +72,12 @@ def is_fault(error: BaseException) -> bool:
 
 def pause_s(attempt: int) -> float:
     """Return the pause in seconds behind an attempt, counted from 0."""
-    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 16))
+    return back_off_s(attempt, FIRST_PAUSE_S, MAX_PAUSE_S)
 
 
 def pause_before_engine_s(losses: int) -> float:
     """Return the pause in seconds before an engine is asked for, by the losses without a step between: 1, 2, ..."""
-    return 0.0 if losses <= 1 else min(MAX_PAUSE_OF_LOSSES_S, FIRST_PAUSE_S * 2.0 ** min(losses - 2, 16))
+    return 0.0 if losses <= 1 else back_off_s(losses - 2, FIRST_PAUSE_S, MAX_PAUSE_OF_LOSSES_S)
 
 
 def is_logged(tries: int) -> bool:

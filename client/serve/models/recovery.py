@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from gpulease.client import LeaseEvent, Phase, errors
+from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.rpc import CallErrorCode
 
 FIRST_PAUSE_S: Final = 0.05
@@ -42,7 +43,7 @@ class RestartPause:
         """Return the seconds to wait after this error."""
         has_no_room = isinstance(error, errors.CapacityExceeded)
         least_s = PRESSURE_PAUSE_S if has_no_room or is_broken(error) else 0.0
-        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._failures, 16), MAX_PAUSE_S)
+        pause_s = back_off_s(self._failures, FIRST_PAUSE_S, MAX_PAUSE_S)
         self._failures += 1
         return max(least_s, pause_s * (0.5 + self._uniform() / 2))
 
