@@ -29,6 +29,7 @@ from gpulease.client.serve.decode.checkpoint import Checkpoint
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest
 from gpulease.client.serve.decode.decode_requests import SamplingParameters
 from gpulease.client.serve.decode.kernel_library import kernels_sha256
+from gpulease.protocol.foreign_text import encodable
 from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.time_units import US_PER_S
 
@@ -263,4 +264,4 @@ class DecodeAudit(DecoderObserver):
 
 def _text(name: str) -> str:
     """Return a name as a record holds it: cut, and without halves of surrogate pairs."""
-    return name[:MAX_NAME_CHARACTERS].encode(errors="backslashreplace").decode()
+    return encodable(name[:MAX_NAME_CHARACTERS])
