@@ -19,6 +19,14 @@ MAX_JSON_BYTES: Final = 16 << 20
 """Most bytes of a JSON file, but a tokenizer's. Stops a file from filling the host's memory as Python objects."""
 
 
+def quoted_value(value: Any) -> str:
+    """Quote a file's own value for an error, as a text."""
+    try:
+        return quoted(str(value))
+    except RecursionError:
+        return "'lists in lists'"
+
+
 @contextmanager
 def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
     """Turn whatever a library raises into an error of ours, but a lack of memory: its panics are no Exception."""
@@ -134,7 +142,7 @@ class Members:
         return value
 
     def _wrong(self, key: str, value: Any, kind: str) -> ModelRejected:
-        return ModelRejected(f"{self.where}: {key} is {quoted(value)}, no {kind}")
+        return ModelRejected(f"{self.where}: {key} is {quoted_value(value)}, no {kind}")
 
 
 def _is_finite(value: float) -> bool:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Final
 
-from gpulease.client.serve.decode.checked_file import Members
+from gpulease.client.serve.decode.checked_file import Members, quoted_value
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.texts import quoted
 
@@ -98,9 +98,9 @@ def judged(said: Members, table: KeyTable) -> Members:
         elif key.effect is Effect.USED:
             kept[name] = value
         elif key.effect is Effect.REFUSED and not key.is_neutral(value):
-            raise ModelRejected(f"{said.where}: {name} is {quoted(value)}; {key.why}")
+            raise ModelRejected(f"{said.where}: {name} is {quoted_value(value)}; {key.why}")
         elif key.effect is Effect.ADVICE and not key.is_neutral(value):
-            advised.append(f"{name} {quoted(value)}")
+            advised.append(f"{name} {quoted_value(value)}")
     if unknown:
         _log_once(f"{said.where}: keys that are not known are left out: {_listed(map(quoted, unknown))}")
     if advised:

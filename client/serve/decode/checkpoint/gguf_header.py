@@ -119,7 +119,7 @@ class _Reader:
             raise ModelRejected(f"{self._path}: broken: a tensor is in it twice")
         step = metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1 or step & (step - 1) or step > len(self._mapped):
-            raise ModelRejected(f"{self._path}: general.alignment is {quoted(step)}, no power of two")
+            raise ModelRejected(f"{self._path}: general.alignment is {quoted(str(step))}, no power of two")
         begin = -(-self._at // step) * step
         return GgufHeader(metadata, {name: self._placed(name, entry, begin) for name, entry in entries.items()})
 

@@ -76,7 +76,9 @@ def _family(said: Members) -> Family:
         raise ModelRejected(f"{said.where}: model_type {quoted(name)} is none of {', '.join(Family)}") from None
     architectures = said.values.get("architectures")
     if architectures is not None and architectures != [ARCHITECTURES[family]]:
-        raise ModelRejected(f"{said.where}: architectures {quoted(architectures)} is not [{ARCHITECTURES[family]}]")
+        raise ModelRejected(
+            f"{said.where}: architectures {quoted(str(architectures))} is not [{ARCHITECTURES[family]}]"
+        )
     return family
 
 

@@ -5,7 +5,14 @@ from typing import Any, Final
 
 import tokenizers
 
-from gpulease.client.serve.decode.checked_file import MAX_JSON_BYTES, Members, json_object, read_bytes, rejected
+from gpulease.client.serve.decode.checked_file import (
+    MAX_JSON_BYTES,
+    Members,
+    json_object,
+    quoted_value,
+    read_bytes,
+    rejected,
+)
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.file_keys import judged
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
@@ -87,7 +94,7 @@ def _template_token(template: Members) -> int | None:
     ids = [token for name in names if (one := known and known.object(str(name))) for token in one.tokens("ids")]
     if len(pieces) != len(names) + 1 or is_behind or len(ids) != len(names) or len(ids) > 1:
         raise ModelRejected(
-            f"{template.where}: single is {quoted(pieces)}; the engine puts one token at most before a text,"
+            f"{template.where}: single is {quoted_value(pieces)}; the engine puts one token at most before a text,"
             " and none behind it"
         )
     return ids[0] if ids else None
