@@ -13,21 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from gpulease.client.errors import (
-    Disconnected,
-    Drained,
-    Fenced,
-    GpuLeaseError,
-    GpuSessionFailed,
-    LeaseExpired,
-    LeaseFreed,
-    NotFound,
-    Revoked,
-    SyncFailed,
-)
+from gpulease.client.engine.lease import LEASE_OVER
+from gpulease.client.errors import GpuLeaseError, GpuSessionFailed, SyncFailed, error_class
 from gpulease.protocol.back_off import back_off_s
 
-LEASE_ENDS: Final = (LeaseExpired, Revoked, Fenced, Drained, Disconnected, LeaseFreed, NotFound)
+LEASE_ENDS: Final = tuple(error_class(status) for status in LEASE_OVER)
 """Errors that say that the lease is over: nothing that was computed is the cause."""
 
 CONTEXT_FAULTS: Final = (GpuSessionFailed, SyncFailed)

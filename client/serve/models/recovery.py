@@ -6,6 +6,7 @@ from typing import Final
 
 from gpulease.client import LeaseEvent, Phase, errors
 from gpulease.protocol.back_off import back_off_s
+from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.rpc import CallErrorCode
 
 FIRST_PAUSE_S: Final = 0.05
@@ -17,15 +18,6 @@ PRESSURE_PAUSE_S: Final = 0.5
 """Least pause in seconds after a refusal for want of room: other tenants' leases mostly last for seconds."""
 
 _BROKEN: Final = (errors.LoadFailed, errors.AllocFailed, errors.Denied, errors.Unsupported)
-
-_BY_CAUSE: Final[dict[str, type[errors.GpuLeaseError]]] = {
-    "expired": errors.LeaseExpired,
-    "orphaned": errors.LeaseExpired,
-    "revoked": errors.Revoked,
-    "drained": errors.Drained,
-    "freed": errors.LeaseFreed,
-    "shutdown": errors.Disconnected,
-}
 
 
 class RestartPause:
@@ -61,7 +53,8 @@ def lease_end_of(event: LeaseEvent) -> errors.GpuLeaseError | None:
     """Return the error that an event of the lease's end means; None while the lease lives."""
     if event.phase in (Phase.ACTIVE, Phase.WARNING):
         return None
-    kind = _BY_CAUSE.get(event.cause, errors.GpuSessionFailed)
+    end = LEASE_ENDS.get(event.cause)
+    kind = errors.GpuSessionFailed if end is None else errors.error_class(end.status)
     return kind(f"the lease ended: {event.reason or event.cause}")
 
 
