@@ -10,10 +10,14 @@ MAX_QUOTED_CHARS: Final = 120
 
 
 def quoted(given: Any) -> str:
-    """Quote a value for a message, as Python writes it, cut to `MAX_QUOTED_CHARS`."""
+    """Quote a value for a message, as Python writes it, on one line and cut to `MAX_QUOTED_CHARS`."""
     if isinstance(given, str | bytes | bytearray) and len(given) > MAX_QUOTED_CHARS:
         return f"{given[:MAX_QUOTED_CHARS]!r}..."
-    text = repr(given)
+    try:
+        text = repr(given)
+    except (ValueError, RecursionError):
+        # An integer of thousands of digits, or lists in lists without end.
+        return "a value that can't be shown"
     return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."
 
 

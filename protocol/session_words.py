@@ -59,6 +59,9 @@ class RegionWord(IntEnum):
     FREED = 5
 
 
+ENDED_WORDS: Final = frozenset({RegionWord.REVOKED, RegionWord.EXPIRED, RegionWord.FREED})
+"""Words from which a region does not come back."""
+
 NUMBER_SHIFT: Final = 32
 
 

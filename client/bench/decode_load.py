@@ -20,6 +20,7 @@ import click
 
 from gpulease.client.bench.figures import percentile
 from gpulease.client.cli.tables import table
+from gpulease.protocol.json_text import indented_json
 
 MAX_OPEN: Final = 400
 """Requests that are open at a time: the server takes 512 connections, and a client has 1,024 descriptors. One that
@@ -247,7 +248,7 @@ def main(
         raise click.UsageError(str(error)) from None
     load = Load(rate, requests, prompt_words, seed)
     report = report_of(asyncio.run(offer_load(client, keys, load)), len(keys))
-    click.echo(json.dumps(report, indent=2) if as_json else load_table(report))
+    click.echo(indented_json(report) if as_json else load_table(report))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from gpulease.client.serve.decode.decode_audit import DecodeAudit, TokenDigest
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
 from gpulease.client.serve.decode.decode_requests import CompletionReason
 from gpulease.client.serve.decode.row_records import PAGE
+from gpulease.protocol.json_text import indented_json
 
 TENANTS: Final = ("ann", "bob", "cid", "dot")
 KINDS: Final = ((5, 12, False), (17, 32, False), (40, 48, True), (64, 24, False))
@@ -402,7 +403,7 @@ def storm_table(report: dict[str, Any]) -> str:
 def main(minutes: float, model: str, sequences: int, driver: str, audit: Path | None, as_json: bool) -> None:
     """Revoke one tenant's region after the other, under load. Exits with 1 if one output or record is wrong."""
     report = measure_storm(checkpoint_named(model), minutes, sequences, driver, audit, partial(click.echo, err=True))
-    click.echo(json.dumps(report, indent=2) if as_json else storm_table(report))
+    click.echo(indented_json(report) if as_json else storm_table(report))
     sys.exit(0 if is_sound(report) else 1)
 
 

@@ -2,13 +2,13 @@
 
 import os
 import socket
-import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gpulease.protocol.address import UnixAddress, parse_address
+from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 LOOKS: Final = 3
 """Readings of descriptors and threads; the least counts, since a connection being closed stays for a moment."""
@@ -17,7 +17,6 @@ LOOK_S: Final = 0.1
 
 _NAMES: Final = (("RSS, KiB", "rss_kib"), ("PSS, KiB", "pss_kib"), ("fds", "fds"), ("threads", "threads"))
 _PROC: Final = Path("/proc")
-_UCRED: Final = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,7 @@ def broker_pid(address: str) -> int:
         raise ValueError(f"{address} is not a Unix socket: only a daemon of this host can be looked at")
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(parsed.path)
-        pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return int(pid)
+        return parse_ucred(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).pid
 
 
 def footprints_of(broker: int) -> Footprints:

@@ -6,7 +6,6 @@ rest, as many as are wanted, and the footprint of the daemon's processes is read
 
 import asyncio
 import contextlib
-import json
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from gpulease.client.bench.footprint import Footprints, broker_pid, footprints_o
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import private_daemon
 from gpulease.client.cli.tables import table
+from gpulease.protocol.json_text import indented_json
 
 BOUNDS: Final = {
     "broker RSS, KiB": 2048.0,
@@ -70,7 +70,7 @@ max_leases_per_tenant = {leases}
 def main(leases: int, minutes: float, life_s: float, looks: int, address: str, as_json: bool) -> None:
     """Keep so many leases busy, and exit with 1 if the daemon grows or errs."""
     report = measure(leases, minutes, life_s, looks, address, partial(click.echo, err=True))
-    click.echo(json.dumps(report, indent=2) if as_json else tables(report))
+    click.echo(indented_json(report) if as_json else tables(report))
     sys.exit(0 if report["is_flat"] and not report["surprises"] else 1)
 
 

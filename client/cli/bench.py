@@ -1,7 +1,6 @@
 """`gpulease bench`: the command and its tables; `client.bench` measures."""
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.reports import first_card
 from gpulease.client.cli.tables import seconds_text, table
 from gpulease.client.verify.scene import Scene
+from gpulease.protocol.json_text import indented_json
 
 GATE_FLIPS: Final = 400
 """Enough for a 99th percentile that means something; each takes milliseconds."""
@@ -178,14 +178,14 @@ def bench(
         _run_regions(driver, QUICK_REGION_SAMPLES if quick else REGION_SAMPLES, say, as_json)
     if gateway:
         figures = measure_requests(driver, QUICK_REQUEST_S if quick else REQUEST_S, say)
-        click.echo(json.dumps(figures, indent=2) if as_json else _request_table(figures))
+        click.echo(indented_json(figures) if as_json else _request_table(figures))
         return
     plan = _plan(driver, quick, (rounds, launches, leases), tcp, tls)
     if round_trips:
         _run_round_trips(plan, say, as_json)
         return
     report = measure_beside_direct_calls(plan, say, lambda text: click.echo(text, err=True))
-    click.echo(json.dumps(report, indent=2) if as_json else _tables(report))
+    click.echo(indented_json(report) if as_json else _tables(report))
 
 
 def _plan(driver: str, quick: bool, given: tuple[int | None, int | None, int | None], tcp: str, tls: str) -> Plan:
@@ -198,7 +198,7 @@ def _plan(driver: str, quick: bool, given: tuple[int | None, int | None, int | N
 def _run_round_trips(plan: Plan, say: Say, as_json: bool) -> None:
     report = measure_round_trips(plan, say)
     shown = f"{report['title']}\n\n{round_trip_table(report['round_trips'])}"
-    click.echo(json.dumps(report, indent=2) if as_json else shown)
+    click.echo(indented_json(report) if as_json else shown)
 
 
 def _run_storm(minutes: float, driver: str, as_json: bool) -> None:
@@ -221,14 +221,14 @@ def _run_decode(driver: str, quick: bool, say: Say, as_json: bool) -> None:
             print_figures({"figure": "title", "title": title})
         measure_decode(address, plan, figures.append if as_json else print_figures, say)
     if as_json:
-        click.echo(json.dumps({"title": title, "figures": figures}, indent=2))
+        click.echo(indented_json({"title": title, "figures": figures}))
 
 
 def _run_check(driver: str, against: Path | None, to: Path, say: Say, as_json: bool) -> NoReturn:
     report = measure_promises(driver, say, lambda text: click.echo(text, err=True))
     # First of all: whatever is wrong with the rest, the figures are kept.
     try:
-        to.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        to.write_text(indented_json(report) + "\n", encoding="utf-8")
     except OSError as error:
         raise CannotStart(f"{to}: {error.strerror}") from None
     now = check_promises(report)
@@ -246,7 +246,7 @@ def _run_check(driver: str, against: Path | None, to: Path, say: Say, as_json: b
             }
             for one in now
         }
-        click.echo(json.dumps({"title": report["title"], "bounds": rows}, indent=2))
+        click.echo(indented_json({"title": report["title"], "bounds": rows}))
     else:
         click.echo(f"{report['title']}\n\n{check_table(now, before)}\n\nWritten to {to}.")
         for bound in fallen(now, before):
@@ -288,15 +288,13 @@ def _value_text(outcome: Outcome) -> str:
 
 def _run_core(leases: int, as_json: bool) -> NoReturn:
     figures = measure_core(leases)
-    click.echo(
-        json.dumps({"leases": leases, "figures": figures}, indent=2) if as_json else _core_table(leases, figures)
-    )
+    click.echo(indented_json({"leases": leases, "figures": figures}) if as_json else _core_table(leases, figures))
     sys.exit(0 if keeps_core_bounds(figures) else 1)
 
 
 def _run_fleet(plan: FleetPlan, say: Say, as_json: bool) -> NoReturn:
     found = measure_fleet(plan, say)
-    click.echo(json.dumps(found, indent=2) if as_json else fleet_tables(found))
+    click.echo(indented_json(found) if as_json else fleet_tables(found))
     sys.exit(0 if reaches_fleet_goals(found) else 1)
 
 
@@ -307,7 +305,7 @@ def _run_regions(driver: str, samples: int, say: Say, as_json: bool) -> NoReturn
         figures = measure_regions(address, transform_ptx(), samples, say)
     rows = [[text, f"{figures[name]:.2f}"] for name, text in _REGION_ROWS]
     shown = f"{title}\n\n{table(['regions', ''], rows)}"
-    click.echo(json.dumps({"title": title, "figures": figures}, indent=2) if as_json else shown)
+    click.echo(indented_json({"title": title, "figures": figures}) if as_json else shown)
     sys.exit(0 if keeps_bounds(driver, {"regions": figures}) else 1)
 
 

@@ -1,7 +1,6 @@
 """`gpulease demo`: what a lease keeps between tenants, measured against a real daemon."""
 
 import contextlib
-import json
 import sys
 from importlib.resources import files
 from typing import Final
@@ -15,6 +14,7 @@ from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.reports import first_card
 from gpulease.client.cli.tables import size_text
 from gpulease.client.cli.tenants_demo import PRIVATE_VRAM, run_tenants_demo
+from gpulease.protocol.json_text import indented_json
 
 _NEXT: Final = """
 Next: `gpulease verify` breaks every rule on this host's card; `gpulease top` shows leases live; `gpulease demo --fleet`
@@ -40,7 +40,7 @@ def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
     if of_fleet:
         report = run_fleet_demo(transform_ptx(), lines.say)
         if as_json:
-            click.echo(json.dumps(report, indent=2))
+            click.echo(indented_json(report))
         return
     with contextlib.ExitStack() as stack:
         running = running_address()
@@ -56,7 +56,7 @@ def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
         report, claims = run_tenants_demo(address, lines, transform_ptx(), is_private=running is None)
     broken = [claim for claim in claims if not claim.holds]
     if as_json:
-        click.echo(json.dumps(report, indent=2))
+        click.echo(indented_json(report))
     for claim in claims:
         lines.say(f"{'held  ' if claim.holds else 'BROKEN'} {claim.claim}: {claim.found}")
     lines.say(_NEXT)

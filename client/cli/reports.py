@@ -4,7 +4,6 @@ A report has no fixed form on the wire: a daemon of another version may send mor
 member is missing, MalformedReport blames the daemon's answer.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -12,6 +11,7 @@ from typing import Any, Final, TypeVar
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
+from gpulease.protocol.json_text import indented_json
 from gpulease.protocol.messages import Empty, Inventory
 
 Report = dict[str, Any]
@@ -105,10 +105,10 @@ def health_of(report: object) -> tuple[bool, list[Report]]:
     return whole["ready"], _maps(whole["checks"], "check", CHECK)
 
 
-def json_text(report: object, indent: int | None = 2) -> str:
+def json_text(report: object) -> str:
     """A report as it came, for programs. Raises MalformedReport for what no JSON can hold."""
     try:
-        return json.dumps(report, indent=indent, allow_nan=False)
+        return indented_json(report, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise MalformedReport(f"the daemon's answer can't be written as JSON: {error}") from None
 

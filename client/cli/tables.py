@@ -13,6 +13,8 @@ import unicodedata
 from collections.abc import Collection, Sequence
 from typing import Final, TextIO
 
+from gpulease.protocol.foreign_text import escape
+
 MISSING: Final = "-"
 """Shown in a cell for which the daemon gives no value."""
 
@@ -200,15 +202,11 @@ def shown(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(mark if _is_plain(mark) else _escape(mark) for mark in unicodedata.normalize("NFC", text))
+    return "".join(mark if _is_plain(mark) else escape(mark) for mark in unicodedata.normalize("NFC", text))
 
 
 def _is_plain(mark: str) -> bool:
     return mark.isprintable() and unicodedata.category(mark) not in _MARKS and ord(mark) not in _JOINING
-
-
-def _escape(mark: str) -> str:
-    return mark.encode("unicode_escape").decode("ascii")
 
 
 def width_of(text: str) -> int:

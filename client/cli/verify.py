@@ -1,6 +1,5 @@
 """`gpulease verify`: the command and its tables; `client.verify` tests that leases keep their promises on this card."""
 
-import json
 import sys
 from dataclasses import asdict
 from typing import Any, Final
@@ -9,6 +8,7 @@ import click
 
 from gpulease.client.cli.tables import fitted, output_width
 from gpulease.client.verify.matrix import FaultResult, MatrixReport, run_matrix
+from gpulease.protocol.json_text import indented_json
 
 EXIT_BREACH: Final = 1
 
@@ -46,7 +46,7 @@ def _json(report: MatrixReport) -> str:
         "claims": [asdict(claim) for claim in report.claims],
         "breaches": report.breaches,
     }
-    return json.dumps(found, indent=2)
+    return indented_json(found)
 
 
 def _tables(report: MatrixReport) -> str:

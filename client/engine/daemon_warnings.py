@@ -3,6 +3,8 @@
 import logging
 from typing import Final
 
+from gpulease.protocol.foreign_text import printable
+
 MAX_WARNINGS: Final = 16
 """Most different texts that a process logs. Stops a daemon that makes a new one for each connection."""
 
@@ -15,4 +17,4 @@ def log_warning(text: str) -> None:
     if text not in _logged and len(_logged) < MAX_WARNINGS:
         _logged.add(text)
         # A terminal would obey control characters.
-        _log.warning("the daemon says: %s", text if text.isprintable() else ascii(text))
+        _log.warning("the daemon says: %s", printable(text))

@@ -59,6 +59,7 @@ from gpulease.client.transport.link import LinkEnded
 from gpulease.client.transport.session_words import SessionWords
 from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
 from gpulease.protocol.address import Address
+from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.failures import KILLED, LEASE_ENDS
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
@@ -504,16 +505,16 @@ class LeaseState:
 
     def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float, made: list[Any] | None) -> Procedure[Any]:
         """Repeat the request for `wait_s`, where that is safe and the daemon may come back, with growing pauses."""
-        last, pause_s, is_again = self.clock() + wait_s, FIRST_RECONNECT_PAUSE_S, False
+        last, failures = self.clock() + wait_s, 0
         while True:
             try:
-                return (yield from self._ask_again_if_stale(op, body, doing, made, is_again=is_again))
+                return (yield from self._ask_again_if_stale(op, body, doing, made, is_again=failures > 0))
             except (Disconnected, Busy):
                 left_s = last - self.clock()
                 if left_s <= 0:
                     raise
-            yield Sleep(min(pause_s, left_s))
-            pause_s, is_again = min(2 * pause_s, MAX_RECONNECT_PAUSE_S), True
+            yield Sleep(min(back_off_s(failures, FIRST_RECONNECT_PAUSE_S, MAX_RECONNECT_PAUSE_S), left_s))
+            failures += 1
 
     def _ask_all(
         self, op: Opcode, bodies: Mapping[int, Body], answers: dict[int, Body | Failure], doing: str
@@ -946,7 +947,7 @@ class RenewalSchedule:
         """Seconds until the next try; None if the lease is lost."""
         if isinstance(error, PERMANENT_ERRORS) or remaining_s <= 0:
             return None
-        pause_s = min(FIRST_BACKOFF_S * 2.0 ** min(self._failures, 16), MAX_BACKOFF_S)
+        pause_s = back_off_s(self._failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._failures += 1
         # Half of what is left, so that the last tries come closer together instead of too late.
         return max(LEAST_DELAY_S, min(pause_s, remaining_s / 2))

@@ -11,12 +11,12 @@ import logging
 import os
 import socket
 import stat
-import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 
 from gpulease.protocol.address import NOBODY_LISTENS
+from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 BACKLOG: Final = 128
 
@@ -24,7 +24,6 @@ LOOK_S: Final = 5.0
 """Seconds between two looks at a socket's file: how long clients may find none."""
 
 _MODE: Final = 0o660
-_UCRED: Final = struct.Struct("3i")
 _log: Final = logging.getLogger("gpulease.socket")
 
 
@@ -100,8 +99,7 @@ def _listener_at(path: str) -> int | None:
                 return None
             raise
         # The kernel reports who has called listen(2) (unix(7), SO_PEERCRED).
-        pid, _, _ = _UCRED.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        return int(pid)
+        return parse_ucred(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).pid
 
 
 def file_at(path: str) -> os.stat_result | None:

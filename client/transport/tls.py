@@ -23,6 +23,7 @@ from gpulease.client.transport.coalescing_socket import CoalescingSocket
 from gpulease.client.transport.credentials import SecuredAddress, TlsFiles
 from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol.address import Address
+from gpulease.protocol.foreign_text import encodable
 
 RECORD_BYTES: Final = 16 << 10
 """Most data in a record (RFC 8446, 5.1)."""
@@ -79,9 +80,10 @@ def _context_of(files: TlsFiles, stamps: tuple[tuple[int, int, int], ...]) -> ss
 
 def _unusable(what: str, error: OSError) -> InvalidRequest:
     why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
-    # A path may be any bytes, which no message could be written down with (os.fsencode).
-    what = what.encode(errors="backslashreplace").decode()
-    return InvalidRequest(f"{what} can't be used: {why or error}", "Check GPULEASE_TLS_CERTIFICATE, _KEY and _CA")
+    # A path may be any bytes, which no message could be written down with.
+    return InvalidRequest(
+        f"{encodable(what)} can't be used: {why or error}", "Check GPULEASE_TLS_CERTIFICATE, _KEY and _CA"
+    )
 
 
 class TlsStream:

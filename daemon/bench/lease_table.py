@@ -45,6 +45,7 @@ from gpulease.daemon.record.journal import Journal, open_journal
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import ENDED_BY_DAEMON
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 KEPT: Final = ("journal", "audit", "log")
 """Records that can be kept during the measurement."""
@@ -74,9 +75,6 @@ RENEWALS_PER_S: Final = 1000
 
 BURST: Final = 1000
 """Leases that expire at one moment."""
-
-NS_PER_MS: Final = 1_000_000
-NS_PER_S: Final = 1_000_000_000
 
 
 class SimulatedWorkers(Workers):

@@ -17,6 +17,7 @@ from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse,
 from gpulease.daemon.record.audit.record_writer import AuditWriter
 from gpulease.daemon.record.audit.recorder import LogRecorder, Recorder
 from gpulease.daemon.record.audit.records import MAX_INTEGER, canonical_bytes
+from gpulease.protocol.foreign_text import encodable
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -141,4 +142,4 @@ def _plain(value: Any) -> Any:
     if value is None or (isinstance(value, int) and abs(value) <= MAX_INTEGER):
         return value
     # A setting may also be a number of any size, or a path whose bytes are no text.
-    return str(value).encode(errors="backslashreplace").decode()
+    return encodable(str(value))

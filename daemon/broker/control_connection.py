@@ -17,6 +17,7 @@ from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.host.version import AGENT
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.connection import (
     Connection,
     EndOfStream,
@@ -303,17 +304,17 @@ class ControlConnection(asyncio.BufferedProtocol):
 
         A peer that has not read within STALL_TIMEOUT_S is cut off.
         """
-        self._call_when_written(action, WRITTEN_POLL_S)
+        self._call_when_written(action, 0)
 
-    def _call_when_written(self, action: Callable[[], None], pause_s: float) -> None:
+    def _call_when_written(self, action: Callable[[], None], polls: int) -> None:
         if self._transport is None or self._transport.is_closing():
             action()
             return
         self._transport.pause_reading()
         if self._transport.get_write_buffer_size():
             self._deadlines.start(AwaitedStep.ATTACH, STALL_TIMEOUT_S, self._transport.abort)
-            next_pause_s = min(2 * pause_s, MAX_WRITTEN_POLL_S)
-            asyncio.get_running_loop().call_later(pause_s, self._call_when_written, action, next_pause_s)
+            pause_s = back_off_s(polls, WRITTEN_POLL_S, MAX_WRITTEN_POLL_S)
+            asyncio.get_running_loop().call_later(pause_s, self._call_when_written, action, polls + 1)
             return
         self._deadlines.stop(AwaitedStep.ATTACH)
         action()

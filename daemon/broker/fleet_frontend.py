@@ -37,8 +37,7 @@ from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
-
-NS_PER_S: Final = 1_000_000_000
+from gpulease.protocol.time_units import NS_PER_S
 
 RECORD_S: Final = 1.0
 """Between two looks whether the node's record has changed. The next beat carries it, so sooner is of no use."""

@@ -7,15 +7,15 @@ one tenant, may use only leases whose ids they know, and are never operators.
 
 import os
 import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
+
 ANONYMOUS_TENANT: Final = "tcp"
 _NO_NAMES: Final[Mapping[int, str]] = MappingProxyType({})
-_UCRED: Final = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,6 @@ def identify(sock: Any, tenant_of_uid: Mapping[int, str] = _NO_NAMES) -> Peer:
     """Identify the peer of an accepted socket. `tenant_of_uid` names the tenants of some local users."""
     if sock.family != socket.AF_UNIX:
         return Peer(ANONYMOUS_TENANT, is_operator=False, is_known=False)
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    pid, uid, _ = _UCRED.unpack(credentials)
-    return Peer(tenant_of_uid.get(uid, f"uid:{uid}"), is_operator=uid in (0, os.geteuid()), is_known=True, pid=pid)
+    user = parse_ucred(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES))
+    tenant = tenant_of_uid.get(user.uid, f"uid:{user.uid}")
+    return Peer(tenant, is_operator=user.uid in (0, os.geteuid()), is_known=True, pid=user.pid)

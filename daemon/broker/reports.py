@@ -20,8 +20,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.messages import DrainStatus, Inventory, InventoryEntry
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
-
-NS_PER_MS: Final = 1_000_000
+from gpulease.protocol.time_units import NS_PER_MS
 
 MAX_LISTED_REGIONS: Final = 1024
 """Most regions that a list of leases describes; each lease names its own in any case. Stops tenants whose leases are

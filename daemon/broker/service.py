@@ -61,6 +61,7 @@ from gpulease.protocol.address import Address, TlsAddress, UnixAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import HelloOption, Status
 from gpulease.protocol.primitives import Tlv
+from gpulease.protocol.time_units import NS_PER_S
 
 SHUTDOWN_TIMEOUT_S: Final = 10.0
 """For leases to be proved back when the daemon stops. Their workers die in any case."""
@@ -74,8 +75,6 @@ ZYGOTES: Final = "zygotes"
 
 MAX_PATH_BYTES: Final = 107
 """Length of a Unix socket's path (unix(7))."""
-
-NS_PER_S: Final = 1_000_000_000
 
 _EVERY_HOST: Final = ("0.0.0.0", "::", "")
 """Hosts of an address that listens on every interface."""

@@ -31,6 +31,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_SUBSCRIPTIONS, MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import Phase, Status
+from gpulease.protocol.time_units import NS_PER_S
 
 EVERY_LEASE: Final = 0
 """The lease id of a subscription to every lease that its peer may see."""
@@ -38,7 +39,6 @@ EVERY_LEASE: Final = 0
 FLUSH_S: Final = 0.2
 """Time until a slow reader's latest event is tried again."""
 
-NS_PER_S: Final = 1_000_000_000
 MAX_LEFT_MS: Final = 2**32 - 1
 
 Key = tuple[Phase, str, int | None]

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.leases import Event
+from gpulease.protocol.time_units import NS_PER_S
 
 SLOT_BITS: Final = 27
 """Bits of a slot's length in nanoseconds: 0.13 s. A slot that begins sorts its timers, which blocks the loop."""
-
-NS_PER_S: Final = 1_000_000_000
 
 
 @dataclass(slots=True, eq=False)

@@ -18,6 +18,7 @@ from gpulease.daemon.record.journal import Journal
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.time_units import NS_PER_MS
 
 if TYPE_CHECKING:
     from gpulease.daemon.capabilities.authority import CapabilityAuthority, LeaseFacts
@@ -30,8 +31,6 @@ MAX_NAMES: Final = 4096
 
 KEY_FILE_NAME: Final = "token.key"
 """Name of the key file in the state folder."""
-
-NS_PER_MS: Final = 1_000_000
 
 T = TypeVar("T")
 

@@ -14,7 +14,6 @@ from gpulease.daemon.capabilities import tokens
 from gpulease.daemon.capabilities.claims import (
     MAX_TOKEN_TTL_S,
     NONCE_BYTES,
-    NS_PER_S,
     CapabilityDenied,
     CapabilityRequest,
     Check,
@@ -24,6 +23,7 @@ from gpulease.daemon.capabilities.claims import (
 )
 from gpulease.daemon.capabilities.keys import Draw, KeyRing
 from gpulease.protocol.capabilities import NODE_LEASE, Permission, names_of
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_NONCES_PER_LEASE: Final = 256
 """Used tokens of one lease that are remembered at a time. Bounds memory against a tenant that mints and attaches in a
@@ -83,8 +83,6 @@ class NonceStore:
 
 KEY_LIFE_S: Final = 86_400
 """The time for which a key signs. A key that leaks unnoticed is of use for a day."""
-
-NS_PER_MS: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Final, Self
 
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.limits import AUDIENCE_BYTES
+from gpulease.protocol.time_units import NS_PER_MS
 
 
 class Demand(Enum):
@@ -25,8 +26,6 @@ DEFAULT_TOKEN_TTL_S: Final = 60.0
 
 NONCE_BYTES: Final = 16
 """Length of a nonce. Two random nonces of that length never collide."""
-
-NS_PER_S: Final = 1_000_000_000
 
 _AUDIENCE_DOMAIN: Final = b"gpulease audience 1\0"
 
@@ -126,7 +125,7 @@ class Claims:
     @property
     def expires_ns(self) -> int:
         """The token's end in nanoseconds."""
-        return self.expires_ms * 1_000_000
+        return self.expires_ms * NS_PER_MS
 
 
 @dataclass(frozen=True, slots=True)

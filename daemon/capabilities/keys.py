@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.capabilities.claims import MAX_TOKEN_TTL_S, NS_PER_S
+from gpulease.daemon.capabilities.claims import MAX_TOKEN_TTL_S
+from gpulease.protocol.time_units import NS_PER_S
 
 KEY_BYTES: Final = 32
 """An Ed25519 private key (RFC 8032, section 5.1.5)."""

@@ -49,6 +49,7 @@ from enum import IntEnum
 from typing import Final, NamedTuple, Protocol
 
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.time_units import NS_PER_MS
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -474,7 +475,6 @@ class WorkerPage:
 
 
 _U64: Final = struct.Struct("=Q")
-_NS_PER_MS: Final = 1_000_000
 
 
 def overran(looked_ns: int, since_ns: int, bound_ms: int) -> str:
@@ -489,7 +489,7 @@ def overran(looked_ns: int, since_ns: int, bound_ms: int) -> str:
         since_ns: `Counter.KERNEL_SINCE_NS`.
         bound_ms: How long a kernel may run; 0 for no bound.
     """
-    if not bound_ms or not since_ns or looked_ns - since_ns < bound_ms * _NS_PER_MS:
+    if not bound_ms or not since_ns or looked_ns - since_ns < bound_ms * NS_PER_MS:
         return ""
     return f"a kernel ran for more than {bound_ms / 1000:g} s"
 

@@ -11,6 +11,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from gpulease.daemon.leases import KeptCard
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.back_off import back_off_s
 
 T = TypeVar("T")
 
@@ -146,7 +147,7 @@ MAX_PAUSE_S: Final = 4.0
 
 def pause_s(tried: int, waited_s: float) -> float | None:
     """Return the pause after so many attempts, each twice the one before; None once RETRY_S would be exceeded."""
-    wanted_s = min(FIRST_PAUSE_S * 2 ** min(tried - 1, 16), MAX_PAUSE_S)
+    wanted_s = back_off_s(tried - 1, FIRST_PAUSE_S, MAX_PAUSE_S)
     return None if waited_s + wanted_s > RETRY_S else wanted_s
 
 

@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import os
 import socket
-import struct
 from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Final
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.protocol.address import NOBODY_LISTENS, UnixAddress
+from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 BACKLOG: Final = 512
 """Connections the kernel keeps until they are accepted. The kernel's own limit may be lower."""
@@ -26,8 +26,6 @@ LOOK_S: Final = 5.0
 
 MAX_TRIES: Final = 100
 """Tries for a lock whose file is removed between its opening and its locking. Stops somebody who keeps removing it."""
-
-_UCRED: Final = struct.Struct("3i")
 
 
 class PlaceChange(Enum):
@@ -244,8 +242,7 @@ def listener_at(path: str) -> int | None:
             if error.errno in NOBODY_LISTENS:
                 return None
             raise
-        pid, _, _ = _UCRED.unpack(tried.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        return int(pid)
+        return parse_ucred(tried.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).pid
 
 
 def file_at(path: str) -> os.stat_result | None:

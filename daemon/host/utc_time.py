@@ -4,12 +4,14 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Final
 
+from gpulease.protocol.time_units import US_PER_S
+
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def utc_text(wall_us: int) -> str:
     """Format a wall clock's time, in microseconds since 1970, by RFC 3339 in UTC."""
-    seconds, rest_us = divmod(wall_us, 1_000_000)
+    seconds, rest_us = divmod(wall_us, US_PER_S)
     return f"{_second_text(seconds)}.{rest_us:06d}Z"
 
 

@@ -22,13 +22,14 @@ from gpulease.daemon.leases.events import (
     WaitTimerFired,
     Warned,
 )
-from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseState, RegionState
+from gpulease.daemon.leases.model import Cause, Lease, LeaseState, RegionState
 from gpulease.daemon.leases.quotas import check_ttl, phase_of, region_phase_of
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol.counts import counted
 from gpulease.protocol.sizes import size_text
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_LEASE_ID = (1 << 128) - 1
 

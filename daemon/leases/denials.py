@@ -6,12 +6,13 @@ from enum import Enum
 from typing import Final
 
 from gpulease.daemon.leases.devices import Card
-from gpulease.daemon.leases.model import NS_PER_MS, Cause, LeaseSnapshot, LeaseState
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
 from gpulease.protocol.counts import counted
 from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.sizes import size_text
+from gpulease.protocol.time_units import NS_PER_MS
 
 # Enough of a tenant's own text to recognise it, and too little to fill a log line.
 MAX_QUOTED_CHARS: Final = 64
@@ -40,6 +41,36 @@ class DenialReason(Enum):
     NAME_TAKEN = "name_taken"
 
 
+STATUS_OF_REASON: Final = {
+    DenialReason.CAPACITY_EXCEEDED: Status.CAPACITY_EXCEEDED,
+    DenialReason.LEASE_EXPIRED: Status.LEASE_EXPIRED,
+    DenialReason.REVOKED: Status.REVOKED,
+    DenialReason.FENCED: Status.FENCED,
+    DenialReason.UNSUPPORTED: Status.UNSUPPORTED,
+    DenialReason.INVALID_REQUEST: Status.INVALID_REQUEST,
+    DenialReason.NOT_FOUND: Status.NOT_FOUND,
+    DenialReason.LIMIT: Status.DENIED,
+    DenialReason.RATE: Status.BUSY,
+    DenialReason.SESSION_FAILED: Status.SESSION_FAILED,
+    DenialReason.FREED: Status.LEASE_FREED,
+    DenialReason.SHUTTING_DOWN: Status.DISCONNECTED,
+    DenialReason.NOT_RECORDED: Status.BUSY,
+    DenialReason.DRAINED: Status.DRAINED,
+    DenialReason.BUSY: Status.BUSY,
+    DenialReason.NOT_ALLOWED: Status.DENIED,
+    DenialReason.ISOLATED: Status.BUSY,
+    DenialReason.NAME_TAKEN: Status.BUSY,
+}
+"""The status on the wire of each reason."""
+
+_END_REASONS: Final = {
+    status: reason
+    for reason, status in STATUS_OF_REASON.items()
+    if status in {end.status for end in LEASE_ENDS.values()}
+}
+"""The reason of each status with which a lease ends; no two reasons have such a status."""
+
+
 @dataclass(frozen=True, slots=True)
 class Denial:
     """A refusal: `message` says what failed and why, `hint` what to do. Both are sentences."""
@@ -57,16 +88,6 @@ def duration_text(ms: int) -> str:
 def _ended_text(lease: LeaseSnapshot, what: str) -> str:
     because = f": {lease.reason.rstrip('.')}" if lease.reason else ""
     return f"Lease {lease.lease_id:032x} {what}{because}."
-
-
-_END_REASONS: Final = {
-    Status.LEASE_FREED: DenialReason.FREED,
-    Status.LEASE_EXPIRED: DenialReason.LEASE_EXPIRED,
-    Status.REVOKED: DenialReason.REVOKED,
-    Status.DISCONNECTED: DenialReason.SHUTTING_DOWN,
-    Status.DRAINED: DenialReason.DRAINED,
-    Status.SESSION_FAILED: DenialReason.SESSION_FAILED,
-}
 
 
 def _ended(cause: Cause) -> tuple[DenialReason, str, str]:

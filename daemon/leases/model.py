@@ -18,13 +18,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 from gpulease.protocol.session_words import RegionWord
+from gpulease.protocol.time_units import NS_PER_MS
 
 if TYPE_CHECKING:
     from gpulease.daemon.leases.events import SubmitRequested
-
-NS_PER_MS: Final = 1_000_000
-
-NS_PER_S: Final = 1_000_000_000
 
 
 # --- ids ---

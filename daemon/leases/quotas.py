@@ -12,20 +12,9 @@ from typing import Any, Final
 
 from gpulease.daemon.leases import denials
 from gpulease.daemon.leases.denials import Denial, too_fast
-from gpulease.daemon.leases.model import (
-    ENDED_REGIONS,
-    NS_PER_MS,
-    NS_PER_S,
-    Cause,
-    Lease,
-    LeaseSnapshot,
-    LeaseState,
-    Region,
-    RegionState,
-)
+from gpulease.daemon.leases.model import ENDED_REGIONS, Cause, Lease, LeaseSnapshot, LeaseState, Region, RegionState
 from gpulease.protocol.opcodes import Phase
-
-NS_PER_MINUTE: Final = 60_000_000_000
+from gpulease.protocol.time_units import NS_PER_MINUTE, NS_PER_MS, NS_PER_S
 
 MAX_RATES: Final = 65_536
 """Most tenants whose rate is remembered at a time: as many as a host has ordinary users."""

@@ -37,8 +37,6 @@ from gpulease.daemon.leases.events import (
 from gpulease.daemon.leases.model import (
     ENDED_REGIONS,
     FIRST_WARM_ID,
-    NS_PER_MS,
-    NS_PER_S,
     Cause,
     Lease,
     LeaseSnapshot,
@@ -52,6 +50,7 @@ from gpulease.daemon.leases.quotas import LeasePhase, check_ttl, region_phase_of
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import RevokeOutcome
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_PLACES: Final = 65_536
 """Most ended regions of a lease whose addresses the session keeps. Stops a driver with small granules from having the

@@ -12,9 +12,10 @@
 from gpulease.daemon.leases import denials, events
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.events import ArmTimer, Denied, Effect, ProveRegion, Resized, ResizeSlice, WaitTimerFired
-from gpulease.daemon.leases.model import NS_PER_S, Lease, LeaseState, Resize
+from gpulease.daemon.leases.model import Lease, LeaseState, Resize
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.sizes import size_text
+from gpulease.protocol.time_units import NS_PER_S
 
 
 class Resizes:

@@ -37,18 +37,9 @@ from gpulease.daemon.leases.events import (
     WaitTimerFired,
 )
 from gpulease.daemon.leases.horizon_events import SetHorizon
-from gpulease.daemon.leases.model import (
-    FIRST_SUBMIT_ID,
-    NS_PER_MS,
-    NS_PER_S,
-    Cause,
-    Lease,
-    LeaseState,
-    Submit,
-    SubmitSnapshot,
-    SubmitState,
-)
+from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, Cause, Lease, LeaseState, Submit, SubmitSnapshot, SubmitState
 from gpulease.daemon.leases.table_state import LeaseStore
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 GRACE_MS: Final = 20
 """Time for an ended submit to tell its tenant why. Stops a kernel that never ends from outliving its call by more."""

@@ -28,7 +28,6 @@ from gpulease.daemon.leases.events import (
 )
 from gpulease.daemon.leases.horizons import Horizons
 from gpulease.daemon.leases.model import (
-    NS_PER_MS,
     Cause,
     Horizon,
     Lease,
@@ -49,6 +48,7 @@ from gpulease.daemon.leases.table_state import LeaseStore, WaiterSnapshot
 from gpulease.daemon.leases.teardown import Teardown, lease_due_ns
 from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol.opcodes import RevokeOutcome
+from gpulease.protocol.time_units import NS_PER_MS
 
 WORKER_EVENTS: Final = get_args(events.WorkerEvent)
 """Events about one worker, which `LeaseTable` hands on by the worker's kind."""

@@ -17,7 +17,6 @@ from gpulease.daemon.leases.devices import Card, CardAccount, PlacementOrder
 from gpulease.daemon.leases.epochs import HighestEpochs
 from gpulease.daemon.leases.events import AcquireRequested
 from gpulease.daemon.leases.model import (
-    NS_PER_S,
     Horizon,
     Lease,
     LeaseSnapshot,
@@ -33,6 +32,7 @@ from gpulease.daemon.leases.model import (
 from gpulease.daemon.leases.quotas import AcquireRates, CoreLimits
 from gpulease.protocol.opcodes import Exclusivity
 from gpulease.protocol.sizes import size_text
+from gpulease.protocol.time_units import NS_PER_S
 
 
 class LeaseStore:

@@ -21,12 +21,13 @@ from gpulease.daemon.leases.events import (
     TimerFired,
     TimerKind,
 )
-from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseState, Trigger
+from gpulease.daemon.leases.model import Cause, Lease, LeaseState, Trigger
 from gpulease.daemon.leases.regions import Regions
 from gpulease.daemon.leases.resizes import Resizes
 from gpulease.daemon.leases.submits import Submits
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.opcodes import RevokeOutcome
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 
 def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:

@@ -41,8 +41,6 @@ from gpulease.daemon.leases.events import (
 from gpulease.daemon.leases.model import (
     FIRST_LEFT_ID,
     FIRST_WARM_ID,
-    NS_PER_MS,
-    NS_PER_S,
     YIELDING,
     Cause,
     Lease,
@@ -53,6 +51,8 @@ from gpulease.daemon.leases.model import (
 from gpulease.daemon.leases.persisted import KeptWarm
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.teardown import Teardown
+from gpulease.protocol.back_off import back_off_s
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 REFILL_PAUSE_MS: Final = 100
 """Pause between a lease's taking a context and the making of the next. Making one slows the driver down for all,
@@ -72,7 +72,7 @@ class Refill:
 
     Attributes:
         next_ns: Earliest monotonic time for it.
-        losses: Losses since a context was last ready, as far as they lengthen the pause.
+        losses: Losses since a context was last ready.
     """
 
     next_ns: int = 0
@@ -88,9 +88,9 @@ class Refill:
 
     def was_lost(self, now_ns: int) -> None:
         """Postpone the next context after one died, hung, or was not ready in time."""
-        back_off_s = min(FIRST_BACK_OFF_S << self.losses, MAX_BACK_OFF_S)
-        self.losses = min(self.losses + 1, MAX_BACK_OFF_S.bit_length())
-        self._postpone(now_ns + back_off_s * NS_PER_S)
+        pause_s = back_off_s(self.losses, FIRST_BACK_OFF_S, MAX_BACK_OFF_S)
+        self.losses += 1
+        self._postpone(now_ns + int(pause_s * NS_PER_S))
 
     def _postpone(self, until_ns: int) -> None:
         self.next_ns = max(self.next_ns, until_ns)

@@ -6,6 +6,8 @@ from typing import Final
 
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.log_budget import LogBudget
+from gpulease.protocol.time_units import NS_PER_S
 
 LINE_EVERY_S: Final = 1.0
 """The pause between two lines of a RateLimitedLog."""
@@ -23,19 +25,12 @@ class RateLimit:
     """
 
     def __init__(self, pause_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pause_s = pause_s
+        self._budget = LogBudget(1, round(pause_s * NS_PER_S))
         self._clock = clock
-        self._next_s = clock()
-        self._suppressed = 0
 
     def admit(self) -> int | None:
         """Return how many lines were suppressed since the last one, or None to suppress this line too."""
-        if self._clock() < self._next_s:
-            self._suppressed += 1
-            return None
-        self._next_s = self._clock() + self._pause_s
-        suppressed, self._suppressed = self._suppressed, 0
-        return suppressed
+        return self._budget.spend(round(self._clock() * NS_PER_S))
 
 
 class RateLimitedLog:

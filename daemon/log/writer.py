@@ -31,7 +31,9 @@ from gpulease.daemon.host.compact_json import compact_encoder
 from gpulease.daemon.host.processes import start_thread
 from gpulease.daemon.host.utc_time import utc_text
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.protocol.foreign_text import printable, shortened
 from gpulease.protocol.lease_ids import lease_text
+from gpulease.protocol.time_units import US_PER_S
 
 Value = str | int | float | bool | list[str] | None
 
@@ -113,8 +115,6 @@ MIN_REPEATED_CHARS: Final = 4
 
 MAX_CONSTANT_PARTS: Final = 256
 """Encoded parts of lines that are kept, one for each event and some of libraries' messages: half a MiB at most."""
-
-US_PER_S: Final = 1_000_000
 
 _PRIORITY: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 """Priorities of syslog(3), as sd-daemon(3) has them."""
@@ -241,12 +241,9 @@ class HumanShape:
 def shown(text: str, limit: int) -> str:
     """Cut a text to `limit` characters, and escape those that a terminal would obey or take for another line.
 
-    Control characters, and those that turn the direction of a line, are shown by their number.
+    Control characters, and those that turn the direction of a line, are shown as Python's source writes them.
     """
-    text = text[: limit + 1]
-    if not text.isprintable():
-        text = "".join(char if char.isprintable() or char == "\t" else _number(char) for char in text)
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+    return shortened(printable(text[: limit + 1], kept="\t"), limit)
 
 
 def is_journal(fd: int) -> bool:
@@ -291,11 +288,6 @@ def _message_and_fields(message: str, fields: dict[str, Value], limit: int) -> s
 def _quoted(text: str) -> str:
     plain = text and not any(char in text for char in ' "=\t')
     return text if plain else json.dumps(text, ensure_ascii=False)
-
-
-def _number(char: str) -> str:
-    code = ord(char)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def _prefix(record: logging.LogRecord) -> str:

@@ -20,6 +20,7 @@ from gpulease.daemon.host.processes import start_thread
 from gpulease.daemon.leases import Denial, Denied, Event, Granted, RegionGranted, RevokeRequested
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.time_units import NS_PER_S
 
 RETRY_S: Final = 1.0
 """Between two tries to write to a disk that refused."""
@@ -32,8 +33,6 @@ STOP_TIMEOUT_S: Final = 5.0
 
 MAX_WAIT_S: Final = 5.0
 """Until a reply is given up. A tenant that waits longer is better off elsewhere."""
-
-NS_PER_S: Final = 1_000_000_000
 
 Item = TypeVar("Item")
 

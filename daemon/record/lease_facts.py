@@ -67,7 +67,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-from gpulease.protocol.session_words import RegionWord
+from gpulease.protocol.session_words import ENDED_WORDS
 
 THE_DAEMON: Final = "gpuleased"
 """The requester, where nobody asked: the daemon itself."""
@@ -76,9 +76,6 @@ RegionRequest = RegionRequested | RegionCancelRequested | ResizeRequested
 TenantRequest = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested | RegionRequest
 Request = TenantRequest | RevokeRequested | FenceClearRequested | DrainRequested | DrainCancelled
 Lookup = Callable[[int], LeaseSnapshot | None]
-
-REGION_ENDS: Final = frozenset({RegionWord.REVOKED, RegionWord.EXPIRED, RegionWord.FREED})
-"""Words from which a region does not come back."""
 
 
 class FactKind(Enum):
@@ -442,7 +439,7 @@ class LeaseHistory:
 
     def _set_region(self, effect: SetRegion, now_ns: int) -> Fact | None:
         region = self._lookup(effect.region_id)
-        if effect.word not in REGION_ENDS or region is None or region.cause is None:
+        if effect.word not in ENDED_WORDS or region is None or region.cause is None:
             return None
         is_told = self._times.get(effect.region_id, NO_TIMES).over_ns is not None
         return None if is_told else self._over(effect, region, region.cause, now_ns)

@@ -27,9 +27,7 @@ from gpulease.daemon.record.lease_facts import Fact, FactKind, Lookup, end_under
 from gpulease.protocol.capabilities import names_of
 from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.opcodes import Status
-
-US_PER_MS: Final = 1000
-NS_PER_US: Final = 1000
+from gpulease.protocol.time_units import NS_PER_US, US_PER_MS
 
 _RECORDED: Final = {
     FactKind.GRANTED: LogEvent.LEASE_GRANTED,

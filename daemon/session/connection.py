@@ -44,6 +44,7 @@ from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, parse_he
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import Opcode, Waiting
 from gpulease.protocol.ring import AWAITED, DATA_AT, LOOKS_PER_CLOCK, RingLayout, Wanted, worker_ends
+from gpulease.protocol.time_units import NS_PER_MS
 
 # --- spinning ---
 
@@ -280,8 +281,6 @@ BELLS_BYTES: Final = 4096
 QUANTUM_NS: Final = 1_000_000
 """Time for which native code serves one connection before other connections, the broker and the broker's watchdog get
 their share."""
-
-NS_PER_MS: Final = 1_000_000
 
 _REPLY_WORDS_AT: Final = 256
 

@@ -27,6 +27,7 @@ from gpulease.daemon.session.modules import ModuleOperations
 from gpulease.daemon.session.operations import Operations, SessionResources
 from gpulease.daemon.session.region_operations import RegionOperations
 from gpulease.daemon.session.replies import done
+from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import Frame
@@ -37,8 +38,8 @@ FREES_PER_TURN: Final = 256
 """Most things given back before the connections are served again. Stops an end with 65,536 allocations from holding up
 the others for as long as all of them take."""
 
-FIRST_PAUSE_MS: Final = 1
-LAST_PAUSE_MS: Final = 128
+FIRST_PAUSE_S: Final = 0.001
+LAST_PAUSE_S: Final = 0.128
 """Pauses between two looks at what an ended connection's kernels use: from the first one, each twice the one before, to
 the last one. A worker whose ended connection left a kernel without end does not take a core for it."""
 
@@ -98,7 +99,7 @@ class EndedConnections(Operations):
         self.nobody = Holder(resources.counters, Counter.UNHELD_BYTES)
         self.unheld_users = 0
         self._ended: list[_Ended] = []
-        self._pause_ms = FIRST_PAUSE_MS
+        self._looks_in_vain = 0
         self._look_s = 0.0
 
     def end(self, holder: Holder, streams: Iterable[int]) -> None:
@@ -118,7 +119,7 @@ class EndedConnections(Operations):
             with suppress(DriverError):
                 waits += [self._resources.aside(partial(self._context.mark, stream)) for stream in streams]
             self._ended.append(_Ended(holder, waits, modules, allocations))
-            self._pause_ms, self._look_s = FIRST_PAUSE_MS, 0.0
+            self._looks_in_vain, self._look_s = 0, 0.0
             self.advance()
 
     # --- the worker's loop ---
@@ -134,11 +135,10 @@ class EndedConnections(Operations):
         if not self._ended or (not now and time.monotonic() < self._look_s):
             return
         if self._give_back():
-            self._pause_ms = FIRST_PAUSE_MS
-            self._look_s = 0.0
+            self._looks_in_vain, self._look_s = 0, 0.0
         else:
-            self._look_s = time.monotonic() + self._pause_ms / 1000
-            self._pause_ms = min(2 * self._pause_ms, LAST_PAUSE_MS)
+            self._look_s = time.monotonic() + back_off_s(self._looks_in_vain, FIRST_PAUSE_S, LAST_PAUSE_S)
+            self._looks_in_vain += 1
 
     def _give_back(self) -> bool:
         """Give back some of what no kernel uses any more, without waiting; whether that was anything."""

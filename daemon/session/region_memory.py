@@ -40,10 +40,9 @@ from gpulease.daemon.contract.regions_page import WorkerRegions
 from gpulease.daemon.drivers.interface import DriverError, Ticket
 from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
-from gpulease.daemon.session.region_operations import ENDS, Flip, Region, RegionGate
-from gpulease.protocol.session_words import RegionWord
-
-NS_PER_MS: Final = 1_000_000
+from gpulease.daemon.session.region_operations import Flip, Region, RegionGate
+from gpulease.protocol.session_words import ENDED_WORDS, RegionWord
+from gpulease.protocol.time_units import NS_PER_MS
 
 QUIET_WAIT_NS: Final = 1_000_000
 """Longest wait, at the end of a region, for launches that did not name it."""
@@ -223,7 +222,7 @@ class RegionMemory:
             return
         now_ns = time.monotonic_ns()
         flip = self._gate.flip_of(region, now_ns)
-        region.ended = flip if flip is not None and flip.word in ENDS else Flip(RegionWord.REVOKED, now_ns)
+        region.ended = flip if flip is not None and flip.word in ENDED_WORDS else Flip(RegionWord.REVOKED, now_ns)
         self._gate.forget_current()
         self._resources.ledger.void_region(region.address, f"the region {region_id:032x}, which has ended")
         try:

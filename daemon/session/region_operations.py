@@ -34,7 +34,7 @@ from gpulease.protocol.fastpath import HANDLE, parse_fixed
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Handle, RegionSet
 from gpulease.protocol.opcodes import Status
-from gpulease.protocol.session_words import RegionWord, word_of
+from gpulease.protocol.session_words import ENDED_WORDS, RegionWord, word_of
 
 MAX_REGION_SETS: Final = 4096
 """Most region sets of a session. Stops a loop that makes sets and never lets go of them."""
@@ -57,7 +57,6 @@ NO_EPOCH: Final = (1 << 64) - 1
 """An epoch that no page reaches: a set that was never compared, or no set at all."""
 
 _U32_MASK: Final = (1 << 32) - 1
-ENDS: Final = frozenset({RegionWord.REVOKED, RegionWord.EXPIRED, RegionWord.FREED})
 _SAID: Final = {
     Status.REVOKED: ("was revoked", "Ask whoever revoked it why; open another region, and name that one."),
     Status.LEASE_EXPIRED: ("has expired", "Open another region, and renew it in time."),
@@ -236,7 +235,7 @@ class RegionGate:
             deadline_ns = page.deadlines[slot]
             return None if now_ns < deadline_ns else Flip(RegionWord.EXPIRED, deadline_ns)
         flip = Flip(state, page.flipped_ns[slot])
-        if state in ENDS:
+        if state in ENDED_WORDS:
             region.ended = flip
         return flip
 
@@ -250,11 +249,11 @@ class RegionGate:
         """
         status = STATUS_OF_WORD.get(flip.word, Status.FENCED)
         is_repeat = region.is_told
-        if flip.word in ENDS:
+        if flip.word in ENDED_WORDS:
             status = Status.FENCED if is_repeat else status
             region.is_told = True
         site = self.launches_begun() & _U32_MASK
-        if self._may_tell(now_ns, is_first=flip.word in ENDS and not is_repeat):
+        if self._may_tell(now_ns, is_first=flip.word in ENDED_WORDS and not is_repeat):
             told = ForwardRevoked(region.region_id, -status, kernel, site, position or 0, flip.flipped_ns, now_ns)
             self.outbox.append(told)
         said, hint = _SAID[status]

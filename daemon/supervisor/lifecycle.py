@@ -26,6 +26,7 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.supervisor import notifier as watchdog
 from gpulease.daemon.supervisor.notifier import Notifier, status
 from gpulease.protocol.address import Address
+from gpulease.protocol.time_units import NS_PER_US
 
 RELOADED: Final = frozenset(
     {
@@ -37,7 +38,6 @@ RELOADED: Final = frozenset(
 connections that exist stay. A changed token in the token's file ends the access of the token before."""
 
 _NAMES: Final = {setting.attribute: setting.name for setting in SETTINGS}
-_NS_PER_USEC: Final = 1_000
 
 
 def settings_that_wait(now: Config, wanted: Config) -> list[str]:
@@ -80,7 +80,7 @@ class Reloader:
     async def _reload_while_wanted(self) -> None:
         while self._is_wanted:
             self._is_wanted = False
-            now_usec = time.monotonic_ns() // _NS_PER_USEC
+            now_usec = time.monotonic_ns() // NS_PER_US
             # Type=notify-reload matches the answer to the request by this time (sd_notify(3)).
             await self._notifier.tell_reliably("RELOADING=1", f"MONOTONIC_USEC={now_usec}")
             said = await self._reload()

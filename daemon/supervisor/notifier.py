@@ -14,6 +14,7 @@ from typing import Final
 
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.time_units import US_PER_S
 
 ADDRESS_VARIABLE: Final = "NOTIFY_SOCKET"
 
@@ -25,8 +26,6 @@ MAX_STATUS_CHARS: Final = 512
 
 EXTENSION_S: Final = 30.0
 """The time by which a notification extends a start. The loop sends three in it; a stuck loop sends none."""
-
-USEC_PER_S: Final = 1_000_000
 
 _PAUSE_S: Final = 0.05
 
@@ -105,7 +104,7 @@ class Notifier:
 
     async def _ask_for_time(self) -> None:
         while self.is_heard:
-            self.tell(f"EXTEND_TIMEOUT_USEC={int(EXTENSION_S * USEC_PER_S)}")
+            self.tell(f"EXTEND_TIMEOUT_USEC={int(EXTENSION_S * US_PER_S)}")
             await asyncio.sleep(EXTENSION_S / 3)
 
     def close(self) -> None:
@@ -137,7 +136,7 @@ def interval_s(environment: MutableMapping[str, str], pid: int) -> float | None:
         return None
     if not (text.isascii() and text.isdigit()) or not 0 < int(text[:20]) <= MAX_USEC:
         return None
-    return int(text) / USEC_PER_S
+    return int(text) / US_PER_S
 
 
 class Watchdog:

@@ -33,9 +33,10 @@ from gpulease.daemon.web.guard import (
 )
 from gpulease.daemon.web.load_samples import Loads
 from gpulease.daemon.web.page_state import Feed
-from gpulease.daemon.web.view import MS_PER_S, Pseudonyms, Snapshot, view_of
+from gpulease.daemon.web.view import Pseudonyms, Snapshot, view_of
 from gpulease.protocol.messages import Empty, Ping
 from gpulease.protocol.opcodes import Opcode, RevokeOutcome
+from gpulease.protocol.time_units import MS_PER_S
 
 SCRIPTS: Final = (
     "page.js",

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
+from gpulease.protocol.time_units import NS_PER_S
+
 MEMBERSHIP: Final = "membership"
 """The op of the broker's message."""
-
-NS_PER_S: Final = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

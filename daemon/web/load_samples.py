@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from gpulease.protocol.time_units import NS_PER_S
+
 SAMPLE_S: Final = 10.0
 """Pause between two samples."""
 
@@ -14,8 +16,6 @@ GAP_SAMPLES: Final = 2.5
 
 LOADS: Final = "loads"
 """The op of the broker's message with one card's samples."""
-
-NS_PER_S: Final = 1_000_000_000
 
 
 class LoadSample(NamedTuple):

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gpulease.protocol.time_units import MS_PER_S
+
 PSEUDONYM_CHARS: Final = 8
 """Hexadecimal digits. Two of a thousand tenants share a pseudonym in one of 8,600 daemons' lives."""
 
 KEY_CHARS: Final = 16
-
-MS_PER_S: Final = 1000
 
 OF_CARD: Final = (
     "uuid",

@@ -23,6 +23,7 @@ from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.back_off import back_off_s
 
 START_TIMEOUT_S: Final = 30.0
 """Longest time that a process may take to serve: the web process imports an HTTP server, which takes a cold disk
@@ -130,7 +131,7 @@ class ChildProcess:
         self._awaited_op = ""
         self._is_up = False
         self._restarting: asyncio.Task[None] | None = None
-        self._delay_s = self._timeouts.restart_s
+        self._restarts = 0
         self._began_s = 0.0
         ping = partial(self.send, Ping().to_map())
         self._heartbeat = Heartbeat(self._timeouts.beat_s, self._timeouts.hung_after_s, ping, self.give_up)
@@ -282,15 +283,15 @@ class ChildProcess:
 
     async def _replace(self, event: LogEvent, reason: str) -> None:
         if time.monotonic() - self._began_s > self._timeouts.steady_s:
-            self._delay_s = self._timeouts.restart_s
+            self._restarts = 0
         how = None
         if event is self._kind.died and self._child is not None:
             how = await self._child.end(self._timeouts.exit_s)
         await self._end()
         log_event(event, reason=how or reason)
         while True:
-            await asyncio.sleep(self._delay_s)
-            self._delay_s = min(2 * self._delay_s, self._timeouts.max_restart_s)
+            await asyncio.sleep(back_off_s(self._restarts, self._timeouts.restart_s, self._timeouts.max_restart_s))
+            self._restarts += 1
             try:
                 await self.start()
             except CannotListen as error:

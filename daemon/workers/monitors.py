@@ -39,8 +39,10 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
+from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.counts import counted
 from gpulease.protocol.opcodes import Opcode
+from gpulease.protocol.time_units import NS_PER_S
 
 UNRESPONSIVE_AFTER_S: Final = 30.0
 """Longest time that a worker may go without a look: six times its longest sleep, for hosts under heavy load."""
@@ -74,7 +76,6 @@ KNOWN_WAITS: Final = frozenset(
 lease's deadline bounds them, and compilers have a bound of their own."""
 
 _ROUNDS_PER_BOUND: Final = 8
-_NS_PER_S: Final = 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ class KernelWatchdog:
     """
 
     def __init__(self, workers: Workers, post: Callable[[Event], None], max_load_s: int) -> None:
-        self._max_load_ns = max_load_s * _NS_PER_S
+        self._max_load_ns = max_load_s * NS_PER_S
         self._workers = workers
         self._post = post
         self._looks: dict[int, _LastLook] = {}
@@ -138,13 +139,13 @@ class KernelWatchdog:
             return Cause.KERNEL_TIMEOUT, reason
         compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
         if compiling_since_ns and now_ns - compiling_since_ns >= self._max_load_ns:
-            return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // _NS_PER_S} s"
+            return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // NS_PER_S} s"
         last = self._looks.get(worker.spec.lease_id)
         waits = compiling_since_ns or worker.page.counter(Counter.DOING) in KNOWN_WAITS
         if last is None or looked_ns != last.looked_ns or waits:
             self._looks[worker.spec.lease_id] = _LastLook(looked_ns, now_ns)
-        elif now_ns - last.since_ns >= UNRESPONSIVE_AFTER_S * _NS_PER_S:
-            return Cause.UNRESPONSIVE, f"it showed no sign of life for {(now_ns - last.since_ns) / _NS_PER_S:.1f} s"
+        elif now_ns - last.since_ns >= UNRESPONSIVE_AFTER_S * NS_PER_S:
+            return Cause.UNRESPONSIVE, f"it showed no sign of life for {(now_ns - last.since_ns) / NS_PER_S:.1f} s"
         return None
 
 
@@ -315,7 +316,7 @@ class Reclaimer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look(self, lease_id: int, card_uuid: str, pid: int) -> None:
-        delay_s = FIRST_LOOK_DELAY_S
+        looks = 0
         unlisted = UnlistedSince(pid)
         while pid:
             looked_ns = time.monotonic_ns()
@@ -332,8 +333,8 @@ class Reclaimer:
                     await asyncio.sleep(0)
                     missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=lease_id, reason=missing)
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_LOOK_DELAY_S)
+            await asyncio.sleep(back_off_s(looks, FIRST_LOOK_DELAY_S, MAX_LOOK_DELAY_S))
+            looks += 1
         self._post(ReclaimProved(lease_id))
 
 
@@ -384,7 +385,7 @@ class RegionProver:
             del self._tasks[region_id]
 
     async def _look(self, order: ProveRegion) -> None:
-        delay_s = FIRST_LOOK_DELAY_S
+        looks = 0
         while pid := self._workers.pid(order.lease_id):
             try:
                 held = await asyncio.to_thread(self._source.process_bytes, order.card_uuid, pid)
@@ -399,8 +400,8 @@ class RegionProver:
                     return
                 missing = f"the card shows {held} bytes for its session, not {allowed}"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=order.region_id, reason=missing)
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_LOOK_DELAY_S)
+            await asyncio.sleep(back_off_s(looks, FIRST_LOOK_DELAY_S, MAX_LOOK_DELAY_S))
+            looks += 1
 
 
 class CardWatch:

@@ -26,12 +26,11 @@ from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.zygote_client import Zygote
 from gpulease.protocol.failures import KILLED
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.time_units import NS_PER_MS
 
 MAX_HAND_OVERS: Final = 16
 """Most sockets in the channel of a worker that is too busy to take them. Until then they count as nobody's connections.
 """
-
-NS_PER_MS: Final = 1_000_000
 
 ENDED_BY_DAEMON: Final = "was ended by the daemon"
 

@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended, name_of
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 ANSWER_TIMEOUT_S: Final = 30.0
 """Longest time that a zygote may take for one message. It answers in milliseconds, but imports for seconds when it
@@ -45,7 +45,6 @@ END_TIMEOUT_S: Final = 10.0
 
 _PAUSE_S: Final = 0.02
 _NO_PAGE: Final = PageState(None, 0, 0)
-_UCRED: Final = struct.Struct("3i")
 
 
 class CannotAdopt(Exception):
@@ -273,7 +272,7 @@ def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _kill_listener(channel: socket.socket, path: Path) -> None:
     """Kill a zygote that hangs, and with it its workers: nobody could end their leases."""
-    pid, _, _ = _UCRED.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    pid = parse_ucred(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).pid
     hint = "Find out who listens there, end it, and start again."
     try:
         pidfd = os.pidfd_open(pid)

@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from contextlib import suppress
@@ -59,6 +58,8 @@ from gpulease.daemon.session.main import live, stand_by
 from gpulease.daemon.session.native.launch_fast_path import serving_code
 from gpulease.daemon.zygote.worker_output import WorkerOutput, redirect_output
 from gpulease.daemon.zygote.worker_table import WorkerTable
+from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 ALONE_S: Final = 60.0
 """Time that a zygote without workers waits for a broker. Stops one that nobody comes back for from staying for ever."""
@@ -69,10 +70,6 @@ ended."""
 
 MAX_POLL_MS: Final = 3_600_000
 """Longest single poll: its milliseconds must fit a C int."""
-
-NS_PER_MS: Final = 1_000_000
-NS_PER_S: Final = 1_000_000_000
-_UCRED: Final = struct.Struct("3i")
 
 
 def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, listener_fd: int = -1) -> int:
@@ -469,7 +466,7 @@ def _accept(listener: socket.socket, *, has_broker: bool) -> socket.socket | Non
         channel, _ = listener.accept()
     except OSError:
         return None
-    _, uid, _ = _UCRED.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    uid = parse_ucred(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).uid
     if uid in (0, os.geteuid()) and not has_broker:
         channel.settimeout(HANDOVER_TIMEOUT_S)
         return channel

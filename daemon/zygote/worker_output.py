@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from gpulease.protocol.log_budget import LogBudget
+from gpulease.protocol.time_units import NS_PER_S
+
 MAX_OUTPUT_BYTES: Final = 64 << 10
 """Bytes of one worker in its life: room for many tracebacks. Its pipe is closed then, and further output costs nothing.
 Stops a kernel that prints in a loop from filling the log's disk."""
@@ -66,8 +69,7 @@ class WorkerOutput:
         self._log = log
         self._clock = clock
         self._pipes: dict[int, _Pipe] = {}
-        self._left_bytes = float(BURST_BYTES)
-        self._counted_s = clock()
+        self._budget = LogBudget(BURST_BYTES, NS_PER_S // OUTPUT_BYTES_PER_S)
 
     def __contains__(self, fd: int) -> bool:
         return fd in self._pipes
@@ -104,14 +106,10 @@ class WorkerOutput:
 
     def _log_line(self, pipe: _Pipe, line: bytes) -> None:
         """Log a line, or drop it if the workers together have used up their rate."""
-        now_s = self._clock()
-        self._left_bytes = min(BURST_BYTES, self._left_bytes + (now_s - self._counted_s) * OUTPUT_BYTES_PER_S)
-        self._counted_s = now_s
         pipe.output_bytes += RECORD_BYTES
-        if len(line) + RECORD_BYTES > self._left_bytes:
+        if self._budget.spend(round(self._clock() * NS_PER_S), len(line) + RECORD_BYTES) is None:
             pipe.lost_lines += 1
             return
-        self._left_bytes -= len(line) + RECORD_BYTES
         self._log(pipe.pid, line.decode(errors="backslashreplace"), pipe.lost_lines)
         pipe.lost_lines = 0
 

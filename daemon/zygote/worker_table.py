@@ -37,8 +37,8 @@ from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.time_units import NS_PER_MS
 
-NS_PER_MS: Final = 1_000_000
 NEVER_NS: Final = 1 << 63
 
 

@@ -22,12 +22,12 @@ from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.messages import Attach, AttachReply, CapabilityPresent
 from gpulease.protocol.primitives import Tlv
+from gpulease.protocol.time_units import US_PER_S
 from helpers.audit_log import check_whole, config, gpulease_audit, kinds, records, stop, usage
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job
 from helpers.raw_peer import RawPeer, lease_alloc
 
-US_PER_S = 1_000_000
 SIZE = 1 << 20
 WHO = f"uid:{os.getuid()}"
 

@@ -14,6 +14,7 @@ from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.web.load_samples import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
 from gpulease.protocol.opcodes import Phase
+from gpulease.protocol.time_units import NS_PER_S
 from helpers.browser import Browser, lacks_browser
 from helpers.screens import CONTRAST, CUT, look_at
 from helpers.waiting import wait_until
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.skipif(bool(lacks_browser()), reason=lacks_browser())
 
 TOKEN = "0123456789abcdef0123456789ABCDEF"
 OTHER = CARD[:-1] + "2"
-NS_PER_S = 1_000_000_000
 GAP = range(100, 140)
 """Samples that were not taken."""
 

@@ -168,3 +168,10 @@ def test_paths_may_be_paths(tmp_path: Path) -> None:
     address = GpuBuilder("tls:localhost:1").tls(*files)._where()
     assert isinstance(address, SecuredAddress)
     assert address.files == TlsFiles(*map(str, paths))
+
+
+def test_a_value_that_python_can_not_write_is_quoted_without_an_error() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert quoted(10**5000) == quoted(deep) == "a value that can't be shown"

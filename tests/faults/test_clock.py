@@ -20,6 +20,7 @@ from gpulease.client import (
     my_audience,
 )
 from gpulease.protocol import EndOfStream, Goodbye
+from gpulease.protocol.time_units import US_PER_S
 from helpers.audit_log import check_whole, config, records, stop, usage
 from helpers.daemon import TESTS, Daemon
 from helpers.kernels import check_main_job, start_endless
@@ -32,8 +33,6 @@ pytestmark = pytest.mark.exhaustive
 SHORT_S = 1.5
 LATE_S = 2.0
 """Far more than an end is ever late; far less than any step here."""
-
-US_PER_S = 1_000_000
 
 
 class WallClock:

@@ -30,10 +30,10 @@ from gpulease.daemon.leases import Event, LeaseTable, SessionFaulted, WorkerExit
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.time_units import NS_PER_S
 
 START_NS = 5_000_000_000_000
 START_UNIX_S = 1_790_000_000.0
-NS_PER_S = 1_000_000_000
 READY_S = 0.05
 
 

@@ -13,23 +13,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.serve.decode.decode_errors import DecodeError, ModelRejected
+from gpulease.client.texts import quoted
 
 MAX_JSON_BYTES: Final = 16 << 20
 """Most bytes of a JSON file, but a tokenizer's. Stops a file from filling the host's memory as Python objects."""
 
-MAX_SHOWN: Final = 120
-"""Most characters of a file's own text in an error. Stops a hostile file from filling a log."""
 
-
-def shown(text: str) -> str:
-    """Quote a file's own text for an error, cut and on one line."""
-    return repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
-
-
-def shown_value(value: Any) -> str:
-    """Quote a file's own value for an error, cut and on one line."""
+def quoted_value(value: Any) -> str:
+    """Quote a file's own value for an error, as a text."""
     try:
-        return shown(str(value))
+        return quoted(str(value))
     except RecursionError:
         return "'lists in lists'"
 
@@ -149,7 +142,7 @@ class Members:
         return value
 
     def _wrong(self, key: str, value: Any, kind: str) -> ModelRejected:
-        return ModelRejected(f"{self.where}: {key} is {shown_value(value)}, no {kind}")
+        return ModelRejected(f"{self.where}: {key} is {quoted_value(value)}, no {kind}")
 
 
 def _is_finite(value: float) -> bool:

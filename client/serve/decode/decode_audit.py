@@ -29,7 +29,9 @@ from gpulease.client.serve.decode.checkpoint import Checkpoint
 from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest
 from gpulease.client.serve.decode.decode_requests import SamplingParameters
 from gpulease.client.serve.decode.kernel_library import kernels_sha256
+from gpulease.protocol.foreign_text import encodable
 from gpulease.protocol.lease_ids import lease_text
+from gpulease.protocol.time_units import US_PER_S
 
 MAX_KEPT: Final = 16_384
 """Records that wait for the daemon, some 30 MB. Stops a daemon that is away from filling the server's memory."""
@@ -48,8 +50,6 @@ MAX_NAME_CHARACTERS: Final = 128
 
 SERVER_BYTES: Final = 8
 """Random bytes of a server's name in its records: no two servers of a log have one name."""
-
-US_PER_S: Final = 1_000_000
 
 EVENT: Final = "decode"
 START_EVENT: Final = "decode_start"
@@ -264,4 +264,4 @@ class DecodeAudit(DecoderObserver):
 
 def _text(name: str) -> str:
     """Return a name as a record holds it: cut, and without halves of surrogate pairs."""
-    return name[:MAX_NAME_CHARACTERS].encode(errors="backslashreplace").decode()
+    return encodable(name[:MAX_NAME_CHARACTERS])

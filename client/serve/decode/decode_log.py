@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Final
 
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.serve.decode.cell_rate import CellRate
+from gpulease.protocol.log_budget import LogBudget
+from gpulease.protocol.time_units import NS_PER_S
 
 LOG: Final = logging.getLogger("gpulease.decode")
 
@@ -42,8 +43,7 @@ class DecodeLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         # Events are of this package and tenants of the settings, so this does not grow.
-        self._rates: dict[tuple[str, str], CellRate] = {}
-        self._suppressed: dict[tuple[str, str], int] = {}
+        self._budgets: dict[tuple[str, str], LogBudget] = {}
 
     def info(self, event: str, *, tenant: str = "", **fields: Field) -> None:
         """Write what goes as it should."""
@@ -69,15 +69,15 @@ class DecodeLog:
         self, level: int, event: str, tenant: str, fields: dict[str, Field], fault: BaseException | None = None
     ) -> None:
         key = event, tenant
-        rate = self._rates.get(key)
-        if rate is None:
-            rate = self._rates[key] = CellRate(LINES_AT_ONCE, LINE_EVERY_S)
-        if rate.take(self._clock()):
-            self._suppressed[key] = self._suppressed.get(key, 0) + 1
+        budget = self._budgets.get(key)
+        if budget is None:
+            budget = self._budgets[key] = LogBudget(LINES_AT_ONCE, round(LINE_EVERY_S * NS_PER_S))
+        suppressed = budget.spend(round(self._clock() * NS_PER_S))
+        if suppressed is None:
             return
         if tenant:
             fields = {"tenant": tenant, **fields}
-        if suppressed := self._suppressed.pop(key, 0):
+        if suppressed:
             fields["suppressed"] = suppressed
         line = " ".join([event, *(f"{name}={_shown(value)}" for name, value in fields.items())])
         if fault is not None:

@@ -13,20 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from gpulease.client.errors import (
-    Disconnected,
-    Drained,
-    Fenced,
-    GpuLeaseError,
-    GpuSessionFailed,
-    LeaseExpired,
-    LeaseFreed,
-    NotFound,
-    Revoked,
-    SyncFailed,
-)
+from gpulease.client.engine.lease import LEASE_OVER
+from gpulease.client.errors import GpuLeaseError, GpuSessionFailed, SyncFailed, error_class
+from gpulease.protocol.back_off import back_off_s
 
-LEASE_ENDS: Final = (LeaseExpired, Revoked, Fenced, Drained, Disconnected, LeaseFreed, NotFound)
+LEASE_ENDS: Final = tuple(error_class(status) for status in LEASE_OVER)
 """Errors that say that the lease is over: nothing that was computed is the cause."""
 
 CONTEXT_FAULTS: Final = (GpuSessionFailed, SyncFailed)
@@ -71,12 +62,12 @@ def is_fault(error: BaseException) -> bool:
 
 def pause_s(attempt: int) -> float:
     """Return the pause in seconds behind an attempt, counted from 0."""
-    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 16))
+    return back_off_s(attempt, FIRST_PAUSE_S, MAX_PAUSE_S)
 
 
 def pause_before_engine_s(losses: int) -> float:
     """Return the pause in seconds before an engine is asked for, by the losses without a step between: 1, 2, ..."""
-    return 0.0 if losses <= 1 else min(MAX_PAUSE_OF_LOSSES_S, FIRST_PAUSE_S * 2.0 ** min(losses - 2, 16))
+    return 0.0 if losses <= 1 else back_off_s(losses - 2, FIRST_PAUSE_S, MAX_PAUSE_OF_LOSSES_S)
 
 
 def is_logged(tries: int) -> bool:

@@ -12,8 +12,9 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Final
 
-from gpulease.client.serve.decode.checked_file import Members, shown, shown_value
+from gpulease.client.serve.decode.checked_file import Members, quoted_value
 from gpulease.client.serve.decode.decode_errors import ModelRejected
+from gpulease.client.texts import quoted
 
 MAX_LOGGED_KEYS: Final = 20
 """Most keys of a file in a line of the log. Stops a hostile file from filling it."""
@@ -97,11 +98,11 @@ def judged(said: Members, table: KeyTable) -> Members:
         elif key.effect is Effect.USED:
             kept[name] = value
         elif key.effect is Effect.REFUSED and not key.is_neutral(value):
-            raise ModelRejected(f"{said.where}: {name} is {shown_value(value)}; {key.why}")
+            raise ModelRejected(f"{said.where}: {name} is {quoted_value(value)}; {key.why}")
         elif key.effect is Effect.ADVICE and not key.is_neutral(value):
-            advised.append(f"{name} {shown_value(value)}")
+            advised.append(f"{name} {quoted_value(value)}")
     if unknown:
-        _log_once(f"{said.where}: keys that are not known are left out: {_listed(map(shown, unknown))}")
+        _log_once(f"{said.where}: keys that are not known are left out: {_listed(map(quoted, unknown))}")
     if advised:
         _log_once(f"{said.where}: sampling is each request's own; this advice is left out: {_listed(advised)}")
     return Members(kept, said.where)

@@ -15,6 +15,7 @@ from typing import Any, Final, Self
 
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.serve.dra.kubernetes_objects import MAX_USER
+from gpulease.protocol.json_text import indented_json
 from gpulease.protocol.lease_ids import lease_id_of
 
 CDI_VERSION: Final = "0.6.0"
@@ -141,7 +142,7 @@ class NodeFiles:
     def write_spec(self, record: ClaimRecord, daemon_socket: Path) -> None:
         """Write a claim's CDI specification, which container runtimes read."""
         spec = cdi_spec(record, daemon_socket, self._tokens / record.uid)
-        _replace(self._spec_path(record.uid), json.dumps(spec, indent=2).encode(), 0o644)
+        _replace(self._spec_path(record.uid), indented_json(spec).encode(), 0o644)
 
     def _spec_path(self, uid: str) -> Path:
         return self._cdi / f"gpulease-{uid}.json"

@@ -48,6 +48,7 @@ from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
 from gpulease.client.sync.lease import GpuBuilder, GpuLease
 from gpulease.client.sync.session import GpuSession
 from gpulease.protocol import Exclusivity, Waiting
+from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission, names_of
 
 SUBMISSION: Final = Permission.LEASE_QUERY | Permission.TASKLET_SUBMIT
@@ -233,7 +234,7 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
     key, operation = request.key(), request.operation()
     claim_ttl_s = effects.wait_s + request.lease_ttl_secs + CLAIM_MARGIN_S
     until = effects.monotonic_s() + effects.join_s
-    pause_s = _JOIN_PAUSE_S
+    looks = 0
     while True:
         match effects.store.reserve(key, operation, claim_ttl_s):
             case Reservation() as held:
@@ -246,8 +247,8 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
                 left_s = until - effects.monotonic_s()
                 if left_s <= 0:
                     raise OperationInProgress(f"{key}: another attempt is at it", remaining_s)
-                effects.sleep(min(pause_s, left_s))
-                pause_s = min(2 * pause_s, _LONGEST_JOIN_PAUSE_S)
+                effects.sleep(min(back_off_s(looks, _JOIN_PAUSE_S, _LONGEST_JOIN_PAUSE_S), left_s))
+                looks += 1
 
 
 def _serve_on_lease(

@@ -36,6 +36,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from gpulease.client.serve.gateway import ledger
 from gpulease.client.serve.gateway.gateway_errors import StoreUnavailable
 from gpulease.client.serve.gateway.ledger import Entry, Moment, Phase, Reservation, ReserveResult, checked_outcome
+from gpulease.protocol.back_off import back_off_s
 
 WatchedConnection = TypeVar("WatchedConnection", bound=Hashable)
 
@@ -288,8 +289,9 @@ class PostgresStore:
     def _transact(self, job: Callable[[Connection], T]) -> T:
         """Run one transaction, and repeat it for as long as nobody knows whether it was committed."""
         until = time.monotonic() + self._patience_s
-        pause_s = _PAUSE_S
+        failures = 0
         while True:
+            pause_s = back_off_s(failures, _PAUSE_S, _LONGEST_PAUSE_S)
             try:
                 with self._places:
                     return self._try(job)
@@ -300,7 +302,7 @@ class PostgresStore:
             except psycopg.Error as error:
                 raise StoreUnavailable(f"PostgreSQL: {_sentence(error)}") from None
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            failures += 1
 
     def _try(self, job: Callable[[Connection], T]) -> T:
         with self._lock:

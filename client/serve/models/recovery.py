@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Final
 
 from gpulease.client import LeaseEvent, Phase, errors
+from gpulease.protocol.back_off import back_off_s
+from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.rpc import CallErrorCode
 
 FIRST_PAUSE_S: Final = 0.05
@@ -16,15 +18,6 @@ PRESSURE_PAUSE_S: Final = 0.5
 """Least pause in seconds after a refusal for want of room: other tenants' leases mostly last for seconds."""
 
 _BROKEN: Final = (errors.LoadFailed, errors.AllocFailed, errors.Denied, errors.Unsupported)
-
-_BY_CAUSE: Final[dict[str, type[errors.GpuLeaseError]]] = {
-    "expired": errors.LeaseExpired,
-    "orphaned": errors.LeaseExpired,
-    "revoked": errors.Revoked,
-    "drained": errors.Drained,
-    "freed": errors.LeaseFreed,
-    "shutdown": errors.Disconnected,
-}
 
 
 class RestartPause:
@@ -42,7 +35,7 @@ class RestartPause:
         """Return the seconds to wait after this error."""
         has_no_room = isinstance(error, errors.CapacityExceeded)
         least_s = PRESSURE_PAUSE_S if has_no_room or is_broken(error) else 0.0
-        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._failures, 16), MAX_PAUSE_S)
+        pause_s = back_off_s(self._failures, FIRST_PAUSE_S, MAX_PAUSE_S)
         self._failures += 1
         return max(least_s, pause_s * (0.5 + self._uniform() / 2))
 
@@ -60,7 +53,8 @@ def lease_end_of(event: LeaseEvent) -> errors.GpuLeaseError | None:
     """Return the error that an event of the lease's end means; None while the lease lives."""
     if event.phase in (Phase.ACTIVE, Phase.WARNING):
         return None
-    kind = _BY_CAUSE.get(event.cause, errors.GpuSessionFailed)
+    end = LEASE_ENDS.get(event.cause)
+    kind = errors.GpuSessionFailed if end is None else errors.error_class(end.status)
     return kind(f"the lease ended: {event.reason or event.cause}")
 
 

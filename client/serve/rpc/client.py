@@ -23,6 +23,7 @@ from gpulease.client.serve.rpc.shared import LOOKING_IS_ORDERED, SharedCall
 from gpulease.client.texts import utf8
 from gpulease.client.transport.spin_policy import spin_policy_of
 from gpulease.protocol.address import UnixAddress, parse_address
+from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.rpc import (
     DESCRIBE,
     GREETING_BYTES,
@@ -168,7 +169,7 @@ class RpcClient:
         self.close()
 
     def _call(self, method_id: int, data: bytes, span: "_Span", *, is_idempotent: bool) -> Answer:
-        pause_s = FIRST_BACKOFF_S
+        failures = 0
         uncertain: GpuLeaseError | None = None
         while True:
             try:
@@ -187,8 +188,9 @@ class RpcClient:
             left_s = span.to_ask_s()
             if left_s <= 0:
                 raise cause
+            pause_s = back_off_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
             time.sleep(min(left_s, pause_s * random.uniform(0.5, 1)))
-            pause_s = min(pause_s * 2, MAX_BACKOFF_S)
+            failures += 1
 
     def _try(self, method_id: int, data: bytes, span: "_Span") -> Answer:
         if self._connection is None:

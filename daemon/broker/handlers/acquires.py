@@ -25,8 +25,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
-
-NS_PER_MS: Final = 1_000_000
+from gpulease.protocol.time_units import NS_PER_MS
 
 Answer = Callable[[Granted | Failure], None]
 

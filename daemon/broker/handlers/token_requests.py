@@ -1,7 +1,6 @@
 """CAPABILITY_ISSUE, CAPABILITY_PRESENT, CAPABILITY_REVOKE and CAPABILITY_AUDIENCE."""
 
 import time
-from typing import Final
 
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.refusal import Refused, failure_of
@@ -19,8 +18,7 @@ from gpulease.protocol.capabilities import (
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
-
-NS_PER_MS: Final = 1_000_000
+from gpulease.protocol.time_units import NS_PER_MS
 
 
 class TokenHandler:

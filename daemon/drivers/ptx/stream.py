@@ -33,6 +33,7 @@ from gpulease.daemon.drivers.ptx.memory import Mapping
 from gpulease.daemon.drivers.ptx.native.structures import PARAMETERS_OFFSET, StreamState, Team
 from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode, bind_symbol
+from gpulease.protocol.time_units import NS_PER_S
 
 # How many host threads run a worker's blocks, at most; an operator's setting.
 THREADS_VARIABLE = "GPULEASE_CPU_THREADS"
@@ -140,8 +141,6 @@ _COMPLETED = StreamState.completed.offset // 8
 _FAULTED = StreamState.faulted.offset // 8
 _WAITING = StreamState.waiting.offset // 8
 _SUBMITTED = StreamState.submitted.offset // 8
-
-_NS_PER_S = 1_000_000_000
 
 
 class _Timespec(ctypes.Structure):
@@ -290,7 +289,7 @@ class Stream:
     def _sleep(self) -> None:
         """Until the loop has finished a launch, or for one poll interval."""
         until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + POLL_INTERVAL_NS
-        _LIBC.sem_clockwait(self._done_at, time.CLOCK_MONOTONIC, ctypes.byref(_Timespec(*divmod(until, _NS_PER_S))))
+        _LIBC.sem_clockwait(self._done_at, time.CLOCK_MONOTONIC, ctypes.byref(_Timespec(*divmod(until, NS_PER_S))))
 
 
 def _give_up_after(deadline: float) -> None:

@@ -1,6 +1,5 @@
 """`python -m gpulease.daemon.record.audit`, which is `gpulease audit`: reads audit logs, of this host or any other."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +11,7 @@ from gpulease.daemon.record.audit.records import Kind, Link, Record, canonical_b
 from gpulease.daemon.record.audit.usage import UsageSum
 from gpulease.daemon.record.audit.verification import Verdict, Verifier
 from gpulease.protocol.counts import counted
+from gpulease.protocol.json_text import indented_json
 
 EXIT_NOT_WHOLE: Final = 1
 EXIT_CANNOT_READ: Final = 66
@@ -58,7 +58,7 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
     verdict = verifier.finish()
     if known is None:
         verdict.notes.append("no head is known: a cut at the end would not show")
-    click.echo(json.dumps(_verdict_map(verdict), indent=2) if as_json else _verdict_text(verdict))
+    click.echo(indented_json(_verdict_map(verdict)) if as_json else _verdict_text(verdict))
     sys.exit(0 if verdict.is_whole else EXIT_NOT_WHOLE)
 
 
@@ -101,7 +101,7 @@ def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool) -> Non
     for record in source.records(verifier):
         total.take(record)
     tenants = total.finish(source.head)
-    click.echo(json.dumps(usage_map(tenants), indent=2) if as_json else usage_table(tenants))
+    click.echo(indented_json(usage_map(tenants)) if as_json else usage_table(tenants))
     if not verifier.finish().is_whole:
         click.echo("gpulease audit: the log is NOT whole, nor need this be; see `gpulease audit verify`", err=True)
         sys.exit(EXIT_NOT_WHOLE)

@@ -15,9 +15,10 @@ from gpulease.daemon.record.audit.records import (
     clean_text,
     read_head,
 )
-from gpulease.daemon.record.audit.usage import US_PER_S, Used
+from gpulease.daemon.record.audit.usage import Used
 from gpulease.daemon.record.audit.verification import Verifier
 from gpulease.protocol.counts import counted
+from gpulease.protocol.time_units import US_PER_S
 
 
 class CannotRead(Exception):

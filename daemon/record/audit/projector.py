@@ -20,8 +20,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.record.audit.records import MAX_INTEGER, Kind, clean_text
 from gpulease.daemon.record.lease_facts import THE_DAEMON, Asked, Fact, FactKind
 from gpulease.protocol.lease_ids import lease_text
-
-NS_PER_US: Final = 1000
+from gpulease.protocol.time_units import NS_PER_US
 
 Particulars = dict[str, Any]
 Entry = tuple[Kind, Particulars]

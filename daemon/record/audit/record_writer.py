@@ -14,12 +14,10 @@ from gpulease.daemon.record.audit.files import AuditLog, FolderInUse
 from gpulease.daemon.record.audit.log_reader import found_text
 from gpulease.daemon.record.audit.records import FORMAT, Draft, Kind, Link
 from gpulease.daemon.record.group_commit import CommitQueue, CommitTarget, GroupCommitter
+from gpulease.protocol.time_units import NS_PER_S, NS_PER_US
 
 BEAT_S: Final = 1.0
 """Between two writes of the head while nothing happens. A later start knows no better when the daemon ended."""
-
-NS_PER_S: Final = 1_000_000_000
-NS_PER_US: Final = 1000
 
 
 class AuditWriter:

@@ -7,7 +7,6 @@ can't be recorded in time is revoked before its tenant hears of it.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -23,10 +22,8 @@ from gpulease.daemon.record.audit.records import ENDS, Kind, NotCanonical, clean
 from gpulease.daemon.record.group_commit import DurableReplies, too_long
 from gpulease.protocol.capabilities import names_of
 from gpulease.protocol.lease_ids import lease_text
-
-NS_PER_S: Final = 1_000_000_000
-NS_PER_US: Final = 1000
-US_PER_MS: Final = 1000
+from gpulease.protocol.log_budget import LogBudget
+from gpulease.protocol.time_units import NS_PER_S, NS_PER_US, US_PER_MS
 
 Grant = Granted | RegionGranted
 OnOutcome = Callable[[Grant | Denied], None]
@@ -318,15 +315,8 @@ MAX_TENANTS: Final = 4096
 """Tenants with a budget of their own; more than a host has users. The others share one budget."""
 
 
-@dataclass(slots=True)
-class _Budget:
-    left_ns: int
-    at_ns: int
-    omitted: int = 0
-
-
 class Budgets:
-    """A token bucket for each tenant, which also counts what was omitted.
+    """A budget for each tenant.
 
     Args:
         burst: What a tenant may spend at once; None: BURST_RECORDS.
@@ -334,29 +324,21 @@ class Budgets:
     """
 
     def __init__(self, burst: int | None = None, per_s: int = RECORDS_PER_S) -> None:
-        self._unit_ns = NS_PER_S // per_s
-        self._full_ns = (BURST_RECORDS if burst is None else burst) * self._unit_ns
-        self._budgets: dict[str, _Budget] = {}
+        self._burst = BURST_RECORDS if burst is None else burst
+        self._token_ns = NS_PER_S // per_s
+        self._budgets: dict[str, LogBudget] = {}
 
     def spend(self, tenant: str, now_ns: int, cost: int = 1) -> int | None:
         """Take a record's cost from a tenant's budget.
 
         Returns how many were omitted since the last one, or None if this one must be omitted too.
         """
-        cost_ns, full_ns = cost * self._unit_ns, self._full_ns
         budget = self._budgets.get(tenant)
         if budget is None:
             if len(self._budgets) >= MAX_TENANTS:
                 tenant = ""
-            budget = self._budgets.setdefault(tenant, _Budget(full_ns, now_ns))
-        budget.left_ns = min(full_ns, budget.left_ns + now_ns - budget.at_ns)
-        budget.at_ns = now_ns
-        if budget.left_ns < cost_ns:
-            budget.omitted += 1
-            return None
-        budget.left_ns -= cost_ns
-        omitted, budget.omitted = budget.omitted, 0
-        return omitted
+            budget = self._budgets.setdefault(tenant, LogBudget(self._burst, self._token_ns))
+        return budget.spend(now_ns, cost)
 
     def take_omitted(self) -> dict[str, int]:
         """Return how many were omitted and not reported yet, by tenant, and count from 0 again."""

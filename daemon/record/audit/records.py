@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.host.compact_json import compact_encoder
 from gpulease.daemon.host.utc_time import utc_text
+from gpulease.protocol.foreign_text import printable, shortened
 
 MAX_INTEGER: Final = 2**53 - 1
 """The largest integer (RFC 8785, section 3.2.2.3): readers that hold numbers as doubles would change a larger one."""
@@ -258,13 +259,7 @@ def read_head(data: bytes) -> Head:
 
 def clean_text(text: str, most_chars: int = MAX_TEXT_CHARS) -> str:
     """Cut a foreign text, and replace characters that move a terminal's cursor or turn its direction."""
-    if len(text) > most_chars:
-        text = f"{text[: most_chars - 1]}…"
-    return (
-        text
-        if text.isprintable()
-        else "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-    )
+    return printable(shortened(text, most_chars), instead="\N{REPLACEMENT CHARACTER}")
 
 
 def _is(pattern: re.Pattern[str], value: object) -> bool:

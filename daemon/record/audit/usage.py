@@ -19,11 +19,9 @@ Only the monotonic clock counts, and only differences inside one boot: the wall 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from gpulease.daemon.record.audit.records import ENDS, Head, Kind, Record
-
-US_PER_S: Final = 1_000_000
 
 
 @dataclass(slots=True)

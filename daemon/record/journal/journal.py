@@ -78,8 +78,7 @@ from gpulease.daemon.record.journal.rows import (
     spent_key,
     warm_key,
 )
-
-NS_PER_MS: Final = 1_000_000
+from gpulease.protocol.time_units import NS_PER_MS
 
 OnOutcome = Callable[[Outcome], None]
 Changes = Sequence[Change]

@@ -22,6 +22,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
+from gpulease.protocol.foreign_text import encodable
+
 
 class Kind(Enum):
     """A family's type, as the exposition names it."""
@@ -300,7 +302,7 @@ class TenantLabels:
             if len(self._known) >= self.most:
                 return OTHERS
             # Names come from settings and certificates; the exposition is UTF-8.
-            label = tenant.encode(errors="backslashreplace").decode()[:MAX_LABEL_CHARS]
+            label = encodable(tenant)[:MAX_LABEL_CHARS]
             self._known[tenant] = label
         return label
 

@@ -8,8 +8,7 @@ from typing import Final
 from gpulease.daemon.leases import CardSnapshot, LeaseSnapshot, LeaseState, WaiterSnapshot, WarmSnapshot, WarmState
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import Family, Labels
-
-NS_PER_S: Final = 1_000_000_000
+from gpulease.protocol.time_units import NS_PER_S
 
 RECYCLED: Final = "recycled"
 """The state of a ready context that waits for the tenant that it has served."""

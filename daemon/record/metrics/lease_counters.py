@@ -31,8 +31,7 @@ from gpulease.daemon.record.metrics.families import (
     counts,
 )
 from gpulease.protocol.opcodes import Opcode
-
-NS_PER_S: Final = 1_000_000_000
+from gpulease.protocol.time_units import NS_PER_S
 
 _OPERATIONS: Final[dict[type, str]] = {
     AcquireRequested: Opcode.LEASE_ALLOC.name.lower(),

@@ -14,7 +14,8 @@ from gpulease.daemon.leases import (
     TenantRulesChanged,
     WorkerReady,
 )
-from gpulease.daemon.leases.quotas import NS_PER_MINUTE, AcquireRates, TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import AcquireRates, TenantLimits, TenantRules
+from gpulease.protocol.time_units import NS_PER_MINUTE
 
 from .scenario import Scenario, card, one
 

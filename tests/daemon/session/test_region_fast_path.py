@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import EndRegion, ForwardRevoked
 from gpulease.daemon.session import region_memory
-from gpulease.daemon.session.region_operations import ENDS
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Empty, Handle, Launch, MemWrite
 from gpulease.protocol.opcodes import Flag, Opcode
-from gpulease.protocol.session_words import RegionWord
+from gpulease.protocol.session_words import ENDED_WORDS, RegionWord
 from helpers.region_rig import Opened, RegionRig, quiet_in, region_rig
 from helpers.session_rig import LEASE, SIZES, UNKNOWN_TO_NATIVE, quiet, sync, told
 
@@ -160,7 +159,7 @@ def outcome(
                         play.change(*value)
                     case "end":
                         number, state, _ = play.words[value]
-                        if number != 1 or state not in ENDS:
+                        if number != 1 or state not in ENDED_WORDS:
                             play.change("number", value, 1, raises=False)
                             play.change("word", value, RegionWord.REVOKED, raises=False)
                         made.session.regions.end(EndRegion(play.regions[value].region_id, 1000))

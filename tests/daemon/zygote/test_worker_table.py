@@ -18,12 +18,12 @@ from gpulease.daemon.contract.control_page import BrokerPage, PageFds, state_of
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.leases import FIRST_WARM_ID
-from gpulease.daemon.leases.model import NS_PER_MS
 from gpulease.daemon.leases.quotas import MAX_GRACE_MS
 from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote, find_zygotes
 from gpulease.daemon.zygote.worker_table import LONGEST_GRACE_NS, LOOK_NS, WorkerEntry, WorkerTable
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.time_units import NS_PER_MS
 from helpers.daemon import python_environment
 from helpers.processes import descendants, is_running, open_files, process_info
 from helpers.waiting import wait_until

@@ -2,12 +2,13 @@
 
 from typing import Final
 
-from gpulease.client.serve.decode.checked_file import Members, shown
+from gpulease.client.serve.decode.checked_file import Members
 from gpulease.client.serve.decode.checkpoint.gguf_keys import GGUF_KEYS
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.file_keys import judged
 from gpulease.client.serve.decode.model_config import Family, ModelConfig, check_config
 from gpulease.client.serve.decode.text.gguf_special_tokens import begin_token, end_tokens
+from gpulease.client.texts import quoted
 
 DEFAULT_ROPE_THETA: Final = 10_000.0
 
@@ -24,7 +25,7 @@ def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
     try:
         family = Family(name)
     except ValueError:
-        where = f"{said.where}: general.architecture {shown(name)}"
+        where = f"{said.where}: general.architecture {quoted(name)}"
         raise ModelRejected(f"{where} is none of {', '.join(Family)}") from None
     said = judged(said, GGUF_KEYS[family])
     at = f"{family}."

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from gpulease.client.serve.decode.checked_file import shown
 from gpulease.client.serve.decode.checkpoint.tensors import TensorType, row_bytes
 from gpulease.client.serve.decode.decode_errors import ModelRejected
+from gpulease.client.texts import quoted
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -119,7 +119,7 @@ class _Reader:
             raise ModelRejected(f"{self._path}: broken: a tensor is in it twice")
         step = metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1 or step & (step - 1) or step > len(self._mapped):
-            raise ModelRejected(f"{self._path}: general.alignment is {shown(str(step))}, no power of two")
+            raise ModelRejected(f"{self._path}: general.alignment is {quoted(str(step))}, no power of two")
         begin = -(-self._at // step) * step
         return GgufHeader(metadata, {name: self._placed(name, entry, begin) for name, entry in entries.items()})
 
@@ -129,10 +129,10 @@ class _Reader:
             rows = 1
             for size in entry.shape[:-1]:
                 rows *= size
-            end = offset + rows * row_bytes(entry.kind, entry.shape[-1], f"{self._path}: tensor {shown(name)}")
+            end = offset + rows * row_bytes(entry.kind, entry.shape[-1], f"{self._path}: tensor {quoted(name)}")
             if end > len(self._mapped):
                 raise ModelRejected(
-                    f"{self._path}: truncated: tensor {shown(name)} ends at byte {end:,}, the file at"
+                    f"{self._path}: truncated: tensor {quoted(name)} ends at byte {end:,}, the file at"
                     f" {len(self._mapped):,}"
                 )
         return GgufTensor(entry.shape, entry.kind, entry.kind_number, offset)
@@ -145,7 +145,7 @@ class _Reader:
         kind, count = self._numbers("<IQ")
         self._items += count
         if self._items > MAX_ITEMS:
-            raise ModelRejected(f"{self._path}: broken: lists of more than {MAX_ITEMS:,} items, at {shown(key)}")
+            raise ModelRejected(f"{self._path}: broken: lists of more than {MAX_ITEMS:,} items, at {quoted(key)}")
         if kind == STRING:
             return key, [self._text(key) for _ in range(count)]
         dtype = self._dtype(kind, key)
@@ -155,11 +155,11 @@ class _Reader:
         name = self._text("a tensor's name")
         (dimensions,) = self._numbers("<I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
-            raise ModelRejected(f"{self._path}: broken: tensor {shown(name)} has {dimensions} dimensions")
+            raise ModelRejected(f"{self._path}: broken: tensor {quoted(name)} has {dimensions} dimensions")
         shape = self._numbers(f"<{dimensions}Q")
         kind, offset = self._numbers("<IQ")
         if 0 in shape:
-            raise ModelRejected(f"{self._path}: broken: tensor {shown(name)} has the shape {list(shape)}")
+            raise ModelRejected(f"{self._path}: broken: tensor {quoted(name)} has the shape {list(shape)}")
         return name, GgufTensor(tuple(reversed(shape)), TYPES.get(kind), kind, offset)
 
     def _value(self, kind: int, key: str) -> Any:
@@ -170,7 +170,7 @@ class _Reader:
 
     def _dtype(self, kind: int, key: str) -> np.dtype[Any]:
         if kind not in SCALARS:
-            raise ModelRejected(f"{self._path}: broken: {shown(key)} is of type {kind}, which GGUF does not have")
+            raise ModelRejected(f"{self._path}: broken: {quoted(key)} is of type {kind}, which GGUF does not have")
         return np.dtype(SCALARS[kind])
 
     def _text(self, what: str) -> str:
@@ -183,7 +183,7 @@ class _Reader:
     def _take(self, size: int, what: str) -> bytes:
         if size > len(self._mapped) - self._at:
             raise ModelRejected(
-                f"{self._path}: truncated: {size:,} bytes of {shown(what)} from byte {self._at:,} on; the file ends"
+                f"{self._path}: truncated: {size:,} bytes of {quoted(what)} from byte {self._at:,} on; the file ends"
                 f" at {len(self._mapped):,}"
             )
         self._at += size

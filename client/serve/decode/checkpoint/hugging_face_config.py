@@ -2,11 +2,12 @@
 
 from typing import Final
 
-from gpulease.client.serve.decode.checked_file import Members, shown
+from gpulease.client.serve.decode.checked_file import Members
 from gpulease.client.serve.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS, ROPE_KEYS
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.file_keys import judged
 from gpulease.client.serve.decode.model_config import Family, ModelConfig, RopeScaling, check_config
+from gpulease.client.texts import quoted
 
 ARCHITECTURES: Final = {
     Family.LLAMA: "LlamaForCausalLM",
@@ -72,10 +73,12 @@ def _family(said: Members) -> Family:
     try:
         family = Family(name)
     except ValueError:
-        raise ModelRejected(f"{said.where}: model_type {shown(name)} is none of {', '.join(Family)}") from None
+        raise ModelRejected(f"{said.where}: model_type {quoted(name)} is none of {', '.join(Family)}") from None
     architectures = said.values.get("architectures")
     if architectures is not None and architectures != [ARCHITECTURES[family]]:
-        raise ModelRejected(f"{said.where}: architectures {shown(str(architectures))} is not [{ARCHITECTURES[family]}]")
+        raise ModelRejected(
+            f"{said.where}: architectures {quoted(str(architectures))} is not [{ARCHITECTURES[family]}]"
+        )
     return family
 
 
@@ -93,7 +96,7 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
         return theta, None
     if nested := [key for key, value in scaling.values.items() if isinstance(value, dict) and key not in ROPE_KEYS]:
         raise ModelRejected(
-            f"{scaling.where}: {shown(nested[0])} is an object; the engine turns all layers' heads alike"
+            f"{scaling.where}: {quoted(nested[0])} is an object; the engine turns all layers' heads alike"
         )
     scaling = judged(scaling, ROPE_KEYS)
     theta = scaling.number("rope_theta", theta)
@@ -101,7 +104,7 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ModelRejected(f"{scaling.where}: rope_type {shown(kind)} is neither default nor llama3")
+        raise ModelRejected(f"{scaling.where}: rope_type {quoted(kind)} is neither default nor llama3")
     found = RopeScaling(
         scaling.number("factor"),
         scaling.number("low_freq_factor"),

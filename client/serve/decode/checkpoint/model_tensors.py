@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from gpulease.client.serve.decode.checked_file import shown
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.model_config import ModelConfig
+from gpulease.client.texts import quoted
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
@@ -58,7 +58,7 @@ def check_names(config: ModelConfig, names: Iterable[str], where: str) -> None:
         wanted.add(name)
     if left := sorted(name for name in there - wanted if not name.endswith(IGNORED)):
         raise ModelRejected(
-            f"{where}: tensor {shown(left[0])} is no part of a {config.family} model as the engine computes it"
+            f"{where}: tensor {quoted(left[0])} is no part of a {config.family} model as the engine computes it"
         )
 
 

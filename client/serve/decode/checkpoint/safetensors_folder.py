@@ -19,7 +19,6 @@ from gpulease.client.serve.decode.checked_file import (
     json_object,
     read_bytes,
     rejected,
-    shown,
 )
 from gpulease.client.serve.decode.checkpoint.hugging_face_config import hugging_face_config
 from gpulease.client.serve.decode.checkpoint.model_tensors import check_names, check_shape, model_tensors
@@ -29,6 +28,7 @@ from gpulease.client.serve.decode.checkpoint.tensors import Tensor, TensorType, 
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
+from gpulease.client.texts import quoted
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -55,7 +55,7 @@ class SafetensorsFolder:
             file = TensorFile(path)
             for name, shape, kind, offset in _entries(file):
                 if name in found:
-                    raise ModelRejected(f"{path}: tensor {shown(name)} is in {found[name][0].path.name} too")
+                    raise ModelRejected(f"{path}: tensor {quoted(name)} is in {found[name][0].path.name} too")
                 found[name] = (file, shape, kind, offset)
         check_names(self.config, found, self.name)
         self._tensors = {}
@@ -103,7 +103,7 @@ class SafetensorsFolder:
         for name in names:
             # A name with a folder in it could be any file of the host.
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise ModelRejected(f"{index.where}: {shown(name)} is no name of a safetensors file beside it")
+                raise ModelRejected(f"{index.where}: {quoted(name)} is no name of a safetensors file beside it")
         return [self._folder / name for name in names]
 
 

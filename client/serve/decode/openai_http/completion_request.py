@@ -9,13 +9,16 @@ from gpulease.client.serve.decode.decode_errors import RequestRejected
 from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS, SamplingParameters
 from gpulease.client.serve.decode.openai_http.api_errors import ApiError, invalid
 from gpulease.client.serve.decode.openai_http.request_parameters import PARAMETERS, STREAM_OPTIONS, check_parameters
-from gpulease.client.serve.decode.openai_http.shown_value import SHOWN_CHARACTERS, shown
+from gpulease.client.texts import quoted
 
 MAX_STOPS: Final = 4
 """Most stops, as OpenAI's: every piece of text is searched for each."""
 
 MAX_STOP_CHARACTERS: Final = 1024
 """Longest stop: so much of the text is held back and searched with every token."""
+
+MAX_REFUSAL_CHARACTERS: Final = 240
+"""Characters of the reason why a value is refused: it may quote the value."""
 
 MAX_MESSAGES: Final = 4096
 """Most messages of a chat: the model's template runs over each, and nothing bounds the time that takes."""
@@ -97,7 +100,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
 def check_model(asked: str, served: str) -> None:
     """Raise ApiError if a model is asked for that is not the one that is served; "" asks for that."""
     if asked and asked != served:
-        raise ApiError(404, "model_not_found", f"There is no model {shown(asked)}; {served} is served.", "model")
+        raise ApiError(404, "model_not_found", f"There is no model {quoted(asked)}; {served} is served.", "model")
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -118,21 +121,21 @@ def _flag(said: Mapping[str, Any], name: str) -> bool:
     value = said.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise invalid(f"{name} = {shown(value)}; send true or false", name)
+    raise invalid(f"{name} = {quoted(value)}; send true or false", name)
 
 
 def _integer(said: Mapping[str, Any], name: str) -> int | None:
     value = said.get(name)
     if value is None or type(value) is int:
         return value
-    raise invalid(f"{name} = {shown(value)}; send an integer", name)
+    raise invalid(f"{name} = {quoted(value)}; send an integer", name)
 
 
 def _text(said: Mapping[str, Any], name: str) -> str:
     value = said.get(name)
     if value is None or isinstance(value, str):
         return value or ""
-    raise invalid(f"{name} = {shown(value)}; send a text", name)
+    raise invalid(f"{name} = {quoted(value)}; send a text", name)
 
 
 def _max_tokens(said: Mapping[str, Any], *, is_chat: bool) -> int | None:
@@ -142,9 +145,9 @@ def _max_tokens(said: Mapping[str, Any], *, is_chat: bool) -> int | None:
         raise invalid("max_tokens and max_completion_tokens differ; send one of them", "max_tokens")
     for name, value in found.items():
         if value < 1:
-            raise invalid(f"{name} = {shown(value)}; send 1 or more", name)
+            raise invalid(f"{name} = {quoted(value)}; send 1 or more", name)
         if value > MAX_POSITIONS:
-            raise invalid(f"{name} = {shown(value)} is more than any model has", name)
+            raise invalid(f"{name} = {quoted(value)} is more than any model has", name)
         return value
     return None if is_chat else DEFAULT_COMPLETION_TOKENS
 
@@ -164,14 +167,14 @@ def _made(make: Callable[[], SamplingParameters], name: str) -> None:
     try:
         make()
     except (RequestRejected, OverflowError) as error:
-        raise invalid(str(error)[: 4 * SHOWN_CHARACTERS], name) from None
+        raise invalid(str(error)[:MAX_REFUSAL_CHARACTERS], name) from None
 
 
 def _wants_logprobs(said: Mapping[str, Any]) -> bool:
     value = said.get("logprobs")
     if value is None or (type(value) is int and value in (0, 1)):
         return value is not None
-    raise invalid(f"logprobs = {shown(value)}; 0 or 1 is offered: the chosen token's alone", "logprobs")
+    raise invalid(f"logprobs = {quoted(value)}; 0 or 1 is offered: the chosen token's alone", "logprobs")
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -180,7 +183,7 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise invalid(f"stop is a text, or a list of at most {MAX_STOPS} texts", "stop")
     for stop in stops:
         if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARACTERS:
-            raise invalid(f"stop {shown(stop)}; each is a text of 1 to {MAX_STOP_CHARACTERS} characters", "stop")
+            raise invalid(f"stop {quoted(stop)}; each is a text of 1 to {MAX_STOP_CHARACTERS} characters", "stop")
     return tuple(stops)
 
 
@@ -208,10 +211,10 @@ def _message(number: int, message: Any) -> Mapping[str, str]:
         raise invalid(f"{where} is no object", "messages")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise invalid(f"{where}: role {shown(role)} is none of {', '.join(ROLES)}", "messages")
+        raise invalid(f"{where}: role {quoted(role)} is none of {', '.join(ROLES)}", "messages")
     for name, item in message.items():
         if name not in ("role", "content", "name") and item not in (None, []):
-            raise invalid(f"{where}: {shown(name)} is not supported", "messages", "unsupported_parameter")
+            raise invalid(f"{where}: {quoted(name)} is not supported", "messages", "unsupported_parameter")
     return {"role": ROLES[role], "content": _content(where, message.get("content"))}
 
 

@@ -44,9 +44,9 @@ from gpulease.client.serve.decode.openai_http.completion_replies import COMMENT,
 from gpulease.client.serve.decode.openai_http.completion_request import CompletionRequest, check_model
 from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
 from gpulease.client.serve.decode.openai_http.prompt_job import completion_of, read_completion
-from gpulease.client.serve.decode.openai_http.shown_value import shown
 from gpulease.client.serve.decode.row_records import PAGE
 from gpulease.client.serve.http.application import read_body
+from gpulease.client.texts import quoted
 
 MAX_BODY_BYTES: Final = 4 << 20
 """Most bytes of a body: some 500,000 tokens as text or as numbers. Stops a caller from filling memory."""
@@ -384,5 +384,5 @@ def _refusal(error: ApiError) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     code = "not_found" if status == 404 else "method_not_allowed"
-    text = f"{request.method} {shown(request.scope['path'])} is not served here."
+    text = f"{request.method} {quoted(request.scope['path'])} is not served here."
     return _refusal(ApiError(status, code, text))

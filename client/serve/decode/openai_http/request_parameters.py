@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.client.serve.decode.openai_http.api_errors import invalid
-from gpulease.client.serve.decode.openai_http.shown_value import shown
+from gpulease.client.texts import quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +153,13 @@ def check_parameters(
             continue
         parameter = known.get(name)
         if parameter is None or not (parameter.is_of_chats if is_chat else parameter.is_of_completions):
-            text = f"{where}{shown(name)} is not a known parameter here; leave it out"
+            text = f"{where}{quoted(name)} is not a known parameter here; leave it out"
             raise invalid(text, code="unknown_parameter")
         if parameter.is_used or parameter.is_ignored:
             continue
         if not any(_is_alike(value, one) for one in parameter.neutral):
             offered = " or ".join(["null", *(json.dumps(one) for one in parameter.neutral)])
-            text = f"{where}{name} = {shown(value)} is not supported; leave it out, or send {offered}"
+            text = f"{where}{name} = {quoted(value)} is not supported; leave it out, or send {offered}"
             raise invalid(text, name, "unsupported_parameter")
 
 

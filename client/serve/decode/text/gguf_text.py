@@ -7,11 +7,12 @@ from typing import Any, Final
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from gpulease.client.serve.decode.checked_file import Members, rejected, shown
+from gpulease.client.serve.decode.checked_file import Members, rejected
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
 from gpulease.client.serve.decode.text.gguf_special_tokens import AT, control_tokens, special_token
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer
+from gpulease.client.texts import quoted
 
 MAX_PIECE_CHARACTERS: Final = 256
 """Longest piece of SentencePiece that others merge to: trying all cuts of a longer one takes for ever."""
@@ -34,12 +35,12 @@ def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
     kind = said.text(f"{AT}model")
     makers: dict[str, Callable[[Members, list[str]], LibraryTokenizer]] = {"gpt2": _byte_pairs, "llama": _pieces}
     if kind not in makers:
-        raise ModelRejected(f"{said.where}: {AT}model {shown(kind)} is none of {', '.join(makers)}")
+        raise ModelRejected(f"{said.where}: {AT}model {quoted(kind)} is none of {', '.join(makers)}")
     # Tokens without a text have one made up, as in llama.cpp.
     tokens = [text or f"[EMPTY_{token}]" for token, text in enumerate(_texts(said, "tokens"))]
     if len(set(tokens)) < len(tokens):
         ((twice, _),) = Counter(tokens).most_common(1)
-        raise ModelRejected(f"{said.where}: {AT}tokens has {shown(twice)} twice")
+        raise ModelRejected(f"{said.where}: {AT}tokens has {quoted(twice)} twice")
     with rejected(ModelRejected, f"{said.where}: no tokenizer"):
         library = makers[kind](said, tokens)
         _add_special(library, said, tokens)
@@ -53,10 +54,10 @@ def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:
     for text in _texts(said, "merges"):
         left, _, right = text.partition(" ")
         if not left or not right:
-            raise ModelRejected(f"{said.where}: {AT}merges has {shown(text)}, no two texts with a space between")
+            raise ModelRejected(f"{said.where}: {AT}merges has {quoted(text)}, no two texts with a space between")
         merges.append((left, right))
     if kind not in CUTS:
-        raise ModelRejected(f"{said.where}: {AT}pre {shown(kind)} is none of {', '.join(CUTS)}")
+        raise ModelRejected(f"{said.where}: {AT}pre {quoted(kind)} is none of {', '.join(CUTS)}")
     numbers = {text: token for token, text in enumerate(tokens)}
     # Llama 3 takes a word that is a token as it is.
     library = LibraryTokenizer(models.BPE(numbers, merges, ignore_merges=CUTS[kind] is _llama_3))

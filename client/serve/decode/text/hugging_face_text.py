@@ -9,16 +9,16 @@ from gpulease.client.serve.decode.checked_file import (
     MAX_JSON_BYTES,
     Members,
     json_object,
+    quoted_value,
     read_bytes,
     rejected,
-    shown,
-    shown_value,
 )
 from gpulease.client.serve.decode.decode_errors import ModelRejected
 from gpulease.client.serve.decode.file_keys import judged
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
 from gpulease.client.serve.decode.text.tokenizer import Tokenizer, library_tokenizer
 from gpulease.client.serve.decode.text.tokenizer_keys import MODEL_KEYS, SETTINGS_KEYS, TOKENIZER_KEYS
+from gpulease.client.texts import quoted
 
 TOKENIZER: Final = "tokenizer.json"
 SETTINGS: Final = "tokenizer_config.json"
@@ -67,7 +67,7 @@ def folder_begin_token(folder: Path) -> int | None:
     text = _token_text(settings.values.get("bos_token"))
     token = _find_token(said, text)
     if token is None:
-        raise ModelRejected(f"{settings.where}: add_bos_token is true, and bos_token {shown(text)} is no token")
+        raise ModelRejected(f"{settings.where}: add_bos_token is true, and bos_token {quoted(text)} is no token")
     return token
 
 
@@ -81,7 +81,7 @@ def _processor_token(said: Members) -> int | None:
     # One of bytes changes no token.
     kinds = [kind for one in steps if (kind := one.text("type", "")) != "ByteLevel"]
     if kinds not in ([], ["TemplateProcessing"]):
-        raise ModelRejected(f"{step.where} is {shown(', '.join(kinds))}; the engine puts one token before a text")
+        raise ModelRejected(f"{step.where} is {quoted(', '.join(kinds))}; the engine puts one token before a text")
     return next((_template_token(one) for one in steps if one.text("type", "") == "TemplateProcessing"), None)
 
 
@@ -94,7 +94,7 @@ def _template_token(template: Members) -> int | None:
     ids = [token for name in names if (one := known and known.object(str(name))) for token in one.tokens("ids")]
     if len(pieces) != len(names) + 1 or is_behind or len(ids) != len(names) or len(ids) > 1:
         raise ModelRejected(
-            f"{template.where}: single is {shown_value(pieces)}; the engine puts one token at most before a text,"
+            f"{template.where}: single is {quoted_value(pieces)}; the engine puts one token at most before a text,"
             " and none behind it"
         )
     return ids[0] if ids else None
@@ -157,7 +157,7 @@ def _add_tokens(library: tokenizers.Tokenizer, settings: Members) -> None:
             library.add_special_tokens([token]) if token.special else library.add_tokens([token])
         if library.token_to_id(token.content) != number:
             where = f"{settings.where}: added_tokens_decoder"
-            raise ModelRejected(f"{where} has {shown(token.content)} as {number}; tokenizer.json says otherwise")
+            raise ModelRejected(f"{where} has {quoted(token.content)} as {number}; tokenizer.json says otherwise")
     named = [value for key, value in settings.values.items() if key.endswith("_token") and _token_text(value)]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = settings.values.get(key) or []

@@ -11,11 +11,12 @@ from typing import Any, Final, Self
 
 import tokenizers
 
-from gpulease.client.serve.decode.checked_file import rejected, shown
+from gpulease.client.serve.decode.checked_file import rejected
 from gpulease.client.serve.decode.decode_errors import ModelRejected, RequestRejected
 from gpulease.client.serve.decode.text.chat_template import ChatTemplate
 from gpulease.client.serve.decode.text.letters import LETTERS
 from gpulease.client.serve.decode.text.text_bound import most_bytes_per_token
+from gpulease.client.texts import quoted
 
 SPACE: Final = "▁"
 """SentencePiece's mark of a space."""
@@ -71,7 +72,7 @@ class Tokenizer:
         kinds = {step["type"] for step in steps}
         pieces = [step for step in steps if step not in PIECES_STEPS]
         if not (kinds == {"ByteLevel"} or (kinds >= {"Replace", "ByteFallback"} and not pieces)):
-            shown_steps = shown(json.dumps(pieces or steps))
+            shown_steps = quoted(json.dumps(pieces or steps))
             raise ModelRejected(f"{where}: the tokenizer's decoder is not known: {shown_steps}")
         self._is_byte_level = "ByteLevel" in kinds
         # SentencePiece's texts begin with a space that is not theirs.

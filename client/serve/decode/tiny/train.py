@@ -7,7 +7,6 @@ config.json, model.safetensors (bf16), tokenizer.json, tokenizer_config.json. A 
 
 import argparse
 import hashlib
-import json
 import math
 import platform
 import pydoc_data.topics
@@ -22,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.flax import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from gpulease.protocol.json_text import indented_json
 
 LAYERS: Final = 2
 WIDTH: Final = 128
@@ -255,8 +256,8 @@ def write(folder: Path, weights: Weights, tokenizer: Tokenizer) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "tokenizer_config.json").write_text(json.dumps(text, indent=2) + "\n")
+    (folder / "config.json").write_text(indented_json(config) + "\n")
+    (folder / "tokenizer_config.json").write_text(indented_json(text) + "\n")
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
 

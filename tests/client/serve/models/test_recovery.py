@@ -53,6 +53,7 @@ def test_whom_to_blame(error: errors.GpuLeaseError, expected: bool) -> None:
         (Phase.WARNING, "", None),
         (Phase.GRACE, "expired", errors.LeaseExpired),
         (Phase.TEARDOWN, "revoked", errors.Revoked),
+        (Phase.ENDED, "isolated", errors.Revoked),
         (Phase.ENDED, "drained", errors.Drained),
         (Phase.ENDED, "kernel_timeout", errors.GpuSessionFailed),
         (9, "of a newer daemon", errors.GpuSessionFailed),

@@ -1,0 +1,35 @@
+"""Text that others wrote, made fit for a log, a report or a terminal.
+
+A control character could clear the screen, forge a line or set the terminal's title (CWE-150); a bidirectional one
+could show a line in another order.
+"""
+
+
+def printable(text: str, *, kept: str = "", instead: str | None = None) -> str:
+    """Return text in which each character that `str.isprintable` refuses is replaced.
+
+    Args:
+        text: Any text; lone surrogates are replaced, too.
+        kept: Characters that stay as they are.
+        instead: What stands for each of the others; None: its escape.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        mark if mark.isprintable() or mark in kept else escape(mark) if instead is None else instead for mark in text
+    )
+
+
+def escape(mark: str) -> str:
+    r"""Return a character as Python's source writes it: `\n`, `\x1b`, `\u202e`."""
+    return mark.encode("unicode_escape").decode("ascii")
+
+
+def shortened(text: str, most_chars: int) -> str:
+    """Return text of at most `most_chars` characters; the last one of a text that was cut is an ellipsis."""
+    return text if len(text) <= most_chars else f"{text[: most_chars - 1]}…"
+
+
+def encodable(text: str) -> str:
+    """Return text that UTF-8 can encode: lone surrogates, as in paths and certificates, are escaped (os.fsencode)."""
+    return text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,36 @@
+"""A bound on what others can have logged: so much at once, then so much a second, and a count of what was left out."""
+
+
+class LogBudget:
+    """A token bucket. A token is a line, a record or a byte; the bucket begins full.
+
+    Args:
+        at_once: Tokens of a full bucket.
+        token_ns: Nanoseconds in which one token comes back.
+
+    Attributes:
+        omitted: Spendings that were refused since the last one that was admitted, or since the caller reset it.
+    """
+
+    __slots__ = ("_at_ns", "_full_ns", "_left_ns", "_token_ns", "omitted")
+
+    def __init__(self, at_once: int, token_ns: int) -> None:
+        self._token_ns = token_ns
+        # Tokens are kept as the time in which they come back, so all sums are exact.
+        self._left_ns = self._full_ns = at_once * token_ns
+        self._at_ns = 0
+        self.omitted = 0
+
+    def spend(self, now_ns: int, tokens: int = 1) -> int | None:
+        """Spend tokens at a monotonic time.
+
+        Returns how many spendings were refused since the last admitted one, or None if this one is refused too.
+        """
+        self._left_ns = min(self._full_ns, self._left_ns + now_ns - self._at_ns)
+        self._at_ns = now_ns
+        if self._left_ns < tokens * self._token_ns:
+            self.omitted += 1
+            return None
+        self._left_ns -= tokens * self._token_ns
+        omitted, self.omitted = self.omitted, 0
+        return omitted
