@@ -18,58 +18,13 @@ from enum import Enum, auto
 from typing import Any, Final
 
 from gpulease.protocol.codec import build_body, parse_body, reply_body, request_body
+from gpulease.protocol.connection_states import TRANSITIONS, State, Trigger
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame, build_header
 from gpulease.protocol.limits import MAX_IN_FLIGHT, RECEIVE_BUFFER_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import Body, ErrorBody, LeaseEvent, LeaseUnsubscribe, RegionEvent
 from gpulease.protocol.opcodes import HANDING_OVER, SESSION_OPCODES, Flag, Opcode, Status
-
-
-class State(Enum):
-    """The state of a connection."""
-
-    OPENING = auto()
-    GREETING = auto()
-    CONTROL = auto()
-    ATTACHING = auto()
-    SESSION = auto()
-    CLOSED = auto()
-
-
-class Trigger(Enum):
-    """A message on the wire, in either direction."""
-
-    HELLO = auto()
-    HELLO_REPLY = auto()
-    HELLO_REFUSED = auto()
-    CONTROL_REQUEST = auto()
-    CONTROL_REPLY = auto()
-    ATTACH = auto()
-    ATTACH_REPLY = auto()
-    ATTACH_REFUSED = auto()
-    PING = auto()
-    PING_REPLY = auto()
-    SESSION_REQUEST = auto()
-    SESSION_REPLY = auto()
-
-
-TRANSITIONS: Final[dict[tuple[State, Trigger], State]] = {
-    (State.OPENING, Trigger.HELLO): State.GREETING,
-    (State.GREETING, Trigger.HELLO_REPLY): State.CONTROL,
-    (State.GREETING, Trigger.HELLO_REFUSED): State.CLOSED,
-    (State.CONTROL, Trigger.CONTROL_REQUEST): State.CONTROL,
-    (State.CONTROL, Trigger.CONTROL_REPLY): State.CONTROL,
-    (State.CONTROL, Trigger.PING): State.CONTROL,
-    (State.CONTROL, Trigger.PING_REPLY): State.CONTROL,
-    (State.CONTROL, Trigger.ATTACH): State.ATTACHING,
-    (State.ATTACHING, Trigger.ATTACH_REPLY): State.SESSION,
-    (State.ATTACHING, Trigger.ATTACH_REFUSED): State.CONTROL,
-    (State.SESSION, Trigger.SESSION_REQUEST): State.SESSION,
-    (State.SESSION, Trigger.SESSION_REPLY): State.SESSION,
-    (State.SESSION, Trigger.PING): State.SESSION,
-    (State.SESSION, Trigger.PING_REPLY): State.SESSION,
-}
 
 
 def request_trigger(op: Opcode) -> Trigger | None:
