@@ -1,0 +1,59 @@
+"""The specifications of the operations say what the tables beside them say."""
+
+from gpulease.client.engine.operations import ONE_STREAM_FENCES, STREAMS_FENCES
+from gpulease.daemon.broker.caller import READ_ONLY_OPS
+from gpulease.daemon.broker.handlers.requests import HANDS_OVER
+from gpulease.daemon.session.replies import _DRIVER_STATUS
+from gpulease.daemon.session.server import _SERVED
+from gpulease.daemon.workers.monitors import KNOWN_WAITS
+from gpulease.protocol import connection, opcodes
+from gpulease.protocol import messages as m
+from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission
+from gpulease.protocol.capabilities import missing_permission as missing_by_table
+from gpulease.protocol.connection_states import REPLIES
+from gpulease.protocol.opcodes import Opcode, SessionOption, Status
+from gpulease.protocol.operations import (
+    EVENTS_OF,
+    HANDING_OVER,
+    SESSION_OPCODES,
+    SPECS,
+    Trait,
+    having,
+    missing_permission,
+)
+
+
+def test_bodies() -> None:
+    told = {op: (spec.request, spec.reply) for op, spec in SPECS.items()}
+    assert told == m.BODIES | {Opcode.GOODBYE: (m.Empty, m.ErrorBody)}
+
+
+def test_states() -> None:
+    assert (SESSION_OPCODES, HANDING_OVER) == (opcodes.SESSION_OPCODES, opcodes.HANDING_OVER)
+    assert HANDING_OVER == HANDS_OVER
+    assert EVENTS_OF == connection.EVENTS_OF
+    for op, spec in SPECS.items():
+        assert spec.trigger is connection.request_trigger(op)
+        if spec.trigger is not None:
+            assert REPLIES[spec.trigger] == tuple(connection.reply_trigger(op, refused=no) for no in (False, True))
+
+
+def test_permissions() -> None:
+    for op in range(0x1000):
+        for bits in range(int(ALL_PERMISSIONS) + 1):
+            assert missing_permission(op, Permission(bits)) == missing_by_table(op, Permission(bits))
+
+
+def test_traits() -> None:
+    assert having(Trait.READ_ONLY) == READ_ONLY_OPS
+    assert having(Trait.WAITS_IN_DRIVER) == KNOWN_WAITS
+    assert having(Trait.SETTLES) == STREAMS_FENCES
+    assert having(Trait.SETTLES) | having(Trait.SETTLES_ALONE) == ONE_STREAM_FENCES
+
+
+def test_abilities_and_failures() -> None:
+    with_values = {SessionOption.REGIONS, SessionOption.OWN_MEMORY}
+    told = {spec.ability for spec in SPECS.values()} - {None} - with_values
+    assert told == {SessionOption(option.type) for option in _SERVED}
+    for op in SESSION_OPCODES:
+        assert SPECS[op].driver_failure is _DRIVER_STATUS.get(op, Status.SESSION_FAILED)
