@@ -1,14 +1,12 @@
 """Every body on the wire: one frozen dataclass each, which is also its construct definition.
 
-`BODIES` maps each operation to the classes of its request's and its reply's payload. An error reply's payload is an
-`ErrorBody`, whatever its operation.
+`operations.py` says which operation has which. An error reply's payload is an `ErrorBody`, whatever its operation.
 """
 
-from typing import Any, Final
+from typing import Any
 
 from gpulease.protocol import limits
 from gpulease.protocol.fast_dataclass import dataclass
-from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.primitives import (
     I16,
     LEASE_PARAMETERS,
@@ -883,77 +881,3 @@ Body = (
     | SubmitRun
     | SubmitDone
 )
-
-BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
-    Opcode.HELLO: (Hello, HelloReply),
-    Opcode.ATTACH: (Attach, AttachReply),
-    Opcode.PING: (Ping, Ping),
-    Opcode.GOODBYE: (Empty, Empty),
-    Opcode.GPU_SUBMIT: (GpuSubmit, AttachReply),
-    Opcode.GET_INVENTORY: (Empty, Inventory),
-    Opcode.LEASE_ALLOC: (LeaseAlloc, LeaseGrant),
-    Opcode.LEASE_RENEW: (LeaseRenew, LeaseRenewed),
-    Opcode.LEASE_FREE: (LeaseRef, Empty),
-    Opcode.LEASE_QUERY: (LeaseRef, Report),
-    Opcode.LEASE_LIST_ACTIVE: (Empty, Report),
-    Opcode.LEASE_SUBSCRIBE: (LeaseSubscribe, Empty),
-    Opcode.LEASE_UNSUBSCRIBE: (LeaseUnsubscribe, Empty),
-    Opcode.LEASE_EVENT: (Empty, LeaseEvent),
-    Opcode.LEASE_REVOKE: (LeaseRevoke, LeaseRevoked),
-    Opcode.FENCE_CLEAR: (FenceClear, FenceCleared),
-    Opcode.DRAIN: (Drain, DrainStatus),
-    Opcode.DRAIN_CANCEL: (Empty, DrainStatus),
-    Opcode.METRICS: (Empty, Metrics),
-    Opcode.HEALTH: (Empty, Report),
-    Opcode.REGION_OPEN: (RegionOpen, RegionGrant),
-    Opcode.REGION_CANCEL: (RegionCancel, Empty),
-    Opcode.LEASE_RESIZE: (LeaseResize, LeaseResize),
-    Opcode.REGION_WATCH: (LeaseRef, Empty),
-    Opcode.REGION_EVENT: (Empty, RegionEvent),
-    Opcode.LEASE_NOTE: (LeaseNote, Empty),
-    Opcode.PLACE: (Place, Placement),
-    Opcode.FLEET_LIST: (Empty, Report),
-    Opcode.CAPABILITY_ISSUE: (CapabilityIssue, CapabilityGrant),
-    Opcode.CAPABILITY_PRESENT: (CapabilityPresent, CapabilityHeld),
-    Opcode.CAPABILITY_AUDIENCE: (Empty, Audience),
-    Opcode.CAPABILITY_REVOKE: (CapabilityRevoke, Empty),
-    Opcode.MEM_ALLOC: (MemAlloc, Handle),
-    Opcode.MEM_FREE: (Handle, Empty),
-    Opcode.MEM_WRITE: (MemWrite, Empty),
-    Opcode.MEM_READ: (MemRead, Data),
-    Opcode.MODULE_LOAD: (ModuleLoad, ModuleLoaded),
-    Opcode.LAUNCH: (Launch, Empty),
-    Opcode.SYNC: (Empty, Empty),
-    Opcode.MODULE_UNLOAD: (Handle, Empty),
-    Opcode.ARENA_WRITE: (ArenaCopy, Empty),
-    Opcode.ARENA_READ: (ArenaCopy, Empty),
-    Opcode.STREAM_CREATE: (Empty, Handle),
-    Opcode.STREAM_DESTROY: (Handle, Empty),
-    Opcode.STREAM_SELECT: (Handle, Empty),
-    Opcode.STREAM_WAIT: (StreamWait, Empty),
-    Opcode.STREAM_SYNC: (Handle, Empty),
-    Opcode.GRAPH_CREATE: (GraphCreate, Handle),
-    Opcode.GRAPH_LAUNCH: (GraphLaunch, Empty),
-    Opcode.GRAPH_DESTROY: (Handle, Empty),
-    Opcode.SUBMIT_RUN: (SubmitRun, SubmitDone),
-    Opcode.MODULE_PARAMETERS: (Handle, ModuleParameters),
-    Opcode.REGION_SET: (RegionSet, Handle),
-    Opcode.REGION_SET_FREE: (Handle, Empty),
-    Opcode.REGION_RELEASE: (Handle, Empty),
-    Opcode.LAUNCH_IN: (LaunchIn, Empty),
-    Opcode.GRAPH_LAUNCH_IN: (GraphLaunchIn, Empty),
-    Opcode.MODULE_VARIABLE: (VariableName, Variable),
-    Opcode.MODULE_FIGURES: (Handle, ModuleFigures),
-    Opcode.EVENT_RECORD: (EventRecord, Empty),
-    Opcode.EVENT_ELAPSED: (EventPair, Elapsed),
-    Opcode.EVENT_DESTROY: (Handle, Empty),
-    Opcode.PRINTED: (Empty, Printed),
-    Opcode.LAUNCH_WITH: (LaunchWith, Empty),
-    Opcode.MEM_REUSE: (Handle, Empty),
-    Opcode.MEM_KEEP: (MemKeep, Empty),
-    Opcode.MEM_KEPT: (Empty, KeptBuffers),
-    Opcode.MEM_RESET: (Empty, Freed),
-}
-"""Request and reply of each operation. Three operations have no request. GOODBYE is an error reply to request 0; the
-daemon sends it before it closes the connection. LEASE_EVENT is a further reply to a LEASE_SUBSCRIBE, one for each
-change, and REGION_EVENT a further reply to a REGION_WATCH."""

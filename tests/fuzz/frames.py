@@ -35,6 +35,7 @@ from gpulease.protocol.connection import TRANSITIONS, reply_trigger
 from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
+from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import NOT_PLAIN
 
 from .draws import Draws
@@ -144,7 +145,8 @@ def check_encoded_again(wire: bytes, events: list[Event]) -> None:
 def check_plain_forms(frame: Frame) -> None:
     """Both ways through a payload, as each body that it may be."""
     payload = bytes(frame.payload)
-    for kind in m.BODIES.get(frame.op, ()):  # type: ignore[call-overload]  # an operation's number finds it
+    spec = SPECS.get(frame.op)  # type: ignore[call-overload]  # an operation's number finds it
+    for kind in () if spec is None else (spec.request, spec.reply):
         schema = codec._SCHEMAS[kind]
         try:
             body, end = schema.plain.read(payload, 0)
@@ -200,7 +202,7 @@ def check_equal(kind: type[Any], payload: memoryview, parse: Callable[[], tuple[
 
 def check_launch(op: Opcode, payload: memoryview) -> None:
     """What is split is a shape and arguments; a pattern made of it is found in its frame, where it says."""
-    body = parsed(m.BODIES[op][0], payload)
+    body = parsed(SPECS[op].request, payload)
     try:
         plain, *regions = fast.split_regions(payload) if op is Opcode.LAUNCH_IN else (payload,)
         shape, args = fast.split_launch(plain)

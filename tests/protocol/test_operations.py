@@ -7,11 +7,10 @@ from gpulease.daemon.session.replies import _DRIVER_STATUS
 from gpulease.daemon.session.server import _SERVED
 from gpulease.daemon.workers.monitors import KNOWN_WAITS
 from gpulease.protocol import connection, opcodes
-from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission
 from gpulease.protocol.capabilities import missing_permission as missing_by_table
 from gpulease.protocol.connection_states import REPLIES
-from gpulease.protocol.opcodes import Opcode, SessionOption, Status
+from gpulease.protocol.opcodes import SessionOption, Status
 from gpulease.protocol.operations import (
     EVENTS_OF,
     HANDING_OVER,
@@ -21,11 +20,6 @@ from gpulease.protocol.operations import (
     having,
     missing_permission,
 )
-
-
-def test_bodies() -> None:
-    told = {op: (spec.request, spec.reply) for op, spec in SPECS.items()}
-    assert told == m.BODIES | {Opcode.GOODBYE: (m.Empty, m.ErrorBody)}
 
 
 def test_states() -> None:

@@ -19,6 +19,7 @@ from gpulease.protocol.opcodes import (
     SessionOption,
     SubmitOption,
 )
+from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.rpc import CallErrorCode, CallStatus
 
@@ -58,9 +59,9 @@ def test_operations() -> None:
     for op in Opcode:
         trigger = request_trigger(op)
         states = [state.name for state in State if trigger is not None and (state, trigger) in TRANSITIONS]
-        request, reply = (body.__name__ for body in m.BODIES[op])
+        request, reply = SPECS[op].request.__name__, SPECS[op].reply.__name__
         if op is Opcode.GOODBYE:
-            request, reply = "—", "ErrorBody"
+            request = "—"
         if op in EVENTS_OF.values():
             request = "—"
         quiet = "may be" if op in SESSION_OPCODES else "no"
