@@ -107,14 +107,6 @@ class Opcode(IntEnum):
     MEM_RESET = 0x0624
 
 
-SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
-"""The operations of sessions. The broker refuses them; a worker refuses all others but PING."""
-
-
-HANDING_OVER: Final = frozenset({Opcode.ATTACH, Opcode.GPU_SUBMIT})
-"""The operations that pass the connection to another process. Each is its connection's last control request."""
-
-
 class Flag(IntFlag):
     """The bits of the header's flags byte. Every other bit is refused."""
 

@@ -759,7 +759,7 @@ SESSION_OPCODES: Final = frozenset(spec.op for spec in _ALL if spec.is_session)
 HANDING_OVER: Final = frozenset(spec.op for spec in _ALL if spec.trigger is Trigger.ATTACH)
 """The operations that pass the connection to another process. Each is its connection's last control request."""
 
-EVENTS_OF: Final = MappingProxyType({spec.op: spec.events for spec in _ALL if spec.events is not None})
+EVENTS_OF: Final = {spec.op: spec.events for spec in _ALL if spec.events is not None}
 """The operations that begin a subscription, and those of its events."""
 
 

@@ -31,7 +31,8 @@ from gpulease.protocol import (
 from gpulease.protocol import fastpath as fast
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body, parse_body
-from gpulease.protocol.connection import TRANSITIONS, reply_trigger
+from gpulease.protocol.connection import reply_trigger
+from gpulease.protocol.connection_states import TRANSITIONS
 from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame

@@ -17,7 +17,8 @@ from gpulease.protocol.capabilities import (
     permissions_of,
 )
 from gpulease.protocol.framing import Frame
-from gpulease.protocol.opcodes import SESSION_OPCODES, Opcode
+from gpulease.protocol.opcodes import Opcode
+from gpulease.protocol.operations import SESSION_OPCODES
 
 README = Path(__file__).parents[2] / "protocol" / "README.md"
 SETS = st.integers(1, int(ALL_PERMISSIONS)).map(Permission)

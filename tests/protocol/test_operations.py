@@ -2,34 +2,19 @@
 
 from gpulease.client.engine.operations import ONE_STREAM_FENCES, STREAMS_FENCES
 from gpulease.daemon.broker.caller import READ_ONLY_OPS
-from gpulease.daemon.broker.handlers.requests import HANDS_OVER
 from gpulease.daemon.session.replies import _DRIVER_STATUS
 from gpulease.daemon.session.server import _SERVED
 from gpulease.daemon.workers.monitors import KNOWN_WAITS
-from gpulease.protocol import connection, opcodes
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission
 from gpulease.protocol.capabilities import missing_permission as missing_by_table
-from gpulease.protocol.connection_states import REPLIES
 from gpulease.protocol.opcodes import SessionOption, Status
 from gpulease.protocol.operations import (
-    EVENTS_OF,
-    HANDING_OVER,
     SESSION_OPCODES,
     SPECS,
     Trait,
     having,
     missing_permission,
 )
-
-
-def test_states() -> None:
-    assert (SESSION_OPCODES, HANDING_OVER) == (opcodes.SESSION_OPCODES, opcodes.HANDING_OVER)
-    assert HANDING_OVER == HANDS_OVER
-    assert EVENTS_OF == connection.EVENTS_OF
-    for op, spec in SPECS.items():
-        assert spec.trigger is connection.request_trigger(op)
-        if spec.trigger is not None:
-            assert REPLIES[spec.trigger] == tuple(connection.reply_trigger(op, refused=no) for no in (False, True))
 
 
 def test_permissions() -> None:

@@ -10,10 +10,10 @@ from gpulease.protocol.opcodes import (
     EXCLUSIVITY_TAG,
     GPU_RESOURCE_TYPE,
     KNOWN_FLAGS,
-    SESSION_OPCODES,
     Flag,
     InventoryFlag,
 )
+from gpulease.protocol.operations import SESSION_OPCODES
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 OPERATIONS = {

@@ -8,10 +8,10 @@ import pytest
 from gpulease.protocol import Opcode, State, Status, limits
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.connection import EVENTS_OF, TRANSITIONS, request_trigger
+from gpulease.protocol.connection import request_trigger
+from gpulease.protocol.connection_states import TRANSITIONS
 from gpulease.protocol.framing import HEADER
 from gpulease.protocol.opcodes import (
-    SESSION_OPCODES,
     ErrorTlv,
     HelloOption,
     HelloRequestOption,
@@ -19,7 +19,7 @@ from gpulease.protocol.opcodes import (
     SessionOption,
     SubmitOption,
 )
-from gpulease.protocol.operations import SPECS
+from gpulease.protocol.operations import EVENTS_OF, SESSION_OPCODES, SPECS
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.rpc import CallErrorCode, CallStatus
 

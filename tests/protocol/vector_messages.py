@@ -9,7 +9,6 @@ from gpulease.protocol.framing import HEADER
 from gpulease.protocol.opcodes import (
     EXCLUSIVITY_TAG,
     GPU_RESOURCE_TYPE,
-    HANDING_OVER,
     LABELS_TAG,
     MAX_KERNEL_TAG,
     NAME_TAG,
@@ -25,7 +24,7 @@ from gpulease.protocol.opcodes import (
     RevokeOutcome,
     Waiting,
 )
-from gpulease.protocol.operations import SPECS
+from gpulease.protocol.operations import HANDING_OVER, SPECS
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 from .encodings import BODY_CLASSES, fields_of

@@ -16,7 +16,8 @@ from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.broker.web_frontend import READER
 from gpulease.daemon.leases import LeaseState
 from gpulease.protocol import Opcode, Status
-from gpulease.protocol.connection import Request, Trigger, request_trigger
+from gpulease.protocol.connection import Request, request_trigger
+from gpulease.protocol.connection_states import Trigger
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Attach, Body, Hello, LeaseAlloc, LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
