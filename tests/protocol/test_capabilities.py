@@ -10,7 +10,6 @@ from gpulease.protocol.capabilities import (
     ALL_PERMISSIONS,
     SESSION_PERMISSIONS,
     Permission,
-    missing_permission,
     names_of,
     narrowing_source,
     parse_narrowing,
@@ -18,7 +17,7 @@ from gpulease.protocol.capabilities import (
 )
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.opcodes import Opcode
-from gpulease.protocol.operations import SESSION_OPCODES
+from gpulease.protocol.operations import SESSION_OPCODES, missing_permission
 
 README = Path(__file__).parents[2] / "protocol" / "README.md"
 SETS = st.integers(1, int(ALL_PERMISSIONS)).map(Permission)

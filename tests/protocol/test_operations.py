@@ -5,22 +5,13 @@ from gpulease.daemon.broker.caller import READ_ONLY_OPS
 from gpulease.daemon.session.replies import _DRIVER_STATUS
 from gpulease.daemon.session.server import _SERVED
 from gpulease.daemon.workers.monitors import KNOWN_WAITS
-from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission
-from gpulease.protocol.capabilities import missing_permission as missing_by_table
 from gpulease.protocol.opcodes import SessionOption, Status
 from gpulease.protocol.operations import (
     SESSION_OPCODES,
     SPECS,
     Trait,
     having,
-    missing_permission,
 )
-
-
-def test_permissions() -> None:
-    for op in range(0x1000):
-        for bits in range(int(ALL_PERMISSIONS) + 1):
-            assert missing_permission(op, Permission(bits)) == missing_by_table(op, Permission(bits))
 
 
 def test_traits() -> None:
