@@ -1,7 +1,6 @@
 """The specifications of the operations say what the tables beside them say."""
 
 from gpulease.client.engine.operations import ONE_STREAM_FENCES, STREAMS_FENCES
-from gpulease.daemon.broker.caller import READ_ONLY_OPS
 from gpulease.daemon.session.replies import _DRIVER_STATUS
 from gpulease.daemon.session.server import _SERVED
 from gpulease.daemon.workers.monitors import KNOWN_WAITS
@@ -15,7 +14,6 @@ from gpulease.protocol.operations import (
 
 
 def test_traits() -> None:
-    assert having(Trait.READ_ONLY) == READ_ONLY_OPS
     assert having(Trait.WAITS_IN_DRIVER) == KNOWN_WAITS
     assert having(Trait.SETTLES) == STREAMS_FENCES
     assert having(Trait.SETTLES) | having(Trait.SETTLES_ALONE) == ONE_STREAM_FENCES

@@ -84,7 +84,7 @@ class RequestDispatcher:
             handle(request, request.body)
             return
         try:
-            self._caller.check_reader(request.op)
+            self._caller.check_peer(request.op)
             if request.op in NEEDS_MEMORY:
                 self._caller.need_memory()
             handle(request, request.body)

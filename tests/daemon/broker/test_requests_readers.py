@@ -10,7 +10,6 @@ from fuzz.control import REQUESTS, Build
 from fuzz.draws import Draws
 from fuzz.tenants import Peer, Scene
 from fuzz.virtual import READY_S, VirtualLoop, virtual_time
-from gpulease.daemon.broker.caller import READ_ONLY_OPS
 from gpulease.daemon.broker.handlers.requests import RequestDispatcher
 from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.broker.web_frontend import READER
@@ -21,6 +20,7 @@ from gpulease.protocol.connection_states import Trigger
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Attach, Body, Hello, LeaseAlloc, LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
+from gpulease.protocol.operations import Trait, having
 
 
 class Reader:
@@ -91,7 +91,7 @@ def test_a_reader_is_served_only_what_changes_nothing(op: Opcode, build: Build) 
         dispatcher.dispatch(Request(op, 1, 0, False, build(scene, Draws(b""))))
         is_denied = [isinstance(said, Failure) and said.status is Status.DENIED for said in reader.answers]
         # Metrics are told later.
-        assert (True not in is_denied) if op in READ_ONLY_OPS else is_denied == [True], reader.answers
+        assert (True not in is_denied) if op in having(Trait.READ_ONLY) else is_denied == [True], reader.answers
         dispatcher.leave()
 
     in_a_broker(play)
@@ -110,4 +110,4 @@ def test_a_reader_enters_no_session() -> None:
 def test_no_operation_is_forgotten() -> None:
     asked = {op for op, _ in REQUESTS}
     control = {op for op in Opcode if request_trigger(op) in (Trigger.CONTROL_REQUEST, Trigger.PING)}
-    assert asked >= control - READ_ONLY_OPS
+    assert asked >= control - having(Trait.READ_ONLY)
