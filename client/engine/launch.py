@@ -19,7 +19,7 @@ from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import LaunchTemplate
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES
 from gpulease.protocol.messages import KernelEntry, Launch
-from gpulease.protocol.opcodes import LaunchFlag, ParameterType, SessionOption
+from gpulease.protocol.opcodes import LaunchFlag, ParameterType
 
 MAX_TEMPLATES: Final = 1024
 """Launch templates kept per module, about half a kilobyte each. A tenant whose grid is never the same twice would fill
@@ -285,7 +285,7 @@ class Launches(LaunchCommands):
         attachment = self._attachment
         if attachment.over is not None:
             raise error_of(attachment.over, "launch")
-        attachment.require(SessionOption.LAUNCH_WITH, "launch")
+        attachment.require(Opcode.LAUNCH_WITH, "launch")
         named = (0, 0)
         if regions is not None:
             named = regions_named(regions, position, attachment, f"launch of {quoted(kernel)}")
