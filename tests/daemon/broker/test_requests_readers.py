@@ -16,11 +16,11 @@ from gpulease.daemon.broker.web_frontend import READER
 from gpulease.daemon.leases import LeaseState
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.connection import Request, request_trigger
-from gpulease.protocol.connection_states import Trigger
+from gpulease.protocol.connection_states import State, Trigger
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Attach, Body, Hello, LeaseAlloc, LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
-from gpulease.protocol.operations import Trait, having
+from gpulease.protocol.operations import SPECS, Trait, having
 
 
 class Reader:
@@ -111,3 +111,10 @@ def test_no_operation_is_forgotten() -> None:
     asked = {op for op, _ in REQUESTS}
     control = {op for op in Opcode if request_trigger(op) in (Trigger.CONTROL_REQUEST, Trigger.PING)}
     assert asked >= control - having(Trait.READ_ONLY)
+
+
+def test_each_control_operation_has_a_handler() -> None:
+    def play(scene: Scene, dispatcher: RequestDispatcher, reader: Reader) -> None:
+        assert dispatcher._handlers.keys() == {op for op, spec in SPECS.items() if State.CONTROL in spec.states}
+
+    in_a_broker(play)
