@@ -179,14 +179,8 @@ def graph_launch_in(payload: memoryview) -> tuple[Any, ...]:
     return *fast.parse_graph_launch(rest), *regions
 
 
-FIXED: dict[int, tuple[Any, type[Any]]] = {
-    Opcode.MEM_FREE: (fast.HANDLE, m.Handle),
-    Opcode.MEM_REUSE: (fast.HANDLE, m.Handle),
-    Opcode.REGION_SET_FREE: (fast.HANDLE, m.Handle),
-    Opcode.MEM_ALLOC: (fast.MEM_ALLOC, m.MemAlloc),
-    Opcode.MEM_READ: (fast.MEM_READ, m.MemRead),
-    Opcode.ARENA_WRITE: (fast.ARENA_COPY, m.ArenaCopy),
-    Opcode.STREAM_WAIT: (fast.STREAM_WAIT, m.StreamWait),
+FIXED = {
+    int(op): (fast.LAYOUTS[spec.request], spec.request) for op, spec in SPECS.items() if spec.request in fast.LAYOUTS
 }
 
 
