@@ -648,7 +648,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
-    """Operation of a graph with its request body: LAUNCH, MEM_WRITE, ARENA_WRITE or ARENA_READ."""
+    """Operation of a graph, one that can be recorded, with its request body."""
 
     op: int = wire(U16)
     body: bytes = wire(sized_bytes(limits.MAX_GRAPH_NODE_BYTES))
