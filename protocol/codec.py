@@ -20,9 +20,8 @@ _EMPTY = Empty()
 
 _REQUESTS: Final = {op: spec.request for op, spec in SPECS.items()}
 _REPLIES: Final = {op: spec.reply for op, spec in SPECS.items()}
-_SCHEMAS: Final[dict[type[Any], Any]] = {
-    body: Record(body) for body in {ErrorBody, *_REQUESTS.values(), *_REPLIES.values()}
-}
+_BODIES: Final[set[type[Body]]] = {ErrorBody, *_REQUESTS.values(), *_REPLIES.values()}
+_SCHEMAS: Final[dict[type[Body], Any]] = {body: Record(body) for body in _BODIES}
 
 
 def build_body(body: Body) -> bytes:

@@ -79,8 +79,8 @@ async def launches_are_quiet_and_in_order(face: Face) -> None:
         assert second > first
         heard = [request for request in face.peer.heard if request.op is Opcode.LAUNCH]
         assert [request.is_quiet for request in heard] == [True] * 3
-        assert heard[0].body.args == args.data  # type: ignore[union-attr]
-        assert heard[0].body.arg_sizes == (8, 4, 4)  # type: ignore[union-attr]
+        assert heard[0].body.args == args.data  # type: ignore[attr-defined]
+        assert heard[0].body.arg_sizes == (8, 4, 4)  # type: ignore[attr-defined]
         assert heard[1].session_id == LEASE_ID
         assert heard[1].request_id == second
         assert face.peer.ops()[-1] == "SYNC"
@@ -145,7 +145,7 @@ async def dropped_handles_are_freed_by_the_next_operation(face: Face) -> None:
         del args, module
         await session.sync()
         freed = [request for request in face.peer.heard if request.op in (Opcode.MEM_FREE, Opcode.MODULE_UNLOAD)]
-        assert {request.body.handle for request in freed} == handles  # type: ignore[union-attr]
+        assert {request.body.handle for request in freed} == handles  # type: ignore[attr-defined]
         assert all(request.is_quiet for request in freed)
         await session.sync()
         assert face.peer.ops().count("MEM_FREE") == 1

@@ -87,7 +87,7 @@ class Bench:
         return reply.handle
 
     def load(self, image: bytes) -> int:
-        module: int = self.ask(Opcode.MODULE_LOAD, ModuleLoad(image)).module  # type: ignore[union-attr]
+        module: int = self.ask(Opcode.MODULE_LOAD, ModuleLoad(image)).module  # type: ignore[attr-defined]
         return module
 
     def bias(self, module: int, handle: int, kernel: str = "bias") -> Launch:
