@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from gpulease.client import (
     GpuExclusivityClass,
+    GpuSession,
     InvalidHandle,
     InvalidRequest,
     KernelArgs,
@@ -331,3 +333,9 @@ def test_chunks_fit_what_the_daemon_takes(run: Run, peer: ScriptedPeer) -> None:
 
     run(copy)
     assert max(len(request.body.data) for request in peer.heard if isinstance(request.body, MemWrite)) == 1000
+
+
+def test_the_guides_name_each_method_of_a_session() -> None:
+    guides = "".join(path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "client").rglob("*.md"))
+    methods = [name for name, value in vars(GpuSession).items() if callable(value) and not name.startswith("_")]
+    assert [name for name in methods if f"{name}(" not in guides and f"`{name}`" not in guides] == []
