@@ -9,6 +9,7 @@ from typing import Final
 
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, names_of
 from gpulease.protocol.connection_states import TRANSITIONS
+from gpulease.protocol.opcodes import SessionOption
 from gpulease.protocol.operations import SPECS, OperationSpec, Trait
 
 from .vector_json import VECTORS
@@ -61,6 +62,17 @@ def tables() -> dict[str, str]:
     titles = ["number", "operation", "asked in", "quiet", "request", "reply", "permission", "option", "traits"]
     return {
         "operations": table([*titles, "what it does"], [operation_row(spec) for spec in SPECS.values()]),
+        "abilities": table(
+            ["type", "option", "operations that it announces"],
+            [
+                [
+                    str(int(option)),
+                    option.name,
+                    ", ".join(op.name for op, spec in SPECS.items() if spec.ability is option) or "—",
+                ]
+                for option in SessionOption
+            ],
+        ),
         "states": table(
             ["state", "trigger", "next state"],
             [[state.name, trigger.name, after.name] for (state, trigger), after in TRANSITIONS.items()],
