@@ -11,6 +11,7 @@ from fuzz.draws import Draws
 from fuzz.tenants import Peer, Scene
 from fuzz.virtual import READY_S, VirtualLoop, virtual_time
 from gpulease.daemon.broker.handlers.requests import RequestDispatcher
+from gpulease.daemon.broker.peer import Peer as ControlPeer
 from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.broker.web_frontend import READER
 from gpulease.daemon.leases import LeaseState
@@ -116,5 +117,25 @@ def test_no_operation_is_forgotten() -> None:
 def test_each_control_operation_has_a_handler() -> None:
     def play(scene: Scene, dispatcher: RequestDispatcher, reader: Reader) -> None:
         assert dispatcher._handlers.keys() == {op for op, spec in SPECS.items() if State.CONTROL in spec.states}
+
+    in_a_broker(play)
+
+
+def test_what_is_for_operators_is_refused_to_a_tenant_before_its_handler() -> None:
+    class Tenant(Reader):
+        peer = ControlPeer("ann", is_operator=False, is_known=True)
+
+    def play(scene: Scene, dispatcher: RequestDispatcher, reader: Reader) -> None:
+        tenant = Tenant()
+        asking = RequestDispatcher(scene.runtime, tenant, "cpu")
+        built = {op: build(scene, Draws(b"")) for op, build in REQUESTS if Trait.OPERATORS in SPECS[op].traits}
+        assert built.keys() == having(Trait.OPERATORS)
+        for op, body in built.items():
+            asking.dispatch(Request(op, 1, 0, False, body))
+            (said,) = tenant.answers
+            assert isinstance(said, Failure)
+            assert (said.status, f"{op.name} is for operators" in said.message) == (Status.DENIED, True)
+            tenant.answers.clear()
+        asking.leave()
 
     in_a_broker(play)
