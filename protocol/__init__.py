@@ -14,9 +14,9 @@ from gpulease.protocol.connection import (
     Reply,
     Request,
     Role,
-    State,
     StreamBroken,
 )
+from gpulease.protocol.connection_states import State
 from gpulease.protocol.errors import (
     BodyError,
     FramingError,

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from enum import IntEnum, IntFlag
 from typing import Final
 
-from gpulease.protocol.opcodes import Opcode
-
 
 class Permission(IntFlag):
     """The actions that a token permits on one lease; LEASE_ALLOC is an action on the node."""
@@ -41,7 +39,7 @@ class AttachOption(IntEnum):
 ALL_PERMISSIONS: Final = Permission(sum(Permission))
 
 SESSION_PERMISSIONS: Final = Permission.TASKLET_SUBMIT | Permission.MEM_READ | Permission.MEM_WRITE
-"""The permissions that apply to a session's connection. An operation without its own entry needs all of them."""
+"""The permissions that apply to a session's connection. `operations.py` says which of them an operation needs."""
 
 OPERATOR_PERMISSIONS: Final = Permission.REVOKE | Permission.LEASE_ALLOC
 """The permissions that only operators can give."""
@@ -49,57 +47,12 @@ OPERATOR_PERMISSIONS: Final = Permission.REVOKE | Permission.LEASE_ALLOC
 NODE_LEASE: Final = 0
 """The lease id of a token for the node instead of a lease, which permits LEASE_ALLOC."""
 
-_SUBMIT: Final = Permission.TASKLET_SUBMIT
-_ANY_OF: Final[dict[int, Permission]] = {
-    Opcode.PING: Permission(0),
-    Opcode.MEM_KEPT: SESSION_PERMISSIONS,
-    Opcode.SYNC: SESSION_PERMISSIONS,
-    Opcode.STREAM_SELECT: SESSION_PERMISSIONS,
-    Opcode.STREAM_SYNC: SESSION_PERMISSIONS,
-}
-_NEEDED: Final[dict[int, Permission]] = {
-    Opcode.MEM_ALLOC: Permission.MEM_WRITE,
-    Opcode.MEM_FREE: Permission.MEM_WRITE,
-    Opcode.MEM_WRITE: Permission.MEM_WRITE,
-    Opcode.ARENA_WRITE: Permission.MEM_WRITE,
-    Opcode.MEM_READ: Permission.MEM_READ,
-    Opcode.ARENA_READ: Permission.MEM_READ,
-    Opcode.MODULE_LOAD: _SUBMIT,
-    Opcode.MODULE_UNLOAD: _SUBMIT,
-    Opcode.MODULE_PARAMETERS: _SUBMIT,
-    Opcode.MODULE_VARIABLE: _SUBMIT,
-    Opcode.MODULE_FIGURES: _SUBMIT,
-    Opcode.EVENT_RECORD: _SUBMIT,
-    Opcode.EVENT_ELAPSED: _SUBMIT,
-    Opcode.EVENT_DESTROY: _SUBMIT,
-    Opcode.PRINTED: _SUBMIT,
-    Opcode.LAUNCH: _SUBMIT,
-    Opcode.STREAM_CREATE: _SUBMIT,
-    Opcode.STREAM_DESTROY: _SUBMIT,
-    Opcode.STREAM_WAIT: _SUBMIT,
-    Opcode.SUBMIT_RUN: _SUBMIT,
-    Opcode.REGION_SET: _SUBMIT,
-    Opcode.REGION_SET_FREE: _SUBMIT,
-    Opcode.LAUNCH_IN: _SUBMIT,
-    Opcode.LAUNCH_WITH: _SUBMIT,
-    Opcode.MEM_REUSE: Permission.MEM_WRITE,
-    Opcode.MEM_KEEP: Permission.MEM_WRITE,
-}
-
 _MAX_EXPIRY_DIGITS: Final = 18
 _BY_NAME: Final = {permission.name: permission for permission in Permission}
 _NARROWING: Final = re.compile(
     rf"check if time\(\$t\), \$t <= ([0-9]{{1,{_MAX_EXPIRY_DIGITS}}});\n"
     r'(?:check if permission\(\$p\), \{([A-Z_", ]*)\}\.contains\(\$p\);\n)?'
 )
-
-
-def missing_permission(op: int, permissions: Permission) -> Permission:
-    """Return the permissions that a connection lacks for a session operation; none if it may do it."""
-    if op in _ANY_OF:
-        needed = _ANY_OF[op]
-        return Permission(0) if not needed or needed & permissions else needed
-    return _NEEDED.get(op, SESSION_PERMISSIONS) & ~permissions
 
 
 def names_of(permissions: Permission) -> tuple[str, ...]:

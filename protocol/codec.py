@@ -4,22 +4,24 @@ The plain form of a definition goes first. Construct decides what that form leav
 """
 
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import construct as c
 
 from gpulease.protocol.errors import BodyError, LocalProtocolError
-from gpulease.protocol.messages import BODIES, Body, Empty, ErrorBody
+from gpulease.protocol.messages import Body, Empty, ErrorBody
 from gpulease.protocol.opcodes import Opcode
+from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import NOT_PLAIN, BadValue, Record
 
 T = TypeVar("T", bound=Body)
 
 _EMPTY = Empty()
 
-_SCHEMAS: dict[type[Any], Any] = {
-    body: Record(body) for body in {ErrorBody, *(body for pair in BODIES.values() for body in pair)}
-}
+_REQUESTS: Final = {op: spec.request for op, spec in SPECS.items()}
+_REPLIES: Final = {op: spec.reply for op, spec in SPECS.items()}
+_BODIES: Final[set[type[Body]]] = {ErrorBody, *_REQUESTS.values(), *_REPLIES.values()}
+_SCHEMAS: Final[dict[type[Body], Any]] = {body: Record(body) for body in _BODIES}
 
 
 def build_body(body: Body) -> bytes:
@@ -58,12 +60,12 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
 
 def request_body(op: Opcode) -> type[Body]:
     """Return the class of an operation's request."""
-    return BODIES[op][0]
+    return _REQUESTS[op]
 
 
 def reply_body(op: Opcode) -> type[Body]:
     """Return the class of an operation's successful reply."""
-    return BODIES[op][1]
+    return _REPLIES[op]
 
 
 def _reason(error: Exception) -> str:

@@ -18,98 +18,29 @@ from enum import Enum, auto
 from typing import Any, Final
 
 from gpulease.protocol.codec import build_body, parse_body, reply_body, request_body
+from gpulease.protocol.connection_states import REPLIES, TRANSITIONS, State, Trigger
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame, build_header
 from gpulease.protocol.limits import MAX_IN_FLIGHT, RECEIVE_BUFFER_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import Body, ErrorBody, LeaseEvent, LeaseUnsubscribe, RegionEvent
-from gpulease.protocol.opcodes import HANDING_OVER, SESSION_OPCODES, Flag, Opcode, Status
-
-
-class State(Enum):
-    """The state of a connection."""
-
-    OPENING = auto()
-    GREETING = auto()
-    CONTROL = auto()
-    ATTACHING = auto()
-    SESSION = auto()
-    CLOSED = auto()
-
-
-class Trigger(Enum):
-    """A message on the wire, in either direction."""
-
-    HELLO = auto()
-    HELLO_REPLY = auto()
-    HELLO_REFUSED = auto()
-    CONTROL_REQUEST = auto()
-    CONTROL_REPLY = auto()
-    ATTACH = auto()
-    ATTACH_REPLY = auto()
-    ATTACH_REFUSED = auto()
-    PING = auto()
-    PING_REPLY = auto()
-    SESSION_REQUEST = auto()
-    SESSION_REPLY = auto()
-
-
-TRANSITIONS: Final[dict[tuple[State, Trigger], State]] = {
-    (State.OPENING, Trigger.HELLO): State.GREETING,
-    (State.GREETING, Trigger.HELLO_REPLY): State.CONTROL,
-    (State.GREETING, Trigger.HELLO_REFUSED): State.CLOSED,
-    (State.CONTROL, Trigger.CONTROL_REQUEST): State.CONTROL,
-    (State.CONTROL, Trigger.CONTROL_REPLY): State.CONTROL,
-    (State.CONTROL, Trigger.PING): State.CONTROL,
-    (State.CONTROL, Trigger.PING_REPLY): State.CONTROL,
-    (State.CONTROL, Trigger.ATTACH): State.ATTACHING,
-    (State.ATTACHING, Trigger.ATTACH_REPLY): State.SESSION,
-    (State.ATTACHING, Trigger.ATTACH_REFUSED): State.CONTROL,
-    (State.SESSION, Trigger.SESSION_REQUEST): State.SESSION,
-    (State.SESSION, Trigger.SESSION_REPLY): State.SESSION,
-    (State.SESSION, Trigger.PING): State.SESSION,
-    (State.SESSION, Trigger.PING_REPLY): State.SESSION,
-}
+from gpulease.protocol.opcodes import Flag, Opcode, Status
+from gpulease.protocol.operations import EVENTS_OF, HANDING_OVER, SPECS
 
 
 def request_trigger(op: Opcode) -> Trigger | None:
     """Return the trigger of a request for an operation; None for an operation without requests."""
-    if op in SESSION_OPCODES:
-        return Trigger.SESSION_REQUEST
-    return _REQUESTS.get(op, Trigger.CONTROL_REQUEST)
+    return _REQUESTS[op]
 
 
 def reply_trigger(op: Opcode, *, refused: bool) -> Trigger | None:
-    """Return the trigger of a reply to an operation."""
-    if op in SESSION_OPCODES:
-        return Trigger.SESSION_REPLY
-    accepted, denied = _REPLIES.get(op, (Trigger.CONTROL_REPLY, Trigger.CONTROL_REPLY))
-    return denied if refused else accepted
+    """Return the trigger of a reply to an operation; None for an operation without requests."""
+    return _REPLIES[op][refused]
 
 
-_REQUESTS: Final[dict[Opcode, Trigger | None]] = {
-    Opcode.HELLO: Trigger.HELLO,
-    Opcode.ATTACH: Trigger.ATTACH,
-    Opcode.GPU_SUBMIT: Trigger.ATTACH,
-    Opcode.PING: Trigger.PING,
-    Opcode.GOODBYE: None,
-    Opcode.LEASE_EVENT: None,
-    Opcode.REGION_EVENT: None,
-}
-_REPLIES: Final = {
-    Opcode.HELLO: (Trigger.HELLO_REPLY, Trigger.HELLO_REFUSED),
-    Opcode.ATTACH: (Trigger.ATTACH_REPLY, Trigger.ATTACH_REFUSED),
-    Opcode.GPU_SUBMIT: (Trigger.ATTACH_REPLY, Trigger.ATTACH_REFUSED),
-    Opcode.PING: (Trigger.PING_REPLY, Trigger.PING_REPLY),
-}
-
-
-EVENTS_OF: Final = {Opcode.LEASE_SUBSCRIBE: Opcode.LEASE_EVENT, Opcode.REGION_WATCH: Opcode.REGION_EVENT}
-"""The operations that begin a subscription, and those of its events."""
-_EVENT_BODIES: Final[dict[int, type[LeaseEvent] | type[RegionEvent]]] = {
-    Opcode.LEASE_EVENT: LeaseEvent,
-    Opcode.REGION_EVENT: RegionEvent,
-}
+_REQUESTS: Final = {op: spec.trigger for op, spec in SPECS.items()}
+_REPLIES: Final = {op: (None, None) if asked is None else REPLIES[asked] for op, asked in _REQUESTS.items()}
+_EVENT_OPERATIONS: Final = frozenset(map(int, EVENTS_OF.values()))
 
 
 class Role(Enum):
@@ -316,7 +247,7 @@ class Connection:
         if frame.op == Opcode.GOODBYE and frame.request_id == 0:
             self.state = State.CLOSED
             return Goodbye(_failure_of(frame))
-        if frame.op in _EVENT_BODIES:
+        if frame.op in _EVENT_OPERATIONS:
             return self._receive_notification(frame, Opcode(frame.op))
         op = self._in_flight.get(frame.request_id)
         if op is None or op != frame.op:
@@ -340,7 +271,7 @@ class Connection:
 
     def _receive_notification(self, frame: Frame, op: Opcode) -> Notification | RegionNotification:
         try:
-            event = parse_body(_EVENT_BODIES[op], frame.payload)
+            event: Any = parse_body(reply_body(op), frame.payload)
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
         if frame.status or not self._subscriptions.is_next(op, frame.request_id, event.sequence):

@@ -6,6 +6,7 @@ definition (`codec.build_body`, `codec.parse_body`): vectors and property tests 
 
 import struct
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.protocol.codec import build_body
@@ -49,6 +50,11 @@ MEM_ALLOC: Final = fixed_struct(MemAlloc, "size_bytes")
 MEM_READ: Final = fixed_struct(MemRead, "handle", "offset", "length")
 ARENA_COPY: Final = fixed_struct(ArenaCopy, "handle", "offset", "arena_offset", "length")
 STREAM_WAIT: Final = fixed_struct(StreamWait, "stream", "other")
+LAYOUTS: Final = MappingProxyType(
+    {Handle: HANDLE, MemAlloc: MEM_ALLOC, MemRead: MEM_READ, ArenaCopy: ARENA_COPY, StreamWait: STREAM_WAIT}
+)
+"""The layouts above by body: `parse_fixed` takes any of them."""
+
 _GRAPH: Final = fixed_struct(GraphLaunch, "graph")
 _MEM_WRITE: Final = fixed_struct(MemWrite, "handle", "offset")
 _LAUNCH_MODULE: Final = fixed_struct(Launch, "module")

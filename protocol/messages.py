@@ -1,14 +1,13 @@
 """Every body on the wire: one frozen dataclass each, which is also its construct definition.
 
-`BODIES` maps each operation to the classes of its request's and its reply's payload. An error reply's payload is an
-`ErrorBody`, whatever its operation.
+`operations.py` says which operation has which. An error reply's payload is an `ErrorBody`, whatever its operation.
 """
 
-from typing import Any, Final
+from dataclasses import Field
+from typing import Any, ClassVar
 
 from gpulease.protocol import limits
 from gpulease.protocol.fast_dataclass import dataclass
-from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.primitives import (
     I16,
     LEASE_PARAMETERS,
@@ -29,16 +28,24 @@ from gpulease.protocol.primitives import (
     wire,
 )
 
+
+class Body:
+    """The base of all payloads of frames, which are dataclasses."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
 # --- every operation ---
 
 
 @dataclass(frozen=True, slots=True)
-class Empty:
+class Empty(Body):
     """No payload."""
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorBody:
+class ErrorBody(Body):
     """The reason of a failure: a message for people, and `ErrorTlv`s for programs."""
 
     message: str = wire(text(limits.MAX_ERROR_TEXT_BYTES))
@@ -49,7 +56,7 @@ class ErrorBody:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Body):
     """The first request on a connection. `features` are the bits that the client offers; none exists yet."""
 
     features: int = wire(U32)
@@ -58,7 +65,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class HelloReply:
+class HelloReply(Body):
     """The daemon's name, the `features` agreed on, and the largest payload that it takes in a session frame."""
 
     features: int = wire(U32)
@@ -68,21 +75,21 @@ class HelloReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(Body):
     """A number that the reply returns."""
 
     nonce: int = wire(U64)
 
 
 @dataclass(frozen=True, slots=True)
-class Attach:
+class Attach(Body):
     """Make this connection the session of the header's session id. No control request may follow."""
 
     options: tuple[Tlv, ...] = wire(TLVS)
 
 
 @dataclass(frozen=True, slots=True)
-class AttachReply:
+class AttachReply(Body):
     """The session as its worker sees it."""
 
     slice_bytes: int = wire(U64)
@@ -106,7 +113,7 @@ class InventoryEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Inventory:
+class Inventory(Body):
     """All cards; `details` is a list of maps in the same order (name, uuid, index, leases, fenced_bytes ...)."""
 
     entries: tuple[InventoryEntry, ...] = wire(list_of(Record(InventoryEntry), 0xFFFF))
@@ -114,14 +121,14 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Body):
     """A msgpack value: a map for LEASE_QUERY and HEALTH, a list of maps for LEASE_LIST_ACTIVE."""
 
     report: Any = wire(REPORT)
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class Metrics(Body):
     """The node's metrics for an HTTP server to pass on: the media type, and the text, which is never cut."""
 
     content_type: str = wire(text())
@@ -129,14 +136,14 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Body):
     """Grant no more leases, and end those that remain in `within_ms` milliseconds; operators only."""
 
     within_ms: int = wire(U32)
 
 
 @dataclass(frozen=True, slots=True)
-class DrainStatus:
+class DrainStatus(Body):
     """Milliseconds until the drain ends the remaining leases, None without a drain; and the active leases."""
 
     left_ms: int | None = wire(optional(U32))
@@ -144,14 +151,14 @@ class DrainStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class FenceClear:
+class FenceClear(Body):
     """Grant fenced bytes again, of one card (UUID or index) or of all; operators only."""
 
     device: str | None = wire(optional(text()))
 
 
 @dataclass(frozen=True, slots=True)
-class FenceCleared:
+class FenceCleared(Body):
     """The number of cleared slices: of leases, and of warm contexts without a lease."""
 
     count: int = wire(U32)
@@ -161,7 +168,7 @@ class FenceCleared:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Place(Body):
     """Ask a fleet's directory which nodes to ask for a lease of `size_bytes` by LEASE_ALLOC.
 
     `labels` are texts `KEY=VALUE` that a node must have. `device` is a card's UUID or index. `tried` are the ids of
@@ -185,7 +192,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Body):
     """The nodes to ask, in order. `holder` is the node that serves the name, None if none does or it is not told.
 
     A view of the fleet that may be seconds old chose them: each decides by itself. `nodes` counts the fleet's nodes.
@@ -202,7 +209,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseAlloc:
+class LeaseAlloc(Body):
     """Ask for `size_bytes` for `ttl_ms`, waiting up to `wait_ms` for room. `device` is a card's UUID or index."""
 
     resource_type: int = wire(U16)
@@ -214,7 +221,7 @@ class LeaseAlloc:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseGrant:
+class LeaseGrant(Body):
     """A granted lease. `expires_at_unix_s` is for people; the daemon's deadline is monotonic, `ttl_ms` from now."""
 
     lease_id: int = wire(U128)
@@ -227,7 +234,7 @@ class LeaseGrant:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRenew:
+class LeaseRenew(Body):
     """Make a lease last at least `ttl_ms` from now."""
 
     lease_id: int = wire(U128)
@@ -235,7 +242,7 @@ class LeaseRenew:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRenewed:
+class LeaseRenewed(Body):
     """The lease's new generation and time left."""
 
     generation: int = wire(U64)
@@ -244,14 +251,14 @@ class LeaseRenewed:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRef:
+class LeaseRef(Body):
     """A lease, by its id alone: LEASE_FREE, LEASE_QUERY."""
 
     lease_id: int = wire(U128)
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRevoke:
+class LeaseRevoke(Body):
     """End a lease whatever it is doing; operators only."""
 
     lease_id: int = wire(U128)
@@ -259,28 +266,28 @@ class LeaseRevoke:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRevoked:
+class LeaseRevoked(Body):
     """A `RevokeOutcome`, sent once the teardown has ended."""
 
     outcome: int = wire(U8)
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseSubscribe:
+class LeaseSubscribe(Body):
     """Subscribe to a lease's phases. Lease 0 stands for every lease that LEASE_LIST_ACTIVE shows this peer."""
 
     lease_id: int = wire(U128)
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseUnsubscribe:
+class LeaseUnsubscribe(Body):
     """End a subscription. `subscription` is the request id of its LEASE_SUBSCRIBE."""
 
     subscription: int = wire(U64)
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseEvent:
+class LeaseEvent(Body):
     """A lease's present phase. `sequence` counts a subscription's events from 1, the `lost` ones included."""
 
     lease_id: int = wire(U128)
@@ -297,7 +304,7 @@ class LeaseEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class RegionOpen:
+class RegionOpen(Body):
     """Open a region of `size_bytes` in the active lease `lease_id`, for `tenant`; "" is the asker's own name.
 
     The size is rounded up to the session's granularity, and charged to the lease's slice.
@@ -310,7 +317,7 @@ class RegionOpen:
 
 
 @dataclass(frozen=True, slots=True)
-class RegionGrant:
+class RegionGrant(Body):
     """An open region, itself a lease. `slot` and `number` name it in region sets; `address` is its device address."""
 
     lease_id: int = wire(U128)
@@ -324,7 +331,7 @@ class RegionGrant:
 
 
 @dataclass(frozen=True, slots=True)
-class RegionCancel:
+class RegionCancel(Body):
     """Refuse launches that name a region from now on (`is_cancelled` 1), or take them again (0). It does not end."""
 
     lease_id: int = wire(U128)
@@ -332,7 +339,7 @@ class RegionCancel:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseResize:
+class LeaseResize(Body):
     """Give a lease's slice another size while it runs. Also the reply, with the size that it has then."""
 
     lease_id: int = wire(U128)
@@ -340,7 +347,7 @@ class LeaseResize:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseNote:
+class LeaseNote(Body):
     """Write a record about a lease or region to the node's audit log: `note` is one JSON object in canonical form."""
 
     lease_id: int = wire(U128)
@@ -348,7 +355,7 @@ class LeaseNote:
 
 
 @dataclass(frozen=True, slots=True)
-class RegionEvent:
+class RegionEvent(Body):
     """A launch was refused because a region that it named had ended or was cancelled.
 
     `lease_id` is the region, `status` the refusal's, `site` the launch's number in its burst or graph, `position` what
@@ -372,7 +379,7 @@ class RegionEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class CapabilityIssue:
+class CapabilityIssue(Body):
     """Ask for a token with `Permission` bits. Audience b"" is the asker's own; nonce 0 lets the daemon choose one."""
 
     lease_id: int = wire(U128)
@@ -383,7 +390,7 @@ class CapabilityIssue:
 
 
 @dataclass(frozen=True, slots=True)
-class CapabilityGrant:
+class CapabilityGrant(Body):
     """A token. `public_key` is the signer's; with it a holder can narrow the token offline."""
 
     token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
@@ -394,14 +401,14 @@ class CapabilityGrant:
 
 
 @dataclass(frozen=True, slots=True)
-class CapabilityPresent:
+class CapabilityPresent(Body):
     """A token that permits requests for the rest of this control connection."""
 
     token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
-class CapabilityHeld:
+class CapabilityHeld(Body):
     """The permissions of a presented token, after all its narrowings."""
 
     lease_id: int = wire(U128)
@@ -412,7 +419,7 @@ class CapabilityHeld:
 
 
 @dataclass(frozen=True, slots=True)
-class CapabilityRevoke:
+class CapabilityRevoke(Body):
     """End a token and the tokens narrowed from it: `token`, or, if that is empty, the token of that lease and nonce."""
 
     lease_id: int = wire(U128)
@@ -421,7 +428,7 @@ class CapabilityRevoke:
 
 
 @dataclass(frozen=True, slots=True)
-class Audience:
+class Audience(Body):
     """Name of this node for the peer. A token's future holder gives it to the tenant who asks for the token."""
 
     audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
@@ -431,21 +438,21 @@ class Audience:
 
 
 @dataclass(frozen=True, slots=True)
-class MemAlloc:
+class MemAlloc(Body):
     """Allocate so many bytes of the slice."""
 
     size_bytes: int = wire(U64)
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(Body):
     """A device pointer (of MEM_...), module (MODULE_...), stream (STREAM_...) or graph (GRAPH_...)."""
 
     handle: int = wire(U64)
 
 
 @dataclass(frozen=True, slots=True)
-class MemWrite:
+class MemWrite(Body):
     """Write bytes at `offset` of an allocation."""
 
     handle: int = wire(U64)
@@ -454,7 +461,7 @@ class MemWrite:
 
 
 @dataclass(frozen=True, slots=True)
-class MemRead:
+class MemRead(Body):
     """Read at most MAX_DATA_BYTES of an allocation."""
 
     handle: int = wire(U64)
@@ -463,14 +470,14 @@ class MemRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class Data(Body):
     """Bytes read."""
 
     data: bytes = wire(sized_bytes(limits.MAX_DATA_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaCopy:
+class ArenaCopy(Body):
     """Copy bytes between an allocation and the session's arena; the operation gives the direction."""
 
     handle: int = wire(U64)
@@ -480,7 +487,7 @@ class ArenaCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class MemKeep:
+class MemKeep(Body):
     """Keep an allocation beyond its connection's end, under a name. "": it is this connection's own from now on."""
 
     handle: int = wire(U64)
@@ -497,21 +504,21 @@ class KeptBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptBuffers:
+class KeptBuffers(Body):
     """All allocations that are kept, by their names' order."""
 
     buffers: tuple[KeptBuffer, ...] = wire(list_of(Record(KeptBuffer), limits.MAX_KEPT))
 
 
 @dataclass(frozen=True, slots=True)
-class Freed:
+class Freed(Body):
     """Bytes of allocations that were freed."""
 
     size_bytes: int = wire(U64)
 
 
 @dataclass(frozen=True, slots=True)
-class StreamWait:
+class StreamWait(Body):
     """Order later work of `stream` behind all work queued in `other` so far."""
 
     stream: int = wire(U64)
@@ -519,7 +526,7 @@ class StreamWait:
 
 
 @dataclass(frozen=True, slots=True)
-class EventRecord:
+class EventRecord(Body):
     """Take the time at which a stream has run all that it holds now, as `event`: the client's own number for it."""
 
     stream: int = wire(U64)
@@ -527,7 +534,7 @@ class EventRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class EventPair:
+class EventPair(Body):
     """Two events, the earlier one first."""
 
     start: int = wire(U64)
@@ -535,7 +542,7 @@ class EventPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Elapsed:
+class Elapsed(Body):
     """The time from one event to another."""
 
     nanoseconds: int = wire(U64)
@@ -545,7 +552,7 @@ class Elapsed:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleLoad:
+class ModuleLoad(Body):
     """An image to load: PTX text or a cubin."""
 
     image: bytes = wire(sized_bytes(limits.MAX_PAYLOAD_BYTES))
@@ -561,7 +568,7 @@ class KernelEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleLoaded:
+class ModuleLoaded(Body):
     """The module's handle and its kernels."""
 
     module: int = wire(U64)
@@ -569,7 +576,7 @@ class ModuleLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleParameters:
+class ModuleParameters(Body):
     """The types of a module's parameters: by kernel, in ModuleLoaded's order, one `ParameterType` byte a parameter.
 
     A kernel without type information has no bytes.
@@ -579,7 +586,7 @@ class ModuleParameters:
 
 
 @dataclass(frozen=True, slots=True)
-class VariableName:
+class VariableName(Body):
     """A variable that a module declares in device or constant memory, as PTX names it."""
 
     module: int = wire(U64)
@@ -587,7 +594,7 @@ class VariableName:
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(Body):
     """The bytes of a module's variable: copies and launches take its address as an allocation's handle."""
 
     handle: int = wire(U64)
@@ -614,14 +621,14 @@ class KernelFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleFigures:
+class ModuleFigures(Body):
     """The resources of a module's kernels, in ModuleLoaded's order."""
 
     kernels: tuple[KernelFigures, ...] = wire(list_of(Record(KernelFigures), limits.MAX_KERNELS))
 
 
 @dataclass(frozen=True, slots=True)
-class Printed:
+class Printed(Body):
     """The output of kernels since it was last asked for. `is_lost` is 1 if some of it is not there, else 0."""
 
     data: bytes = wire(sized_bytes(limits.MAX_PRINTED_BYTES))
@@ -629,7 +636,7 @@ class Printed:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Body):
     """Queue a kernel. `args` are the arguments' little-endian bytes without gaps, `arg_sizes` their sizes."""
 
     module: int = wire(U64)
@@ -650,7 +657,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
-    """Operation of a graph with its request body: LAUNCH, MEM_WRITE, ARENA_WRITE or ARENA_READ."""
+    """Operation of a graph, one that can be recorded, with its request body."""
 
     op: int = wire(U16)
     body: bytes = wire(sized_bytes(limits.MAX_GRAPH_NODE_BYTES))
@@ -675,7 +682,7 @@ class GraphPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphCreate:
+class GraphCreate(Body):
     """Record a sequence of operations once, to launch it many times. `buffers` are the allocations its launches use."""
 
     nodes: tuple[GraphNode, ...] = wire(list_of(Record(GraphNode), limits.MAX_GRAPH_NODES))
@@ -685,7 +692,7 @@ class GraphCreate:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphLaunch:
+class GraphLaunch(Body):
     """Run a graph's nodes in order. `args` has the parameters' values; a buffer's is handle and offset, as two u64."""
 
     graph: int = wire(U64)
@@ -704,14 +711,14 @@ class RegionRef:
 
 
 @dataclass(frozen=True, slots=True)
-class RegionSet:
+class RegionSet(Body):
     """Name the regions that launches will touch, once for many launches."""
 
     regions: tuple[RegionRef, ...] = wire(list_of(Record(RegionRef), limits.MAX_REGIONS))
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchIn:
+class LaunchIn(Body):
     """A `Launch` that begins only while every region of the set goes on. `position` comes back if it does not begin."""
 
     module: int = wire(U64)
@@ -730,7 +737,7 @@ class LaunchIn:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchWith:
+class LaunchWith(Body):
     """A `Launch` with attributes; a `LaunchIn` too if `region_set` is not 0.
 
     Args:
@@ -758,7 +765,7 @@ class LaunchWith:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphLaunchIn:
+class GraphLaunchIn(Body):
     """A `GraphLaunch` that begins only while every region of the set goes on; see `LaunchIn`."""
 
     graph: int = wire(U64)
@@ -771,7 +778,7 @@ class GraphLaunchIn:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuSubmit:
+class GpuSubmit(Body):
     """Make this connection a submit on the lease of the header's session id: one kernel in a context of its own.
 
     GPU_SUBMIT is the last control request of a connection. `timeout_ms` bounds the submit's time, from the reply on.
@@ -791,7 +798,7 @@ class SubmitArgument:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitRun:
+class SubmitRun(Body):
     """Load an image, run one of its kernels, and reply with its outputs; once on a connection."""
 
     kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
@@ -807,153 +814,7 @@ class SubmitRun:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitDone:
+class SubmitDone(Body):
     """The contents of the OUTPUT and INOUT arguments after the kernel, in their order."""
 
     outputs: tuple[bytes, ...] = wire(list_of(sized_bytes(limits.MAX_SUBMIT_OUTPUT_BYTES), limits.MAX_SUBMIT_ARGUMENTS))
-
-
-Body = (
-    Empty
-    | ErrorBody
-    | Hello
-    | HelloReply
-    | Attach
-    | AttachReply
-    | Ping
-    | Inventory
-    | LeaseAlloc
-    | LeaseGrant
-    | LeaseRenew
-    | LeaseRenewed
-    | LeaseRef
-    | LeaseRevoke
-    | LeaseRevoked
-    | LeaseSubscribe
-    | LeaseUnsubscribe
-    | LeaseEvent
-    | Drain
-    | DrainStatus
-    | Metrics
-    | FenceClear
-    | FenceCleared
-    | RegionOpen
-    | RegionGrant
-    | RegionCancel
-    | LeaseResize
-    | LeaseNote
-    | Place
-    | Placement
-    | RegionEvent
-    | CapabilityIssue
-    | CapabilityGrant
-    | CapabilityPresent
-    | CapabilityHeld
-    | CapabilityRevoke
-    | Audience
-    | Report
-    | MemAlloc
-    | Handle
-    | MemWrite
-    | MemRead
-    | Data
-    | ArenaCopy
-    | MemKeep
-    | KeptBuffers
-    | Freed
-    | StreamWait
-    | ModuleLoad
-    | ModuleLoaded
-    | ModuleParameters
-    | EventRecord
-    | EventPair
-    | Elapsed
-    | VariableName
-    | Variable
-    | ModuleFigures
-    | Printed
-    | Launch
-    | GraphCreate
-    | GraphLaunch
-    | RegionSet
-    | LaunchIn
-    | LaunchWith
-    | GraphLaunchIn
-    | GpuSubmit
-    | SubmitRun
-    | SubmitDone
-)
-
-BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
-    Opcode.HELLO: (Hello, HelloReply),
-    Opcode.ATTACH: (Attach, AttachReply),
-    Opcode.PING: (Ping, Ping),
-    Opcode.GOODBYE: (Empty, Empty),
-    Opcode.GPU_SUBMIT: (GpuSubmit, AttachReply),
-    Opcode.GET_INVENTORY: (Empty, Inventory),
-    Opcode.LEASE_ALLOC: (LeaseAlloc, LeaseGrant),
-    Opcode.LEASE_RENEW: (LeaseRenew, LeaseRenewed),
-    Opcode.LEASE_FREE: (LeaseRef, Empty),
-    Opcode.LEASE_QUERY: (LeaseRef, Report),
-    Opcode.LEASE_LIST_ACTIVE: (Empty, Report),
-    Opcode.LEASE_SUBSCRIBE: (LeaseSubscribe, Empty),
-    Opcode.LEASE_UNSUBSCRIBE: (LeaseUnsubscribe, Empty),
-    Opcode.LEASE_EVENT: (Empty, LeaseEvent),
-    Opcode.LEASE_REVOKE: (LeaseRevoke, LeaseRevoked),
-    Opcode.FENCE_CLEAR: (FenceClear, FenceCleared),
-    Opcode.DRAIN: (Drain, DrainStatus),
-    Opcode.DRAIN_CANCEL: (Empty, DrainStatus),
-    Opcode.METRICS: (Empty, Metrics),
-    Opcode.HEALTH: (Empty, Report),
-    Opcode.REGION_OPEN: (RegionOpen, RegionGrant),
-    Opcode.REGION_CANCEL: (RegionCancel, Empty),
-    Opcode.LEASE_RESIZE: (LeaseResize, LeaseResize),
-    Opcode.REGION_WATCH: (LeaseRef, Empty),
-    Opcode.REGION_EVENT: (Empty, RegionEvent),
-    Opcode.LEASE_NOTE: (LeaseNote, Empty),
-    Opcode.PLACE: (Place, Placement),
-    Opcode.FLEET_LIST: (Empty, Report),
-    Opcode.CAPABILITY_ISSUE: (CapabilityIssue, CapabilityGrant),
-    Opcode.CAPABILITY_PRESENT: (CapabilityPresent, CapabilityHeld),
-    Opcode.CAPABILITY_AUDIENCE: (Empty, Audience),
-    Opcode.CAPABILITY_REVOKE: (CapabilityRevoke, Empty),
-    Opcode.MEM_ALLOC: (MemAlloc, Handle),
-    Opcode.MEM_FREE: (Handle, Empty),
-    Opcode.MEM_WRITE: (MemWrite, Empty),
-    Opcode.MEM_READ: (MemRead, Data),
-    Opcode.MODULE_LOAD: (ModuleLoad, ModuleLoaded),
-    Opcode.LAUNCH: (Launch, Empty),
-    Opcode.SYNC: (Empty, Empty),
-    Opcode.MODULE_UNLOAD: (Handle, Empty),
-    Opcode.ARENA_WRITE: (ArenaCopy, Empty),
-    Opcode.ARENA_READ: (ArenaCopy, Empty),
-    Opcode.STREAM_CREATE: (Empty, Handle),
-    Opcode.STREAM_DESTROY: (Handle, Empty),
-    Opcode.STREAM_SELECT: (Handle, Empty),
-    Opcode.STREAM_WAIT: (StreamWait, Empty),
-    Opcode.STREAM_SYNC: (Handle, Empty),
-    Opcode.GRAPH_CREATE: (GraphCreate, Handle),
-    Opcode.GRAPH_LAUNCH: (GraphLaunch, Empty),
-    Opcode.GRAPH_DESTROY: (Handle, Empty),
-    Opcode.SUBMIT_RUN: (SubmitRun, SubmitDone),
-    Opcode.MODULE_PARAMETERS: (Handle, ModuleParameters),
-    Opcode.REGION_SET: (RegionSet, Handle),
-    Opcode.REGION_SET_FREE: (Handle, Empty),
-    Opcode.REGION_RELEASE: (Handle, Empty),
-    Opcode.LAUNCH_IN: (LaunchIn, Empty),
-    Opcode.GRAPH_LAUNCH_IN: (GraphLaunchIn, Empty),
-    Opcode.MODULE_VARIABLE: (VariableName, Variable),
-    Opcode.MODULE_FIGURES: (Handle, ModuleFigures),
-    Opcode.EVENT_RECORD: (EventRecord, Empty),
-    Opcode.EVENT_ELAPSED: (EventPair, Elapsed),
-    Opcode.EVENT_DESTROY: (Handle, Empty),
-    Opcode.PRINTED: (Empty, Printed),
-    Opcode.LAUNCH_WITH: (LaunchWith, Empty),
-    Opcode.MEM_REUSE: (Handle, Empty),
-    Opcode.MEM_KEEP: (MemKeep, Empty),
-    Opcode.MEM_KEPT: (Empty, KeptBuffers),
-    Opcode.MEM_RESET: (Empty, Freed),
-}
-"""Request and reply of each operation. Three operations have no request. GOODBYE is an error reply to request 0; the
-daemon sends it before it closes the connection. LEASE_EVENT is a further reply to a LEASE_SUBSCRIBE, one for each
-change, and REGION_EVENT a further reply to a REGION_WATCH."""

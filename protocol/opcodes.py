@@ -107,14 +107,6 @@ class Opcode(IntEnum):
     MEM_RESET = 0x0624
 
 
-SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
-"""The operations of sessions. The broker refuses them; a worker refuses all others but PING."""
-
-
-HANDING_OVER: Final = frozenset({Opcode.ATTACH, Opcode.GPU_SUBMIT})
-"""The operations that pass the connection to another process. Each is its connection's last control request."""
-
-
 class Flag(IntFlag):
     """The bits of the header's flags byte. Every other bit is refused."""
 
@@ -205,18 +197,11 @@ class SubmitOption(IntEnum):
 class SessionOption(IntEnum):
     """The types of the options in ATTACH's reply that name the session's abilities.
 
-    PARAMETER_TYPES, without a value: the session serves MODULE_PARAMETERS. REGIONS, a u32: the session serves the
-    REGION operations and LAUNCH_IN, and regions begin and end at multiples of so many bytes. CARD, a u16 and a u32: the
-    card's compute capability, 90 for 9.0, and the version of CUDA that its driver has, 13000 for 13.0; 0 for no CUDA
-    driver. MODULE_DETAILS, without a value: the session serves MODULE_VARIABLE and MODULE_FIGURES.
-    EVENTS, without a value: the session serves the EVENT operations.
-    PRINTED, without a value: the session serves PRINTED.
-    LAUNCH_WITH, without a value: the session serves LAUNCH_WITH.
-    SYNC_WORD, without a value: the ring has the words by which a sync needs no frame, and the connection is the only
-    one that can launch in the session.
-    MEM_REUSE, without a value: the session serves MEM_REUSE.
-    OWN_MEMORY, without a value, where ATTACH asked for it: what this connection makes ends with it, unless it is kept;
-    the session serves MEM_KEEP, MEM_KEPT and MEM_RESET.
+    `operations.py` says which operations an ability announces. Options are without a value but two. REGIONS, a u32:
+    regions begin and end at multiples of so many bytes. CARD, a u16 and a u32: the card's compute capability, 90 for
+    9.0, and the version of CUDA that its driver has, 13000 for 13.0; 0 for no CUDA driver.
+    SYNC_WORD: the ring has the words by which a sync needs no frame, and the connection is the only one that can launch
+    in the session. OWN_MEMORY, where ATTACH asked for it: what this connection makes ends with it, unless it is kept.
     """
 
     PARAMETER_TYPES = 33

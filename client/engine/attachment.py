@@ -22,6 +22,7 @@ from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
 from gpulease.protocol.messages import Attach, AttachReply
 from gpulease.protocol.opcodes import SessionOption
+from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Wanted
 
@@ -34,6 +35,8 @@ MEM_WRITE_FIXED_BYTES: Final = 20
 QUIET_WRITE_BYTES: Final = 64 << 10
 """Largest write that is handed over without waiting; its bytes are taken when the call returns. Waiting for a larger
 one costs little beside the copy, and tells at once whether it was done."""
+
+_ABILITIES: Final = {spec.op: spec.ability for spec in SPECS.values() if spec.is_session}
 
 _NOT_OPEN: Final = Failure(
     Status.INVALID_REQUEST, "the session is not open", "Open it first: `async with GpuSession(lease) as session`"
@@ -165,6 +168,7 @@ class Attachment:
         connection: The protocol's state of that connection.
         writer: The channel's writer, for frames that nobody waits for.
         reply: The worker's answer to ATTACH.
+        served: The operations that the worker serves, by the abilities in that answer.
         lease_bytes: The lease's size when the worker answered.
         end: How the session ended; None while it lives.
         arena: Memory shared with the worker; None if there is none.
@@ -194,6 +198,7 @@ class Attachment:
         self.connection: Connection
         self.writer: FrameWriter
         self.reply: AttachReply
+        self.served: frozenset[Opcode] = frozenset()
         self.end: Failure | None = _NOT_OPEN
         self.arena: Arena | None = None
         self.lease_word = NO_WORD
@@ -276,20 +281,22 @@ class Attachment:
         """Return the value of an option of ATTACH's reply; None if the worker did not give it."""
         return next((found.value for found in self.reply.options if found.type == option), None)
 
-    def require(self, option: SessionOption, doing: str) -> None:
-        """Raises Unsupported, naming the operation, if the worker does not serve what an option stands for."""
-        if self.told(option) is None:
+    def require(self, op: Opcode, doing: str) -> None:
+        """Raises Unsupported, naming what is being done, if the worker is too old to serve an operation."""
+        if op not in self.served:
             raise Unsupported(f"{doing}: the session's daemon is too old for it", "Ask its operator for a newer one")
 
     def _begin(self, reply: AttachReply) -> None:
         self.reply = reply
+        given = {option.type for option in reply.options}
+        self.served = frozenset(op for op, ability in _ABILITIES.items() if ability is None or ability in given)
         self.lease_bytes = self.lease.grant.size_bytes
         self.channel, self.arena, words = share(self.channel, reply.options, self._spin)
         if words is not None:
             self.lease.words, self.lease_word = words, words.lease
         self.connection, self.writer = self.channel.link.connection, self.channel.writer
         self.has_sync_word = self.told(SessionOption.SYNC_WORD) is not None
-        if self.has_sync_word and self.told(SessionOption.MEM_REUSE) is not None:
+        if self.has_sync_word and Opcode.MEM_REUSE in self.served:
             # Nobody else allocates in the session.
             self.held.allow(reply.slice_bytes)
         self.end = None

@@ -12,7 +12,6 @@ from gpulease.protocol.codec import build_body
 from gpulease.protocol.limits import MAX_KEPT_NAME_BYTES
 from gpulease.protocol.messages import Freed, KeptBuffer, MemKeep
 from gpulease.protocol.messages import KeptBuffers as KeptBuffersBody
-from gpulease.protocol.opcodes import SessionOption
 
 MAX_NAMED: Final = 16
 """Most kept buffers that an error names."""
@@ -54,7 +53,7 @@ class KeptBuffers:
 
     def _names(self) -> Procedure[dict[str, int]]:
         doing = "kept_names"
-        self._attachment.require(SessionOption.OWN_MEMORY, doing)
+        self._attachment.require(Opcode.MEM_KEPT, doing)
         found = yield from self._operations.do(doing, self._list(doing))
         return {one.name: one.size_bytes for one in found}
 
@@ -74,14 +73,14 @@ class KeptBuffers:
 
     def _reset(self) -> Procedure[int]:
         doing = "reset"
-        self._attachment.require(SessionOption.OWN_MEMORY, doing)
+        self._attachment.require(Opcode.MEM_RESET, doing)
         reply: Freed = yield from self._operations.do(doing, self._operations.ask(Opcode.MEM_RESET, doing=doing))
         return reply.size_bytes
 
     # --- parts of them ---
 
     def _checked_name(self, name: str, doing: str) -> str:
-        self._attachment.require(SessionOption.OWN_MEMORY, doing)
+        self._attachment.require(Opcode.MEM_KEEP, doing)
         return bounded(name, f"{doing}: the name", MAX_KEPT_NAME_BYTES)
 
     def _ask_to_keep(self, handle: int, name: str, doing: str) -> Procedure[None]:

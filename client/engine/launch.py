@@ -19,7 +19,7 @@ from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import LaunchTemplate
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES
 from gpulease.protocol.messages import KernelEntry, Launch
-from gpulease.protocol.opcodes import LaunchFlag, ParameterType, SessionOption
+from gpulease.protocol.opcodes import LaunchFlag, ParameterType
 
 MAX_TEMPLATES: Final = 1024
 """Launch templates kept per module, about half a kilobyte each. A tenant whose grid is never the same twice would fill
@@ -282,7 +282,7 @@ class Launches(LaunchCommands):
         """Send a launch with attributes at once, under the session's lock; the result is the launch's number."""
         attachment = self._attachment
         attachment.check_open("launch")
-        attachment.require(SessionOption.LAUNCH_WITH, "launch")
+        attachment.require(Opcode.LAUNCH_WITH, "launch")
         named = (0, 0)
         if regions is not None:
             named = regions_named(regions, position, attachment, f"launch of {quoted(kernel)}")

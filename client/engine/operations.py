@@ -28,6 +28,7 @@ from gpulease.protocol.fastpath import HANDLE, mem_reuse_frame
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Body, Ping
 from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.operations import Trait, having
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Handle)
@@ -39,11 +40,11 @@ FREES_PER_FLUSH: Final = 128
 """Most dropped handles that one operation frees, so that a long list that was thrown away does not hold it up. Their
 frames go in one piece (`coalescing_socket.FLUSH_BYTES`)."""
 
-ONE_STREAM_FENCES: Final = frozenset({Opcode.SYNC, Opcode.MEM_RESET, Opcode.MEM_READ, Opcode.ARENA_READ})
-"""Operations that wait for everything before them while the session has no stream but the default one."""
+STREAMS_FENCES: Final = having(Trait.SETTLES)
+"""Operations that wait for everything before them, also once the session has several streams."""
 
-STREAMS_FENCES: Final = frozenset({Opcode.SYNC, Opcode.MEM_RESET})
-"""Operations that wait for everything before them once the session has several streams."""
+ONE_STREAM_FENCES: Final = STREAMS_FENCES | having(Trait.SETTLES_ALONE)
+"""Operations that wait for everything before them while the session has no stream but the default one."""
 
 
 class LeaseLimit:

@@ -17,7 +17,6 @@ from gpulease.protocol.codec import build_body
 from gpulease.protocol.fastpath import HANDLE, MEM_ALLOC
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
 from gpulease.protocol.messages import KernelEntry, KernelFigures, ModuleLoad, VariableName
-from gpulease.protocol.opcodes import SessionOption
 
 MODULE_LOAD_FIXED_BYTES: Final = 4
 """Bytes of a MODULE_LOAD's payload that are not the image: its length."""
@@ -143,7 +142,7 @@ class Resources:
 
         load = build_body(ModuleLoad(code))
         module = yield from operations.make(Opcode.MODULE_LOAD, load, Opcode.MODULE_UNLOAD, loaded)
-        if attachment.told(SessionOption.PARAMETER_TYPES) is not None:
+        if Opcode.MODULE_PARAMETERS in attachment.served:
             parameters = HANDLE.pack(module.handle)
             answer = yield from operations.ask(Opcode.MODULE_PARAMETERS, parameters, doing="module_load")
             module.set_parameter_types(answer.types)
@@ -152,7 +151,7 @@ class Resources:
     def variable(self, module: Module, name: str) -> Procedure[Variable]:
         """Find a variable of a module. Raises InvalidHandle if it has none of that name."""
         doing = "variable"
-        self._check_details(module, doing)
+        self._check_details(Opcode.MODULE_VARIABLE, module, doing)
         wanted = VariableName(module.handle, bounded(name, "variable: a name", MAX_KERNEL_NAME_BYTES))
         asking = self._operations.ask(Opcode.MODULE_VARIABLE, build_body(wanted), doing=doing)
         reply = yield from self._operations.do(doing, asking)
@@ -161,15 +160,15 @@ class Resources:
     def figures(self, module: Module) -> Procedure[Mapping[str, KernelFigures]]:
         """Ask for the resources of a module's kernels."""
         doing = "kernel_figures"
-        self._check_details(module, doing)
+        self._check_details(Opcode.MODULE_FIGURES, module, doing)
         asking = self._operations.ask(Opcode.MODULE_FIGURES, HANDLE.pack(module.handle), doing=doing)
         reply = yield from self._operations.do(doing, asking)
         return MappingProxyType(dict(zip(module.kernels, reply.kernels, strict=False)))
 
-    def _check_details(self, module: Module, doing: str) -> None:
+    def _check_details(self, op: Opcode, module: Module, doing: str) -> None:
         self._operations.check_recording(doing)
         self._operations.check(module, Module, doing)
-        self.attachment.require(SessionOption.MODULE_DETAILS, doing)
+        self.attachment.require(op, doing)
 
     def unload(self, module: Module) -> Procedure[None]:
         """Unload a module now. Raises InvalidRequest while the session records."""

@@ -28,7 +28,7 @@ from gpulease.client.transport.arena import empty
 from gpulease.client.transport.ring import wanted_of
 from gpulease.client.transport.spin_policy import spin_policy_of
 from gpulease.protocol.lease_ids import LeaseId
-from gpulease.protocol.opcodes import SessionOption
+from gpulease.protocol.opcodes import Opcode, SessionOption
 from gpulease.protocol.ring import Wanted
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class SessionView:
         It is called where the sync was, and only if something was printed. What it raises, the sync raises. Raises
         Unsupported if the session's daemon is too old.
         """
-        self._session.attachment.require(SessionOption.PRINTED, "on_printed")
+        self._session.attachment.require(Opcode.PRINTED, "on_printed")
         self._on_printed = callback
 
     @property

@@ -20,7 +20,6 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, STREAM_WAIT
 from gpulease.protocol.messages import EventPair, EventRecord, Ping
-from gpulease.protocol.opcodes import SessionOption
 
 T = TypeVar("T")
 S = TypeVar("S", bound="StreamHandle")
@@ -159,7 +158,7 @@ class Streams:
     def record(self, stream: StreamHandle, kind: type[E]) -> Procedure[E]:
         """Record an event in a stream, as a face's kind; it travels with the launches before and behind it."""
         self._check_recording("event")
-        self.attachment.require(SessionOption.EVENTS, "event")
+        self.attachment.require(Opcode.EVENT_RECORD, "event")
         return (yield from self.operations.do("event", self._record(self.number(stream, "event"), kind)))
 
     def _record(self, number: int, kind: type[E]) -> Procedure[E]:
@@ -176,7 +175,7 @@ class Streams:
     def printed(self) -> Procedure[PrintedText]:
         """Wait for all streams, and take what kernels have printed."""
         self._check_recording("printed")
-        self.attachment.require(SessionOption.PRINTED, "printed")
+        self.attachment.require(Opcode.PRINTED, "printed")
         asking = self.operations.ask(Opcode.PRINTED, doing="printed")
         reply = yield from self.operations.do("printed", self._taking_back(asking))
         return PrintedText(reply.data.decode(errors="replace"), bool(reply.is_lost))

@@ -14,21 +14,10 @@ from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Body, LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.operations import Trait, having
 
-READ_ONLY_OPS: Final = frozenset(
-    {
-        Opcode.PING,
-        Opcode.GET_INVENTORY,
-        Opcode.LEASE_QUERY,
-        Opcode.LEASE_LIST_ACTIVE,
-        Opcode.LEASE_SUBSCRIBE,
-        Opcode.LEASE_UNSUBSCRIBE,
-        Opcode.REGION_WATCH,
-        Opcode.METRICS,
-        Opcode.HEALTH,
-    }
-)
-"""Operations of a peer that may look and do nothing else."""
+_READ_ONLY: Final = having(Trait.READ_ONLY)
+_OPERATORS: Final = having(Trait.OPERATORS)
 
 
 class ClientConnection(Protocol):
@@ -89,10 +78,12 @@ class Caller:
         if self.connection.is_open:
             self.tracker.hold(lease_id, self.connection)
 
-    def check_reader(self, op: Opcode) -> None:
-        """Raise Refused if the peer may only look, and `op` does more."""
-        if self.peer.is_reader and op not in READ_ONLY_OPS:
+    def check_peer(self, op: Opcode) -> None:
+        """Raise Refused if the peer may only look and `op` does more, or if `op` is for operators."""
+        if self.peer.is_reader and op not in _READ_ONLY:
             raise Refused(Failure(Status.DENIED, f"{op.name} is not for {self.peer}, which may look and no more"))
+        if op in _OPERATORS:
+            self.need_operator(op.name)
 
     def need_memory(self) -> None:
         """Raise Refused if the broker has no memory for new work."""

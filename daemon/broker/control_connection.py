@@ -27,9 +27,9 @@ from gpulease.protocol.connection import (
     Reply,
     Request,
     Role,
-    State,
     StreamBroken,
 )
+from gpulease.protocol.connection_states import State
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES

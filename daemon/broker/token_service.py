@@ -17,7 +17,8 @@ from gpulease.daemon.leases.denials import not_found
 from gpulease.daemon.record.journal import Journal
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.operations import SPECS
 from gpulease.protocol.time_units import NS_PER_MS
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class ConnectionTokens:
 
     def may_revoke(self, lease_id: int) -> bool:
         """Return whether a token lets the peer, who is no operator, revoke that lease."""
-        return self.permits(lease_id, Permission.REVOKE)
+        return self.permits(lease_id, SPECS[Opcode.LEASE_REVOKE].needs.permissions)
 
     def permits(self, lease_id: int, permission: Permission) -> bool:
         """Return whether a token that the peer has presented permits one of these things on a lease."""

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
 
-from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission, missing_permission, names_of
+from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission, names_of
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.opcodes import Flag, Opcode, Status
+from gpulease.protocol.operations import missing_permission
 
 _MARK_BYTES: Final = 8
 

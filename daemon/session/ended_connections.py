@@ -24,7 +24,7 @@ from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.kept_buffers import KeepOperations
 from gpulease.daemon.session.launches import Planner
 from gpulease.daemon.session.modules import ModuleOperations
-from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.region_operations import RegionOperations
 from gpulease.daemon.session.replies import done
 from gpulease.protocol.back_off import back_off_s
@@ -32,7 +32,7 @@ from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Freed
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Opcode, Status
 
 FREES_PER_TURN: Final = 256
 """Most things given back before the connections are served again. Stops an end with 65,536 allocations from holding up
@@ -238,6 +238,7 @@ class EndedConnections(Operations):
             hint="Wait for those kernels; one without end is ended by max_kernel_secs, or with its lease.",
         )
 
+    @serves(Opcode.MEM_RESET)
     def reset(self, frame: Frame) -> bytes:
         """MEM_RESET: wait as SYNC does, then give back all that no attached connection holds."""
         if frame.payload:

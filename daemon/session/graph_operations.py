@@ -15,7 +15,7 @@ from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.ledger import Refused, invalid_handle
 from gpulease.daemon.session.memory_operations import ArenaOperations
-from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.region_operations import RegionGate, no_set
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
@@ -153,6 +153,7 @@ class GraphOperations(Operations):
         self._part_count = 0
         self._payload_bytes = 0
 
+    @serves(Opcode.GRAPH_CREATE)
     def create(self, frame: Frame) -> bytes:
         """GRAPH_CREATE."""
         size_bytes = len(frame.payload)
@@ -176,6 +177,7 @@ class GraphOperations(Operations):
         self._record_usage()
         return done(frame, Handle(number))
 
+    @serves(Opcode.GRAPH_LAUNCH)
     def launch(self, frame: Frame) -> bytes:
         """GRAPH_LAUNCH. Regions that the graph's nodes name by their addresses must go on, as for a copy."""
         if self._needs_set:
@@ -183,6 +185,7 @@ class GraphOperations(Operations):
         number, made, values = self._graph_of(memoryview(frame.payload))
         return self._replay(frame, number, made, values)
 
+    @serves(Opcode.GRAPH_LAUNCH_IN)
     def launch_in(self, frame: Frame) -> bytes:
         """GRAPH_LAUNCH_IN: a GRAPH_LAUNCH after one look at the regions of its set. No step is looked at on its own."""
         body, region_set, position = split_regions(memoryview(frame.payload))
@@ -215,6 +218,7 @@ class GraphOperations(Operations):
         self._counters[Counter.COPIED_BYTES] += steps.copied_bytes
         return empty(frame)
 
+    @serves(Opcode.GRAPH_DESTROY)
     def destroy(self, frame: Frame) -> bytes:
         """GRAPH_DESTROY."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))

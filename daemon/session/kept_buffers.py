@@ -9,7 +9,7 @@ from typing import Final
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.ledger import Refused, invalid_handle
-from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
@@ -17,7 +17,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.limits import MAX_KEPT
 from gpulease.protocol.messages import KeptBuffer, KeptBuffers, MemKeep
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Opcode, Status
 
 _NAME: Final = 0
 """A name among an allocation's dependents; graphs, the others, have numbers from 1."""
@@ -35,6 +35,7 @@ class KeepOperations(Operations):
         self.holder = Holder(resources.counters, Counter.KEPT_BYTES)
         self._handles: dict[str, int] = {}
 
+    @serves(Opcode.MEM_KEEP)
     def keep(self, frame: Frame) -> bytes:
         """MEM_KEEP."""
         body = parse_body(MemKeep, frame.payload)
@@ -68,6 +69,7 @@ class KeepOperations(Operations):
         self._ledger.hand_over(body.handle, self.holder if body.name else self._ledger.holder)
         return empty(frame)
 
+    @serves(Opcode.MEM_KEPT)
     def kept(self, frame: Frame) -> bytes:
         """MEM_KEPT."""
         if frame.payload:

@@ -31,7 +31,7 @@ from gpulease.daemon.drivers.interface import (
 )
 from gpulease.daemon.session.ledger import Ledger, Refused
 from gpulease.daemon.session.native.layout import PlanRecord
-from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.region_operations import RegionGate, no_set
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
@@ -59,6 +59,7 @@ class LaunchOperations(Operations):
         super().__init__(resources)
         self._planner, self._gate, self._needs_set = planner, gate, needs_set
 
+    @serves(Opcode.LAUNCH)
     def launch(self, frame: Frame) -> bytes:
         """Serve LAUNCH: queue a kernel, by its plan if there is one."""
         if self._needs_set:
@@ -66,6 +67,7 @@ class LaunchOperations(Operations):
         plan, args = self._planner.plan(memoryview(frame.payload))
         return self._queue(frame, plan, args)
 
+    @serves(Opcode.LAUNCH_IN)
     def launch_in(self, frame: Frame) -> bytes:
         """Serve LAUNCH_IN: a LAUNCH after a look at the regions of its set."""
         payload = memoryview(frame.payload)
@@ -75,6 +77,7 @@ class LaunchOperations(Operations):
         self._planner.follow(plan)
         return self._queue(frame, plan, args)
 
+    @serves(Opcode.LAUNCH_WITH)
     def launch_with(self, frame: Frame) -> bytes:
         """Serve LAUNCH_WITH: a LAUNCH, or a LAUNCH_IN if it names a region set, with attributes."""
         payload, flags, cluster = split_attributes(memoryview(frame.payload))
@@ -106,6 +109,7 @@ class LaunchOperations(Operations):
         self._counters[_LAUNCHES] += 1
         return b"" if frame.flags else empty(frame)
 
+    @serves(Opcode.SYNC)
     def sync(self, frame: Frame) -> bytes:
         """Serve SYNC: wait for all launches."""
         if frame.payload:
@@ -126,6 +130,7 @@ class PrintedOperations(Operations):
         super().__init__(resources)
         self._take = take
 
+    @serves(Opcode.PRINTED)
     def printed(self, frame: Frame) -> bytes:
         """Serve PRINTED: wait for all launches, and take what they printed."""
         if frame.payload:

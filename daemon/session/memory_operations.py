@@ -15,7 +15,7 @@ from typing import Final
 
 from gpulease.daemon.contract.control_page import sealed_memory
 from gpulease.daemon.session.connection import PinnedBuffers
-from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.replies import empty, handle_reply
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.fastpath import (
@@ -30,7 +30,7 @@ from gpulease.protocol.fastpath import (
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
 from gpulease.protocol.messages import ArenaCopy, Handle, MemAlloc, MemRead
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Opcode, Status
 
 MIN_PINNED_READ_BYTES: Final = 64 << 10
 """For reads of this size or more, the card copies straight into the pinned memory that the reply is sent from."""
@@ -55,6 +55,7 @@ class MemoryOperations(Operations):
         self._reply = bytearray()
         self._pinned_reply: memoryview | None = None
 
+    @serves(Opcode.MEM_ALLOC)
     def alloc(self, frame: Frame) -> bytes:
         """MEM_ALLOC."""
         (size_bytes,) = parse_fixed(MEM_ALLOC, MemAlloc, memoryview(frame.payload))
@@ -65,6 +66,7 @@ class MemoryOperations(Operations):
         self._record_usage()
         return handle_reply(frame, address)
 
+    @serves(Opcode.MEM_FREE)
     def free(self, frame: Frame) -> bytes:
         """MEM_FREE."""
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
@@ -74,6 +76,7 @@ class MemoryOperations(Operations):
         self._record_usage()
         return empty(frame)
 
+    @serves(Opcode.MEM_REUSE)
     def reuse(self, frame: Frame) -> bytes:
         """MEM_REUSE."""
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
@@ -82,6 +85,7 @@ class MemoryOperations(Operations):
         self._ledger.show(handle)
         return empty(frame)
 
+    @serves(Opcode.MEM_WRITE)
     def write(self, frame: Frame) -> bytes:
         """MEM_WRITE."""
         handle, offset, data = parse_mem_write(memoryview(frame.payload))
@@ -99,6 +103,7 @@ class MemoryOperations(Operations):
         self._ledger.show(handle)
         return empty(frame)
 
+    @serves(Opcode.MEM_READ)
     def read(self, frame: Frame) -> bytes | memoryview:
         """MEM_READ. The reply is this object's own memory, void at the next read."""
         handle, offset, length = parse_fixed(MEM_READ, MemRead, memoryview(frame.payload))
@@ -238,6 +243,7 @@ class ArenaOperations(Operations):
             self._arena.close()
             self._arena = None
 
+    @serves(Opcode.ARENA_WRITE)
     def write(self, frame: Frame) -> bytes:
         """ARENA_WRITE.
 
@@ -247,6 +253,7 @@ class ArenaOperations(Operations):
         self._copy(frame, self._context.begin_write if frame.flags else self._context.write_pinned)
         return empty(frame)
 
+    @serves(Opcode.ARENA_READ)
     def read(self, frame: Frame) -> bytes:
         """ARENA_READ; a quiet request only begins the copy, as in `write`."""
         self._copy(frame, self._context.begin_read if frame.flags else self._context.read_pinned)

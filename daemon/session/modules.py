@@ -14,7 +14,7 @@ from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import ImageRejected, Kernel, Module, Poll
 from gpulease.daemon.session.launches import Planner
 from gpulease.daemon.session.ledger import Refused
-from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import LocalProtocolError
@@ -32,7 +32,7 @@ from gpulease.protocol.messages import (
     Variable,
     VariableName,
 )
-from gpulease.protocol.opcodes import ParameterType, Status
+from gpulease.protocol.opcodes import Opcode, ParameterType, Status
 
 SHOWN_NAME_CHARACTERS: Final = 200
 """Characters of a name in an error. Stops a name of 4 KiB from filling the error's text."""
@@ -48,6 +48,7 @@ class ModuleOperations(Operations):
         self._planner = planner
         self._types: dict[int, tuple[bytes, ...]] = {}
 
+    @serves(Opcode.MODULE_LOAD)
     def load(self, frame: Frame) -> bytes:
         """MODULE_LOAD."""
         image = parse_body(ModuleLoad, frame.payload).image
@@ -61,6 +62,7 @@ class ModuleOperations(Operations):
             self._unload(number)
             raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
 
+    @serves(Opcode.MODULE_UNLOAD)
     def unload(self, frame: Frame) -> bytes:
         """MODULE_UNLOAD."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
@@ -69,12 +71,14 @@ class ModuleOperations(Operations):
         self._unload(number)
         return empty(frame)
 
+    @serves(Opcode.MODULE_PARAMETERS)
     def parameters(self, frame: Frame) -> bytes:
         """MODULE_PARAMETERS."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._ledger.module(number)
         return done(frame, ModuleParameters(self._types.get(number, ())))
 
+    @serves(Opcode.MODULE_VARIABLE)
     def variable(self, frame: Frame) -> bytes:
         """MODULE_VARIABLE."""
         wanted = parse_body(VariableName, frame.payload)
@@ -93,6 +97,7 @@ class ModuleOperations(Operations):
         self._ledger.add_variable(wanted.module, address, size_bytes)
         return done(frame, Variable(address, size_bytes))
 
+    @serves(Opcode.MODULE_FIGURES)
     def figures(self, frame: Frame) -> bytes:
         """MODULE_FIGURES."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))

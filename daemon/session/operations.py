@@ -1,14 +1,16 @@
 """The base of all operations of a session, and the resources that they share."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import Context, Kernel, KernelFault, keep_waiting
 from gpulease.daemon.session.ledger import Ledger
+from gpulease.protocol.framing import Frame
+from gpulease.protocol.opcodes import Opcode
 
 # Plain integers: looking a member up on its enum costs as much as the rest of an increment.
 _ALLOCATED_BYTES: Final = int(Counter.ALLOCATED_BYTES)
@@ -83,12 +85,39 @@ class SessionResources:
             self.check_lease()
 
 
+Operation = Callable[[Frame], bytes | memoryview]
+"""Does one request and returns its reply. Raises BodyError, Refused, DriverError or LeaseOver."""
+
+_Method = TypeVar("_Method", bound=Callable[..., bytes | memoryview])
+
+
+def serves(op: Opcode) -> Callable[[_Method], _Method]:
+    """Mark the method of an `Operations` class that does an operation."""
+
+    def mark(method: _Method) -> _Method:
+        vars(method)[_MARK] = op
+        return method
+
+    return mark
+
+
+_MARK: Final = "serves"
+
+
 class Operations:
     """Base of the classes that do a session's operations, one class for each kind.
 
-    Each public method that takes a frame does one operation and returns its reply. It raises BodyError, Refused,
-    DriverError or LeaseOver.
+    Each method marked `serves` does one operation, as an `Operation`.
+
+    Attributes:
+        served: The names of these methods, by operation.
     """
+
+    served: ClassVar[Mapping[Opcode, str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        methods = {name: method for name, method in vars(cls).items() if hasattr(method, _MARK)}
+        cls.served = {getattr(method, _MARK): name for name, method in methods.items()}
 
     def __init__(self, resources: SessionResources) -> None:
         self._resources = resources

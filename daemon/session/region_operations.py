@@ -25,7 +25,7 @@ from gpulease.daemon.contract.regions_page import STATUS_OF_WORD, WorkerRegions
 from gpulease.daemon.drivers.interface import Ticket
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.ledger import Refused, invalid_handle
-from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.replies import empty, handle_reply
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
@@ -33,7 +33,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import HANDLE, parse_fixed
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Handle, RegionSet
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.session_words import ENDED_WORDS, RegionWord, word_of
 
 MAX_REGION_SETS: Final = 4096
@@ -327,6 +327,7 @@ class RegionOperations(Operations):
         self._last_set = 0
         self._member_count = 0
 
+    @serves(Opcode.REGION_SET)
     def make_set(self, frame: Frame) -> bytes:
         """REGION_SET. A region that has ended may be named: the set's launches are refused for it."""
         named = parse_body(RegionSet, frame.payload).regions
@@ -353,6 +354,7 @@ class RegionOperations(Operations):
         self._member_count += len(regions)
         return handle_reply(frame, self._last_set)
 
+    @serves(Opcode.REGION_SET_FREE)
     def free_set(self, frame: Frame) -> bytes:
         """REGION_SET_FREE. What was launched in the set goes on."""
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
@@ -372,6 +374,7 @@ class RegionOperations(Operations):
         if gone is self._gate.current:
             self._gate.forget_current()
 
+    @serves(Opcode.REGION_RELEASE)
     def release(self, frame: Frame) -> bytes:
         """REGION_RELEASE: let go of the address of a region whose memory is gone."""
         (address,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))

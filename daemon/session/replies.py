@@ -11,21 +11,9 @@ from gpulease.protocol.fastpath import HANDLE, MIDDLE_AT, REQUEST_ID_OFFSET
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
 from gpulease.protocol.messages import Body
 from gpulease.protocol.opcodes import Flag, Opcode, Status
+from gpulease.protocol.operations import SPECS
 
-_DRIVER_STATUS: Final[dict[int, Status]] = {
-    Opcode.MEM_ALLOC: Status.ALLOC_FAILED,
-    Opcode.MODULE_LOAD: Status.LOAD_FAILED,
-    Opcode.LAUNCH: Status.LAUNCH_FAILED,
-    Opcode.GRAPH_CREATE: Status.LAUNCH_FAILED,
-    Opcode.GRAPH_LAUNCH: Status.LAUNCH_FAILED,
-    Opcode.LAUNCH_WITH: Status.LAUNCH_FAILED,
-    Opcode.LAUNCH_IN: Status.LAUNCH_FAILED,
-    Opcode.GRAPH_LAUNCH_IN: Status.LAUNCH_FAILED,
-    Opcode.SYNC: Status.SYNC_FAILED,
-    Opcode.STREAM_CREATE: Status.ALLOC_FAILED,
-    Opcode.STREAM_SYNC: Status.SYNC_FAILED,
-    Opcode.SUBMIT_RUN: Status.ALLOC_FAILED,
-}
+_DRIVER_FAILURES: Final = {int(spec.op): spec.driver_failure for spec in SPECS.values() if spec.is_session}
 
 
 def refusal_of(status: Status, reason: str = "") -> Failure:
@@ -46,7 +34,7 @@ def failure_of(error: Exception, op: int) -> Failure:
         case LaunchRejected():
             return Failure(Status.LAUNCH_FAILED, str(error), hint=error.hint)
         case DriverError():
-            return Failure(_DRIVER_STATUS.get(op, Status.SESSION_FAILED), str(error), hint=error.hint)
+            return Failure(_DRIVER_FAILURES.get(op, Status.SESSION_FAILED), str(error), hint=error.hint)
     raise error
 
 

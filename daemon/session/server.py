@@ -61,6 +61,7 @@ from gpulease.protocol.framing import FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.opcodes import Flag, Opcode, SessionOption, Status
+from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Given, Wanted
 
@@ -85,18 +86,13 @@ RETRY_MS: Final = 10
 _LAUNCHES: Final = frozenset({int(Opcode.LAUNCH), int(Opcode.LAUNCH_IN)})
 _SYNC: Final = int(Opcode.SYNC)
 
+_CONDITIONAL: Final = {SessionOption.REGIONS, SessionOption.OWN_MEMORY}
+"""Abilities that a session may lack, or that ATTACH has to ask for."""
+
 _SERVED: Final = tuple(
-    Tlv(option, b"")
-    for option in (
-        SessionOption.PARAMETER_TYPES,
-        SessionOption.MODULE_DETAILS,
-        SessionOption.EVENTS,
-        SessionOption.PRINTED,
-        SessionOption.LAUNCH_WITH,
-        SessionOption.MEM_REUSE,
-    )
+    Tlv(ability, b"") for ability in sorted({spec.ability for spec in SPECS.values() if spec.ability} - _CONDITIONAL)
 )
-"""Options without a value of every ATTACH's reply."""
+"""Abilities of every session, as ATTACH's reply names them: options without a value."""
 
 
 class Server:

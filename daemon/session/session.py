@@ -36,7 +36,7 @@ from gpulease.daemon.session.memory_operations import ArenaOperations, MemoryOpe
 from gpulease.daemon.session.modules import ModuleOperations
 from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
-from gpulease.daemon.session.operations import LeaseOver, SessionResources
+from gpulease.daemon.session.operations import LeaseOver, Operation, Operations, SessionResources
 from gpulease.daemon.session.region_memory import RegionMemory
 from gpulease.daemon.session.region_operations import RegionGate, RegionOperations
 from gpulease.daemon.session.replies import NO_NUMBER, SyncPattern, done, failed, failure_of, refusal_of, refused
@@ -66,9 +66,6 @@ _OPCODES: Final = frozenset(map(int, Opcode))
 
 _OPERATION_ERRORS: Final = (Refused, BodyError, DriverError, LeaseOver)
 """Raised by `Operations`; anything else is a bug."""
-
-Operation = Callable[[Frame], bytes | memoryview]
-"""Does one request and returns its reply."""
 
 
 class Session:
@@ -154,50 +151,21 @@ class Session:
         if native is not None and not self.watch.is_on:
             self._fast_path.use_native(native, ledger)
             self._memory.on_first_read = self._fast_path.prepare_reads
-        self._operations = self._submit_operations() if is_submit else self._session_operations()
-
-    def _session_operations(self) -> dict[int, Operation]:
-        return {
-            Opcode.PING: _ping,
-            Opcode.MEM_ALLOC: self._memory.alloc,
-            Opcode.MEM_FREE: self._memory.free,
-            Opcode.MEM_REUSE: self._memory.reuse,
-            Opcode.MEM_WRITE: self._memory.write,
-            Opcode.MEM_READ: self._memory.read,
-            Opcode.MEM_KEEP: self._keeper.keep,
-            Opcode.MEM_KEPT: self._keeper.kept,
-            Opcode.MEM_RESET: self.ended.reset,
-            Opcode.ARENA_WRITE: self.arena.write,
-            Opcode.ARENA_READ: self.arena.read,
-            Opcode.MODULE_LOAD: self._modules.load,
-            Opcode.MODULE_UNLOAD: self._modules.unload,
-            Opcode.MODULE_PARAMETERS: self._modules.parameters,
-            Opcode.MODULE_VARIABLE: self._modules.variable,
-            Opcode.MODULE_FIGURES: self._modules.figures,
-            Opcode.LAUNCH: self._launches.launch,
-            Opcode.SYNC: self._launches.sync,
-            Opcode.STREAM_CREATE: self.streams.create,
-            Opcode.STREAM_DESTROY: self.streams.destroy,
-            Opcode.STREAM_SELECT: self.streams.select,
-            Opcode.STREAM_WAIT: self.streams.wait,
-            Opcode.STREAM_SYNC: self.streams.sync,
-            Opcode.PRINTED: self._printed.printed,
-            Opcode.EVENT_RECORD: self.streams.record_event,
-            Opcode.EVENT_ELAPSED: self.streams.elapsed,
-            Opcode.EVENT_DESTROY: self.streams.destroy_event,
-            Opcode.GRAPH_CREATE: self._graphs.create,
-            Opcode.GRAPH_LAUNCH: self._graphs.launch,
-            Opcode.GRAPH_DESTROY: self._graphs.destroy,
-            Opcode.REGION_SET: self._region_sets.make_set,
-            Opcode.REGION_SET_FREE: self._region_sets.free_set,
-            Opcode.REGION_RELEASE: self._region_sets.release,
-            Opcode.LAUNCH_IN: self._launches.launch_in,
-            Opcode.LAUNCH_WITH: self._launches.launch_with,
-            Opcode.GRAPH_LAUNCH_IN: self._graphs.launch_in,
-        }
-
-    def _submit_operations(self) -> dict[int, Operation]:
-        return {Opcode.PING: _ping, Opcode.SUBMIT_RUN: self.submit.run}
+        kinds: tuple[Operations, ...] = (
+            self._memory,
+            self._keeper,
+            self.ended,
+            self.arena,
+            self._modules,
+            self._launches,
+            self.streams,
+            self._printed,
+            self._graphs,
+            self._region_sets,
+        )
+        self._operations: dict[int, Operation] = {Opcode.PING: _ping}
+        for kind in (self.submit,) if is_submit else kinds:
+            self._operations |= {op: getattr(kind, name) for op, name in kind.served.items()}
 
     # --- requests ---
 

@@ -10,7 +10,7 @@ from typing import Final
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import Event
 from gpulease.daemon.session.ledger import Refused, invalid_handle
-from gpulease.daemon.session.operations import Operations, SessionResources
+from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
@@ -19,7 +19,7 @@ from gpulease.protocol.fastpath import HANDLE, STREAM_WAIT, parse_fixed
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.limits import MAX_EVENTS, MAX_STREAMS
 from gpulease.protocol.messages import Elapsed, EventPair, EventRecord, Handle, StreamWait
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Opcode, Status
 
 DEFAULT: Final = 0
 """The default stream's number, on the wire and in the driver. The stream always exists."""
@@ -78,6 +78,7 @@ class StreamOperations(Operations):
         for number in [number for number in connection.known if number != DEFAULT]:
             self._destroy(connection, number)
 
+    @serves(Opcode.STREAM_CREATE)
     def create(self, frame: Frame) -> bytes:
         """STREAM_CREATE."""
         if frame.payload:
@@ -100,6 +101,7 @@ class StreamOperations(Operations):
         self.current.known[self._last_number] = stream
         return done(frame, Handle(self._last_number))
 
+    @serves(Opcode.STREAM_DESTROY)
     def destroy(self, frame: Frame) -> bytes:
         """STREAM_DESTROY."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
@@ -109,6 +111,7 @@ class StreamOperations(Operations):
         self._destroy(self.current, number)
         return empty(frame)
 
+    @serves(Opcode.STREAM_SELECT)
     def select(self, frame: Frame) -> bytes:
         """STREAM_SELECT."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
@@ -124,12 +127,14 @@ class StreamOperations(Operations):
         except (BodyError, Refused):
             return
 
+    @serves(Opcode.STREAM_WAIT)
     def wait(self, frame: Frame) -> bytes:
         """STREAM_WAIT."""
         number, other = parse_fixed(STREAM_WAIT, StreamWait, memoryview(frame.payload))
         self._context.stream_wait(self._stream(number), self._stream(other))
         return empty(frame)
 
+    @serves(Opcode.STREAM_SYNC)
     def sync(self, frame: Frame) -> bytes:
         """STREAM_SYNC."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
@@ -137,6 +142,7 @@ class StreamOperations(Operations):
         self._counters[Counter.SYNCS] += 1
         return empty(frame)
 
+    @serves(Opcode.EVENT_RECORD)
     def record_event(self, frame: Frame) -> bytes:
         """EVENT_RECORD."""
         body = parse_body(EventRecord, frame.payload)
@@ -154,6 +160,7 @@ class StreamOperations(Operations):
         self._event_count += is_new
         return empty(frame)
 
+    @serves(Opcode.EVENT_ELAPSED)
     def elapsed(self, frame: Frame) -> bytes:
         """EVENT_ELAPSED: wait for both events as a sync does."""
         body = parse_body(EventPair, frame.payload)
@@ -164,6 +171,7 @@ class StreamOperations(Operations):
             raise BodyError(f"event {body.end} came {-nanoseconds} ns before event {body.start}: ask in their order")
         return done(frame, Elapsed(nanoseconds))
 
+    @serves(Opcode.EVENT_DESTROY)
     def destroy_event(self, frame: Frame) -> bytes:
         """EVENT_DESTROY. An event whose record was skipped behind a failure is no error."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))

@@ -10,14 +10,14 @@ from gpulease.daemon.drivers.interface import DriverError, Module
 from gpulease.daemon.session.launches import Planner, launch_failed
 from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.modules import ModuleOperations, parameter_types
-from gpulease.daemon.session.operations import LeaseOver, Operations, SessionResources
+from gpulease.daemon.session.operations import LeaseOver, Operations, SessionResources, serves
 from gpulease.daemon.session.replies import done
 from gpulease.protocol.codec import build_body, parse_body
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_SUBMIT_OUTPUT_BYTES
 from gpulease.protocol.messages import Launch, SubmitArgument, SubmitDone, SubmitRun
-from gpulease.protocol.opcodes import TYPED_VALUE, ArgumentKind, ParameterType
+from gpulease.protocol.opcodes import TYPED_VALUE, ArgumentKind, Opcode, ParameterType
 
 _MORE: Final = "Acquire the lease with more for its submits: GpuBuilder().submits(bytes)."
 _POINTER: Final = struct.Struct("<Q")
@@ -44,6 +44,7 @@ class SubmitOperations(Operations):
         self._planner = planner
         self._modules = modules
 
+    @serves(Opcode.SUBMIT_RUN)
     def run(self, frame: Frame) -> bytes:
         """SUBMIT_RUN. The reply holds all outputs; a failure holds none."""
         if frame.flags:

@@ -41,7 +41,7 @@ from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
 from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.counts import counted
-from gpulease.protocol.opcodes import Opcode
+from gpulease.protocol.operations import Trait, having
 from gpulease.protocol.time_units import NS_PER_S
 
 UNRESPONSIVE_AFTER_S: Final = 30.0
@@ -57,23 +57,7 @@ than it has. That look takes 0.3 ms."""
 MIN_ROUND_S: Final = 0.01
 """Between two rounds in any case."""
 
-KNOWN_WAITS: Final = frozenset(
-    {
-        Opcode.LAUNCH,
-        Opcode.LAUNCH_IN,
-        Opcode.LAUNCH_WITH,
-        Opcode.MODULE_LOAD,
-        Opcode.MEM_ALLOC,
-        Opcode.MEM_REUSE,
-        Opcode.ARENA_WRITE,
-        Opcode.ARENA_READ,
-        Opcode.STREAM_CREATE,
-        Opcode.STREAM_WAIT,
-        Opcode.SUBMIT_RUN,
-    }
-)
-"""Operations that may block inside the driver: for a kernel, while the driver's queue is full, or for a compiler. The
-lease's deadline bounds them, and compilers have a bound of their own."""
+_KNOWN_WAITS: Final = having(Trait.WAITS_IN_DRIVER)
 
 _ROUNDS_PER_BOUND: Final = 8
 
@@ -141,7 +125,7 @@ class KernelWatchdog:
         if compiling_since_ns and now_ns - compiling_since_ns >= self._max_load_ns:
             return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // NS_PER_S} s"
         last = self._looks.get(worker.spec.lease_id)
-        waits = compiling_since_ns or worker.page.counter(Counter.DOING) in KNOWN_WAITS
+        waits = compiling_since_ns or worker.page.counter(Counter.DOING) in _KNOWN_WAITS
         if last is None or looked_ns != last.looked_ns or waits:
             self._looks[worker.spec.lease_id] = _LastLook(looked_ns, now_ns)
         elif now_ns - last.since_ns >= UNRESPONSIVE_AFTER_S * NS_PER_S:

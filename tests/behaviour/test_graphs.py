@@ -20,7 +20,9 @@ from gpulease.client import (
     SyncFailed,
     aio,
 )
+from gpulease.client.engine.recorder import Recording
 from gpulease.protocol import Opcode
+from gpulease.protocol.operations import Trait, having
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS, TRANSFORM, floats, numbers, scale_args, start_stray_store
 
@@ -75,6 +77,18 @@ def test_copies_and_launches_again_and_again(session: GpuSession) -> None:
     graph.close()
     with pytest.raises(InvalidHandle, match="the graph is closed"):
         graph.launch()
+
+
+def test_every_operation_that_can_be_a_node_is_recorded(session: GpuSession) -> None:
+    module, buffer, data = session.module_load(TRANSFORM), session.mem_alloc(4 * N), session.empty(N, np.float32)
+    with session.record():
+        session.mem_write(buffer, 0, data)
+        session.mem_write(buffer, 0, bytes(4))
+        launch(session, module, "scale", parametrised(buffer))
+        session.mem_read(buffer, 0, 4 * N, data)
+        recording = session._session.attachment.recording
+        assert isinstance(recording, Recording)
+        assert {node.op for node in recording._nodes} == having(Trait.RECORDED)
 
 
 def test_in_a_stream(session: GpuSession) -> None:

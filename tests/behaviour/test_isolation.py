@@ -1,13 +1,16 @@
 """Two sessions can't see or use each other's memory, modules or lease ids, whatever they send."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 import pytest
 
 from gpulease.client import Denied, GpuBuilder, GpuSession, InvalidHandle, KernelArgs, LaunchFailed, SyncFailed
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.messages import (
+    ArenaCopy,
     Attach,
     Body,
     Data,
@@ -22,6 +25,7 @@ from gpulease.protocol.messages import (
     MemWrite,
     Ping,
 )
+from gpulease.protocol.operations import SESSION_OPCODES, SPECS
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS, TRANSFORM, check_main_job, scale_args
 from helpers.raw_peer import RawPeer
@@ -92,8 +96,17 @@ def test_a_foreign_number_means_nothing_to_a_worker(daemon: Daemon, victim: Vict
         (Opcode.MEM_KEEP, MemKeep(victim.buffer.handle, "mine")),
         (Opcode.MODULE_UNLOAD, Handle(victim.module.handle)),
     ]
+    touching = {Permission.MEM_READ, Permission.MEM_WRITE}
+    named = {op for op in SESSION_OPCODES if SPECS[op].needs.permissions in touching and names_buffer(op)}
+    assert named <= {op for op, _ in attempts}
     for op, body in attempts:
         assert intruder.refused(op, body, session_id).status is Status.INVALID_HANDLE
+
+
+def names_buffer(op: Opcode) -> bool:
+    """Whether an operation that an intruder without an arena may ask has an allocation's number in its body."""
+    request = SPECS[op].request
+    return request is not ArenaCopy and "handle" in {field.name for field in fields(request)}
 
 
 def test_the_victims_session_id_on_the_intruders_connection(daemon: Daemon, victim: Victim, intruder: RawPeer) -> None:

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from gpulease.client import (
     GpuExclusivityClass,
+    GpuSession,
     InvalidHandle,
     InvalidRequest,
     KernelArgs,
@@ -79,8 +81,8 @@ async def launches_are_quiet_and_in_order(face: Face) -> None:
         assert second > first
         heard = [request for request in face.peer.heard if request.op is Opcode.LAUNCH]
         assert [request.is_quiet for request in heard] == [True] * 3
-        assert heard[0].body.args == args.data  # type: ignore[union-attr]
-        assert heard[0].body.arg_sizes == (8, 4, 4)  # type: ignore[union-attr]
+        assert heard[0].body.args == args.data  # type: ignore[attr-defined]
+        assert heard[0].body.arg_sizes == (8, 4, 4)  # type: ignore[attr-defined]
         assert heard[1].session_id == LEASE_ID
         assert heard[1].request_id == second
         assert face.peer.ops()[-1] == "SYNC"
@@ -145,7 +147,7 @@ async def dropped_handles_are_freed_by_the_next_operation(face: Face) -> None:
         del args, module
         await session.sync()
         freed = [request for request in face.peer.heard if request.op in (Opcode.MEM_FREE, Opcode.MODULE_UNLOAD)]
-        assert {request.body.handle for request in freed} == handles  # type: ignore[union-attr]
+        assert {request.body.handle for request in freed} == handles  # type: ignore[attr-defined]
         assert all(request.is_quiet for request in freed)
         await session.sync()
         assert face.peer.ops().count("MEM_FREE") == 1
@@ -331,3 +333,9 @@ def test_chunks_fit_what_the_daemon_takes(run: Run, peer: ScriptedPeer) -> None:
 
     run(copy)
     assert max(len(request.body.data) for request in peer.heard if isinstance(request.body, MemWrite)) == 1000
+
+
+def test_the_guides_name_each_method_of_a_session() -> None:
+    guides = "".join(path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "client").rglob("*.md"))
+    methods = [name for name, value in vars(GpuSession).items() if callable(value) and not name.startswith("_")]
+    assert [name for name in methods if f"{name}(" not in guides and f"`{name}`" not in guides] == []

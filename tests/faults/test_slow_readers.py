@@ -38,7 +38,7 @@ def hostile(daemon: Daemon, lease: GpuLease, over: str) -> RawPeer:
     peer.hello()
     if isinstance(peer, RingPeer):
         peer.attach_ring(lease.lease_id)
-        handle = peer.ask_in_ring(Opcode.MEM_ALLOC, MemAlloc(MAX_DATA_BYTES)).handle  # type: ignore[union-attr]
+        handle = peer.ask_in_ring(Opcode.MEM_ALLOC, MemAlloc(MAX_DATA_BYTES)).handle  # type: ignore[attr-defined]
     else:
         peer.attach(lease.lease_id)
         handle = peer.request(Opcode.MEM_ALLOC, MemAlloc(MAX_DATA_BYTES), lease.lease_id).handle

@@ -31,10 +31,12 @@ from gpulease.protocol import (
 from gpulease.protocol import fastpath as fast
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body, parse_body
-from gpulease.protocol.connection import TRANSITIONS, reply_trigger
+from gpulease.protocol.connection import reply_trigger
+from gpulease.protocol.connection_states import TRANSITIONS
 from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
+from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import NOT_PLAIN
 
 from .draws import Draws
@@ -144,7 +146,8 @@ def check_encoded_again(wire: bytes, events: list[Event]) -> None:
 def check_plain_forms(frame: Frame) -> None:
     """Both ways through a payload, as each body that it may be."""
     payload = bytes(frame.payload)
-    for kind in m.BODIES.get(frame.op, ()):  # type: ignore[call-overload]  # an operation's number finds it
+    spec = SPECS.get(frame.op)  # type: ignore[call-overload]  # an operation's number finds it
+    for kind in () if spec is None else (spec.request, spec.reply):
         schema = codec._SCHEMAS[kind]
         try:
             body, end = schema.plain.read(payload, 0)
@@ -176,14 +179,8 @@ def graph_launch_in(payload: memoryview) -> tuple[Any, ...]:
     return *fast.parse_graph_launch(rest), *regions
 
 
-FIXED: dict[int, tuple[Any, type[Any]]] = {
-    Opcode.MEM_FREE: (fast.HANDLE, m.Handle),
-    Opcode.MEM_REUSE: (fast.HANDLE, m.Handle),
-    Opcode.REGION_SET_FREE: (fast.HANDLE, m.Handle),
-    Opcode.MEM_ALLOC: (fast.MEM_ALLOC, m.MemAlloc),
-    Opcode.MEM_READ: (fast.MEM_READ, m.MemRead),
-    Opcode.ARENA_WRITE: (fast.ARENA_COPY, m.ArenaCopy),
-    Opcode.STREAM_WAIT: (fast.STREAM_WAIT, m.StreamWait),
+FIXED = {
+    int(op): (fast.LAYOUTS[spec.request], spec.request) for op, spec in SPECS.items() if spec.request in fast.LAYOUTS
 }
 
 
@@ -200,7 +197,7 @@ def check_equal(kind: type[Any], payload: memoryview, parse: Callable[[], tuple[
 
 def check_launch(op: Opcode, payload: memoryview) -> None:
     """What is split is a shape and arguments; a pattern made of it is found in its frame, where it says."""
-    body = parsed(m.BODIES[op][0], payload)
+    body = parsed(SPECS[op].request, payload)
     try:
         plain, *regions = fast.split_regions(payload) if op is Opcode.LAUNCH_IN else (payload,)
         shape, args = fast.split_launch(plain)

@@ -15,6 +15,7 @@ from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.operations import SPECS
 from helpers.kernels import FAULTS, TRANSFORM
 from helpers.session_rig import GAPS
 
@@ -177,21 +178,5 @@ BODIES: dict[int, Body] = {
     Opcode.LAUNCH_IN: launch_in,
     Opcode.LAUNCH_WITH: launch_with,
     Opcode.GRAPH_LAUNCH_IN: graph_launch_in,
-    **dict.fromkeys(
-        (
-            Opcode.MEM_FREE,
-            Opcode.MEM_REUSE,
-            Opcode.MODULE_UNLOAD,
-            Opcode.STREAM_DESTROY,
-            Opcode.STREAM_SELECT,
-            Opcode.STREAM_SYNC,
-            Opcode.MODULE_PARAMETERS,
-            Opcode.MODULE_FIGURES,
-            Opcode.EVENT_DESTROY,
-            Opcode.GRAPH_DESTROY,
-            Opcode.REGION_SET_FREE,
-            Opcode.REGION_RELEASE,
-        ),
-        handle,
-    ),
+    **{op: handle for op, spec in SPECS.items() if spec.is_session and spec.request is m.Handle},
 }

@@ -29,7 +29,8 @@ from gpulease.protocol.codec import build_body, parse_body, reply_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import Frame, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, MAX_STREAMS
-from gpulease.protocol.opcodes import SESSION_OPCODES, Flag, Opcode, Status
+from gpulease.protocol.opcodes import Flag, Opcode, Status
+from gpulease.protocol.operations import SESSION_OPCODES
 
 from .draws import Draws
 from .frames import frames_of

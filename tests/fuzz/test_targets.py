@@ -12,7 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from . import TARGETS, ptx_texts
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty
+from gpulease.protocol.operations import SESSION_OPCODES, SPECS, Trait, having
+
+from . import TARGETS, ptx_texts, session_requests
 
 MOST_SEEDS = {
     "images": 6,
@@ -42,6 +46,12 @@ def some_seeds(name: str) -> list[bytes]:
     assert all(len(seed) <= target(name).MAX_BYTES for seed in found)
     most = MOST_SEEDS.get(name, len(found))
     return random.Random(5).sample(found, min(most, len(found)))
+
+
+def test_each_operation_of_a_session_gets_a_body_and_each_recorded_one_is_a_node() -> None:
+    with_body = {op for op in SESSION_OPCODES if SPECS[op].request is not Empty}
+    assert session_requests.BODIES.keys() == with_body - {Opcode.SUBMIT_RUN} | {Opcode.PING}
+    assert having(Trait.RECORDED) < {op for op, _ in session_requests.NODES}
 
 
 @pytest.mark.exhaustive

@@ -62,8 +62,8 @@ class MadeSession:
     def __post_init__(self) -> None:
         self.regions = cast(RegionLink, self)
 
-    def open_regions(self, *, is_held: bool = False) -> "RegionLink | None":
-        return self.regions
+    def open_regions(self, *, is_held: bool = False) -> RegionLink:
+        return cast(RegionLink, self)
 
     def order(self, message: Message) -> None:
         self.ordered.append(message)

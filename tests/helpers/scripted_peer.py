@@ -60,6 +60,7 @@ from gpulease.protocol.messages import (
     Report,
 )
 from gpulease.protocol.opcodes import SessionOption
+from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Given
 
@@ -111,6 +112,7 @@ class Conversation:
     is_worker: bool = False
     kept: Failure | None = None
     skipped: int = 0
+    announced: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -247,6 +249,8 @@ class ScriptedPeer:
 
     def _answer(self, talk: Conversation, request: Request) -> bool:
         self.heard.append(request)
+        ability = SPECS[request.op].ability
+        assert ability is None or ability in talk.announced, f"{request.op.name} was asked of a worker too old for it"
         if request.is_quiet:
             self._keep(talk, request)
             return True
@@ -302,7 +306,10 @@ class ScriptedPeer:
         kept, talk.kept = talk.kept, None
         if kept is not None:
             raise Refusal(kept)
-        return self._handle(request)
+        result = self._handle(request)
+        if isinstance(result, AttachReply):
+            talk.announced = {option.type for option in result.options}
+        return result
 
     def _handle(self, request: Request) -> Body:
         handler = self.script.get(request.op) or _DEFAULTS[request.op].__get__(self)

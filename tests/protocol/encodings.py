@@ -5,14 +5,18 @@ changes its encoding changes all three or fails a test.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any
 
 import construct as c
 
-from gpulease.protocol import primitives
+from gpulease.protocol import messages, primitives
 from gpulease.protocol.messages import Body
 
-BODY_CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}
+BODY_CLASSES: dict[str, type[Any]] = {
+    name: kind
+    for name, kind in vars(messages).items()
+    if isinstance(kind, type) and issubclass(kind, Body) and kind is not Body
+}
 _INTEGERS = {">B": "u8", ">H": "u16", ">h": "i16", ">L": "u32", ">Q": "u64"}
 
 

@@ -17,7 +17,8 @@ from gpulease.protocol import (
     StreamBroken,
 )
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.connection import TRANSITIONS, request_trigger
+from gpulease.protocol.connection import request_trigger
+from gpulease.protocol.connection_states import TRANSITIONS
 from gpulease.protocol.framing import build_frame
 
 from . import strategies

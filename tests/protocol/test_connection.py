@@ -19,7 +19,8 @@ from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import HEADER_BYTES, build_frame
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_IN_FLIGHT, MAX_PAYLOAD_BYTES
-from gpulease.protocol.opcodes import SESSION_OPCODES, Flag
+from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.operations import SESSION_OPCODES
 
 from .peers import ATTACH_REPLY, HELLO, HELLO_REPLY, SESSION_ID, Pair, events_of, pair_in, request_of
 

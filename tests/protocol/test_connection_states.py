@@ -6,10 +6,12 @@ import pytest
 from gpulease.protocol import Connection, Failure, LocalProtocolError, Opcode, Rejected, Reply, Request, Role, Status
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body, reply_body, request_body
-from gpulease.protocol.connection import TRANSITIONS, State, Trigger, reply_trigger, request_trigger
+from gpulease.protocol.connection import reply_trigger, request_trigger
+from gpulease.protocol.connection_states import TRANSITIONS, State, Trigger
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.opcodes import SESSION_OPCODES, Flag
+from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.operations import SESSION_OPCODES
 
 from .encodings import Encoding, fields_of
 from .peers import SESSION_ID, events_of

@@ -1,4 +1,3 @@
-import struct
 from typing import Any
 
 import pytest
@@ -351,18 +350,10 @@ def test_data_prefix_equals_the_codec(data: bytes, request_id: int, session_id: 
     assert prefix + data == plain
 
 
-FIXED: dict[type[Any], struct.Struct] = {
-    m.Handle: fastpath.HANDLE,
-    m.MemRead: fastpath.MEM_READ,
-    m.ArenaCopy: fastpath.ARENA_COPY,
-    m.StreamWait: fastpath.STREAM_WAIT,
-}
-
-
 @settings(max_examples=100, deadline=None)
-@given(kind=st.sampled_from(list(FIXED)), payload=st.binary(max_size=34))
+@given(kind=st.sampled_from(list(fastpath.LAYOUTS)), payload=st.binary(max_size=34))
 def test_parse_fixed_equals_the_codec(kind: type[Any], payload: bytes) -> None:
-    layout = FIXED[kind]
+    layout = fastpath.LAYOUTS[kind]
     try:
         body = parse_body(kind, payload)
     except BodyError:

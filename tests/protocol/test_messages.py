@@ -3,8 +3,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.protocol import Opcode
-from gpulease.protocol import messages as m
+from gpulease.protocol.operations import SPECS
 
 from .encodings import BODY_CLASSES, fields_of
 
@@ -18,9 +17,5 @@ def test_a_message_is_a_frozen_record_of_known_encodings(kind: Any) -> None:
 
 
 def test_every_message_is_used() -> None:
-    used = {body for pair in m.BODIES.values() for body in pair} | {m.ErrorBody}
+    used = {body for spec in SPECS.values() for body in (spec.request, spec.reply)}
     assert used == set(BODY_CLASSES.values())
-
-
-def test_every_operation_has_bodies() -> None:
-    assert list(m.BODIES) == list(Opcode)

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from gpulease.protocol import Opcode, State, Status, limits
+from gpulease.protocol import Opcode, Status, limits
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.connection import EVENTS_OF, TRANSITIONS, request_trigger
+from gpulease.protocol.connection_states import TRANSITIONS
 from gpulease.protocol.framing import HEADER
 from gpulease.protocol.opcodes import (
-    SESSION_OPCODES,
     ErrorTlv,
     HelloOption,
     HelloRequestOption,
@@ -23,6 +22,7 @@ from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.rpc import CallErrorCode, CallStatus
 
 from .encodings import BODY_CLASSES, Encoding, fields_of
+from .generate_readme import with_tables
 from .vector_json import VECTORS
 
 TEXT = (VECTORS.parent / "protocol" / "README.md").read_text(encoding="utf-8")
@@ -53,19 +53,8 @@ def table(first_header: str, text: str = TEXT) -> list[list[str]]:
     return rows
 
 
-def test_operations() -> None:
-    expected = []
-    for op in Opcode:
-        trigger = request_trigger(op)
-        states = [state.name for state in State if trigger is not None and (state, trigger) in TRANSITIONS]
-        request, reply = (body.__name__ for body in m.BODIES[op])
-        if op is Opcode.GOODBYE:
-            request, reply = "—", "ErrorBody"
-        if op in EVENTS_OF.values():
-            request = "—"
-        quiet = "may be" if op in SESSION_OPCODES else "no"
-        expected.append([f"0x{op:04X}", op.name, ", ".join(states) or "never", quiet, request, reply])
-    assert [row[:6] for row in table("| number | operation |")] == expected
+def test_generated_tables() -> None:
+    assert with_tables(TEXT) == TEXT, "write them: PYTHONPATH=.dev python -m tests.protocol.generate_readme"
 
 
 def test_statuses() -> None:
@@ -83,11 +72,6 @@ def test_limits() -> None:
     # How large a receiver's buffer is shows nowhere on the wire.
     values = {name: str(value) for name, value in vars(limits).items() if name.isupper() and "BUFFER" not in name}
     assert {row[0]: row[1] for row in table("| limit | value |")} == values
-
-
-def test_states() -> None:
-    expected = [[state.name, trigger.name, after.name] for (state, trigger), after in TRANSITIONS.items()]
-    assert table("| state | trigger |") == expected
 
 
 def test_permissions() -> None:

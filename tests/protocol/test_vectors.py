@@ -27,6 +27,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.operations import SPECS
 
 from . import generate_vectors
 from .encodings import BODY_CLASSES, fields_of
@@ -146,9 +147,9 @@ def test_a_message_both_ways(path: Path, case: dict[str, Any]) -> None:
         assert header_of(frame) == case["header"]
         assert reader.take_rest() == b"".join(chunks)[len(wire) :]
     assert parse_body(kind, frame.payload) == body
-    pair = m.BODIES[Opcode[case["op"]]]
-    expected = m.ErrorBody if case["header"]["status"] else pair[case["direction"] == "reply"]
-    assert kind is expected
+    spec = SPECS[Opcode[case["op"]]]
+    in_order = spec.reply if case["direction"] == "reply" else spec.request
+    assert kind is (m.ErrorBody if case["header"]["status"] else in_order)
 
 
 @pytest.mark.parametrize("path", sorted(VECTORS.glob("messages/*.json")), ids=relative)

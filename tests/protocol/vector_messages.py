@@ -9,7 +9,6 @@ from gpulease.protocol.framing import HEADER
 from gpulease.protocol.opcodes import (
     EXCLUSIVITY_TAG,
     GPU_RESOURCE_TYPE,
-    HANDING_OVER,
     LABELS_TAG,
     MAX_KERNEL_TAG,
     NAME_TAG,
@@ -25,6 +24,7 @@ from gpulease.protocol.opcodes import (
     RevokeOutcome,
     Waiting,
 )
+from gpulease.protocol.operations import HANDING_OVER, SPECS
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 from .encodings import BODY_CLASSES, fields_of
@@ -399,7 +399,10 @@ def _uses(kind: type[m.Body]) -> list[tuple[Opcode, bool]]:
     if kind is m.ErrorBody:
         return [(Opcode.SYNC, True)]
     pairs = [
-        (op, is_reply) for op, bodies in m.BODIES.items() for is_reply in (False, True) if bodies[is_reply] is kind
+        (spec.op, is_reply)
+        for spec in SPECS.values()
+        for is_reply, body in ((False, spec.request), (True, spec.reply))
+        if body is kind
     ]
     never = {(Opcode.GOODBYE, False), (Opcode.GOODBYE, True), (Opcode.LEASE_EVENT, False), (Opcode.REGION_EVENT, False)}
     return [use for use in pairs if use not in never]

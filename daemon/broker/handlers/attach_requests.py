@@ -27,11 +27,12 @@ from gpulease.daemon.leases import (
     SubmitState,
 )
 from gpulease.daemon.leases.denials import not_found, stuck
-from gpulease.protocol.capabilities import SESSION_PERMISSIONS, AttachOption, Permission
+from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Attach, Body, GpuSubmit
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Wanted
 
@@ -139,7 +140,7 @@ class AttachHandler:
 
     def check(self, request: Request) -> Guest | None:
         """Return the bounds of a connection that attaches with a token. Raises Refused unless the peer may attach."""
-        self._caller.check_reader(request.op)
+        self._caller.check_peer(request.op)
         named = self._runtime.table.get(request.session_id)
         if named is not None and named.parent_id:
             # A region has no session of its own.
@@ -149,8 +150,7 @@ class AttachHandler:
         if token is None:
             self._check_own(request.session_id)
             return None
-        needed = Permission.TASKLET_SUBMIT if isinstance(body, GpuSubmit) else SESSION_PERMISSIONS
-        return self._tokens.guest(request.session_id, token, needed)
+        return self._tokens.guest(request.session_id, token, SPECS[request.op].needs.permissions)
 
     def _check_own(self, lease_id: int) -> None:
         lease = self._runtime.table.get(lease_id)

@@ -25,7 +25,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.leases.denials import not_found
 from gpulease.protocol import messages
-from gpulease.protocol.capabilities import NODE_LEASE, Permission
+from gpulease.protocol.capabilities import NODE_LEASE
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.lease_names import NAME, NAME_RULE
@@ -42,9 +42,11 @@ from gpulease.protocol.opcodes import (
     SUBMIT_TAG,
     WAITING_TAG,
     Exclusivity,
+    Opcode,
     Status,
     Waiting,
 )
+from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import LeaseParameter
 
 U32_BYTES: Final = 4
@@ -82,7 +84,7 @@ class LeaseHandler:
                     hint=f"GPUs are resource type {GPU_RESOURCE_TYPE:#06x}.",
                 )
             )
-        self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, Permission.LEASE_ALLOC)
+        self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, SPECS[request.op].needs.permissions)
         event = self._acquire_event(body)
 
         def on_answer(result: Granted | Failure) -> None:
@@ -123,11 +125,11 @@ class LeaseHandler:
             )
             self._caller.answer(request, renewed)
 
-        lease_id, permission = body.lease_id, Permission.LEASE_RENEW
+        lease_id, permission = body.lease_id, SPECS[request.op].needs.permissions
         region = self._runtime.table.get(lease_id)
         if region is not None and region.parent_id and not self._tokens.permits(lease_id, permission):
             # No token of the region's own. Whoever may renew its lease, or open regions of it, may renew it.
-            lease_id, permission = region.parent_id, Permission.LEASE_RENEW | Permission.REGION
+            lease_id, permission = region.parent_id, permission | SPECS[Opcode.REGION_OPEN].needs.permissions
         self._tokens.check_demand(Demand.RENEW, lease_id, permission)
         tenant = self._tokens.acting_tenant(lease_id, permission)
         if (denial := self._runtime.journal.denial()) is not None:
@@ -144,7 +146,7 @@ class LeaseHandler:
             else:
                 self._caller.answer_denied(request, outcome)
 
-        tenant = self._tokens.acting_tenant(body.lease_id, Permission.LEASE_FREE)
+        tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
         if tenant != self._peer.tenant:
             # The peer bears a token. Only the tenant itself can promise that its session holds nothing more.
             self._runtime.post(GuestAttached(body.lease_id))

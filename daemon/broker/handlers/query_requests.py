@@ -1,6 +1,7 @@
 """Requests that change nothing: PING, GET_INVENTORY, LEASE_QUERY, LEASE_LIST_ACTIVE, subscriptions, METRICS, HEALTH."""
 
 from collections.abc import Callable
+from typing import Final
 
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.health import Health
@@ -11,10 +12,13 @@ from gpulease.daemon.broker.subscriptions import EVERY_LEASE, ConnectionSubscrip
 from gpulease.daemon.leases import LeaseSnapshot
 from gpulease.daemon.leases.denials import not_found
 from gpulease.protocol import messages
-from gpulease.protocol.capabilities import ALL_PERMISSIONS
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.operations import SPECS
+
+_TO_QUERY: Final = SPECS[Opcode.LEASE_QUERY].needs.permissions
+"""A token must permit one of these for LEASE_QUERY, and for a subscription, which tells the same as it changes."""
 
 
 class QueryHandler:
@@ -98,7 +102,7 @@ class QueryHandler:
         return parent is not None and check(parent)
 
     def _acts_for(self, lease: LeaseSnapshot) -> bool:
-        return lease.tenant == self._tokens.acting_tenant(lease.lease_id, ALL_PERMISSIONS)
+        return lease.tenant == self._tokens.acting_tenant(lease.lease_id, _TO_QUERY)
 
     def _may_see(self, lease: LeaseSnapshot) -> bool:
         if self._peer.is_operator:
@@ -123,7 +127,6 @@ class NodeHandler:
 
     def metrics(self, request: Request, body: messages.Empty) -> None:
         """Serve METRICS: one text at a time, so that a peer that never reads has no more than one waiting."""
-        self._caller.need_operator("METRICS")
         if self._is_scraping:
             raise Refused(Failure(Status.BUSY, "this connection's METRICS is being answered", hint="Ask one by one."))
         self._is_scraping = True

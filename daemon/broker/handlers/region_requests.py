@@ -23,10 +23,11 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.record.audit.records import clean_text
 from gpulease.protocol import messages
-from gpulease.protocol.capabilities import NODE_LEASE, Permission
+from gpulease.protocol.capabilities import NODE_LEASE
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.operations import SPECS
 
 
 class RegionHandler:
@@ -51,7 +52,7 @@ class RegionHandler:
             raise Refused(Failure(Status.INVALID_REQUEST, "the region's tenant is no name of a tenant"))
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refused(failure_of(denial))
-        tenant = self._tokens.acting_tenant(body.lease_id, Permission.REGION)
+        tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
         owner = body.tenant or self._peer.tenant
         number = self._caller.expect(on_outcome)
         self._runtime.post(
@@ -79,10 +80,11 @@ class RegionHandler:
 
         if body.is_cancelled not in (0, 1):
             raise Refused(Failure(Status.INVALID_REQUEST, "a region is cancelled by 1, and taken again by 0"))
-        tenant = self._tokens.acting_tenant(body.lease_id, Permission.REGION)
+        permission = SPECS[request.op].needs.permissions
+        tenant = self._tokens.acting_tenant(body.lease_id, permission)
         region = self._runtime.table.get(body.lease_id)
         if tenant == self._peer.tenant and region is not None and region.parent_id:
-            tenant = self._tokens.acting_tenant(region.parent_id, Permission.REGION)
+            tenant = self._tokens.acting_tenant(region.parent_id, permission)
         number = self._caller.expect(on_outcome)
         event = RegionCancelRequested(number, body.lease_id, tenant, bool(body.is_cancelled), self._peer.is_operator)
         self._runtime.post(event)
@@ -98,7 +100,7 @@ class RegionHandler:
 
         lease = self._runtime.table.get(body.lease_id)
         if lease is None or body.size_bytes > lease.size_bytes:
-            self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, Permission.LEASE_ALLOC)
+            self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, SPECS[request.op].needs.permissions)
             if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
                 raise Refused(failure_of(denial))
         number = self._caller.expect(on_outcome)

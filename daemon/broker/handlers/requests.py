@@ -16,13 +16,11 @@ from gpulease.daemon.broker.token_service import ConnectionTokens
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Opcode
+from gpulease.protocol.operations import HANDING_OVER
 
 NEEDS_MEMORY: Final = frozenset({Opcode.LEASE_SUBSCRIBE, Opcode.REGION_OPEN, Opcode.REGION_WATCH})
 """Operations that the broker refuses when it is out of memory: it would have to keep something, and they can wait.
 LEASE_ALLOC is another; its handler first looks whether the lease is there already."""
-
-HANDS_OVER: Final = frozenset({Opcode.ATTACH, Opcode.GPU_SUBMIT})
-"""Operations that take the connection along. Their handler checks and refuses them itself."""
 
 Handle = Callable[[Request, Any], None]
 """Serves a request with its parsed body: answers now, or when the lease table has an outcome. May raise Refused."""
@@ -81,11 +79,12 @@ class RequestDispatcher:
     def dispatch(self, request: Request) -> None:
         """Serve one request. A refusal is answered, logged and counted."""
         handle = self._handlers[request.op]
-        if request.op in HANDS_OVER:
+        if request.op in HANDING_OVER:
+            # Their handler checks and refuses them itself.
             handle(request, request.body)
             return
         try:
-            self._caller.check_reader(request.op)
+            self._caller.check_peer(request.op)
             if request.op in NEEDS_MEMORY:
                 self._caller.need_memory()
             handle(request, request.body)

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpulease.client import AllocFailed, GpuSession, InvalidHandle, InvalidRequest, KernelArgs, LaunchFailed, aio
+from gpulease.client import (
+    AllocFailed,
+    GpuSession,
+    InvalidHandle,
+    InvalidRequest,
+    KernelArgs,
+    LaunchFailed,
+    Unsupported,
+    aio,
+)
 from gpulease.client.engine import recorder as recording
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.codec import parse_body
@@ -100,6 +109,39 @@ def pointer(buffer: Any, offset: int) -> bytes:
     return bytes(buffer.handle.to_bytes(8, "little") + offset.to_bytes(8, "little"))
 
 
+def refused_calls(session: Any, module: Any, buffer: Any) -> dict[str, Callable[[], Any]]:
+    """Calls of the methods that can't be recorded, by their names."""
+    return {
+        "mem_alloc": lambda: session.mem_alloc(4),
+        "region_set": lambda: session.region_set([]),
+        "module_load": lambda: session.module_load("x"),
+        "sync": lambda: session.sync(),
+        "stream": lambda: session.stream(),
+        "printed": lambda: session.printed(),
+        "keep": lambda: session.keep(buffer, "it"),
+        "kept": lambda: session.kept("it"),
+        "kept_names": lambda: session.kept_names(),
+        "take": lambda: session.take("it"),
+        "reset": lambda: session.reset(),
+        "mem_free": lambda: session.mem_free(buffer),
+        "module_unload": lambda: session.module_unload(module),
+    }
+
+
+async def an_old_worker_is_asked_for_nothing_that_it_does_not_announce(face: Face) -> None:
+    face.peer.region_granule_bytes = 0
+    async with face.session() as session:
+        module, buffer = await opened(face, session)
+        unsupported = set()
+        for name, call in refused_calls(session, module, buffer).items():
+            try:
+                # The peer fails the test at an operation that it has not announced.
+                await call()
+            except Unsupported:
+                unsupported.add(name)
+        assert unsupported == {"region_set", "printed", "keep", "kept", "kept_names", "take", "reset"}
+
+
 async def what_is_refused_while_it_records(face: Face) -> None:
     async with face.session() as session:
         module, buffer = await opened(face, session)
@@ -108,21 +150,7 @@ async def what_is_refused_while_it_records(face: Face) -> None:
         async with record(face, session) as other:
             await session.mem_write(buffer, 0, b"x")
         async with record(face, session) as graph:
-            refusals: dict[str, Callable[[], Any]] = {
-                "mem_alloc": lambda: session.mem_alloc(4),
-                "region_set": lambda: session.region_set([]),
-                "mem_free": lambda: session.mem_free(buffer),
-                "module_load": lambda: session.module_load("x"),
-                "module_unload": lambda: session.module_unload(module),
-                "sync": lambda: session.sync(),
-                "stream": lambda: session.stream(),
-                "printed": lambda: session.printed(),
-                "keep": lambda: session.keep(buffer, "it"),
-                "kept": lambda: session.kept("it"),
-                "kept_names": lambda: session.kept_names(),
-                "take": lambda: session.take("it"),
-                "reset": lambda: session.reset(),
-            }
+            refusals = refused_calls(session, module, buffer)
             assert refusals.keys() == REFUSED
             others: tuple[Callable[[], Any], ...] = (
                 lambda: stream.sync(),
@@ -241,6 +269,7 @@ async def bounds(face: Face) -> None:
 
 SCENARIOS: list[Scenario] = [
     what_is_sent,
+    an_old_worker_is_asked_for_nothing_that_it_does_not_announce,
     what_is_refused_while_it_records,
     discarded,
     in_a_stream,

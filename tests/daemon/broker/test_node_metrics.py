@@ -52,9 +52,7 @@ class Scene:
 
     def handler_for(self, peer: Peer) -> NodeHandler:
         """A handler whose caller is that peer; it answers into `answers`."""
-        caller = SimpleNamespace(
-            peer=peer, need_operator=lambda _: None, answer=lambda _, result: self.answers.append(result)
-        )
+        caller = SimpleNamespace(peer=peer, answer=lambda _, result: self.answers.append(result))
         return NodeHandler(cast(Caller, caller), self.metrics, self.health)
 
     async def answered(self, count: int) -> list[Any]:

@@ -10,16 +10,18 @@ from fuzz.control import REQUESTS, Build
 from fuzz.draws import Draws
 from fuzz.tenants import Peer, Scene
 from fuzz.virtual import READY_S, VirtualLoop, virtual_time
-from gpulease.daemon.broker.caller import READ_ONLY_OPS
 from gpulease.daemon.broker.handlers.requests import RequestDispatcher
+from gpulease.daemon.broker.peer import Peer as ControlPeer
 from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.broker.web_frontend import READER
 from gpulease.daemon.leases import LeaseState
 from gpulease.protocol import Opcode, Status
-from gpulease.protocol.connection import Request, Trigger, request_trigger
+from gpulease.protocol.connection import Request, request_trigger
+from gpulease.protocol.connection_states import State, Trigger
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Attach, Body, Hello, LeaseAlloc, LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
+from gpulease.protocol.operations import SPECS, Trait, having
 
 
 class Reader:
@@ -90,7 +92,7 @@ def test_a_reader_is_served_only_what_changes_nothing(op: Opcode, build: Build) 
         dispatcher.dispatch(Request(op, 1, 0, False, build(scene, Draws(b""))))
         is_denied = [isinstance(said, Failure) and said.status is Status.DENIED for said in reader.answers]
         # Metrics are told later.
-        assert (True not in is_denied) if op in READ_ONLY_OPS else is_denied == [True], reader.answers
+        assert (True not in is_denied) if op in having(Trait.READ_ONLY) else is_denied == [True], reader.answers
         dispatcher.leave()
 
     in_a_broker(play)
@@ -109,4 +111,31 @@ def test_a_reader_enters_no_session() -> None:
 def test_no_operation_is_forgotten() -> None:
     asked = {op for op, _ in REQUESTS}
     control = {op for op in Opcode if request_trigger(op) in (Trigger.CONTROL_REQUEST, Trigger.PING)}
-    assert asked >= control - READ_ONLY_OPS
+    assert asked >= control - having(Trait.READ_ONLY)
+
+
+def test_each_control_operation_has_a_handler() -> None:
+    def play(scene: Scene, dispatcher: RequestDispatcher, reader: Reader) -> None:
+        assert dispatcher._handlers.keys() == {op for op, spec in SPECS.items() if State.CONTROL in spec.states}
+
+    in_a_broker(play)
+
+
+def test_what_is_for_operators_is_refused_to_a_tenant_before_its_handler() -> None:
+    class Tenant(Reader):
+        peer = ControlPeer("ann", is_operator=False, is_known=True)
+
+    def play(scene: Scene, dispatcher: RequestDispatcher, reader: Reader) -> None:
+        tenant = Tenant()
+        asking = RequestDispatcher(scene.runtime, tenant, "cpu")
+        built = {op: build(scene, Draws(b"")) for op, build in REQUESTS if Trait.OPERATORS in SPECS[op].traits}
+        assert built.keys() == having(Trait.OPERATORS)
+        for op, body in built.items():
+            asking.dispatch(Request(op, 1, 0, False, body))
+            (said,) = tenant.answers
+            assert isinstance(said, Failure)
+            assert (said.status, f"{op.name} is for operators" in said.message) == (Status.DENIED, True)
+            tenant.answers.clear()
+        asking.leave()
+
+    in_a_broker(play)

@@ -25,6 +25,7 @@ from gpulease.protocol.messages import (
     Launch,
 )
 from gpulease.protocol.opcodes import Opcode, ParameterKind, Status
+from gpulease.protocol.operations import SPECS, Trait
 from helpers.graph_rig import Rig, node, place, rigged, value
 from helpers.kernels import numbers, packed_scale_args
 
@@ -223,6 +224,12 @@ def test_at_most_a_segment_begins_after_the_end(rig: Rig, word: Status, monkeypa
     assert begun == 2 * SEGMENT_STEPS
     rig.replay(graph)
     assert begun == 2 * SEGMENT_STEPS
+
+
+@pytest.mark.parametrize("op", Opcode, ids=lambda op: op.name)
+def test_only_what_is_recorded_can_be_a_node(rig: Rig, op: Opcode) -> None:
+    failure = rig.refused(Opcode.GRAPH_CREATE, GraphCreate((GraphNode(op, b""),), (), (), ()))
+    assert ("can't be a node" in failure.message) == (Trait.RECORDED not in SPECS[op].traits)
 
 
 def test_graphs_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,9 @@ from gpulease.daemon.drivers.interface import Admit, ImageRejected, Poll, admit_
 from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.image import CpuModule
 from gpulease.daemon.session.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
+from gpulease.daemon.session.session import Session
+from gpulease.protocol.framing import Frame
+from gpulease.protocol.operations import Trait, having
 
 
 class Deaf(CpuContext):
@@ -56,3 +59,20 @@ def test_a_context_that_fails_is_reported(kind: type[CpuContext], said: str) -> 
             rehearse(context)
     finally:
         context.close()
+
+
+def test_a_rehearsal_does_what_every_tenant_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = set()
+
+    def handle(session: Session, frame: Frame) -> bytes | memoryview | None:
+        asked.add(frame.op)
+        return handled(session, frame)
+
+    handled = Session.handle
+    monkeypatch.setattr(Session, "handle", handle)
+    context = CpuContext(SLICE_BYTES)
+    try:
+        rehearse(context)
+    finally:
+        context.close()
+    assert asked == having(Trait.WARMED_UP)

@@ -34,6 +34,7 @@ from gpulease.protocol.messages import (
     Ping,
 )
 from gpulease.protocol.opcodes import Flag, Opcode, Status
+from gpulease.protocol.operations import SESSION_OPCODES
 from helpers.kernels import FAULTS, TRANSFORM, numbers, packed_scale_args
 
 LEASE = 0x1234
@@ -86,7 +87,7 @@ class Bench:
         return reply.handle
 
     def load(self, image: bytes) -> int:
-        module: int = self.ask(Opcode.MODULE_LOAD, ModuleLoad(image)).module  # type: ignore[union-attr]
+        module: int = self.ask(Opcode.MODULE_LOAD, ModuleLoad(image)).module  # type: ignore[attr-defined]
         return module
 
     def bias(self, module: int, handle: int, kernel: str = "bias") -> Launch:
@@ -368,3 +369,10 @@ def test_a_refused_request_leaves_nothing_of_its_frames_behind(bench: Bench, mon
         assert [one() for one in left] == [None]
     finally:
         gc.enable()
+
+
+def test_a_session_serves_each_operation_of_sessions(bench: Bench) -> None:
+    submit = Session(LEASE, bench.session._context, Ledger(SLICE), bench.session._page, is_submit=True)
+    assert bench.session._operations.keys() | submit._operations.keys() == SESSION_OPCODES | {Opcode.PING}
+    assert bench.session._operations.keys() & submit._operations.keys() == {Opcode.PING}
+    submit._counters.release()

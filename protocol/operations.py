@@ -1,0 +1,787 @@
+"""The operations: one `OperationSpec` for each opcode, with every fact about it that more than one place needs.
+
+Whatever says such a fact elsewhere is derived from these specifications, or a test compares it with them: the codec's
+bodies, the states of a connection, the permissions of tokens, the worker's dispatch and the abilities it announces, the
+watchdog's patience, the client's acknowledgements, and the tables of `README.md`. A new operation begins here; a fact
+left out is an error when this module is imported.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Flag, auto
+from types import MappingProxyType
+from typing import Final
+
+from gpulease.protocol import messages as m
+from gpulease.protocol.capabilities import ALL_PERMISSIONS, SESSION_PERMISSIONS, Permission
+from gpulease.protocol.connection_states import TRANSITIONS, State, Trigger
+from gpulease.protocol.opcodes import Opcode, SessionOption, Status
+
+
+class Trait(Flag):
+    """What else is true of an operation.
+
+    Of control operations:
+        READ_ONLY: It changes nothing, so a peer that may only look may ask it.
+        OPERATORS: Operators alone may ask it.
+
+    Of session operations:
+        IN_STREAM: It acts in the stream that STREAM_SELECT chose.
+        WAITS_IN_DRIVER: It may block inside the driver, where nobody can poll: for a kernel, while the driver's queue
+            is full, or for a compiler. The lease's deadline bounds it, and compilers have a bound of their own. An
+            operation that polls, as SYNC does, does not have this trait: a worker that is silent in it hangs.
+        SETTLES: Its reply says that everything before it has ended, in all streams.
+        SETTLES_ALONE: Its reply says so while the session has no stream but the default one.
+        RECORDED: It can be a node of a launch graph.
+        WARMED_UP: Every tenant asks it, so a warm worker has done it before its first lease.
+    """
+
+    NONE = 0
+    READ_ONLY = auto()
+    OPERATORS = auto()
+    IN_STREAM = auto()
+    WAITS_IN_DRIVER = auto()
+    SETTLES = auto()
+    SETTLES_ALONE = auto()
+    RECORDED = auto()
+    WARMED_UP = auto()
+
+
+_CONTROL_TRAITS: Final = Trait.READ_ONLY | Trait.OPERATORS
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The permissions that a token must have for an operation: all of them, or with `any_suffices` one of them."""
+
+    permissions: Permission
+    any_suffices: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationSpec:
+    """The facts about one operation.
+
+    Attributes:
+        op: Its number.
+        request: The body of its request; Empty also for an operation without requests.
+        reply: The body of its successful reply; of an event, or of GOODBYE, the body of what the daemon sends.
+        trigger: What its request is to the connection's states; None for an operation without requests.
+        needs: What a token must permit. On a control connection the lease's own tenant needs no token, unless the
+            daemon demands one.
+        traits: What else is true of it.
+        ability: The option in ATTACH's reply by which a worker says that it serves the operation. A client must not ask
+            where the option is missing: the worker is older than the operation. None: every worker serves it.
+        driver_failure: The status of its reply if the driver fails and says no more.
+        events: The operation of the events that follow a subscribing operation's reply.
+        does: What it does, in one sentence of the specification's table.
+    """
+
+    op: Opcode
+    request: type[m.Body]
+    reply: type[m.Body]
+    trigger: Trigger | None
+    needs: Needs
+    traits: Trait
+    ability: SessionOption | None
+    driver_failure: Status
+    events: Opcode | None
+    does: str
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The states of a connection in which it may be asked."""
+        return tuple(state for state in State if self.trigger is not None and (state, self.trigger) in TRANSITIONS)
+
+    @property
+    def is_session(self) -> bool:
+        """Whether a session's worker serves it, and not the broker; such a request may be quiet."""
+        return self.trigger is Trigger.SESSION_REQUEST
+
+
+_NOTHING: Final = Needs(Permission(0))
+_ANY: Final = Needs(ALL_PERMISSIONS, any_suffices=True)
+_ANY_OF_SESSION: Final = Needs(SESSION_PERMISSIONS, any_suffices=True)
+_ALL_OF_SESSION: Final = Needs(SESSION_PERMISSIONS)
+_SUBMIT: Final = Needs(Permission.TASKLET_SUBMIT)
+_READ: Final = Needs(Permission.MEM_READ)
+_WRITE: Final = Needs(Permission.MEM_WRITE)
+
+
+def _control(
+    op: Opcode,
+    request: type[m.Body],
+    reply: type[m.Body],
+    needs: Needs,
+    traits: Trait,
+    does: str,
+    trigger: Trigger | None = Trigger.CONTROL_REQUEST,
+    events: Opcode | None = None,
+) -> OperationSpec:
+    """Return the specification of an operation that the broker serves, or that the daemon sends unasked."""
+    return OperationSpec(
+        op=op,
+        request=request,
+        reply=reply,
+        trigger=trigger,
+        needs=needs,
+        traits=traits,
+        ability=None,
+        driver_failure=Status.INTERNAL,
+        events=events,
+        does=does,
+    )
+
+
+def _session(
+    op: Opcode,
+    request: type[m.Body],
+    reply: type[m.Body],
+    needs: Needs,
+    traits: Trait,
+    does: str,
+    *,
+    ability: SessionOption | None,
+    driver_failure: Status,
+) -> OperationSpec:
+    """Return the specification of an operation that a session's worker serves."""
+    return OperationSpec(
+        op=op,
+        request=request,
+        reply=reply,
+        trigger=Trigger.SESSION_REQUEST,
+        needs=needs,
+        traits=traits,
+        ability=ability,
+        driver_failure=driver_failure,
+        events=None,
+        does=does,
+    )
+
+
+_ALL: Final = (
+    _control(
+        Opcode.HELLO,
+        m.Hello,
+        m.HelloReply,
+        _NOTHING,
+        Trait.NONE,
+        "the first frame: versions are agreed, features and names exchanged",
+        trigger=Trigger.HELLO,
+    ),
+    _control(
+        Opcode.ATTACH,
+        m.Attach,
+        m.AttachReply,
+        _ANY_OF_SESSION,
+        Trait.NONE,
+        "makes this connection the session whose id the header carries",
+        trigger=Trigger.ATTACH,
+    ),
+    _control(Opcode.PING, m.Ping, m.Ping, _NOTHING, Trait.READ_ONLY, "shows that the peer lives", trigger=Trigger.PING),
+    _control(
+        Opcode.GOODBYE,
+        m.Empty,
+        m.ErrorBody,
+        _NOTHING,
+        Trait.NONE,
+        "only ever sent by the daemon, see [goodbye](#goodbye)",
+        trigger=None,
+    ),
+    _control(
+        Opcode.GPU_SUBMIT,
+        m.GpuSubmit,
+        m.AttachReply,
+        _SUBMIT,
+        Trait.NONE,
+        "makes this connection a [submit](#submits) on the lease whose id the header carries",
+        trigger=Trigger.ATTACH,
+    ),
+    _control(Opcode.GET_INVENTORY, m.Empty, m.Inventory, _NOTHING, Trait.READ_ONLY, "returns the cards; ungated"),
+    _control(
+        Opcode.LEASE_ALLOC, m.LeaseAlloc, m.LeaseGrant, Needs(Permission.LEASE_ALLOC), Trait.NONE, "grants a lease"
+    ),
+    _control(
+        Opcode.LEASE_RENEW,
+        m.LeaseRenew,
+        m.LeaseRenewed,
+        Needs(Permission.LEASE_RENEW),
+        Trait.NONE,
+        "makes a lease last; one that ended can't be renewed",
+    ),
+    _control(
+        Opcode.LEASE_FREE,
+        m.LeaseRef,
+        m.Empty,
+        Needs(Permission.LEASE_FREE),
+        Trait.NONE,
+        "ends a lease; the reply comes when its memory is proved free",
+    ),
+    _control(Opcode.LEASE_QUERY, m.LeaseRef, m.Report, _ANY, Trait.READ_ONLY, "returns one lease's state; ungated"),
+    _control(
+        Opcode.LEASE_LIST_ACTIVE, m.Empty, m.Report, _NOTHING, Trait.READ_ONLY, "returns the live leases; ungated"
+    ),
+    _control(
+        Opcode.LEASE_SUBSCRIBE,
+        m.LeaseSubscribe,
+        m.Empty,
+        _ANY,
+        Trait.READ_ONLY,
+        "reports a lease's [phases](#events) from now on",
+        events=Opcode.LEASE_EVENT,
+    ),
+    _control(Opcode.LEASE_UNSUBSCRIBE, m.LeaseUnsubscribe, m.Empty, _NOTHING, Trait.READ_ONLY, "ends a subscription"),
+    _control(
+        Opcode.LEASE_EVENT,
+        m.Empty,
+        m.LeaseEvent,
+        _NOTHING,
+        Trait.NONE,
+        "only ever sent by the daemon, see [events](#events)",
+        trigger=None,
+    ),
+    _control(
+        Opcode.LEASE_REVOKE,
+        m.LeaseRevoke,
+        m.LeaseRevoked,
+        Needs(Permission.REVOKE),
+        Trait.NONE,
+        "ends any lease whatever it is doing; the reply comes when its outcome is a fact",
+    ),
+    _control(Opcode.FENCE_CLEAR, m.FenceClear, m.FenceCleared, _NOTHING, Trait.OPERATORS, "grants fenced bytes again"),
+    _control(
+        Opcode.DRAIN,
+        m.Drain,
+        m.DrainStatus,
+        _NOTHING,
+        Trait.OPERATORS,
+        "grants no more leases, and ends those that are left by a deadline",
+    ),
+    _control(Opcode.DRAIN_CANCEL, m.Empty, m.DrainStatus, _NOTHING, Trait.OPERATORS, "grants leases again"),
+    _control(
+        Opcode.METRICS,
+        m.Empty,
+        m.Metrics,
+        _NOTHING,
+        Trait.READ_ONLY | Trait.OPERATORS,
+        "returns the node's metrics, for Prometheus",
+    ),
+    _control(
+        Opcode.HEALTH,
+        m.Empty,
+        m.Report,
+        _NOTHING,
+        Trait.READ_ONLY,
+        "returns whether the daemon can [grant leases](#health); ungated for peers on its host",
+    ),
+    _control(
+        Opcode.REGION_OPEN,
+        m.RegionOpen,
+        m.RegionGrant,
+        Needs(Permission.REGION),
+        Trait.NONE,
+        "opens a [region](#regions) of a lease",
+    ),
+    _control(
+        Opcode.REGION_CANCEL,
+        m.RegionCancel,
+        m.Empty,
+        Needs(Permission.REGION),
+        Trait.NONE,
+        "refuses launches that name a region, or takes them again; it does not end",
+    ),
+    _control(
+        Opcode.LEASE_RESIZE,
+        m.LeaseResize,
+        m.LeaseResize,
+        Needs(Permission.LEASE_ALLOC),
+        Trait.NONE,
+        "makes a lease larger or smaller while it runs",
+    ),
+    _control(
+        Opcode.REGION_WATCH,
+        m.LeaseRef,
+        m.Empty,
+        _ANY,
+        Trait.READ_ONLY,
+        "reports launches that [regions refuse](#refused-launches) from now on",
+        events=Opcode.REGION_EVENT,
+    ),
+    _control(
+        Opcode.REGION_EVENT,
+        m.Empty,
+        m.RegionEvent,
+        _NOTHING,
+        Trait.NONE,
+        "only ever sent by the daemon, see [refused launches](#refused-launches)",
+        trigger=None,
+    ),
+    _control(
+        Opcode.LEASE_NOTE,
+        m.LeaseNote,
+        m.Empty,
+        _NOTHING,
+        Trait.NONE,
+        "writes a [tenant's record](#notes) to the audit log; the reply comes when it is on the disk",
+    ),
+    _control(
+        Opcode.PLACE,
+        m.Place,
+        m.Placement,
+        _NOTHING,
+        Trait.NONE,
+        "asks a [fleet's directory](#fleets) which nodes to ask for a lease",
+    ),
+    _control(
+        Opcode.FLEET_LIST,
+        m.Empty,
+        m.Report,
+        _NOTHING,
+        Trait.NONE,
+        "returns the nodes and names of a [fleet](#fleets), as its directory sees them",
+    ),
+    _control(
+        Opcode.CAPABILITY_ISSUE,
+        m.CapabilityIssue,
+        m.CapabilityGrant,
+        _NOTHING,
+        Trait.NONE,
+        "makes a [token](#tokens) by which others can use a lease",
+    ),
+    _control(
+        Opcode.CAPABILITY_PRESENT,
+        m.CapabilityPresent,
+        m.CapabilityHeld,
+        _NOTHING,
+        Trait.NONE,
+        "shows a token that counts for this connection from now on",
+    ),
+    _control(
+        Opcode.CAPABILITY_AUDIENCE,
+        m.Empty,
+        m.Audience,
+        _NOTHING,
+        Trait.NONE,
+        "returns who this peer is to this node, for the tokens it is to get; ungated",
+    ),
+    _control(
+        Opcode.CAPABILITY_REVOKE,
+        m.CapabilityRevoke,
+        m.Empty,
+        _NOTHING,
+        Trait.NONE,
+        "ends one token at once; for the lease's tenant, and operators",
+    ),
+    _session(
+        Opcode.MEM_ALLOC,
+        m.MemAlloc,
+        m.Handle,
+        _WRITE,
+        Trait.WAITS_IN_DRIVER | Trait.WARMED_UP,
+        "allocates in the slice",
+        ability=None,
+        driver_failure=Status.ALLOC_FAILED,
+    ),
+    _session(
+        Opcode.MEM_FREE,
+        m.Handle,
+        m.Empty,
+        _WRITE,
+        Trait.WARMED_UP,
+        "frees an allocation",
+        ability=None,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.MEM_WRITE,
+        m.MemWrite,
+        m.Empty,
+        _WRITE,
+        Trait.IN_STREAM | Trait.RECORDED | Trait.WARMED_UP,
+        "copies into an allocation",
+        ability=None,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.MEM_READ,
+        m.MemRead,
+        m.Data,
+        _READ,
+        Trait.IN_STREAM | Trait.SETTLES_ALONE | Trait.WARMED_UP,
+        "copies out of an allocation, behind everything queued before",
+        ability=None,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.MODULE_LOAD,
+        m.ModuleLoad,
+        m.ModuleLoaded,
+        _SUBMIT,
+        Trait.WAITS_IN_DRIVER | Trait.WARMED_UP,
+        "compiles and loads a module",
+        ability=None,
+        driver_failure=Status.LOAD_FAILED,
+    ),
+    _session(
+        Opcode.LAUNCH,
+        m.Launch,
+        m.Empty,
+        _SUBMIT,
+        Trait.IN_STREAM | Trait.WAITS_IN_DRIVER | Trait.RECORDED | Trait.WARMED_UP,
+        "queues a kernel; the reply says that it is queued, not that it ran",
+        ability=None,
+        driver_failure=Status.LAUNCH_FAILED,
+    ),
+    _session(
+        Opcode.SYNC,
+        m.Empty,
+        m.Empty,
+        _ANY_OF_SESSION,
+        Trait.SETTLES | Trait.WARMED_UP,
+        "waits until everything queued has run, in all streams",
+        ability=None,
+        driver_failure=Status.SYNC_FAILED,
+    ),
+    _session(
+        Opcode.MODULE_UNLOAD,
+        m.Handle,
+        m.Empty,
+        _SUBMIT,
+        Trait.WARMED_UP,
+        "unloads a module",
+        ability=None,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.ARENA_WRITE,
+        m.ArenaCopy,
+        m.Empty,
+        _WRITE,
+        Trait.IN_STREAM | Trait.WAITS_IN_DRIVER | Trait.RECORDED,
+        "MEM_WRITE of bytes that lie in the [arena](#shared-memory)",
+        ability=None,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.ARENA_READ,
+        m.ArenaCopy,
+        m.Empty,
+        _READ,
+        Trait.IN_STREAM | Trait.WAITS_IN_DRIVER | Trait.SETTLES_ALONE | Trait.RECORDED,
+        "MEM_READ of bytes to where they belong in the arena",
+        ability=None,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.STREAM_CREATE,
+        m.Empty,
+        m.Handle,
+        _SUBMIT,
+        Trait.WAITS_IN_DRIVER,
+        "makes a [stream](#streams)",
+        ability=None,
+        driver_failure=Status.ALLOC_FAILED,
+    ),
+    _session(
+        Opcode.STREAM_DESTROY,
+        m.Handle,
+        m.Empty,
+        _SUBMIT,
+        Trait.NONE,
+        "destroys a stream, without waiting for what is in it",
+        ability=None,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.STREAM_SELECT,
+        m.Handle,
+        m.Empty,
+        _ANY_OF_SESSION,
+        Trait.NONE,
+        "puts what follows on this connection in that stream; never skipped",
+        ability=None,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.STREAM_WAIT,
+        m.StreamWait,
+        m.Empty,
+        _SUBMIT,
+        Trait.WAITS_IN_DRIVER,
+        "orders one stream behind another",
+        ability=None,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.STREAM_SYNC,
+        m.Handle,
+        m.Empty,
+        _ANY_OF_SESSION,
+        Trait.NONE,
+        "waits until everything put in that stream has run",
+        ability=None,
+        driver_failure=Status.SYNC_FAILED,
+    ),
+    _session(
+        Opcode.GRAPH_CREATE,
+        m.GraphCreate,
+        m.Handle,
+        _ALL_OF_SESSION,
+        Trait.NONE,
+        "makes a [launch graph](#launch-graphs); none of it is done",
+        ability=None,
+        driver_failure=Status.LAUNCH_FAILED,
+    ),
+    _session(
+        Opcode.GRAPH_LAUNCH,
+        m.GraphLaunch,
+        m.Empty,
+        _ALL_OF_SESSION,
+        Trait.IN_STREAM,
+        "queues all of a graph; the reply says that it is queued",
+        ability=None,
+        driver_failure=Status.LAUNCH_FAILED,
+    ),
+    _session(
+        Opcode.GRAPH_DESTROY,
+        m.Handle,
+        m.Empty,
+        _ALL_OF_SESSION,
+        Trait.NONE,
+        "frees a graph",
+        ability=None,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.SUBMIT_RUN,
+        m.SubmitRun,
+        m.SubmitDone,
+        _SUBMIT,
+        Trait.WAITS_IN_DRIVER,
+        "runs one kernel, on a submit's connection, and answers its outputs; refused if it is quiet",
+        ability=None,
+        driver_failure=Status.ALLOC_FAILED,
+    ),
+    _session(
+        Opcode.MODULE_PARAMETERS,
+        m.Handle,
+        m.ModuleParameters,
+        _SUBMIT,
+        Trait.NONE,
+        "returns the types of a module's parameters",
+        ability=SessionOption.PARAMETER_TYPES,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.REGION_SET,
+        m.RegionSet,
+        m.Handle,
+        _SUBMIT,
+        Trait.NONE,
+        "names the [regions](#regions) that launches will touch",
+        ability=SessionOption.REGIONS,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.REGION_SET_FREE,
+        m.Handle,
+        m.Empty,
+        _SUBMIT,
+        Trait.NONE,
+        "frees a region set",
+        ability=SessionOption.REGIONS,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.REGION_RELEASE,
+        m.Handle,
+        m.Empty,
+        _ALL_OF_SESSION,
+        Trait.NONE,
+        "frees an ended region's addresses",
+        ability=SessionOption.REGIONS,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.LAUNCH_IN,
+        m.LaunchIn,
+        m.Empty,
+        _SUBMIT,
+        Trait.IN_STREAM | Trait.WAITS_IN_DRIVER,
+        "LAUNCH, if every region of a set is active",
+        ability=SessionOption.REGIONS,
+        driver_failure=Status.LAUNCH_FAILED,
+    ),
+    _session(
+        Opcode.GRAPH_LAUNCH_IN,
+        m.GraphLaunchIn,
+        m.Empty,
+        _ALL_OF_SESSION,
+        Trait.IN_STREAM,
+        "GRAPH_LAUNCH, if every region of a set is active",
+        ability=SessionOption.REGIONS,
+        driver_failure=Status.LAUNCH_FAILED,
+    ),
+    _session(
+        Opcode.MODULE_VARIABLE,
+        m.VariableName,
+        m.Variable,
+        _SUBMIT,
+        Trait.NONE,
+        "finds a variable of a module",
+        ability=SessionOption.MODULE_DETAILS,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.MODULE_FIGURES,
+        m.Handle,
+        m.ModuleFigures,
+        _SUBMIT,
+        Trait.NONE,
+        "returns the resources of a module's kernels",
+        ability=SessionOption.MODULE_DETAILS,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.EVENT_RECORD,
+        m.EventRecord,
+        m.Empty,
+        _SUBMIT,
+        Trait.NONE,
+        "takes a stream's [time](#events-of-a-stream)",
+        ability=SessionOption.EVENTS,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.EVENT_ELAPSED,
+        m.EventPair,
+        m.Elapsed,
+        _SUBMIT,
+        Trait.NONE,
+        "waits for two such times, and returns the time between them",
+        ability=SessionOption.EVENTS,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.EVENT_DESTROY,
+        m.Handle,
+        m.Empty,
+        _SUBMIT,
+        Trait.NONE,
+        "destroys an event",
+        ability=SessionOption.EVENTS,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.PRINTED,
+        m.Empty,
+        m.Printed,
+        _SUBMIT,
+        Trait.NONE,
+        "waits as SYNC does, and takes what kernels have printed",
+        ability=SessionOption.PRINTED,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.LAUNCH_WITH,
+        m.LaunchWith,
+        m.Empty,
+        _SUBMIT,
+        Trait.IN_STREAM | Trait.WAITS_IN_DRIVER,
+        "LAUNCH, [cooperatively or in clusters](#launches-with-attributes)",
+        ability=SessionOption.LAUNCH_WITH,
+        driver_failure=Status.LAUNCH_FAILED,
+    ),
+    _session(
+        Opcode.MEM_REUSE,
+        m.Handle,
+        m.Empty,
+        _WRITE,
+        Trait.WAITS_IN_DRIVER,
+        "[frees an allocation and gives as many bytes again, in its place](#allocations-in-the-place-of-others)",
+        ability=SessionOption.MEM_REUSE,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.MEM_KEEP,
+        m.MemKeep,
+        m.Empty,
+        _WRITE,
+        Trait.NONE,
+        "[keeps an allocation](#the-end-of-a-connection) beyond its connection's end, or takes one that is kept",
+        ability=SessionOption.OWN_MEMORY,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.MEM_KEPT,
+        m.Empty,
+        m.KeptBuffers,
+        _ANY_OF_SESSION,
+        Trait.NONE,
+        "lists what is kept",
+        ability=SessionOption.OWN_MEMORY,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+    _session(
+        Opcode.MEM_RESET,
+        m.Empty,
+        m.Freed,
+        _ALL_OF_SESSION,
+        Trait.SETTLES,
+        "waits as SYNC does, and frees what no connection holds",
+        ability=SessionOption.OWN_MEMORY,
+        driver_failure=Status.SESSION_FAILED,
+    ),
+)
+
+
+def _mistakes() -> Iterator[str]:
+    """Yield what contradicts itself in the table above."""
+    if [spec.op for spec in _ALL] != list(Opcode):
+        missing = ", ".join(op.name for op in Opcode if op not in {spec.op for spec in _ALL})
+        yield f"every opcode must have one specification, in the opcodes' order; missing: {missing or 'none'}"
+    for spec in _ALL:
+        if (0x0600 <= spec.op < 0x0700) != spec.is_session:
+            yield f"{spec.op.name}: the numbers of session operations, and no others, must be 0x0600 to 0x06ff"
+        if spec.traits & (_CONTROL_TRAITS if spec.is_session else ~_CONTROL_TRAITS):
+            yield f"{spec.op.name}: {spec.traits} are not all traits of such an operation"
+        if not spec.does or "|" in spec.does:
+            yield f"{spec.op.name}: what it does must be a sentence for a table's cell, not {spec.does!r}"
+
+
+if _found := list(_mistakes()):
+    raise TypeError("; ".join(_found))
+
+SPECS: Final = MappingProxyType({spec.op: spec for spec in _ALL})
+"""The specifications by opcode, in the order of the opcodes."""
+
+SESSION_OPCODES: Final = frozenset(spec.op for spec in _ALL if spec.is_session)
+"""The operations of sessions. The broker refuses them; a worker refuses all others but PING."""
+
+HANDING_OVER: Final = frozenset(spec.op for spec in _ALL if spec.trigger is Trigger.ATTACH)
+"""The operations that pass the connection to another process. Each is its connection's last control request."""
+
+EVENTS_OF: Final = {spec.op: spec.events for spec in _ALL if spec.events is not None}
+"""The operations that begin a subscription, and those of its events."""
+
+
+def having(trait: Trait) -> frozenset[Opcode]:
+    """Return the operations that have a trait."""
+    return frozenset(spec.op for spec in _ALL if trait in spec.traits)
+
+
+# By number, for frames whose operation nobody knows.
+_IN_SESSION: Final = {int(spec.op): spec.needs for spec in _ALL if State.SESSION in spec.states}
+_ANY_OF: Final = {op: needs.permissions for op, needs in _IN_SESSION.items() if needs.any_suffices}
+_ALL_OF: Final = {op: needs.permissions for op, needs in _IN_SESSION.items() if not needs.any_suffices}
+
+
+def missing_permission(op: int, permissions: Permission) -> Permission:
+    """Return the permissions that a session's connection lacks for an operation; none if it may do it.
+
+    An operation that is not known needs all permissions of a session.
+    """
+    if op in _ANY_OF:
+        needed = _ANY_OF[op]
+        return Permission(0) if needed & permissions else needed
+    return _ALL_OF.get(op, SESSION_PERMISSIONS) & ~permissions
