@@ -496,7 +496,7 @@ class FleetFrontend:
         self._post(ClaimsLost(reason))
         self._tell_page(self.membership().to_message())
         # Who waits for bytes may have a name by the claims that are lost.
-        failure = _failure(Why.ISOLATED, f"the fleet has given this node up: {reason}")
+        failure = _failure(Why.ISOLATED, f"the fleet has declared this node dead: {reason}")
         for number, waiting in list(self._waiting.items()):
             if waiting.drop_op == DROP_COUNT:
                 self._tell({"op": DROP_COUNT, "number": number})

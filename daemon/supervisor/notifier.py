@@ -73,7 +73,7 @@ class Notifier:
         except BlockingIOError:
             return False
         except OSError as error:
-            said = f"the service manager can't be told how the daemon is any more: {error.strerror}"
+            said = f"the service manager can no longer be notified of the daemon's state: {error.strerror}"
             log_event(LogEvent.MANAGER_DEAF, said, reason=error.strerror)
             self.close()
         return True

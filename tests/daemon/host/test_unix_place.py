@@ -68,7 +68,7 @@ def test_what_was_removed_is_made_anew(
     assert os.stat(path).st_mode & 0o777 == MODE
     with pytest.raises(CannotListen, match="another gpuleased does"):
         UnixPlace(UnixAddress(path), MODE, log_place_change)
-    said = {"d.sock": "a socket's file was removed", "d.sock.lock": "the lock beside a socket was removed"}
+    said = {"d.sock": "a socket's file was removed", "d.sock.lock": "the lock next to a socket was removed"}
     assert len(caplog.records) == len(gone)
     assert all(any(said[name] in message for message in caplog.messages) for name in gone)
     assert place.restore() is None
