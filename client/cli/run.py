@@ -73,7 +73,7 @@ def run(wanted: WantedLease, command: tuple[str, ...]) -> None:
     """Run CMD with a lease of its own, which ends with it and is not renewed.
 
     CMD opens a session with `GpuSession.attach()`. Exit status: CMD's, or the signal that ended it; 124 if the lease
-    ended first, and CMD was ended for that; 126 and 127 if CMD can't be started or is not there.
+    ended first, and CMD was therefore ended; 126 if CMD can't be started; 127 if it does not exist.
     """
     _check_program(command[0])
     usual = _block()
