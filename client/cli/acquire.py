@@ -55,7 +55,7 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
     lease.
     """
     if sys.stdout is None:
-        raise CannotStart("there is no output to tell of a lease")
+        raise CannotStart("there is no output to print the lease to")
     lease = wanted.described_to(_LastingRequest()).acquire()
     try:
         click.echo(json.dumps(_fields(lease)) if as_json else _exports(lease))
@@ -129,7 +129,7 @@ def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
         click.echo(json.dumps(fields) if as_json else f"{size_text(freed_bytes)} of lease {lease_id} are free again.")
         return
     ask_about(lease_id, Opcode.LEASE_FREE, LeaseRef(lease_id))
-    click.echo(json.dumps({"lease_id": str(lease_id)}) if as_json else f"Lease {lease_id} is given back.")
+    click.echo(json.dumps({"lease_id": str(lease_id)}) if as_json else f"Lease {lease_id} is freed.")
 
 
 def _reset(lease_id: LeaseId) -> int:

@@ -91,7 +91,7 @@ def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy) -> None:
     )
     wrong = [(what, status, told, found) for what, status, told, found in pairs if told != found]
     for what, _, told, found in wrong:
-        click.echo(f"gpulease: audit recompute: another {what} than the record's: {found}, not {told}", err=True)
+        click.echo(f"gpulease: audit recompute: the {what} must be the record's, {told}, not {found}", err=True)
     if wrong:
         fail("audit recompute: nothing was computed", wrong[0][1])
 

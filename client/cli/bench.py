@@ -542,7 +542,7 @@ def _tls_table(found: dict[str, Figures]) -> str:
 
 def _raw_tls(stream: Figures) -> str:
     if not stream:
-        return "A raw TLS stream is left out: there is no openssl here that can be used."
+        return "A raw TLS stream is not measured: openssl is not installed."
     ratios = [f"{text} {stream[key]:.2f}" for key, text in _TCP_ROWS if key in stream]
     rate = f"A raw TLS stream, openssl s_client to s_server: {stream['openssl_gb_s']:.2f} GB/s."
     return f"{rate} TLS here / that: {', '.join(ratios)}."

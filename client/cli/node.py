@@ -93,8 +93,8 @@ def _fenced(card: Report) -> str:
     if not card["fenced_bytes"]:
         return ""
     return (
-        f"GPU {card['index']}: {size_text(card['fenced_bytes'])} could not be proved free, so nobody gets them. Once"
-        f" you are sure that no program uses them: `gpulease fence clear {card['index']}`."
+        f"GPU {card['index']}: {size_text(card['fenced_bytes'])} could not be proved free and are not "
+        f"granted. Once you are sure that no program uses them: `gpulease fence clear {card['index']}`."
     )
 
 
@@ -244,7 +244,7 @@ def _sendable(text: str) -> str:
 def _reason(text: str) -> str:
     """Return a reason that is not blank. Raises BadParameter."""
     if not text.strip():
-        raise click.BadParameter("it is blank; say why, or leave --reason out.")
+        raise click.BadParameter("it is blank; give a reason, or leave --reason out.")
     return _sendable(text)
 
 
@@ -252,7 +252,7 @@ def _nonce_number(text: str) -> int:
     """Parse a token's nonce. Raises BadParameter."""
     if not _NONCE.fullmatch(text):
         raise click.BadParameter(
-            f"{text!r} is no token's nonce. Copy one from `gpulease audit show --kind issue FOLDER`."
+            f"it must be a token's nonce, not {text!r}. Copy one from `gpulease audit show --kind issue FOLDER`."
         )
     return int(text, 16)
 

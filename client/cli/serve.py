@@ -97,7 +97,7 @@ def gateway(
     from gpulease.client.serve.gateway.store import open_store
 
     if models is None and not demo:
-        raise click.UsageError("say which models with --models FILE, or try --demo")
+        raise click.UsageError("give the models with --models FILE, or try --demo")
     served = load_models(models or EXAMPLE)
     bounds = Bounds(max_in_flight, max_queue, queue_secs, body_secs, join_secs, keep_hours * 3600)
     with contextlib.ExitStack() as stack:
@@ -147,7 +147,7 @@ def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: s
     from gpulease.client.serve.models.model_settings import EXAMPLE, load_settings
 
     if config is None and not demo:
-        raise click.UsageError("say which models with CONFIG, or try --demo")
+        raise click.UsageError("give the models with CONFIG, or try --demo")
     if rpc and not rpc.startswith("unix:"):
         raise InvalidRequest(f"--rpc {rpc}: memory is shared on one host alone", "Say unix:PATH")
     served = load_settings(config or EXAMPLE)

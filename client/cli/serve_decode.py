@@ -61,7 +61,7 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
         from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_LISTEN, load_decode_settings
         from gpulease.client.serve.http.uvicorn_server import known_hosts, listening
     if (config is None) is not demo:
-        raise click.UsageError("say CONFIG, or try --demo")
+        raise click.UsageError("give CONFIG, or try --demo")
     with contextlib.ExitStack() as stack:
         settings = None if config is None else load_decode_settings(config)
         sock, url = stack.enter_context(listening(listen or (settings.listen if settings else DEFAULT_LISTEN)))

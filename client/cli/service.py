@@ -85,7 +85,7 @@ def this_environment() -> Environment:
     """Return the environment of this command. Raises CannotStart if the daemon is not installed."""
     daemon = find_spec("gpulease.daemon")
     if daemon is None or daemon.origin is None:
-        raise CannotStart("no daemon is installed beside this client: pip install '.[daemon]' in gpulease's repository")
+        raise CannotStart("no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository")
     package = Path(daemon.origin)
     python = Path(sys.executable)
     own = (package.parent, package.resolve().parent, python, python.resolve(), Path(sys.base_prefix))

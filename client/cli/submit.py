@@ -76,7 +76,7 @@ def _numbers(text: str, option: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of numbers", param_hint=option) from None
+        raise click.BadParameter(f"it must be a list of numbers, not {text!r}", param_hint=option) from None
 
 
 def _push(submission: Submission, text: str) -> None:
@@ -95,6 +95,6 @@ def _push(submission: Submission, text: str) -> None:
             known = ", ".join(("in", "inout", "out", *_NUMBERS))
             raise click.BadParameter(f"{text!r}: {kind!r} is none of {known}", param_hint="--arg")
     except ValueError:
-        raise click.BadParameter(f"{text!r}: {value!r} is no number", param_hint="--arg") from None
+        raise click.BadParameter(f"{text!r}: the value must be a number, not {value!r}", param_hint="--arg") from None
     except OSError as error:
         raise CannotStart(f"{value} can't be read: {error.strerror}") from None

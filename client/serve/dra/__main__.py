@@ -103,7 +103,7 @@ def serve(
                 claims.refresh_tokens()
                 refresh_at = time.monotonic() + TOKEN_REFRESH_S
             if lost := plugin.lost_sockets():
-                _say(f"{', '.join(map(str, lost))} was removed: the sockets are made anew")
+                _say(f"{', '.join(map(str, lost))} was removed: the sockets are made again")
                 plugin.close()
                 plugin = listening()
     finally:
@@ -114,7 +114,7 @@ def serve(
 def _cluster() -> str:
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
     if not host or not port:
-        raise CannotStart("this is no pod of a cluster: say --api-server")
+        raise CannotStart("this is not a pod of a cluster: give --api-server")
     return f"https://{f'[{host}]' if ':' in host else host}:{port}"
 
 

@@ -55,13 +55,13 @@ def test_the_numbers_are_the_kernels(kind: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("body", "kind", "said"),
     [
-        (b'{"input": [NaN, 1]}', "f32", "NaN is no number of JSON."),
-        (b'{"input": [-Infinity, 1]}', "f32", "-Infinity is no number of JSON."),
+        (b'{"input": [NaN, 1]}', "f32", "NaN is not a JSON number."),
+        (b'{"input": [-Infinity, 1]}', "f32", "-Infinity is not a JSON number."),
         (b'{"input": [1, 1e999]}', "f64", "The input has Infinity at 1, which is no f64."),
         (b'{"input": [1, 1e39]}', "f32", "has 1e+39 at 1, which is no f32."),
         (b'{"input": [[1, 2], [1, 70000]]}', "f16", "Item 1 has 70000 at 1, which is no f16."),
         (asked([1, 10**400]), "f64", "which is no f64."),
-        (b'{"input": [1, %s]}' % (b"9" * 5000), "f64", "It is no JSON: "),
+        (b'{"input": [1, %s]}' % (b"9" * 5000), "f64", "It is not JSON: "),
         (b'{"input": [1, 256]}', "u8", "The input has 256 at 1, which is no u8."),
         (b'{"input": [-1, 1]}', "u64", "has -1 at 0, which is no u64."),
         (b'{"input": [1.0, 1]}', "i32", "has 1.0 at 0, which is no i32."),
@@ -72,7 +72,7 @@ def test_the_numbers_are_the_kernels(kind: str, data: st.DataObject) -> None:
         (b'{"input": []}', "f32", "The input has 0 numbers; there must be 2."),
         (b'{"input": [1]}', "f32", "The input has 1 numbers; there must be 2."),
         (b'{"input": [[1, 2], [1]]}', "f32", "Item 1 has 1 numbers; there must be 2."),
-        (b'{"input": [[1, 2], 1]}', "f32", "Item 1 is no array, and others are."),
+        (b'{"input": [[1, 2], 1]}', "f32", "Item 1 must be an array like the others."),
         (b'{"input": [[1, [2]], [3, 4]]}', "f32", "has [2] at 1"),
         (b'{"input": [1, [2]]}', "f32", "has [2] at 1"),
         (b'{"input": [1, 2, 3, 4, 5, 6, 7]}', "f32", "It has more than 6 numbers"),
@@ -81,9 +81,9 @@ def test_the_numbers_are_the_kernels(kind: str, data: st.DataObject) -> None:
         (b'{"input": 5}', "f32", 'an object of one array, "input"'),
         (b'{"input": [1, 2], "more": 1}', "f32", "an object of one array"),
         (b'[1, 2]', "f32", "an object of one array"),
-        (b'"', "f32", "It is no JSON: "),
-        (b"\xff\xfe\xff", "f32", "It is no JSON: "),
-        (b"", "f32", "It is no JSON: "),
+        (b'"', "f32", "It is not JSON: "),
+        (b"\xff\xfe\xff", "f32", "It is not JSON: "),
+        (b"", "f32", "It is not JSON: "),
     ],
 )  # fmt: skip
 def test_what_is_refused(body: bytes, kind: str, said: str) -> None:
