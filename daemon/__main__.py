@@ -32,7 +32,7 @@ class _Driver(click.Choice[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         hint = did_you_mean(value, self.choices, "")
         if value not in self.choices and hint:
-            self.fail(f"{value!r} is no driver; {hint}", param, ctx)
+            self.fail(f"{value!r} is not a driver; {hint}", param, ctx)
         return str(super().convert(value, param, ctx))
 
 

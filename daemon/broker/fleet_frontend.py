@@ -521,8 +521,8 @@ _UNANSWERED: Final = {
 
 _ADVICE: Final = {
     "permission denied": "give the user of this node's certificate the right to read and write /gpulease/v1/",
-    "certificate": "look at ca, certificate and key of [fleet], and at when they end",
-    "handshake": "look at ca, certificate and key of [fleet], and at when they end",
+    "certificate": "check ca, certificate and key of [fleet], and their expiry dates",
+    "handshake": "check ca, certificate and key of [fleet], and their expiry dates",
 }
 """What an operator does about words of etcd's, or of the way to it. Of a lack of space the text itself tells."""
 
@@ -536,8 +536,8 @@ _HINTS: Final = {
     Why.TAKEN: "Wait until its lease has ended, or use another name.",
     Why.ISOLATED: "Try another node of the fleet.",
     Why.UNKNOWN: "Ask again: a claim that was made all the same is deleted.",
-    Why.REJECTED: "The fleet's operator must look at etcd.",
-    Why.STALE: "The fleet's operator must look at etcd.",
+    Why.REJECTED: "The fleet's operator must check etcd.",
+    Why.STALE: "The fleet's operator must check etcd.",
     Why.BUSY: "Ask again in a moment, or another node.",
 }
 

@@ -168,7 +168,7 @@ class Supervised:
                 message = f"gpuleased {VERSION} listens on {address}"
                 log_event(LogEvent.DAEMON_LISTENING, message, address=str(address), version=VERSION)
             if service.url:
-                message = f"gpuleased {VERSION} is to be seen at {service.url}"
+                message = f"gpuleased {VERSION} serves its web page at {service.url}"
                 log_event(LogEvent.DAEMON_SEEN, message, url=service.url, version=VERSION)
             await self._store_sockets(service)
             service.on_new_sockets = partial(self._store_sockets_anew, service)

@@ -51,7 +51,7 @@ class Notifier:
         address = environment.pop(ADDRESS_VARIABLE, "")
         if address and address[0] not in "/@":
             why = f"{ADDRESS_VARIABLE} is {address!r}, no local socket"
-            log_event(LogEvent.MANAGER_DEAF, f"nothing is told to the service manager: {why}", reason=why)
+            log_event(LogEvent.MANAGER_DEAF, f"the service manager is not notified: {why}", reason=why)
             address = ""
         return cls(address)
 
@@ -85,7 +85,7 @@ class Notifier:
             if self.tell(*assignments, fds=fds):
                 return
             await asyncio.sleep(_PAUSE_S)
-        said = f"the service manager takes no word: it was to hear {assignments[0]}"
+        said = f"the service manager accepts no notification: {assignments[0]} was not sent"
         log_event(LogEvent.MANAGER_DEAF, said, reason="it reads nothing")
 
     def tell_status(self, text: str) -> None:

@@ -220,9 +220,7 @@ def test_what_is_no_socket_is_told_before_anything_is_begun(manager: ServiceMana
         manager.start(units=[(sock, "gpuleased.socket")])
         assert manager.wait_for_exit() == 78
     (said,) = manager.said
-    assert said.startswith(
-        "STATUS=descriptor 3 (gpuleased.socket), which the service manager handed over, is no listening"
-    )
+    assert said.startswith("STATUS=descriptor 3 (gpuleased.socket), passed by the service manager, must be a listening")
 
 
 @pytest.mark.exhaustive
