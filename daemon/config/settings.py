@@ -628,7 +628,7 @@ def _check_driver(config: Config) -> None:
     if not config.launch_chains and config.driver == "cpu":
         raise ConfigError("launch_chains is for cards; the embedded driver has no chains")
     if len(config.vram_bytes) > MAX_EMBEDDED_CARDS:
-        raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be pretended")
+        raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be emulated")
     for size in config.vram_bytes:
         if size < MIN_VRAM_BYTES:
             raise ConfigError(f"vram is {size} bytes, which is too little to lease: write it as 48GiB or 512MiB")

@@ -252,7 +252,7 @@ def waiting_for_it(address: str, within: str) -> Iterator["subprocess.Popen[str]
         text=True,
     ) as process:
         assert process.stdout is not None
-        assert "The node grants nothing any more" in process.stdout.readline()
+        assert "The node grants no more leases" in process.stdout.readline()
         try:
             yield process
         finally:

@@ -130,7 +130,7 @@ def test_a_number_of_python_s_takes_the_type_that_is_told() -> None:
         (1e300, T.F32, r"does not fit the parameter, \.f32"),
         ("text", T.U32, r"a kernel can't take 'text'"),
         (None, T.UNTOLD, r"a kernel can't take None"),
-        (np.zeros(4, np.float32), T.POINTER, r"an array of the host's memory.*Write it to a buffer"),
+        (np.zeros(4, np.float32), T.POINTER, r"an array in the host's memory.*Write it to a buffer"),
     ],
 )
 def test_a_list_s_misfits_are_refused(value: Any, told: T, words: str) -> None:

@@ -232,7 +232,7 @@ async def it_is_a_buffer_of_every_session_of_its_lease(face: Face) -> None:
     assert pointers == [region.address, region.address + 16]
     with pytest.raises(InvalidHandle, match="outside buffer"):
         await session.mem_write(buffer, GRANULE, b"x")
-    with pytest.raises(InvalidRequest, match="a region is no allocation"):
+    with pytest.raises(InvalidRequest, match="must be an allocation, not a region"):
         await session.mem_free(buffer)
     assert region.is_alive
 
