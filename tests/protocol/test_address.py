@@ -58,7 +58,7 @@ BAD = {
     "tls:::1:80": "in brackets, tls:",
     "tls:localhost": "write tls:HOST:PORT",
     "unix:/\udcff": "it contains half of a surrogate pair",
-    "tcp:\ud800:80": "it is no text",
+    "tcp:\ud800:80": "half of a surrogate pair",
     "tcp:a\0b:80": "is not a valid host name",
     "tcp:a..b:80": "is not a valid host name",
     "tls:" + "a" * 64 + ".example:80": "is not a valid host name",

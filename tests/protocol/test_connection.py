@@ -93,7 +93,7 @@ def test_what_may_not_stand_behind_hello() -> None:
         client.send_behind_hello(Opcode.PING, m.Ping(1))
     client.send_request(Opcode.HELLO, HELLO)
     for op, body in ((Opcode.SYNC, m.Empty()), (Opcode.HELLO, HELLO), (Opcode.PING, m.Empty())):
-        with pytest.raises(LocalProtocolError, match="behind HELLO"):
+        with pytest.raises(LocalProtocolError, match="right after HELLO"):
             client.send_behind_hello(op, body)
     client.send_behind_hello(Opcode.PING, m.Ping(1))
     with pytest.raises(LocalProtocolError, match="right after HELLO now"):

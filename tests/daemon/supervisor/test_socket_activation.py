@@ -114,7 +114,7 @@ def test_what_is_no_listening_socket(kind: str, folder: Path) -> None:
         fd = os.open(folder, os.O_RDONLY)
         os.dup2(fd, PLACE)
         os.close(fd)
-    with pytest.raises(BadHandover, match=rf"descriptor {PLACE} \(a.socket\).* is no listening stream socket"):
+    with pytest.raises(BadHandover, match=rf"descriptor {PLACE} \(a.socket\).* must be a listening stream socket"):
         take_sockets(variables(1, "a.socket"), PID)
 
 

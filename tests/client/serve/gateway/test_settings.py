@@ -43,7 +43,7 @@ def test_a_kernel_s_own_arguments(file: Path) -> None:
         ("", "1 to 256 tables"),
         ("other = 1\n[models.m]\n" + RIGHT, "nothing else"),
         ("models = 1", "1 to 256 tables"),
-        ("[models]\nm = 1", "is no table"),
+        ("[models]\nm = 1", "must be a table"),
         ('[models."a\\u0000b"]\n' + RIGHT, "model id"),
         ("[models.m]\n" + RIGHT + "vram = 1", "unknown setting 'vram'"),
         ("[models.m]\n" + RIGHT + "lease_secs = true", "must be of type float"),

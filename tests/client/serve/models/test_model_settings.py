@@ -78,7 +78,7 @@ def test_what_is_wrong(tmp_path: Path, lines: list[str], said: str) -> None:
         ([], "there must be 1 to"),
         (["[other]"], "there must be 1 to"),
         (["models = 3"], "there must be 1 to"),
-        (["models.one = 3"], "is no table"),
+        (["models.one = 3"], "must be a table"),
         (["not TOML"], "models.toml"),
         ([f"[models.m{n}]" for n in range(MAX_MODELS + 1)], "there must be 1 to"),
         ([model('"a b"')], "letters, digits and hyphens"),

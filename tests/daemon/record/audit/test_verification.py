@@ -154,7 +154,7 @@ def test_files_that_were_removed() -> None:
     lines, end = sealed([prune], END)
     assert verdict_of({"c": text_of([*LINES[3:], *lines])}, end).is_whole
     (found,) = verdict_of({"c": text_of(LINES[3:])}, END).findings
-    assert found.problem == "it begins with record 4, and no record reports the removal of those before"
+    assert found.problem == "it begins with record 4, and no record reports the removal of earlier ones"
     (found,) = verdict_of({"c": text_of([*LINES[4:], *lines])}, end).findings
     assert "begins with record 5" in found.problem
 
