@@ -93,7 +93,7 @@ def _packed(item: Sequence[Any], kind: str, numbers: int, what: str) -> bytes:
     except (TypeError, ValueError, OverflowError, struct.error):
         pass
     at = next(at for at, number in enumerate(item) if not _fits(number, kind))
-    raise NumbersRefused(f"{what} must have a {kind} at {at}, not {_shown(item[at])}.")
+    raise NumbersRefused(f"{what}: value {at} must be {kind}, not {_shown(item[at])}.")
 
 
 def _fits(number: Any, kind: str) -> bool:

@@ -140,7 +140,7 @@ BROKEN = {
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b""),
     "two lengths": (HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", b""),
     "a length and chunks": (HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b""),
-    "not a host name": (b"GET / HTTP/1.1\r\n\r\n", b""),
+    "no host": (b"GET / HTTP/1.1\r\n\r\n", b""),
     "a host that is none": (b"GET //x HTTP/1.1\r\nHost: [::z\r\n\r\n", b""),
     "a NUL": (HEAD + b"X: a\x00b\r\n\r\n", b""),
     "a chunk without a size": (CHUNKED + b"zz\r\nabc", b""),
