@@ -165,7 +165,7 @@ def _place(one: Any, length: int, number: int) -> int:
         place = one.__index__()
     except (TypeError, AttributeError):
         raise InvalidRequest(
-            f"index {number}: {quoted(one)} is no integer, slice, `...` or None",
+            f"index {number} must be an integer, a slice, `...` or None, not {quoted(one)}",
             "Lists, masks and arrays as indices need a kernel of their own: write one, or index the array's .numpy()",
         ) from None
     if not -length <= place < length:

@@ -238,7 +238,7 @@ class LoadFailed(OperationFailed):
 class LaunchFailed(OperationFailed):
     """A kernel could not be started."""
 
-    default_hint = "Compare the kernel's name, parameters and block with what the module says: module.kernels"
+    default_hint = "Compare the kernel's name, parameters and block with the module's: module.kernels"
 
     @property
     def kernel(self) -> str:
@@ -266,7 +266,7 @@ class SyncFailed(OperationFailed):
 class RegionFailed(OperationFailed):
     """A region refuses an operation that names it. The session and its other regions go on."""
 
-    default_hint = "Do without the region's memory; the session and its other regions go on"
+    default_hint = "Do without the region's memory; the session and its other regions continue"
 
     @property
     def lease_id(self) -> LeaseId:
@@ -330,7 +330,7 @@ class RegionFenced(RegionFailed):
 class RegionCancelled(RegionFailed):
     """The region is cancelled; it has not ended."""
 
-    default_hint = "Give up what the launch was for, or take the cancel back with region.resume()"
+    default_hint = "Abandon the launch's work, or call region.resume()"
 
 
 PERMANENT_ERRORS = (

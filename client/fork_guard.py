@@ -14,7 +14,8 @@ from gpulease.protocol import Failure, Status
 OF_PARENT: Final = Failure(
     Status.INVALID_REQUEST,
     "it was made by the process that forked this one, and only that process can use it",
-    "Acquire a lease of this process's own, or start the process by multiprocessing's spawn; the parent's goes on",
+    "Acquire a lease of this process's own, or start the process with multiprocessing's spawn method; "
+    "the parent's lease continues",
 )
 """The end of an inherited lease or session."""
 

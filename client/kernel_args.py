@@ -190,7 +190,7 @@ class KernelArgs:
             value: Its value in a launch that gives no other. For a buffer: the buffer, or the buffer and an offset.
         """
         if not isinstance(name, str) or not name.isidentifier() or name in KEYWORDS:
-            raise InvalidRequest(f"argument {len(self.kinds)}: {quoted(name)} is no name for a parameter")
+            raise InvalidRequest(f"argument {len(self.kinds)}: {quoted(name)} is not a valid parameter name")
         bound = pack_parameter(f"argument {len(self.kinds)}", kind, value)
         index = len(self.kinds)
         _push(self, kind, value)
@@ -211,7 +211,7 @@ def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:
     """Pack a parameter's value. Raises InvalidRequest, naming it `what`, or InvalidHandle for a freed buffer."""
     if kind not in get_args(Kind):
         raise InvalidRequest(
-            f"{what}: {quoted(kind)} is no kind of parameter; the kinds are {', '.join(get_args(Kind))}"
+            f"{what}: the kind of parameter must be one of {', '.join(get_args(Kind))}, not {quoted(kind)}"
         )
     args = KernelArgs()
     try:
@@ -251,7 +251,7 @@ _PACKED_AS: Final = {
 
 MATCH_HINT: Final = "Give a float for a float, and an integer or a buffer for an integer; raw bytes fit any parameter"
 
-UNTOLD: Final = "the image does not tell the parameter's type"
+UNTOLD: Final = "the image does not declare the parameter's type"
 
 
 def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_untold: str = UNTOLD) -> KernelArgs:
@@ -290,7 +290,7 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
         return None
     if view.ndim:
         raise InvalidRequest(
-            f"argument {index}: an array of the host's memory is no argument of a kernel",
+            f"argument {index}: a kernel can't take an array in the host's memory",
             "Write it to a buffer, or make session.array(it), and give that; a struct by value goes as bytes",
         )
     if view.format.startswith((">", "!")):
@@ -303,7 +303,7 @@ def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tup
     """Pack a Python number as the parameter's declared type."""
     if not isinstance(value, int | float):
         hint = "A list has buffers, arrays on the card, (buffer, offset), numpy scalars and bytes"
-        raise InvalidRequest(f"argument {index}: {quoted(value)} is no argument of a kernel", hint)
+        raise InvalidRequest(f"argument {index}: a kernel can't take {quoted(value)}", hint)
     kind = "u64" if told is ParameterType.POINTER else told.name.lower().replace("s", "i")
     layout = _PACKED_AS.get(kind)
     if layout is None:
@@ -312,7 +312,7 @@ def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tup
             if isinstance(value, float)
             else "np.uint32({0!r}) or np.int64({0!r})"
         )
-        why = why_untold if told is ParameterType.UNTOLD else f"the parameter, {told.text}, is of no one type"
+        why = why_untold if told is ParameterType.UNTOLD else f"the parameter, {told.text}, has no single type"
         raise InvalidRequest(
             f"argument {index}: {quoted(value)} has no size, and {why}",
             f"Write it as a numpy scalar of the parameter's type: {scalars.format(value)}",

@@ -42,13 +42,13 @@ def attenuate(
         InvalidRequest: The token is not signed with that key, or nothing would be left of it.
     """
     if ttl_secs is not None and not 0 < ttl_secs < float("inf"):
-        raise InvalidRequest(f"attenuate: {ttl_secs!r} s is no time to live")
+        raise InvalidRequest(f"attenuate: ttl_secs must be a positive time, not {ttl_secs!r}")
     try:
         biscuit = Biscuit.from_bytes(token, _key(public_key))
         (times,) = AuthorizerBuilder("allow if true").build(biscuit).query(Rule(_TIMES))
         issued_ms, issued_unix_ms, expires_ms = times.terms
     except (BiscuitValidationError, TypeError, ValueError):
-        raise InvalidRequest("attenuate: this is no token signed with that key") from None
+        raise InvalidRequest("attenuate: the token is not signed with that key") from None
     if ttl_secs is not None:
         since_ms = int(unix_s() * 1000) - issued_unix_ms
         expires_ms = max(issued_ms, min(expires_ms, issued_ms + since_ms + int(ttl_secs * 1000)))

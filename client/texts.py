@@ -24,18 +24,20 @@ def quoted(given: Any) -> str:
 def utf8(text: Any, what: str) -> bytes:
     """Encode a text. Raises InvalidRequest if it is no text, or has surrogates, which UTF-8 excludes (RFC 3629)."""
     if not isinstance(text, str):
-        raise InvalidRequest(f"{what}: {quoted(text)} is no text")
+        raise InvalidRequest(f"{what} must be a string, not {quoted(text)}")
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{what}: the text has a lone surrogate at {error.start}, which is no character") from None
+        raise InvalidRequest(
+            f"{what}: the string has a lone surrogate at {error.start}, which is not a character"
+        ) from None
 
 
 def bounded(text: Any, what: str, most_bytes: int) -> str:
     """Check a text: 1 to `most_bytes` bytes of UTF-8, none of them 0. Raises InvalidRequest."""
     size_bytes = len(utf8(text, what))
     if not 0 < size_bytes <= most_bytes:
-        raise InvalidRequest(f"{what}: it has 1 to {most_bytes} bytes, not {size_bytes}")
+        raise InvalidRequest(f"{what} must have 1 to {most_bytes} bytes, not {size_bytes}")
     if "\0" in text:
         raise InvalidRequest(f"{what}: {quoted(text)} has a NUL in it")
     return str(text)

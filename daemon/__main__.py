@@ -32,7 +32,7 @@ class _Driver(click.Choice[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         hint = did_you_mean(value, self.choices, "")
         if value not in self.choices and hint:
-            self.fail(f"{value!r} is no driver; {hint}", param, ctx)
+            self.fail(f"{value!r} is not a driver; {hint}", param, ctx)
         return str(super().convert(value, param, ctx))
 
 
@@ -40,22 +40,22 @@ class _Driver(click.Choice[str]):
 @click.option(
     "--listen", multiple=True, metavar="ADDRESS", help="unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; repeatable."
 )
-@click.option("--driver", type=_Driver(["auto", "cuda", "cpu"]), help="What computes; auto is the default.")
+@click.option("--driver", type=_Driver(["auto", "cuda", "cpu"]), help="The driver; auto is the default.")
 @click.option("--arch", metavar="SM", help="The cpu driver's architecture; sm_90 is the default.")
 @click.option(
-    "--shuffle-warps", type=int, metavar="SEED", help="The cpu driver runs warps in another order, so that races show."
+    "--shuffle-warps", type=int, metavar="SEED", help="The cpu driver runs warps in another order, to expose races."
 )
 @click.option(
-    "--vram", multiple=True, metavar="SIZE", help="A pretended card of the cpu driver (repeatable); a cap for cuda."
+    "--vram", multiple=True, metavar="SIZE", help="An emulated card of the cpu driver (repeatable); a limit for cuda."
 )
-@click.option(
-    "--warm-contexts", type=int, metavar="NUMBER", help="Contexts that each card has ready; the default is 0."
-)
-@click.option("--http", metavar="HOST:PORT", help="A web page, health and metrics, on loopback.")
+@click.option("--warm-contexts", type=int, metavar="NUMBER", help="Contexts kept ready on each card; the default is 0.")
+@click.option("--http", metavar="HOST:PORT", help="Serve a web page, health and metrics, on loopback.")
 @click.option("--fleet", metavar="ETCD", help="The fleet's etcd, as etcd://HOST:PORT,HOST:PORT.")
-@click.option("--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.toml", help="Settings.")
-@click.option("--log-format", type=click.Choice(FORMATS), help="For people on a terminal, else JSON, is the default.")
-@click.option("-v", "--verbose", is_flag=True, help="Log what helps to find a fault.")
+@click.option(
+    "--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.toml", help="The settings file."
+)
+@click.option("--log-format", type=click.Choice(FORMATS), help="By default, human on a terminal, otherwise json.")
+@click.option("-v", "--verbose", is_flag=True, help="Log details for debugging.")
 @click.version_option(VERSION, prog_name="gpuleased")
 def main(
     listen: tuple[str, ...],

@@ -84,7 +84,7 @@ def parse_address(text: str) -> Address:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{text!r} is not an address: it is no text, a character of it is half of one") from None
+        raise ValueError(f"{text!r} is not an address: it contains half of a surrogate pair") from None
     scheme, _, rest = text.partition(":")
     if scheme == "unix":
         return _parse_unix(text, rest)
@@ -102,7 +102,7 @@ def parse_fleet_address(text: str) -> FleetAddress:
     if len(text) > MAX_ADDRESS_CHARS:
         raise ValueError(f"{text[:40]!r}... is not an address: it has {len(text)} characters")
     if not text.startswith(FLEET_SCHEME):
-        raise ValueError(f"{text!r} is no fleet's address: write {FLEET_SCHEME}tls:HOST:PORT")
+        raise ValueError(f"{text!r} is not a fleet's address: write {FLEET_SCHEME}tls:HOST:PORT")
     parts = text.removeprefix(FLEET_SCHEME).split(",")
     if len(parts) > MAX_DIRECTORIES:
         raise ValueError(f"{text[:40]!r}...: a fleet's address names at most {MAX_DIRECTORIES} directories")
@@ -139,4 +139,4 @@ def _check_host(text: str, host: str) -> None:
             return
     except UnicodeError:
         pass
-    raise ValueError(f"{text!r}: {host!r} is no name of a host")
+    raise ValueError(f"{text!r}: {host!r} is not a valid host name")

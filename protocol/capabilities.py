@@ -65,7 +65,7 @@ def permissions_of(names: Iterable[str]) -> Permission:
     found = Permission(0)
     for name in names:
         if name not in _BY_NAME:
-            raise ValueError(f"{name!r} is no permission; there are {', '.join(map(str, _BY_NAME))}")
+            raise ValueError(f"{name!r} is not a permission; the permissions are {', '.join(map(str, _BY_NAME))}")
         found |= _BY_NAME[name]
     return found
 
@@ -76,7 +76,7 @@ def narrowing_source(expires_ms: int, permissions: Permission | None) -> str:
     Raises ValueError for a time that a daemon refuses, or for no permission at all.
     """
     if not 0 <= expires_ms < 10**_MAX_EXPIRY_DIGITS:
-        raise ValueError(f"{expires_ms} ms is no time of a node's clock")
+        raise ValueError(f"{expires_ms} ms is not a time of a node's clock")
     source = f"check if time($t), $t <= {expires_ms};\n"
     if permissions is None:
         return source
@@ -93,7 +93,7 @@ def parse_narrowing(source: str) -> tuple[int, Permission]:
     """
     match = _NARROWING.fullmatch(source)
     if match is None:
-        raise ValueError("a block says something else than an expiry and a set of permissions")
+        raise ValueError("a block has something other than an expiry and a set of permissions")
     if match[2] is None:
         return int(match[1]), ALL_PERMISSIONS
     return int(match[1]), permissions_of(name.strip('"') for name in match[2].split(", "))

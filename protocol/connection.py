@@ -275,7 +275,7 @@ class Connection:
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
         if frame.status or not self._subscriptions.is_next(op, frame.request_id, event.sequence):
-            raise FramingError(f"event {event.sequence} of subscription {frame.request_id}, which there is not")
+            raise FramingError(f"event {event.sequence} of unknown subscription {frame.request_id}")
         if isinstance(event, RegionEvent):
             return RegionNotification(frame.request_id, event)
         return Notification(frame.request_id, event)
@@ -312,9 +312,9 @@ class Connection:
         reply, or a request is behind it already.
         """
         if self.state is not State.GREETING or self._behind_hello is not None:
-            raise LocalProtocolError(f"{op.name} can't be sent behind HELLO now")
+            raise LocalProtocolError(f"{op.name} can't be sent right after HELLO now")
         if type(body) is not request_body(op) or (State.CONTROL, request_trigger(op)) not in TRANSITIONS:
-            raise LocalProtocolError(f"{op.name} of {type(body).__name__} can't be sent behind HELLO")
+            raise LocalProtocolError(f"{op.name} of {type(body).__name__} can't be sent right after HELLO")
         request_id = self.next_request_id()
         self._behind_hello = op, request_id, body
         return request_id, build_frame(op, build_body(body), request_id=request_id, session_id=session_id)
@@ -364,7 +364,7 @@ class Connection:
         """Return the bytes of an event. Raises LocalProtocolError if there is no such subscription to such events."""
         op = Opcode.LEASE_EVENT if type(event) is LeaseEvent else Opcode.REGION_EVENT
         if not self._subscriptions.is_next(op, subscription, event.sequence):
-            raise LocalProtocolError(f"event {event.sequence} of subscription {subscription}, which there is not")
+            raise LocalProtocolError(f"event {event.sequence} of unknown subscription {subscription}")
         return build_frame(op, build_body(event), request_id=subscription, flags=Flag.REPLY)
 
     def send_goodbye(self, failure: Failure) -> bytes:
@@ -452,5 +452,5 @@ def _failure_of(frame: Frame) -> Failure:
 def _trigger(op: Opcode) -> Trigger:
     trigger = request_trigger(op)
     if trigger is None:
-        raise LocalProtocolError(f"{op.name} is never asked for")
+        raise LocalProtocolError(f"{op.name} is never requested")
     return trigger

@@ -149,7 +149,7 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
         "abandoned": LeaseEnd(
             Status.LEASE_FREED,
             "the lease was given up",
-            "was given back because the client that asked for it left before it began",
+            "was freed because the client that requested it left before it began",
             "Acquire a new lease.",
         ),
         "expired": LeaseEnd(
@@ -172,8 +172,8 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
         ),
         "isolated": LeaseEnd(
             Status.REVOKED,
-            "the lease's node was cut off from its fleet, so another node may serve the name",
-            "ended because its node was cut off from its fleet, and another node may serve its name",
+            "the lease's node was isolated from its fleet, so another node may serve the name",
+            "ended because its node was isolated from its fleet, and another node may serve its name",
             "Acquire the name again, on another node of the fleet.",
         ),
         "drained": LeaseEnd(

@@ -31,7 +31,7 @@ else:
     def _finished(cls: C) -> C:
         found = fields(cls)
         if not all(item.init for item in found):
-            raise TypeError(f"{cls.__qualname__}: use dataclasses.dataclass for fields that are no parameters")
+            raise TypeError(f"{cls.__qualname__}: use dataclasses.dataclass for fields that are not parameters")
         # For what asks, and for the standard library, which lets frozen classes derive from frozen ones alone.
         parameters = cls.__dataclass_params__
         parameters.init = parameters.repr = parameters.eq = parameters.frozen = True

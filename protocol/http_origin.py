@@ -53,7 +53,7 @@ def parse_host_names(names: Iterable[str]) -> frozenset[str]:
     names = list(names)
     for name in names:
         if _HOST_NAME.fullmatch(name) is None:
-            raise ValueError(f"{name!r} is no host's name: write it as in the Host header, without a port")
+            raise ValueError(f"{name!r} is not a host name: write it as in the Host header, without a port")
     return frozenset(name.lower() for name in names)
 
 
@@ -89,9 +89,9 @@ def refusal(headers: Headers, known: KnownHosts, *, is_act: bool, is_linked: boo
     if b"content-length" in headers and b"transfer-encoding" in headers:
         return 400, "There must be Content-Length or Transfer-Encoding, and not both."
     if is_act and not _is_own_page(headers, hosts[0], known.named):
-        return 403, "This is not asked for by this server's own page."
+        return 403, "The request does not come from this server's own page."
     if headers.get(b"sec-fetch-site", [b"none"])[0] in _FOREIGN and not is_linked:
-        return 403, "Another site's page has asked for this."
+        return 403, "The request comes from another site's page."
     return None
 
 

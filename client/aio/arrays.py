@@ -39,10 +39,10 @@ class Array(SessionArray):
         await make(self.session, assign(self, value, stream))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise InvalidRequest("a[key] = b can't be awaited", "Say await a[key].assign(b)")
+        raise InvalidRequest("a[key] = b can't be awaited", "Use await a[key].assign(b)")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        raise InvalidRequest("numpy can't await an array on the card", "Say await a.numpy()")
+        raise InvalidRequest("numpy can't await an array on the card", "Use await a.numpy()")
 
 
 async def make(session: "GpuSession", calls: Calls[T]) -> T:

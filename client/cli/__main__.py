@@ -16,28 +16,28 @@ PROGRAM: Final = "gpulease"
 COMMANDS: Final = {
     "acquire": ("acquire:acquire", "Get a lease that outlives this command, for programs to find."),
     "audit": ("daemon_modules:audit", "Read audit logs: verify, show, usage, head, recompute."),
-    "bench": ("bench:bench", "Measure what a lease costs beside the driver called directly."),
-    "completion": ("completion:completion", "Print what makes a shell complete commands and lease ids."),
-    "decode": ("decode:decode", "Continue a prompt by a language model, on a lease of its own."),
+    "bench": ("bench:bench", "Measure what a lease costs compared with calling the driver directly."),
+    "completion": ("completion:completion", "Print a script for the shell that completes commands and lease ids."),
+    "decode": ("decode:decode", "Continue a prompt with a language model, on a lease of its own."),
     "demo": ("demo:demo", "Lease a slice, run two kernels on it, let another lease expire."),
-    "drain": ("drain:drain", "Let nobody in, and end what is left by a deadline."),
-    "events": ("lease_events:events", "Print what leases go through, a line each as it happens."),
-    "fence": ("node:fence", "Look after memory that could not be proved free."),
-    "fleet": ("fleet:fleet", "Look after a fleet: its nodes and names; drain or fence a node."),
-    "free": ("acquire:free", "Give a lease back, before its time is over."),
-    "health": ("metrics:health", "Show whether the daemon can grant leases, and what keeps it from it."),
+    "drain": ("drain:drain", "Refuse new leases, and end the remaining ones by a deadline."),
+    "events": ("lease_events:events", "Print the phases of leases, one line each as they happen."),
+    "fence": ("node:fence", "Manage memory that could not be proved free."),
+    "fleet": ("fleet:fleet", "Manage a fleet: its nodes and names; drain or fence a node."),
+    "free": ("acquire:free", "Free a lease before its time is over."),
+    "health": ("metrics:health", "Show whether the daemon can grant leases, and if not, why."),
     "info": ("node:info", "Show the cards: what may be leased, what is free, what is fenced."),
     "install-service": ("service:install_service", "Print or install the units for systemd."),
-    "leases": ("node:leases", "List leases: your own, or everybody's if you are the operator."),
-    "metrics": ("metrics:metrics", "Print the node's metrics as Prometheus reads them."),
+    "leases": ("node:leases", "List leases: your own, or all of them if you are an operator."),
+    "metrics": ("metrics:metrics", "Print the node's metrics in Prometheus's format."),
     "pki": ("daemon_modules:pki", "Make a test authority and certificates: init, issue, revoke."),
     "renew": ("acquire:renew", "Make a lease last longer."),
     "revoke": ("node:revoke", "End a lease at once, whatever it is doing."),
     "run": ("run:run", "Run a program with a lease of its own, which ends with it."),
-    "serve": ("serve:serve", "Serve others on leases."),
-    "submit": ("submit:submit", "Run one kernel of a file, and write what it computes."),
+    "serve": ("serve:serve", "Run servers on leases."),
+    "submit": ("submit:submit", "Run one kernel of a file, and write its outputs."),
     "top": ("top.command:top", "Watch cards and leases live; sort, filter, revoke."),
-    "verify": ("verify:verify", "Break every rule on this host's card beside a neighbour."),
+    "verify": ("verify:verify", "Break every rule on this host's card next to another tenant."),
 }
 """Every command by name: its module below this package and its function, and its line in the help text."""
 
@@ -100,10 +100,10 @@ def _show_version(ctx: click.Context, param: click.Parameter, is_wanted: bool) -
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
 def main() -> None:
-    """Lease slices of a GPU. The daemon is found by GPULEASE_ADDRESS, else at its default socket.
+    """Lease slices of a GPU. The daemon's address is GPULEASE_ADDRESS, or its default socket.
 
-    Exit status: 0 done, 1 it failed, 2 the command line makes no sense, 69 no daemon answers, 70 a fault of gpulease
-    itself, 74 the output or a file fails; or the signal that ended it.
+    Exit status: 0 done, 1 failed, 2 invalid command line, 69 the daemon does not answer, 70 an internal error of
+    gpulease, 74 the output or a file can't be written or read; or the signal that ended it.
     """
     for stream in (sys.stdout, sys.stderr):
         # Escape characters that the locale can't write, instead of failing.

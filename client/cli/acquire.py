@@ -46,16 +46,16 @@ class _LastingRequest(LeaseRequest):
 
 @click.command()
 @lease_options
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead of a shell's commands.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead of shell commands.")
 def acquire(wanted: WantedLease, as_json: bool) -> None:
-    """Get a lease that lasts for its time, whoever uses it; `gpulease free` ends it earlier.
+    """Get a lease that lasts for its whole time, whichever programs use it; `gpulease free` ends it earlier.
 
-    Prints what lets a shell's programs find it: eval "$(gpulease acquire --vram 4GiB)". Such a program opens a
-    session with `GpuSession.attach()`. At a fleet's address the lease is its node's, and GPULEASE_ADDRESS becomes the
-    node's.
+    Prints assignments by which a shell's programs find it: eval "$(gpulease acquire --vram 4GiB)". Such a program opens
+    a session with `GpuSession.attach()`. At a fleet's address, GPULEASE_ADDRESS is set to the node that granted the
+    lease.
     """
     if sys.stdout is None:
-        raise CannotStart("there is no output to tell of a lease")
+        raise CannotStart("there is no output to print the lease to")
     lease = wanted.described_to(_LastingRequest()).acquire()
     try:
         click.echo(json.dumps(_fields(lease)) if as_json else _exports(lease))
@@ -99,9 +99,9 @@ def _fields(lease: engine.LeaseState) -> dict[str, Any]:
 @time_option
 @_json
 def renew(lease_id: LeaseId, ttl_ms: int, as_json: bool) -> None:
-    """Make a lease or a region last so long from now.
+    """Extend a lease or a region, to last --for from now.
 
-    Without LEASE_ID it is the one of GPULEASE_LEASE_ID.
+    LEASE_ID defaults to GPULEASE_LEASE_ID.
     """
     renewed: LeaseRenewed = ask_about(lease_id, Opcode.LEASE_RENEW, LeaseRenew(lease_id, ttl_ms))
     if as_json:
@@ -113,15 +113,15 @@ def renew(lease_id: LeaseId, ttl_ms: int, as_json: bool) -> None:
 
 @click.command()
 @_lease
-@click.option("--memory", is_flag=True, help="Free the memory that no open session holds; the lease goes on.")
+@click.option("--memory", is_flag=True, help="Free the memory that no open session owns; the lease continues.")
 @_json
 def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
-    """Give a lease or a region back, with all that is in its memory.
+    """Free a lease or a region, with everything in its memory.
 
-    Without LEASE_ID it is the one of GPULEASE_LEASE_ID.
+    LEASE_ID defaults to GPULEASE_LEASE_ID.
 
-    With --memory the lease goes on, and loses the buffers that it keeps by name and those that ended programs left.
-    That takes a session: one that is not SHARED must not be open elsewhere.
+    With --memory the lease continues, and loses the buffers that it keeps by name and those left by ended programs.
+    This opens a session: unless the lease is SHARED, its session must not be open elsewhere.
     """
     if memory:
         freed_bytes = _reset(lease_id)
@@ -129,7 +129,7 @@ def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
         click.echo(json.dumps(fields) if as_json else f"{size_text(freed_bytes)} of lease {lease_id} are free again.")
         return
     ask_about(lease_id, Opcode.LEASE_FREE, LeaseRef(lease_id))
-    click.echo(json.dumps({"lease_id": str(lease_id)}) if as_json else f"Lease {lease_id} is given back.")
+    click.echo(json.dumps({"lease_id": str(lease_id)}) if as_json else f"Lease {lease_id} is freed.")
 
 
 def _reset(lease_id: LeaseId) -> int:

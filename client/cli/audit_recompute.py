@@ -38,14 +38,14 @@ EMBEDDED_DRIVER: Final = "cpu"
 @click.option(
     "--prompt", "prompt_file", type=click.File("rb"), required=True, help="The prompt: a text, or a JSON array of ids."
 )
-@click.option("--model", "path", type=click.Path(path_type=Path), help="The model's path; else the tiny model.")
+@click.option("--model", "path", type=click.Path(path_type=Path), help="The model's path; by default, the tiny model.")
 def recompute(record: BinaryIO, prompt_file: BinaryIO, path: Path | None) -> None:
-    """Decode what RECORD tells of again, and compare. RECORD is one line of `gpulease audit show --json`; -: stdin.
+    """Decode the request in RECORD again, and compare. RECORD is one line of `gpulease audit show --json`; -: stdin.
 
-    Uses the daemon that runs; without one, a private one on the embedded driver, which needs no GPU.
+    Uses the running daemon; without one, a private one on the embedded driver, which needs no GPU.
 
-    Exit status: 0 the output is equal, 1 it differs, 3 it is another prompt, 4 another model, 5 other kernels, 65
-    RECORD is no record of a decoder.
+    Exit status: 0 the output is equal, 1 it differs, 3 the prompt differs, 4 the model differs, 5 the kernels differ,
+    65 RECORD was not written by a decoder.
     """
     said = _record_of(record.read(MAX_RECORD_BYTES))
     checkpoint = open_model(path or TINY_MODEL)
@@ -66,7 +66,7 @@ def _record_of(data: bytes) -> DecodeRecord:
         line = json.loads(data)
         return DecodeRecord.read(line["data"]["note"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fail(f"audit recompute: RECORD is no line of a decoder in an audit log: {error}", EXIT_NO_RECORD)
+        fail(f"audit recompute: RECORD must be a decoder's line of an audit log: {error}", EXIT_NO_RECORD)
 
 
 def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
@@ -91,7 +91,7 @@ def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy) -> None:
     )
     wrong = [(what, status, told, found) for what, status, told, found in pairs if told != found]
     for what, _, told, found in wrong:
-        click.echo(f"gpulease: audit recompute: another {what} than the record's: {found}, not {told}", err=True)
+        click.echo(f"gpulease: audit recompute: the {what} must be the record's, {told}, not {found}", err=True)
     if wrong:
         fail("audit recompute: nothing was computed", wrong[0][1])
 

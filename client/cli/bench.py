@@ -62,46 +62,58 @@ _POSITIVE: Final = click.IntRange(min=1)
 
 
 @click.command()
-@click.option("--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Of a private daemon.")
+@click.option(
+    "--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="The private daemon's driver."
+)
 @click.option("--quick", is_flag=True, help="Fewer samples of everything: about a minute.")
-@click.option("--rounds", type=_POSITIVE, help="Leased and direct in turn; medians are shown: 3, or 1 with --quick.")
-@click.option("--launches", type=_POSITIVE, help="Launches pipelined in a round: 20,000, or 5,000 with --quick.")
+@click.option(
+    "--rounds", type=_POSITIVE, help="Rounds, each leased and direct in turn; medians are shown: 3, or 1 with --quick."
+)
+@click.option("--launches", type=_POSITIVE, help="Pipelined launches per round: 20,000, or 5,000 with --quick.")
 @click.option(
     "--leases",
     type=_POSITIVE,
-    help="Acquired and freed, and as many left to expire, and revoked: 30, or 5 with --quick. At a time: with --load"
-    " 200, --core 10,000. Of --fleet, of each kind: 300, or 30 with --quick.",
+    help="Leases to acquire and free; as many expire, and as many are revoked: 30, or 5 with --quick. At a time: "
+    "200 with --load, 10,000 with --core. With --fleet, of each kind: 300, or 30 with --quick.",
 )
-@click.option("--tcp", default="", help="Where the daemon that runs listens for TCP, to measure that too.")
+@click.option("--tcp", default="", help="The running daemon's TCP address, to measure TCP too.")
 @click.option(
-    "--tls", default="", help="Where it listens for TLS; GPULEASE_TLS_CERTIFICATE, _KEY and _CA name the files."
+    "--tls",
+    default="",
+    help="The running daemon's TLS address, to measure TLS too; GPULEASE_TLS_CERTIFICATE, _KEY and _CA name the files.",
 )
-@click.option("--gateway", is_flag=True, help="Instead, requests a second on one lease each, on private daemons.")
-@click.option("--core", is_flag=True, help="Instead, the lease core alone: grants and renewals a second, lateness.")
-@click.option("--load", is_flag=True, help="Instead, whether a private daemon grows under leases that come and go.")
-@click.option("--regions", is_flag=True, help="Instead, regions; fails if a revoked one is refused too late.")
+@click.option("--gateway", is_flag=True, help="Instead, requests per second with one lease each, on private daemons.")
+@click.option("--core", is_flag=True, help="Instead, only the lease core: grants and renewals per second, lateness.")
 @click.option(
-    "--storm", is_flag=True, help="Instead, a decoder whose tenants' regions are revoked; fails on one wrong token."
+    "--load", is_flag=True, help="Instead, whether a private daemon's memory grows under leases that come and go."
+)
+@click.option(
+    "--regions", is_flag=True, help="Instead, regions; fails if a revoked region's launches are refused too late."
+)
+@click.option(
+    "--storm", is_flag=True, help="Instead, a decoder whose tenants' regions are revoked; fails on any wrong token."
 )
 @click.option(
     "--decode",
     is_flag=True,
-    help="Instead, the decode engine's steps and kernels, a JSON object a figure, a line each.",
+    help="Instead, the decode engine's steps and kernels, one JSON object per line and figure.",
 )
 @click.option(
     "--fleet",
     is_flag=True,
-    help="Instead, a fleet: leases and launches beside one host, fail-overs of a name, simulated refusals, beats of"
-    " simulated nodes on a real etcd; fails if a name is served twice or too late.",
+    help="Instead, a fleet: leases and launches compared with one host, fail-overs of a name, simulated "
+    "refusals, heartbeats of simulated nodes on a real etcd; fails if a name is served twice or too late.",
 )
 @click.option(
     "--horizon-secs",
     type=click.IntRange(MIN_HORIZON_S, MAX_HORIZON_S),
-    help="Of --fleet: the horizon; 30, 4 with --quick.",
+    help="With --fleet: the membership deadline (horizon); 30, or 4 with --quick.",
 )
-@click.option("--nodes", type=_POSITIVE, help="Of --fleet: nodes whose refusals are simulated; 1,000, 50 with --quick.")
 @click.option(
-    "--round-trips", is_flag=True, help="Instead, round trips alone, beside C, cuda-bindings and pycuda in turn."
+    "--nodes", type=_POSITIVE, help="With --fleet: nodes whose refusals are simulated; 1,000, or 50 with --quick."
+)
+@click.option(
+    "--round-trips", is_flag=True, help="Instead, only round trips, compared with C, cuda-bindings and pycuda in turn."
 )
 @click.option(
     "--check",
@@ -109,17 +121,17 @@ _POSITIVE: Final = click.IntRange(min=1)
     help="Instead, everything that has a bound (client/bench/bounds.toml): minutes. Fails if one is missed.",
 )
 @click.option(
-    "--against", type=click.Path(path_type=Path), help="Of --check: an earlier run's file, to show what has fallen."
+    "--against", type=click.Path(path_type=Path), help="With --check: an earlier run's file, to show regressions."
 )
 @click.option(
     "--to",
     type=click.Path(path_type=Path),
     default=Path("gpulease-check.json"),
     show_default=True,
-    help="Of --check: the file to write.",
+    help="With --check: the file to write.",
 )
-@click.option("--peers", is_flag=True, help="Instead, print how to run other remoting systems beside it.")
-@click.option("--minutes", type=click.FloatRange(min=0.01), help="Of --load or --storm: 10, or 1 with --quick.")
+@click.option("--peers", is_flag=True, help="Instead, print how to compare with other remoting systems.")
+@click.option("--minutes", type=click.FloatRange(min=0.01), help="With --load or --storm: 10, or 1 with --quick.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(
     driver: str,
@@ -146,7 +158,7 @@ def bench(
     minutes: float | None,
     as_json: bool,
 ) -> None:
-    """Measure leases on the daemon that runs, or on a private one. A line on stderr says what is measured next."""
+    """Measure leases on the running daemon, or on a private one. Prints progress on stderr."""
     say = _progress_lines()
     if peers:
         click.echo(files("gpulease.client.bench").joinpath("PEERS.md").read_text(encoding="utf-8").rstrip())
@@ -528,7 +540,7 @@ def _tls_table(found: dict[str, Figures]) -> str:
 
 def _raw_tls(stream: Figures) -> str:
     if not stream:
-        return "A raw TLS stream is left out: there is no openssl here that can be used."
+        return "A raw TLS stream is not measured: openssl is not installed."
     ratios = [f"{text} {stream[key]:.2f}" for key, text in _TCP_ROWS if key in stream]
     rate = f"A raw TLS stream, openssl s_client to s_server: {stream['openssl_gb_s']:.2f} GB/s."
     return f"{rate} TLS here / that: {', '.join(ratios)}."

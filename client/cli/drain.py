@@ -45,21 +45,22 @@ def milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> i
     callback=milliseconds_of,
     default="10m",
     show_default=True,
-    help="Until every lease is ended that is left: 30s, 10m.",
+    help="The time until all remaining leases are ended: 30s, 10m.",
 )
 @click.option("--wait", is_flag=True, help="Return once no lease is left.")
-@click.option("--cancel", is_flag=True, help="Let tenants in again.")
+@click.option("--cancel", is_flag=True, help="End the drain: grant leases again.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json: bool) -> None:
-    """Empty the node: no new leases, tenants warned, and what is left ended by a deadline.
+    """Empty the node: refuse new leases, warn tenants, and end the remaining leases by a deadline.
 
-    Given again, the new deadline counts. The node stays drained until --cancel, or, without `state`, until its daemon
-    is started anew. With --wait, exit status 1 if memory of a lease could not be proved free, or the drain is over.
+    If the command is repeated, the new deadline applies. The node stays drained until --cancel or, without `state`,
+    until its daemon restarts. With --wait, the exit status is 1 if memory of a lease could not be proved free, or if
+    the drain was cancelled.
     """
     if cancel:
         if wait or ctx.get_parameter_source("within_ms") == ParameterSource.COMMANDLINE:
-            raise click.UsageError("--cancel makes no sense together with --within or --wait")
+            raise click.UsageError("--cancel can't be combined with --within or --wait")
         _show(ask(Opcode.DRAIN_CANCEL, Empty()), [], as_json)
         return
     status = ask(Opcode.DRAIN, Drain(within_ms))
@@ -90,7 +91,7 @@ def _check_drained() -> None:
     """Raise InvalidRequest if the node grants again: who waits for an empty node must not be told that it is empty."""
     if all(card.get("drain_left_ms") is None for card in cards_of(_ask_patiently(Opcode.GET_INVENTORY))):
         raise InvalidRequest(
-            "the node is not drained any more: somebody cancelled that, or its daemon was started anew without `state`",
+            "the node is no longer drained: the drain was cancelled, or its daemon was restarted without `state`",
             "Drain it again",
         )
 

@@ -82,7 +82,7 @@ def check_words(words: Iterable[str]) -> None:
     for word in words:
         # Python passes bytes that the locale can't decode as surrogates (PEP 383).
         if any("\ud800" <= mark <= "\udfff" for mark in word):
-            fail(f"{word!r} is no text in this locale", EXIT_USAGE)
+            fail(f"{word!r} can't be decoded in this locale", EXIT_USAGE)
 
 
 def fail(message: str, status: int) -> NoReturn:

@@ -24,13 +24,13 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inst
 
 @click.group()
 def fleet() -> None:
-    """Look after a fleet of nodes. GPULEASE_ADDRESS names its directories: fleet:tls:HOST:PORT."""
+    """Manage a fleet of nodes. GPULEASE_ADDRESS names its directories: fleet:tls:HOST:PORT."""
 
 
 @fleet.command()
 @_as_json
 def nodes(as_json: bool) -> None:
-    """List the fleet's nodes, to an operator: what may be leased there, who drains, who is silent."""
+    """List the fleet's nodes, for operators: their free memory, and which are draining or silent."""
     listing = _operators_listing()
     nodes = listing["nodes"]
     if unreadable := listing.get("unreadable"):
@@ -61,7 +61,7 @@ def nodes(as_json: bool) -> None:
 @fleet.command()
 @_as_json
 def names(as_json: bool) -> None:
-    """List the names that the fleet serves: everybody's for an operator, else your own."""
+    """List the names that the fleet serves: all of them if you are an operator, otherwise your own."""
     listing = _listing()
     if as_json:
         click.echo(json_text(listing["names"]))
@@ -82,13 +82,13 @@ def names(as_json: bool) -> None:
     callback=milliseconds_of,
     default="10m",
     show_default=True,
-    help="Until every lease is ended that is left: 30s, 10m.",
+    help="The time until all remaining leases are ended: 30s, 10m.",
 )
-@click.option("--cancel", is_flag=True, help="Let tenants in again.")
+@click.option("--cancel", is_flag=True, help="End the drain: grant leases again.")
 def drain_node(node: str, within_ms: int, cancel: bool) -> None:
-    """Empty NODE, as `gpulease drain` does on its host: no new leases, and what is left ended by a deadline.
+    """Empty NODE, as `gpulease drain` does on its host: refuse new leases, and end the remaining ones by a deadline.
 
-    The node itself is asked, so you must be an operator there.
+    The request goes to the node itself, so you must be an operator there.
     """
     op, body = (Opcode.DRAIN_CANCEL, Empty()) if cancel else (Opcode.DRAIN, Drain(within_ms))
     status: DrainStatus = _ask_node(_node(node), op, body)
@@ -98,14 +98,14 @@ def drain_node(node: str, within_ms: int, cancel: bool) -> None:
 @fleet.command("fence", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def fence_node(words: tuple[str, ...]) -> None:
-    """Take a dead node out of the fleet and free its names. `gpulease fleet fence -h` says more."""
+    """Take a dead node out of the fleet and free its names. See `gpulease fleet fence -h`."""
     become_module(FENCE_MODULE, words, FLEET)
 
 
 @fleet.command("quota", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def quota(words: tuple[str, ...]) -> None:
-    """Set a tenant's quota over all nodes, or list the quotas. `gpulease fleet quota -h` says more."""
+    """Set a tenant's quota over all nodes, or list the quotas. See `gpulease fleet quota -h`."""
     become_module(QUOTA_MODULE, words, FLEET)
 
 

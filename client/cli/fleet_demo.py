@@ -42,7 +42,7 @@ def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]
     say(f"Refused  at node-2: {refused}")
     nodes[0].kill()
     killed_s = time.monotonic()
-    say("Killed   node-1's daemon, by SIGKILL; its session goes on until the horizon that the daemon wrote last")
+    say("Killed   node-1's daemon, by SIGKILL; its session continues until the last horizon that the daemon wrote")
     second = acquire_name(nodes[1].address, NAME, JOIN_S)
     back_s = time.monotonic() - killed_s
     after = Tenant(second, ptx)
@@ -81,4 +81,4 @@ def _refusal(address: str) -> str:
                 return str(error)
             time.sleep(ASK_PAUSE_S)
         else:
-            raise CannotStart("two nodes serve one name: tell the authors")
+            raise CannotStart("two nodes serve one name: please report this")

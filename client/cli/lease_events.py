@@ -17,10 +17,10 @@ from gpulease.protocol.counts import counted
 
 @click.command()
 @lease_id_argument(required=False)
-@click.option("--refused", is_flag=True, help="Instead, the launches that LEASE_ID refuses, or a region of it.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
+@click.option("--refused", is_flag=True, help="Instead, the launches that LEASE_ID, or a region of it, refuses.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def events(lease_id: int | None, refused: bool, as_json: bool) -> None:
-    """Print what leases go through, a line each: of LEASE_ID until it has ended, or of all you may see, for ever."""
+    """Print the phases of leases, one line each: of LEASE_ID until it has ended, or of all until interrupted."""
     if refused:
         if lease_id is None:
             raise click.UsageError("--refused needs a LEASE_ID: a region's, or that of a lease with regions.")

@@ -51,10 +51,19 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(wanted=wanted, **values)
 
     for option in (
-        click.option("--label", "labels", multiple=True, callback=_labels_of, help="What the node must have: zone=a."),
-        click.option("--name", help="The name that the daemon's fleet serves once."),
-        click.option("--device", help="The card's UUID or index; any that has room without it."),
-        click.option("--wait", "wait_ms", callback=milliseconds_of, default="0s", show_default=True, help="For room."),
+        click.option(
+            "--label", "labels", multiple=True, callback=_labels_of, help="A label that the node must have: zone=a."
+        ),
+        click.option("--name", help="The lease's name, which one node of the daemon's fleet serves at a time."),
+        click.option("--device", help="The card's UUID or index; by default, any card that has room."),
+        click.option(
+            "--wait",
+            "wait_ms",
+            callback=milliseconds_of,
+            default="0s",
+            show_default=True,
+            help="How long to wait for room.",
+        ),
         time_option,
         click.option("--vram", "vram_bytes", required=True, callback=_size_of, help="Device memory: 4GiB, 512MiB."),
     ):
@@ -68,7 +77,7 @@ time_option = click.option(
     callback=milliseconds_of,
     default="10m",
     show_default=True,
-    help="The lease's time: 30s, 2h.",
+    help="The lease's duration: 30s, 2h.",
 )
 
 

@@ -13,7 +13,7 @@ from gpulease.protocol.messages import Empty
 
 @click.command()
 def metrics() -> None:
-    """Print the node's metrics as Prometheus reads them; for operators."""
+    """Print the node's metrics in Prometheus's format; for operators."""
     text = ask(Opcode.METRICS, Empty()).exposition
     if is_terminal():
         # A program gets the daemon's bytes as they are; a terminal would obey control characters in them.
@@ -24,7 +24,7 @@ def metrics() -> None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def health(as_json: bool) -> None:
-    """Show whether the daemon can grant leases, and what keeps it from it. Exit status 1 if it can't."""
+    """Show whether the daemon can grant leases, and if not, why. The exit status is then 1."""
     found = ask(Opcode.HEALTH, Empty()).report
     is_ready, checks = health_of(found)
     if as_json:

@@ -24,7 +24,7 @@ _words_or_json = click.option("--json", "as_json", is_flag=True, help="Print a J
 
 
 @click.command()
-@click.option("--sandbox", "shows_sandbox", is_flag=True, help="Show what workers are shut in by, measure by measure.")
+@click.option("--sandbox", "shows_sandbox", is_flag=True, help="Show the measures of the workers' sandbox.")
 @_table_or_json
 def info(shows_sandbox: bool, as_json: bool) -> None:
     """Show the cards: what may be leased, what is free, what is fenced."""
@@ -93,8 +93,8 @@ def _fenced(card: Report) -> str:
     if not card["fenced_bytes"]:
         return ""
     return (
-        f"GPU {card['index']}: {size_text(card['fenced_bytes'])} could not be proved free, so nobody gets them. Once"
-        f" you are sure that no program uses them: `gpulease fence clear {card['index']}`."
+        f"GPU {card['index']}: {size_text(card['fenced_bytes'])} could not be proved free and are not "
+        f"granted. Once you are sure that no program uses them: `gpulease fence clear {card['index']}`."
     )
 
 
@@ -111,7 +111,7 @@ def _warm(card: Report) -> str:
 @click.option("--tenant", metavar="NAME", help="Only leases of this tenant.")
 @_table_or_json
 def leases(tenant: str | None, as_json: bool) -> None:
-    """List leases, each with its regions: your own, or everybody's if you are the operator."""
+    """List leases, each with its regions: your own, or all of them if you are an operator."""
     found = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
     if tenant is not None:
         found = [lease for lease in leases_of(found) if lease["tenant"] == tenant]
@@ -184,17 +184,17 @@ def _state(lease: Report) -> str:
     "--reason",
     default="revoked by the operator",
     callback=lambda ctx, param, text: _reason(text),
-    help="What its tenant is told.",
+    help="The reason, reported to its tenant.",
 )
 @click.option(
     "--token",
     "nonce",
     callback=lambda ctx, param, text: None if text is None else _nonce_number(text),
-    help="End that one token alone: its nonce, as the audit log's `issue` record tells it.",
+    help="End only one token: its nonce, from the audit log's `issue` record.",
 )
 @_words_or_json
 def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> None:
-    """End a lease or a region at once, whatever it is doing. Exit status 0 only if its memory is proved free."""
+    """End a lease or a region at once, whatever it is doing. The exit status is 0 only if its memory is proved free."""
     if nonce is not None:
         _revoke_token(lease_id, nonce, as_json)
         return
@@ -244,7 +244,7 @@ def _sendable(text: str) -> str:
 def _reason(text: str) -> str:
     """Return a reason that is not blank. Raises BadParameter."""
     if not text.strip():
-        raise click.BadParameter("it is blank; say why, or leave --reason out.")
+        raise click.BadParameter("it is blank; give a reason, or leave --reason out.")
     return _sendable(text)
 
 
@@ -252,21 +252,24 @@ def _nonce_number(text: str) -> int:
     """Parse a token's nonce. Raises BadParameter."""
     if not _NONCE.fullmatch(text):
         raise click.BadParameter(
-            f"{text!r} is no token's nonce. Copy one from `gpulease audit show --kind issue FOLDER`."
+            f"it must be a token's nonce, not {text!r}. Copy one from `gpulease audit show --kind issue FOLDER`."
         )
     return int(text, 16)
 
 
 @click.group()
 def fence() -> None:
-    """Look after memory that could not be proved free."""
+    """Manage memory that could not be proved free."""
 
 
 @fence.command("clear")
 @click.argument("card", required=False, callback=lambda ctx, param, text: None if text is None else _sendable(text))
 @_words_or_json
 def fence_clear(card: str | None, as_json: bool) -> None:
-    """Grant fenced memory again: you vouch that it is free. CARD is a UUID or index; without it, every card."""
+    """Allow fenced memory to be granted again; make sure that it is free.
+
+    CARD is a UUID or an index; by default, every card.
+    """
     count = ask(Opcode.FENCE_CLEAR, FenceClear(card)).count
     if as_json:
         click.echo(json.dumps({"cleared": count}))

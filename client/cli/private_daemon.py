@@ -226,7 +226,7 @@ def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: P
             said = log.read_text(errors="replace").strip().splitlines()
             if any("No module named" in line for line in said):
                 raise CannotStart(
-                    "no daemon is installed beside this client: pip install '.[daemon]' in gpulease's repository"
+                    "no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository"
                 )
             raise CannotStart(said[-1] if said else "the daemon said nothing and did not start")
         time.sleep(_LOOK_S)

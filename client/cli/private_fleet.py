@@ -66,7 +66,7 @@ class EtcdMember:
         finally:
             connection.close()
         if response.status != http.HTTPStatus.OK:
-            raise ValueError(f"etcd says {response.status}")
+            raise ValueError(f"etcd answered {response.status}")
         return answer
 
 

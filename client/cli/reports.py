@@ -73,7 +73,7 @@ def first_card(address: str, *figures: str) -> Report:
     """The first card of the daemon there, with these figures, too. Raises MalformedReport, or what `ask` raises."""
     cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
     if not cards:
-        raise MalformedReport("the daemon's answer tells of no card")
+        raise MalformedReport("the daemon's answer contains no card")
     return _map(cards[0], "card 1 of the daemon's answer", dict.fromkeys(figures, NUMBER), {})
 
 

@@ -73,7 +73,7 @@ def run(wanted: WantedLease, command: tuple[str, ...]) -> None:
     """Run CMD with a lease of its own, which ends with it and is not renewed.
 
     CMD opens a session with `GpuSession.attach()`. Exit status: CMD's, or the signal that ended it; 124 if the lease
-    ended first, and CMD was ended for that; 126 and 127 if CMD can't be started or is not there.
+    ended first, and CMD was therefore ended; 126 if CMD can't be started; 127 if it does not exist.
     """
     _check_program(command[0])
     usual = _block()
@@ -120,7 +120,7 @@ def _check_program(program: str) -> None:
 
 def _fail_to_start(program: str, error: OSError) -> NoReturn:
     if error.errno == errno.ENOENT:
-        fail(f"{program}: there is no such program", EXIT_NO_PROGRAM)
+        fail(f"{program}: program not found", EXIT_NO_PROGRAM)
     fail(f"{program}: {error.strerror}", EXIT_NOT_STARTED)
 
 
@@ -141,7 +141,7 @@ def _give_back(lease: "GpuLease") -> None:
     leaving.start()
     leaving.join(GIVE_BACK_S)
     if said:
-        click.echo(f"gpulease: lease {lease.lease_id_text} was not given back: {said[0]}", err=True)
+        click.echo(f"gpulease: lease {lease.lease_id_text} was not freed: {said[0]}", err=True)
 
 
 class _LeasedProgram:

@@ -21,7 +21,7 @@ _SECONDS = click.FloatRange(min=0)
 
 @click.group()
 def serve() -> None:
-    """Serve others on leases."""
+    """Run servers on leases."""
 
 
 serve.add_command(serve_decode)
@@ -37,25 +37,42 @@ DIRECTORY_MODULE = "gpulease.daemon.fleet.directory"
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def directory(words: tuple[str, ...]) -> None:
-    """Tell the tenants of a fleet which nodes to ask. `gpulease serve directory -h` says more."""
+    """Tell the tenants of a fleet which nodes to ask. See `gpulease serve directory -h`."""
     become_module(DIRECTORY_MODULE, words, FLEET)
 
 
-@serve.command(help="One lease per request, over HTTP: each request is done once, however often it is asked.")
+@serve.command(help="Serve each HTTP request on a lease of its own; a repeated request runs once.")
 @click.option("--models", type=click.Path(path_type=Path), help="A TOML file of models; see the README.")
 @click.option("--listen", default="tcp:127.0.0.1:8080", show_default=True, help="tcp:127.0.0.1:PORT or unix:PATH.")
 @click.option(
-    "--host-name", "host_names", multiple=True, help="A further name in Host and Origin: a proxy's. Repeatable."
+    "--host-name",
+    "host_names",
+    multiple=True,
+    help="An additional accepted name in Host and Origin, such as a proxy's. Repeatable.",
 )
 @click.option("--store", "store_url", default="sqlite:gateway.sqlite", show_default=True, help="Or postgresql://...")
 @click.option("--max-in-flight", type=_POSITIVE, default=4, show_default=True, help="Requests served at a time.")
-@click.option("--max-queue", type=click.IntRange(min=0), default=32, show_default=True, help="That wait beside them.")
-@click.option("--queue-secs", type=_SECONDS, default=10, show_default=True, help="How long one waits for its lease.")
-@click.option("--join-secs", type=_SECONDS, default=5, show_default=True, help="And for another attempt at the same.")
+@click.option(
+    "--max-queue", type=click.IntRange(min=0), default=32, show_default=True, help="Requests that may wait in addition."
+)
+@click.option(
+    "--queue-secs", type=_SECONDS, default=10, show_default=True, help="How long a request waits for its lease."
+)
+@click.option(
+    "--join-secs",
+    type=_SECONDS,
+    default=5,
+    show_default=True,
+    help="How long a repeated request waits for the first attempt.",
+)
 @click.option("--body-secs", type=_SECONDS, default=10, show_default=True, help="How long a body may take to arrive.")
-@click.option("--keep-hours", type=click.FloatRange(min=2), default=24, show_default=True, help="Outcomes are kept.")
+@click.option(
+    "--keep-hours", type=click.FloatRange(min=2), default=24, show_default=True, help="How long outcomes are kept."
+)
 @click.option("--attach-by-token", is_flag=True, help='For a daemon with require_token = ["attach"].')
-@click.option("--demo", is_flag=True, help="The example model, a store of its own, and a daemon if none runs.")
+@click.option(
+    "--demo", is_flag=True, help="Use the example model and a private store, and start a daemon if none is running."
+)
 def gateway(
     models: Path | None,
     listen: str,
@@ -80,7 +97,7 @@ def gateway(
     from gpulease.client.serve.gateway.store import open_store
 
     if models is None and not demo:
-        raise click.UsageError("say which models with --models FILE, or try --demo")
+        raise click.UsageError("give the models with --models FILE, or try --demo")
     served = load_models(models or EXAMPLE)
     bounds = Bounds(max_in_flight, max_queue, queue_secs, body_secs, join_secs, keep_hours * 3600)
     with contextlib.ExitStack() as stack:
@@ -111,14 +128,17 @@ def gateway(
     "--listen", default="tcp:127.0.0.1:8081", show_default=True, help="HTTP: tcp:127.0.0.1:PORT or unix:PATH."
 )
 @click.option(
-    "--host-name", "host_names", multiple=True, help="A further name in Host and Origin: a proxy's. Repeatable."
+    "--host-name",
+    "host_names",
+    multiple=True,
+    help="An additional accepted name in Host and Origin, such as a proxy's. Repeatable.",
 )
-@click.option("--rpc", default="", help="Also calls through shared memory: unix:PATH.")
-@click.option("--demo", is_flag=True, help="The example's models, and a daemon if none runs.")
+@click.option("--rpc", default="", help="Also serve calls through shared memory: unix:PATH.")
+@click.option("--demo", is_flag=True, help="Use the example's models, and start a daemon if none is running.")
 def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: str, demo: bool) -> None:
-    """Serve the models of a TOML file, each on a lease that is kept.
+    """Serve the models of a TOML file, each on a permanent lease.
 
-    See the README and client/serve/models/model_settings.py for what the file says.
+    See the README and client/serve/models/model_settings.py for the file's settings.
     """
     with needing("serve"):
         from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve
@@ -127,7 +147,7 @@ def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: s
     from gpulease.client.serve.models.model_settings import EXAMPLE, load_settings
 
     if config is None and not demo:
-        raise click.UsageError("say which models with CONFIG, or try --demo")
+        raise click.UsageError("give the models with CONFIG, or try --demo")
     if rpc and not rpc.startswith("unix:"):
         raise InvalidRequest(f"--rpc {rpc}: memory is shared on one host alone", "Say unix:PATH")
     served = load_settings(config or EXAMPLE)

@@ -36,23 +36,32 @@ DEMO_ROWS: Final = 16
 """Rows of a demonstration's step: more need kernels that the embedded driver compiles for seconds."""
 
 
-@click.command("decode", short_help="Serve a language model to many tenants, as OpenAI's servers are asked.")
+@click.command("decode", short_help="Serve a language model to many tenants, with OpenAI's API.")
 @click.argument("config", required=False, type=click.Path(path_type=Path))
-@click.option("--listen", help="HTTP: tcp:127.0.0.1:PORT or unix:PATH. Without it, what CONFIG says: port 8082.")
 @click.option(
-    "--host-name", "host_names", multiple=True, help="A further name in Host and Origin: a proxy's. Repeatable."
+    "--listen", help="HTTP: tcp:127.0.0.1:PORT or unix:PATH. By default, the address in CONFIG, or port 8082."
 )
-@click.option("--demo", is_flag=True, help="A model that is at hand, four tenants, and a daemon if none runs.")
+@click.option(
+    "--host-name",
+    "host_names",
+    multiple=True,
+    help="An additional accepted name in Host and Origin, such as a proxy's. Repeatable.",
+)
+@click.option(
+    "--demo",
+    is_flag=True,
+    help="Use an installed model and four example tenants, and start a daemon if none is running.",
+)
 def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str, ...], demo: bool) -> None:
     """Serve the language model of a TOML file to its tenants: /v1/completions and /v1/chat/completions.
 
-    See client/serve/decode/openai_http/example/decode.toml for what the file says.
+    See client/serve/decode/openai_http/example/decode.toml for the file's settings.
     """
     with needing("serve,decode"):
         from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_LISTEN, load_decode_settings
         from gpulease.client.serve.http.uvicorn_server import known_hosts, listening
     if (config is None) is not demo:
-        raise click.UsageError("say CONFIG, or try --demo")
+        raise click.UsageError("give CONFIG, or try --demo")
     with contextlib.ExitStack() as stack:
         settings = None if config is None else load_decode_settings(config)
         sock, url = stack.enter_context(listening(listen or (settings.listen if settings else DEFAULT_LISTEN)))

@@ -85,7 +85,7 @@ def this_environment() -> Environment:
     """Return the environment of this command. Raises CannotStart if the daemon is not installed."""
     daemon = find_spec("gpulease.daemon")
     if daemon is None or daemon.origin is None:
-        raise CannotStart("no daemon is installed beside this client: pip install '.[daemon]' in gpulease's repository")
+        raise CannotStart("no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository")
     package = Path(daemon.origin)
     python = Path(sys.executable)
     own = (package.parent, package.resolve().parent, python, python.resolve(), Path(sys.base_prefix))
@@ -129,17 +129,19 @@ def _named(ctx: click.Context, param: click.Parameter, value: str) -> Path:
 
 
 @click.command("install-service")
-@click.option("--install", "installs", is_flag=True, help="Write the files below --root, as root; else print them.")
+@click.option(
+    "--install", "installs", is_flag=True, help="Write the files below --root, as root, instead of printing them."
+)
 @click.option("--print", "prints", is_flag=True, help="Print the files; the default.")
 @click.option(
     "--root",
     type=click.Path(file_okay=False),
     callback=_named,
     default="/",
-    help="The top of the file system to install into; / if it is not said.",
+    help="The root of the file system to install into; / by default.",
 )
 def install_service(installs: bool, prints: bool, root: Path) -> None:
-    """Print the daemon's units for systemd, its settings and what else it needs, or install them."""
+    """Print the daemon's systemd units, its settings and the other files that it needs, or install them."""
     environment = this_environment()
     files = {name: filled_in(name, (UNITS / name).read_text("utf-8"), environment) for name in PLACES}
     hidden = environment.under(_HIDDEN)

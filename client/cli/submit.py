@@ -41,10 +41,12 @@ _NUMBERS: Final[dict[str, type[int] | type[float]]] = {
     "outputs",
     multiple=True,
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Where the next output goes; those without one go to standard output.",
+    help="The file for the next output; outputs without one go to standard output.",
 )
-@click.option("--room", default=DEFAULT_ROOM_MIB, show_default=True, type=click.IntRange(1), help="MiB on the card.")
-@click.option("--secs", default=60.0, show_default=True, help="How long it may take.")
+@click.option(
+    "--room", default=DEFAULT_ROOM_MIB, show_default=True, type=click.IntRange(1), help="Memory on the card, in MiB."
+)
+@click.option("--secs", default=60.0, show_default=True, help="The time limit.")
 def submit(
     kernel: str,
     image: Path,
@@ -55,7 +57,7 @@ def submit(
     room: int,
     secs: float,
 ) -> None:
-    """Run one KERNEL of IMAGE, PTX text or a cubin, on a lease of its own, and write what it computes."""
+    """Run one KERNEL of IMAGE, PTX text or a cubin, on a lease of its own, and write its outputs."""
     builder = GpuBuilder().min_vram(SESSION_BYTES).submits(room << 20).lease_secs(secs)
     with builder.acquire() as lease:
         submission = lease.submit(kernel, image.read_bytes()).grid(_numbers(grid, "--grid"))
@@ -74,7 +76,7 @@ def _numbers(text: str, option: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of numbers", param_hint=option) from None
+        raise click.BadParameter(f"it must be a list of numbers, not {text!r}", param_hint=option) from None
 
 
 def _push(submission: Submission, text: str) -> None:
@@ -93,6 +95,6 @@ def _push(submission: Submission, text: str) -> None:
             known = ", ".join(("in", "inout", "out", *_NUMBERS))
             raise click.BadParameter(f"{text!r}: {kind!r} is none of {known}", param_hint="--arg")
     except ValueError:
-        raise click.BadParameter(f"{text!r}: {value!r} is no number", param_hint="--arg") from None
+        raise click.BadParameter(f"{text!r}: the value must be a number, not {value!r}", param_hint="--arg") from None
     except OSError as error:
         raise CannotStart(f"{value} can't be read: {error.strerror}") from None

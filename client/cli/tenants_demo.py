@@ -246,7 +246,7 @@ def run_tenants_demo(
             if needs_bobs:
                 free = size_text(during["available_bytes"])
                 lines.say(f"carol  asks for {size_text(size)} too, and {free} are free: {refused or 'granted'}")
-            ann.begin("beside bob's endless kernel")
+            ann.begin("next to bob's endless kernel")
             ann.watch(bob.is_told, bob.join, lambda: f"; bob's kernel runs, his lease has {bob.left_s:.1f} s left")
             end = bob.end(scene)
             ann.begin("after it, beside carol")
@@ -417,6 +417,6 @@ def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, li
     size = size_text(REGION_BYTES)
     lines.say(f"       has two regions of {size} in one session; one is revoked, proved back in {back_ms:.1f} ms")
     found = f"{left:,} of {words:,} words are there"
-    lines.say(f"       a launch in it: {refusal or 'taken'}; in the other {found}, kernels go on")
+    lines.say(f"       a launch in it: {refusal or 'taken'}; in the other {found}, kernels continue")
     holds = refusal == RegionRevoked.__name__ and left == words and cleared == words
-    return Claim("one region is revoked, the other goes on", holds, f"{refusal or 'taken'}; in the other {found}")
+    return Claim("one region is revoked, the other continues", holds, f"{refusal or 'taken'}; in the other {found}")

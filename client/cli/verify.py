@@ -14,14 +14,16 @@ EXIT_BREACH: Final = 1
 
 
 @click.command()
-@click.option("--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Of the private daemon.")
-@click.option("--only", metavar="TEXT", default="", help="Only rows whose name has this in it.")
+@click.option(
+    "--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="The private daemon's driver."
+)
+@click.option("--only", metavar="TEXT", default="", help="Only rows whose name contains this text.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def verify(driver: str, only: str, as_json: bool) -> None:
-    """Break every rule on this host's first card, beside a neighbour who must not notice.
+    """Break every rule on this host's first card, next to another tenant that must not be affected.
 
-    Starts a private daemon, so leases of a daemon that runs are not touched, but the card is busy meanwhile. Ends with
-    status 1 if anything that leases promise does not hold.
+    Starts a private daemon, so a running daemon's leases are not touched, but the card is busy meanwhile. The exit
+    status is 1 if any guarantee of leases does not hold.
     """
     report = run_matrix(driver, only, _ignore if as_json else _show_progress)
     click.echo(_json(report) if as_json else _tables(report))

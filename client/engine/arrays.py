@@ -243,10 +243,12 @@ def checked_dtype(dtype: Any, doing: str) -> np.dtype[Any]:
     try:
         found: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError, UnicodeError) as error:
-        raise InvalidRequest(f"{doing}: {quoted(dtype)} is no type of elements: {quoted(str(error))}") from None
+        raise InvalidRequest(
+            f"{doing}: the dtype must be a numpy dtype, not {quoted(dtype)}: {quoted(str(error))}"
+        ) from None
     if dtype is None or found.name not in PLAIN_TYPES | NARROW_TYPES or not found.isnative:
         raise InvalidRequest(
-            f"{doing}: an array on the card has no elements of {quoted(dtype)}",
+            f"{doing}: arrays on the card don't support elements of {quoted(dtype)}",
             f"The types are {', '.join(sorted(PLAIN_TYPES | NARROW_TYPES))}",
         )
     return found
@@ -263,7 +265,9 @@ def host_array(given: Any, dtype: Any) -> NDArray[Any]:
             checked_dtype(data.dtype, "array")
         return np.ascontiguousarray(data, wanted).reshape(data.shape)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"array: {quoted(given)} is no array of numbers: {quoted(str(error))}") from None
+        raise InvalidRequest(
+            f"array: the value must be an array of numbers, not {quoted(given)}: {quoted(str(error))}"
+        ) from None
 
 
 def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
@@ -287,7 +291,9 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
         with np.errstate(over="ignore", invalid="ignore"):
             made = given.astype(dtype)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{doing}: {quoted(value)} is no number for an array of {dtype}: {error}") from None
+        raise InvalidRequest(
+            f"{doing}: the value must be a number that fits an array of {dtype}, not {quoted(value)}: {error}"
+        ) from None
     is_whole = dtype.kind in "iu" and given.dtype.kind in "iu"
     fits = np.array_equal(made, given) if is_whole else bool((np.isfinite(made) == np.isfinite(given)).all())
     if not fits:

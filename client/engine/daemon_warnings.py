@@ -17,4 +17,4 @@ def log_warning(text: str) -> None:
     if text not in _logged and len(_logged) < MAX_WARNINGS:
         _logged.add(text)
         # A terminal would obey control characters.
-        _log.warning("the daemon says: %s", printable(text))
+        _log.warning("the daemon warns: %s", printable(text))

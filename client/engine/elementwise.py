@@ -88,7 +88,7 @@ class ElementwiseOperation:
         for number, (parameter, value) in enumerate(zip(self._parameters, args, strict=False)):
             self._check_kind(parameter, value, needs_array=parameter.is_raw or number >= inputs)
         if len(args) == inputs and any(parameter.is_raw for parameter in outputs):
-            raise self._failed("a raw output has no shape of its own", "Make the array, and give it behind the inputs")
+            raise self._failed("a raw output has no shape of its own", "Make the array, and pass it after the inputs")
 
     def _check_kind(self, parameter: Parameter, value: Any, needs_array: bool) -> None:
         if isinstance(value, SessionArray):
@@ -117,7 +117,7 @@ class ElementwiseOperation:
         for parameter in self._parameters:
             dtype = found.get(parameter.kind)
             if dtype is None:
-                raise self._failed(f"no argument tells the type {parameter.kind}", "Give the output arrays, too")
+                raise self._failed(f"no argument determines the type {parameter.kind}", "Give the output arrays, too")
             if dtype.name not in C_TYPES:
                 raise self._failed(f"{parameter.name}: such kernels have no elements of {dtype}")
         return found
@@ -129,10 +129,10 @@ class ElementwiseOperation:
             if isinstance(value, ArrayView) and not parameter.is_raw
         ]
         if bool(shaped) == (size is not None):
-            raise self._failed("size is given if, and only if, no array but raw ones is", "Say kernel(..., size=n)")
+            raise self._failed("size is given if, and only if, no array but raw ones is", "Use kernel(..., size=n)")
         if size is not None:
             if type(size) is not int or size < 0:
-                raise self._failed(f"size {quoted(size)} is no number of elements")
+                raise self._failed(f"size must be a number of elements, not {quoted(size)}")
             return (size,)
         try:
             shape = np.broadcast_shapes(*shaped)

@@ -193,7 +193,7 @@ class EventStream(Subscription[LeaseEvent]):
         super().__init__(address, Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease_id), token)
 
     def _read(self, told: Notification | RegionNotification) -> LeaseEvent:
-        assert isinstance(told, Notification), "the connection tells a subscription from a watch"
+        assert isinstance(told, Notification), "the connection must distinguish a subscription from a watch"
         return event_of(told)
 
     def _is_last(self, event: LeaseEvent) -> bool:
@@ -207,7 +207,7 @@ class RefusalStream(Subscription[ForwardRevoked]):
         super().__init__(address, Opcode.REGION_WATCH, LeaseRef(lease_id), token)
 
     def _read(self, told: Notification | RegionNotification) -> ForwardRevoked:
-        assert isinstance(told, RegionNotification), "the connection tells a watch from a subscription"
+        assert isinstance(told, RegionNotification), "the connection must distinguish a watch from a subscription"
         return refusal_of(told)
 
 

@@ -328,7 +328,10 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
             return channel
         channel.close()
     if code == errno.EACCES:
-        hint = "Ask the operator to let this user in: the socket's folder, group and mode say who may write to it"
+        hint = (
+            "Ask the operator to give this user access: the socket's folder, group and mode determine who may "
+            "write to it"
+        )
         raise Disconnected(f"can't connect to {address}: {os.strerror(code)}", hint)
     raise _unreachable(address, _why(address, code))
 
@@ -339,7 +342,7 @@ def _why(address: Address, code: int) -> str:
         with contextlib.suppress(OSError):
             mode = os.stat(address.path).st_mode
             if not stat.S_ISSOCK(mode):
-                return "that is a folder, not a socket" if stat.S_ISDIR(mode) else "that is no socket"
+                return "that is a folder, not a socket" if stat.S_ISDIR(mode) else "that is not a socket"
     return os.strerror(code)
 
 

@@ -328,7 +328,7 @@ class _Search(Generic[T]):
         parts = [f"{len(refused)} of the fleet's {nodes} asked, and none granted the lease"]
         parts += ["; ".join(told)] if told else []
         if self._last.why and len(refused) < self._last.nodes:
-            parts.append(f"a directory says of the nodes: {self._last.why}")
+            parts.append(f"a directory reports about the nodes: {self._last.why}")
         if self._place.name and self._last.holder is not None:
             parts.append(f"the name {self._place.name!r} is served by node {self._last.holder}")
         errors = [refusal.error for refusal in refused.values()]

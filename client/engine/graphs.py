@@ -190,7 +190,7 @@ class Graphs:
         attachment = self.attachment
         attachment.check_open(_LAUNCH)
         if attachment.recording is not None:
-            raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or behind the block")
+            raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or after the block")
         try:
             number, frame = graph.frame(attachment, values, regions, position)
         except GpuLeaseError as error:

@@ -225,7 +225,7 @@ def lease_report_of(found: Any, doing: str) -> LeaseReport:
         and all(type(found.get(name, 0)) is int for name in _NUMBERS)
     )
     if not is_typed:
-        raise error_of(Failure(Status.DISCONNECTED, "the report is no lease's map"), doing)
+        raise error_of(Failure(Status.DISCONNECTED, "the report is not a lease's map"), doing)
     return cast(LeaseReport, found)
 
 
@@ -423,7 +423,7 @@ class LeaseState:
         now, most = report.get("allocated_bytes"), report.get("most_allocated_bytes")
         if not isinstance(now, int) or not isinstance(most, int):
             raise Unsupported(
-                "used: nobody counts the session's memory", "Ask while the lease lives, by a newer daemon"
+                "used: the session's memory is not counted", "Ask while the lease lives, by a newer daemon"
             )
         return LeaseUse(now, most)
 
@@ -622,9 +622,9 @@ def state_of(lease: Any) -> LeaseState:
     if isinstance(state, LeaseState):
         return state
     if isinstance(lease, LeaseRequest):
-        raise InvalidRequest("session: a GpuBuilder is no lease", ASK_FIRST)
+        raise InvalidRequest("session: the argument must be a lease, not a GpuBuilder", ASK_FIRST)
     hint = "Await it: lease = await builder.acquire()" if isinstance(lease, Awaitable) else ASK_FIRST
-    raise InvalidRequest(f"session: {quoted(lease)} is no lease", hint)
+    raise InvalidRequest(f"session: the argument must be a lease, not {quoted(lease)}", hint)
 
 
 class LeaseView:
@@ -764,7 +764,7 @@ def reacquire(lease: LeaseState, lock: Any) -> Procedure[LeaseState]:
                 "reacquire: the lease has not ended", "Use it, renew it, or free it and call reacquire() then"
             )
     if lease.asked is None:
-        raise InvalidRequest("reacquire: another program asked for this lease", "Acquire one by GpuBuilder")
+        raise InvalidRequest("reacquire: this lease was acquired by another program", "Acquire one by GpuBuilder")
     return (yield from acquire(lease.fleet or lease.address, lease.asked, lock))
 
 
@@ -1047,7 +1047,7 @@ def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
     return lease.over or Failure(
         Status.DISCONNECTED,
         f"{ended.message}, and the daemon says the lease is still active",
-        "Open the session anew, or acquire a new lease",
+        "Open another session, or acquire another lease",
     )
 
 

@@ -111,15 +111,17 @@ class LeaseRequest:
         # Only for who takes it for the lease, and has no type checker to say so.
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"a GpuBuilder has no {name!r}, it is no lease. {ASK_FIRST}", name=name, obj=self)
+            raise AttributeError(
+                f"a GpuBuilder has no {name!r}, because it is not a lease yet. {ASK_FIRST}", name=name, obj=self
+            )
 
         def __enter__(self) -> NoReturn:
-            raise InvalidRequest("with: a GpuBuilder is no lease", ASK_FIRST)
+            raise InvalidRequest("with: a GpuBuilder is not a lease", ASK_FIRST)
 
         def __exit__(self, *ended: object) -> None: ...
 
         async def __aenter__(self) -> NoReturn:
-            raise InvalidRequest("async with: a GpuBuilder is no lease", ASK_FIRST)
+            raise InvalidRequest("async with: a GpuBuilder is not a lease", ASK_FIRST)
 
         async def __aexit__(self, *ended: object) -> None: ...
 
@@ -188,7 +190,7 @@ class LeaseRequest:
         """
         encoded = utf8(name, "name")
         if not NAME.fullmatch(name):
-            raise InvalidRequest(f"name: {quoted(name)} is no name", f"A name is {NAME_RULE}")
+            raise InvalidRequest(f"name: {quoted(name)} is not a valid name", f"A name is {NAME_RULE}")
         self._parameters[NAME_TAG] = encoded
         return self
 
@@ -198,7 +200,8 @@ class LeaseRequest:
             utf8(value, f"labels: {quoted(key)}")
             if not NAME.fullmatch(key) or not NAME.fullmatch(value):
                 raise InvalidRequest(
-                    f"labels: {quoted(key)}={quoted(value)} is no label", f"Its key and its value are each {NAME_RULE}"
+                    f"labels: {quoted(key)}={quoted(value)} is not a valid label",
+                    f"Its key and its value are each {NAME_RULE}",
                 )
         if len(self._labels | labels) > MAX_LABELS:
             raise InvalidRequest(f"labels: a lease asks for {MAX_LABELS} labels at the most")
@@ -225,7 +228,7 @@ class LeaseRequest:
 
     def _request(self) -> LeaseAlloc:
         if not self._min_vram_bytes:
-            raise InvalidRequest("acquire: the lease's size is missing", 'Say it with GpuBuilder().min_vram("4GiB")')
+            raise InvalidRequest("acquire: the lease's size is missing", 'Set it with GpuBuilder().min_vram("4GiB")')
         parameters = tuple(LeaseParameter(tag, value) for tag, value in self._parameters.items())
         size_bytes = self._min_vram_bytes + self._submit_bytes
         return LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, self._ttl_ms, self._wait_ms, self._device, parameters)

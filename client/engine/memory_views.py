@@ -14,7 +14,7 @@ def readable_bytes(data: Any, doing: str) -> memoryview:
     try:
         view = memoryview(data)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{doing}: the data is no buffer of bytes: {error}") from None
+        raise InvalidRequest(f"{doing}: the data must be a buffer of bytes: {error}") from None
     return _flat(view) or memoryview(view.tobytes())
 
 
@@ -23,7 +23,7 @@ def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
     try:
         view = memoryview(into)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{doing}: `into` is no buffer of bytes: {error}") from None
+        raise InvalidRequest(f"{doing}: `into` must be a buffer of bytes: {error}") from None
     if view.readonly:
         raise InvalidRequest(f"{doing}: `into` is read-only")
     if view.nbytes < nbytes:
@@ -33,7 +33,7 @@ def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
     flat = _flat(view)
     if flat is None:
         raise InvalidRequest(
-            f"{doing}: `into` is not C-contiguous, so there is nowhere to read to",
+            f"{doing}: `into` must be C-contiguous",
             "Read into a C-contiguous array, such as np.empty makes, and copy from that",
         )
     return flat[:nbytes]

@@ -90,7 +90,7 @@ class FenceLimit(LeaseLimit):
         """The error to raise where the lease goes on and its last work has not ended."""
         return TimedOut(
             "leaving the `with` block: the session's last work has not ended in the time that its lease had left",
-            "Does a kernel run for ever? The session is closed, its lease goes on. Call sync() to wait longer",
+            "Does a kernel run for ever? The session is closed, its lease continues. Call sync() to wait longer",
         )
 
 

@@ -239,7 +239,7 @@ def _check_stream(stream: StreamHandle | None, doing: str) -> None:
     """Raises InvalidRequest for a launch or copy that names a stream."""
     if stream is not None:
         raise InvalidRequest(
-            f"{doing}: what is recorded has no stream of its own; a graph's launch runs in one",
+            f"{doing}: recorded operations can't choose a stream; launch the graph in one",
             "Give the stream to graph.launch(stream=...)",
         )
 

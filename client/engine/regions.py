@@ -189,7 +189,9 @@ class RegionView(BorrowedBuffer):
 
     def mark_freed(self) -> tuple[Opcode, int]:
         """Raises InvalidRequest: a region is no allocation."""
-        raise InvalidRequest("mem_free: a region is no allocation", "End it with region.free() or region.close()")
+        raise InvalidRequest(
+            "mem_free: the argument must be an allocation, not a region", "End it with region.free() or region.close()"
+        )
 
     @property
     def lease_id(self) -> LeaseId:

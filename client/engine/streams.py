@@ -349,5 +349,5 @@ def not_recorded(doing: str) -> InvalidRequest:
     """The refusal of anything but a launch or a copy while a session records."""
     return InvalidRequest(
         f"{doing}: the session is recording a launch graph, which has launches and copies only",
-        "Do it before or behind the `with` block",
+        "Do it before or after the `with` block",
     )

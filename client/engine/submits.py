@@ -51,7 +51,7 @@ ARGUMENT_FIXED_BYTES: Final = 13
 MAY_HAVE_RUN: Final = "The kernel may have run, and is not run again by itself: ask again if twice does no harm"
 
 _GOES_ON: Final = frozenset({"starting", "running"})
-_NOT_RUN: Final = "Nothing was run: it can be asked for again"
+_NOT_RUN: Final = "Nothing was run, so it can be repeated"
 
 
 class SubmissionBase:

@@ -92,7 +92,7 @@ def issue_request(
 ) -> CapabilityIssue:
     """The request that issues a token. Raises InvalidRequest."""
     if not isinstance(permissions, Permission) or not permissions or permissions & ~ALL_PERMISSIONS:
-        raise InvalidRequest(f"issue: {quoted(permissions)} is no set of Permission")
+        raise InvalidRequest(f"issue: permissions must be Permission members, not {quoted(permissions)}")
     if audience is not None and (not isinstance(audience, bytes | bytearray) or len(audience) != AUDIENCE_BYTES):
         raise InvalidRequest(f"issue: an audience has {AUDIENCE_BYTES} bytes", "Ask the holder for their my_audience()")
     return CapabilityIssue(

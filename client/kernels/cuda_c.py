@@ -59,7 +59,7 @@ def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
         raise InvalidRequest(f"compile: options {quoted(options)} are not a sequence of texts")
     for option in options:
         if option.startswith(("-arch", "--gpu-architecture")):
-            raise InvalidRequest(f"compile: option {quoted(option)}", "Say it as arch=90, for example")
+            raise InvalidRequest(f"compile: option {quoted(option)}", "Write it as arch=90, for example")
     return [f"--gpu-architecture=compute_{checked_arch(arch)}".encode(), *(option.encode() for option in options)]
 
 
@@ -85,4 +85,4 @@ def _log(nvrtc: Any, program: Any) -> str:
 
 def _check(nvrtc: Any, result: Any) -> None:
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise compile_error("the CUDA C source", f"NVRTC says {getattr(result, 'name', result)}")
+        raise compile_error("the CUDA C source", f"NVRTC reports {getattr(result, 'name', result)}")

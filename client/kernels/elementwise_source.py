@@ -102,14 +102,14 @@ class ElementwiseSource:
         texts = (in_params, out_params, operation, name, preamble)
         if not all(isinstance(text, str) for text in texts) or not name.isidentifier():
             raise InvalidRequest(
-                f"elementwise: {quoted(name)} is no name, or a part is no text",
-                'Say session.elementwise("T x, T y", "T z", "z = x + y", "sum")',
+                f"elementwise: {quoted(name)} is not a valid name, or a part is not a string",
+                'Write session.elementwise("T x, T y", "T z", "z = x + y", "sum")',
             )
         self.name, self._operation, self._preamble = name, operation, preamble
         self.inputs, self.outputs = _parameters(in_params), _parameters(out_params)
         names = [parameter.name for parameter in self.parameters]
         if not self.outputs or len(set(names)) < len(names):
-            raise InvalidRequest(f"elementwise {name}: it has no output, or two parameters of one name")
+            raise InvalidRequest(f"elementwise {name}: it has no output, or two parameters with the same name")
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -229,16 +229,18 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
         words = declared.split()
         is_raw = words[:1] == ["raw"]
         if len(words) != 2 + is_raw:
-            raise InvalidRequest(f"elementwise: {quoted(declared)} is no parameter", 'Say "T x", or "raw float32 x"')
+            raise InvalidRequest(f"elementwise: {quoted(declared)} is not a parameter", 'Say "T x", or "raw float32 x"')
         kind, name = words[is_raw:]
         if not name.isidentifier() or name.startswith("_") or name == "i":
-            raise InvalidRequest(f"elementwise: {quoted(name)} is no parameter's name", "i and _names are the kernel's")
+            raise InvalidRequest(
+                f"elementwise: {quoted(name)} is not a valid parameter name", "i and _names are the kernel's"
+            )
         if len(kind) > 1 and kind not in C_TYPES:
             raise InvalidRequest(
-                f"elementwise: {quoted(kind)} is no type", f"They are one letter, and {', '.join(C_TYPES)}"
+                f"elementwise: {quoted(kind)} is not a type", f"They are one letter, and {', '.join(C_TYPES)}"
             )
         if len(kind) == 1 and not kind.isalpha():
-            raise InvalidRequest(f"elementwise: {quoted(kind)} is no letter for a type")
+            raise InvalidRequest(f"elementwise: a type's placeholder must be a single letter, not {quoted(kind)}")
         found.append(Parameter(kind, name, is_raw))
     return tuple(found)
 
@@ -258,5 +260,7 @@ def _of_cupy(kernel: Any) -> tuple[Any, ...]:
         ]
         return *lists, kernel.operation, kernel.name, kernel.preamble
     except (AttributeError, TypeError):
-        hint = "Say the parameters as texts; a RawKernel's code goes to session.compile"
-        raise InvalidRequest(f"elementwise: {quoted(kernel)} is no ElementwiseKernel", hint) from None
+        hint = "Pass the parameters as strings; compile a RawKernel's code with session.compile"
+        raise InvalidRequest(
+            f"elementwise: the argument must be an ElementwiseKernel, not {quoted(kernel)}", hint
+        ) from None

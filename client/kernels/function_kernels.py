@@ -25,8 +25,8 @@ def kernel_of(
         raise InvalidRequest("kernel: a text is not a function", "Text of CUDA C goes to session.compile")
     if type(function).__module__.startswith("triton."):
         if types is not None and not isinstance(types, Mapping):
-            raise InvalidRequest(f"kernel: types {quoted(types)} is not a map", 'Say types={"x": "*fp32"}')
+            raise InvalidRequest(f"kernel: types {quoted(types)} is not a map", 'Pass types={"x": "*fp32"}')
         return TritonKernel(function, types, arch, cuda)
     if isinstance(types, Mapping):
-        raise InvalidRequest("kernel: numba's types are a signature", 'Say types="void(float32, float32[:])"')
+        raise InvalidRequest("kernel: numba's types are a signature", 'Pass types="void(float32, float32[:])"')
     return NumbaKernel(function, types, arch)

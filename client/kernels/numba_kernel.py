@@ -111,7 +111,7 @@ class NumbaKernel:
                 self._declared = tuple(sigutils.normalize_signature(types)[0])
             except Exception as error:
                 # Numba evaluates the text, which fails in any way.
-                raise InvalidRequest(f"kernel {self.name}: {quoted(types)} is no signature: {error}") from None
+                raise InvalidRequest(f"kernel {self.name}: {quoted(types)} is not a valid signature: {error}") from None
         self._variants: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def prepared(self, place: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> PreparedLaunch:
@@ -140,7 +140,7 @@ class NumbaKernel:
         stream = place[2] if len(place) > 2 else None
         shared_bytes = place[3] if len(place) > 3 else 0
         if stream is not None and stream != 0 and not isinstance(stream, Handle):
-            raise self._failed(f"{quoted(stream)} is no stream of the session", "Make one by session.stream()")
+            raise self._failed(f"{quoted(stream)} is not a stream of the session", "Make one by session.stream()")
         sizes = [self._sizes(each) for each in (grid, block)]
         (bytes_shared,) = self._sizes(shared_bytes)
         return sizes[0], sizes[1], stream or None, bytes_shared
@@ -176,7 +176,7 @@ class NumbaKernel:
         try:
             kind = self._numba.typeof(value)
         except (ValueError, TypeError):
-            raise self._failed(f"{name}: {quoted(value)} is no argument of a kernel") from None
+            raise self._failed(f"{name}: a kernel can't take {quoted(value)}") from None
         self._check_packable(name, kind)
         return kind
 
@@ -186,23 +186,23 @@ class NumbaKernel:
             for each in kind:
                 self._check_packable(name, each)
         elif not isinstance(kind, types.Integer | types.Float | types.Boolean | types.Complex):
-            raise self._failed(f"{name}: a launch takes no {kind}")
+            raise self._failed(f"{name}: a launch can't take {kind}")
 
     def _check(self, name: str, declared: Any, value: Any) -> None:
         """Raises LaunchFailed unless a value goes for a declared type without loss, as numba converts it."""
         kind = self._kind(name, value)
         if isinstance(declared, self._types.Array) != isinstance(kind, self._types.Array):
-            raise self._failed(f"{name} is {kind}, the signature says {declared}")
+            raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
         if isinstance(kind, self._types.Array):
             is_like = (kind.dtype, kind.ndim) == (declared.dtype, declared.ndim)
             if not is_like or (declared.layout != "A" and declared.layout != kind.layout):
-                raise self._failed(f"{name} is {kind}, the signature says {declared}")
+                raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
             return
         ranks = [self._rank(each) for each in (kind, declared)]
         # A Python number has no size of its own: whether it fits is seen when it is packed.
         is_narrowed = isinstance(value, np.generic) and kind.bitwidth > declared.bitwidth if ranks[1] >= 1 else False
         if ranks[0] > ranks[1] or is_narrowed:
-            raise self._failed(f"{name} is {kind}, the signature says {declared}")
+            raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
 
     def _rank(self, kind: Any) -> int:
         """Order of the kinds of numbers: each takes those before it."""
@@ -230,7 +230,7 @@ class NumbaKernel:
             # The first line tells the compiler's step, where there are others.
             raise compile_error(f"numba's kernel {self.name}", said, lines[min(1, len(lines) - 1)]) from None
         if len(texts) > 1:
-            hint = "Say lineinfo=True instead, or compile the device functions into the kernel by inline='always'"
+            hint = "Use lineinfo=True instead, or compile the device functions into the kernel with inline='always'"
             raise Unsupported(f"kernel {self.name}: debug=True with device functions needs numba's own linker", hint)
         text = self._linked(texts[0], library)
         found = _ENTRY.search(text)

@@ -97,7 +97,9 @@ class TritonKernel:
             raise InvalidRequest(f"kernel {self.name}: it has no parameter {', '.join(sorted(unknown))}")
         for name, kind in self._types.items():
             if not isinstance(kind, str) or not kind.startswith("*"):
-                raise InvalidRequest(f"kernel {self.name}: {name}'s type {quoted(kind)} is no pointer's", 'Say "*fp32"')
+                raise InvalidRequest(
+                    f"kernel {self.name}: {name}'s type must be a pointer, not {quoted(kind)}", 'Say "*fp32"'
+                )
 
     def prepared(self, grid: Grid, args: Sequence[Any], keywords: Mapping[str, Any]) -> PreparedLaunch:
         """Compile for a call's arguments, if none like it was before, and pack them.
@@ -185,7 +187,7 @@ class TritonKernel:
         declared = (self._annotated.get(name) or self._types.get(name) or "").removeprefix("*").removeprefix("k")
         told = self._element(name, dtype) if dtype is not None else declared
         if not told:
-            hint = f'Give an array, which has a dtype, or say session.kernel(fn, types={{"{name}": "*fp32"}})'
+            hint = f'Pass an array, which has a dtype, or use session.kernel(fn, types={{"{name}": "*fp32"}})'
             raise self._failed(f"{name} is a buffer, whose elements have no type", hint)
         if declared and told != declared:
             raise self._failed(f"{name} has elements of {told}, the kernel's parameter is *{declared}")
@@ -196,7 +198,7 @@ class TritonKernel:
 
         found = type_canonicalisation_dict.get(str(np.dtype(dtype)))
         if found is None:
-            raise self._failed(f"{name}: Triton has no elements of {dtype}")
+            raise self._failed(f"{name}: Triton doesn't support elements of {dtype}")
         return str(found)
 
     def _typed(self, kind: tuple[str, Any], value: Any) -> tuple[str, Any]:
@@ -205,7 +207,7 @@ class TritonKernel:
             return kind
         letter = {"i": "i", "u": "u", "f": "fp", "b": "u"}.get(value.dtype.kind)
         if letter is None:
-            raise self._failed(f"{quoted(value)} is no argument of a kernel")
+            raise self._failed(f"a kernel can't take {quoted(value)}")
         name = "u1" if value.dtype.kind == "b" else f"{letter}{8 * value.itemsize}"
         return name, kind[1]
 
@@ -262,7 +264,7 @@ class TritonKernel:
             try:
                 args.push_raw(struct.pack(_PACKED_AS[kind], value))
             except (KeyError, struct.error, OverflowError):
-                raise self._failed(f"{name}: {quoted(value)} is no {kind} that a launch takes") from None
+                raise self._failed(f"{name}: {quoted(value)} is not a {kind} that a launch can take") from None
         for _ in range(SCRATCH_PARAMETERS):
             args.push_u64(0)
         return args

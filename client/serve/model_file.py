@@ -28,13 +28,13 @@ def read_model_tables(path: Path) -> dict[str, Any]:
 def check_table(where: str, table: Any) -> None:
     """Raise InvalidRequest unless the value of `[models.NAME]` is a table."""
     if not isinstance(table, dict):
-        raise InvalidRequest(f"{where} is no table")
+        raise InvalidRequest(f"{where} must be a table")
 
 
 def kind_of(where: str, key: str, kinds: Mapping[str, type[Any]]) -> type[Any]:
     """Return the type of a setting. Raises InvalidRequest if there is no such setting."""
     if key not in kinds:
-        raise InvalidRequest(f"{where}: {key!r} is no setting; there are {', '.join(kinds)}")
+        raise InvalidRequest(f"{where}: unknown setting {key!r}; the settings are {', '.join(kinds)}")
     return kinds[key]
 
 
@@ -42,7 +42,7 @@ def check_kind(where: str, key: str, value: Any, kind: type[Any]) -> None:
     """Raise InvalidRequest unless the value has the setting's type; an integer is a float, too, and a bool neither."""
     is_right = isinstance(value, int | float if kind is float else kind)
     if not is_right or isinstance(value, bool) is not (kind is bool):
-        raise InvalidRequest(f"{where}: {key} = {value!r} is no {kind.__name__}")
+        raise InvalidRequest(f"{where}: {key} must be of type {kind.__name__}, not {value!r}")
 
 
 def check_complete(where: str, table: Container[str], needed: Iterable[str]) -> None:

@@ -77,11 +77,11 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
             made = bound_to_path(path)
         except OSError as error:
             if not is_lost:
-                _log.error("the socket's file %s was removed, and it can't be made anew yet: %s", path, error)
+                _log.error("the socket's file %s was removed, and it can't be made again yet: %s", path, error)
             is_lost = True
             continue
         ours, is_lost = file_at(path), False
-        _log.warning("the socket's file %s was removed: the socket is made anew", path)
+        _log.warning("the socket's file %s was removed: the socket was made again", path)
         await replace(made)
 
 

@@ -97,7 +97,9 @@ def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArr
     try:
         kind = np.dtype(dtype)
     except (TypeError, ValueError, UnicodeError) as error:
-        raise InvalidRequest(f"empty: {quoted(dtype)} is no type of numpy's: {quoted(str(error))}") from None
+        raise InvalidRequest(
+            f"empty: the dtype must be a numpy dtype, not {quoted(dtype)}: {quoted(str(error))}"
+        ) from None
     sizes = tuple(shape) if isinstance(shape, Sequence) else (operator.index(shape),)
     nbytes = math.prod(sizes) * kind.itemsize
     is_plain = arena is not None and not kind.hasobject and nbytes > 0 and min(sizes, default=1) > 0

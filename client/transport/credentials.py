@@ -52,7 +52,7 @@ def _path(given: Any, what: str) -> str:
             return path
     except (TypeError, UnicodeError):
         pass
-    raise InvalidRequest(f"{what}: {quoted(given)} is no path of a file")
+    raise InvalidRequest(f"{what} must be the path of a file, not {quoted(given)}")
 
 
 @dataclass(frozen=True, slots=True)

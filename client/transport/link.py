@@ -309,7 +309,7 @@ class Link:
         target = self._targets.pop(request_id)
         (data_bytes,) = _LENGTH.unpack_from(reader.buffer, reader.start + HEADER_BYTES)
         if data_bytes != len(target) or length != _LENGTH.size + data_bytes:
-            failure = Failure(Status.DISCONNECTED, f"{len(target)} bytes were asked for, {data_bytes} came")
+            failure = Failure(Status.DISCONNECTED, f"{len(target)} bytes were requested, {data_bytes} arrived")
             self._distrust(failure)
             return True
         data_at = reader.start + _PREFIX_BYTES

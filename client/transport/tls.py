@@ -344,7 +344,7 @@ class TlsCoalescingSocket(CoalescingSocket):
     def __init__(self, channel: Channel, spin: SpinPolicy) -> None:
         """Args: channel: A TlsChannel."""
         if not isinstance(channel, TlsChannel):
-            raise TypeError(f"{channel!r} is no TLS connection's")
+            raise TypeError(f"{channel!r} does not belong to a TLS connection")
         self.stream = channel.stream
         super().__init__(channel, spin)
 

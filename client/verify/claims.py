@@ -60,7 +60,7 @@ def claims(scene: Scene) -> list[Check[str]]:
         Check("no byte of an earlier lease", lambda scene: canary(scene, canary_bytes)),
         Check("no byte of it in the host's buffers", lambda scene: host_buffers(scene)),
         Check("launch gate", lambda scene: launch_gate(scene, 10 if scene.is_card else 3)),
-        Check("a submit beside its session", lambda scene: submit_beside(scene)),
+        Check("a submit alongside its session", lambda scene: submit_beside(scene)),
     ]
 
 
@@ -239,7 +239,7 @@ def _renewing(session: GpuSession) -> Round:
     def take_and_free() -> None:
         buffer = session.mem_alloc(4 * WORKLOAD_WORDS)
         if count_set(session, module, buffer, WORKLOAD_WORDS):
-            raise Breach("memory given anew is not zero")
+            raise Breach("memory granted again is not zero")
         fill(session, module, buffer, WORKLOAD_WORDS, 7)
         session.mem_free(buffer)
 
@@ -286,7 +286,7 @@ def _gate(scene: Scene) -> float:
         raise Breach(f"a revoked session still launches after {GATE_S:g} s")
     at, error = refused[0]
     if not isinstance(error, Revoked):
-        raise Breach(f"a revoked session was told {type(error).__name__}: {error}")
+        raise Breach(f"a revoked session got {type(error).__name__}: {error}")
     return (at - started) * 1e3
 
 
@@ -337,7 +337,8 @@ def submit_beside(scene: Scene) -> str:
         fill(session, module, buffer, WORDS, 0)
         session.sync()
     return (
-        f"{OUTPUT_BYTES >> 20} MiB beside a session's: all zero, all whole; an endless one ended {late_ms:.0f} ms late"
+        f"{OUTPUT_BYTES >> 20} MiB alongside a session's: all zero, all correct; an endless one ended "
+        f"{late_ms:.0f} ms late"
     )
 
 
@@ -377,5 +378,5 @@ def _expect(submission: Submission, kind: type[GpuLeaseError]) -> None:
     except kind:
         return
     except GpuLeaseError as error:
-        raise Breach(f"a submit was told {type(error).__name__}, not {kind.__name__}: {error}") from None
+        raise Breach(f"a submit must get {kind.__name__}, not {type(error).__name__}: {error}") from None
     raise Breach(f"a submit that must end with {kind.__name__} answered")

@@ -104,7 +104,7 @@ def faults(scene: Scene, sizes: Sizes) -> list[Check[FaultOutcome]]:
 
 def _expected_error(error: GpuLeaseError, expected: type[GpuLeaseError]) -> str:
     if type(error) is not expected:
-        raise Breach(f"the tenant was told {type(error).__name__}, not {expected.__name__}: {error}")
+        raise Breach(f"the tenant must get {expected.__name__}, not {type(error).__name__}: {error}")
     return type(error).__name__
 
 
@@ -113,7 +113,7 @@ def _error_of(action: Callable[[], object]) -> GpuLeaseError:
         action()
     except GpuLeaseError as error:
         return error
-    raise Breach("the tenant was told that all is well")
+    raise Breach("the tenant got no error")
 
 
 def _free_lease(scene: Scene, lease_id: int, error: str, words: object) -> FaultOutcome:
@@ -254,7 +254,7 @@ def _client_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
             raise Breach("the client's process could not begin")
         time.sleep(COPYING_S)
         victim.send_signal(number)
-        return _free_lease(scene, lease_id, "-", "nobody is there to be told")
+        return _free_lease(scene, lease_id, "-", "the client is gone")
     finally:
         victim.kill()
         victim.communicate()

@@ -58,7 +58,7 @@ def region_claims(scene: Scene) -> list[Check[str]]:
     """Return the promises of regions; each proof says what it found."""
     size_bytes, churn = (64 * MIB, 1000) if scene.is_card else (4 * MIB, 60)
     return [
-        Check("a region beside another", lambda scene: beside_another(scene, size_bytes, 50 if scene.is_card else 5)),
+        Check("a region next to another", lambda scene: beside_another(scene, size_bytes, 50 if scene.is_card else 5)),
         Check("a stale pointer into a region", lambda scene: stale_pointer(scene, size_bytes)),
         Check("regions that come and go", lambda scene: churning(scene, churn)),
         Check("a region under a graph", lambda scene: under_a_graph(scene, size_bytes)),
@@ -154,7 +154,7 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
         if count_set(session, module, kept.address, words, only_kept) != words:
             raise Breach("another region lost words")
         gone.close()
-    return f"{size_bytes >> 20} MiB: Revoked, then Fenced; reads find zeros, writes reach nobody"
+    return f"{size_bytes >> 20} MiB: Revoked, then Fenced; reads find zeros, writes reach no tenant"
 
 
 def _expect(kind: type[RegionFailed], launch: Callable[[], object], session: GpuSession) -> None:
@@ -164,8 +164,8 @@ def _expect(kind: type[RegionFailed], launch: Callable[[], object], session: Gpu
     except kind:
         return
     except RegionFailed as error:
-        raise Breach(f"a launch was told {type(error).__name__}, not {kind.__name__}") from None
-    raise Breach(f"a launch in a region that has ended was not told {kind.__name__}")
+        raise Breach(f"a launch must get {kind.__name__}, not {type(error).__name__}") from None
+    raise Breach(f"a launch in a region that has ended did not get {kind.__name__}")
 
 
 def churning(scene: Scene, count: int) -> str:
@@ -191,7 +191,7 @@ def churning(scene: Scene, count: int) -> str:
             session.sync()
             for buffer in buffers:
                 if session.mem_read(buffer, 0, values.nbytes) != (values * 3).tobytes():
-                    raise Breach("a result beside regions that come and go is wrong")
+                    raise Breach("a result is wrong while regions come and go")
                 rounds += 1
         for region in live:
             region.free()
@@ -200,7 +200,7 @@ def churning(scene: Scene, count: int) -> str:
             stream.close()
         for buffer in buffers:
             session.mem_free(buffer)
-    return f"{count} opened and ended, {rounds} results beside them right"
+    return f"{count} opened and ended, {rounds} results of other work correct"
 
 
 def under_a_graph(scene: Scene, size_bytes: int) -> str:
@@ -230,7 +230,7 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
         scene.wait_for_end(gone.lease_id, RETURN_S)
         gone.close()
         in_kept.close()
-    return f"a graph of {GRAPH_NODES} nodes: refused at replay {begun}; the other region's graph goes on"
+    return f"a graph of {GRAPH_NODES} nodes: refused at replay {begun}; the other region's graph continues"
 
 
 def _launch_until_refused(session: GpuSession, launch: Callable[[int], object]) -> int:

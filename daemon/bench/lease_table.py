@@ -181,7 +181,7 @@ async def measure(leases: int, kept: frozenset[str]) -> dict[str, float]:
         ValueError: `kept` has a name that is not in KEPT.
     """
     if unknown := kept - set(KEPT):
-        raise ValueError(f"there is no {', '.join(sorted(unknown))} to keep; there are {', '.join(KEPT)}")
+        raise ValueError(f"there is no {', '.join(sorted(unknown))} to keep; the choices are {', '.join(KEPT)}")
     figures: dict[str, float] = {}
     async with _runtime(leases, kept) as (runtime, workers):
         load = Load(runtime, leases)

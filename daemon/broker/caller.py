@@ -88,7 +88,7 @@ class Caller:
     def need_memory(self) -> None:
         """Raise Refused if the broker has no memory for new work."""
         if not self.runtime.memory_reserve.is_enough():
-            hint = "Leases go on, and can be renewed and freed: try again later."
+            hint = "Leases continue, and can be renewed and freed: try again later."
             raise Refused(Failure(Status.BUSY, "the daemon is out of memory", hint=hint))
 
     def need_operator(self, operation: str) -> None:

@@ -530,7 +530,7 @@ class FleetFrontend:
         self._post(ClaimsLost(reason))
         self._tell_page(self.membership().to_message())
         # Who waits for bytes may have a name by the claims that are lost.
-        failure = _failure(Why.ISOLATED, f"the fleet has given this node up: {reason}")
+        failure = _failure(Why.ISOLATED, f"the fleet has declared this node dead: {reason}")
         for number, waiting in list(self._waiting.items()):
             if waiting.drop_op == DROP_COUNT:
                 self._tell({"op": DROP_COUNT, "number": number})
@@ -559,8 +559,8 @@ _UNANSWERED: Final = {
 
 _ADVICE: Final = {
     "permission denied": "give the user of this node's certificate the right to read and write /gpulease/v1/",
-    "certificate": "look at ca, certificate and key of [fleet], and at when they end",
-    "handshake": "look at ca, certificate and key of [fleet], and at when they end",
+    "certificate": "check ca, certificate and key of [fleet], and their expiry dates",
+    "handshake": "check ca, certificate and key of [fleet], and their expiry dates",
 }
 """What an operator does about words of etcd's, or of the way to it. Of a lack of space the text itself tells."""
 
@@ -574,8 +574,8 @@ _HINTS: Final = {
     Why.TAKEN: "Wait until its lease has ended, or use another name.",
     Why.ISOLATED: "Try another node of the fleet.",
     Why.UNKNOWN: "Ask again: a claim that was made all the same is deleted.",
-    Why.REJECTED: "The fleet's operator must look at etcd.",
-    Why.STALE: "The fleet's operator must look at etcd.",
+    Why.REJECTED: "The fleet's operator must check etcd.",
+    Why.STALE: "The fleet's operator must check etcd.",
     Why.BUSY: "Ask again in a moment, or another node.",
 }
 

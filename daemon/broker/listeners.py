@@ -224,13 +224,13 @@ def _place_problem(path: Path) -> str:
     folder = path.parent
     if not folder.exists():
         missing = next(one for one in (folder, *folder.parents) if one.parent.exists())
-        return f"there is no folder {missing}: name another path if it is mistyped, or make it first"
+        return f"there is no folder {missing}: correct the path if it is mistyped, or create the folder first"
     if not folder.is_dir():
-        return f"{folder} is no folder; name another path"
+        return f"{folder} is not a folder; use another path"
     if path.is_dir():
         return "it is a folder; name a socket to be made in it"
     if path.exists() and not path.is_socket():
-        return "there is a file that is no socket; move it, or name another path"
+        return "a file that is not a socket is there; move it, or use another path"
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
         return f"{folder} is read-only to the daemon; name a place in {OWN_FOLDER}, or make {_WRITABLE}{folder}"
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -274,7 +274,7 @@ def _lasting_problem(error: OSError, unit: str) -> str:
         case errno.EAFNOSUPPORT:
             return without.format("the daemon may make no network sockets")
         case errno.EADDRNOTAVAIL if _has_only_loopback():
-            return without.format("the daemon has no network of its own but loopback")
+            return without.format("the daemon has no network of its own except loopback")
         case errno.EACCES | errno.EPERM if error.filename:
             return f"the daemon's user may not use {error.filename}; let it, or --listen elsewhere"
         case errno.EACCES | errno.EPERM:

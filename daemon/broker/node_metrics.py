@@ -154,7 +154,7 @@ class NodeMetrics:
         except Exception:
             # A bug of ours; no lease depends on metrics.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling the metrics")
-            return Failure(Status.INTERNAL, "the metrics can't be told", hint="The daemon's log says why.")
+            return Failure(Status.INTERNAL, "the metrics can't be sent", hint="The daemon's log says why.")
         return Metrics(CONTENT_TYPE, b"".join(parts).decode())
 
     async def _update_stray_bytes(self) -> None:

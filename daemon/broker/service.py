@@ -83,7 +83,7 @@ _SOCKET_BYTES: Final = len(f"/{ZYGOTES}/01234567.sock")
 
 _STOPPING: Final = Failure(Status.DISCONNECTED, "the daemon is stopping", hint="Try again once it is back.")
 _RESTARTING: Final = Failure(
-    Status.BUSY, "the daemon is being restarted; leases go on", hint="Connect again in a moment, and ask again."
+    Status.BUSY, "the daemon is being restarted; leases continue", hint="Connect again in a moment, and ask again."
 )
 
 

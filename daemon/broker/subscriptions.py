@@ -117,7 +117,7 @@ class Publisher:
                 Failure(
                     Status.BUSY,
                     f"tenant {subscription.tenant} has {MAX_SUBSCRIPTIONS} subscriptions, the most one may have",
-                    hint="End those that are not needed, or subscribe to lease 0, which is all of them.",
+                    hint="End those that are not needed, or subscribe to lease 0, which means all leases.",
                 )
             )
         self._by_tenant[subscription.tenant] += 1

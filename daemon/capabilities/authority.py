@@ -180,7 +180,7 @@ class CapabilityAuthority:
             raise CapabilityDenied(
                 Check.AUDIENCE,
                 "the token is for another holder, or another node",
-                "Tell the lease's tenant your own audience on this node.",
+                "Give the lease's tenant your own audience on this node.",
             )
         # A token from before the host's restart may seem to live too long; refuse it too.
         if not now_ms < claims.expires_ms <= now_ms + MAX_TOKEN_TTL_S * 1000:
@@ -269,7 +269,7 @@ def _list(permissions: Permission) -> str:
 
 def _no_lease(lease_id: int) -> CapabilityDenied:
     return CapabilityDenied(
-        Check.LEASE, f"there is no live lease {lease_id:032x} here", "It may have ended: get a token for another."
+        Check.LEASE, f"there is no active lease {lease_id:032x} here", "It may have ended: get a token for another."
     )
 
 

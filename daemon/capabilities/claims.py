@@ -88,7 +88,7 @@ class CapabilityRequest:
     def check(self) -> None:
         """Raise CapabilityDenied for an impossible request."""
         if not self.permissions:
-            raise _request("no permission was asked for", "Name at least one.")
+            raise _request("no permission was requested", "Name at least one.")
         if len(self.audience) != AUDIENCE_BYTES:
             raise _request(f"an audience has {AUDIENCE_BYTES} bytes", "Ask the holder for theirs.")
         if not 0 < self.ttl_s <= MAX_TOKEN_TTL_S:

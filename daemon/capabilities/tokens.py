@@ -105,7 +105,7 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
         if unknown:
             raise CapabilityDenied(
                 Check.UNKNOWN_KEY,
-                f"the token was signed with key {unknown[0]}, which is not one of this node's any more",
+                f"the token was signed with key {unknown[0]}, which no longer belongs to this node",
                 "Get a new token from this node.",
             ) from None
         raise _malformed(f"the token can't be read: {type(error).__name__}") from None
@@ -129,7 +129,7 @@ def _read(biscuit: Biscuit) -> Claims:
     left, narrowed_ms = None, None
     for number in range(1, count):
         if biscuit.block_external_key(number) is not None:
-            raise _malformed(f"block {number} is signed by somebody else")
+            raise _malformed(f"block {number} has a foreign signature")
         try:
             expires_ms, permissions = parse_narrowing(biscuit.block_source(number))
         except ValueError as error:

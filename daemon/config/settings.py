@@ -628,10 +628,10 @@ def _check_driver(config: Config) -> None:
     if not config.launch_chains and config.driver == "cpu":
         raise ConfigError("launch_chains is for cards; the embedded driver has no chains")
     if len(config.vram_bytes) > MAX_EMBEDDED_CARDS:
-        raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be pretended")
+        raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be emulated")
     for size in config.vram_bytes:
         if size < MIN_VRAM_BYTES:
-            raise ConfigError(f"vram is {size} bytes, which is too little to lease any of: write it as 48GiB or 512MiB")
+            raise ConfigError(f"vram is {size} bytes, which is too little to lease: write it as 48GiB or 512MiB")
 
 
 def _check_addresses(config: Config) -> None:
@@ -681,18 +681,20 @@ def check_tenants(
     An operator who writes limits for a name that nobody has believes that they hold, so the daemon does not start.
     """
     if of_certificate and tls is None:
-        raise ValueError("tenant_of_certificate needs a [tls] table: without it nobody shows a certificate")
+        raise ValueError("tenant_of_certificate needs a [tls] table: without it no tenant presents a certificate")
     for name in rules.by_name:
         if name == OVER_TCP:
             continue
         if name.startswith(_LOCAL_PREFIX):
             named = of_uid.get(int(name.removeprefix(_LOCAL_PREFIX)))
             if named is not None:
-                raise ValueError(f"tenants: {name!r} is nobody, because [tenant_of_uid] calls that user {named!r}")
+                raise ValueError(
+                    f"tenants: {name!r} matches no user, because [tenant_of_uid] calls that user {named!r}"
+                )
         elif name not in of_uid.values() and not _has_certificate(name, of_certificate, tls):
             raise ValueError(
-                f"tenants: nobody is {name!r}; name a user or a certificate so, in [tenant_of_uid] or"
-                " [tenant_of_certificate]"
+                f"tenants: {name!r} matches no tenant; give a user or a certificate this name, in [tenant_of_uid] or "
+                "[tenant_of_certificate]"
             )
     for name in sorted(tls.operators if tls is not None else ()):
         if not _has_certificate(name, of_certificate, tls):
@@ -742,8 +744,8 @@ def check_worker_user(name: str) -> None:
         user = pwd.getpwnam(name)
     except KeyError:
         raise ValueError(
-            f"worker_user: there is no user {name!r}; make it, as systemd-sysusers makes that of install-service, or"
-            " name another"
+            f"worker_user: there is no user {name!r}; create it, as systemd-sysusers creates that of "
+            "install-service, or name another"
         ) from None
     if user.pw_uid == 0:
         raise ValueError(f"worker_user: {name!r} is root; name a user who may do nothing")

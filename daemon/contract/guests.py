@@ -64,7 +64,7 @@ class Guest:
         )
         if frame.flags:
             raise FramingError(
-                f"{failure.message}; asked for without an answer, it ended the connection", failure.status
+                f"{failure.message}; because the request was quiet, it ended the connection", failure.status
             )
         return failure.to_frame(frame.op, request_id=frame.request_id, session_id=frame.session_id)
 

@@ -74,7 +74,7 @@ def integer(least: int, most: int) -> Kind:
 
     def parse(value: Any) -> int:
         if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"{value!r} is no integer from {least} to {most}")
+            raise ValueError(f"{value!r} must be an integer from {least} to {most}")
         return value
 
     return Kind(parse)
@@ -85,7 +85,7 @@ def instance(kind: type[Any]) -> Kind:
 
     def parse(value: Any) -> Any:
         if not isinstance(value, kind):
-            raise ValueError(f"{value!r} is no {kind.__name__}")
+            raise ValueError(f"{value!r} must be of type {kind.__name__}")
         return value
 
     return Kind(parse)
@@ -108,7 +108,7 @@ def nested(message: "type[Message]") -> Kind:
 
     def parse(value: Any) -> "Message":
         if not isinstance(value, dict):
-            raise ValueError(f"{value!r} is no map")
+            raise ValueError(f"{value!r} must be a map")
         return message.from_map(value)
 
     return Kind(parse, message.to_map)
@@ -122,7 +122,7 @@ def inline(message: "type[Message]") -> Kind:
 def _number(text: Any) -> int:
     number = int(text, 16)
     if not 0 <= number < MAX_LEASE_NUMBER:
-        raise ValueError(f"{text!r} is no lease number")
+        raise ValueError(f"{text!r} is not a lease number")
     return number
 
 

@@ -66,7 +66,7 @@ InlineSpec = Annotated[WorkerSpec, inline(WorkerSpec)]
 
 def _findings(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(finding, dict) for finding in value):
-        raise ValueError("they are no list of maps")
+        raise ValueError("they must be a list of maps")
     return value
 
 

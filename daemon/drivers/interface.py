@@ -667,7 +667,7 @@ def cooperative_refused(kernel: str) -> LaunchRejected:
 def too_much_shared(kernel: str, size_bytes: int, static_bytes: int, most_bytes: int) -> LaunchRejected:
     """The error for a launch whose blocks would have more than `most_bytes` of shared memory, static and dynamic."""
     return LaunchRejected(
-        f"kernel {kernel}: {size_bytes} bytes of dynamic shared memory, beside {static_bytes} of its variables, are"
-        f" more than the {most_bytes} that a block can have on this device",
+        f"kernel {kernel}: {size_bytes} bytes of dynamic shared memory, plus {static_bytes} of its variables, "
+        f"are more than the {most_bytes} that a block can have on this device",
         hint="Use smaller tiles or fewer stages, which need less shared memory.",
     )

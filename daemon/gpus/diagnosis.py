@@ -147,7 +147,7 @@ _MISMATCH: Final = Diagnosis(
 )
 _LOST: Final = Diagnosis(
     "the driver has lost a card",
-    "Reset it (nvidia-smi --gpu-reset) or reboot; `dmesg | grep -i xid` says what happened.",
+    "Reset it (nvidia-smi --gpu-reset) or reboot; `dmesg | grep -i xid` shows what happened.",
     EX_OSERR,
 )
 _MPS: Final = Diagnosis(
@@ -162,7 +162,7 @@ BY_NUMBER: Final = {
     ),
     (Library.NVML, 9): Diagnosis(
         "the NVIDIA driver is not loaded",
-        "Load it (modprobe nvidia); `dmesg | grep NVRM` says why it isn't.",
+        "Load it (modprobe nvidia); `dmesg | grep NVRM` shows why it isn't.",
         may_pass=True,
     ),
     (Library.NVML, 10): Diagnosis("the driver did not answer in time", "See `dmesg | grep NVRM`.", may_pass=True),
@@ -252,7 +252,7 @@ def no_cards(host: Host) -> Diagnosis:
         return _no_such_card()
     return Diagnosis(
         "the NVIDIA driver lists no card",
-        "See `dmesg | grep NVRM`: a card that can't be initialised is told of there.",
+        "See `dmesg | grep NVRM`, which reports a card that can't be initialised.",
         may_pass=True,
     )
 
@@ -263,7 +263,7 @@ def _shown(library: Library, host: Host) -> Diagnosis | None:
             return _no_such_card()
         return Diagnosis(
             "the NVIDIA kernel module is not loaded",
-            "Load it (modprobe nvidia); `dmesg | grep NVRM` says why it can't be.",
+            "Load it (modprobe nvidia); `dmesg | grep NVRM` shows why it can't be.",
             may_pass=True,
         )
     # NVML does not need nvidia-uvm, the node of CUDA's unified memory.

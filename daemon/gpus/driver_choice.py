@@ -12,8 +12,8 @@ DEFAULT_VRAM_BYTES: Final = 8 << 30
 """The size of the embedded driver's default card. The host commits its memory only when it is written."""
 
 PRETENDED: Final = (
-    "this host has no NVIDIA driver, so its cards are pretended: kernels run on the CPU, in the host's memory."
-    " Install the driver and start gpuleased again, or start it with --driver cpu if that is meant"
+    "this host has no NVIDIA driver, so its cards are emulated: kernels run on the CPU, in the host's "
+    "memory. Install the driver and restart gpuleased, or start it with --driver cpu if this is intended"
 )
 """The warning where nobody asked for pretended cards."""
 

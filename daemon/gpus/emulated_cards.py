@@ -44,7 +44,7 @@ class EmbeddedCards:
         for size_bytes in sizes_bytes:
             if size_bytes > MAX_CARD_BYTES:
                 raise CardsUnavailable(
-                    f"an embedded card of {size_bytes} bytes; at most {MAX_CARD_BYTES} can be pretended",
+                    f"an embedded card of {size_bytes} bytes; at most {MAX_CARD_BYTES} can be emulated",
                     hint="Give a smaller --vram.",
                     status=EX_CONFIG,
                 )

@@ -87,7 +87,7 @@ class NvidiaCards:
             held = self._processes(card_uuid).get(pid, 0)
         except pynvml.NVMLError as error:
             raise CardsUnavailable(
-                f"NVML can't list what runs on {card_uuid}: {error}", hint="See what nvidia-smi says of it."
+                f"NVML can't list what runs on {card_uuid}: {error}", hint="Check it with nvidia-smi."
             ) from None
         if held == 0:
             raise CardsUnavailable(
@@ -108,7 +108,7 @@ class NvidiaCards:
             after = self._processes(card_uuid)
         except pynvml.NVMLError as error:
             raise CardsUnavailable(
-                f"NVML can't say what the card holds: {error}", hint="See what nvidia-smi says of it."
+                f"NVML can't report the card's memory: {error}", hint="Check it with nvidia-smi."
             ) from None
         owned = sum(min(held, after.get(pid, 0)) for pid, held in before.items())
         unowned = used - owned - self._unattributed_bytes[card_uuid]

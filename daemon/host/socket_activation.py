@@ -94,8 +94,8 @@ def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenS
         except OSError:
             what = f"descriptor {fd}{f' ({name})' if name else ''}"
             raise BadHandover(
-                f"{what}, which the service manager handed over, is no listening stream socket:"
-                " ListenStream= in the .socket unit, without Accept="
+                f"{what}, passed by the service manager, must be a listening stream socket: ListenStream= in the "
+                ".socket unit, without Accept="
             ) from None
     return given
 

@@ -76,8 +76,8 @@ class UnixPlace:
                 is_taken = listener_at(self.address.path) is not None
             except OSError as error:
                 raise CannotListen(
-                    f"can't listen on {self.address}: nobody can tell whether the socket there is in use"
-                    f" ({error.strerror}); remove it if it is not"
+                    f"can't listen on {self.address}: it is unknown whether the socket there is in use "
+                    f"({error.strerror}); remove it if it is not"
                 ) from None
             if is_taken:
                 raise CannotListen(f"can't listen on {self.address}: another process does")

@@ -171,8 +171,8 @@ class Admission:
             return denials.id_used(event.lease_id)
         if event.terms.size_bytes < self._store.limits.min_size_bytes:
             return denials.invalid(
-                f"A lease of {event.terms.size_bytes} bytes was asked for; the smallest is"
-                f" {size_text(self._store.limits.min_size_bytes)}.",
+                f"The smallest lease is {size_text(self._store.limits.min_size_bytes)}, not {event.terms.size_bytes} "
+                "bytes.",
                 "Ask for the bytes you need.",
             )
         if not 0 <= event.terms.submit_bytes < event.terms.size_bytes:
@@ -181,12 +181,12 @@ class Admission:
                 "Leave the session some: ask for more in all, or keep less.",
             )
         if event.wait_ms < 0:
-            return denials.invalid(f"Nobody can wait for {event.wait_ms} ms.", "Ask for a wait of 0 ms or more.")
+            return denials.invalid(f"A request can't wait for {event.wait_ms} ms.", "Ask for a wait of 0 ms or more.")
         if event.wait_ms > self._store.limits.max_wait_s * 1000:
             return denials.over_limit(
                 "max_wait_s",
-                f"A wait of {denials.duration_text(event.wait_ms)} was asked for, but this node lets nobody wait"
-                f" for more than {self._store.limits.max_wait_s} s",
+                f"A wait of {denials.duration_text(event.wait_ms)} was requested, but this node allows at most "
+                f"{self._store.limits.max_wait_s} s",
                 "Wait for less, and ask again.",
             )
         return check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
@@ -247,7 +247,7 @@ class Admission:
         return denials.over_tenant_limit(
             event.tenant,
             "devices",
-            "None of the cards that were asked for is one that this tenant may use",
+            "This tenant may use none of the requested cards",
             "Leave the choice of the card to the daemon, or ask the operator.",
         )
 
@@ -257,15 +257,15 @@ class Admission:
             waiting = counted(limits.max_waiting, "request waits", "requests wait")
             return denials.over_limit(
                 "max_waiting",
-                f"There is no room now and {waiting} already, as many as may",
+                f"There is no room now, and {waiting} already, as many as may",
                 "Try again later, or on another node.",
             )
         if self._store.queue.count_of(event.tenant) >= limits.max_waiting_per_tenant:
             waiting = counted(limits.max_waiting_per_tenant, "request")
             return denials.over_limit(
                 "max_waiting_per_tenant",
-                f"There is no room now, and tenant {event.tenant!r} has {waiting} in line already, as many as one"
-                " tenant may have",
+                f"There is no room now, and tenant {event.tenant!r} already has {waiting} in the queue, as many as "
+                "one tenant may have",
                 "Wait for one of them to be answered.",
             )
         return None
@@ -290,7 +290,7 @@ class Admission:
     def _no_room(self, event: AcquireRequested, candidates: tuple[CardAccount, ...], waited_ms: int = 0) -> Denial:
         available = placement.available_bytes(candidates, event.terms.contexts)
         if any(placement.fits_now(account, event.terms) for account in candidates):
-            why = "others that wait for the same cards are first in line"
+            why = "earlier requests wait for the same cards"
         elif available >= event.terms.size_bytes:
             why = "no card is without other leases"
         elif all(account.exclusive_leases for account in candidates):

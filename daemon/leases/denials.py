@@ -133,7 +133,8 @@ def no_worker_now(reason: str) -> Denial:
     return Denial(
         DenialReason.BUSY,
         f"The daemon has no room for one more worker now: it {reason.rstrip('.')}.",
-        "Nothing was begun: try again in a moment. If it goes on, the operator must raise the daemon's limits"
+        "Nothing was started: try again in a moment. If it happens repeatedly, the operator must raise the "
+        "daemon's limits"
         " (LimitNOFILE), or end leases or connections.",
     )
 
@@ -142,7 +143,7 @@ def not_found(lease_id: int) -> Denial:
     """Deny access to an unknown lease, or to one that is not the caller's: the two must look the same."""
     return Denial(
         DenialReason.NOT_FOUND,
-        f"There is no lease {lease_id:032x} of yours here.",
+        f"You have no lease {lease_id:032x} here.",
         "Check the lease id and the node; leases that ended long ago are forgotten.",
     )
 
@@ -178,7 +179,7 @@ def draining(left_ns: int) -> Denial:
     )
 
 
-NO_HORIZON: Final = "the node has not heard from its fleet's store for too long"
+NO_HORIZON: Final = "the node has not reached its fleet's store for too long"
 """Why a claimed lease ends at the horizon, or is not granted behind it."""
 
 
@@ -215,8 +216,8 @@ def old_epoch(name: str, epoch: int, highest: int) -> Denial:
     return Denial(
         DenialReason.FENCED,
         f"The claim of the name {name!r} with epoch {epoch} is over: this node has served epoch {highest}.",
-        "Acquire again. If it goes on, the fleet's store was restored from a backup: its operator must raise its"
-        " revision.",
+        "Acquire again. If it happens repeatedly, the fleet's store was restored from a backup: its operator "
+        "must raise its revision.",
     )
 
 
@@ -225,7 +226,7 @@ def not_recorded(problem: str) -> Denial:
     return Denial(
         DenialReason.NOT_RECORDED,
         f"No lease can be granted because the audit log can't be written: {problem}.",
-        "Try again later; an operator must look after the log.",
+        "Try again later; an operator must repair the log.",
     )
 
 
@@ -234,7 +235,7 @@ def not_noted(problem: str) -> Denial:
     return Denial(
         DenialReason.NOT_RECORDED,
         f"The note may not be in the audit log: {problem}.",
-        "Send it again later; if it goes on, an operator must look after the log.",
+        "Send it again later; if it happens repeatedly, an operator must repair the log.",
     )
 
 
@@ -242,14 +243,14 @@ def no_note(problem: str) -> Denial:
     """Deny a note that can't be a record; `problem` says why."""
     return Denial(
         DenialReason.INVALID_REQUEST,
-        f"The note is no canonical JSON object: {problem}.",
-        "Send one object of texts, integers, true, false and null, keys sorted, without white space.",
+        f"The note must be a canonical JSON object: {problem}.",
+        "Send one object of strings, integers, true, false and null, keys sorted, without white space.",
     )
 
 
 def too_many_notes(what: str) -> Denial:
     """Deny a note that is one too many; `what` says of which bound."""
-    return Denial(DenialReason.RATE, f"The audit log takes no more notes now: {what}.", "Send it again in a moment.")
+    return Denial(DenialReason.RATE, f"The audit log accepts no more notes now: {what}.", "Send it again in a moment.")
 
 
 NO_AUDIT_LOG: Final = Denial(
@@ -326,7 +327,7 @@ def no_partition() -> Denial:
     return Denial(
         DenialReason.UNSUPPORTED,
         "Partition exclusivity can't be granted because the device is not a MIG partition.",
-        "Ask for session or device exclusivity, or for a card that is a partition.",
+        "Request session or device exclusivity, or a card that is a partition.",
     )
 
 
@@ -334,9 +335,9 @@ def never_fits(size_bytes: int, largest_bytes: int, available_bytes: int) -> Den
     """Deny a lease that no candidate card could hold even if it were empty."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
-        f"{size_text(size_bytes)} were asked for, but the largest slice possible is"
-        f" {size_text(largest_bytes)}; {size_text(available_bytes)} are available now.",
-        "Ask for less: waiting would not help.",
+        f"{size_text(size_bytes)} were requested, but the largest slice possible is "
+        f"{size_text(largest_bytes)}; {size_text(available_bytes)} are available now.",
+        "Request less: waiting would not help.",
     )
 
 
@@ -345,18 +346,17 @@ def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: s
     waited = f" after waiting {duration_text(waited_ms)}" if waited_ms else ""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
-        f"{size_text(size_bytes)} were asked for and can't be granted{waited} because {why}:"
-        f" {size_text(available_bytes)} are available now, the largest slice possible is"
-        f" {size_text(largest_bytes)}.",
-        "Ask for less, wait longer, or try another node.",
+        f"{size_text(size_bytes)} were requested and can't be granted{waited} because {why}:"
+        f" {size_text(available_bytes)} are available now, the largest slice possible is {size_text(largest_bytes)}.",
+        "Request less, wait longer, or try another node.",
     )
 
 
 def has_session(lease_id: int) -> Denial:
     """Deny a submit because the lease keeps no memory for submits beside its session."""
     return invalid(
-        f"Lease {lease_id:032x} keeps no memory for submits: its session was opened, and has all of it.",
-        "Submit on a lease whose session is never opened, or keep memory for both: GpuBuilder().submits(bytes).",
+        f"Lease {lease_id:032x} reserves no memory for submits: its session was opened, and has all of it.",
+        "Submit on a lease whose session is never opened, or reserve memory for submits: GpuBuilder().submits(bytes).",
     )
 
 
@@ -365,7 +365,7 @@ def no_context(lease_id: int) -> Denial:
     return Denial(
         DenialReason.BUSY,
         f"A submit on lease {lease_id:032x} needs a context of its own, and the card has no room for one now.",
-        "Try again, or have it kept when you acquire the lease: GpuBuilder().submits(bytes).",
+        "Try again, or reserve it when you acquire the lease: GpuBuilder().submits(bytes).",
     )
 
 
@@ -378,7 +378,7 @@ def busy(lease_id: int) -> Denial:
     """Deny a submit because the lease has one under way and one that waits."""
     return Denial(
         DenialReason.BUSY,
-        f"Lease {lease_id:032x} has a submit under way, and another one waits for it: it does one at a time.",
+        f"Lease {lease_id:032x} has a submit running and another one waiting: it runs one at a time.",
         "Wait for their answers.",
     )
 
@@ -390,7 +390,7 @@ def stuck(lease_id: int) -> Denial:
     """
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
-        f"Lease {lease_id:032x} takes no submit any more: the memory of an earlier one could not be proved free.",
+        f"Lease {lease_id:032x} accepts no more submits: the memory of an earlier one could not be proved free.",
         "Acquire a new lease; an operator must clear the fence.",
     )
 
@@ -408,7 +408,7 @@ def waited_in_vain(lease_id: int, waited_s: int) -> Denial:
     """Deny a submit because the one before it went on for too long."""
     return Denial(
         DenialReason.BUSY,
-        f"A submit on lease {lease_id:032x} waited {waited_s} s for the one before it, which goes on.",
+        f"A submit on lease {lease_id:032x} waited {waited_s} s for the previous one, which is still running.",
         "Nothing was run: try again.",
     )
 
@@ -416,22 +416,22 @@ def waited_in_vain(lease_id: int, waited_s: int) -> Denial:
 def id_used(lease_id: int) -> Denial:
     """Deny a lease or region whose id can't be given out."""
     return invalid(
-        f"Lease id {lease_id:032x} can't be given out: it is used already, or is no u128 above 0.",
+        f"Lease id {lease_id:032x} can't be used: it is already in use, or is not a u128 above 0.",
         "Choose another at random.",
     )
 
 
 def not_a_region(lease_id: int) -> Denial:
     """Deny what only a region can have done to it."""
-    return invalid(f"Lease {lease_id:032x} is no region.", "Name a region, by the id of its grant.")
+    return invalid(f"Lease {lease_id:032x} is not a region.", "Name a region, by the id of its grant.")
 
 
 def not_its_tenant(region_id: int) -> Denial:
     """Deny the tenant of a region's lease what only the region's own tenant may do."""
     return Denial(
         DenialReason.NOT_ALLOWED,
-        f"Lease {region_id:032x} is a region of another tenant, which alone may renew it and give it back.",
-        "Revoke it if it is to end.",
+        f"Lease {region_id:032x} is a region of another tenant; only that tenant may renew and free it.",
+        "Revoke it to end it.",
     )
 
 
@@ -440,7 +440,7 @@ def not_revocable(lease_id: int) -> Denial:
     return Denial(
         DenialReason.NOT_ALLOWED,
         f"Lease {lease_id:032x} is not yours to revoke: operators revoke leases, and a lease's tenant its regions.",
-        "Give it back instead.",
+        "Free it instead.",
     )
 
 
@@ -476,7 +476,7 @@ def too_many_places(lease_id: int) -> Denial:
     return Denial(
         DenialReason.LIMIT,
         f"Lease {lease_id:032x} keeps the addresses of too many regions that have ended.",
-        "Let go of them in the session: REGION_RELEASE.",
+        "Release them in the session: REGION_RELEASE.",
     )
 
 
@@ -493,9 +493,9 @@ def region_too_large(lease_id: int, size_bytes: int, slice_bytes: int) -> Denial
     """Deny a region that its lease's slice could not hold even if it had no other."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
-        f"A region of {size_text(size_bytes)} was asked for, but the session of lease {lease_id:032x} has"
+        f"A region of {size_text(size_bytes)} was requested, but the session of lease {lease_id:032x} has"
         f" {size_text(slice_bytes)} in all.",
-        "Ask for less, or resize the lease: waiting would not help.",
+        "Request less, or resize the lease: waiting would not help.",
     )
 
 
@@ -503,9 +503,9 @@ def regions_full(lease_id: int, size_bytes: int, left_bytes: int) -> Denial:
     """Deny a region because the others of its lease leave too little of the slice."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
-        f"A region of {size_text(size_bytes)} was asked for, but the regions of lease {lease_id:032x} leave"
+        f"A region of {size_text(size_bytes)} was requested, but the regions of lease {lease_id:032x} leave"
         f" {size_text(max(0, left_bytes))} of its slice.",
-        "Free a region, let go of the addresses of ended ones, or ask for less.",
+        "Free a region, release the addresses of ended ones, or request less.",
     )
 
 
@@ -514,7 +514,7 @@ def region_refused(reason: str) -> Denial:
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"The session can't open the region: {reason.rstrip('.')}.",
-        "Free memory of the session, or ask for less.",
+        "Free memory of the session, or request less.",
     )
 
 
@@ -523,7 +523,7 @@ def session_silent(lease_id: int, what: str, waited_s: int) -> Denial:
     return Denial(
         DenialReason.BUSY,
         f"The session of lease {lease_id:032x} did not {what} within {waited_s} s.",
-        "Look how it stands, and try again.",
+        "Check its state, and try again.",
     )
 
 
@@ -538,7 +538,7 @@ def is_resizing(lease_id: int) -> Denial:
     """Deny a resize because the one before it is not over."""
     return Denial(
         DenialReason.BUSY,
-        f"Lease {lease_id:032x} is being resized: it does one at a time.",
+        f"Lease {lease_id:032x} is already being resized.",
         "Try again once that is over.",
     )
 
@@ -548,8 +548,8 @@ def no_room_to_grow(lease_id: int, more_bytes: int, available_bytes: int) -> Den
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} can't grow by {size_text(more_bytes)}: its card has"
-        f" {size_text(max(0, available_bytes))} that nobody holds or waits for now.",
-        "Ask for less, or try again later.",
+        f" {size_text(max(0, available_bytes))} that is neither leased nor waited for now.",
+        "Request less, or try again later.",
     )
 
 

@@ -201,8 +201,8 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
     if ttl_ms > limits.max_ttl_s * 1000:
         return denials.over_limit(
             "max_ttl_s",
-            f"A time to live of {denials.duration_text(ttl_ms)} was asked for, but this node grants at most"
-            f" {limits.max_ttl_s} s at a time",
+            f"A time to live of {denials.duration_text(ttl_ms)} was requested, but this node grants at most "
+            f"{limits.max_ttl_s} s at a time",
             "Ask for less, and renew the lease while you need it.",
         )
     own_s = limits.tenants.of(tenant).max_ttl_s
@@ -210,8 +210,8 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
         return denials.over_tenant_limit(
             tenant,
             "max_ttl_s",
-            f"A time to live of {denials.duration_text(ttl_ms)} was asked for, and {own_s} s at a time is the most"
-            " this tenant gets",
+            f"A time to live of {denials.duration_text(ttl_ms)} was requested, but this tenant gets at most "
+            f"{own_s} s at a time",
             "Ask for less, and renew the lease while you need it.",
         )
     return None
@@ -235,7 +235,7 @@ MAX_WARNING_S: Final = 30
 """Longest warning of a lease's own end."""
 
 ENDS_SOON: Final = "the lease ends unless it is renewed"
-UNCONNECTED: Final = "nobody is connected to the lease: it is orphaned unless somebody connects"
+UNCONNECTED: Final = "no client is connected to the lease: it is orphaned unless one connects"
 DRAINS: Final = "the node is being drained: the lease can't be renewed for longer"
 
 

@@ -193,7 +193,7 @@ class Regions(RegionViews):
             return
         region.free_request = event.request
         by_whom = "an operator" if event.tenant != region.tenant else "its tenant"
-        self._end(region, Cause.FREED, f"given back by {by_whom}", now_ns, out)
+        self._end(region, Cause.FREED, f"freed by {by_whom}", now_ns, out)
 
     def on_revoke(self, region: Region, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
         """End a region at the word of an operator, or of its lease's tenant."""
@@ -466,7 +466,7 @@ class Regions(RegionViews):
 
     def _go_on(self, lease: Lease, region: Region, now_ns: int, out: list[Effect]) -> None:
         if region.state is RegionState.OPENING:
-            self._end(region, Cause.ABANDONED, "nobody was told of it before the daemon ended", now_ns, out)
+            self._end(region, Cause.ABANDONED, "its grant was not reported before the daemon ended", now_ns, out)
         elif region.is_expired(now_ns):
             self._expire_if_due(region, now_ns, out)
         elif region.state is RegionState.ACTIVE and region.deadline_ns is not None:

@@ -58,8 +58,8 @@ class Resizes:
             return denials.session_taken(lease.lease_id)
         if event.size_bytes < store.limits.min_size_bytes or event.size_bytes <= lease.terms.submit_bytes:
             return denials.invalid(
-                f"Lease {lease.lease_id:032x} can't have {event.size_bytes} bytes: the smallest lease has"
-                f" {size_text(store.limits.min_size_bytes)}, beside what it keeps for submits.",
+                f"Lease {lease.lease_id:032x} can't have {event.size_bytes} bytes: the smallest lease has "
+                f"{size_text(store.limits.min_size_bytes)}, plus its reserve for submits.",
                 "Ask for the bytes you need.",
             )
         held_bytes = lease.region_bytes + lease.terms.submit_bytes
@@ -88,7 +88,7 @@ class Resizes:
         resize, size_bytes = lease.resize, event.size_bytes + lease.terms.submit_bytes
         resize.is_answered = True
         if size_bytes != resize.size_bytes:
-            resize.doubt = event.doubt or "the session did not say why"
+            resize.doubt = event.doubt or "the session gave no reason"
         # The slice is what the worker says, within what the lease is charged.
         resize.least_bytes = min(max(size_bytes, resize.least_bytes), lease.terms.size_bytes)
         less_bytes = lease.terms.size_bytes - resize.least_bytes

@@ -101,7 +101,7 @@ class Restoration:
                 max_story_entries=self._store.limits.max_story_entries,
                 state=LeaseState.DRAINING,
                 cause=Cause.REVOKED if event.worker_id in self._store.revoked else Cause.ABANDONED,
-                reason="nobody was told of it before the daemon ended",
+                reason="its grant was not reported before the daemon ended",
                 is_restored=True,
             )
             self._store.restore(lease)

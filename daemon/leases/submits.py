@@ -242,7 +242,7 @@ class Submits(SubmitViews):
         if lease.next_submit is not None and lease.next_submit.request == request:
             lease.next_submit = None
         else:
-            self._end(self._store.submits[lease.submit_id], None, "who asked for it left", None, now_ns, out)
+            self._end(self._store.submits[lease.submit_id], None, "its client left", None, now_ns, out)
         return True
 
     def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:

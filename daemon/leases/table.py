@@ -417,7 +417,7 @@ class LeaseTable:
             lease.free_request = event.request
             lease.is_in_doubt = lease.is_in_doubt or event.tenant != lease.tenant
             by_whom = "an operator" if event.tenant != lease.tenant else "its tenant"
-            self._teardown.begin(lease, Cause.FREED, f"given back by {by_whom}", now_ns, out)
+            self._teardown.begin(lease, Cause.FREED, f"freed by {by_whom}", now_ns, out)
             return
         denial = self._store.denial_for(event.lease_id, now_ns) or denials.not_found(event.lease_id)
         out.append(Denied(event.request, denial))
@@ -482,7 +482,7 @@ class LeaseTable:
         for lease in self._store.live.values():
             self._teardown.expire_if_due(lease, now_ns, out)
             if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
-                self._teardown.begin(lease, Cause.SHUTDOWN, "a shutdown was asked for", now_ns, out)
+                self._teardown.begin(lease, Cause.SHUTDOWN, "a shutdown was requested", now_ns, out)
 
     # --- workers ---
 
@@ -533,7 +533,7 @@ class LeaseTable:
         lease = self._store.live.get(event.worker_id)
         # Keep the first fault: after a lost context everything fails.
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.fault:
-            lease.fault = event.reason or "it did not say why"
+            lease.fault = event.reason or "it gave no reason"
         self._teardown.give_up_scrub(lease, now_ns, out)
 
     def _on_session_opened(self, event: events.SessionOpened, now_ns: int, out: list[Effect]) -> None:

@@ -199,8 +199,8 @@ class LeaseStore:
         return denials.over_tenant_limit(
             tenant,
             "max_vram",
-            f"{size_text(more_bytes)} were asked for; this tenant has or awaits"
-            f" {size_text(mine)} and may have {size_text(bound)}",
+            f"{size_text(more_bytes)} were requested; this tenant has or awaits {size_text(mine)} and may have "
+            f"{size_text(bound)}",
             "Ask for less, or free a lease you no longer need.",
         )
 

@@ -171,7 +171,7 @@ class Teardown:
     def _orphan(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         self.expire_if_due(lease, now_ns, out)
         if lease.state is LeaseState.ACTIVE:
-            reason = f"nobody was connected to it for {denials.duration_text(lease.orphan_ms)}"
+            reason = f"no client was connected to it for {denials.duration_text(lease.orphan_ms)}"
             self.begin(lease, Cause.ORPHANED, reason, now_ns, out)
 
     def on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:

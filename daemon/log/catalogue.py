@@ -43,13 +43,15 @@ class LogEvent(Enum):
     LEASE_REQUESTED = Kind(
         "lease.requested",
         INFO,
-        "a lease is asked for",
+        "lease requested",
         ("lease_id", "tenant", "size_bytes", "ttl_ms", "wait_ms", "exclusivity", "wanted_card"),
     )
-    LEASE_QUEUED = Kind("lease.queued", INFO, "the request waits in line", ("lease_id", "tenant"))
-    LEASE_PLACED = Kind("lease.placed", INFO, "a worker is to serve the lease", (*_LEASE, "is_warm", "waited_ms"))
+    LEASE_QUEUED = Kind("lease.queued", INFO, "the request waits in the queue", ("lease_id", "tenant"))
+    LEASE_PLACED = Kind("lease.placed", INFO, "lease assigned to a worker", (*_LEASE, "is_warm", "waited_ms"))
     WORKER_READY = Kind("worker.ready", INFO, "the worker has its context", ("lease_id", "worker_pid", "took_ms"))
-    WORKER_FAILED = Kind("worker.failed", WARNING, "the worker has no context", ("lease_id", "worker_pid", "reason"))
+    WORKER_FAILED = Kind(
+        "worker.failed", WARNING, "the worker could not make its context", ("lease_id", "worker_pid", "reason")
+    )
     LEASE_GRANTED = Kind(
         "lease.granted",
         INFO,
@@ -63,11 +65,11 @@ class LogEvent(Enum):
         (*_OR_REGION, "worker_pid", "generation", "ttl_ms"),
     )
     SESSION_ATTACHED = Kind(
-        "session.attached", INFO, "a connection went to the worker", ("lease_id", "tenant", "worker_pid")
+        "session.attached", INFO, "a connection was passed to the worker", ("lease_id", "tenant", "worker_pid")
     )
     SESSION_FAULTED = Kind("session.faulted", INFO, "the session's context is lost", (*_LEASE, "worker_pid", "reason"))
     LEASE_RENEWED = Kind("lease.renewed", INFO, "lease renewed", (*_OR_REGION, "generation", "ttl_ms", "by"))
-    LEASE_RESIZED = Kind("lease.resized", INFO, "lease has another size", (*_LEASE, "by"))
+    LEASE_RESIZED = Kind("lease.resized", INFO, "lease resized", (*_LEASE, "by"))
     FORWARD_REVOKED = Kind(
         "region.forward_revoked",
         INFO,
@@ -76,38 +78,38 @@ class LogEvent(Enum):
     )
     SUBMIT_READY = Kind("submit.ready", INFO, "a submit has its context", ("lease_id", "tenant", "worker_pid"))
     SUBMIT_ENDED = Kind(
-        "submit.ended", INFO, "a submit is over, its memory proved free", ("lease_id", "tenant", "reason")
+        "submit.ended", INFO, "submit ended, its memory is proved free", ("lease_id", "tenant", "reason")
     )
     SUBMIT_FENCED = Kind(
         "submit.fenced",
         WARNING,
-        "a submit can't be proved gone: its lease takes no more of them",
+        "a submit can't be proved gone: its lease accepts no more submits",
         ("lease_id", "tenant", "reason"),
     )
     LEASE_WARNED = Kind(
-        "lease.warned", INFO, "who listens is told how long the lease can last", ("lease_id", "left_ms", "reason")
+        "lease.warned", INFO, "subscribers were notified how long the lease can last", ("lease_id", "left_ms", "reason")
     )
     LEASE_ENDING = Kind(
-        "lease.ending", INFO, "lease over", (*_OR_REGION, "worker_pid", "cause", "reason", "held_ms", "late_ms")
+        "lease.ending", INFO, "lease ended", (*_OR_REGION, "worker_pid", "cause", "reason", "held_ms", "late_ms")
     )
     WORKER_KILLED = Kind("worker.killed", DEBUG, "the worker is killed", ("lease_id", "worker_pid"))
     WORKER_KILLED_ALONE = Kind(
         "worker.killed_alone",
         INFO,
-        "the worker is killed by its zygote: no broker is there",
+        "the zygote killed the worker: no broker is running",
         ("lease_id", "worker_pid"),
     )
     WORKER_OVERDUE = Kind(
         "worker.overdue",
         WARNING,
-        "the worker is killed by its zygote: the broker has not ended it in time",
+        "the zygote killed the worker: the broker did not end it in time",
         ("lease_id", "worker_pid", "reason"),
     )
     WORKER_EXITED = Kind("worker.exited", INFO, "the worker has ended", ("lease_id", "worker_pid", "reason"))
     WORKER_DIED = Kind(
         "worker.died",
         WARNING,
-        "the worker has ended, and not by the daemon's doing",
+        "the worker ended unexpectedly",
         ("lease_id", "worker_pid", "reason"),
     )
     LEASE_RECLAIMED = Kind(
@@ -132,7 +134,7 @@ class LogEvent(Enum):
     OPERATOR_ACTED = Kind(
         "operator.acted",
         INFO,
-        "an operator's request is done",
+        "an operator's request was carried out",
         ("action", "by", "lease_id", "reason", "outcome", "count", "contexts", "card", "within_ms", "took_ms"),
     )
     TOKEN_ISSUED = Kind(
@@ -140,40 +142,42 @@ class LogEvent(Enum):
     )
     TOKEN_REVOKED = Kind("token.revoked", INFO, "a token was revoked", ("lease_id", "tenant", "by", "nonce"))
     WORKER_SAID = Kind(
-        "worker.said", INFO, "a worker or its kernel says:", ("lease_id", "worker_pid", "said", "lost_lines")
+        "worker.said", INFO, "output of a worker or its kernel:", ("lease_id", "worker_pid", "said", "lost_lines")
     )
     WORKER_NOT_STARTED = Kind("worker.not_started", WARNING, "no worker can be started", ("lease_id", "reason"))
-    WORKER_OVER_SLICE = Kind("worker.over_slice", WARNING, "a lease takes more than it has", ("lease_id", "reason"))
+    WORKER_OVER_SLICE = Kind(
+        "worker.over_slice", WARNING, "a lease uses more memory than it has", ("lease_id", "reason")
+    )
     WARM_GONE = Kind("warm.gone", INFO, "a context made ahead is gone", ("card", "reason"))
     WARM_REFUSED = Kind(
-        "warm.refused", INFO, "the lease's context is not used again for its tenant's next", ("lease_id", "reason")
+        "warm.refused", INFO, "the lease's context is not reused for its tenant's next lease", ("lease_id", "reason")
     )
     WARM_FENCED = Kind("warm.fenced", WARNING, "a context made ahead is fenced", ("card", "reason"))
     DAEMON_LISTENING = Kind("daemon.listening", INFO, "gpuleased listens", ("address", "version"))
-    DAEMON_SEEN = Kind("daemon.seen", INFO, "gpuleased has a web page", ("url", "version"))
+    DAEMON_SEEN = Kind("daemon.seen", INFO, "gpuleased serves its web page", ("url", "version"))
     DAEMON_MADE_FOLDER = Kind(
-        "daemon.made_folder", INFO, "made the folder for its socket, which was not there", ("path", "mode")
+        "daemon.made_folder", INFO, "created the folder for the socket, which did not exist", ("path", "mode")
     )
-    SOCKET_ANEW = Kind("socket.anew", WARNING, "a socket's file was removed: the socket is made anew", ("path",))
+    SOCKET_ANEW = Kind("socket.anew", WARNING, "a socket's file was removed: the socket was made again", ("path",))
     SOCKET_LOCK_ANEW = Kind(
-        "socket.lock_anew", WARNING, "the lock beside a socket was removed: it is made anew", ("path",)
+        "socket.lock_anew", WARNING, "the lock next to a socket was removed: it was made again", ("path",)
     )
     SOCKET_LOST = Kind(
-        "socket.lost", ERROR, "a socket's file was removed, and it can't be made anew yet", ("path", "reason")
+        "socket.lost", ERROR, "a socket's file was removed, and it can't be made again yet", ("path", "reason")
     )
     DAEMON_STOPPING = Kind("daemon.stopping", INFO, "stopping")
     DAEMON_FAILED = Kind("daemon.failed", ERROR, "the daemon ends", ("hint", "status"))
-    DAEMON_FAULT = Kind("daemon.fault", ERROR, "a fault of the daemon's own: tell its makers", ("doing", "traceback"))
+    DAEMON_FAULT = Kind("daemon.fault", ERROR, "internal error of the daemon: please report it", ("doing", "traceback"))
     CARD_FOUND = Kind(
         "card.found", INFO, "card to lease", ("index", "card", "name", "capacity_bytes", "overhead_bytes")
     )
     CARDS_PRETENDED = Kind(
-        "cards.pretended", WARNING, "the cards are pretended, and nobody asked for that", ("reason",)
+        "cards.pretended", WARNING, "the cards are emulated, although the settings did not request it", ("reason",)
     )
     CARD_CROWDED = Kind(
         "card.crowded",
         WARNING,
-        "cards were measured beside workers of an earlier daemon: start again for all of their capacity",
+        "cards were measured while workers of an earlier daemon still ran: restart to get their full capacity",
     )
     CARD_SHRANK = Kind(
         "card.shrank",
@@ -188,18 +192,22 @@ class LogEvent(Enum):
         ("card", "capacity_bytes", "unowned_bytes", "outside_bytes"),
     )
     CARDS_AWAITED = Kind(
-        "cards.awaited", WARNING, "the cards can't be used yet; it is tried again", ("reason", "hint", "patience_s")
+        "cards.awaited", WARNING, "the cards can't be used yet; the daemon retries", ("reason", "hint", "patience_s")
     )
-    SETTINGS_READ = Kind("settings.read", INFO, "the settings were read again", ("waiting",))
-    SETTINGS_KEPT = Kind("settings.kept", ERROR, "the settings stay as they were", ("reason",))
-    MANAGER_DEAF = Kind("manager.deaf", WARNING, "the service manager can't be told how the daemon is", ("reason",))
-    SANDBOX_OFF = Kind("sandbox.off", WARNING, "the workers' sandbox is without", ("measure", "reason"))
+    SETTINGS_READ = Kind("settings.read", INFO, "settings reloaded", ("waiting",))
+    SETTINGS_KEPT = Kind("settings.kept", ERROR, "settings not reloaded, the old ones stay in effect", ("reason",))
+    MANAGER_DEAF = Kind(
+        "manager.deaf", WARNING, "the service manager can't be notified of the daemon's state", ("reason",)
+    )
+    SANDBOX_OFF = Kind("sandbox.off", WARNING, "a measure of the workers' sandbox is off", ("measure", "reason"))
     SESSIONS_FOUND = Kind("sessions.found", INFO, "an earlier daemon left leases and workers", ("count", "going_on"))
     WORKER_STRAY = Kind(
         "worker.stray", WARNING, "the lease's worker has no zygote; it is ended", ("lease_id", "worker_pid")
     )
-    RECLAIM_AWAITED = Kind("reclaim.awaited", DEBUG, "the memory is not shown free yet", ("lease_id", "reason"))
-    ZYGOTE_DIED = Kind("zygote.died", ERROR, "the zygote died: every session ends with it; it will be started again")
+    RECLAIM_AWAITED = Kind(
+        "reclaim.awaited", DEBUG, "the card does not report the memory as free yet", ("lease_id", "reason")
+    )
+    ZYGOTE_DIED = Kind("zygote.died", ERROR, "the zygote died: every session ends with it; it will be restarted")
     ZYGOTE_NOT_STARTED = Kind("zygote.not_started", ERROR, "the zygote can't be started", ("reason", "hint"))
     ZYGOTE_BACK = Kind("zygote.back", INFO, "the zygote is back")
     ZYGOTE_LEFT = Kind("zygote.left", INFO, "an earlier daemon's zygote has ended")
@@ -209,58 +217,64 @@ class LogEvent(Enum):
     JOURNAL_FAILING = Kind("journal.failing", ERROR, "the journal can't be written", ("reason",))
     JOURNAL_BACK = Kind("journal.back", WARNING, "the journal is written again")
     JOURNAL_SHORT = Kind("journal.short", ERROR, "the last changes are not in the journal", ("reason",))
-    AUDIT_CONTINUED = Kind("audit.continued", INFO, "the audit log goes on", ("record", "hash"))
-    AUDIT_NOT_AS_LEFT = Kind("audit.not_as_left", WARNING, "the audit log was not as it was left", ("reason",))
+    AUDIT_CONTINUED = Kind("audit.continued", INFO, "the audit log continues", ("record", "hash"))
+    AUDIT_NOT_AS_LEFT = Kind(
+        "audit.not_as_left", WARNING, "the audit log differs from what the last daemon left", ("reason",)
+    )
     AUDIT_FAILING = Kind("audit.failing", ERROR, "the audit log can't be written", ("reason",))
     AUDIT_HEAD_FAILING = Kind("audit.head_failing", ERROR, "the audit log's head can't be written", ("reason",))
     AUDIT_BACK = Kind("audit.back", WARNING, "the audit log is written again")
-    AUDIT_DROPPED = Kind("audit.dropped", WARNING, "records found no room and are not in the audit log", ("count",))
+    AUDIT_DROPPED = Kind("audit.dropped", WARNING, "records were dropped and are not in the audit log", ("count",))
     AUDIT_SHORT = Kind("audit.short", ERROR, "the last records are not in the audit log", ("reason",))
     AUDIT_CLOSED = Kind("audit.closed", INFO, "the audit log ends here", ("record", "hash"))
     MEMORY_SHORT = Kind(
-        "memory.short", ERROR, "out of memory: nothing new is begun until there is some; leases go on and end as ever"
+        "memory.short",
+        ERROR,
+        "out of memory: new requests are refused until there is memory; leases continue and end as usual",
     )
-    MEMORY_BACK = Kind("memory.back", WARNING, "there is memory again")
+    MEMORY_BACK = Kind("memory.back", WARNING, "memory is available again")
     GATE_DIED = Kind(
         "gate.died",
         ERROR,
-        "the gate for remote tenants died: it will be started again; connections that are open go on",
+        "the gate for remote tenants died: it will be restarted; open connections continue",
         ("reason",),
     )
     GATE_HUNG = Kind(
         "gate.hung",
         ERROR,
-        "the gate for remote tenants hangs: it is killed and started again; connections that are open go on",
+        "the gate for remote tenants hangs: it is killed and restarted; open connections continue",
         ("reason",),
     )
     GATE_NOT_STARTED = Kind("gate.not_started", ERROR, "the gate for remote tenants can't be started", ("reason",))
     GATE_BACK = Kind("gate.back", INFO, "the gate for remote tenants is back")
-    GATE_IDENTITY = Kind("gate.identity", INFO, "read the node's certificate, its key and whom it believes again")
+    GATE_IDENTITY = Kind("gate.identity", INFO, "reloaded the node's certificate, key and trusted authorities")
     GATE_CLOSED = Kind("gate.closed", ERROR, "no remote tenant can connect", ("reason",))
     WEB_DIED = Kind(
-        "web.died", ERROR, "the web process died: it will be started again; leases are none of its", ("reason",)
+        "web.died", ERROR, "the web process died: it will be restarted; leases are not affected", ("reason",)
     )
     WEB_HUNG = Kind(
-        "web.hung", ERROR, "the web process hangs: it is killed and started again; leases are none of its", ("reason",)
+        "web.hung", ERROR, "the web process hangs: it is killed and restarted; leases are not affected", ("reason",)
     )
     WEB_NOT_STARTED = Kind("web.not_started", ERROR, "the web process can't be started", ("reason",))
     WEB_BACK = Kind("web.back", INFO, "the web process is back")
     WEB_WRONG_TOKEN = Kind(
-        "web.wrong_token", WARNING, "the web page was asked with what is not the operator's token", ("count",)
+        "web.wrong_token", WARNING, "requests to the web page had a wrong operator's token", ("count",)
     )
     FLEET_DIED = Kind(
-        "fleet.died", ERROR, "the fleet process died: it will be started again; leases go on meanwhile", ("reason",)
+        "fleet.died", ERROR, "the fleet process died: it will be restarted; leases continue meanwhile", ("reason",)
     )
     FLEET_HUNG = Kind(
         "fleet.hung",
         ERROR,
-        "the fleet process hangs: it is killed and started again; leases go on meanwhile",
+        "the fleet process hangs: it is killed and restarted; leases continue meanwhile",
         ("reason",),
     )
     FLEET_NOT_STARTED = Kind("fleet.not_started", ERROR, "the fleet process can't be started", ("reason",))
     FLEET_BACK = Kind("fleet.back", INFO, "the fleet process is back")
     FLEET_JOINED = Kind("fleet.joined", INFO, "the node has joined its fleet", ("node", "incarnation"))
-    FLEET_FENCED = Kind("fleet.fenced", ERROR, "the fleet has given this node up: its named leases end", ("reason",))
+    FLEET_FENCED = Kind(
+        "fleet.fenced", ERROR, "the fleet has declared this node dead: its named leases end", ("reason",)
+    )
     FLEET_NOTED = Kind(
         "fleet.noted", INFO, "the node's membership of its fleet", ("what", "reason", "node", "lease_name")
     )
@@ -276,20 +290,20 @@ class LogEvent(Enum):
     FLEET_NO_ADDRESS = Kind(
         "fleet.no_address",
         WARNING,
-        "no directory names this node to tenants: let it listen on a tls: address, or set addresses of [fleet]",
+        "directories can't offer this node to tenants: add a tls: address to listen, or set addresses in [fleet]",
     )
     TLS_NOT_USED = Kind("tls.not_used", WARNING, "the [tls] table is not used: no address of listen begins with tls:")
     DRAIN_GOES_ON = Kind(
         "drain.goes_on",
         WARNING,
-        "this node is being drained, as it was when the daemon ended: gpulease drain --cancel ends that",
+        "this node is still being drained, as before the restart: gpulease drain --cancel ends the drain",
     )
     RELAY_ARRIVED = Kind("relay.arrived", DEBUG, "a remote tenant connects", ("relay_pid", "tenant", "peer", "serial"))
     RELAY_REVOKED = Kind("relay.revoked", WARNING, "a relay ends: its certificate was revoked", ("relay_pid", "serial"))
     RELAY_NOT_WATCHED = Kind(
         "relay.not_watched", ERROR, "a relay won't end if its certificate is revoked", ("relay_pid", "reason")
     )
-    RELAY_ENDED = Kind("relay.ended", WARNING, "a relay ended badly", ("relay_pid", "reason"))
+    RELAY_ENDED = Kind("relay.ended", WARNING, "a relay ended with an error", ("relay_pid", "reason"))
     DIRECTORY_LISTENS = Kind("directory.listens", INFO, "a directory of a fleet listens", ("address", "version"))
     DIRECTORY_CURRENT = Kind(
         "directory.current", INFO, "the directory's view of its fleet is current", ("nodes", "names")
@@ -303,14 +317,15 @@ class LogEvent(Enum):
         "the directory's last minute",
         ("nodes", "names", "placed", "unplaced", "listed", "refused", "bad_records"),
     )
-    STRANGER_REFUSED = Kind(
-        "stranger.refused", WARNING, "turned away who would connect", ("peer", "reason", "suppressed")
-    )
+    STRANGER_REFUSED = Kind("stranger.refused", WARNING, "a connection was refused", ("peer", "reason", "suppressed"))
     LOG_SUPPRESSED = Kind(
-        "log.suppressed", WARNING, "a tenant's events were too many to be logged", ("tenant", "of_event", "count")
+        "log.suppressed",
+        WARNING,
+        "a tenant caused too many events: some were not logged",
+        ("tenant", "of_event", "count"),
     )
-    LOG_DROPPED = Kind("log.dropped", WARNING, "whoever reads the log is too slow: records were dropped", ("count",))
-    LOG_OTHER = Kind("log.other", INFO, "what a library says, at its own level", ("logger", "traceback"))
+    LOG_DROPPED = Kind("log.dropped", WARNING, "the log's reader is too slow: records were dropped", ("count",))
+    LOG_OTHER = Kind("log.other", INFO, "a library's message, at its own level", ("logger", "traceback"))
 
     # Members are looked up with every record. `Enum` hashes their names, which is slow, and so is its `value`.
     __hash__ = object.__hash__

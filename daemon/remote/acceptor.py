@@ -324,7 +324,7 @@ class TlsAcceptor:
             victim = victim or oldest_of_largest_source(handshakes, lambda handshake: handshake.since <= before)
             if victim is None:
                 return
-            self._abort(victim, f"its handshake goes on, and {len(self._ready)} others wait")
+            self._abort(victim, f"its handshake is not finished, and {len(self._ready)} others wait")
 
     def _hand_over(self, connection: PendingConnection) -> None:
         """Give a connection to a relay that waits for one, or else to a new one."""
@@ -430,7 +430,7 @@ class TlsAcceptor:
     def _on_verified(self, handshake: Handshake, message: dict[str, Any]) -> None:
         holder = _holder_of(message)
         if holder is None:
-            self._abort(handshake, "its relay says what none says")
+            self._abort(handshake, "its relay sent an invalid message")
             return
         if sum(other.names == holder.names for other in self._relays.values()) >= self._max_by_names:
             self._abort(handshake, f"{', '.join(holder.names)} has too many connections")

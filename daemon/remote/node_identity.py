@@ -178,7 +178,7 @@ def _load(context: ssl.SSLContext, path: Path, what: str) -> None:
 
 def _load_key(context: ssl.SSLContext, files: IdentityFiles) -> None:
     def no_password() -> str:
-        raise BadIdentity(f"key {files.key} has a password: there is nobody to ask for it")
+        raise BadIdentity(f"key {files.key} has a password, which a daemon can't ask for")
 
     for what, path in (("certificate", files.certificate), ("key", files.key)):
         if not os.access(path, os.R_OK):

@@ -209,7 +209,7 @@ def _send_all(stream: TlsStream, until: float) -> None:
             unsent = unsent[stream.net.send(unsent) :]
         except BlockingIOError:
             if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-                raise HandshakeFailed("the peer does not read what it is told") from None
+                raise HandshakeFailed("the peer does not read its data") from None
         except OSError as error:
             raise HandshakeFailed(f"the connection broke: {error.strerror}") from None
 

@@ -27,7 +27,7 @@ def check_tenant(name: object) -> str:
     A local user without a name is the tenant `uid:N`; the colon keeps everybody else from that name.
     """
     if not isinstance(name, str) or not _TENANT.fullmatch(name) or name in RESERVED_TENANTS:
-        raise ValueError(f"{name!r} is no name for a tenant: use letters, digits, dots, dashes and underscores")
+        raise ValueError(f"{name!r} is not a valid tenant name: use letters, digits, dots, dashes and underscores")
     return name
 
 
@@ -40,7 +40,9 @@ def parse_certificate_names(table: Any) -> Mapping[str, str]:
         raise ValueError("it is empty: name a certificate, or leave the table out to take the names they have")
     for name, tenant in table.items():
         if not name.startswith(NAME_KINDS) or "*" in name:
-            raise ValueError(f'{name!r} is no name of a certificate: write "URI:..." or "DNS:...", without wildcards')
+            raise ValueError(
+                f'{name!r} is not a valid certificate name: write "URI:..." or "DNS:...", without wildcards'
+            )
         check_tenant(tenant)
     return MappingProxyType(dict(table))
 

@@ -78,7 +78,7 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
             continue
         if mode & 0o060 != 0o060 or found.st_gid == 0:
             raise SandboxBroken(
-                f"nobody but root can open {device}",
+                f"only root can open {device}",
                 hint="Give it to a group (NVreg_DeviceFileGID and NVreg_DeviceFileMode of the nvidia module).",
             )
         groups.add(found.st_gid)

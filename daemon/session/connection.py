@@ -735,7 +735,7 @@ class Connection:
         if self.send_buffer is not None:
             return ConnectionLost("the peer does not read") if self.send_buffer.is_stale(now_s) else None
         if self.receive_buffer.is_mid_frame and now_s - self.received_at_s > FRAME_TIMEOUT_S:
-            return FramingError(f"a frame did not go on within {FRAME_TIMEOUT_S:g} s")
+            return FramingError(f"the rest of a frame did not arrive within {FRAME_TIMEOUT_S:g} s")
         return None
 
     def serve_ring(self, serve: ServeRing) -> Outcome | None:

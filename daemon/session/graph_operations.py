@@ -429,7 +429,7 @@ def _checked_place(body: GraphCreate, steps: _Steps, place: GraphPlace, free: di
             start += argument.size
     size_bytes = body.parameters[place.parameter].size_bytes
     if free[step].pop(place.at, 0) != size_bytes:
-        raise BodyError(f"node {place.node}: no argument of {size_bytes} bytes that is nobody's begins at {place.at}")
+        raise BodyError(f"node {place.node}: no unassigned argument of {size_bytes} bytes begins at {place.at}")
     return step
 
 

@@ -42,7 +42,7 @@ class KeepOperations(Operations):
         self._ledger.check_free(body.handle)
         is_kept = self._ledger.holder_of(body.handle) is self.holder
         if not body.name and not is_kept:
-            raise invalid_handle(f"the allocation {body.handle:#x} is not kept, so nobody can take it")
+            raise invalid_handle(f"the allocation {body.handle:#x} is not kept, so it can't be taken")
         known = self._handles.get(body.name)
         if known == body.handle:
             return empty(frame)

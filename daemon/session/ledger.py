@@ -187,7 +187,7 @@ class Ledger:
             raise Refused(
                 Failure(
                     Status.ALLOC_FAILED,
-                    f"{size_bytes} bytes were asked for; {free_bytes} of the slice's {self.slice_bytes} bytes are free",
+                    f"{size_bytes} bytes were requested; {free_bytes} of the slice's {self.slice_bytes} bytes are free",
                     hint="Free something, or acquire a lease with more min_vram.",
                 )
             )

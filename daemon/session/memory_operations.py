@@ -273,7 +273,7 @@ class ArenaOperations(Operations):
         """
         handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, payload)
         if self._arena is None:
-            raise BodyError("the session has no arena: ask for one in ATTACH", Status.UNSUPPORTED)
+            raise BodyError("the session has no arena: request one in ATTACH", Status.UNSUPPORTED)
         address = self._ledger.locate(handle, offset, length)
         for piece in self._arena.pieces(at, length, self._check_lease):
             yield address, piece

@@ -58,7 +58,7 @@ NO_EPOCH: Final = (1 << 64) - 1
 
 _U32_MASK: Final = (1 << 32) - 1
 _SAID: Final = {
-    Status.REVOKED: ("was revoked", "Ask whoever revoked it why; open another region, and name that one."),
+    Status.REVOKED: ("was revoked", "Ask why it was revoked; open another region, and name that one."),
     Status.LEASE_EXPIRED: ("has expired", "Open another region, and renew it in time."),
     Status.LEASE_FREED: ("was freed", "Name it in no region set any more."),
     Status.CANCELLED: ("is cancelled", "Leave it out of the region set until its cancel is taken back."),
@@ -347,7 +347,7 @@ class RegionOperations(Operations):
         for ref in named:
             region = gate.regions.get((ref.slot, ref.number))
             if region is None:
-                raise invalid_handle(f"slot {ref.slot} with number {ref.number} is no region of this session")
+                raise invalid_handle(f"slot {ref.slot} with number {ref.number} is not a region of this session")
             regions.append(region)
         self._last_set += 1
         gate.sets[self._last_set] = SetInUse(self._last_set, regions, self._ledger.holder)
@@ -413,7 +413,7 @@ def no_set() -> Refused:
     return Refused(
         Failure(
             Status.LAUNCH_FAILED,
-            "the lease takes no launch without a region set",
+            "the lease accepts no launch without a region set",
             hint="Make a region set of the regions that the launch touches, and launch in it; or acquire the lease "
             "without regions_required.",
         )

@@ -363,7 +363,7 @@ class Session:
         failure = Failure(
             Status.SYNC_FAILED,
             str(fault),
-            hint=fault.hint or "Fix the kernel or its arguments; what was queued behind it was skipped.",
+            hint=fault.hint or "Fix the kernel or its arguments; operations queued after it were skipped.",
             failed_request_id=fault.tag or None,
             failed_op=Opcode.GRAPH_LAUNCH if fault.tag in self._graphs.recent_replays else Opcode.LAUNCH,
             kernel=fault.kernel,

@@ -88,7 +88,7 @@ class StreamOperations(Operations):
                 Failure(
                     Status.BUSY,
                     f"the session has {MAX_STREAMS} streams, the most allowed",
-                    hint="Use fewer, and let go of those that are no longer needed.",
+                    hint="Use fewer, and release those that are no longer needed.",
                 )
             )
         self._ledger.charge_streams(self._context.streams_bytes(self._stream_count + 1))
@@ -153,7 +153,7 @@ class StreamOperations(Operations):
                 Failure(
                     Status.BUSY,
                     f"the session has {MAX_EVENTS} events, the most allowed",
-                    hint="Let go of those that are no longer needed.",
+                    hint="Release those that are no longer needed.",
                 )
             )
         events[body.event] = self._context.event(stream)

@@ -98,15 +98,19 @@ class Reloader:
             config, token_digest = await asyncio.to_thread(self._read)
             self._service.take_settings(config, token_digest)
         except ConfigError as error:
-            log_event(LogEvent.SETTINGS_KEPT, f"the settings stay as they were: {error}", reason=str(error))
-            return f"The settings stay as they were: {error}"
+            log_event(
+                LogEvent.SETTINGS_KEPT,
+                f"settings not reloaded, the old ones stay in effect: {error}",
+                reason=str(error),
+            )
+            return f"Settings not reloaded, the old ones stay in effect: {error}"
         waiting = settings_that_wait(self._started_with, config)
         if waiting:
-            said = f"the settings were read again; to be taken at the next start: {', '.join(waiting)}"
+            said = f"settings reloaded; taking effect at the next start: {', '.join(waiting)}"
             log_event(LogEvent.SETTINGS_READ, said, waiting=waiting)
             return f"{said[0].upper()}{said[1:]}."
         log_event(LogEvent.SETTINGS_READ)
-        return "The settings were read again."
+        return "Settings reloaded."
 
 
 class Supervised:
@@ -164,7 +168,7 @@ class Supervised:
                 message = f"gpuleased {VERSION} listens on {address}"
                 log_event(LogEvent.DAEMON_LISTENING, message, address=str(address), version=VERSION)
             if service.url:
-                message = f"gpuleased {VERSION} is to be seen at {service.url}"
+                message = f"gpuleased {VERSION} serves its web page at {service.url}"
                 log_event(LogEvent.DAEMON_SEEN, message, url=service.url, version=VERSION)
             await self._store_sockets(service)
             service.on_new_sockets = partial(self._store_sockets_anew, service)

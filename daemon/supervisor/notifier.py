@@ -50,7 +50,7 @@ class Notifier:
         address = environment.pop(ADDRESS_VARIABLE, "")
         if address and address[0] not in "/@":
             why = f"{ADDRESS_VARIABLE} is {address!r}, no local socket"
-            log_event(LogEvent.MANAGER_DEAF, f"nothing is told to the service manager: {why}", reason=why)
+            log_event(LogEvent.MANAGER_DEAF, f"the service manager is not notified: {why}", reason=why)
             address = ""
         return cls(address)
 
@@ -72,7 +72,7 @@ class Notifier:
         except BlockingIOError:
             return False
         except OSError as error:
-            said = f"the service manager can't be told how the daemon is any more: {error.strerror}"
+            said = f"the service manager can no longer be notified of the daemon's state: {error.strerror}"
             log_event(LogEvent.MANAGER_DEAF, said, reason=error.strerror)
             self.close()
         return True
@@ -84,7 +84,7 @@ class Notifier:
             if self.tell(*assignments, fds=fds):
                 return
             await asyncio.sleep(_PAUSE_S)
-        said = f"the service manager takes no word: it was to hear {assignments[0]}"
+        said = f"the service manager accepts no notification: {assignments[0]} was not sent"
         log_event(LogEvent.MANAGER_DEAF, said, reason="it reads nothing")
 
     def tell_status(self, text: str) -> None:

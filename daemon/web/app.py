@@ -293,7 +293,7 @@ class Site:
         token = self._access.token_of(request)
         card = request.path_params["card"]
         if _CARD.fullmatch(card) is None:
-            raise HTTPException(400, "This is no card's UUID.")
+            raise HTTPException(400, "This is not a card's UUID.")
         return JSONResponse({"card": card, "cleared": await self._broker.clear_fences(card, token)})
 
     async def _cards_history(self, request: Request) -> Response:

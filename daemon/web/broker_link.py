@@ -207,9 +207,9 @@ class BrokerChannel:
             send_message(self._channel, message | {"number": number})
             answer = await asyncio.wait_for(outcome, OUTCOME_S)
         except (BlockingIOError, ChannelClosed):
-            raise BrokerSilent("the daemon can't be told") from None
+            raise BrokerSilent("the daemon can't be reached") from None
         except TimeoutError:
-            raise BrokerSilent(f"the daemon has not told for {OUTCOME_S:g} s what came of it") from None
+            raise BrokerSilent(f"the daemon has not reported the outcome for {OUTCOME_S:g} s") from None
         finally:
             self._waiting.pop(number, None)
         if answer["op"] == "refused":

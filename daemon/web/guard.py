@@ -122,7 +122,7 @@ class Guard:
         if scope["method"] not in READING and not is_act:
             return 405, "Here is nothing but to be read."
         if headers.get(b"content-length", [b"0"]) != [b"0"] or b"transfer-encoding" in headers:
-            return 413, "A request has no body here."
+            return 413, "A request must not have a body here."
         return None
 
 

@@ -66,8 +66,8 @@ def parse_http(value: Any) -> TcpAddress:
         raise ValueError(f"{value!r} names no IP address: write 127.0.0.1:PORT or [::1]:PORT") from None
     if not isinstance(address, TcpAddress) or not is_loopback:
         raise ValueError(
-            f"{value} is not on loopback, and plain HTTP is served nowhere else: write 127.0.0.1:PORT, and put a proxy"
-            " before it that speaks TLS and says who may come"
+            f"{value} is not on loopback, and plain HTTP is served only there: write 127.0.0.1:PORT, and put a "
+            "proxy in front of it that terminates TLS and authenticates users"
         )
     check_installed(NEEDED, "serve")
     return address

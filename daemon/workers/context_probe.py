@@ -121,7 +121,7 @@ async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None
                 missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
         if time.monotonic() > until:
             raise CardsUnavailable(
-                f"card {card.index} ({card.uuid}) does not give memory back: {missing}",
+                f"card {card.index} ({card.uuid}) does not return memory: {missing}",
                 hint="See what nvidia-smi lists there.",
             )
         await asyncio.sleep(_LOOK_S)

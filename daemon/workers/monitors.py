@@ -382,7 +382,7 @@ class RegionProver:
                 if held <= allowed:
                     self._post(RegionProved(order.region_id))
                     return
-                missing = f"the card shows {held} bytes for its session, not {allowed}"
+                missing = f"the card reports {held} bytes for its session, not {allowed}"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=order.region_id, reason=missing)
             await asyncio.sleep(back_off_s(looks, FIRST_LOOK_DELAY_S, MAX_LOOK_DELAY_S))
             looks += 1
@@ -515,7 +515,7 @@ class Recycler:
                 if worker.hand_overs:
                     doubt = "a connection was handed to it meanwhile"
                 elif worker.own_bytes is None or held > worker.own_bytes:
-                    doubt = f"the card shows {held} bytes for its process, not {worker.own_bytes}"
+                    doubt = f"the card reports {held} bytes for its process, not {worker.own_bytes}"
         self._post(WorkerScrubbed(lease_id, doubt))
 
     def _start(self, reading: Coroutine[Any, Any, None]) -> None:

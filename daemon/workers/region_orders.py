@@ -78,7 +78,7 @@ class RegionOrders:
         """Have a worker map a region."""
         region = messages.OpenRegion(order.region_id, order.slot, order.number, order.size_bytes)
         if (problem := self._send(order.lease_id, region)) is not None:
-            self._post(RegionRefused(order.region_id, f"The session can't be told of the region: {problem}."))
+            self._post(RegionRefused(order.region_id, f"The session can't be notified of the region: {problem}."))
 
     def set(self, order: SetRegion) -> None:
         """Write a region's word, which the worker reads. Nobody reads it once the worker is gone."""
@@ -93,7 +93,7 @@ class RegionOrders:
     def end(self, order: EndRegion) -> None:
         """Have a worker take a region's memory away."""
         if (problem := self._send(order.lease_id, messages.EndRegion(order.region_id, order.grace_ms))) is not None:
-            self._post(RegionStuck(order.region_id, f"its session can't be told of its end: {problem}"))
+            self._post(RegionStuck(order.region_id, f"its session can't be notified of its end: {problem}"))
 
     def resize(self, order: ResizeSlice) -> None:
         """Have a worker take a slice of another size."""
@@ -194,7 +194,7 @@ def _end_of(region: LeaseSnapshot, message: messages.RegionEnded) -> Event:
         return RegionRefused(region.lease_id, "The session has nothing of the region.")
     if message.freed_bytes + message.kept_bytes != region.size_bytes:
         figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"
-        return RegionStuck(region.lease_id, f"its session says {figures} of {region.size_bytes}")
+        return RegionStuck(region.lease_id, f"its session reports {figures} of {region.size_bytes}")
     is_shown = message.shown_bytes >= message.freed_bytes
     return RegionEnded(region.lease_id, message.freed_bytes, message.kept_bytes, is_shown)
 

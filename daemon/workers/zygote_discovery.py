@@ -246,7 +246,7 @@ def _add_worker(zygote: FoundZygote) -> bool:
         case _:
             close_all(fds)
             raise CannotAdopt(
-                "this process has no descriptors left for the sessions that live on",
+                "this process has no descriptors left for the remaining sessions",
                 hint="Raise the limit on open files (LimitNOFILE of systemd.exec(5), ulimit -n).",
             )
     return False
@@ -280,7 +280,7 @@ def _kill_listener(channel: socket.socket, path: Path) -> None:
         raise CannotAdopt(f"the zygote behind {path} does not answer", hint=hint) from None
     try:
         if name_of(pid) != ZYGOTE_NAME:
-            raise CannotAdopt(f"process {pid} listens at {path} and is no zygote", hint=hint)
+            raise CannotAdopt(f"process {pid} listens at {path} and is not a zygote", hint=hint)
         log_event(LogEvent.ZYGOTE_HUNG, zygote_pid=pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)

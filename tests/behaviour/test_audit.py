@@ -130,7 +130,7 @@ def test_what_an_auditor_types(start_daemon: Callable[..., Daemon], tmp_path: Pa
     # An edit shows with its place.
     file.write_bytes(b"".join(lines).replace(b'"size_bytes":1048576', b'"size_bytes":1048577', 1))
     done = gpulease_audit("verify", "--head", head, file)
-    assert f"byte {len(lines[0] + lines[1])}, record 3: it does not tell the hash of record 2" in done.stdout
+    assert f"byte {len(lines[0] + lines[1])}, record 3: it does not have the hash of record 2" in done.stdout
     assert gpulease_audit("verify", tmp_path / "nothing").exit_code == 66
     assert gpulease_audit("verify", "--head", "5", file).exit_code == 2
 

@@ -40,7 +40,7 @@ def session(lease: GpuLease) -> Iterator[GpuSession]:
 
 class TestAllocFailed:
     def test_over_the_slice(self, session: GpuSession) -> None:
-        with pytest.raises(AllocFailed, match=f"{SLICE + 1} bytes were asked for; {SLICE} of the slice's") as caught:
+        with pytest.raises(AllocFailed, match=f"{SLICE + 1} bytes were requested; {SLICE} of the slice's") as caught:
             session.mem_alloc(SLICE + 1)
         assert "min_vram" in caught.value.hint
         assert isinstance(caught.value, OperationFailed)

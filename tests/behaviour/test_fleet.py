@@ -219,7 +219,7 @@ def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(tmp_pa
         node.start().allowed_trouble.append("no directory names this node")
         try:
             node.wait_until_joined()
-            assert "no directory names this node to tenants: let it listen on a tls: address" in node.logs()
+            assert "directories can't offer this node to tenants: add a tls: address to listen" in node.logs()
             found = cluster.control("get", "/gpulease/v1/inventories/alone", "--print-value-only")
             assert readable(read_inventory(found.encode())).addresses == ()
         finally:

@@ -257,7 +257,7 @@ def test_serve_directory_says_what_is_wrong_and_stops_in_order(cluster: EtcdClus
         (
             ("--etcd", etcd, "--listen", f"unix:{tmp_path}/s", "--tenant-of-certificate", "ann"),
             2,
-            "is no name of a certificate",
+            "is not a valid certificate name",
         ),
         (
             (

@@ -15,7 +15,7 @@ TOKEN: Final = "0123456789abcdef0123456789ABCDEF"
 
 
 def shown(node: FleetNode, token: str = "") -> dict[str, Any]:
-    found = re.search(r"is to be seen at (http[^\s\"]+)", node.now.log())
+    found = re.search(r"serves its web page at (http[^\s\"]+)", node.now.log())
     assert found is not None
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     answer = httpx.get(found[1] + "api/v1/state", headers=headers, timeout=60, trust_env=False)

@@ -122,7 +122,7 @@ def test_a_node_that_is_cut_off_ends_counted_leases_and_grants_none(tmp_path: Pa
 
 def test_a_name_that_was_claimed_before_a_fence_is_not_served_once_bytes_come_free(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1, tenants=COUNTED) as (cluster, (node,)):
-        node.now.allowed_trouble.append("the fleet has given this node up")
+        node.now.allowed_trouble.append("the fleet has declared this node dead")
         quota(cluster, "default", "1MiB")
         # Kept: a lease that nobody has is given back.
         (held,) = fill(node)
@@ -139,7 +139,7 @@ def test_a_name_that_was_claimed_before_a_fence_is_not_served_once_bytes_come_fr
         wait_until(lambda: "model-a" in claims(cluster), "the name is claimed, and its bytes are awaited")
         cluster.control("del", "/gpulease/v1/nodes/node-0")
         asking.join()
-        assert "the fleet has given this node up" in str(errors[0])
+        assert "the fleet has declared this node dead" in str(errors[0])
         assert node.now.query(held.lease_id)["cause"] == "isolated"
         node.wait_until_joined()
         wait_until(lambda: not claims(cluster) and not counted_bytes(cluster), "all claims are gone")

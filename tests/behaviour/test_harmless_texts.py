@@ -40,7 +40,7 @@ def check_harmless(text: str) -> None:
 
 def page_reason(daemon: Daemon) -> str:
     """Of the last event that has one, as the page is told."""
-    found = re.search(r"is to be seen at (http[^\s\"]+)", daemon.log())
+    found = re.search(r"serves its web page at (http[^\s\"]+)", daemon.log())
     assert found, daemon.log()
     where, headers = f"{found[1]}api/v1/state", {"Authorization": f"Bearer {TOKEN}"}
     events = httpx.get(where, headers=headers, timeout=60, trust_env=False).json()["events"]
@@ -103,7 +103,7 @@ def test_a_blank_reason_is_not_taken_from_a_terminal(daemon: Daemon) -> None:
     command = [*CLI, "revoke", "0" * 32, "--reason", " \t"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "it is blank; say why, or leave --reason out." in done.stderr
+    assert "it is blank; give a reason, or leave --reason out." in done.stderr
 
 
 def test_json_is_ascii(daemon: Daemon) -> None:

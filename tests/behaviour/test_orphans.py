@@ -84,7 +84,7 @@ def test_the_lease_of_a_client_that_was_killed_is_orphaned(daemon: Daemon, has: 
         kill()
         wait_for_end(daemon, lease_id)
     report = daemon.query(lease_id)
-    assert (report["cause"], report["reason"]) == ("orphaned", "nobody was connected to it for 200 ms")
+    assert (report["cause"], report["reason"]) == ("orphaned", "no client was connected to it for 200 ms")
 
 
 def test_those_who_listen_are_warned_and_told_the_cause(daemon: Daemon) -> None:
@@ -96,7 +96,7 @@ def test_those_who_listen_are_warned_and_told_the_cause(daemon: Daemon) -> None:
     assert heard[0].phase is Phase.WARNING
     assert "nobody is connected" in heard[0].reason
     assert (heard[-1].phase, heard[-1].cause) == (Phase.ENDED, "orphaned")
-    with pytest.raises(LeaseExpired, match="orphaned: nobody was connected to it"):
+    with pytest.raises(LeaseExpired, match="orphaned: no client was connected to it"):
         lease.renew(60)
 
 

@@ -29,7 +29,7 @@ def test_log_health_and_a_first_lease_warn(
     }
     for _ in range(2):
         daemon.builder().min_vram(1 << 20).acquire().free()
-    assert caplog.record_tuples == [("gpulease", logging.WARNING, f"the daemon says: {PRETENDED}")]
+    assert caplog.record_tuples == [("gpulease", logging.WARNING, f"the daemon warns: {PRETENDED}")]
 
 
 def test_who_asked_for_them_is_not_warned(

@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -116,11 +117,10 @@ def test_leaving_the_block_does_not_raise_again_how_the_lease_ended(daemon: Daem
         args = KernelArgs().push_buffer(flag)
         daemon.revoke(lease.lease_id)
         wait_until(lambda: lease.revoked, "the lease's word says so")
+        launch = partial(session.launch, module, "endless", [1], [1], args)
+        refused = launch if operation == "launch" else session.sync
         with pytest.raises(Revoked):
-            if operation == "launch":
-                session.launch(module, "endless", [1], [1], args)
-            else:
-                session.sync()
+            refused()
 
 
 @pytest.mark.parametrize("waits_in", ["sync", "mem_read"])

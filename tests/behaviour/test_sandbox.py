@@ -166,7 +166,8 @@ def test_a_worker_that_is_taken_over_fills_no_log_and_forges_no_line(daemon: Dae
         check_main_job(session)
     forged = [line for line in daemon.log().splitlines() if "forged" in line]
     record = re.compile(
-        rf"[-\d]+ [:.\d]+ INFO +a worker or its kernel says:  lease_id={lease.lease_id:032x} worker_pid={pid} said="
+        r"[-\d]+ [:.\d]+ INFO +output of a worker or its kernel:  "
+        rf"lease_id={lease.lease_id:032x} worker_pid={pid} said="
     )
     assert all(record.match(line) for line in forged)
     assert 0 < sum(map(len, forged)) < 3 * MAX_OUTPUT_BYTES

@@ -27,10 +27,10 @@ def test_tenants_come_back_through_a_socket_that_was_removed(start_daemon: Calla
     daemon = start_daemon()
     with GpuBuilder(daemon.address).min_vram(1 << 20).lease_secs(60).acquire() as lease, GpuSession(lease) as session:
         daemon.socket_path.unlink()
-        wait_until(daemon.socket_path.exists, "the socket is made anew")
+        wait_until(daemon.socket_path.exists, "the socket was made again")
         session.sync()
         assert ask(Opcode.PING, Ping(7), daemon.address) == Ping(7)
-    assert "a socket's file was removed: the socket is made anew" in daemon.log()
+    assert "a socket's file was removed: the socket was made again" in daemon.log()
 
 
 @pytest.mark.parametrize("gone", [["broker"], ["zygote"], ["broker", "zygote"]])

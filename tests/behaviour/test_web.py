@@ -58,7 +58,7 @@ def settings(folder: Path, port: int = 0) -> str:
 
 def url_of(daemon: Daemon) -> str:
     def found() -> re.Match[str] | None:
-        return re.search(r"is to be seen at (http[^\s\"]+)", daemon.log())
+        return re.search(r"serves its web page at (http[^\s\"]+)", daemon.log())
 
     return str(wait_until(found, "it says where", seen=daemon.log)[1])  # type: ignore[index]
 
@@ -284,7 +284,7 @@ def test_health_metrics_and_the_end_of_the_web_process(start_daemon: Callable[..
 @pytest.mark.parametrize(
     ("place", "status", "said"),
     [
-        ("0.0.0.0:9400", 78, "plain HTTP is served nowhere else"),
+        ("0.0.0.0:9400", 78, "plain HTTP is served only there"),
         ("taken", 69, "Address already in use"),
         ("no token", 78, "http_token_file: .*: No such file"),
     ],

@@ -124,7 +124,7 @@ def test_a_socket_that_is_not_for_this_user(tmp_path: Path) -> None:
         if user == 0:
             os.seteuid(NOBODY)  # Root may write to any.
         try:
-            with pytest.raises(Disconnected, match=r"Permission denied\. Ask the operator to let this user in"):
+            with pytest.raises(Disconnected, match=r"Permission denied\. Ask the operator to give this user access"):
                 GpuBuilder(f"unix:{path}").min_vram(1).lease_secs(1).acquire()
         finally:
             os.seteuid(user)

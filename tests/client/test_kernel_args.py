@@ -124,13 +124,13 @@ def test_a_number_of_python_s_takes_the_type_that_is_told() -> None:
     ("value", "told", "words"),
     [
         (7, T.UNTOLD, r"7 has no size.*np\.uint32\(7\)"),
-        (7, T.B32, r"7 has no size, and the parameter, \.b32, is of no one type"),
+        (7, T.B32, r"7 has no size, and the parameter, \.b32, has no single type"),
         (2.5, T.UNTOLD, r"np\.float32\(2\.5\)"),
         (-1, T.U32, r"-1 does not fit the parameter, \.u32"),
         (1e300, T.F32, r"does not fit the parameter, \.f32"),
-        ("text", T.U32, r"'text' is no argument of a kernel"),
-        (None, T.UNTOLD, r"None is no argument"),
-        (np.zeros(4, np.float32), T.POINTER, r"an array of the host's memory.*Write it to a buffer"),
+        ("text", T.U32, r"a kernel can't take 'text'"),
+        (None, T.UNTOLD, r"a kernel can't take None"),
+        (np.zeros(4, np.float32), T.POINTER, r"an array in the host's memory.*Write it to a buffer"),
     ],
 )
 def test_a_list_s_misfits_are_refused(value: Any, told: T, words: str) -> None:

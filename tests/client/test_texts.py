@@ -158,7 +158,7 @@ def test_the_error_of_a_file_can_be_written_down() -> None:
 
 def test_a_bounded_text() -> None:
     assert bounded("é", "it", 2) == "é"
-    with pytest.raises(InvalidRequest, match="it: it has 1 to 1 bytes, not 2"):
+    with pytest.raises(InvalidRequest, match="it must have 1 to 1 bytes, not 2"):
         bounded("é", "it", 1)
 
 

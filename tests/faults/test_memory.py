@@ -76,7 +76,9 @@ def test_no_memory_is_left_to_the_broker(start_daemon: Callable[..., Daemon], tm
                     assert daemon.query(soon.lease_id)["ended_after_deadline_us"] < LATEST_S * 1e6
             with daemon.builder().acquire() as another:
                 daemon.query(another.lease_id)
-        assert daemon.log().count(f"{OUT_OF_MEMORY}: nothing new") == daemon.log().count("there is memory again") == 2
+        assert (
+            daemon.log().count(f"{OUT_OF_MEMORY}: new requests") == daemon.log().count("memory is available again") == 2
+        )
     assert check_whole(folder) > 10
 
 

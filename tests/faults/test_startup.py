@@ -61,7 +61,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path.write_text("precious")
     status, said = start_in_vain("--listen", f"unix:{path}", "--driver", "cpu")
     assert status == EXIT_CONFIG
-    check_sentence(said, "can't listen on .* a file that is no socket; move it")
+    check_sentence(said, "can't listen on .* a file that is not a socket is there; move it")
     assert path.read_text() == "precious"
     assert list(tmp_path.iterdir()) == [path], "no lock is left beside it"
 
@@ -108,7 +108,7 @@ def test_tenants_whose_cards_are_not_there(tmp_path: Path, text: str, said: str)
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/no/ne/d.sock", "--driver", "cpu")
     assert status == EXIT_CONFIG
-    check_sentence(said, "there is no folder .*/no: name another path if it is mistyped, or make it first")
+    check_sentence(said, "there is no folder .*/no: correct the path if it is mistyped, or create the folder first")
 
 
 @pytest.mark.exhaustive

@@ -157,7 +157,7 @@ def _end(node: FleetNode) -> None:
     else:
         node.start()
     # It may have been fenced meanwhile.
-    node.now.allowed_trouble.append("the fleet has given this node up")
+    node.now.allowed_trouble.append("the fleet has declared this node dead")
     node.stop()
 
 

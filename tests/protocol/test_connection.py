@@ -90,14 +90,14 @@ def test_a_request_right_behind_hello(op: Opcode, body: m.Body, reply: m.Body, r
 
 def test_what_may_not_stand_behind_hello() -> None:
     client = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES)
-    with pytest.raises(LocalProtocolError, match="behind HELLO now"):
+    with pytest.raises(LocalProtocolError, match="right after HELLO now"):
         client.send_behind_hello(Opcode.PING, m.Ping(1))
     client.send_request(Opcode.HELLO, HELLO)
     for op, body in ((Opcode.SYNC, m.Empty()), (Opcode.HELLO, HELLO), (Opcode.PING, m.Empty())):
-        with pytest.raises(LocalProtocolError, match="behind HELLO"):
+        with pytest.raises(LocalProtocolError, match="right after HELLO"):
             client.send_behind_hello(op, body)
     client.send_behind_hello(Opcode.PING, m.Ping(1))
-    with pytest.raises(LocalProtocolError, match="behind HELLO now"):
+    with pytest.raises(LocalProtocolError, match="right after HELLO now"):
         client.send_behind_hello(Opcode.PING, m.Ping(1))
 
 

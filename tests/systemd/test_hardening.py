@@ -99,7 +99,7 @@ def test_the_web_page_comes_by_a_socket_that_is_handed_over(folder: Path) -> Non
         daemon = Hardened(folder, f'http = "{place}"\n', listener)
         try:
             daemon.wait_until_it_listens()
-            wait_until(lambda: "is to be seen at" in daemon.log.read_text(), "the page is served")
+            wait_until(lambda: "serves its web page at" in daemon.log.read_text(), "the page is served")
             with urllib.request.urlopen(f"http://{place}/healthz", timeout=60) as reply:
                 assert reply.status == 200
             daemon.stop()

@@ -34,12 +34,16 @@ _RATES: Final = ("launches_per_s", "copies_per_s", "operations_per_s")
     "every_s",
     type=click.FloatRange(MIN_EVERY_S, MAX_EVERY_S),
     metavar="SECONDS",
-    help=f"Between readings, of which rates are; {EVERY_S:g}, and {ONCE_S:g} for a single frame.",
+    help=f"Seconds between samples, from which rates are computed; {EVERY_S:g}, or {ONCE_S:g} for a single frame.",
 )
-@click.option("--once", is_flag=True, help="Print one frame as text. So it does if its output is no terminal.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a reading, for ever; with --once, one.")
+@click.option(
+    "--once", is_flag=True, help="Print one frame as text. This is the default if the output is not a terminal."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object per sample until interrupted; with --once, only one."
+)
 def top(every_s: float | None, once: bool, as_json: bool) -> None:
-    """Watch cards and leases live: who holds what, how busy it is, how long it lasts. `?` lists its keys."""
+    """Watch cards and leases live, with owners, activity and remaining time. `?` lists the keys."""
     address = address_of(None)
     if as_json and not once:
         _stream(Readings(address), every_s or EVERY_S)

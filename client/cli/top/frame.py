@@ -170,7 +170,7 @@ def _bottom(view: View, scene: Scene, width: int) -> Line:
     asked = {
         Mode.FILTER: "Only tenants whose name has this in it, or ids that begin with it: ",
         Mode.EVERY: f"Seconds between readings, {MIN_EVERY_S:g} to {MAX_EVERY_S:g}: ",
-        Mode.REASON: f"Revoke {_of_target(view, scene)}. What its tenant is told [{DEFAULT_REASON}]: ",
+        Mode.REASON: f"Revoke {_of_target(view, scene)}. Reason for its tenant [{DEFAULT_REASON}]: ",
         Mode.CONFIRM: f"Type {shown(begin)} to revoke {_of_target(view, scene)}, whatever it is doing: ",
     }
     if view.mode in asked:

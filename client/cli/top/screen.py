@@ -61,7 +61,7 @@ def watch(address: Address, every_s: float) -> signal.Signals | None:
         InvalidRequest: The input is no terminal.
     """
     if not sys.stdin.isatty():
-        raise InvalidRequest("top takes keys, and its input is no terminal", "Use --once or --json")
+        raise InvalidRequest("top reads keys, so its input must be a terminal", "Use --once or --json")
     with contextlib.suppress(locale.Error):
         locale.setlocale(locale.LC_ALL, "")
     try:

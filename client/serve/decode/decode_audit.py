@@ -151,7 +151,7 @@ class DecodeRecord:
     def read(cls, note: Mapping[str, Any]) -> Self:
         """Read a note. Raises ValueError for one that is no request's record."""
         if note.get("event") != EVENT:
-            raise ValueError("it tells of no request")
+            raise ValueError("it describes no request")
         try:
             said, model = note["sampling"], note["model"]
             sampling = SamplingParameters(

@@ -89,11 +89,13 @@ class TenantConfig:
 
     def __post_init__(self) -> None:
         if not self.id:
-            raise ValueError("a tenant has no id")
+            raise ValueError("a tenant must have an id")
         if self.max_concurrent < 1 or self.max_waiting < 0:
             raise ValueError(f"tenant {self.id}: max_concurrent is 1 or more, max_waiting 0 or more")
         if not 1 <= self.max_blocks <= MAX_BLOCKS_PER_TENANT:
-            raise ValueError(f"tenant {self.id}: max_blocks is {self.max_blocks}, not 1 to {MAX_BLOCKS_PER_TENANT}")
+            raise ValueError(
+                f"tenant {self.id}: max_blocks must be 1 to {MAX_BLOCKS_PER_TENANT}, not {self.max_blocks}"
+            )
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"tenant {self.id}: weight is {self.weight}; give a number above 0")
 

@@ -351,7 +351,7 @@ class Decoder:
         except Exception as error:
             self.log.failure("decoder_failed", error)
             text = f"The decoder failed by a fault of its own, {type(error).__name__}"
-            self._fail(EngineDecodeFailed(text, "See its log, and open a decoder anew"))
+            self._fail(EngineDecodeFailed(text, "See its log, and open another decoder"))
 
     async def _go_on(self) -> None:
         """Start and finish steps; between two steps, take what ended a region, or another engine."""

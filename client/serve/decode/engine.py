@@ -225,7 +225,9 @@ class DecodeEngine:
         """Copy what `save_pool` returned into blocks of a pool. Raises what it raises."""
         expected = len(blocks), block_bytes(self.forward.weights.config)
         if kept.shape != expected or kept.dtype != np.uint8 or not kept.flags.c_contiguous:
-            raise RequestRejected(f"Blocks are {kept.dtype} {kept.shape}, not uint8 {expected}", "Give saved blocks")
+            raise RequestRejected(
+                f"Blocks must be uint8 {expected}, not {kept.dtype} {kept.shape}", "Give saved blocks"
+            )
         session = self.session
 
         async def write(offset: int, rows: NDArray[np.uint8]) -> None:
@@ -281,7 +283,7 @@ class DecodeEngine:
         """
         count, most = len(rows), self.forward.limits.max_rows
         if not 0 < count <= most:
-            raise RequestRejected(f"A step has 1 to {most} rows, not {count}")
+            raise RequestRejected(f"A step must have 1 to {most} rows, not {count}")
         if len(self._steps) >= self.max_steps:
             raise RequestRejected(f"{self.max_steps} steps are under way", "Await `finish` first")
         if self._refused is not None:

@@ -115,7 +115,7 @@ def check_config(config: ModelConfig, where: str) -> None:
         raise ModelRejected(f"{where}: {shares}; each key head must have as many, {MAX_SHARE} at most")
     for name, columns in {"hidden size": config.width, "inner size": config.inner_width}.items():
         if columns % COLUMNS_STEP:
-            raise ModelRejected(f"{where}: {name} {columns} is no multiple of {COLUMNS_STEP}")
+            raise ModelRejected(f"{where}: {name} must be a multiple of {COLUMNS_STEP}, not {columns}")
     if not 0 < config.rope_theta < math.inf:
         raise ModelRejected(f"{where}: rotary embeddings to the base {config.rope_theta}")
     if not 0 < config.norm_epsilon < 1:

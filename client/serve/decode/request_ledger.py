@@ -78,7 +78,7 @@ class RequestLedger:
     def open(self, request: PromptRequest, cancel: Callable[[Generation], None], now: float) -> Generation:
         """Enter a request that is about to be submitted. Raises RequestIdInUse."""
         if request.request_id in self._generations or request.request_id in self._entries:
-            raise RequestIdInUse(f"request {request.request_id!r} goes on already", "Give another id")
+            raise RequestIdInUse(f"request {request.request_id!r} is already in progress", "Give another id")
         generation = Generation(request, cancel)
         self._entries[request.request_id] = _Entry(generation, now)
         self._generations[request.request_id] = generation
@@ -233,7 +233,7 @@ def _unserved(entry: _Entry, waited_s: float) -> EngineDecodeFailed:
     """The error of a request whose engine was lost, and that waited too long for another."""
     name = entry.generation.request_id
     text = f"The engine that computed request {name} is gone, and none took its place within {waited_s:.0f} s"
-    return EngineDecodeFailed(text, "Send it again; the server goes on asking for an engine")
+    return EngineDecodeFailed(text, "Send it again; the server keeps requesting an engine")
 
 
 def error_of(end: SchedulerEvent.Completed) -> DecodeError | None:

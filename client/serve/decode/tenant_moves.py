@@ -198,7 +198,7 @@ class TenantMoves:
             raise RequestRejected(f"Tenant {tenant_id} is suspended", "Resume it first")
         pool = self._user.regions.pools.get(tenant_id)
         if pool is None:
-            raise RequestRejected(f"Tenant {tenant_id} has no region now: it is being opened anew", "Try again")
+            raise RequestRejected(f"Tenant {tenant_id} has no region now: another one is being opened", "Try again")
         return pool
 
     def _is_current(self, tenant_id: str, saved: _Saved) -> bool:

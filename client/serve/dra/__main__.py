@@ -37,7 +37,9 @@ _daemon = click.option(
 @main.command()
 @_node
 @_daemon
-@click.option("--generation", type=click.IntRange(1), default=1, show_default=True, help="Raise it when cards change.")
+@click.option(
+    "--generation", type=click.IntRange(1), default=1, show_default=True, help="Increase it when the cards change."
+)
 def slices(node: str, address: str, generation: int) -> None:
     """Print the node's ResourceSlice, for `kubectl apply -f -`."""
     with needing("dra"):
@@ -53,9 +55,9 @@ def slices(node: str, address: str, generation: int) -> None:
 @click.option("--lease-secs", type=click.FloatRange(min=1), default=DEFAULT_LEASE_S, show_default=True)
 @click.option("--kubelet", type=click.Path(path_type=Path), default=Path("/var/lib/kubelet"), show_default=True)
 @click.option("--cdi", type=click.Path(path_type=Path), default=Path("/var/run/cdi"), show_default=True)
-@click.option("--api-server", help="https://HOST:PORT; without it the cluster's, as a pod's environment has it.")
-@click.option("--api-token", type=click.Path(path_type=Path), help="The account's token; without it the pod's.")
-@click.option("--api-ca", type=click.Path(path_type=Path), help="The server's CA; without it the pod's.")
+@click.option("--api-server", help="https://HOST:PORT; by default the cluster's, from the pod's environment.")
+@click.option("--api-token", type=click.Path(path_type=Path), help="The account's token; by default the pod's.")
+@click.option("--api-ca", type=click.Path(path_type=Path), help="The server's CA; by default the pod's.")
 def serve(
     node: str,
     address: str,
@@ -101,7 +103,7 @@ def serve(
                 claims.refresh_tokens()
                 refresh_at = time.monotonic() + TOKEN_REFRESH_S
             if lost := plugin.lost_sockets():
-                _say(f"{', '.join(map(str, lost))} was removed: the sockets are made anew")
+                _say(f"{', '.join(map(str, lost))} was removed: the sockets are made again")
                 plugin.close()
                 plugin = listening()
     finally:
@@ -112,7 +114,7 @@ def serve(
 def _cluster() -> str:
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
     if not host or not port:
-        raise CannotStart("this is no pod of a cluster: say --api-server")
+        raise CannotStart("this is not a pod of a cluster: give --api-server")
     return f"https://{f'[{host}]' if ':' in host else host}:{port}"
 
 

@@ -186,7 +186,7 @@ class ClaimLeases:
         want = parse_claim(self._reader.claim(ref), ref, DRIVER, self._node)
         cards = {device_name(card["uuid"]): card for card in self._cards()}
         if missing := [device.device for device in want.devices if device.device not in cards]:
-            raise ClaimRefused(f"this node has no card {missing[0][:64]!r}", "Publish its ResourceSlice anew")
+            raise ClaimRefused(f"this node has no card {missing[0][:64]!r}", "Publish its ResourceSlice again")
         audience = audience_of_user(want.user, self._address, self._socket)
         record = ClaimRecord(ref.uid, boot_id(), want.user, audience.hex())
         try:
@@ -279,10 +279,10 @@ def audience_of_user(user: int, address: str, socket: Path) -> bytes:
             command, capture_output=True, text=True, timeout=AUDIENCE_LIMIT_S, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        raise Disconnected(f"the node does not tell user {user} its audience") from None
+        raise Disconnected(f"the node did not return user {user}'s audience") from None
     if told.returncode != 0 or not re.fullmatch("[0-9a-f]{64}\n", told.stdout):
         raise ClaimRefused(
-            f"user {user} gets no audience of the node: {told.stderr.strip()[-300:]}",
+            f"user {user} got no audience from the node: {told.stderr.strip()[-300:]}",
             "The user must be able to connect to the daemon's socket; the driver must be root, or that user",
         )
     return bytes.fromhex(told.stdout)

@@ -92,7 +92,7 @@ def check_ref(ref: ClaimRef) -> None:
     ):
         if len(text) > 253 or not form.fullmatch(text):
             raise ClaimRefused(
-                f"{text[:64]!r} is no claim's {what}", "The kubelet sends what Kubernetes made; who asks?"
+                f"{text[:64]!r} is not a claim's {what}", "The kubelet sends what Kubernetes made; who asks?"
             )
 
 
@@ -100,12 +100,12 @@ def parse_quantity(text: object) -> int:
     """Convert Kubernetes' quantity, such as "4Gi", to whole bytes, rounded up. Raises ClaimRefused."""
     found = _QUANTITY.fullmatch(str(text)) if isinstance(text, str | int) and not isinstance(text, bool) else None
     if not found:
-        raise ClaimRefused(f"{str(text)[:64]!r} is no quantity of bytes")
+        raise ClaimRefused(f"{str(text)[:64]!r} must be a quantity of bytes")
     number, suffix, exponent = found.groups()
     scale = _SCALE[suffix] if suffix else Decimal(10) ** int(exponent or 0)
     size = math.ceil(Decimal(number) * scale)
     if not 0 < size < 2**63:
-        raise ClaimRefused(f"{text} is no size that a lease can have")
+        raise ClaimRefused(f"{text} is not a size that a lease can have")
     return size
 
 
@@ -154,7 +154,7 @@ def _parameters(found: object) -> dict[str, Any]:
     rest = {name: value for name, value in found.items() if name not in ("apiVersion", "kind")}
     if unknown := rest.keys() - {"user", "leaseSeconds"}:
         raise ClaimRefused(
-            f"the claim's parameters have {', '.join(sorted(map(repr, unknown)))[:200]}, which is unknown"
+            f"the claim's parameters contain unknown keys: {', '.join(sorted(map(repr, unknown)))[:200]}"
         )
     return rest
 
@@ -167,7 +167,7 @@ def _checked(given: Mapping[str, Any]) -> tuple[int, float | None]:
             "Say `user: 1000`, and runAsUser in the pod likewise; root can't be held apart from other root pods",
         )
     if lease_s is not None and (not isinstance(lease_s, int) or isinstance(lease_s, bool) or lease_s < 1):
-        raise ClaimRefused(f"leaseSeconds: {lease_s!r} is no number of seconds")
+        raise ClaimRefused(f"leaseSeconds must be a number of seconds, not {lease_s!r}")
     return user, lease_s
 
 

@@ -151,14 +151,14 @@ class NodeFiles:
 def _check(record: ClaimRecord) -> None:
     """Raises ValueError or TypeError for a record that this driver never wrote: its parts go on to the kernel."""
     if type(record.user) is not int or not 0 < record.user <= MAX_USER or type(record.is_ready) is not bool:
-        raise ValueError("its user is none, or it does not say whether it is ready")
+        raise ValueError("its user is missing, or its readiness is")
     if not isinstance(record.boot_id, str):
-        raise ValueError("its boot id is no text")
+        raise ValueError("its boot id must be a string")
     bytes.fromhex(record.audience)
     for lease in record.leases:
         lease_id_of(lease.lease_id)
         if not all(isinstance(text, str) for text in (lease.request, lease.pool, lease.device, lease.share_id)):
-            raise ValueError(f"the request of {lease.lease_id} is no text")
+            raise ValueError(f"the request of {lease.lease_id} must be a string")
 
 
 def boot_id() -> str:

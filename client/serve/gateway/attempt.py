@@ -242,7 +242,12 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
             case Completed(outcome=outcome):
                 return outcome_to_response(request.request_id, outcome)
             case Unknown():
-                raise OutcomeUnknown(f"{key}: an attempt at it ended after it may have been done: unknown, not retried")
+                raise OutcomeUnknown(
+                    f"{key}: an attempt ended after it may have been executed: the outcome is unknown, so it is not "
+                    ""
+                    ""
+                    "retried"
+                )
             case InFlight(remaining_s=remaining_s):
                 left_s = until - effects.monotonic_s()
                 if left_s <= 0:

@@ -332,12 +332,12 @@ def parse_body(body: bytes, body_type: str, output_len: str) -> ParsedBody:
     """Parse a body; a binary one needs the query's `output_len`. Raises InvalidRequest."""
     if body_type == BINARY:
         if not _DIGITS.fullmatch(output_len):
-            raise InvalidRequest("a binary request says ?output_len= and how many bytes of output it wants")
+            raise InvalidRequest("a binary request must have ?output_len= with the number of output bytes")
         return ParsedBody(body, int(output_len))
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is no JSON: {error}") from None
+        raise InvalidRequest(f"the body must be JSON: {error}") from None
     if not isinstance(value, dict) or value.keys() != _FIELDS:
         raise InvalidRequest(f"the body is an object of {' and '.join(sorted(_FIELDS))}")
     text, length = value["input_base64"], value["output_len"]
@@ -346,7 +346,7 @@ def parse_body(body: bytes, body_type: str, output_len: str) -> ParsedBody:
     try:
         return ParsedBody(base64.b64decode(text, validate=True), length)
     except (binascii.Error, ValueError):
-        raise InvalidRequest("input_base64 is no base64 (RFC 4648, 4)") from None
+        raise InvalidRequest("input_base64 must be base64 (RFC 4648, 4)") from None
 
 
 def answer_of(response: InferenceResponse) -> dict[str, Any]:
@@ -397,7 +397,7 @@ class GatewayMetrics(ServerMetrics):
             f"{name}request_seconds", "From head to answer.", ("model",), buckets=BUCKETS_S, registry=registry
         )
         self._input = Counter(f"{name}input_bytes", "Bytes of input taken.", ("model",), registry=registry)
-        self._output = Counter(f"{name}output_bytes", "Bytes of output told.", ("model",), registry=registry)
+        self._output = Counter(f"{name}output_bytes", "Bytes of output returned.", ("model",), registry=registry)
         in_flight = Gauge(f"{name}in_flight", "Requests that are served now.", registry=registry)
         in_flight.set_function(lambda: admission.in_flight)
         queued = Gauge(f"{name}queued", "Requests that wait.", registry=registry)

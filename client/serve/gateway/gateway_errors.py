@@ -45,7 +45,7 @@ class OperationFailed(GatewayError):
         kind: The class of the error that ended it.
     """
 
-    default_hint = "Use a new id to have it done anew"
+    default_hint = "Use a new id to run it again"
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)

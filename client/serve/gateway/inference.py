@@ -68,7 +68,7 @@ class InferenceRequest:
                 f"a lease of {self.lease_ttl_secs} s for a request; at most {MAX_LEASE_S:g} s are taken"
             )
         if not math.isfinite(self.now_secs):
-            raise InvalidRequest(f"{self.now_secs} is no date")
+            raise InvalidRequest(f"{self.now_secs} is not a date")
 
     def key(self) -> str:
         """Return the key that reserves it."""

@@ -72,7 +72,7 @@ def operation_hash(request_id: str, model_id: str, output_len: int, input_bytes:
 def operation_payload(request_id: str, model_id: str, output_len: int, input_bytes: bytes) -> bytes:
     """Return the last of the hashed fields. Raises InvalidRequest."""
     if not 0 < output_len <= MAX_OUTPUT_WIRE:
-        raise InvalidRequest(f"an output of {output_len} bytes; at least one is asked for, and a u64 holds the number")
+        raise InvalidRequest(f"output_len must be at least 1 and fit a u64, not {output_len}")
     ids = (checked_id(request_id, "request id").encode(), checked_id(model_id, "model id").encode())
     return b"".join((ids[0], b"\0", ids[1], b"\0", _OUTPUT_LEN.pack(output_len), input_bytes))
 

@@ -339,7 +339,8 @@ class PostgresStore:
         if not row[1] and len(str(given.get("host", "")).split(",")) > 1 and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s has no synchronous_standby_names: should it be lost, a standby may do again what was done", row[2]
+                "%s has no synchronous_standby_names: if it is lost, a standby may repeat requests that were executed",
+                row[2],
             )
         return connection
 

@@ -66,7 +66,7 @@ def open_store(url: str) -> ReplicatedIdempotencyStore:
     if url.startswith(SQLITE) and len(url) > len(SQLITE):
         return SqliteStore(url.removeprefix(SQLITE))
     if not url.startswith(POSTGRES):
-        raise InvalidRequest(f"{url!r} is no store", "Say sqlite:PATH or postgresql://HOST/DATABASE")
+        raise InvalidRequest(f"{url!r} is not a store", "Write sqlite:PATH or postgresql://HOST/DATABASE")
     try:
         from gpulease.client.serve.gateway.postgres_store import PostgresStore
     except ImportError as error:

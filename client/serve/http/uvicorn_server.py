@@ -57,7 +57,7 @@ def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
     except ValueError as error:
         raise InvalidRequest(f"--listen: {error}") from None
     if isinstance(where, TlsAddress):
-        raise InvalidRequest(f"--listen {where}: a gateway speaks plain HTTP", "Say tcp:127.0.0.1:PORT or unix:PATH")
+        raise InvalidRequest(f"--listen {where}: a gateway speaks plain HTTP", "Write tcp:127.0.0.1:PORT or unix:PATH")
     sock = _bound(where)
     try:
         yield sock, _url(sock, where)
@@ -80,7 +80,9 @@ def _bound(where: UnixAddress | TcpAddress) -> socket.socket:
     except OSError as error:
         # socket.create_server() adds the address to its message; this message names it already.
         about = (error.strerror or str(error)).partition(" (while attempting")[0]
-        todo = "Stop what listens there, or say another --listen" if error.errno == errno.EADDRINUSE else ""
+        todo = (
+            "Stop the program that listens there, or give another --listen" if error.errno == errno.EADDRINUSE else ""
+        )
         raise InvalidRequest(f"can't listen at {where}: {about}", todo) from None
 
 
@@ -91,8 +93,8 @@ def _check_loopback(where: TcpAddress) -> None:
         is_loopback = False
     if not is_loopback:
         raise InvalidRequest(
-            f"{where}: a gateway asks nobody who they are, so it listens where this host alone can connect",
-            "Say tcp:127.0.0.1:PORT or unix:PATH, and put a proxy before it that says who may",
+            f"{where}: a gateway does not authenticate its callers, so it must listen where only this host can connect",
+            "Write tcp:127.0.0.1:PORT or unix:PATH, and put a proxy in front of it that authenticates callers",
         )
 
 

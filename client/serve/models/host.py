@@ -108,7 +108,7 @@ class ModelHost:
                 return await instance.run()
             except Exception:
                 # A fault in this code must cost a model a moment, not stop it for good.
-                _log.exception("%s: failed, and is begun anew", instance.settings.name)
+                _log.exception("%s: failed, and is restarted", instance.settings.name)
                 await asyncio.sleep(1.0)
 
 

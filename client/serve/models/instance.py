@@ -355,7 +355,7 @@ class Instance:
         """After the lease ended or was refused: pause, so that repeated failures take nobody's time."""
         intake = self._intake
         intake.trouble, pause_s = error, self._pause.after(error)
-        _log.warning("%s: has no lease, tries again in %.2f s: %s", self.settings.name, pause_s, error)
+        _log.warning("%s: has no lease, retries in %.2f s: %s", self.settings.name, pause_s, error)
         if isinstance(error, CapacityExceeded):
             self._no_room_until = self._loop.time() + 2 * pause_s
             if self._pass_on is not None:

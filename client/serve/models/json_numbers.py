@@ -59,7 +59,7 @@ def parsed_input(body: bytes, max_items: int, numbers: int) -> Any:
     except NumbersRefused:
         raise
     except (ValueError, RecursionError) as error:
-        raise NumbersRefused(f"It is no JSON: {error}.") from None
+        raise NumbersRefused(f"It is not JSON: {error}.") from None
     if not isinstance(asked, dict) or asked.keys() != {"input"} or not isinstance(asked["input"], list):
         raise NumbersRefused('It is an object of one array, "input", or of "input_base64".')
     return asked["input"]
@@ -71,7 +71,7 @@ def pack(value: list[Any], kind: str, numbers: int) -> bytes:
         return _packed(value, kind, numbers, "The input")
     for at, item in enumerate(value):
         if not isinstance(item, list):
-            raise NumbersRefused(f"Item {at} is no array, and others are.")
+            raise NumbersRefused(f"Item {at} must be an array like the others.")
     return b"".join(_packed(item, kind, numbers, f"Item {at}") for at, item in enumerate(value))
 
 
@@ -93,7 +93,7 @@ def _packed(item: Sequence[Any], kind: str, numbers: int, what: str) -> bytes:
     except (TypeError, ValueError, OverflowError, struct.error):
         pass
     at = next(at for at, number in enumerate(item) if not _fits(number, kind))
-    raise NumbersRefused(f"{what} has {_shown(item[at])} at {at}, which is no {kind}.")
+    raise NumbersRefused(f"{what}: value {at} must be {kind}, not {_shown(item[at])}.")
 
 
 def _fits(number: Any, kind: str) -> bool:
@@ -113,4 +113,4 @@ def _shown(value: Any) -> str:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise NumbersRefused(f"{text} is no number of JSON.")
+    raise NumbersRefused(f"{text} is not a JSON number.")

@@ -199,14 +199,14 @@ def _numbers_room(model: ModelSettings) -> int:
 def _from_numbers(body: bytes, model: ModelSettings) -> tuple[_Form, bytes]:
     """Pack inputs that were sent as numbers. Raises NumbersRefused."""
     if not model.input_type:
-        raise NumbersRefused('It is an object of "input_base64": this model says of no type of numbers.')
+        raise NumbersRefused('It must be an object with "input_base64": this model declares no number type.')
     numbers = model.input_bytes // size_of(model.input_type)
     value = parsed_input(body, model.max_batch, numbers)
     form = _Form.ITEMS if value and isinstance(value[0], list) else _Form.ITEM
     payload = pack(value, model.input_type, numbers)
     answered = len(payload) // model.input_bytes * model.output_bytes // size_of(model.output_type)
     if answered > MAX_NUMBERS:
-        raise NumbersRefused(f"Its answer would have {answered} numbers; {MAX_NUMBERS} are told: ask in base64.")
+        raise NumbersRefused(f"Its answer would have {answered} numbers, more than {MAX_NUMBERS}: use base64.")
     return form, payload
 
 

@@ -127,7 +127,7 @@ def check_together(models: Mapping[str, ModelSettings]) -> None:
         chain = [name]
         while (smaller := models[chain[-1]].smaller) != "":
             if smaller not in models or smaller in chain:
-                raise InvalidRequest(f"model {chain[-1]}: smaller = {smaller!r} is no other model of the file")
+                raise InvalidRequest(f"model {chain[-1]}: smaller must be another model of the file, not {smaller!r}")
             chain.append(smaller)
             found = models[smaller]
             if _shape(found) != _shape(model):
@@ -151,7 +151,7 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
     for side in ("input", "output"):
         kind, size = found.get(f"{side}_type", ""), found[f"{side}_bytes"]
         if kind and size % size_of(kind):
-            raise InvalidRequest(f"{where}: {side}_bytes = {size} is no whole number of {kind}")
+            raise InvalidRequest(f"{where}: {side}_bytes must be a multiple of the size of {kind}, not {size}")
     if ("input_type" in found) is not ("output_type" in found):
         raise InvalidRequest(f"{where}: input_type and output_type are said together, or neither")
     return model
@@ -165,7 +165,7 @@ def _value(path: Path, where: str, key: str, value: Any) -> Any:
         raise InvalidRequest(f"{where}: {key} = {value!r} is none of {', '.join(FORMATS)}")
     if key == "constants":
         if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**32 for item in value):
-            raise InvalidRequest(f"{where}: constants = {value!r} is no list of integers from 0 to 2**32 - 1")
+            raise InvalidRequest(f"{where}: constants must be a list of integers from 0 to 2**32 - 1, not {value!r}")
         return tuple(value)
     check_kind(where, key, value, kind)
     if key in _RANGES:
@@ -177,12 +177,12 @@ def _value(path: Path, where: str, key: str, value: Any) -> Any:
 
 def _file(path: Path, where: str, key: str, value: Any) -> bytes:
     if not isinstance(value, str):
-        raise InvalidRequest(f"{where}: {key} = {value!r} is no file's name")
+        raise InvalidRequest(f"{where}: {key} must be a file's name, not {value!r}")
     try:
         with (path.parent / value).open("rb") as file:
             data = file.read(_FILES[key] + 1)
     except OSError as error:
         raise InvalidRequest(f"{where}: {key} = {value!r}: {error.strerror}") from None
     if not 0 < len(data) <= _FILES[key]:
-        raise InvalidRequest(f"{where}: {key} = {value!r} has no bytes, or more than {_FILES[key]}")
+        raise InvalidRequest(f"{where}: {key} = {value!r} is empty, or has more than {_FILES[key]} bytes")
     return data

@@ -97,7 +97,10 @@ class RpcClient:
         except ValueError as error:
             raise InvalidRequest(f"rpc: {error}") from None
         if not isinstance(where, UnixAddress):
-            raise InvalidRequest(f"rpc: {address} is no unix:PATH: memory is shared on one host alone", "Use HTTP")
+            raise InvalidRequest(
+                f"rpc: the address must be unix:PATH, not {address}, because memory is shared only within a host",
+                "Use HTTP",
+            )
         self._path, self._timeout_s = where.path, timeout_s
         wanted_ns = spin_policy_of(None, SPIN_NS).spin_ns if spin_ns is None else spin_ns
         self._spin_ns = wanted_ns if LOOKING_IS_ORDERED else 0
@@ -154,7 +157,7 @@ class RpcClient:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise Disconnected("rpc: the server does not say what it serves")
+            raise Disconnected("rpc: the server does not list its methods")
         return found
 
     def close(self) -> None:
@@ -355,4 +358,4 @@ def _greeted(sock: socket.socket) -> SharedCall:
         return SharedCall(descriptors[0])
     for fd in descriptors:
         os.close(fd)
-    raise ConnectionResetError("it takes no more callers" if not data else "it is no model server of this version")
+    raise ConnectionResetError("it accepts no more callers" if not data else "it is not a model server of this version")

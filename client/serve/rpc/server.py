@@ -120,7 +120,7 @@ class RpcServer:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
-            _log.warning("nobody is let in for %g s: %s", ACCEPT_PAUSE_S, error)
+            _log.warning("no caller is admitted for %g s: %s", ACCEPT_PAUSE_S, error)
             self._loop.remove_reader(self._sock)
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return

@@ -181,7 +181,7 @@ def _job_id(environment: Mapping[str, str]) -> str:
 def _number(environment: Mapping[str, str], name: str, default: str = "") -> int:
     text = environment.get(name, default)
     if not re.fullmatch(r"\d{1,10}", text):
-        raise CannotStart(f"{name} is {text[:32]!r}, not a number")
+        raise CannotStart(f"{name} must be a number, not {text[:32]!r}")
     return int(text)
 
 

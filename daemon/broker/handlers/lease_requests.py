@@ -320,7 +320,7 @@ def request_id_of(parameters: tuple[LeaseParameter, ...]) -> str:
     if not values:
         return ""
     if len(values) > 1 or len(values[0]) != U128_BYTES or not any(values[0]):
-        raise _invalid("a request id is 16 bytes, not all of them zero, given once")
+        raise _invalid("a request id must be 16 bytes, not all zero, and given once")
     return values[0].hex()
 
 

@@ -49,7 +49,7 @@ class RegionHandler:
                 self._caller.answer_denied(request, outcome)
 
         if body.tenant != clean_text(body.tenant):
-            raise Refused(Failure(Status.INVALID_REQUEST, "the region's tenant is no name of a tenant"))
+            raise Refused(Failure(Status.INVALID_REQUEST, "the region's tenant must be the name of a tenant"))
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refused(failure_of(denial))
         tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)

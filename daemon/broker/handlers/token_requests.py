@@ -92,7 +92,7 @@ class TokenHandler:
     def _revocable_token(self, body: messages.CapabilityRevoke) -> tuple[int, bytes]:
         """Return the lease and nonce of the token, if the peer may revoke it."""
         if not body.token and not body.nonce:
-            raise Refused(Failure(Status.INVALID_REQUEST, "neither a token nor a nonce says which token is to end"))
+            raise Refused(Failure(Status.INVALID_REQUEST, "give a token or a nonce to identify the token to revoke"))
         lease_id, nonce = body.lease_id, body.nonce.to_bytes(NONCE_BYTES, "big")
         if body.token:
             authority = self._service.authority()

@@ -209,7 +209,7 @@ def _open(cubin: bytes) -> _File:
     header = _HEADER.unpack_from(cubin)
     ident, table_at, row_bytes, count, names = header[0], header[6], header[11], header[12], header[13]
     if not ident.startswith(_CLASS_64_LITTLE) or row_bytes != _SECTION.size:
-        raise ValueError("it is no 64-bit little-endian ELF file")
+        raise ValueError("it must be a 64-bit little-endian ELF file")
     if header[2] != _CUDA:
         raise ValueError(f"it is code of machine {header[2]}, not of a GPU")
     if table_at + _SECTION.size > len(cubin):

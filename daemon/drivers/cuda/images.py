@@ -74,7 +74,7 @@ class CudaKernel:
         """Return one of the driver's figures. Raises DriverError."""
         error, value = api.cuFuncGetAttribute(attribute, api.CUfunction(self.function))
         if error:
-            raise DriverError(f"the driver does not tell a figure of kernel {self.name}: {_words(error)}")
+            raise DriverError(f"the driver does not report a figure of kernel {self.name}: {_words(error)}")
         return int(value)
 
 
@@ -98,7 +98,7 @@ class CudaModule:
         if error == api.CUresult.CUDA_ERROR_NOT_FOUND:
             return 0, 0
         if error:
-            raise DriverError(f"the driver does not tell where variable {name!r} is: {_words(error)}")
+            raise DriverError(f"the driver does not report the address of variable {name!r}: {_words(error)}")
         return int(address), int(size_bytes)
 
 

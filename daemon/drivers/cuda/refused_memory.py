@@ -51,7 +51,7 @@ def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Cal
             if shown_bytes >= size_bytes:
                 enough_s = now_s
             if now_s - enough_s >= SHORTAGE_S or now_s - began_s >= REFUSAL_WAIT_S:
-                waited = f"it shows {shown_bytes} bytes free, and was asked for {now_s - began_s:.1f} s"
+                waited = f"it reported {shown_bytes} bytes free for {now_s - began_s:.1f} s of retries"
                 raise MemoryRefused(f"{refused}; {waited}", hint=refused.hint) from None
         poll()
         time.sleep(RETRY_S)

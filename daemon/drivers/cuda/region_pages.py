@@ -91,7 +91,7 @@ class Regions:
         if not self.granule_bytes:
             raise DriverError("this card's driver can't map memory, so there are no regions")
         if size_bytes <= 0 or size_bytes % self.granule_bytes:
-            raise DriverError(f"a region has a multiple of {self.granule_bytes} bytes, not {size_bytes}")
+            raise DriverError(f"a region's size must be a multiple of {self.granule_bytes} bytes, not {size_bytes}")
         if self.reserved_bytes + size_bytes > MAX_RESERVED_BYTES:
             raise OutOfMemory(
                 f"this session's regions have used {self.reserved_bytes} of {MAX_RESERVED_BYTES} bytes of addresses,"

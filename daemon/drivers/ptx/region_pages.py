@@ -49,7 +49,7 @@ class Regions:
     def open(self, size_bytes: int) -> int:
         """Give the next addresses out. Raises OutOfMemory where none are left."""
         if size_bytes <= 0 or size_bytes % REGION_GRANULE_BYTES:
-            raise DriverError(f"a region has a multiple of {REGION_GRANULE_BYTES} bytes, not {size_bytes}")
+            raise DriverError(f"a region's size must be a multiple of {REGION_GRANULE_BYTES} bytes, not {size_bytes}")
         if size_bytes > self._end - self._next:
             raise OutOfMemory(
                 f"this session's regions have used {self._next - self._arena.regions_start} of"

@@ -21,7 +21,9 @@ LEASE_ID_DIGITS: Final = 32
 
 _paths = click.argument("paths", nargs=-1, required=True, metavar="FOLDER | FILE...", type=click.Path(path_type=Path))
 _head_file = click.option(
-    "--head-file", type=click.Path(path_type=Path), help="The log's head; else head.json beside it, if there is one."
+    "--head-file",
+    type=click.Path(path_type=Path),
+    help="The log's head; by default, head.json next to it, if it exists.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
 
@@ -37,19 +39,19 @@ class _Group(click.Group):
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Read audit logs: whether one is whole, what it tells, who used how much.
+    """Read audit logs: verify them, show their records, sum up each tenant's usage.
 
-    `gpulease audit recompute` is the client's: it computes a decoder's output again and compares.
+    `gpulease audit recompute`, a command of the client, computes a decoder's output again and compares.
     """
 
 
 @main.command()
 @_paths
 @_head_file
-@click.option("--head", metavar="SEQ:HASH", help="A head that was kept elsewhere; it goes before any file.")
+@click.option("--head", metavar="SEQ:HASH", help="A head that was kept elsewhere; it takes precedence over any file.")
 @_json
 def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as_json: bool) -> None:
-    """Find every edit, cut and reorder, and say where. Exit status 0 only if there is none."""
+    """Find every edited, missing or reordered record. The exit status is 0 only if there is none."""
     source = find_log(paths, head_file)
     known = _link(head) if head else (None if source.head is None else source.head.link)
     verifier = Verifier(known)
@@ -57,16 +59,22 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
         verifier.take(file, offset, line)
     verdict = verifier.finish()
     if known is None:
-        verdict.notes.append("no head is known: a cut at the end would not show")
+        verdict.notes.append("no head is known: records missing at the end would not be detected")
     click.echo(indented_json(_verdict_map(verdict)) if as_json else _verdict_text(verdict))
     sys.exit(0 if verdict.is_whole else EXIT_NOT_WHOLE)
 
 
 @main.command()
 @_paths
-@click.option("--lease", metavar="ID", help="Only of this lease: its id, or the first digits.")
-@click.option("--tenant", help="Only of this tenant.")
-@click.option("--kind", "kinds", multiple=True, type=click.Choice([kind.value for kind in Kind]), help="Repeatable.")
+@click.option("--lease", metavar="ID", help="Only this lease's records: its id, or the first digits.")
+@click.option("--tenant", help="Only this tenant's records.")
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    type=click.Choice([kind.value for kind in Kind]),
+    help="Only records of this kind; repeatable.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the records' lines as they are.")
 def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: tuple[str, ...], as_json: bool) -> None:
     """Show records, oldest first."""
@@ -91,9 +99,9 @@ def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: 
 @_head_file
 @_json
 def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool) -> None:
-    """Sum up lease seconds and byte seconds by tenant, from the records alone.
+    """Sum up lease seconds and byte seconds by tenant, from the records.
 
-    Exit status 0 only if the log is whole.
+    The exit status is 0 only if the log is whole.
     """
     source = find_log(paths, head_file)
     verifier = Verifier(None if source.head is None else source.head.link)
@@ -103,7 +111,9 @@ def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool) -> Non
     tenants = total.finish(source.head)
     click.echo(indented_json(usage_map(tenants)) if as_json else usage_table(tenants))
     if not verifier.finish().is_whole:
-        click.echo("gpulease audit: the log is NOT whole, nor need this be; see `gpulease audit verify`", err=True)
+        click.echo(
+            "gpulease audit: the log is NOT whole, so this usage may be wrong; see `gpulease audit verify`", err=True
+        )
         sys.exit(EXIT_NOT_WHOLE)
 
 

@@ -111,11 +111,14 @@ def found_text(found: Mapping[str, Any]) -> str:
     """Put into words what opening a log showed (`AuditLog.found`)."""
     parts = []
     if torn := found.get("torn"):
-        parts.append(f"its last {torn['size_bytes']} bytes, from byte {torn['offset']} of its newest file, are no line")
+        parts.append(
+            f"its last {torn['size_bytes']} bytes, from byte {torn['offset']} of its newest file, are not a "
+            "complete line"
+        )
     if "head" in found:
         parts.append(f"its head: {found['head']}")
     if behind := found.get("unanchored"):
-        parts.append(f"{counted(behind, 'record is', 'records are')} behind its head")
+        parts.append(f"{counted(behind, 'record is', 'records are')} after its head")
     if lost := found.get("lost"):
         parts.append(f"records {lost['first']} to {lost['last']} are missing")
     if "edited" in found:

@@ -102,7 +102,7 @@ class Verifier:
         """Check one line, with its newline if it has one. Return its record, None if it is none."""
         try:
             if not line.endswith(b"\n"):
-                raise NotARecord("it has no newline: it was cut off, or is being written")
+                raise NotARecord("it has no newline: it was truncated, or is being written")
             record = read_record(line[:-1])
         except NotARecord as error:
             self._keep_scrap(file, offset_bytes, line, str(error))
@@ -126,7 +126,10 @@ class Verifier:
         self._judge_scrap(None, "", 0)
         if self._before is not None and self._before.seq and self._before not in self._removed:
             self._find(
-                "", 0, 0, f"it begins with record {self._before.seq + 1}, and no record tells of removing those before"
+                "",
+                0,
+                0,
+                f"it begins with record {self._before.seq + 1}, and no record reports the removal of earlier ones",
             )
         if not self._is_head_met and self._head is not None:
             if verdict.end.seq < self._head.seq:
@@ -134,7 +137,7 @@ class Verifier:
                     "", 0, 0, f"it ends with record {verdict.end.seq}, and its head is {self._head.seq}: it was cut"
                 )
             else:
-                self._find("", 0, 0, f"it has no record {self._head.seq} with the hash that its head tells")
+                self._find("", 0, 0, f"it has no record {self._head.seq} with the hash in its head")
         elif self._head is not None and verdict.end.seq > self._head.seq:
             verdict.notes.append(
                 f"{counted(verdict.end.seq - self._head.seq, 'record follows', 'records follow')} the head"
@@ -146,7 +149,7 @@ class Verifier:
         if not self.verdict.records:
             self._before = Link(seq - 1, record.prev)
             if seq == 1 and record.prev != Link().hash:
-                self._find(file, offset_bytes, seq, "the first record tells of one before it")
+                self._find(file, offset_bytes, seq, "the first record refers to an earlier one")
             return
         if seq > end.seq + 1:
             self._find(file, offset_bytes, seq, f"records {end.seq + 1} to {seq - 1} are missing before it")
@@ -154,7 +157,7 @@ class Verifier:
             self._find(file, offset_bytes, seq, f"it follows record {end.seq}: it was moved or repeated")
         elif record.prev != end.hash:
             self._find(
-                file, offset_bytes, seq, f"it does not tell the hash of record {end.seq}: one of the two was edited"
+                file, offset_bytes, seq, f"it does not have the hash of record {end.seq}: one of the two was edited"
             )
 
     def _check_head(self, file: str, offset_bytes: int) -> None:
@@ -162,7 +165,7 @@ class Verifier:
         if head is not None and not self._is_head_met and end.seq == head.seq:
             self._is_head_met = end.hash == head.hash
             if not self._is_head_met:
-                self._find(file, offset_bytes, end.seq, "it is not the record that the head tells of")
+                self._find(file, offset_bytes, end.seq, "it is not the record that the head refers to")
                 self._is_head_met = True
 
     # --- bytes that are no record ---
@@ -180,18 +183,20 @@ class Verifier:
         torn = None if record is None else record.data.get("torn")
         if scrap is None:
             if torn is not None and record is not None:
-                self._find(file, offset_bytes, record.seq, "it tells of a torn line that is not there")
+                self._find(file, offset_bytes, record.seq, "it refers to a torn line that does not exist")
             return
         sha256 = scrap.digest.hexdigest()
         expected = {"offset": scrap.offset_bytes, "size_bytes": scrap.size_bytes, "sha256": sha256}
         if torn == expected and scrap.file == file:
-            self.verdict.notes.append(f"{file}, byte {scrap.offset_bytes}: {scrap.size_bytes} bytes of a line, as told")
+            self.verdict.notes.append(
+                f"{file}, byte {scrap.offset_bytes}: {scrap.size_bytes} bytes of a torn line, as recorded"
+            )
             return
         if record is None and not scrap.newline and self._is_head_met:
             # Nothing durable is lost: the next start of the daemon will tell of these bytes.
             self.verdict.notes.append(f"{scrap.file}, byte {scrap.offset_bytes}: it ends in a piece of a line")
             return
-        self._find(scrap.file, scrap.offset_bytes, scrap.seq, f"this is no record: {scrap.problem}")
+        self._find(scrap.file, scrap.offset_bytes, scrap.seq, f"this is not a record: {scrap.problem}")
 
     def _find(self, file: str, offset_bytes: int, seq: int, problem: str) -> None:
         if len(self.verdict.findings) < MAX_FINDINGS:

@@ -305,7 +305,7 @@ class FileJournal(Journal):
             case Renewed(request, lease):
                 return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was renewed", problem))
             case Freed(request, lease):
-                return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was given back", problem))
+                return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was freed", problem))
             case RevokeDone(request):
                 return Denied(request, done_but_not_kept("The lease has ended", problem))
             case FenceCleared(request, count):
@@ -313,9 +313,9 @@ class FileJournal(Journal):
             case Resized(request, lease):
                 return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} has its new size", problem))
             case RegionCancelSet(request):
-                return Denied(request, done_but_not_kept("The region's launches are as was asked for", problem))
+                return Denied(request, done_but_not_kept("The region's launches are as requested", problem))
             case DrainSet(request):
-                return Denied(request, done_but_not_kept("The drain is set as it was asked for", problem))
+                return Denied(request, done_but_not_kept("The drain is set as requested", problem))
             case SubmitReady(request) | Checked(request):
                 return Denied(request, not_kept(problem))
             case Denied():

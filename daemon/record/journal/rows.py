@@ -270,7 +270,7 @@ def _members(
     """Read a row's members by name, with its enumerations. `names`: the members that it may have."""
     members = json.loads(value)
     if not isinstance(members, dict) or not names - _LATER.keys() <= members.keys() <= names:
-        raise ValueError(f"it is no {shape}")
+        raise ValueError(f"it must be a {shape}")
     for name, kind in enums.items():
         if members.get(name) is not None:
             members[name] = kind(members[name])

@@ -92,19 +92,17 @@ def _gauge(name: str, meaning: str, labels: tuple[str, ...] = CARD) -> Family:
 
 SESSION_ALLOCATED_BYTES: Final = _gauge(
     "gpu_session_mem_alloc_bytes",
-    "Bytes that a tenant's sessions on a card hold now, all together; of one session, `gpulease leases` tells.",
+    "Bytes now allocated by all sessions of a tenant on a card; `gpulease leases` shows each session's.",
     PAIR,
 )
-SESSION_LAUNCHES: Final = _counter("gpu_session_launch", "Kernels queued, those of graphs and submits too.")
-SESSION_SYNCS: Final = _counter("gpu_session_sync", "Waits for the card that were answered, failures too.")
-SESSION_SYNC_ERRORS: Final = _counter("gpu_session_sync_errors", "Waits for the card that ended with a failure.")
+SESSION_LAUNCHES: Final = _counter("gpu_session_launch", "Kernels queued, including those of graphs and submits.")
+SESSION_SYNCS: Final = _counter("gpu_session_sync", "Waits for the card that completed, including failed ones.")
+SESSION_SYNC_ERRORS: Final = _counter("gpu_session_sync_errors", "Waits for the card that failed.")
 SESSION_COPIES: Final = _counter("gpu_session_copy", "Copies to and from the card.")
 SESSION_COPIED_BYTES: Final = _counter("gpu_session_copied_bytes", "Bytes of these copies.")
-SESSION_OPERATIONS: Final = _counter("gpu_session_operation", "Requests that sessions took, of every kind.")
-SESSION_OPERATION_ERRORS: Final = _counter("gpu_session_operation_errors", "Of these, those that failed.")
-SESSION_FAULTS: Final = _counter(
-    "gpu_session_fault", "Contexts that were lost to a fault, those of submits among them."
-)
+SESSION_OPERATIONS: Final = _counter("gpu_session_operation", "Requests that sessions accepted, of every kind.")
+SESSION_OPERATION_ERRORS: Final = _counter("gpu_session_operation_errors", "Requests of sessions that failed.")
+SESSION_FAULTS: Final = _counter("gpu_session_fault", "Contexts lost to a fault, including those of submits.")
 
 # --- leases ---
 
@@ -113,30 +111,30 @@ LEASES_ADOPTED: Final = _counter("gpu_lease_adopted", "Leases of an earlier daem
 LEASES_RENEWED: Final = _counter("gpu_lease_renewed", "Renewals.")
 SUBMITS: Final = _counter("gpu_lease_submits", "Submits whose context was made.")
 LEASES_DROPPED: Final = _counter("gpu_lease_dropped", "Leases that ended, whatever the cause.")
-LEASES_ACTIVE: Final = _gauge("gpu_lease_active", "Leases that can be worked in now.", PAIR)
+LEASES_ACTIVE: Final = _gauge("gpu_lease_active", "Leases that are usable now.", PAIR)
 LEASES_BYTES: Final = _gauge("gpu_lease_slice_bytes", "Bytes leased: the slices of leases that have not ended.", PAIR)
 LEASE_SECONDS: Final = Family(
-    "gpu_lease_lifetime_seconds", Kind.SUMMARY, "How long leases that ended had lasted, until work was refused.", PAIR
+    "gpu_lease_lifetime_seconds", Kind.SUMMARY, "How long ended leases lasted, until work was refused.", PAIR
 )
 DENIALS: Final = _counter("gpu_lease_denied", "Requests that were refused.", ("operation", "reason"))
 ACQUIRE_SECONDS: Final = Family(
     "gpu_lease_acquire_seconds",
     Kind.HISTOGRAM,
-    "From the request to the grant, waiting in line included.",
+    "Time from the request to the grant, including waiting in the queue.",
     CARD,
     (*LATENCY_BOUNDS_S, 60.0, 300.0),
 )
 REVOCATION_SECONDS: Final = Family(
     "gpu_lease_revocation_seconds",
     Kind.HISTOGRAM,
-    "From the moment work is refused to the end of the worker's process, by what ended the lease.",
+    "Time from the refusal of work to the end of the worker's process, by the cause of the lease's end.",
     ("cause",),
     LATENCY_BOUNDS_S,
 )
 RECLAIM_SECONDS: Final = Family(
     "gpu_lease_reclaim_seconds",
     Kind.HISTOGRAM,
-    "From the moment work is refused to the proof that the memory is free.",
+    "Time from the refusal of work to the proof that the memory is free.",
     CARD,
     LATENCY_BOUNDS_S,
 )
@@ -150,40 +148,42 @@ EXPIRY_LATENESS_SECONDS: Final = Family(
 REGIONS_OPENED: Final = _counter("gpu_region_opened", "Regions granted.")
 REGIONS_ADOPTED: Final = _counter("gpu_region_adopted", "Regions of an earlier daemon that this one took over.")
 REGIONS_RENEWED: Final = _counter("gpu_region_renewed", "Renewals of regions.")
-REGIONS_ENDED: Final = _counter("gpu_region_ended", "Regions whose memory was given back or fenced.")
-REGIONS_ACTIVE: Final = _gauge("gpu_region_active", "Regions whose launches are let begin now.", PAIR)
+REGIONS_ENDED: Final = _counter("gpu_region_ended", "Regions whose memory was returned or fenced.")
+REGIONS_ACTIVE: Final = _gauge("gpu_region_active", "Regions whose launches may begin now.", PAIR)
 REGIONS_BYTES: Final = _gauge(
-    "gpu_region_bytes", "Bytes of regions that are not given back: parts of the slices of their leases.", PAIR
+    "gpu_region_bytes", "Bytes of regions that are not returned yet: parts of the slices of their leases.", PAIR
 )
 REGION_OPEN_SECONDS: Final = Family(
-    "gpu_region_open_seconds", Kind.HISTOGRAM, "From the request for a region to its grant.", CARD, FLIP_BOUNDS_S
+    "gpu_region_open_seconds", Kind.HISTOGRAM, "Time from the request for a region to its grant.", CARD, FLIP_BOUNDS_S
 )
 REGION_RETURN_SECONDS: Final = Family(
     "gpu_region_return_seconds",
     Kind.HISTOGRAM,
-    "From the moment a region's launches are refused to the proof that its memory is free, by what ended it.",
+    "Time from the refusal of a region's launches to the proof that its memory is free, by the cause of its end.",
     ("cause",),
     FLIP_BOUNDS_S,
 )
 FORWARD_REVOKED_SECONDS: Final = Family(
     "gpu_region_forward_revoked_seconds",
     Kind.HISTOGRAM,
-    "From the change of a region's word to the first launch that was refused because of it, as sessions say.",
+    "Time from the change of a region's state word to the first launch refused because of it, as sessions report.",
     ("status",),
     FLIP_BOUNDS_S,
 )
 LEAKED_BYTES: Final = _gauge(
     "gpu_lease_leaked_bytes", "Bytes that neither a lease, a process nor the start-up accounts for; must be 0."
 )
-FENCED_SLICES: Final = _gauge("gpu_lease_fenced_slices", "Slices locked away, as they could not be proved free.")
-FENCED_BYTES: Final = _gauge("gpu_lease_fenced_bytes", "Bytes of these slices.")
-FENCES: Final = _counter("gpu_lease_fenced", "Slices that were locked away, those let go since included.", CARD)
+FENCED_SLICES: Final = _gauge(
+    "gpu_lease_fenced_slices", "Slices that are fenced because they could not be proved free."
+)
+FENCED_BYTES: Final = _gauge("gpu_lease_fenced_bytes", "Bytes of fenced slices.")
+FENCES: Final = _counter("gpu_lease_fenced", "Slices that were fenced, including those cleared since.", CARD)
 
 # --- cards, the pool, the line ---
 
-CARD_INFO: Final = _gauge("gpulease_card_info", "1 for each card, with what it is.", ("UUID", "index", "name"))
-CARD_CAPACITY_BYTES: Final = _gauge("gpulease_card_capacity_bytes", "All that can be leased.")
-CARD_HELD_BYTES: Final = _gauge("gpulease_card_held_bytes", "What leases hold, with their contexts' share.")
+CARD_INFO: Final = _gauge("gpulease_card_info", "1 for each card, with its index and name.", ("UUID", "index", "name"))
+CARD_CAPACITY_BYTES: Final = _gauge("gpulease_card_capacity_bytes", "Bytes that can be leased.")
+CARD_HELD_BYTES: Final = _gauge("gpulease_card_held_bytes", "Bytes that leases hold, including their contexts' share.")
 CARD_AVAILABLE_BYTES: Final = _gauge("gpulease_card_available_bytes", "The largest lease that could be granted now.")
 CARD_OTHERS_BYTES: Final = _gauge(
     "gpulease_card_others_bytes",
@@ -191,47 +191,49 @@ CARD_OTHERS_BYTES: Final = _gauge(
     ("UUID", "holder"),
 )
 WARM_CONTEXTS: Final = _gauge(
-    "gpulease_warm_contexts", "Contexts made ahead, and recycled ones, which wait for their tenant.", ("UUID", "state")
+    "gpulease_warm_contexts", "Contexts made ahead, and recycled ones that wait for their tenant.", ("UUID", "state")
 )
-WARM_WANTED: Final = _gauge("gpulease_warm_contexts_wanted", "How many are to be ready.")
+WARM_WANTED: Final = _gauge("gpulease_warm_contexts_wanted", "Contexts that the daemon keeps ready.")
 WARM_TAKEN: Final = _counter("gpulease_warm_contexts_taken", "Contexts made ahead that a lease or a submit took.", CARD)
 WARM_LOST: Final = _counter("gpulease_warm_contexts_lost", "Contexts that ended while they waited for a lease.", CARD)
 WARM_RECYCLED: Final = _counter(
-    "gpulease_warm_contexts_recycled", "Contexts that wait for their tenant's next lease, each time.", CARD
+    "gpulease_warm_contexts_recycled", "Times that a context was kept for its tenant's next lease.", CARD
 )
 QUEUE_LENGTH: Final = _gauge("gpulease_queue_length", "Acquires that wait for room.", ())
-QUEUE_OLDEST_SECONDS: Final = _gauge("gpulease_queue_oldest_seconds", "How long the first of these has waited.", ())
+QUEUE_OLDEST_SECONDS: Final = _gauge(
+    "gpulease_queue_oldest_seconds", "How long the first acquire in the queue has waited.", ()
+)
 
 # --- the daemon ---
 
-READY: Final = _gauge("gpulease_ready", "Whether it can grant leases: all of its checks hold.", ())
-CHECK: Final = _gauge("gpulease_check", "Whether one of them holds.", ("check",))
+READY: Final = _gauge("gpulease_ready", "Whether the daemon can grant leases: all of its checks pass.", ())
+CHECK: Final = _gauge("gpulease_check", "Whether the check passes.", ("check",))
 DRAINING: Final = _gauge("gpulease_draining", "Whether the node is drained.", ())
 AUDIT_WRITABLE: Final = _gauge("gpulease_audit_writable", "Whether the audit log can be written, if one is kept.", ())
-AUDIT_WAITING: Final = _gauge("gpulease_audit_records_waiting", "Records that are not on the disk yet.", ())
-AUDIT_DROPPED: Final = _counter("gpulease_audit_records_dropped", "Records that found no room: gaps in the log.", ())
+AUDIT_WAITING: Final = _gauge("gpulease_audit_records_waiting", "Records that are not on disk yet.", ())
+AUDIT_DROPPED: Final = _counter("gpulease_audit_records_dropped", "Records that were dropped: gaps in the log.", ())
 FLEET_HORIZON_SECONDS: Final = _gauge(
-    "gpu_fleet_horizon_seconds", "Seconds until leases with a name end unless etcd acknowledges a beat.", ()
+    "gpu_fleet_horizon_seconds", "Seconds until leases with a name end unless etcd acknowledges a heartbeat.", ()
 )
-FLEET_BEATS: Final = _counter("gpu_fleet_beats", "Beats that etcd acknowledged.", ())
-FLEET_FENCED: Final = _counter("gpu_fleet_fenced", "Times that the fleet had given this node up.", ())
+FLEET_BEATS: Final = _counter("gpu_fleet_beats", "Heartbeats that etcd acknowledged.", ())
+FLEET_FENCED: Final = _counter("gpu_fleet_fenced", "Times that the fleet had declared this node dead.", ())
 FLEET_UNREADABLE: Final = _counter("gpu_fleet_unreadable_values", "Values in etcd that could not be read.", ())
-FLEET_PLACEMENTS: Final = _counter("gpu_fleet_placements", "Claims of names, by what became of them.", ("result",))
+FLEET_PLACEMENTS: Final = _counter("gpu_fleet_placements", "Claims of names, by their result.", ("result",))
 FLEET_QUOTA_CLAIMS: Final = _counter(
-    "gpu_fleet_quota_claims", "Claims of bytes of tenants' quotas in the fleet, by what became of them.", ("result",)
+    "gpu_fleet_quota_claims", "Claims of bytes of tenants' quotas in the fleet, by their result.", ("result",)
 )
 FLEET_STORE_BYTES: Final = _gauge("gpu_fleet_store_bytes", "Size of the largest database of etcd's members.", ())
 FLEET_STORE_QUOTA_BYTES: Final = _gauge(
-    "gpu_fleet_store_quota_bytes", "etcd's bound of it, above which it takes no beat.", ()
+    "gpu_fleet_store_quota_bytes", "etcd's limit on this size, above which it accepts no heartbeat.", ()
 )
 LOOP_LAG_SECONDS: Final = Family(
     "gpulease_loop_lag_seconds",
     Kind.HISTOGRAM,
-    "How late the broker's loop came to what was due, looked at once a second.",
+    "How late the broker's loop ran due work, sampled once a second.",
     (),
     (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0),
 )
-BUILD_INFO: Final = _gauge("gpulease_build_info", "1, with what runs.", ("version", "driver"))
+BUILD_INFO: Final = _gauge("gpulease_build_info", "1, with the running version and driver.", ("version", "driver"))
 
 FAMILIES: Final = tuple(value for value in dict(globals()).values() if isinstance(value, Family))
 """Every family, in the order of this file."""

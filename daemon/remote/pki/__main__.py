@@ -50,13 +50,13 @@ def init(folder: Path, days: float) -> None:
 
 @main.command()
 @_FOLDER
-@click.option("--server", multiple=True, metavar="HOST", help="For a node that is reached by this name; repeatable.")
-@click.option("--tenant", metavar="NAME", help="For a tenant of that name.")
+@click.option("--server", multiple=True, metavar="HOST", help="Issue for a node with this host name; repeatable.")
+@click.option("--tenant", metavar="NAME", help="Issue for the tenant with this name.")
 @click.option("--days", type=_DAYS, default=LEAF_LIFE.days, show_default=True, help="How long it lasts.")
 def issue(folder: Path, server: tuple[str, ...], tenant: str | None, days: float) -> None:
-    """Make a certificate and its key. Those that were revoked or have expired are moved aside."""
+    """Make a certificate and its key. Revoked and expired ones are moved away."""
     if bool(server) == bool(tenant):
-        raise click.UsageError("say --server HOST or --tenant NAME")
+        raise click.UsageError("give either --server HOST or --tenant NAME")
     authority, life = Authority.load(folder), datetime.timedelta(days=days)
     issued = authority.issue_tenant(tenant, life) if tenant else authority.issue_server(server, life)
     click.echo(f"{issued.certificate}\n{issued.key}")
@@ -66,7 +66,7 @@ def issue(folder: Path, server: tuple[str, ...], tenant: str | None, days: float
 @_FOLDER
 @click.argument("certificate", type=click.Path(dir_okay=False, path_type=Path))
 def revoke(folder: Path, certificate: Path) -> None:
-    """Put a CERTIFICATE on the authority's list: a daemon that has it as `crl` takes it no more."""
+    """Put CERTIFICATE on the authority's revocation list: a daemon with this list as `crl` no longer accepts it."""
     Authority.load(folder).revoke(certificate)
     click.echo(f"{folder / 'crl.pem'}")
 

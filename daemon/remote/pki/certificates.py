@@ -117,7 +117,7 @@ class Authority:
                 f"{folder} holds no authority that can be used: {_said(error)}; `gpulease pki init` makes one"
             ) from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise PkiError(f"{folder / _CA_KEY} is no key of this program's")
+            raise PkiError(f"{folder / _CA_KEY} is not a key made by this program")
         return cls(folder, certificate, key)
 
     def issue_server(self, hosts: Sequence[str], life: datetime.timedelta = LEAF_LIFE) -> Issued:
@@ -241,7 +241,7 @@ def _host_name(host: str) -> x509.GeneralName:
     except ValueError:
         pass
     if _HOST.fullmatch(host) is None:
-        raise PkiError(f"{host!r} is no name of a host: use letters, digits, dashes and dots, or an IP address")
+        raise PkiError(f"{host!r} is not a valid host name: use letters, digits, dashes and dots, or an IP address")
     return x509.DNSName(host)
 
 
@@ -269,4 +269,4 @@ def _said(error: Exception) -> str:
     """Return a sentence about a file's error. The library's own message describes its internals."""
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
-    return "what is in its file is no certificate or key in PEM"
+    return "its file must contain a certificate or key in PEM"

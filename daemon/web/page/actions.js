@@ -102,7 +102,7 @@ function mark(tag, text) {
 const OUTCOMES = {
   torndown: { text: "The lease is torn down and its memory is free.", isDone: true },
   fenced: { text: "The lease is over, but its memory could not be proved free and is fenced.", isDone: false },
-  notfound: { text: "There is no such lease any more.", isDone: true },
+  notfound: { text: "The lease no longer exists.", isDone: true },
 };
 
 export function askToRevoke(slice) {
@@ -110,7 +110,7 @@ export function askToRevoke(slice) {
   ask({
     title: "Revoke this lease?",
     about: [...about, `, ${size(slice.size_bytes)}, ends at once, whatever it is doing. What it holds on the card is lost.`],
-    field: { label: "What its tenant is told (may be left out)", input: { value: "", maxLength: 512 } },
+    field: { label: "Reason for its tenant (optional)", input: { value: "", maxLength: 512 } },
     word: "Revoke",
     request: (reason) => {
       const query = reason ? `?reason=${encodeURIComponent(reason)}` : "";
@@ -161,6 +161,6 @@ export function askToClearFences(card) {
     field: null,
     word: "Clear the fence",
     request: () => ["DELETE", `/api/v1/fences/${card.uuid}`],
-    outcome: ({ cleared }) => ({ text: `${count(cleared, "fenced slice was", "fenced slices were")} let go.`, isDone: true }),
+    outcome: ({ cleared }) => ({ text: `${count(cleared, "fenced slice was", "fenced slices were")} cleared.`, isDone: true }),
   });
 }

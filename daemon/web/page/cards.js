@@ -57,7 +57,7 @@ function drawCard(card, own, isWanted) {
   at(".bar").classList.toggle("dense", card.slices.length >= DENSE);
   keepOneStop(at(".bar"));
   at(".fence").hidden = card.fenced_bytes === 0;
-  say(at(".fence span"), `${size(card.fenced_bytes)} fenced: not proved free, and granted to nobody.`);
+  say(at(".fence span"), `${size(card.fenced_bytes)} fenced: not proved free, so it is not granted.`);
   const inRows = card.slices.flatMap((slice) => [slice, ...slice.regions]);
   arrange(at("tbody"), rows, inRows, (slice) => slice.key, () => copyOf("row-template"));
   for (const slice of inRows) drawRow(rows.get(slice.key), slice, isWanted);

@@ -95,11 +95,11 @@ def test_what_differs_is_named_and_nothing_is_computed(recorded: Recorded, tmp_p
     other = changed(recorded.record, model={"sha256": "1" * 64})
     other["data"]["note"]["kernels_sha256"] = "2" * 64
     done = recompute(recorded, recorded.record, PROMPT + "!", tmp_path)
-    assert (done.exit_code, "another prompt" in done.stderr) == (command.EXIT_PROMPT_DIFFERS, True)
+    assert (done.exit_code, "the prompt must be the record's" in done.stderr) == (command.EXIT_PROMPT_DIFFERS, True)
     done = recompute(recorded, other, PROMPT, tmp_path)
     assert done.exit_code == command.EXIT_MODEL_DIFFERS
-    assert "another model" in done.stderr
-    assert "another set of kernels" in done.stderr
+    assert "the model must be the record's" in done.stderr
+    assert "the set of kernels must be the record's" in done.stderr
 
 
 @pytest.mark.parametrize("record", ["", "[]", "{}", '{"data":{"note":{"event":"decode"}}}', "no JSON"])

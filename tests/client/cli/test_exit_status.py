@@ -123,7 +123,7 @@ def test_an_interrupt_of_a_command_that_waits(daemon: Daemon) -> None:
         ('"$@" 2>&- >/dev/null', 0, ""),
         ('env -u HOME LC_ALL=C PYTHONCOERCECLOCALE=0 PYTHONUTF8=0 "$@" >/dev/null', 0, ""),
         ('cd /tmp; GPULEASE_ADDRESS=unix:/tmp "$@"', 69, "folder, not a socket"),
-        ('cd /tmp; GPULEASE_ADDRESS=unix:/etc/passwd "$@"', 69, "no socket"),
+        ('cd /tmp; GPULEASE_ADDRESS=unix:/etc/passwd "$@"', 69, "not a socket"),
         ('GPULEASE_ADDRESS=nonsense "$@"', 1, "'nonsense' is not an address"),
     ],
 )
@@ -178,7 +178,7 @@ def test_an_argument_that_the_locale_cannot_read(daemon: Daemon) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "gpulease: 'f\\udcc3\\udcbcr\\x1b' is no text in this locale\n"
+    assert done.stderr == "gpulease: 'f\\udcc3\\udcbcr\\x1b' can't be decoded in this locale\n"
 
 
 def test_lease_ids_complete_from_the_daemon(daemon: Daemon) -> None:

@@ -129,7 +129,7 @@ def without(found: dict[str, object], key: str) -> dict[str, object]:
         ("drain --wait", Report([{}]), "lease 1 of the daemon's answer lacks lease_id"),
         ("health", Report({"ready": True}), "the daemon's answer lacks checks"),
         ("health", Report({"ready": 1, "checks": []}), "ready of the daemon's answer is not true or false"),
-        ("demo", Inventory((), []), "the daemon's answer tells of no card"),
+        ("demo", Inventory((), []), "the daemon's answer contains no card"),
     ],
 )
 def test_what_makes_no_sense_is_told_as_the_daemons(

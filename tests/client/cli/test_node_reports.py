@@ -33,7 +33,7 @@ def test_fenced_memory_comes_with_what_to_do(shown: Callable[..., list[str]]) ->
     head, _, _, hint = shown("info", cards=cards)
     assert head.split()[:2] == ["GPU", "card"]
     assert hint == (
-        "GPU 1: 2 GiB could not be proved free, so nobody gets them. Once you are sure that no program uses them:"
+        "GPU 1: 2 GiB could not be proved free and are not granted. Once you are sure that no program uses them:"
         " `gpulease fence clear 1`."
     )
 

@@ -156,7 +156,7 @@ def test_the_program_s_status_stands_when_the_daemon_is_gone(start: Start) -> No
         process.send_signal(signal.SIGUSR1)
         _, complaint = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 7
-        assert complaint.startswith(f"gpulease: lease {lease_id} was not given back: ")
+        assert complaint.startswith(f"gpulease: lease {lease_id} was not freed: ")
         gone.check_nothing_is_left()
     finally:
         gone.discard()
@@ -182,7 +182,7 @@ def test_a_daemon_that_is_started_anew_finds_the_lease_held(
     _, complaint = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, complaint) == (
         7,
-        f"gpulease: lease {lease_id} was not given back: its daemon did not answer within {GIVE_BACK_S:g} s\n",
+        f"gpulease: lease {lease_id} was not freed: its daemon did not answer within {GIVE_BACK_S:g} s\n",
     )
     lasting.start()
     lasting.now.revoke(lease_id_of(lease_id))

@@ -17,10 +17,10 @@ from helpers.daemon import Daemon
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ([], 2, "say CONFIG, or try --demo"),
-        ([str(EXAMPLE), "--demo"], 2, "say CONFIG, or try --demo"),
+        ([], 2, "give CONFIG, or try --demo"),
+        ([str(EXAMPLE), "--demo"], 2, "give CONFIG, or try --demo"),
         (["nowhere.toml"], 1, "nowhere.toml"),
-        ([str(EXAMPLE), "--listen", "tcp:0.0.0.0:80"], 1, "where this host alone can connect"),
+        ([str(EXAMPLE), "--listen", "tcp:0.0.0.0:80"], 1, "where only this host can connect"),
     ],
 )
 def test_what_it_refuses(words: list[str], status: int, said: str) -> None:

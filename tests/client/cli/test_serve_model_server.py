@@ -12,9 +12,9 @@ from gpulease.client.serve.models.model_settings import EXAMPLE
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ([], 2, "say which models"),
+        ([], 2, "give the models"),
         (["nowhere.toml"], 1, "nowhere.toml"),
-        ([str(EXAMPLE), "--listen", "tcp:0.0.0.0:80"], 1, "where this host alone can connect"),
+        ([str(EXAMPLE), "--listen", "tcp:0.0.0.0:80"], 1, "where only this host can connect"),
         ([str(EXAMPLE), "--rpc", "tcp:127.0.0.1:0"], 1, "memory is shared on one host alone"),
     ],
 )

@@ -48,9 +48,9 @@ def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
         "no byte of an earlier lease",
         "no byte of it in the host's buffers",
         "launch gate",
-        "a submit beside its session",
+        "a submit alongside its session",
         "six leases",
-        "a region beside another",
+        "a region next to another",
         "a stale pointer into a region",
         "regions that come and go",
         "a region under a graph",
@@ -113,4 +113,4 @@ def test_one_wrong_result_among_six_is_told(daemon: Daemon, monkeypatch: pytest.
         with pytest.raises(Breach) as caught:
             at_the_same_time(sessions)
     told = sorted(str(caught.value).split("; "))
-    assert told == ["tenant 5: 5 of 262144 words were counted", "tenant 6: memory given anew is not zero"]
+    assert told == ["tenant 5: 5 of 262144 words were counted", "tenant 6: memory granted again is not zero"]

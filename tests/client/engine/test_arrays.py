@@ -129,14 +129,14 @@ def test_an_array_of_another_session_is_refused(session: GpuSession, shared_daem
         ("u1", 256, "fit"),
         ("u1", -1, "fit"),
         ("u1", [1, 300], "fit"),
-        ("i4", 1.5, "no number for an array of int32"),
-        ("f4", 1j, "no number"),
+        ("i4", 1.5, "a number that fits an array of int32"),
+        ("f4", 1j, "must be a number"),
         ("f2", 1e6, "does not fit"),
-        ("f4", "text", "no number"),
-        ("f4", None, "no number"),
+        ("f4", "text", "must be a number"),
+        ("f4", None, "must be a number"),
         ("f4", np.zeros(4), "elements of float64 for an array of float32"),
         ("f4", np.zeros(3, "f4"), "does not fit one of shape"),
-        ("f4", [[1], [1, 2]], "no number"),
+        ("f4", [[1], [1, 2]], "must be a number"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_written(
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_refused_and_nothing_written(
 
 @pytest.mark.parametrize("dtype", ["O", "S4", "M8[s]", ">f4", "f4,i4", "nothing", None, np.longdouble])
 def test_a_type_that_kernels_have_not_is_refused_before_memory_is_taken(session: GpuSession, dtype: Any) -> None:
-    with pytest.raises(InvalidRequest, match="elements"):
+    with pytest.raises(InvalidRequest, match=r"must be a numpy dtype|don't support elements"):
         session.zeros((1 << 45,), dtype)
 
 

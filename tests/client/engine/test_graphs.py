@@ -166,9 +166,15 @@ async def what_is_refused_while_it_records(face: Face) -> None:
                 async with record(face, session):
                     pass
             wrong: tuple[tuple[Callable[[], Any], str], ...] = (
-                (lambda: session.mem_write(buffer, 0, b"x", stream=stream), "mem_write: .* no stream of its own"),
-                (lambda: session.mem_read(buffer, 0, 4, into=array, stream=stream), "mem_read: .* no stream"),
-                (lambda: session.launch(module, "small", [1], [1], b"", stream=stream), "launch: .* no stream"),
+                (lambda: session.mem_write(buffer, 0, b"x", stream=stream), "mem_write: .* can't choose a stream"),
+                (
+                    lambda: session.mem_read(buffer, 0, 4, into=array, stream=stream),
+                    "mem_read: .* can't choose a stream",
+                ),
+                (
+                    lambda: session.launch(module, "small", [1], [1], b"", stream=stream),
+                    "launch: .* can't choose a stream",
+                ),
                 (lambda: session.launch(module, "small", [1], [1], b"", cooperative=True), "can't be recorded"),
                 (lambda: session.mem_write(buffer, 0, array), "not shared"),
                 (lambda: session.mem_read(buffer, 0, 4, into=array), "not shared"),

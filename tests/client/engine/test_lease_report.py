@@ -42,5 +42,5 @@ def test_coroutines_get_the_same(daemon: Daemon) -> None:
 @pytest.mark.parametrize("found", [None, [], WHOLE | {"state": 5}, WHOLE | {"generation": True}])
 def test_what_has_other_types_is_no_report(found: Any) -> None:
     assert lease_report_of(WHOLE | {"more": 1}, "query")["size_bytes"] == 1
-    with pytest.raises(Disconnected, match="no lease's map"):
+    with pytest.raises(Disconnected, match="not a lease's map"):
         lease_report_of(found, "query")

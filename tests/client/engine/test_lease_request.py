@@ -86,23 +86,23 @@ def test_a_time_with_a_unit_says_how_to_write_it() -> None:
 @pytest.mark.parametrize("builder", [GpuBuilder(), aio.GpuBuilder()])
 def test_a_builder_in_a_lease_s_place_says_to_acquire(builder: Any) -> None:
     session = GpuSession if isinstance(builder, GpuBuilder) else aio.GpuSession
-    with pytest.raises(InvalidRequest, match=r"a GpuBuilder is no lease.*acquire\(\)"):
+    with pytest.raises(InvalidRequest, match=r"must be a lease, not a GpuBuilder.*acquire\(\)"):
         session(builder)
-    with pytest.raises(AttributeError, match=r"has no 'renew', it is no lease.*acquire\(\)"):
+    with pytest.raises(AttributeError, match=r"has no 'renew', because it is not a lease yet.*acquire\(\)"):
         builder.renew(5)
-    with pytest.raises(InvalidRequest, match=r"is no lease.*acquire\(\)"), builder:
+    with pytest.raises(InvalidRequest, match=r"is not a lease.*acquire\(\)"), builder:
         pass
 
     async def main() -> None:
         async with builder:
             pass
 
-    with pytest.raises(InvalidRequest, match=r"is no lease.*acquire\(\)"):
+    with pytest.raises(InvalidRequest, match=r"is not a lease.*acquire\(\)"):
         asyncio.run(main())
 
 
 def test_a_lease_that_was_not_awaited_says_so() -> None:
     opening = aio.GpuBuilder().acquire()
-    with pytest.raises(InvalidRequest, match=r"is no lease\. Await it"):
+    with pytest.raises(InvalidRequest, match=r"must be a lease, not .*\. Await it"):
         aio.GpuSession(opening)  # type: ignore[arg-type]
     opening.close()

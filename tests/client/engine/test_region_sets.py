@@ -200,7 +200,7 @@ def test_scenario(run_over_both: Any, scenario: Scenario) -> None:
 
 @pytest.mark.parametrize("name", ["stream", "regions", "position"])
 def test_a_graphs_own_keywords_are_no_parameters(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="is no name for a parameter"):
+    with pytest.raises(InvalidRequest, match="is not a valid parameter name"):
         KernelArgs().push_parameter(name, "u32", 1)
 
 

@@ -232,7 +232,7 @@ async def it_is_a_buffer_of_every_session_of_its_lease(face: Face) -> None:
     assert pointers == [region.address, region.address + 16]
     with pytest.raises(InvalidHandle, match="outside buffer"):
         await session.mem_write(buffer, GRANULE, b"x")
-    with pytest.raises(InvalidRequest, match="a region is no allocation"):
+    with pytest.raises(InvalidRequest, match="must be an allocation, not a region"):
         await session.mem_free(buffer)
     assert region.is_alive
 
@@ -486,7 +486,7 @@ def test_leaving_its_block_raises_a_renewal_that_was_refused_unless_that_was_tol
     async def scenario(face: Face) -> None:
         lease = await face.acquire(face.builder().lease_secs(0.2 if of == "lease" else 60))
         kept = real(lease if of == "lease" else await lease.region(GRANULE, ttl_secs=0.2))
-        peer.fail(Opcode.LEASE_RENEW, Status.DENIED, "only its tenant may renew it")
+        peer.fail(Opcode.LEASE_RENEW, Status.DENIED, "only that tenant may renew")
         told: list[GpuLeaseError] = []
         keeper = kept.keep_alive(told.append if way == "told" else None)
         expected: Any = {"untold": Denied, "by an exception": KeyError}.get(way)

@@ -61,7 +61,7 @@ def test_options_reach_the_compiler() -> None:
         ((b"", ()), "not a text"),
         (("\0", ()), "zero byte"),
         (("", "-DN=4"), "not a sequence"),
-        (("", ("-arch=sm_90",)), "Say it as arch=90"),
+        (("", ("-arch=sm_90",)), "Write it as arch=90"),
         (("", (), "sm_90"), "not a compute capability"),
         (("", (), 60), "from 75"),
     ],

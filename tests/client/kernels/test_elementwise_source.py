@@ -30,13 +30,13 @@ def test_a_kernel_of_cupy_s_is_taken() -> None:
     ("parts", "said"),
     [
         (("T x", "", "x"), "no output"),
-        (("T x", "T x", "x"), "two parameters of one name"),
-        (("Tx", "T z", "z = 1"), "'Tx' is no parameter"),
-        (("T i", "T z", "z = i"), "'i' is no parameter's name"),
-        (("T _x", "T z", "z = _x"), "'_x' is no parameter's name"),
-        (("quad x", "T z", "z = x"), "'quad' is no type"),
-        (("T x", "T z", "z = x", "a b"), "'a b' is no name"),
-        ((7,), "no ElementwiseKernel"),
+        (("T x", "T x", "x"), "two parameters with the same name"),
+        (("Tx", "T z", "z = 1"), "'Tx' is not a parameter"),
+        (("T i", "T z", "z = i"), "'i' is not a valid parameter name"),
+        (("T _x", "T z", "z = _x"), "'_x' is not a valid parameter name"),
+        (("quad x", "T z", "z = x"), "'quad' is not a type"),
+        (("T x", "T z", "z = x", "a b"), "'a b' is not a valid name"),
+        ((7,), "must be an ElementwiseKernel"),
     ],
 )
 def test_descriptions_that_make_no_sense(parts: Any, said: str) -> None:

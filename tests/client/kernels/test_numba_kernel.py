@@ -241,11 +241,11 @@ def test_the_asyncio_face(daemon: Daemon) -> None:
         (None, ("array",), "takes 2 arguments, 1 are given"),
         (None, ("buffer", 1.0), "x is a buffer, whose elements have no type"),
         (None, (np.zeros(3), 1.0), "x is an array of the host's memory"),
-        (None, ("array", "text"), "a launch takes no unicode_type"),
-        ("void(float32[:], float32)", ("array", 1j), "value is complex128, the signature says float32"),
-        ("void(float32[:], int32)", ("array", 1.5), "value is float64, the signature says int32"),
+        (None, ("array", "text"), "a launch can't take unicode_type"),
+        ("void(float32[:], float32)", ("array", 1j), "value is complex128, but the signature declares float32"),
+        ("void(float32[:], int32)", ("array", 1.5), "value is float64, but the signature declares int32"),
         ("void(float32[:], int32)", ("array", 2**40), "does not fit int32"),
-        ("void(float32[:], float32)", ("array", np.float64(1)), "value is float64, the signature says float32"),
+        ("void(float32[:], float32)", ("array", np.float64(1)), "value is float64, but the signature declares float32"),
         ("void(float64[:], float32)", ("array", 1), "x is array(float32, 1d, C)"),
         ("void(float32[:, :], float32)", ("array", 1), "x is array(float32, 1d, C)"),
         ("void(float32, float32)", ("array", 1), "x is array(float32, 1d, C)"),
@@ -273,7 +273,7 @@ def test_what_is_no_kernel(session: Any) -> None:
     with pytest.raises(LoadFailed, match="Unknown attribute 'nothing'") as caught:
         session.kernel(wrong)[1, 1](session.zeros(1, np.float32))
     assert caught.value.line == wrong.__code__.co_firstlineno + 1
-    with pytest.raises(InvalidRequest, match="is no signature"):
+    with pytest.raises(InvalidRequest, match="is not a valid signature"):
         session.kernel(add_to, "void(nothing)")
     with pytest.raises(InvalidRequest, match="is not a function"):
         session.kernel(7)

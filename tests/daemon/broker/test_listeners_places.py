@@ -41,7 +41,9 @@ def test_its_own_folder_lets_in_whom_the_socket_does(
 
 
 def test_no_other_folder_is_made(tmp_path: Path, address: UnixAddress) -> None:
-    with pytest.raises(NeverListens, match=r"there is no folder .*/run: name another path if it is mistyped, or make"):
+    with pytest.raises(
+        NeverListens, match=r"there is no folder .*/run: correct the path if it is mistyped, or create the folder"
+    ):
         prepare_place(address, 0o660)
     assert not list(tmp_path.iterdir())
 

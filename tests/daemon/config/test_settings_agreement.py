@@ -15,11 +15,14 @@ NAMED = '[tenant_of_certificate]\n"DNS:build.example" = "build"\n'
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (ANN, "setting tenants: nobody is 'ann'; name a user or a certificate so"),
-        (f'{ANN}[tenant_of_uid]\n1000 = "anne"\n', "nobody is 'ann'"),
-        (f"{ANN}{TLS}{NAMED}", "nobody is 'ann'"),
-        ('[tenants."uid:7"]\nmax_leases = 1\n[tenant_of_uid]\n7 = "ann"\n', "'uid:7' is nobody, because .* 'ann'"),
-        ("[tenants.gpuleased]\nmax_leases = 1\n", "'gpuleased' is no name for a tenant"),
+        (ANN, "setting tenants: 'ann' matches no tenant; give a user or a certificate this name"),
+        (f'{ANN}[tenant_of_uid]\n1000 = "anne"\n', "'ann' matches no tenant"),
+        (f"{ANN}{TLS}{NAMED}", "'ann' matches no tenant"),
+        (
+            '[tenants."uid:7"]\nmax_leases = 1\n[tenant_of_uid]\n7 = "ann"\n',
+            "'uid:7' matches no user, because .* 'ann'",
+        ),
+        ("[tenants.gpuleased]\nmax_leases = 1\n", "'gpuleased' is not a valid tenant name"),
         (NAMED, "setting tenant_of_certificate needs a .tls. table"),
         (f'{TLS}operators = ["root"]\n{NAMED}', "setting tls: operators has 'root', and no certificate"),
         ("[limits]\nmax_ttl_s = 60\n[tenants.default]\nmax_ttl_s = 61\n", "max_ttl_s of 'default' is 61, and .* 60"),
@@ -60,6 +63,9 @@ def test_cards_are_named_as_tenants_name_them() -> None:
 
 def test_workers_are_a_user_who_is_there_and_not_root() -> None:
     check_worker_user("nobody")
-    for name, said in (("gpulease-nobody", "there is no user 'gpulease-nobody'; make it"), ("root", "'root' is root")):
+    for name, said in (
+        ("gpulease-nobody", "there is no user 'gpulease-nobody'; create it"),
+        ("root", "'root' is root"),
+    ):
         with pytest.raises(ValueError, match=f"worker_user: {said}"):
             check_worker_user(name)

@@ -25,7 +25,7 @@ def test_what_is_not_said_is_refused_or_off() -> None:
         (FILES | {"key": "k"}, "key: 'k' is not an absolute path"),
         (FILES | {"key": "/k\0"}, "is not an absolute path"),
         (FILES | {"operators": "ops"}, "must be a list"),
-        (FILES | {"operators": ["tcp"]}, "no name for a tenant"),
+        (FILES | {"operators": ["tcp"]}, "not a valid tenant name"),
         (FILES | {"max_connections": 0}, "is not a number of connections"),
         (FILES | {"max_connections": True}, "is not a number of connections"),
         (FILES | {"max_connections": 4, "max_connections_per_tenant": 5}, "more than max_connections"),
@@ -40,9 +40,9 @@ def test_wrong_settings_are_told(table: Any, why: str) -> None:
     ("table", "why"),
     [
         ({}, "it is empty: name a certificate, or leave the table out"),
-        ({"ann.example": "ann"}, "is no name of a certificate"),
+        ({"ann.example": "ann"}, "is not a valid certificate name"),
         ({"DNS:*.example": "ann"}, "without wildcards"),
-        ({"DNS:ann.example": "default"}, "no name for a tenant"),
+        ({"DNS:ann.example": "default"}, "not a valid tenant name"),
         ("ann", "must be a table"),
     ],
 )

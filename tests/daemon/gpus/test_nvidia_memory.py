@@ -116,5 +116,5 @@ def test_a_card_that_does_not_answer_proves_nothing(nvml: MadeNvml) -> None:
     cards = NvidiaCards()
     cards.discover({})
     nvml.broken = True
-    with pytest.raises(CardsUnavailable, match="NVML can't say"):
+    with pytest.raises(CardsUnavailable, match="NVML can't report"):
         cards.read("GPU-a")

@@ -68,7 +68,7 @@ def test_what_was_removed_is_made_anew(
     assert os.stat(path).st_mode & 0o777 == MODE
     with pytest.raises(CannotListen, match="another gpuleased does"):
         UnixPlace(UnixAddress(path), MODE, log_place_change)
-    said = {"d.sock": "a socket's file was removed", "d.sock.lock": "the lock beside a socket was removed"}
+    said = {"d.sock": "a socket's file was removed", "d.sock.lock": "the lock next to a socket was removed"}
     assert len(caplog.records) == len(gone)
     assert all(any(said[name] in message for message in caplog.messages) for name in gone)
     assert place.restore() is None
@@ -133,7 +133,7 @@ def test_one_that_does_not_accept_is_alive(path: str, stack: ExitStack, backlog:
 
 def test_a_socket_of_another_kind_is_left_alone(path: str, stack: ExitStack) -> None:
     stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(path)
-    with pytest.raises(CannotListen, match=r"nobody can tell .* \(Protocol wrong type for socket\); remove it"):
+    with pytest.raises(CannotListen, match=r"it is unknown whether .* \(Protocol wrong type for socket\); remove it"):
         place_at(path, stack).bind()
     assert os.path.exists(path)
 

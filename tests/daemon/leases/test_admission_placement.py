@@ -225,7 +225,7 @@ def test_no_waiter_is_passed_on_the_same_card() -> None:
     s.active(1, 50)
     s.acquire(2, 90, tenant="bob", wait_ms=5000)
     assert placed(s.acquire(3, 10, wait_ms=5000)) == [], "it would fit, but 2 was first"
-    assert "first in line" in denied(s.acquire(4, 10)).message
+    assert "earlier requests" in denied(s.acquire(4, 10)).message
     assert placed(end(s, 1)) == [(2, "GPU-a")]
     assert [waiter.lease_id for waiter in s.table.waiting()] == [3]
     s.do(RequesterGone(1002))  # 2 is placed, but not granted yet.

@@ -49,7 +49,7 @@ def test_a_lease_ends_so_long_after_its_last_connection_went() -> None:
     assert s.at(3.9).fire(1, TimerKind.ORPHAN) == [ArmTimer(TimerFired(1, 1, TimerKind.ORPHAN), s.now_ns + S // 10)]
     effects = s.at(0.1).fire(1, TimerKind.ORPHAN)
     assert effects[0] == RefuseWork(1, Cause.ORPHANED)
-    assert s.lease(1).reason == "nobody was connected to it for 4 s"
+    assert s.lease(1).reason == "no client was connected to it for 4 s"
     s.gone(1)
     assert (s.lease(1).state, s.lease(1).cause) == (LeaseState.TORNDOWN, Cause.ORPHANED)
 

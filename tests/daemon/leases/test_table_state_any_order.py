@@ -153,7 +153,7 @@ class Line(RuleBasedStateMachine):
                 self.placed[number] = (asked, effect.card_uuid)
             elif isinstance(effect, Denied) and effect.denial.reason is DenialReason.CAPACITY_EXCEEDED:
                 self.judge_kept_off(asked, ahead)
-                assert not self.room_for(asked) or "first in line" in effect.denial.message
+                assert not self.room_for(asked) or "earlier requests" in effect.denial.message
             elif isinstance(effect, ArmTimer) and isinstance(effect.event, WaitTimerFired):
                 self.line[number] = asked
                 self.joins.setdefault(tenant, []).append(self.now_ns)

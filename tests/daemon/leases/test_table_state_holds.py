@@ -37,7 +37,7 @@ def held_back(s: Scenario, lease_id: int, tenant: str = "cid") -> bool:
         return False
     denial = denied(effects)
     assert denial.reason is DenialReason.CAPACITY_EXCEEDED
-    assert "first in line" in denial.message
+    assert "earlier requests" in denial.message
     return True
 
 
@@ -61,7 +61,7 @@ def test_an_own_lease_on_any_card_that_could_serve_the_waiter_counts_and_on_othe
     assert not held_back(s, 4), "bob could free what it has on the other card"
     s.acquire(5, 100, tenant="bob", selector="0", wait_ms=5000)
     effects = s.acquire(6, 10, tenant="cid", selector="0")
-    assert "first in line" in denied(effects).message, "what bob has on the other card does not help it here"
+    assert "earlier requests" in denied(effects).message, "what bob has on the other card does not help it here"
 
 
 def test_an_own_lease_that_is_being_torn_down_still_counts_and_after_it_the_waiter_holds_others_back() -> None:

@@ -122,8 +122,8 @@ def bad_graphs(rig: Rig) -> list[tuple[str, GraphCreate | bytes, Status]]:
         ("or no launch", placed(FOUR, (0, 1, 0)), wrong),
         ("begins at 10", placed(FOUR, (0, 0, 10)), wrong),
         ("begins at 16", placed(FOUR, (0, 0, 16)), wrong),
-        ("no argument of 8 bytes", placed(POINTER, (0, 0, 8)), wrong),
-        ("that is nobody's", placed(FOUR, (0, 0, 12), (1, 0, 12)), wrong),
+        ("no unassigned argument of 8 bytes", placed(POINTER, (0, 0, 8)), wrong),
+        ("no unassigned argument", placed(FOUR, (0, 0, 12), (1, 0, 12)), wrong),
         ("at most", bytes(MAX_GRAPH_BYTES + 1), wrong),
         ("malformed", b"\0\1", wrong),
     ]

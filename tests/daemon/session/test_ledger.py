@@ -34,11 +34,11 @@ def refused(status: Status, message: str) -> Iterator[None]:
 def test_the_slice_is_the_limit() -> None:
     ledger = Ledger(SLICE)
     ledger.check_alloc(SLICE)
-    with refused(Status.ALLOC_FAILED, "1001 bytes were asked for; 1000 of the slice's 1000"):
+    with refused(Status.ALLOC_FAILED, "1001 bytes were requested; 1000 of the slice's 1000"):
         ledger.check_alloc(SLICE + 1)
     ledger.add_allocation(0x1000, 600)
     assert ledger.used_bytes == 600
-    with refused(Status.ALLOC_FAILED, "401 bytes were asked for; 400 of the slice's 1000"):
+    with refused(Status.ALLOC_FAILED, "401 bytes were requested; 400 of the slice's 1000"):
         ledger.check_alloc(401)
     ledger.check_alloc(400)
     ledger.remove_allocation(0x1000)
@@ -55,7 +55,7 @@ def test_what_a_card_takes_besides_is_on_the_allowance_first() -> None:
     ledger.check_alloc(SLICE)
     ledger.charge_kept(70)
     assert ledger.charged_bytes == 30
-    with refused(Status.ALLOC_FAILED, "1000 bytes were asked for; 970 of the slice's 1000"):
+    with refused(Status.ALLOC_FAILED, "1000 bytes were requested; 970 of the slice's 1000"):
         ledger.check_alloc(SLICE)
     ledger.remove_module(number)
     assert (ledger.charged_bytes, ledger.room_bytes) == (0, SLICE + 30)
@@ -68,7 +68,7 @@ def test_rounding_to_pages_counts_before_it_is_taken() -> None:
     ledger.rounding_bytes = 9
     assert ledger.charged_bytes == 501
     ledger.check_alloc(490)
-    with refused(Status.ALLOC_FAILED, "491 bytes were asked for"):
+    with refused(Status.ALLOC_FAILED, "491 bytes were requested"):
         ledger.check_alloc(491)
 
 

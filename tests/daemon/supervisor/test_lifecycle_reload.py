@@ -57,7 +57,7 @@ def test_settings_are_read_again(manager: ServiceManager) -> None:
         stamp = manager.said[reloading + 1]
         assert stamp.startswith("MONOTONIC_USEC=")
         assert stamp.removeprefix("MONOTONIC_USEC=").isdigit()
-        status = "STATUS=The settings were read again; to be taken at the next start: max_load_s."
+        status = "STATUS=Settings reloaded; taking effect at the next start: max_load_s."
         assert manager.said[reloading + 2 :] == ["READY=1", status]
         # What it has stays; what is asked for from now on is held against the new bounds.
         with pytest.raises(Denied, match="max_leases"):
@@ -80,8 +80,8 @@ def test_a_broken_file_changes_nothing(manager: ServiceManager) -> None:
         heard = manager.said.count("READY=1")
         manager.send(signal.SIGHUP)
         manager.wait_for("READY=1", times=heard + 1)
-        assert manager.said[-1].startswith("STATUS=The settings stay as they were: ")
-    assert "ERROR   the settings stay as they were: unknown setting 'no_such'" in manager.log()
+        assert manager.said[-1].startswith("STATUS=Settings not reloaded, the old ones stay in effect: ")
+    assert "ERROR   settings not reloaded, the old ones stay in effect: unknown setting 'no_such'" in manager.log()
     with manager.builder().acquire(), pytest.raises(Denied, match="max_leases"):
         manager.builder().acquire()
     assert manager.end() == 0
@@ -120,12 +120,15 @@ def test_the_web_pages_token_is_read_again(manager: ServiceManager) -> None:
         return [httpx.get(url, headers=bearer, timeout=60, trust_env=False).status_code for bearer in bearers]
 
     assert statuses() == [200, 401]
-    for text, told in (("b" * 31, "STATUS=The settings stay as they were: setting http_token_file: "), ("b" * 32, "")):
+    for text, told in (
+        ("b" * 31, "STATUS=Settings not reloaded, the old ones stay in effect: setting http_token_file: "),
+        ("b" * 32, ""),
+    ):
         path.write_text(text)
         heard = manager.said.count("READY=1")
         manager.send(signal.SIGHUP)
         manager.wait_for("READY=1", times=heard + 1)
-        assert manager.said[-1].startswith(told or "STATUS=The settings were read again.")
+        assert manager.said[-1].startswith(told or "STATUS=Settings reloaded.")
         expected = [200, 401] if told else [401, 200]
         wait_until(lambda: statuses() == expected, "it is what it is to be", seen=statuses)  # noqa: B023
     for without in (config.splitlines()[0], ""):

@@ -114,7 +114,7 @@ def test_what_is_no_listening_socket(kind: str, folder: Path) -> None:
         fd = os.open(folder, os.O_RDONLY)
         os.dup2(fd, PLACE)
         os.close(fd)
-    with pytest.raises(BadHandover, match=rf"descriptor {PLACE} \(a.socket\).* is no listening stream socket"):
+    with pytest.raises(BadHandover, match=rf"descriptor {PLACE} \(a.socket\).* must be a listening stream socket"):
         take_sockets(variables(1, "a.socket"), PID)
 
 
@@ -220,9 +220,7 @@ def test_what_is_no_socket_is_told_before_anything_is_begun(manager: ServiceMana
         manager.start(units=[(sock, "gpuleased.socket")])
         assert manager.wait_for_exit() == 78
     (said,) = manager.said
-    assert said.startswith(
-        "STATUS=descriptor 3 (gpuleased.socket), which the service manager handed over, is no listening"
-    )
+    assert said.startswith("STATUS=descriptor 3 (gpuleased.socket), passed by the service manager, must be a listening")
 
 
 @pytest.mark.exhaustive

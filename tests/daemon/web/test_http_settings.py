@@ -27,7 +27,7 @@ def test_where_it_is_served(text: str, address: TcpAddress) -> None:
 
 @pytest.mark.parametrize("text", ["0.0.0.0:9400", "10.1.2.3:80", "[::]:9400", "[fe80::1]:9400", "[::ffff:10.0.0.1]:1"])
 def test_nothing_is_served_off_loopback(text: str) -> None:
-    with pytest.raises(ValueError, match=r"not on loopback.*proxy before it that speaks TLS"):
+    with pytest.raises(ValueError, match=r"not on loopback.*proxy in front of it that terminates TLS"):
         parse_http(text)
 
 
@@ -68,7 +68,7 @@ def test_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a b", "a:80", "*.example", "-a", "", "a/b", "ü.example", "a" * 254])
 def test_what_is_no_host(name: str) -> None:
-    with pytest.raises(ValueError, match="no host's name"):
+    with pytest.raises(ValueError, match="not a host name"):
         parse_host_names([name])
 
 

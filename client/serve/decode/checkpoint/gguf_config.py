@@ -31,7 +31,7 @@ def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
     at = f"{family}."
     width, heads = said.whole(f"{at}embedding_length"), said.whole(f"{at}attention.head_count")
     if f"{at}attention.key_length" not in said.values and (heads < 1 or width % heads):
-        raise ModelRejected(f"{said.where}: embedding_length {width} is no multiple of {heads} heads")
+        raise ModelRejected(f"{said.where}: embedding_length {width} must be a multiple of {heads} heads")
     head_width = said.whole(f"{at}attention.key_length", width // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if (found := said.whole(f"{at}{key}", head_width)) != head_width:

@@ -89,7 +89,7 @@ def gguf_header(mapped: mmap.mmap, path: Path) -> GgufHeader:
     try:
         return _Reader(mapped, path).header()
     except UnicodeDecodeError as error:
-        raise ModelRejected(f"{path}: broken: a text in its header is no UTF-8: {error}") from None
+        raise ModelRejected(f"{path}: corrupt: a text in its header is not UTF-8: {error}") from None
 
 
 class _Reader:

@@ -40,7 +40,7 @@ _TOKENIZER: Final[KeyTable] = {
         "tokenizer.chat_template",
     ),
     **refused(
-        "the engine puts one token at most before a prompt, and none behind it",
+        "the engine puts at most one token before a prompt, and none after it",
         {"tokenizer.ggml.add_eos_token": (False,), "tokenizer.ggml.add_sep_token": (False,)},
     ),
     **refused(

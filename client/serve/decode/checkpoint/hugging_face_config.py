@@ -37,7 +37,9 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
     head_width = said.whole("head_dim", QWEN3_HEAD_WIDTH if family is Family.QWEN3 else width // max(heads, 1))
     is_shared = said.values.get("head_dim") is None and family is not Family.QWEN3
     if heads < 1 or (is_shared and width % heads):
-        raise ModelRejected(f"{said.where}: hidden_size {width} is no multiple of {heads} heads, and head_dim missing")
+        raise ModelRejected(
+            f"{said.where}: hidden_size {width} must be a multiple of {heads} heads if head_dim is missing"
+        )
     # A Qwen whose file leaves them out has 32; null is as many as query heads in every family.
     is_left_out = family is not Family.LLAMA and "num_key_value_heads" not in said.values
     key_heads = QWEN_KEY_HEADS if is_left_out else said.whole("num_key_value_heads", heads)

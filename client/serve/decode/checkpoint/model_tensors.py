@@ -58,11 +58,13 @@ def check_names(config: ModelConfig, names: Iterable[str], where: str) -> None:
         wanted.add(name)
     if left := sorted(name for name in there - wanted if not name.endswith(IGNORED)):
         raise ModelRejected(
-            f"{where}: tensor {quoted(left[0])} is no part of a {config.family} model as the engine computes it"
+            f"{where}: tensor {quoted(left[0])} is not part of a {config.family} model as the engine computes it"
         )
 
 
 def check_shape(config: ModelConfig, name: str, shape: tuple[int, ...], wanted: tuple[int, ...], where: str) -> None:
     """Raise ModelRejected unless a tensor has the shape that the config says."""
     if shape != wanted:
-        raise ModelRejected(f"{where}: tensor {name} has the shape {list(shape)}; the config says {list(wanted)}")
+        raise ModelRejected(
+            f"{where}: tensor {name} must have the shape {list(wanted)}, as in the config, not {list(shape)}"
+        )

@@ -103,7 +103,9 @@ class SafetensorsFolder:
         for name in names:
             # A name with a folder in it could be any file of the host.
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise ModelRejected(f"{index.where}: {quoted(name)} is no name of a safetensors file beside it")
+                raise ModelRejected(
+                    f"{index.where}: {quoted(name)} must be the name of a safetensors file in the same folder"
+                )
         return [self._folder / name for name in names]
 
 

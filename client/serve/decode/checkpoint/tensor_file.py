@@ -44,7 +44,7 @@ class TensorFile:
         if have < offset + size:
             raise ModelRejected(
                 f"{self.path}: truncated: it became shorter while it was read, {have:,} bytes of {len(self.mapped):,}",
-                "Write a model beside the old one and rename it, instead of over a file in use",
+                "Write a model to another file and rename it, instead of overwriting a file in use",
             )
         return np.frombuffer(self.mapped, np.uint8, size, offset)
 

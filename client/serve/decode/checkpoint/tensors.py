@@ -115,7 +115,12 @@ def row_bytes(kind: TensorType, columns: int, name: str) -> int:
     """Bytes of a row. Raises ModelRejected where rows end inside a block; `name` is the tensor's, with its file's."""
     values, nbytes = BLOCKS[kind]
     if columns % values:
-        raise ModelRejected(f"{name}: {columns} columns are no multiple of {values}, the values of a block of {kind}")
+        raise ModelRejected(
+            f"{name}: the number of columns must be a multiple of {values}, the values in a block of {kind}, not "
+            ""
+            ""
+            f"{columns}"
+        )
     return columns // values * nbytes
 
 

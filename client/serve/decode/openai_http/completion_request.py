@@ -114,7 +114,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _flag(said: Mapping[str, Any], name: str) -> bool:
@@ -208,7 +208,7 @@ def _messages(value: Any) -> tuple[Mapping[str, str], ...]:
 def _message(number: int, message: Any) -> Mapping[str, str]:
     where = f"messages[{number}]"
     if not isinstance(message, dict):
-        raise invalid(f"{where} is no object", "messages")
+        raise invalid(f"{where} must be an object", "messages")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}: role {quoted(role)} is none of {', '.join(ROLES)}", "messages")

@@ -162,7 +162,7 @@ def _read(path: Path) -> dict[str, Any]:
         with open_regular(path) as file:
             data = file.read(MAX_SETTINGS_BYTES + 1)
         if len(data) > MAX_SETTINGS_BYTES:
-            raise InvalidRequest(f"{path} has more than {MAX_SETTINGS_BYTES} bytes, and is no file of settings")
+            raise InvalidRequest(f"{path} has more than {MAX_SETTINGS_BYTES} bytes, so it can't be a settings file")
         return tomllib.loads(data.decode())
     except OSError as error:
         raise InvalidRequest(f"{path}: {error.strerror}") from None
@@ -191,7 +191,7 @@ def _tenant(path: Path, tenant_id: str, table: Any) -> tuple[TenantConfig, bytes
     check_complete(where, table, ("max_concurrent",))
     digest = _digest(path, where, table)
     if ("max_blocks" in table) is ("context_tokens" in table):
-        raise InvalidRequest(f"{where}: say max_blocks or context_tokens, and not both")
+        raise InvalidRequest(f"{where}: set either max_blocks or context_tokens")
     blocks = table.get("max_blocks", -(-table.get("context_tokens", 0) // PAGE))
     options = {key: table[key] for key in ("weight", "max_waiting") if key in table}
     try:
@@ -210,13 +210,13 @@ def _operator_digest(path: Path, said: Mapping[str, Any]) -> bytes | None:
 
 def _digest(path: Path, where: str, table: Mapping[str, Any]) -> bytes:
     if ("key_sha256" in table) is ("key_file" in table):
-        raise InvalidRequest(f"{where}: say key_sha256 or key_file, and not both")
+        raise InvalidRequest(f"{where}: set either key_sha256 or key_file")
     if "key_file" in table:
         return key_digest(_read_key(where, path.parent / table["key_file"]))
     digest = table["key_sha256"]
     if not _DIGEST.fullmatch(digest):
         # It may be a key by mistake, so it is not repeated.
-        raise InvalidRequest(f"{where}: key_sha256 has no 64 hexadecimal digits", "printf %s KEY | sha256sum")
+        raise InvalidRequest(f"{where}: key_sha256 must have 64 hexadecimal digits", "printf %s KEY | sha256sum")
     return bytes.fromhex(digest)
 
 
@@ -233,5 +233,5 @@ def _read_key(where: str, file: Path) -> str:
     except UnicodeDecodeError:
         key = ""
     if not 16 <= len(key) <= MAX_KEY_BYTES or not key.isprintable():
-        raise InvalidRequest(f"{where}: key_file {file} has no key of 16 to {MAX_KEY_BYTES} characters")
+        raise InvalidRequest(f"{where}: key_file {file} must contain a key of 16 to {MAX_KEY_BYTES} characters")
     return key

@@ -76,7 +76,7 @@ function askToRevoke(tenant) {
   say(by("revoke-title"), `Revoke the region of ${tenant}?`);
   say(
     by("revoke-about"),
-    `Its keys and values on the card are lost at once. What is under way (${work}) is computed again in a new region, and goes on with the same tokens. Other tenants lose nothing.`,
+    `Its keys and values on the card are lost at once. Work in progress (${work}) is computed again in a new region and continues with the same tokens. Other tenants lose nothing.`,
   );
   say(by("revoke-told"), "");
   say(by("revoke-cancel"), "Cancel");

@@ -67,7 +67,7 @@ def folder_begin_token(folder: Path) -> int | None:
     text = _token_text(settings.values.get("bos_token"))
     token = _find_token(said, text)
     if token is None:
-        raise ModelRejected(f"{settings.where}: add_bos_token is true, and bos_token {quoted(text)} is no token")
+        raise ModelRejected(f"{settings.where}: add_bos_token is true, but bos_token {quoted(text)} is not a token")
     return token
 
 
@@ -94,8 +94,8 @@ def _template_token(template: Members) -> int | None:
     ids = [token for name in names if (one := known and known.object(str(name))) for token in one.tokens("ids")]
     if len(pieces) != len(names) + 1 or is_behind or len(ids) != len(names) or len(ids) > 1:
         raise ModelRejected(
-            f"{template.where}: single is {quoted_value(pieces)}; the engine puts one token at most before a text,"
-            " and none behind it"
+            f"{template.where}: single is {quoted_value(pieces)}; the engine puts at most one token before a text, "
+            "and none after it"
         )
     return ids[0] if ids else None
 
@@ -130,8 +130,8 @@ def _check_prefix_space(said: Members, settings: Members) -> None:
                 left += step.values()
     if settings.flag("add_prefix_space", puts) is not puts:
         raise ModelRejected(
-            f"{settings.where}: add_prefix_space is {wanted}, and {said.where} says otherwise",
-            "Save the tokenizer anew: tokenizer.save_pretrained",
+            f"{settings.where}: add_prefix_space is {wanted}, but {said.where} differs",
+            "Save the tokenizer again: tokenizer.save_pretrained",
         )
 
 
@@ -157,7 +157,7 @@ def _add_tokens(library: tokenizers.Tokenizer, settings: Members) -> None:
             library.add_special_tokens([token]) if token.special else library.add_tokens([token])
         if library.token_to_id(token.content) != number:
             where = f"{settings.where}: added_tokens_decoder"
-            raise ModelRejected(f"{where} has {quoted(token.content)} as {number}; tokenizer.json says otherwise")
+            raise ModelRejected(f"{where} has {quoted(token.content)} as {number}, but tokenizer.json differs")
     named = [value for key, value in settings.values.items() if key.endswith("_token") and _token_text(value)]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = settings.values.get(key) or []
@@ -185,7 +185,7 @@ def _chat_template(folder: Path, said: Members) -> ChatTemplate | None:
     if source is None:
         return None
     if not isinstance(source, str):
-        raise ModelRejected(f"{said.where}: chat_template is no text")
+        raise ModelRejected(f"{said.where}: chat_template must be a string")
     tokens = {
         key: text for key, value in said.values.items() if key.endswith("_token") and (text := _token_text(value))
     }

@@ -202,7 +202,7 @@ class TextProcesses:
         status = await worker.ended
         number = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else 0
         if number == signal.SIGXCPU:
-            self._refuse(job, f"takes more than {self._limits.processor_s} s of a processor", "processor")
+            self._refuse(job, f"takes more than {self._limits.processor_s} s of CPU time", "processor")
         elif job.tries < MAX_TRIES:
             self._log.warning("text_read_again", tenant=job.tenant_id, signal=number)
             job.is_begun = False

@@ -46,7 +46,7 @@ SETTINGS_KEYS: Final[KeyTable] = {
         # bos_token and its like, and tokens that a model's template names: image_token.
         "*_token",
     ),
-    **refused("the engine puts nothing behind a prompt", {"add_eos_token": (False,)}),
+    **refused("the engine puts nothing after a prompt", {"add_eos_token": (False,)}),
     **refused("the engine takes names of special tokens as those", {"split_special_tokens": (False,)}),
     **refused("the engine cuts texts by tokenizer.json", {"fix_mistral_regex": (False,), "do_lower_case": (False,)}),
     **no_effect(

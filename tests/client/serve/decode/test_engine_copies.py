@@ -112,7 +112,7 @@ def test_blocks_that_a_pool_has_not_and_arrays_of_another_shape_are_refused(tiny
         with pytest.raises(RequestRejected, match="not one of the pool's"):
             await rig.engine.save_pool(pool, [0, pool.blocks])
         kept = await rig.engine.save_pool(pool, [0])
-        with pytest.raises(RequestRejected, match="not uint8"):
+        with pytest.raises(RequestRejected, match="must be uint8"):
             await rig.engine.load_pool(pool, [0, 1], kept)
 
     tiny.run(part)

@@ -234,7 +234,7 @@ class AnyOrder(RuleBasedStateMachine):
         """Neither a caller's id nor that of its replay can be entered twice."""
         for known in self.some(data):
             for request in (known.current, known.generation.request):
-                with pytest.raises(RequestRejected, match="goes on already"):
+                with pytest.raises(RequestRejected, match="is already in progress"):
                     self.ledger.open(replace(request, continues=""), lambda _: None, self.now)
 
     # --- steps ---

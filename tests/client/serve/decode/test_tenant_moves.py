@@ -70,7 +70,7 @@ def refused_once(monkeypatch: pytest.MonkeyPatch, regions: TenantRegions) -> Non
     monkeypatch.setattr(regions, "open_beside", open_or_refuse)
 
 
-@pytest.mark.parametrize("has_room", [True, False], ids=["beside the old one", "in its place"])
+@pytest.mark.parametrize("has_room", [True, False], ids=["to another file and rename", "in its place"])
 def test_a_tenant_that_moves_has_another_region_and_the_same_tokens(
     daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch, has_room: bool
 ) -> None:

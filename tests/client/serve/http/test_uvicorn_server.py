@@ -106,7 +106,7 @@ def test_a_socket_that_was_removed_is_made_anew(
             )
             for _ in range(2):
                 os.unlink(path)
-                await asyncio.to_thread(wait_until, path.exists, "the socket is made anew")
+                await asyncio.to_thread(wait_until, path.exists, "the socket was made again")
                 reader, writer = await asyncio.open_unix_connection(path)
                 writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 assert (await reader.read()).endswith(b"here")
@@ -117,7 +117,7 @@ def test_a_socket_that_was_removed_is_made_anew(
     asyncio.run(body())
     assert not path.exists()
     assert [message for message in caplog.messages if "made anew" in message] == [
-        f"the socket's file {path} was removed: the socket is made anew"
+        f"the socket's file {path} was removed: the socket was made again"
     ] * 2
 
 

@@ -138,7 +138,7 @@ def test_more_callers_than_there_may_be(neighbour: RpcClient, rig: RpcRig, monke
     with (
         raw_caller(rig.path),
         RpcClient(rig.address) as third,
-        pytest.raises(Disconnected, match="takes no more"),
+        pytest.raises(Disconnected, match="accepts no more"),
     ):
         third.call(ECHO, b"", timeout_s=2)
 
@@ -170,7 +170,7 @@ def test_callers_come_back_through_a_socket_that_was_removed(tmp_path: Path, mon
     with RpcRig(tmp_path) as rig, RpcClient(rig.address, timeout_s=60) as before:
         for _ in range(2):
             os.unlink(rig.path)
-            wait_until(lambda: os.path.exists(rig.path), "the socket is made anew")
+            wait_until(lambda: os.path.exists(rig.path), "the socket was made again")
             assert before.call(ECHO, b"on").payload == b"on"
             with RpcClient(rig.address, timeout_s=60) as anew:
                 assert anew.call(ECHO, b"anew").payload == b"anew"

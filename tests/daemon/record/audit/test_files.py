@@ -111,7 +111,7 @@ def test_a_torn_line(open_log: Open, folder: Path, size: int) -> None:
     assert log.found == {"torn": torn}
     found = begin_again(log)
     assert found.is_whole, found.findings
-    assert f"{size} bytes of a line, as told" in found.notes[0]
+    assert f"{size} bytes of a torn line, as recorded" in found.notes[0]
 
 
 def test_a_torn_line_and_then_another(open_log: Open, folder: Path) -> None:
@@ -271,7 +271,7 @@ def test_superfluous_files_are_told_of_and_then_removed(open_log: Open, folder: 
     assert found.end.seq > 30
     oldest, _ = log_files(folder)
     oldest.unlink()
-    assert "no record tells of removing" in verdict(folder).findings[0].problem
+    assert "no record reports the removal of" in verdict(folder).findings[0].problem
 
 
 def test_the_last_record_of_any_bytes() -> None:

@@ -79,7 +79,7 @@ def test_an_edit_that_is_canonical() -> None:
     forged = json.loads(LINES[1]) | {"data": {"lease": f"{7:032x}", "tenant": "uid:1000", "size_bytes": 1}}
     lines = [LINES[0], json.dumps(forged, sort_keys=True, separators=(",", ":")).encode(), *LINES[2:]]
     found = first_of(text_of(lines))
-    assert (found.seq, found.problem) == (3, "it does not tell the hash of record 2: one of the two was edited")
+    assert (found.seq, found.problem) == (3, "it does not have the hash of record 2: one of the two was edited")
 
 
 def test_a_rest_that_was_sealed_anew_shows_in_the_head_alone() -> None:
@@ -90,7 +90,7 @@ def test_a_rest_that_was_sealed_anew_shows_in_the_head_alone() -> None:
     assert verdict_of({FILE: data}, end).is_whole
     last, _ = sealed([draft(Kind.STOP, 9)], Link(6, hashlib.sha256(LINES[5]).hexdigest()))
     found = first_of(text_of([*LINES[:6], *last]))
-    assert (found.seq, found.problem) == (7, "it is not the record that the head tells of")
+    assert (found.seq, found.problem) == (7, "it is not the record that the head refers to")
 
 
 def test_what_follows_the_head_is_told() -> None:
@@ -127,7 +127,7 @@ def test_one_that_is_told_of_wrongly(told: dict[str, Any]) -> None:
 def test_one_that_is_not_there() -> None:
     data, end = torn(b"piece")
     (found,) = verdict_of({FILE: data.replace(b"piece\n", b"")}, end).findings
-    assert found.problem == "it tells of a torn line that is not there"
+    assert found.problem == "it refers to a torn line that does not exist"
 
 
 def test_a_piece_at_the_end() -> None:
@@ -154,7 +154,7 @@ def test_files_that_were_removed() -> None:
     lines, end = sealed([prune], END)
     assert verdict_of({"c": text_of([*LINES[3:], *lines])}, end).is_whole
     (found,) = verdict_of({"c": text_of(LINES[3:])}, END).findings
-    assert found.problem == "it begins with record 4, and no record tells of removing those before"
+    assert found.problem == "it begins with record 4, and no record reports the removal of earlier ones"
     (found,) = verdict_of({"c": text_of([*LINES[4:], *lines])}, end).findings
     assert "begins with record 5" in found.problem
 

@@ -109,5 +109,5 @@ def test_a_row_from_before_there_were_submits_keeps_nothing_for_them() -> None:
 def test_any_other_row_is_refused(spoil: dict[str, Any]) -> None:
     members = members_of(5) | spoil
     lacking = {name: value for name, value in members.items() if value is not None or name not in spoil}
-    with pytest.raises(ValueError, match="it is no KeptLease"):
+    with pytest.raises(ValueError, match="it must be a KeptLease"):
         read_lease(json.dumps(lacking).encode())

@@ -147,7 +147,10 @@ def refused(path: Path, sentence: str) -> None:
         ({"qwen2.block_count": "many"}, "qwen2.block_count is 'many', no integer"),
         ({"qwen2.block_count": 2}, "tensor model.layers.1.input_layernorm.weight is missing"),
         ({"qwen2.attention.head_count_kv": [1, 1]}, r"head_count_kv is '\[1, 1\]', no integer"),
-        ({"qwen2.attention.key_length": 64}, r"tensor .* has the shape \[32, 32\]; the config says \[64, 32\]"),
+        (
+            {"qwen2.attention.key_length": 64},
+            r"tensor .* must have the shape \[64, 32\], as in the config, not \[32, 32\]",
+        ),
         ({"qwen2.attention.value_length": 64}, "value_length is 64, and heads are 32 wide"),
         ({"qwen2.rope.dimension_count": 16}, "rope.dimension_count is 16"),
         ({"qwen2.expert_count": 8}, "expert_count is '8'; the engine computes no mixture"),
@@ -177,7 +180,7 @@ def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
 def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
     more = [("blk.0.attn_output.bias", np.ones(32, np.float32))]
     refused(
-        write_gguf(tmp_path / "a.gguf", SMALL, random_weights(SMALL), more=more), "o_proj.bias' is no part of a qwen2"
+        write_gguf(tmp_path / "a.gguf", SMALL, random_weights(SMALL), more=more), "o_proj.bias' is not part of a qwen2"
     )
 
 

@@ -88,7 +88,7 @@ def test_a_version_2_file_is_read() -> None:
         (file_of([pair(9, struct.pack("<IQ", 9, 1))]), "'k' is of type 9"),
         (file_of([pair(77, b"")]), "'k' is of type 77"),
         (file_of([pair(4, bytes(4)), pair(4, bytes(4))]), "a key is in its metadata twice"),
-        (file_of([pair(8, text(b"\xff"))]), "a text in its header is no UTF-8"),
+        (file_of([pair(8, text(b"\xff"))]), "a text in its header is not UTF-8"),
         (file_of([pair(4, bytes(4), b"general.alignment")]), "general.alignment is '0'"),
         (file_of([pair(8, text(b"32"), b"general.alignment")]), "general.alignment is '32'"),
         (file_of([pair(10, struct.pack("<Q", 1 << 40), b"general.alignment")]), "general.alignment is '1099"),
@@ -99,7 +99,7 @@ def test_a_version_2_file_is_read() -> None:
         (file_of([], [tensor([32])], bytes(32)), "tensor 't' ends at byte"),
         (file_of([], [tensor([1 << 63, 1 << 63])], bytes(64)), "truncated: tensor 't' ends at byte"),
         (file_of([], [tensor([32], offset=(1 << 64) - 1)], bytes(256)), "truncated: tensor 't' ends at byte"),
-        (file_of([], [tensor([33], kind=8)], bytes(256)), "'t': 33 columns are no multiple of 32"),
+        (file_of([], [tensor([33], kind=8)], bytes(256)), "'t': the number of columns must be a multiple of 32"),
     ],
 )
 def test_a_broken_header_is_refused_with_what_is_wrong(content: bytes, sentence: str) -> None:

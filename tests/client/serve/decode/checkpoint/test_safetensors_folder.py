@@ -73,13 +73,13 @@ def test_a_wrong_shape_is_named_with_its_file(tmp_path: Path) -> None:
     weights["model.layers.0.mlp.up_proj.weight"] = np.ones((33, 32), np.float32)
     refused(
         write_folder(tmp_path, SMALL, weights),
-        r"model.safetensors: tensor .*up_proj.weight has the shape \[33, 32\]; the config says \[32, 32\]",
+        r"model.safetensors: tensor .*up_proj.weight must have the shape \[32, 32\], as in the config, not \[33, 32\]",
     )
 
 
 def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
     weights = random_weights(SMALL) | {"model.layers.0.self_attn.o_proj.bias": np.ones(32, np.float32)}
-    refused(write_folder(tmp_path, SMALL, weights), "'model.layers.0.self_attn.o_proj.bias' is no part of a qwen2")
+    refused(write_folder(tmp_path, SMALL, weights), "'model.layers.0.self_attn.o_proj.bias' is not part of a qwen2")
 
 
 def test_another_type_is_named(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("places", "sentence"),
     [
-        ({"a": "../other.safetensors"}, "'../other.safetensors' is no name"),
-        ({"a": "/etc/passwd"}, "'/etc/passwd' is no name"),
-        ({"a": "model.bin"}, "'model.bin' is no name"),
+        ({"a": "../other.safetensors"}, "'../other.safetensors' must be the name"),
+        ({"a": "/etc/passwd"}, "'/etc/passwd' must be the name"),
+        ({"a": "model.bin"}, "'model.bin' must be the name"),
         ({"a": "model-00009-of-00001.safetensors"}, "model-00009-of-00001.safetensors: No such file"),
         ({}, "names 0 files"),
         ({str(n): f"{n}.safetensors" for n in range(600)}, "names 600 files; there must be 1 to 512"),

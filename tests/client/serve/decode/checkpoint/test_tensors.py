@@ -117,5 +117,5 @@ def test_planes_of_some_rows_are_those_rows_of_the_planes(kind: TensorType) -> N
 
 def test_a_row_that_ends_inside_a_block_is_refused() -> None:
     assert row_bytes(TensorType.Q4_K, 512, "a file: tensor a") == 288
-    with pytest.raises(ModelRejected, match="a file: tensor a: 288 columns are no multiple of 256"):
+    with pytest.raises(ModelRejected, match="a file: tensor a: the number of columns must be a multiple of 256"):
         row_bytes(TensorType.Q4_K, 288, "a file: tensor a")

@@ -61,25 +61,28 @@ def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
         ("model = \n", "line 1"),
         (MODEL, "tenants is missing"),
         (TENANT, "model is missing"),
-        (MODEL + "colour = 1\n" + TENANT, "'colour' is no setting"),
-        ("model = 5\n" + TENANT, "model = 5 is no str"),
+        (MODEL + "colour = 1\n" + TENANT, "unknown setting 'colour'"),
+        ("model = 5\n" + TENANT, "model = 5 must be of type str"),
         (MODEL + "[engine]\nmax_rows = 0\n" + TENANT, "engine: max_rows is 0; 1 to 1024"),
-        (MODEL + "[engine]\npreempts = 1\n" + TENANT, "preempts = 1 is no bool"),
+        (MODEL + "[engine]\npreempts = 1\n" + TENANT, "preempts = 1 must be of type bool"),
         (MODEL + "[engine]\nregion_life_secs = 0.05\n" + TENANT, "region_life_secs is 0.05; 0.1 to 86400 is taken"),
         (MODEL + "[engine]\ntext_processes = 0\n" + TENANT, "text_processes is 0; 1 to 64 is taken"),
         (MODEL + "[engine]\nregion_life_secs = nan\n" + TENANT, "region_life_secs is nan; 0.1 to 86400 is taken"),
         (MODEL + "[engine]\nrebinds_at_once = 0\n" + TENANT, "rebinds_at_once is 0; 1 to 1000 is taken"),
         (MODEL + "[engine]\nrebind_interval_secs = -1\n" + TENANT, "rebind_interval_secs is -1; 0 to 3600 is taken"),
-        (MODEL + "[engine]\nrows = 8\n" + TENANT, "engine: 'rows' is no setting"),
+        (MODEL + "[engine]\nrows = 8\n" + TENANT, "engine: unknown setting 'rows'"),
         (MODEL + "[tenants]\n", "1 to 256 tables"),
-        (MODEL + "[tenants]\nann = 1\n", "tenants.ann is no table"),
+        (MODEL + "[tenants]\nann = 1\n", "tenants.ann must be a table"),
         (MODEL + TENANT.replace("ann", '"a b"'), "tenants.a b: a name"),
-        (MODEL + TENANT.replace("max_blocks = 8", ""), "say max_blocks or context_tokens"),
-        (MODEL + TENANT + "context_tokens = 5\n", "say max_blocks or context_tokens"),
+        (MODEL + TENANT.replace("max_blocks = 8", ""), "set either max_blocks or context_tokens"),
+        (MODEL + TENANT + "context_tokens = 5\n", "set either max_blocks or context_tokens"),
         (MODEL + TENANT + "weight = 0\n", "weight is 0"),
-        (MODEL + TENANT + 'key_file = "k"\n', "say key_sha256 or key_file"),
+        (MODEL + TENANT + 'key_file = "k"\n', "set either key_sha256 or key_file"),
         (MODEL + TENANT + TENANT.replace("ann", "bob"), "ann and bob have one key"),
-        (MODEL + TENANT.replace("max_concurrent = 2", "max_concurrent = true"), "max_concurrent = True is no int"),
+        (
+            MODEL + TENANT.replace("max_concurrent = 2", "max_concurrent = true"),
+            "max_concurrent = True must be of type int",
+        ),
     ],
 )
 def test_a_mistake_is_named(tmp_path: Path, text: str, said: str) -> None:
@@ -103,7 +106,7 @@ def test_a_key_s_file_is_its_owner_s_alone(tmp_path: Path) -> None:
     file.chmod(0o600)
     assert loaded(tmp_path, text).keys.tenant(f"Bearer {KEY}") == "ann"
     file.write_text("short")
-    with pytest.raises(InvalidRequest, match="has no key of 16"):
+    with pytest.raises(InvalidRequest, match="must contain a key of 16"):
         loaded(tmp_path, text)
 
 

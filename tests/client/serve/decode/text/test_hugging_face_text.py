@@ -47,9 +47,9 @@ ENDS: Final = [("<begin>", 256), ("<end>", 257)]
 @pytest.mark.parametrize(
     ("processor", "sentence"),
     [
-        (processors.TemplateProcessing(single="$A <end>", special_tokens=ENDS), "puts one token at most before a text"),
-        (processors.TemplateProcessing(single="<begin> $A <end>", special_tokens=ENDS), "and none behind it"),
-        (processors.TemplateProcessing(single="<begin> <end> $A", special_tokens=ENDS), "puts one token at most"),
+        (processors.TemplateProcessing(single="$A <end>", special_tokens=ENDS), "puts at most one token before a text"),
+        (processors.TemplateProcessing(single="<begin> $A <end>", special_tokens=ENDS), "and none after it"),
+        (processors.TemplateProcessing(single="<begin> <end> $A", special_tokens=ENDS), "puts at most one token"),
         (processors.BertProcessing(("<end>", 257), ("<begin>", 256)), "post_processor is 'BertProcessing'"),
         (processors.RobertaProcessing(("<end>", 257), ("<begin>", 256)), "post_processor is 'RobertaProcessing'"),
     ],
@@ -84,7 +84,7 @@ def test_the_settings_say_whether_a_text_begins_with_a_token(
 
 
 def test_settings_that_begin_with_no_token_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelRejected, match="add_bos_token is true, and bos_token '<s>' is no token"):
+    with pytest.raises(ModelRejected, match="add_bos_token is true, but bos_token '<s>' is not a token"):
         folder_begin_token(write(tmp_path, library(), {"add_bos_token": True, "bos_token": "<s>"}))
 
 
@@ -93,7 +93,7 @@ def test_settings_that_differ_about_the_space_before_a_text_are_refused(tmp_path
     assert folder_begin_token(write(tmp_path, made, {"add_prefix_space": False})) is None
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     assert folder_begin_token(write(tmp_path, made, {"add_prefix_space": True})) is None
-    with pytest.raises(ModelRejected, match=r"add_prefix_space is False, and .*tokenizer.json says otherwise"):
+    with pytest.raises(ModelRejected, match=r"add_prefix_space is False, but .*tokenizer.json differs"):
         folder_begin_token(write(tmp_path, made, {"add_prefix_space": False}))
 
 
@@ -106,7 +106,7 @@ def test_tokens_that_the_settings_alone_name_are_tokens(tmp_path: Path) -> None:
 
 def test_a_token_that_has_another_number_in_the_settings_is_refused(tmp_path: Path) -> None:
     says = {"added_tokens_decoder": {"256": {"content": "<end>", "special": True}}}
-    with pytest.raises(ModelRejected, match=r"added_tokens_decoder has '<end>' as 256; tokenizer.json says otherwise"):
+    with pytest.raises(ModelRejected, match=r"added_tokens_decoder has '<end>' as 256, but tokenizer.json differs"):
         folder_tokenizer(write(tmp_path, library(), says), None)
 
 
@@ -167,7 +167,7 @@ def test_a_template_in_a_file_of_its_own_goes_first(tmp_path: Path) -> None:
         ("tokenizer.json", b"\xff", "tokenizer.json: no UTF-8"),
         ("tokenizer.json", b'{"model": {"type": "BPE"}}', "tokenizer.json: no tokenizer"),
         ("tokenizer_config.json", b"[]", "tokenizer_config.json: no JSON object"),
-        ("tokenizer_config.json", b'{"chat_template": 7}', "tokenizer_config.json: chat_template is no text"),
+        ("tokenizer_config.json", b'{"chat_template": 7}', "tokenizer_config.json: chat_template must be a string"),
         ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "tokenizer_config.json: the chat template is brok"),
         ("chat_template.jinja", b"{% if %}", "chat_template.jinja: the chat template is broken"),
     ],

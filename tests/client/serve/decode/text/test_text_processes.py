@@ -143,7 +143,7 @@ def test_what_can_t_fit_is_refused_before_it_is_cut() -> None:
 
 @pytest.mark.parametrize(("ways", "limit"), [(MEMORY, "memory"), (PROCESSOR, "processor")])
 def test_a_template_that_explodes_costs_its_own_request_alone(ways: dict[str, str], limit: str) -> None:
-    words = {"memory": "needs more than 96 MiB of memory", "processor": "takes more than 1 s of a processor"}
+    words = {"memory": "needs more than 96 MiB of memory", "processor": "takes more than 1 s of CPU time"}
 
     async def scene(processes: TextProcesses) -> None:
         for way in ways:
