@@ -116,11 +116,9 @@ def test_leaving_the_block_does_not_raise_again_how_the_lease_ended(daemon: Daem
         args = KernelArgs().push_buffer(flag)
         daemon.revoke(lease.lease_id)
         wait_until(lambda: lease.revoked, "the lease's word says so")
+        operations = {"launch": lambda: session.launch(module, "endless", [1], [1], args), "sync": session.sync}
         with pytest.raises(Revoked):
-            if operation == "launch":
-                session.launch(module, "endless", [1], [1], args)
-            else:
-                session.sync()
+            operations[operation]()
 
 
 @pytest.mark.parametrize("waits_in", ["sync", "mem_read"])
