@@ -22,4 +22,4 @@ def log_place_change(change: PlaceChange, path: str, reason: str) -> None:
 
 def log_restoring_fault(error: Exception) -> None:
     """Log an error that no `UnixPlace.restore` expects."""
-    log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="making sockets anew")
+    log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="making sockets again")

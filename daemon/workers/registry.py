@@ -505,4 +505,4 @@ def _parsed(message: dict[str, Any]) -> Message | None:
 
 
 def _drop_event(event: Event) -> None:
-    log_event(LogEvent.DAEMON_FAULT, doing=f"telling nobody of {event!r}")
+    log_event(LogEvent.DAEMON_FAULT, doing=f"discarding {event!r}")

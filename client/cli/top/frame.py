@@ -206,7 +206,7 @@ def _help() -> list[Line]:
         ("/", "only tenants whose name has a text in it, or ids that begin so; Esc for all"),
         ("c", "only leases of the next card, of all cards"),
         ("space", "take a reading now"),
-        ("p", "pause, go on"),
+        ("p", "pause, resume"),
         ("s", "seconds between readings"),
         ("k", "revoke the chosen lease: asks for a reason, and to type how its id begins"),
     ]
