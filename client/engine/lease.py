@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
 
+from gpulease.client.engine.clean_ups import CLEAN_UP_S, clean_up
 from gpulease.client.engine.daemon_warnings import log_warning
 from gpulease.client.engine.events import EventStream, RefusalStream
 from gpulease.client.engine.exchange import (
     CONNECT_LIMIT_S,
     CONTROL_REPLY_LIMIT_S,
-    GIVE_UP_LIMIT_S,
     Clock,
     First,
     TimeLimit,
@@ -383,7 +383,7 @@ class LeaseState:
         """Give it back at the end of a `with` block; a lease that is over already is no error."""
         try:
             if self.over is None:
-                yield from self.free()
+                yield from clean_up(self.free())
         except GpuLeaseError as error:
             if self.over is None or error.status is Status.FENCED:
                 raise
@@ -584,16 +584,24 @@ class LeaseState:
         except (LinkEnded, GeneratorExit):
             raise
         except BaseException:
-            try:
-                if answer is None and channel.link.end is None:
-                    limit = TimeLimit(GIVE_UP_LIMIT_S, doing_of(op), self.address, self.clock)
-                    answer = yield from receive(channel, number, limit)
-            except (LinkEnded, GpuLeaseError):
-                channel.close()
-            finally:
-                if answer is not None and not made and not isinstance(answer, Failure):
-                    made += [answer]
+            if answer is None and channel.link.end is None:
+                yield from clean_up(self._take_late(channel, number, op, made))
+            elif answer is not None and not made and not isinstance(answer, Failure):
+                made += [answer]
             raise
+
+    def _take_late(self, channel: Channel, number: int, op: Opcode, made: list[Any]) -> Procedure[None]:
+        """Wait for the reply to a request that makes something and was interrupted; `made` gets its body."""
+        try:
+            limit = TimeLimit(CLEAN_UP_S, doing_of(op), self.address, self.clock)
+            answer = yield from receive(channel, number, limit)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, LinkEnded | GpuLeaseError):
+                return
+            raise
+        if not isinstance(answer, Failure):
+            made += [answer]
 
 
 def _note_of(data: Mapping[str, Any]) -> bytes:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpulease.client.engine.attachment import Attachment
+from gpulease.client.engine.clean_ups import clean_up
 from gpulease.client.engine.events import RefusalStream
 from gpulease.client.engine.lease import LEASE_OVER, LeaseState
 from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, milliseconds, size_of, whole
@@ -128,7 +129,11 @@ class RegionState(LeaseState):
     def give_up(self) -> Procedure[None]:
         """Close it where whoever asked for it was interrupted. Raises nothing but another interrupt."""
         with suppress(GpuLeaseError):
-            yield from self.close()
+            yield from self.close_at_exit()
+
+    def close_at_exit(self) -> Procedure[None]:
+        """`close` at the end of a `with` block: an interrupt does not leave it open."""
+        return clean_up(self.close())
 
     def close(self) -> Procedure[None]:
         """End it if it has not ended, and have the session that is open here let go of its addresses."""
