@@ -63,7 +63,10 @@ class Region(RegionView):
 
     async def close(self) -> None:
         """End it and let go of its addresses, like `gpulease.client.Region.close`."""
-        await self._close(self._state.close)
+        if self.owner is None:
+            return
+        await self._run(self._state.close())
+        self.owner = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -72,12 +75,7 @@ class Region(RegionView):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         with suppress(*(() if kind is None else (GpuLeaseError,))):
-            await self._close(self._state.close_at_exit)
-
-    async def _close(self, closing: Callable[[], Procedure[None]]) -> None:
-        if self.owner is not None:
-            await self._run(closing())
-            self.owner = None
+            await self.close()
 
     async def _run(self, procedure: Procedure[T]) -> T:
         return await undisturbed(drive(procedure), lock=self._state.lock)

@@ -40,7 +40,7 @@ from gpulease.client.engine.exchange import (
 from gpulease.client.engine.fleet_acquire import Fleet, acquire_in
 from gpulease.client.engine.lease_request import ASK_FIRST, LEASE_ID_VARIABLE, LeaseRequest, milliseconds
 from gpulease.client.engine.tokens import Grant, HeldToken
-from gpulease.client.engine.waits import Locked, Procedure, Sleep
+from gpulease.client.engine.waits import Locked, Procedure, Sleep, is_held
 from gpulease.client.errors import (
     PERMANENT_ERRORS,
     Busy,
@@ -894,22 +894,11 @@ def _name_of(wanted: LeaseAlloc) -> str:
 def free_silently(state: LeaseState) -> None:
     """Send LEASE_FREE if that takes no waiting. Runs in finalizers and where a call was interrupted: never raises."""
     channel = state.channel
-    if state.over is None and channel.link.end is None and not _is_held(state.lock):
+    if state.over is None and channel.link.end is None and not is_held(state.lock):
         with suppress(OSError, ProtocolError):
             _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
             channel.push(deque((memoryview(frame),)))
     channel.close()
-
-
-def _is_held(lock: Any) -> bool:
-    """True if a request is under way. A threading.RLock can tell only by being acquired."""
-    locked = getattr(lock, "locked", None)
-    if locked is not None:
-        return bool(locked())
-    if not lock.acquire(blocking=False):
-        return True
-    lock.release()
-    return False
 
 
 RENEW_AT: Final = 0.75

@@ -129,14 +129,13 @@ class RegionState(LeaseState):
     def give_up(self) -> Procedure[None]:
         """Close it where whoever asked for it was interrupted. Raises nothing but another interrupt."""
         with suppress(GpuLeaseError):
-            yield from self.close_at_exit()
-
-    def close_at_exit(self) -> Procedure[None]:
-        """`close` at the end of a `with` block: an interrupt does not leave it open."""
-        return clean_up(self.close())
+            yield from self.close()
 
     def close(self) -> Procedure[None]:
         """End it if it has not ended, and have the session that is open here let go of its addresses."""
+        return clean_up(self._close())
+
+    def _close(self) -> Procedure[None]:
         if self.over is None and self.parent.over is None:
             try:
                 yield from self.revoke("its lease's tenant is done with it") if self.tenant else self.free()

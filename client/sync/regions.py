@@ -7,7 +7,6 @@ from typing import Any, Self
 
 from gpulease.client.engine.lease import LeaseReport
 from gpulease.client.engine.regions import RegionView
-from gpulease.client.engine.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, keep_alive
@@ -78,16 +77,14 @@ class Region(RegionView):
         Until then a part of them (`GpuLease.region`) stays in its place. A kernel that uses its addresses afterwards
         faults. That takes a session that is open here; without one the part stays until the lease ends.
         """
-        self._close(self._state.close)
+        if self.owner is None:
+            return
+        drive(self._state.close())
+        self.owner = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with suppress(*(() if kind is None else (GpuLeaseError,))):
-            self._close(self._state.close_at_exit)
-
-    def _close(self, closing: Callable[[], Procedure[None]]) -> None:
-        if self.owner is not None:
-            drive(closing())
-            self.owner = None
+            self.close()
