@@ -369,6 +369,7 @@ class LeaseState:
     def renew(self, seconds: float, *, waits_for_daemon: bool = True) -> Procedure[None]:
         """Make it last at least `seconds` from now. Args: waits_for_daemon: Wait for a daemon that is away."""
         ttl_ms = milliseconds(seconds, "renew", least_ms=1)
+        self.look()
         body = LeaseRenew(self.grant.lease_id, ttl_ms)
         renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, waits_for_daemon=waits_for_daemon)
         self.extend(renewed.generation, renewed.ttl_ms, renewed.expires_at_unix_s)
