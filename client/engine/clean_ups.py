@@ -55,9 +55,10 @@ def _going_on(
         # What is done under a lock goes on as well; its result is here even if the lock's release is interrupted.
         results: list[Any] = []
         inner: Procedure[None] | None = None
+        lock: Any = None
         if isinstance(step, Locked):
-            inner = _into(results, _going_on(step.procedure, interrupts, until, clock))
-            step = Locked(step.lock, inner)
+            lock, inner = step.lock, _into(results, _going_on(step.procedure, interrupts, until, clock))
+            step = Locked(lock, inner)
         while True:
             left_s = until - clock()
             if interrupts and left_s <= 0:
@@ -70,7 +71,7 @@ def _going_on(
             except BaseException as interrupt:
                 is_new = inner is not None and inspect.getgeneratorstate(inner) is inspect.GEN_CREATED
                 is_lost = inner is not None and not is_new and not results
-                if is_lost or clock() >= until or (is_new and is_held(step.lock)):
+                if is_lost or clock() >= until or (is_new and is_held(lock)):
                     thrown = interrupt
                 else:
                     interrupts.append(interrupt)

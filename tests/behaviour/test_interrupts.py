@@ -363,8 +363,13 @@ def reacquired(builder: GpuBuilder) -> None:
 ACQUIRING = {"acquire": acquired, "its block": acquired_for_a_block, "reacquire": reacquired}
 
 
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("how", ACQUIRING)
+HOW_AND_TIMES = [
+    pytest.param(how, times, marks=[] if times == 1 or how == "its block" else pytest.mark.exhaustive)
+    for how, times in product(ACQUIRING, (1, 2))
+]
+
+
+@pytest.mark.parametrize(("how", "times"), HOW_AND_TIMES)
 def test_an_interrupt_at_any_wait_of_an_acquire_leaves_no_lease(
     how: str, times: int, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,7 +377,7 @@ def test_an_interrupt_at_any_wait_of_an_acquire_leaves_no_lease(
         wait_until(lambda: not daemon.leases(), "no lease is left")
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("how", some_by_default(ACQUIRING, ["its block"]))
 def test_an_interrupt_at_any_wait_of_an_acquire_over_tls_leaves_no_lease(
     how: str, times: int, remote_daemon: Daemon, pki: Pki, monkeypatch: pytest.MonkeyPatch
