@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -76,16 +76,19 @@ async def undisturbed(
         give_back: Gives its result back where nobody gets that any more; None if it takes no more than being dropped.
         lock: Counts what goes on behind the cancelled caller; None: the connection's end ends it.
     """
-    task = _kept(work)
+    made: list[T] = []
+    task = _kept(_noted(work, made))
     try:
-        return await asyncio.shield(task)
+        await asyncio.shield(task)
+        return made.pop()
     except asyncio.CancelledError:
-        _abandon(task, give_back, lock)
+        _abandon(task, None if give_back is None else _given_back(task, made, give_back), lock)
         raise
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
     finally:
-        del task  # it has the error, whose traceback has this frame: a cycle, and a dropped lease would wait for the gc
+        # The task has the error, whose traceback has this frame: a cycle, and a dropped lease would wait for the gc.
+        del task, made
 
 
 def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
@@ -95,21 +98,29 @@ def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     return task
 
 
+async def _noted(work: Coroutine[Any, Any, T], made: list[T]) -> None:
+    # A task that is cancelled behind its last wait forgets what it has made.
+    made.append(await work)
+
+
 def _abandon(
-    task: "asyncio.Task[T]",
-    give_back: Callable[[T], Coroutine[Any, Any, None]] | None,
-    lock: ConnectionLock | None,
+    task: "asyncio.Task[None]", giving_back: Coroutine[Any, Any, None] | None, lock: ConnectionLock | None
 ) -> None:
     # A function of its own: the frame that raises keeps no task, and so no result that is to be dropped.
-    left: asyncio.Task[Any] = task if give_back is None else _kept(_given_back(task, give_back))
+    left = task if giving_back is None else _kept(giving_back)
     if lock is not None:
         lock.abandon(left)
 
 
-async def _given_back(making: "asyncio.Task[T]", give_back: Callable[[T], Coroutine[Any, Any, None]]) -> None:
-    await asyncio.wait((making,))
-    if not making.cancelled() and making.exception() is None:
-        await give_back(making.result())
+async def _given_back(
+    making: "asyncio.Task[None]", made: list[T], give_back: Callable[[T], Coroutine[Any, Any, None]]
+) -> None:
+    while not making.done():
+        # The loop's end cancels both: what is being made notices, and ends.
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait((making,))
+    if made:
+        await give_back(made.pop())
 
 
 def _end_undisturbed(task: "asyncio.Task[Any]") -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple, cast
 
+from gpulease.client.engine.clean_ups import CLEAN_UP_S, clean_up
 from gpulease.client.engine.waits import Limit, Procedure, Sleep, Wait
 from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
 from gpulease.client.transport.channel import Channel, connect_error, resolve, start_connecting
@@ -34,10 +35,6 @@ longer than a grant takes that need not wait, so that hardly any acquire pings."
 
 CONNECT_RETRY_S: Final = 0.01
 """Pause before trying again a Unix socket whose queue of pending connections is full."""
-
-GIVE_UP_LIMIT_S: Final = 2.0
-"""Longest that an interrupted call waits for what the daemon had made for it before, to give it back. A daemon tells
-within milliseconds; whoever has pressed Ctrl-C does not want to wait for one that hangs."""
 
 AGENT: Final = "gpulease-python/0.1"
 """Name of this client in HELLO."""
@@ -173,7 +170,11 @@ def give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
     This side's half is closed, so the daemon makes nothing from then on, and closes its half. If it had made something,
     its reply comes before that, and what it brings is given back over another connection.
     """
-    limit, link = TimeLimit(GIVE_UP_LIMIT_S, "give up", channel.address), channel.link
+    return clean_up(_give_up(channel, request_id, undo))
+
+
+def _give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
+    limit, link = TimeLimit(CLEAN_UP_S, "give up", channel.address), channel.link
     try:
         with contextlib.suppress(OSError):
             channel.sock.shutdown(socket.SHUT_WR)
@@ -181,7 +182,7 @@ def give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
             reply = yield from receive(channel, request_id, limit)
             again = None if isinstance(reply, Failure) else undo(reply)
             if again is not None:
-                yield from ask_once(channel.address, again.op, again.body, GIVE_UP_LIMIT_S, GIVE_UP_LIMIT_S)
+                yield from ask_once(channel.address, again.op, again.body, CLEAN_UP_S, CLEAN_UP_S)
     finally:
         channel.close()
         link.told.clear()
@@ -317,10 +318,10 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
                 yield Sleep(CONNECT_RETRY_S)
                 channel, code = start_connecting(family, where, address)
             if code == errno.EINPROGRESS:
-                yield from _wait(channel, limit, for_room=True)
-                code = connect_error(channel)
-                if not code and limit.remaining_s() <= 0:
-                    code = errno.ETIMEDOUT
+                is_done = False
+                while not is_done and limit.remaining_s() > 0:
+                    is_done = yield Wait(channel, True, limit.remaining_s())
+                code = connect_error(channel) if is_done else errno.ETIMEDOUT
         except BaseException:
             channel.close()
             raise

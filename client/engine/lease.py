@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
 
+from gpulease.client.engine.clean_ups import CLEAN_UP_S, clean_up
 from gpulease.client.engine.daemon_warnings import log_warning
 from gpulease.client.engine.events import EventStream, RefusalStream
 from gpulease.client.engine.exchange import (
     CONNECT_LIMIT_S,
     CONTROL_REPLY_LIMIT_S,
-    GIVE_UP_LIMIT_S,
     Clock,
     First,
     TimeLimit,
@@ -40,7 +40,7 @@ from gpulease.client.engine.exchange import (
 from gpulease.client.engine.fleet_acquire import Fleet, acquire_in
 from gpulease.client.engine.lease_request import ASK_FIRST, LEASE_ID_VARIABLE, LeaseRequest, milliseconds
 from gpulease.client.engine.tokens import Grant, HeldToken
-from gpulease.client.engine.waits import Locked, Procedure, Sleep
+from gpulease.client.engine.waits import Locked, Procedure, Sleep, is_held
 from gpulease.client.errors import (
     PERMANENT_ERRORS,
     Busy,
@@ -370,6 +370,7 @@ class LeaseState:
     def renew(self, seconds: float, *, waits_for_daemon: bool = True) -> Procedure[None]:
         """Make it last at least `seconds` from now. Args: waits_for_daemon: Wait for a daemon that is away."""
         ttl_ms = milliseconds(seconds, "renew", least_ms=1)
+        self.look()
         body = LeaseRenew(self.grant.lease_id, ttl_ms)
         renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, waits_for_daemon=waits_for_daemon)
         self.extend(renewed.generation, renewed.ttl_ms, renewed.expires_at_unix_s)
@@ -384,7 +385,7 @@ class LeaseState:
         """Give it back at the end of a `with` block; a lease that is over already is no error."""
         try:
             if self.over is None:
-                yield from self.free()
+                yield from clean_up(self.free())
         except GpuLeaseError as error:
             if self.over is None or error.status is Status.FENCED:
                 raise
@@ -585,16 +586,24 @@ class LeaseState:
         except (LinkEnded, GeneratorExit):
             raise
         except BaseException:
-            try:
-                if answer is None and channel.link.end is None:
-                    limit = TimeLimit(GIVE_UP_LIMIT_S, doing_of(op), self.address, self.clock)
-                    answer = yield from receive(channel, number, limit)
-            except (LinkEnded, GpuLeaseError):
-                channel.close()
-            finally:
-                if answer is not None and not made and not isinstance(answer, Failure):
-                    made += [answer]
+            if answer is None and channel.link.end is None:
+                yield from clean_up(self._take_late(channel, number, op, made))
+            elif answer is not None and not made and not isinstance(answer, Failure):
+                made += [answer]
             raise
+
+    def _take_late(self, channel: Channel, number: int, op: Opcode, made: list[Any]) -> Procedure[None]:
+        """Wait for the reply to a request that makes something and was interrupted; `made` gets its body."""
+        try:
+            limit = TimeLimit(CLEAN_UP_S, doing_of(op), self.address, self.clock)
+            answer = yield from receive(channel, number, limit)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, LinkEnded | GpuLeaseError):
+                return
+            raise
+        if not isinstance(answer, Failure):
+            made += [answer]
 
 
 def _note_of(data: Mapping[str, Any]) -> bytes:
@@ -887,22 +896,11 @@ def _name_of(wanted: LeaseAlloc) -> str:
 def free_silently(state: LeaseState) -> None:
     """Send LEASE_FREE if that takes no waiting. Runs in finalizers and where a call was interrupted: never raises."""
     channel = state.channel
-    if state.over is None and channel.link.end is None and not _is_held(state.lock):
+    if state.over is None and channel.link.end is None and not is_held(state.lock):
         with suppress(OSError, ProtocolError):
             _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
             channel.push(deque((memoryview(frame),)))
     channel.close()
-
-
-def _is_held(lock: Any) -> bool:
-    """True if a request is under way. A threading.RLock can tell only by being acquired."""
-    locked = getattr(lock, "locked", None)
-    if locked is not None:
-        return bool(locked())
-    if not lock.acquire(blocking=False):
-        return True
-    lock.release()
-    return False
 
 
 RENEW_AT: Final = 0.75

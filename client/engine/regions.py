@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpulease.client.engine.attachment import Attachment
+from gpulease.client.engine.clean_ups import clean_up
 from gpulease.client.engine.events import RefusalStream
 from gpulease.client.engine.lease import LEASE_OVER, LeaseState
 from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, milliseconds, size_of, whole
@@ -132,6 +133,9 @@ class RegionState(LeaseState):
 
     def close(self) -> Procedure[None]:
         """End it if it has not ended, and have the session that is open here let go of its addresses."""
+        return clean_up(self._close())
+
+    def _close(self) -> Procedure[None]:
         if self.over is None and self.parent.over is None:
             try:
                 yield from self.revoke("its lease's tenant is done with it") if self.tenant else self.free()

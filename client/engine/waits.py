@@ -54,6 +54,17 @@ Begun: TypeAlias = T | Procedure[T]
 that the caller has to drive to have it. A generator alone costs as much as the rest of a launch."""
 
 
+def is_held(lock: Any) -> bool:
+    """True if a request is under way. A threading.RLock can tell only by being acquired."""
+    locked = getattr(lock, "locked", None)
+    if locked is not None:
+        return bool(locked())
+    if not lock.acquire(blocking=False):
+        return True
+    lock.release()
+    return False
+
+
 class Limit(Protocol):
     """A bound on the time that a reply may take."""
 

@@ -470,6 +470,7 @@ class Workers:
     def _on_ended(self, worker: Worker, reason: str, *, is_busy: bool = False) -> None:
         self._read_last_messages(worker)
         self._on_end(worker)
+        worker.note_end(reason)
         self._remove(worker)
         lease_id = worker.spec.lease_id
         reaped = ReapedWorker(lease_id, worker.pid, worker.zygote if worker.serial else None, worker.serial)

@@ -20,11 +20,12 @@ from gpulease.daemon.contract.messages import Attach, EndSession
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
+from gpulease.daemon.leases import Cause
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import Family
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.zygote_client import Zygote
-from gpulease.protocol.failures import KILLED
+from gpulease.protocol.failures import KILLED, LEASE_ENDS
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
 
@@ -233,6 +234,15 @@ class Worker:
         # If it died of anything but SIGKILL, it died before the daemon killed it.
         is_by_daemon = self.is_killed and reason == KILLED
         return (ENDED_BY_DAEMON if is_by_daemon else reason), is_by_daemon
+
+    def note_end(self, reason: str) -> None:
+        """Write for the session's clients that its worker has died, unless they were told of another end before.
+
+        `refuse` writes it where the daemon ends a lease; nobody refuses the work of a worker that ended by itself.
+        """
+        if self.regions is not None:
+            cause = Cause.WORKER_DIED.value
+            self.regions.page.end_lease(LEASE_ENDS[cause].status, cause, self.end_reason(reason)[0])
 
     def close(self) -> None:
         """Close all descriptors, and read the channel no more."""

@@ -47,14 +47,8 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 
 @pytest.fixture(scope="module")
 def remote_daemon(pki: Pki) -> Iterator[Daemon]:
-    daemon = Daemon(tcp=True, tls=True, config=pki.settings('operators = ["ops"]'))
-    try:
-        daemon.wait_until_it_answers()
-    except BaseException:
-        daemon.discard()
-        raise
-    yield daemon
-    daemon.stop()
+    with pki.daemon('operators = ["ops"]') as daemon:
+        yield daemon
 
 
 @pytest.fixture

@@ -151,6 +151,21 @@ def test_while_the_tenant_waits_for_an_endless_kernel(daemon: Daemon, waits_in: 
     assert [type(error) for error in errors] == [Revoked]
 
 
+def test_while_a_free_waits_behind_an_endless_kernel(daemon: Daemon) -> None:
+    """A driver may wait as it frees: cudaFree does. The lease's end does not."""
+    lease = daemon.builder().acquire()
+    session = GpuSession(lease)
+    # Larger than what the client holds for the next allocation: the worker is told of it.
+    freed = session.mem_alloc(512 << 10)
+    kept = start_endless(session)
+    session.mem_free(freed)
+    assert lease.query()["state"] == "active"
+    assert daemon.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
+    with pytest.raises(Revoked):
+        session.mem_alloc(4)
+    del kept
+
+
 def test_an_idle_tenant_is_told(daemon: Daemon) -> None:
     lease = daemon.builder().acquire()
     session = GpuSession(lease)

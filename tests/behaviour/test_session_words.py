@@ -8,7 +8,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from gpulease.client import GpuLease, GpuLeaseError, GpuSession, KernelArgs, LeaseExpired, Revoked, aio
+from gpulease.client import (
+    GpuLease,
+    GpuLeaseError,
+    GpuSession,
+    GpuSessionFailed,
+    KernelArgs,
+    LeaseExpired,
+    Revoked,
+    aio,
+)
 from gpulease.protocol.framing import HEADER_BYTES
 from gpulease.protocol.ring import LOOK_BYTES
 from helpers.daemon import Daemon
@@ -92,6 +101,17 @@ def test_a_killed_worker_is_noticed_by_each_quiet_operation(daemon: Daemon, name
 
     with pytest.raises(GpuLeaseError):
         do_many()
+
+
+def test_the_word_says_that_a_worker_was_killed(daemon: Daemon) -> None:
+    lease = daemon.builder().acquire()
+    scene = Scene(lease)
+    os.kill(daemon.worker_pid(lease.lease_id), signal.SIGKILL)
+    wait_until(lambda: lease.revoked, "the word says that the lease has ended")
+    with without_a_frame(scene):
+        for operation in scene.operations().values():
+            with pytest.raises(GpuSessionFailed, match="killed by SIGKILL"):
+                operation()
 
 
 def test_regions_have_words_of_their_own(daemon: Daemon) -> None:

@@ -49,6 +49,18 @@ class Pki:
             lines.append(f'crl = "{self.authority.crl_path}"')
         return "\n".join([*lines, more, ""])
 
+    @contextmanager
+    def daemon(self, more: str = "") -> Iterator[Daemon]:
+        """A daemon that listens on TCP and TLS, with these settings; it must stop in good order."""
+        daemon = Daemon(tcp=True, tls=True, config=self.settings(more))
+        try:
+            daemon.wait_until_it_answers()
+        except BaseException:
+            daemon.discard()
+            raise
+        yield daemon
+        daemon.stop()
+
     def builder(self, address: str, who: Issued) -> GpuBuilder:
         """Ask a daemon for a small lease, as somebody."""
         builder = GpuBuilder(address).min_vram(1 << 20).lease_secs(60)

@@ -1,7 +1,8 @@
 """A lease, the engine on it and the tenants' regions in it, which open and close as one.
 
-A decoder has one; while its load moves, or after a loss, it opens another of the same specification. In a fleet the
-engine's lease is watched, so that the load can leave its node in time.
+A decoder has one; while its load moves, or after a loss, it opens another of the same specification. The lease is
+watched, so that the next engine is there before the next request; in a fleet also so that the load can leave its node
+in time.
 """
 
 import asyncio
@@ -32,6 +33,9 @@ FLEET_LEASE_S: Final = 40.0
 
 AWAY_S: Final = 10.0
 """Seconds for which a fleet's daemon may be away before its engine is left; one that restarts is back sooner."""
+
+LOOK_S: Final = 0.5
+"""Pause between two looks at whether the lease goes on, each of them a load of memory."""
 
 WATCH_PAUSE_S: Final = 5.0
 """Pause before a lease's events are asked for anew, and so between two tries of the load to leave."""
@@ -144,16 +148,34 @@ class ServingEngine:
             stack.push_async_callback(opened.regions.close)
             for tenant in spec.tenants:
                 await opened.regions.open(tenant)
-            if is_of_fleet:
-                watch = BackgroundTasks()
-                stack.push_async_callback(watch.stop)
+            watch = BackgroundTasks()
+            stack.push_async_callback(watch.stop)
+            if engine.session.shares_memory:
+                watch.start(opened._look(user))
+            if is_of_fleet or not engine.session.shares_memory:
                 watch.start(opened._watch(user))
             opened._stack = stack.pop_all()
             serving = opened
         return opened
 
+    async def _look(self, user: EngineUser) -> None:
+        """Report the lease's end where the daemon writes that into memory that is shared with it."""
+        while not self.lease.revoked:  # noqa: ASYNC110  # nothing wakes who waits for memory
+            await asyncio.sleep(LOOK_S)
+        await self._report_end(user)
+
+    async def _report_end(self, user: EngineUser) -> None:
+        """Report how the lease has ended, if it has: the daemon refuses to renew it, and says why."""
+        try:
+            await self.lease.renew(LEASE_S)
+        except GpuLeaseError as error:
+            user.engine_failed(self, error)
+
     async def _watch(self, user: EngineUser) -> None:
-        """Tell of the lease's end before it comes, or when its time is over and nobody has answered a renewal."""
+        """Report the lease's end, by its daemon's word or because its time is over and nobody answered a renewal.
+
+        In a fleet report as well that it is about to end.
+        """
         away_since: float | None = None
         while self.lease.is_alive:
             warning: GpuLeaseError | None
@@ -162,7 +184,8 @@ class ServingEngine:
                 async with asyncio.timeout(self.lease.remaining_s):
                     warning = await _warning_of(self.lease)
                 if warning is None:
-                    return  # It has ended, as the session hears, too.
+                    await self._report_end(user)
+                    return
                 away_since = None
             except TimeoutError:
                 continue
@@ -173,8 +196,9 @@ class ServingEngine:
             except Busy:
                 warning = None
             except GpuLeaseError:
+                await self._report_end(user)
                 return
-            if warning is not None:
+            if warning is not None and self.is_of_fleet:
                 user.lease_warned(self, warning)
             await asyncio.sleep(WATCH_PAUSE_S)
         user.engine_failed(self, LeaseExpired("the lease's time ran out before it was renewed"))

@@ -6,7 +6,7 @@ computed again. A region that ends before it is copied is lost like any other, a
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -176,7 +176,10 @@ class TenantMoves:
         await self._go_on(tenant_id, pool, saved)
 
     async def watch(self) -> None:
-        """Move every tenant whose region is about to end, as long as this task runs."""
+        """Move every tenant whose region is about to end, and replace an idle one's that has ended.
+
+        It does so as long as this task runs.
+        """
         while True:
             regions = self._user.regions
             left_s = [pool.region.remaining_s for pool in regions.pools.values()]
@@ -187,6 +190,18 @@ class TenantMoves:
                     await self.move(tenant_id)
                 except GpuLeaseError as error:
                     self._user.log.failure("region_not_moved", error, tenant=tenant_id)
+            for tenant_id in regions.ended():
+                # A tenant with something to compute hears of it by its next step.
+                if self._user.scheduler.tenants[tenant_id].is_idle:
+                    with suppress(GpuLeaseError):
+                        await self._replace_if_ended(tenant_id)
+
+    async def _replace_if_ended(self, tenant_id: str) -> None:
+        """Take a region as gone, if a copy of it says so. Raises what the copy raises, or RequestRejected."""
+        async with self._one_at_a_time:
+            pool = self._pool_of(tenant_id)
+            async with self._held(tenant_id):
+                await self._save(tenant_id, pool, [0])
 
     # --- how ---
 
@@ -226,8 +241,8 @@ class TenantMoves:
                 scheduler.resume(tenant_id)
             self._user.wake()
 
-    async def _save(self, tenant_id: str, pool: BlockPool) -> _Saved:
-        """Copy what a held tenant's steps wrote, as soon as they are answered."""
+    async def _save(self, tenant_id: str, pool: BlockPool, blocks: list[int] | None = None) -> _Saved:
+        """Copy blocks, or what a held tenant's steps wrote, as soon as they are answered."""
         user, regions = self._user, self._user.regions
         while user.scheduler.is_under_way(tenant_id):
             self._answered.clear()
@@ -237,7 +252,8 @@ class TenantMoves:
             raise RequestRejected(
                 f"Tenant {tenant_id}'s region ended before it was saved", "Its sequences are replayed"
             )
-        blocks = user.scheduler.tenants[tenant_id].written_blocks
+        if blocks is None:
+            blocks = user.scheduler.tenants[tenant_id].written_blocks
         saved = _Saved(regions, blocks, await user.engine.save_pool(pool, blocks))
         self._check_current(tenant_id, saved)
         return saved

@@ -107,6 +107,12 @@ class TenantRegions:
             return []
         return [name for name, pool in self.pools.items() if 0 < pool.region.remaining_s <= self.move_before_s]
 
+    def ended(self) -> list[str]:
+        """Return the tenants whose regions refuse launches by now, while their lease goes on: by a load each."""
+        if self._engine.lease.revoked:
+            return []
+        return [name for name, pool in self.pools.items() if pool.region.revoked]
+
     def _take(self, tenant_id: str, pool: BlockPool) -> None:
         self.pools[tenant_id] = pool
         if self._life_s is None:

@@ -75,6 +75,11 @@ class TenantState:
         self.free_blocks = []
 
     @property
+    def is_idle(self) -> bool:
+        """Return whether it has nothing to compute."""
+        return not self.live and not self.waiting
+
+    @property
     def used_blocks(self) -> int:
         """Return how many blocks of its region live sequences have."""
         return self.region_blocks - len(self.free_blocks)

@@ -160,6 +160,17 @@ def test_a_kernel_calls_device_functions_without_a_driver(session: Any, function
         cuda.get_current_device()
 
 
+@pytest.mark.parametrize(("signature", "is_device"), [("float32(float32)", True), ("void(float32)", False)])
+def test_a_signature_in_the_decorator_fails_there_without_a_driver(signature: str, is_device: bool) -> None:
+    """Numba compiles at once, before gpulease is asked: the guide names the error."""
+
+    def function(value):
+        return value if is_device else None
+
+    with pytest.raises(cuda.CudaSupportError):
+        cuda.jit(signature, device=is_device)(function)
+
+
 def test_float16_is_computed(session: Any) -> None:
     @cuda.jit
     def kernel(x, y, least):

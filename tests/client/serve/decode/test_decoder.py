@@ -1,6 +1,7 @@
 """The decoder: tenants share its steps, and each has the tokens that it has alone, whatever becomes of the others."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpulease.client.errors import CapacityExceeded
+from gpulease.client.serve.decode import tenant_moves
 from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
 from gpulease.client.serve.decode.decode_errors import NoModelLoaded, RequestRejected, WaitedTooLong
 from gpulease.client.serve.decode.decode_requests import CompletionReason, TenantConfig
@@ -15,6 +17,7 @@ from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.engine import BlockPool
 from gpulease.client.serve.decode.generation import Emitted
 from helpers.daemon import Daemon
+from helpers.decode.decode_lines import lines_of
 from helpers.decode.decoder_rig import (
     PROMPTS,
     SETTINGS,
@@ -143,7 +146,32 @@ def test_a_tenant_may_lose_its_region_again_and_again(daemon: Daemon, alone: Out
     check_recovery(daemon, alone, revoke, [("b", 1), ("b", 6), ("b", 12)])
 
 
-def test_a_region_that_ends_behind_a_last_step_is_noticed_at_the_next_request(daemon: Daemon, alone: Outputs) -> None:
+def test_an_idle_tenant_has_its_next_region_before_its_next_request(
+    daemon: Daemon, alone: Outputs, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gpulease.decode")
+
+    async def scene(decoder: Decoder) -> None:
+        pools = dict(decoder.regions.pools)
+        await revoke(daemon, decoder, "b")
+        while not decoder.rebinds:  # noqa: ASYNC110  # nothing else tells of it
+            await asyncio.sleep(0.01)
+        generation = submit(decoder, "b")
+        assert await read(generation) == alone["b"]
+        assert (generation.replays, decoder.rebinds) == (0, 1)
+        assert [name for name in pools if decoder.regions.pools[name] is not pools[name]] == ["b"]
+
+    play(daemon, scene)
+    (lost,), (again,) = lines_of(caplog, "region_lost"), lines_of(caplog, "region_reopened")
+    assert (lost["tenant"], lost["sequences"], again["tenant"]) == ("b", 0, "b")
+
+
+def test_a_region_that_ends_behind_a_last_step_is_noticed_at_the_next_request(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that comes before the next look at idle tenants' regions."""
+    monkeypatch.setattr(tenant_moves, "LOOK_S", 1000.0)
+
     async def scene(decoder: Decoder) -> None:
         told, others = await lose_one(daemon, decoder, "b", TOKENS, revoke)
         assert told == Told(alone["b"], CompletionReason.MAX_TOKENS_REACHED, 0)

@@ -129,9 +129,30 @@ def test_an_engine_that_is_lost_as_soon_as_it_is_there_is_followed_by_another_ea
     assert [line["losses"] for line in lines_of(caplog, "engine_lost")] == list(range(1, 8))
 
 
-def test_an_idle_decoder_notices_that_its_lease_is_lost_and_serves_the_next_request(
-    daemon: Daemon, alone: Outputs
+@pytest.mark.parametrize("lose", [revoke_lease, kill_worker, pytest.param(free_lease, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("over", ["unix", pytest.param("tcp", marks=pytest.mark.exhaustive)])
+def test_an_idle_decoder_has_its_next_engine_before_the_next_request(
+    over: str, daemon: Daemon, alone: Outputs, lose: Loss, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "gpulease.decode")
+    heard = Recorder()
+
+    async def scene(decoder: Decoder) -> None:
+        await lose(daemon, decoder)
+        while not heard.rebuilt:  # noqa: ASYNC110  # nothing else tells of it
+            await asyncio.sleep(0.01)
+        generation = submit(decoder, "a")
+        assert await read(generation) == alone["a"]
+        assert generation.replays == 0
+
+    play(daemon.address if over == "unix" else daemon.tcp_address, scene, heard)
+    (lost,), (opened_again,) = lines_of(caplog, "engine_lost"), lines_of(caplog, "engine_opened")
+    assert lost["known"]
+    assert lost["under_way"] == 0
+    assert opened_again["cause"] == lost["cause"]
+
+
+def test_a_request_right_behind_an_idle_decoder_s_loss_is_served(daemon: Daemon, alone: Outputs) -> None:
     async def scene(decoder: Decoder) -> None:
         await revoke_lease(daemon, decoder)
         assert await read(submit(decoder, "a")) == alone["a"]
