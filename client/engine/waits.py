@@ -55,7 +55,7 @@ that the caller has to drive to have it. A generator alone costs as much as the 
 
 
 def is_held(lock: Any) -> bool:
-    """True if a request is under way. A threading.RLock can tell only by being acquired."""
+    """True if somebody else holds a face's lock. A threading.RLock can tell only by being acquired."""
     locked = getattr(lock, "locked", None)
     if locked is not None:
         return bool(locked())
