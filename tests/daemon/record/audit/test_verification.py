@@ -114,7 +114,7 @@ def test_a_torn_line_that_is_told_of(piece: bytes) -> None:
     data, end = torn(piece)
     verdict = verdict_of({FILE: data}, end)
     assert verdict.is_whole, verdict.findings
-    assert "as told" in verdict.notes[0]
+    assert "as recorded" in verdict.notes[0]
 
 
 @pytest.mark.parametrize("told", [{"offset": 1}, {"size_bytes": 1}, {"sha256": "0" * 64}, {"more": 1}])
