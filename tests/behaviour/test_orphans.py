@@ -73,7 +73,7 @@ def wait_for_end(daemon: Daemon, lease_id: int) -> str:
 
 
 def wait_for_the_wait(daemon: Daemon, lease_id: int) -> None:
-    wait_until(lambda: waits(daemon, lease_id), "nobody is connected")
+    wait_until(lambda: waits(daemon, lease_id), "no client is connected")
 
 
 @pytest.mark.parametrize("has", ["session", "lease"])
@@ -94,7 +94,7 @@ def test_those_who_listen_are_warned_and_told_the_cause(daemon: Daemon) -> None:
         lease._state.channel.close()
         heard = list(events)
     assert heard[0].phase is Phase.WARNING
-    assert "nobody is connected" in heard[0].reason
+    assert "no client is connected" in heard[0].reason
     assert (heard[-1].phase, heard[-1].cause) == (Phase.ENDED, "orphaned")
     with pytest.raises(LeaseExpired, match="orphaned: no client was connected to it"):
         lease.renew(60)

@@ -81,7 +81,7 @@ def test_a_whole_life() -> None:
     assert (kind.value, told["reason"]) == ("fault", "an illegal\N{REPLACEMENT CHARACTER}address")
     assert life.do(SessionFaulted(5, "an illegal\naddress")) == []
     ((kind, told),) = life.do(FreeRequested(3, 5, "t"), 1)
-    why = {"cause": "freed", "reason": "given back by its tenant"}
+    why = {"cause": "freed", "reason": "freed by its tenant"}
     assert (kind.value, told) == ("over", WHO | times(3, 6) | why)
     assert life.do(WorkerExited(5, "was killed"), 1) == []
     ((kind, told),) = life.do(ReclaimProved(5), 1)

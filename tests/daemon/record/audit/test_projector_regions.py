@@ -48,7 +48,7 @@ def test_a_whole_life() -> None:
     ((kind, told),) = life.do(RenewRequested(3, 50, "bob", 5000), 1)
     assert (kind.value, told) == ("renew", REGION_WHO | {"generation": 2, "ttl_ms": 5000, "by": "bob"})
     ((kind, told),) = life.do(FreeRequested(4, 50, "bob"), 1)
-    why = {"cause": "freed", "reason": "given back by its tenant"}
+    why = {"cause": "freed", "reason": "freed by its tenant"}
     assert (kind.value, told) == ("over", REGION_WHO | times(5, 7) | why)
     ((kind, told),) = life.do(RegionEnded(50, 4, 0, True), 3)
     assert (kind.value, told) == ("end", REGION_WHO | times(5, 7) | why | {"latency_us": 3000})
